@@ -1,0 +1,104 @@
+# make demo | test | lint | bench: each sets up what it needs, once, in $(VENV) and beside the sources.
+#
+#   PYTHON=python3.13              the interpreter to make the environment from
+#   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
+#   TP_EXT_CUDA=0|1|auto           CUDA kernels; default: only where there is a GPU
+#   PYTEST_ARGS='-k linear'  BENCH_ARGS=--csv
+
+PYTHON ?= python3
+TORCH ?= 2.15.0
+VENV ?= .venv
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+GPU_ARCHS := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && \
+	nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sort -u | paste -sd';')
+TP_EXT_CUDA ?= $(if $(GPU_ARCHS),auto,0)
+TORCH_CUDA_ARCH_LIST ?= $(GPU_ARCHS)
+GLOO_SOCKET_IFNAME ?= lo# ranks on one machine need no resolvable host name
+export TP_EXT_CUDA TORCH_CUDA_ARCH_LIST GLOO_SOCKET_IFNAME
+
+BIN := $(abspath $(VENV))/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+export PATH := $(BIN):$(PATH)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+COMMAND_LINE := ^(\[[0-9]+/[0-9]+\]) .* -c \S*/(csrc/\S+) .*# by ninja: a file of a successful step
+
+BUILT := tp_ext/_built_for.py
+BUILD_CONFIG := $(BIN) TORCH=$(TORCH) TP_EXT_CUDA=$(TP_EXT_CUDA) ARCHS=$(TORCH_CUDA_ARCH_LIST)
+SOURCES := setup.py $(shell find csrc)# with the folders: they change when a file comes or goes
+CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint bench build clean FORCE
+
+help:
+	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
+	@echo 'make test    runs the tests (PYTEST_ARGS="-k linear" for some of them)'
+	@echo 'make lint    checks format, style and types'
+	@echo 'make bench   runs every benchmark (BENCH_ARGS=--csv writes the results down)'
+	@echo 'make build   only compiles; the other targets do it when a source has changed'
+	@echo 'make clean   removes what was built; the environment $(VENV) stays'
+	@echo 'Options: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) TP_EXT_CUDA=$(TP_EXT_CUDA)'
+
+demo: $(BUILT) $(STAMPS)/demo
+	$(BIN)/python examples/demo.py
+
+test: $(BUILT) $(STAMPS)/test
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: $(STAMPS)/torch-$(TORCH) $(STAMPS)/lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/python -m mypy
+
+bench: $(BUILT)
+	@for script in benchmarks/bench_*.py; do \
+		echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
+
+build: $(BUILT)
+
+clean:
+	rm -rf build dist tp_ext.egg-info $(BUILT) tp_ext/_C*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+# The note gets the time at which the build began, so that an edit made meanwhile counts as newer.
+$(BUILT): build/config $(SOURCES) $(STAMPS)/torch-$(TORCH)
+	@touch build/began
+	@echo "Compiling tp_ext for torch $(TORCH), TP_EXT_CUDA=$(TP_EXT_CUDA) ..."
+	@$(BIN)/python setup.py --quiet build_ext --inplace 2>&1 | sed -uE 's~$(COMMAND_LINE)~\1 \2~'
+	@touch -r build/began $@
+
+build/config: FORCE
+	@mkdir -p build
+	@echo '$(BUILD_CONFIG)' | cmp -s - $@ || echo '$(BUILD_CONFIG)' > $@
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' || \
+		{ echo 'tp_ext needs Python >= 3.11: choose one with make PYTHON=python3.13'; exit 1; }
+	$(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv $(VENV) || \
+		{ echo 'python3 has neither venv nor virtualenv: install python3-venv'; exit 1; }
+	@mkdir -p $(STAMPS)
+	@$(BIN)/python -c 'import sysconfig; \
+		open(sysconfig.get_path("purelib") + "/tp_ext-source.pth", "w").write("$(CURDIR)\n")'
+	@touch $@
+
+$(STAMPS)/torch-$(TORCH): requirements/build.txt | $(STAMPS)/venv
+	@echo 'Installing torch $(TORCH) into $(VENV); the download takes some minutes ...'
+	$(PIP) torch==$(TORCH) -r requirements/build.txt
+	@rm -f $(STAMPS)/torch-*
+	@touch $@
+
+$(STAMPS)/test: requirements/demo.txt # included
+
+$(STAMPS)/%: requirements/%.txt | $(STAMPS)/venv
+	$(PIP) -r requirements/$*.txt
+	@touch $@
+
+FORCE:

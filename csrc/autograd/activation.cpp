@@ -1,0 +1,108 @@
+// bias_act and gated_act: autograd over the fused kernels. Saved: x and bias, nothing else;
+// backward recomputes. Under autocast they follow x, which a linear layer has made; only the bias,
+// an fp32 parameter, is cast to x's dtype.
+
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "check.h"
+#include "ops.h"
+
+namespace tp_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+using Forward = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
+using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
+                                            std::string_view);
+
+struct BiasAct {
+  static constexpr const char* kName = "bias_act";
+  static const auto& forward() {
+    static const auto op = find_op<Forward>("tp_ext::_bias_act_fwd");
+    return op;
+  }
+  static const auto& backward() {
+    static const auto op = find_op<Backward>("tp_ext::_bias_act_bwd");
+    return op;
+  }
+  static const auto& composite() {
+    static const auto op = find_op<Forward>("tp_ext::bias_act");
+    return op;
+  }
+};
+
+struct GatedAct {
+  static constexpr const char* kName = "gated_act";
+  static const auto& forward() {
+    static const auto op = find_op<Forward>("tp_ext::_gated_act_fwd");
+    return op;
+  }
+  static const auto& backward() {
+    static const auto op = find_op<Backward>("tp_ext::_gated_act_bwd");
+    return op;
+  }
+  static const auto& composite() {
+    static const auto op = find_op<Forward>("tp_ext::gated_act");
+    return op;
+  }
+};
+
+template <typename Op>
+struct Activation : torch::autograd::Function<Activation<Op>> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& bias,
+                        const std::string& activation) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({x, bias.value_or(Tensor())});
+    ctx->saved_data["activation"] = activation;
+    return Op::forward().call(x, bias, activation);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward(Op::kName);
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor& bias = saved[1];
+    auto [dx, dbias] = Op::backward().call(grads[0], saved[0],
+                                           bias.defined() ? OptionalTensor(bias) : std::nullopt,
+                                           ctx->saved_data["activation"].toStringRef());
+    // needs_input_grad counts tensors that are there: x is 0, bias is 1
+    const bool give_dx = ctx->needs_input_grad(0);
+    const bool give_dbias = bias.defined() && ctx->needs_input_grad(1);
+    return {give_dx ? dx : Tensor(), give_dbias ? dbias : Tensor(), Tensor()};
+  }
+};
+
+template <typename Op>
+Tensor composite(const Tensor& x, const OptionalTensor& bias, std::string_view activation) {
+  return Activation<Op>::apply(x, bias, std::string(activation));
+}
+
+template <typename Op, at::DeviceType device>
+Tensor autocast(const Tensor& x, const OptionalTensor& bias, std::string_view activation) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(
+      at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  return Op::composite().call(x, at::autocast::cached_cast(x.scalar_type(), bias, device),
+                              activation);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  m.impl("bias_act", composite<BiasAct>);
+  m.impl("gated_act", composite<GatedAct>);
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
+  m.impl("bias_act", autocast<BiasAct, at::kCPU>);
+  m.impl("gated_act", autocast<GatedAct, at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
+  m.impl("bias_act", autocast<BiasAct, at::kCUDA>);
+  m.impl("gated_act", autocast<GatedAct, at::kCUDA>);
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,210 @@
+// The regions: differentiable collectives in conjugate pairs. Each backward applies the other
+// region, as an operation with a gradient of its own, so that double backward works.
+//
+//   forward        identity    | sum       slice   | concatenate     concatenate | summed slice
+//   exchange region         copy_to     | reduce_from scatter | gather_from   all_gather  |
+//   reduce_scatter   all_to_all its backward   reduce_from | copy_to   gather  | scatter
+//   reduce_scatter | all_gather    all_to_all
+//
+// Which of two gathers is right depends on who consumes the result: replicated work (every rank
+// computes the same gradient: take the own slice of it) or sharded work (gradients are addends: sum
+// them).
+
+#include "autograd/regions.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "check.h"
+#include "comm/comm.h"
+
+namespace tp_ext {
+
+using at::Tensor;
+using c10::SymInt;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+Tensor scatter_to_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes);
+Tensor gather_from_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes);
+Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t split_dim,
+                         int64_t concat_dim, Sizes split_sizes, Sizes concat_sizes);
+
+namespace {
+
+bool needs_graph(const Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
+
+// What a region needs to know again in backward
+void remember(AutogradContext* ctx, const std::string& group) { ctx->saved_data["group"] = group; }
+void remember(AutogradContext* ctx, const std::string& group, int64_t dim, const Split& split) {
+  remember(ctx, group);
+  ctx->saved_data["dim"] = dim;
+  ctx->saved_data["sizes"] = c10::SymIntArrayRef(split.sizes);
+}
+std::string group_of(AutogradContext* ctx) { return ctx->saved_data["group"].toStringRef(); }
+int64_t dim_of(AutogradContext* ctx) { return ctx->saved_data["dim"].toInt(); }
+std::vector<SymInt> sizes_of(AutogradContext* ctx, const char* name = "sizes") {
+  return ctx->saved_data[name].toSymIntVector();
+}
+
+struct CopyTo : Function<CopyTo> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group) {
+    remember(ctx, group);
+    return x;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {reduce_from_region(grads[0], group_of(ctx)), Tensor()};
+  }
+};
+
+struct ReduceFrom : Function<ReduceFrom> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group) {
+    remember(ctx, group);
+    return comm::all_reduce(x, group);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {copy_to_region(grads[0], group_of(ctx)), Tensor()};
+  }
+};
+
+// Own slice of dim, a copy: a view would keep the full tensor alive and alias the input
+Tensor slice(const Tensor& x, const std::string& group, int64_t dim, const Split& split) {
+  const int64_t rank = comm::rank(group);
+  return x.narrow_symint(dim, split.start(rank), split.sizes[rank])
+      .clone(at::MemoryFormat::Contiguous);
+}
+
+struct ScatterTo : Function<ScatterTo> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
+                        int64_t dim, const Split& split) {
+    remember(ctx, group, dim, split);
+    return slice(x, group, dim, split);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {gather_from_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx)), Tensor(),
+            Tensor(), Tensor()};
+  }
+};
+
+struct GatherFrom : Function<GatherFrom> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
+                        int64_t dim, const Split& split) {
+    remember(ctx, group, dim, split);
+    return comm::all_gather(x, group, dim, split);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {scatter_to_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx)), Tensor(),
+            Tensor(), Tensor()};
+  }
+};
+
+struct AllGather : Function<AllGather> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
+                        int64_t dim, const Split& split) {
+    remember(ctx, group, dim, split);
+    return comm::all_gather(x, group, dim, split);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {reduce_scatter_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx)), Tensor(),
+            Tensor(), Tensor()};
+  }
+};
+
+struct ReduceScatter : Function<ReduceScatter> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
+                        int64_t dim, const Split& split) {
+    remember(ctx, group, dim, split);
+    return comm::reduce_scatter(x, group, dim, split);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {all_gather_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx)), Tensor(),
+            Tensor(), Tensor()};
+  }
+};
+
+struct AllToAll : Function<AllToAll> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
+                        int64_t split_dim, int64_t concat_dim, const Split& split,
+                        const Split& concat) {
+    remember(ctx, group, split_dim, split);
+    ctx->saved_data["concat_dim"] = concat_dim;
+    ctx->saved_data["concat_sizes"] = c10::SymIntArrayRef(concat.sizes);
+    return comm::all_to_all(x, group, split_dim, concat_dim, split, concat);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto split = sizes_of(ctx), concat = sizes_of(ctx, "concat_sizes");
+    auto dx = all_to_all_region(grads[0], group_of(ctx), ctx->saved_data["concat_dim"].toInt(),
+                                dim_of(ctx), concat, split);
+    return {dx, Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+}  // namespace
+
+Tensor copy_to_region(const Tensor& x, const std::string& group) {
+  if (comm::size(group) == 1 || !needs_graph(x)) return x;
+  return CopyTo::apply(x, group);
+}
+
+Tensor reduce_from_region(const Tensor& x, const std::string& group) {
+  if (comm::size(group) == 1) return x;
+  return needs_graph(x) ? ReduceFrom::apply(x, group) : comm::all_reduce(x, group);
+}
+
+Tensor scatter_to_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes) {
+  dim = check_dim(dim, x.dim(), "dim");
+  const auto split = split_full(x.sym_size(dim), comm::size(group), sizes);
+  if (split.sizes.size() == 1) return x;
+  return needs_graph(x) ? ScatterTo::apply(x, group, dim, split) : slice(x, group, dim, split);
+}
+
+Tensor gather_from_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes) {
+  dim = check_dim(dim, x.dim(), "dim");
+  const auto split = split_local(x.sym_size(dim), comm::rank(group), comm::size(group), sizes);
+  if (split.sizes.size() == 1) return x;
+  return needs_graph(x) ? GatherFrom::apply(x, group, dim, split)
+                        : comm::all_gather(x, group, dim, split);
+}
+
+Tensor all_gather_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes) {
+  dim = check_dim(dim, x.dim(), "dim");
+  const auto split = split_local(x.sym_size(dim), comm::rank(group), comm::size(group), sizes);
+  if (split.sizes.size() == 1) return x;
+  return needs_graph(x) ? AllGather::apply(x, group, dim, split)
+                        : comm::all_gather(x, group, dim, split);
+}
+
+Tensor reduce_scatter_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes) {
+  dim = check_dim(dim, x.dim(), "dim");
+  const auto split = split_full(x.sym_size(dim), comm::size(group), sizes);
+  if (split.sizes.size() == 1) return x;
+  return needs_graph(x) ? ReduceScatter::apply(x, group, dim, split)
+                        : comm::reduce_scatter(x, group, dim, split);
+}
+
+Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t split_dim,
+                         int64_t concat_dim, Sizes split_sizes, Sizes concat_sizes) {
+  split_dim = check_dim(split_dim, x.dim(), "split_dim");
+  concat_dim = check_dim(concat_dim, x.dim(), "concat_dim");
+  const int64_t p = comm::size(group), rank = comm::rank(group);
+  const auto split = split_full(x.sym_size(split_dim), p, split_sizes, "split_sizes");
+  // On one dim, a rank keeps its own slice of it; on two, all of the dim that it concatenates
+  const auto own = split_dim == concat_dim ? split.sizes[rank] : x.sym_size(concat_dim);
+  const auto concat = split_local(own, rank, p, concat_sizes, "concat_sizes");
+  if (p == 1) return x;
+  return needs_graph(x) ? AllToAll::apply(x, group, split_dim, concat_dim, split, concat)
+                        : comm::all_to_all(x, group, split_dim, concat_dim, split, concat);
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  m.impl("copy_to_region", copy_to_region);
+  m.impl("reduce_from_region", reduce_from_region);
+  m.impl("scatter_to_region", scatter_to_region);
+  m.impl("gather_from_region", gather_from_region);
+  m.impl("all_gather_region", all_gather_region);
+  m.impl("reduce_scatter_region", reduce_scatter_region);
+  m.impl("all_to_all_region", all_to_all_region);
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,74 @@
+// Embedding whose rows (the vocabulary) are cut among the ranks. weight [rows, h] holds the rows
+// from vocab_start on, the first vocab_local of them real, the rest padding.
+//
+//   forward   own rows, zeros for ids of others; sum over ranks: [*ids.shape, h]
+//             under sequence parallelism (SP) summed and scattered: own slice of [tokens, h]
+//   backward  the conjugate region, then each id's gradient rows added up into the local weight's
+//
+// Saved: ids. The sum runs in a fixed order: same bits on every run.
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "autograd/regions.h"
+#include "check.h"
+#include "ops.h"
+
+namespace tp_ext {
+namespace {
+
+using c10::SymInt;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+Tensor lookup(const Tensor& weight, const Tensor& ids, const SymInt& vocab_start,
+              const SymInt& vocab_local, const SymInt& vocab_size) {
+  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt)>(
+      "tp_ext::_vocab_embedding_fwd");
+  return op.call(weight, ids, vocab_start, vocab_local, vocab_size);
+}
+
+struct Lookup : Function<Lookup> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& weight, const Tensor& ids,
+                        const SymInt& vocab_start, const SymInt& vocab_local,
+                        const SymInt& vocab_size) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({ids});
+    ctx->saved_data["num_rows"] = weight.sym_size(0);
+    ctx->saved_data["vocab_start"] = vocab_start;
+    ctx->saved_data["vocab_local"] = vocab_local;
+    return lookup(weight, ids, vocab_start, vocab_local, vocab_size);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward("vocab_parallel_embedding");
+    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt)>(
+        "tp_ext::_vocab_embedding_bwd");
+    auto& data = ctx->saved_data;
+    return {op.call(grads[0], ctx->get_saved_variables()[0], data["num_rows"].toSymInt(),
+                    data["vocab_start"].toSymInt(), data["vocab_local"].toSymInt()),
+            Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor vocab_parallel_embedding(const Tensor& ids, const Tensor& weight, const std::string& group,
+                                SymInt vocab_start, SymInt vocab_local, SymInt vocab_size,
+                                bool sequence_parallel, Sizes sizes) {
+  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: shape ", weight.sym_sizes(),
+                    " must be [rows, hidden]");
+  const Tensor y = at::GradMode::is_enabled() && weight.requires_grad()
+                       ? Lookup::apply(weight, ids, vocab_start, vocab_local, vocab_size)
+                       : lookup(weight, ids, vocab_start, vocab_local, vocab_size);
+  if (!sequence_parallel) return reduce_from_region(y, group);
+  return reduce_scatter_region(y.view_symint({ids.sym_numel(), weight.sym_size(1)}), group, 0,
+                               sizes);
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  m.impl("vocab_parallel_embedding", vocab_parallel_embedding);
+}
+
+}  // namespace
+}  // namespace tp_ext

@@ -1,0 +1,365 @@
+#include "comm/comm.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/movedim.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdlib>
+
+namespace tp_ext::comm {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+// "name" or "name@rank/size"
+struct GroupKey {
+  std::string name;
+  int64_t rank = -1, size = -1;  // -1: not told
+
+  explicit GroupKey(const std::string& group) : name(group) {
+    const auto at = group.rfind('@');
+    if (at == std::string::npos) return;
+    name.resize(at);
+    char* slash = nullptr;
+    rank = std::strtoll(group.c_str() + at + 1, &slash, 10);
+    TORCH_CHECK_VALUE(*slash == '/', "group: '", group, "' must be a name, or name@rank/size");
+    size = std::strtoll(slash + 1, nullptr, 10);
+  }
+};
+
+ProcessGroup resolve(const std::string& group) {
+  const GroupKey key(group);
+  try {
+    return c10d::resolve_process_group(key.name);
+  } catch (const c10::Error&) {
+    TORCH_CHECK_VALUE(false, "group: '", key.name, "' must be the name of a process group");
+  }
+}
+
+// Whether somebody watches the operators: a dispatch mode (compile, CommDebugMode) or a tensor
+// subclass
+bool traced(const Tensor& x) {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         x.key_set().has(c10::DispatchKey::Python);
+}
+
+// Calls a _c10d_functional operator, boxed: its group argument is `str` or `Any`, depending on
+// torch's version
+template <typename... Args>
+Tensor functional(const c10::OperatorHandle& op, Args&&... args) {
+  torch::jit::Stack stack;
+  torch::jit::push(stack, std::forward<Args>(args)...);
+  op.callBoxed(stack);
+  static const auto wait =
+      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::wait_tensor", "");
+  wait.callBoxed(stack);
+  return torch::jit::pop(stack).toTensor();
+}
+
+// NCCL gives no Work for a call on the current stream; gloo always gives one
+void finish(const Work& work) {
+  if (work) work->wait();
+}
+
+// The buffers are ours and carry no graph
+struct BelowAutograd {
+  at::AutoDispatchBelowADInplaceOrView guard;
+};
+
+Work issue_all_reduce(const ProcessGroup& group, Tensor& x, bool async) {
+  c10d::AllreduceOptions options;
+  options.asyncOp = async;
+  std::vector<Tensor> tensors{x};
+  return group->allreduce(tensors, options);
+}
+
+// The names without underscore are newer than the oldest torch supported; these forward to them.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+Work issue_all_gather(const ProcessGroup& group, Tensor& out, Tensor& x, bool async) {
+  c10d::AllgatherOptions options;
+  options.asyncOp = async;
+  return group->_allgather_base(out, x, options);
+}
+
+Work issue_reduce_scatter(const ProcessGroup& group, Tensor& out, Tensor& x, bool async) {
+  c10d::ReduceScatterOptions options;
+  options.asyncOp = async;
+  return group->_reduce_scatter_base(out, x, options);
+}
+
+Work issue_all_to_all(const ProcessGroup& group, Tensor& out, Tensor& x,
+                      std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
+  c10d::AllToAllOptions options;
+  options.asyncOp = false;
+  return group->alltoall_base(out, x, out_sizes, in_sizes, options);
+}
+#pragma GCC diagnostic pop
+
+Tensor fresh_contiguous(const Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
+
+std::vector<SymInt> with_dim(const Tensor& x, int64_t dim, const SymInt& n) {
+  auto shape = x.sym_sizes().vec();
+  shape[dim] = n;
+  return shape;
+}
+
+std::vector<SymInt> stacked(int64_t p, c10::SymIntArrayRef shape) {
+  std::vector<SymInt> result{p};
+  result.insert(result.end(), shape.begin(), shape.end());
+  return result;
+}
+
+bool is_empty(const std::vector<SymInt>& shape) {
+  for (const auto& n : shape)
+    if (n == 0) return true;
+  return false;
+}
+
+// x with zeros after its end along dim; c10d wants equal shapes on all ranks
+Tensor padded(const Tensor& x, int64_t dim, const SymInt& n) {
+  if (x.sym_size(dim) == n) return x.contiguous();
+  auto result = at::zeros_symint(with_dim(x, dim, n), x.options());
+  result.narrow_symint(dim, 0, x.sym_size(dim)).copy_(x);
+  return result;
+}
+
+// [p, *shape] -> the blocks side by side along dim, each cut to its length
+Tensor concatenate(const Tensor& blocks, int64_t dim, const Split& split) {
+  const int64_t p = static_cast<int64_t>(split.sizes.size());
+  if (split.even()) {
+    auto shape = blocks.sym_sizes().vec();
+    shape.erase(shape.begin());
+    shape[dim] = shape[dim] * p;
+    return blocks.movedim(0, dim).reshape_symint(shape);
+  }
+  std::vector<Tensor> parts;
+  for (int64_t k = 0; k < p; ++k)
+    parts.push_back(blocks.select(0, k).narrow_symint(dim, 0, split.sizes[k]));
+  return at::cat(parts, dim);
+}
+
+// The inverse: x cut along dim into blocks [p, *longest], zeros after the shorter ones
+Tensor blocks_of(const Tensor& x, int64_t dim, const Split& split) {
+  const int64_t p = static_cast<int64_t>(split.sizes.size());
+  const auto longest = split.longest();
+  if (split.even()) {
+    auto shape = x.sym_sizes().vec();
+    shape[dim] = longest;
+    shape.insert(shape.begin() + dim, p);
+    return x.reshape_symint(shape).movedim(dim, 0).contiguous();
+  }
+  auto blocks = at::zeros_symint(stacked(p, with_dim(x, dim, longest)), x.options());
+  for (int64_t k = 0; k < p; ++k)
+    blocks.select(0, k)
+        .narrow_symint(dim, 0, split.sizes[k])
+        .copy_(x.narrow_symint(dim, split.start(k), split.sizes[k]));
+  return blocks;
+}
+
+Tensor own_part(const Tensor& block, int64_t dim, const SymInt& n) {
+  return block.sym_size(dim) == n ? block : fresh_contiguous(block.narrow_symint(dim, 0, n));
+}
+
+}  // namespace
+
+int64_t size(const std::string& group) {
+  if (group.empty()) return 1;
+  const GroupKey key(group);
+  return key.size > 0 ? key.size : resolve(group)->getSize();
+}
+int64_t rank(const std::string& group) {
+  if (group.empty()) return 0;
+  const GroupKey key(group);
+  return key.rank >= 0 ? key.rank : resolve(group)->getRank();
+}
+
+Pending::Pending(Tensor result, c10::intrusive_ptr<c10::intrusive_ptr_target> work,
+                 std::function<Tensor(const Tensor&)> finish)
+    : result_(std::move(result)), work_(std::move(work)), finish_(std::move(finish)) {}
+
+Pending::~Pending() {
+  if (!work_) return;
+  try {
+    static_cast<c10d::Work*>(work_.get())->wait();
+  } catch (...) {  // the exception under way says more
+  }
+}
+
+Tensor Pending::wait() {
+  BelowAutograd below;
+  if (work_) {
+    const auto work = std::move(work_);
+    work_.reset();
+    static_cast<c10d::Work*>(work.get())->wait();
+  }
+  return finish_ ? finish_(result_) : result_;
+}
+
+Tensor all_reduce(const Tensor& x, const std::string& group) {
+  if (traced(x)) return all_reduce_fresh(x, group);
+  BelowAutograd below;
+  return all_reduce_fresh(fresh_contiguous(x), group);
+}
+
+Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
+  if (fresh.sym_numel() == 0 || size(group) == 1) return fresh;
+  if (traced(fresh)) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
+    return functional(op, fresh.contiguous(), std::string("sum"), GroupKey(group).name);
+  }
+  BelowAutograd below;
+  Tensor x = fresh.contiguous();
+  finish(issue_all_reduce(resolve(group), x, false));
+  return x;
+}
+
+Pending all_reduce_async(const Tensor& fresh, const std::string& group) {
+  if (fresh.sym_numel() == 0 || traced(fresh))
+    return Pending(all_reduce_fresh(fresh, group), nullptr);
+  BelowAutograd below;
+  Tensor x = fresh.contiguous();
+  auto work = issue_all_reduce(resolve(group), x, true);
+  return Pending(std::move(x), std::move(work));
+}
+
+namespace {
+
+using Finish = std::function<Tensor(const Tensor&)>;
+
+// The blocks of all ranks, [p, *x.shape], x contiguous
+Pending gather_blocks(const Tensor& x, const std::string& group, bool async, Finish then) {
+  const auto pg = resolve(group);
+  const int64_t p = pg->getSize();
+  const auto shape = stacked(p, x.sym_sizes());
+  if (is_empty(shape)) return Pending(x.new_empty_symint(shape), nullptr, std::move(then));
+  if (traced(x)) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        "_c10d_functional::all_gather_into_tensor", "");
+    const auto flat = x.dim() == 0 ? x.unsqueeze(0) : x;  // it gathers along dim 0
+    return Pending(functional(op, flat, p, GroupKey(group).name).reshape_symint(shape), nullptr,
+                   std::move(then));
+  }
+  BelowAutograd below;
+  Tensor in = x.view(-1), out = x.new_empty_symint({p * x.sym_numel()});  // gloo compares shapes
+  auto work = issue_all_gather(pg, out, in, async);
+  if (!async) {
+    finish(work);
+    work.reset();
+  }
+  return Pending(out.view_symint(shape), std::move(work), std::move(then));
+}
+
+Pending gather(const Tensor& x, const std::string& group, int64_t dim, const Split& split,
+               bool async) {
+  return gather_blocks(
+      padded(x, dim, split.longest()), group, async,
+      [dim, split](const Tensor& blocks) { return concatenate(blocks, dim, split); });
+}
+
+Pending scatter_sum(const Tensor& x, const std::string& group, int64_t dim, const Split& split,
+                    bool async) {
+  const auto pg = resolve(group);
+  const int64_t p = pg->getSize();
+  const auto own = split.sizes[pg->getRank()];
+  const auto then = [dim, own](const Tensor& block) { return own_part(block, dim, own); };
+  Tensor blocks = blocks_of(x, dim, split);
+  auto shape = blocks.sym_sizes().vec();
+  shape.erase(shape.begin());
+  if (is_empty(shape)) return Pending(x.new_empty_symint(shape), nullptr, then);
+  if (traced(x)) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        "_c10d_functional::reduce_scatter_tensor", "");
+    return Pending(
+        functional(op, blocks, std::string("sum"), p, GroupKey(group).name).reshape_symint(shape),
+        nullptr, then);
+  }
+  BelowAutograd below;
+  if (blocks.is_alias_of(x)) blocks = fresh_contiguous(blocks);  // a backend may sum in its input
+  Tensor in = blocks.view(-1), out = x.new_empty_symint({blocks.sym_numel() / p});
+  auto work = issue_reduce_scatter(pg, out, in, async);
+  if (!async) {
+    finish(work);
+    work.reset();
+  }
+  return Pending(out.view_symint(shape), std::move(work), then);
+}
+
+}  // namespace
+
+Tensor all_gather_stack(const Tensor& x, const std::string& group) {
+  if (size(group) == 1) return x.unsqueeze(0);
+  return gather_blocks(x.contiguous(), group, false, nullptr).wait();
+}
+
+Tensor all_gather(const Tensor& x, const std::string& group, int64_t dim, const Split& split) {
+  return gather(x, group, dim, split, false).wait();
+}
+Pending all_gather_async(const Tensor& x, const std::string& group, int64_t dim,
+                         const Split& split) {
+  return gather(x, group, dim, split, true);
+}
+
+Tensor reduce_scatter(const Tensor& x, const std::string& group, int64_t dim, const Split& split) {
+  return scatter_sum(x, group, dim, split, false).wait();
+}
+Pending reduce_scatter_async(const Tensor& x, const std::string& group, int64_t dim,
+                             const Split& split) {
+  return scatter_sum(x, group, dim, split, true);
+}
+
+Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, int64_t concat_dim,
+                  const Split& split, const Split& concat) {
+  const auto pg = resolve(group);
+  const int64_t p = pg->getSize(), r = pg->getRank();
+  std::vector<Tensor> outgoing;
+  std::vector<std::vector<SymInt>> shapes;  // of what comes in
+  std::vector<SymInt> sent, received;
+  SymInt incoming = 0;
+  for (int64_t k = 0; k < p; ++k) {
+    outgoing.push_back(x.narrow_symint(split_dim, split.start(k), split.sizes[k]).reshape({-1}));
+    sent.push_back(outgoing.back().sym_numel());
+    auto shape = with_dim(x, split_dim, split.sizes[r]);
+    shape[concat_dim] = concat.sizes[k];
+    SymInt numel = 1;
+    for (const auto& n : shape) numel = numel * n;
+    shapes.push_back(std::move(shape));
+    received.push_back(numel);
+    incoming = incoming + numel;
+  }
+  const Tensor in = at::cat(outgoing);
+  Tensor out;
+  if (traced(x)) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_to_all_single", "");
+    out = functional(op, in, received, sent, GroupKey(group).name);
+  } else {
+    BelowAutograd below;
+    out = at::empty_symint({incoming}, x.options());
+    std::vector<int64_t> received_ints, sent_ints;
+    for (int64_t k = 0; k < p; ++k) {
+      received_ints.push_back(received[k].guard_int(__FILE__, __LINE__));
+      sent_ints.push_back(sent[k].guard_int(__FILE__, __LINE__));
+    }
+    Tensor from = in;
+    finish(issue_all_to_all(pg, out, from, received_ints, sent_ints));
+  }
+  std::vector<Tensor> blocks;
+  SymInt at = 0;
+  for (int64_t k = 0; k < p; ++k) {
+    blocks.push_back(out.narrow_symint(0, at, received[k]).reshape_symint(shapes[k]));
+    at = at + received[k];
+  }
+  return at::cat(blocks, concat_dim);
+}
+
+}  // namespace tp_ext::comm

@@ -1,0 +1,92 @@
+// y = residual + dropout(x + bias) and its gradient dx = dropout(dy), on CPU: x, residual [.., n],
+// bias [n]. Nothing but the seed is saved; backward draws the same words again.
+
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "cpu/philox_words.h"
+#include "cpu/simd.h"
+#include "kernels/dropout.h"
+#include "ops.h"
+#include "random_checks.h"
+
+namespace tp_ext {
+namespace {
+
+// One run of elements; bias already points at the first one's
+template <typename T, bool kBias, bool kResidual>
+inline void dropout_run(const T* __restrict x, const T* __restrict bias,
+                        const T* __restrict residual, T* __restrict y,
+                        const uint32_t* __restrict words, int64_t n, Dropout<acc_t<T>> dropout) {
+  for (int64_t i = 0; i < n; ++i) {
+    acc_t<T> value = to_acc(x[i]);
+    if constexpr (kBias) value += to_acc(bias[i]);
+    value *= dropout.factor(words[i]);
+    if constexpr (kResidual) value += to_acc(residual[i]);
+    y[i] = from_acc<T>(value);
+  }
+}
+
+// Elements [begin, end): runs that are neighbours in the full tensor, cut again at rows of the bias
+template <typename T, bool kBias, bool kResidual>
+TP_SIMD void dropout_range(const T* x, const T* bias, const T* residual, T* y, int64_t bias_size,
+                           uint64_t seed, Dropout<acc_t<T>> dropout, GlobalIndex index,
+                           int64_t begin, int64_t end) {
+  WordBuffer buffer;
+  if (dropout.keeps_all()) std::fill_n(buffer.words, kWordRun + 8, 0);
+  for (int64_t i = begin, n; i < end; i += n) {
+    n = run_length(index, i, end);
+    const uint64_t first = index(i);
+    if (!dropout.keeps_all()) draw_words(seed, first, n, buffer);
+    const uint32_t* words = buffer.words + first % 4;
+    for (int64_t j = 0, m; j < n; j += m) {
+      const int64_t column = kBias ? (i + j) % bias_size : 0;
+      m = kBias ? std::min(n - j, bias_size - column) : n;
+      dropout_run<T, kBias, kResidual>(x + i + j, bias + column, residual + i + j, y + i + j,
+                                       words + j, m, dropout);
+    }
+  }
+}
+
+Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_in,
+                                 const OptionalTensor& residual_in, const Tensor& seed, double p,
+                                 int64_t local_inner, int64_t full_inner, int64_t offset) {
+  check_dropout(x_in, "x", seed, p);
+  check_bias_and_residual(x_in, bias_in, residual_in);
+  const GlobalIndex index = check_global_index(x_in, "x", local_inner, full_inner, offset);
+  const bool has_bias = bias_in && bias_in->defined();
+  const bool has_residual = residual_in && residual_in->defined();
+  const Tensor x = x_in.contiguous();
+  const Tensor bias = has_bias ? bias_in->contiguous() : x;
+  const Tensor residual = has_residual ? residual_in->contiguous() : x;
+  const Tensor y = at::empty_like(x, at::MemoryFormat::Contiguous);
+  const auto key = static_cast<uint64_t>(*in<int64_t>(seed));
+  dispatch_floating(x.scalar_type(), "bias_dropout_residual", [&](auto tag) {
+    using T = decltype(tag);
+    const auto range =
+        has_bias
+            ? (has_residual ? &dropout_range<T, true, true> : &dropout_range<T, true, false>)
+            : (has_residual ? &dropout_range<T, false, true> : &dropout_range<T, false, false>);
+    const Dropout<acc_t<T>> dropout(p);
+    at::parallel_for(0, x.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      range(in<T>(x), in<T>(bias), in<T>(residual), out<T>(y), bias.numel(), key, dropout, index,
+            begin, end);
+    });
+  });
+  return y;
+}
+
+Tensor dropout_bwd(const Tensor& grad, const Tensor& seed, double p, int64_t local_inner,
+                   int64_t full_inner, int64_t offset) {
+  return bias_dropout_residual_fwd(grad, std::nullopt, std::nullopt, seed, p, local_inner,
+                                   full_inner, offset);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  m.impl("_bias_dropout_residual_fwd", bias_dropout_residual_fwd);
+  m.impl("_dropout_bwd", dropout_bwd);
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,197 @@
+// Vocab-parallel cross entropy on the CPU: a row is walked once, in chunks that stay in the L1
+// cache between finding their maximum and summing their exponentials.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cpu/simd.h"
+#include "kernels/vocab_cross_entropy.h"
+#include "vocab.h"
+
+namespace tp_ext {
+namespace {
+
+constexpr int64_t kChunk = 2048;
+
+// A chunk in the accumulation type: itself, or converted into the buffer
+template <typename T>
+inline const acc_t<T>* widen(const T* x, int64_t n, acc_t<T>* buffer) {
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    return x;
+  } else {
+    for (int64_t i = 0; i < n; ++i) buffer[i] = to_acc(x[i]);
+    return buffer;
+  }
+}
+
+template <typename T>
+TP_SIMD CeStats<acc_t<T>> row_stats(const T* x, int64_t n) {
+  using A = acc_t<T>;
+  A buffer[kChunk];
+  CeStats<A> row = no_columns<A>();
+  for (int64_t start = 0; start < n; start += kChunk) {
+    const int64_t size = std::min(kChunk, n - start);
+    const A* v = widen(x + start, size, buffer);
+    A max = minus_inf<A>(), sum = 0, sum_exp = 0;
+#pragma omp simd reduction(max : max) reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) {
+      max = v[i] > max ? v[i] : max;
+      sum += v[i];
+    }
+    const A shift = exp_shift(max);
+#pragma omp simd reduction(+ : sum_exp)
+    for (int64_t i = 0; i < size; ++i) sum_exp += exp_of(v[i] - shift);
+    merge(row, CeStats<A>{max, sum_exp, A(0), sum});
+  }
+  return row;
+}
+
+// dx may be x
+template <typename T>
+TP_SIMD void row_grad(const T* x, T* dx, int64_t n, CeRowGrad<acc_t<T>> row) {
+  using A = acc_t<T>;
+  if constexpr (std::is_same_v<T, A>) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) dx[i] = row(x[i]);
+  } else {
+    A buffer[kChunk];
+    for (int64_t start = 0; start < n; start += kChunk) {
+      const int64_t size = std::min(kChunk, n - start);
+      widen(x + start, size, buffer);
+      for (int64_t i = 0; i < size; ++i) buffer[i] = row(buffer[i]);
+      for (int64_t i = 0; i < size; ++i) dx[start + i] = from_acc<T>(buffer[i]);
+    }
+  }
+}
+
+int64_t rows_per_thread(int64_t width) { return std::max<int64_t>(1, kGrain / (width + 1)); }
+
+// Every rank looks at every target, so that all of them raise, before any has sent anything.
+void check_target_values(const at::Tensor& target, int64_t vocab_size, int64_t ignore_index) {
+  const int64_t* t = in<int64_t>(target);
+  for (int64_t i = 0; i < target.numel(); ++i) {
+    TORCH_CHECK_INDEX((t[i] >= 0 && t[i] < vocab_size) || t[i] == ignore_index, "target: ", t[i],
+                      " must be in [0, vocab_size), [0, ", vocab_size, "), or ignore_index, ",
+                      ignore_index);
+  }
+}
+
+at::Tensor stats_cpu(const at::Tensor& logits, const at::Tensor& target_any, int64_t vocab_start,
+                     int64_t vocab_local, int64_t vocab_size, int64_t ignore_index) {
+  check_ce_logits(logits, target_any, vocab_start, vocab_local, vocab_size);
+  const at::Tensor target = target_any.contiguous();
+  check_target_values(target, vocab_size, ignore_index);
+  const Rows rows = rows_of(logits);
+  const at::Tensor stats =
+      at::empty({rows.count, 4}, logits.options().dtype(ce_stats_dtype(logits)));
+  dispatch_floating(logits.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
+    using T = decltype(type);
+    const T* x = in<T>(rows.tensor);
+    const int64_t* t = in<int64_t>(target);
+    auto* result = reinterpret_cast<CeStats<acc_t<T>>*>(out<acc_t<T>>(stats));
+    at::parallel_for(0, rows.count, rows_per_thread(vocab_local), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const T* row = x + r * rows.stride;
+        const int64_t hit = t[r] - vocab_start;
+        result[r] = row_stats(row, vocab_local);
+        if (hit >= 0 && hit < vocab_local) result[r].target = to_acc(row[hit]);
+      }
+    });
+  });
+  return stats;
+}
+
+std::tuple<at::Tensor, at::Tensor> loss_cpu(const at::Tensor& stats_any,
+                                            const at::Tensor& target_any, int64_t vocab_size,
+                                            int64_t ignore_index, double label_smoothing,
+                                            double z_loss) {
+  check_ce_stats(stats_any, target_any);
+  const at::Tensor stats = stats_any.contiguous(), target = target_any.contiguous();
+  const int64_t ranks = stats.size(0), count = stats.size(1);
+  const at::Tensor loss = at::empty({count}, stats.options());
+  const at::Tensor lse = at::empty({count, 2}, stats.options());
+  dispatch_floating(stats.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
+    using A = acc_t<decltype(type)>;
+    const auto* parts = reinterpret_cast<const CeStats<A>*>(in<A>(stats));
+    const CeOptions<A> options{A(label_smoothing), A(z_loss), A(vocab_size)};
+    for (int64_t r = 0; r < count; ++r) {
+      CeStats<A> row = parts[r];
+      for (int64_t rank = 1; rank < ranks; ++rank) merge(row, parts[rank * count + r]);
+      const bool ignored = in<int64_t>(target)[r] == ignore_index;
+      out<A>(loss)[r] = ignored ? A(0) : ce_loss(row, options);
+      out<A>(lse)[2 * r] = row.max;
+      out<A>(lse)[2 * r + 1] = log_of(row.sum_exp);
+    }
+  });
+  return {loss, lse};
+}
+
+void fill_grad(const at::Tensor& grad_any, const Rows& x, const Rows& dx,
+               const at::Tensor& target_any, const at::Tensor& lse_any, int64_t vocab_start,
+               int64_t vocab_local, int64_t vocab_size, int64_t ignore_index,
+               double label_smoothing, double z_loss) {
+  const at::Tensor grad = grad_any.contiguous(), target = target_any.contiguous(),
+                   lse = lse_any.contiguous();
+  dispatch_floating(x.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
+    using T = decltype(type);
+    using A = acc_t<T>;
+    const CeOptions<A> options{A(label_smoothing), A(z_loss), A(vocab_size)};
+    at::parallel_for(0, x.count, rows_per_thread(x.width), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const T* from = in<T>(x.tensor) + r * x.stride;
+        T* to = out<T>(dx.tensor) + r * dx.stride;
+        const int64_t t = in<int64_t>(target)[r], hit = t - vocab_start;
+        const int64_t valid = t == ignore_index ? 0 : vocab_local;
+        const CeRowGrad<A> row(in<A>(grad)[r], in<A>(lse) + 2 * r, options);
+        const bool here = hit >= 0 && hit < valid;
+        const A x_hit = here ? to_acc(from[hit]) : A(0);  // before the row may be overwritten
+        row_grad(from, to, valid, row);
+        if (here) to[hit] = from_acc<T>(row(x_hit) - row.hit);
+        std::fill(to + valid, to + x.width, T(0));
+      }
+    });
+  });
+}
+
+at::Tensor bwd_cpu(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& target,
+                   const at::Tensor& lse, int64_t vocab_start, int64_t vocab_local,
+                   int64_t vocab_size, int64_t ignore_index, double label_smoothing,
+                   double z_loss) {
+  check_ce_logits(logits, target, vocab_start, vocab_local, vocab_size);
+  check_ce_grad(grad, lse, logits, target);
+  const at::Tensor dx = at::empty_like(logits, at::MemoryFormat::Contiguous);
+  fill_grad(grad, rows_of(logits), rows_of(dx), target, lse, vocab_start, vocab_local, vocab_size,
+            ignore_index, label_smoothing, z_loss);
+  return dx;
+}
+
+void bwd_inplace_cpu(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& target,
+                     const at::Tensor& lse, int64_t vocab_start, int64_t vocab_local,
+                     int64_t vocab_size, int64_t ignore_index, double label_smoothing,
+                     double z_loss) {
+  Rows rows;
+  check_ce_writable(logits);
+  if (!rows_of(logits, rows)) {  // no row structure in memory: through a copy
+    logits.copy_(bwd_cpu(grad, logits, target, lse, vocab_start, vocab_local, vocab_size,
+                         ignore_index, label_smoothing, z_loss));
+    return;
+  }
+  check_ce_logits(logits, target, vocab_start, vocab_local, vocab_size);
+  check_ce_grad(grad, lse, logits, target);
+  fill_grad(grad, rows, rows, target, lse, vocab_start, vocab_local, vocab_size, ignore_index,
+            label_smoothing, z_loss);
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  m.impl("_vocab_ce_stats", stats_cpu);
+  m.impl("_vocab_ce_loss", loss_cpu);
+  m.impl("_vocab_ce_bwd", bwd_cpu);
+  m.impl("_vocab_ce_bwd_", bwd_inplace_cpu);
+}
+
+}  // namespace
+}  // namespace tp_ext

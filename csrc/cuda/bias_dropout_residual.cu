@@ -1,0 +1,62 @@
+// y = residual + dropout(x + bias) and its gradient dx = dropout(dy), on CUDA: x, residual [.., n],
+// bias [n]. Nothing but the seed is saved; backward draws the same words again.
+
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "cuda/launch.h"
+#include "kernels/bias_dropout_residual.cuh"
+#include "ops.h"
+#include "random_checks.h"
+
+namespace tp_ext {
+namespace {
+
+template <typename T>
+void launch_dropout(const DropoutArgs<T>& args, cudaStream_t stream) {
+  if (dropout_vectorisable(args)) {
+    dropout_vector_kernel<T><<<grid_for(args.n / kDropoutVec<T>), kThreads, 0, stream>>>(args);
+  } else {
+    const int64_t rows = args.n / args.index.local_inner;
+    dropout_general_kernel<T>
+        <<<grid_for(rows * counters_per_row(args.index)), kThreads, 0, stream>>>(args);
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_in,
+                                 const OptionalTensor& residual_in, const Tensor& seed, double p,
+                                 int64_t local_inner, int64_t full_inner, int64_t offset) {
+  check_dropout(x_in, "x", seed, p);
+  check_bias_and_residual(x_in, bias_in, residual_in);
+  const GlobalIndex index = check_global_index(x_in, "x", local_inner, full_inner, offset);
+  const c10::cuda::CUDAGuard guard(x_in.device());
+  const Tensor x = x_in.contiguous();
+  OptionalTensor bias, residual;
+  if (bias_in && bias_in->defined()) bias = bias_in->contiguous();
+  if (residual_in && residual_in->defined()) residual = residual_in->contiguous();
+  const Tensor y = at::empty_like(x, at::MemoryFormat::Contiguous);
+  if (x.numel() == 0) return y;
+  dispatch_floating(x.scalar_type(), "bias_dropout_residual", [&](auto tag) {
+    using T = decltype(tag);
+    launch_dropout<T>({in<T>(x), in<T>(bias), in<T>(residual), out<T>(y), x.numel(),
+                       bias ? bias->numel() : 1, in<int64_t>(seed), Dropout<acc_t<T>>(p), index},
+                      c10::cuda::getCurrentCUDAStream());
+  });
+  return y;
+}
+
+Tensor dropout_bwd(const Tensor& grad, const Tensor& seed, double p, int64_t local_inner,
+                   int64_t full_inner, int64_t offset) {
+  return bias_dropout_residual_fwd(grad, std::nullopt, std::nullopt, seed, p, local_inner,
+                                   full_inner, offset);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  m.impl("_bias_dropout_residual_fwd", bias_dropout_residual_fwd);
+  m.impl("_dropout_bwd", dropout_bwd);
+}
+
+}  // namespace tp_ext

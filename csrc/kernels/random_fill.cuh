@@ -1,0 +1,42 @@
+// Uniform and normal fills by global index. A thread takes one counter of one row, draws its four
+// values and stores those whose elements are local: the same bits for every slicing.
+
+#pragma once
+
+#include "divide.h"
+#include "random_fill.h"
+#include "vec.cuh"
+
+namespace tp_ext {
+
+template <typename T, bool kNormal>
+__global__ void random_fill_kernel(T* self, int64_t n, const int64_t* seed_ptr, Affine affine,
+                                   GlobalIndex index) {
+  const uint64_t seed = static_cast<uint64_t>(*seed_ptr);
+  // local_inner elements, starting anywhere within a counter, touch at most this many
+  const int64_t counters = (index.local_inner + 6) / 4;
+  grid_stride(n / index.local_inner * counters, 1, [&](int64_t item) {
+    const int64_t row = divide(item, counters), start = row * index.local_inner;
+    const int64_t first = row * index.full_inner + index.offset;
+    const int64_t counter = first / 4 + (item - row * counters);
+    if (4 * counter >= first + index.local_inner) return;
+    const PhiloxWords words = philox4x32(seed, static_cast<uint64_t>(counter));
+    double values[4];
+    if constexpr (kNormal) {
+      const NormalPair a = unit_normals(words.w[0], words.w[1]);
+      const NormalPair b = unit_normals(words.w[2], words.w[3]);
+      values[0] = a.even, values[1] = a.odd, values[2] = b.even, values[3] = b.odd;
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) values[k] = unit_uniform(words.w[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int64_t column = 4 * counter + k - first;
+      if (column >= 0 && column < index.local_inner)
+        self[start + column] = round_to<T>(affine(values[k]));
+    }
+  });
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,94 @@
+// Uniform and normal values from Philox words, rounded once to the storage type.
+//
+//   uniform  low + (high - low) u,   u = (word + 1/2) / 2^32
+//   normal   mean + std z,           z by Box and Muller, in fp64 whatever the storage type
+//
+// Words 0, 1 of a counter are radius and angle of its elements 0 and 1; words 2, 3 those of 2
+// and 3. Logarithm, sine and cosine are polynomials (coefficients: fdlibm) in explicit fma: every
+// operation is correctly rounded by IEEE 754, so each CPU and each GPU draws the same bits, and the
+// host's loops vectorise.
+
+#pragma once
+
+#include "philox.h"
+
+namespace tp_ext {
+
+// From fp64 through fp32, so that a half-precision weight is the rounded fp32 one
+template <typename T>
+TP_HD T round_to(double x) {
+  return from_acc<T>(static_cast<acc_t<T>>(x));
+}
+
+TP_HD double from_bits(uint64_t bits) {
+  double x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// log(x) for positive normal x = 2^k m, m in [sqrt(1/2), sqrt(2)): with f = m - 1, s = f / (2 + f),
+// log(m) = f - f^2 / 2 + s (f^2 / 2 + R(s^2)). Error below 1 ulp.
+TP_HD double log_of(double x) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint64_t biased = (bits - 0x3fe6a09e667f3bcdull + (1024ull << 52)) >> 52;  // k + 1024
+  const double f = from_bits(bits - ((biased - 1024) << 52)) - 1.0;
+  const double k = from_bits(0x4330000000000000ull | biased) - 4503599627371520.0;  // 2^52 + 1024
+  const double s = f / (2.0 + f), z = s * s, half = 0.5 * f;
+  double r = 1.479819860511658591e-01;
+  r = ::fma(r, z, 1.531383769920937332e-01);
+  r = ::fma(r, z, 1.818357216161805012e-01);
+  r = ::fma(r, z, 2.222219843214978396e-01);
+  r = ::fma(r, z, 2.857142874366239149e-01);
+  r = ::fma(r, z, 3.999999999940941908e-01);
+  r = ::fma(r, z, 6.666666666666735130e-01);
+  const double tail = ::fma(s, ::fma(half, f, r * z), k * 1.90821492927058770002e-10);
+  return ::fma(k, 6.93147180369123816490e-01, f - ::fma(half, f, -tail));
+}
+
+struct CosSin {
+  double cos, sin;
+};
+
+// cos and sin of 2 pi (word + 1/2) / 2^32. Quadrant and remainder come exactly, from the integer.
+TP_HD CosSin cos_sin_turn(uint32_t word) {
+  const uint32_t quadrant = ((word >> 29) + 1) >> 1;  // the nearest, 0..4
+  const int32_t rest = static_cast<int32_t>(word - (quadrant << 30));
+  const double y = ((rest + 0.5) * 9.31322574615478515625e-10) * 1.57079632679489661923;
+  const double z = y * y;
+  double s = 1.58969099521155010221e-10;
+  s = ::fma(s, z, -2.50507602534068634195e-08);
+  s = ::fma(s, z, 2.75573137070700676789e-06);
+  s = ::fma(s, z, -1.98412698298579493134e-04);
+  s = ::fma(s, z, 8.33333333332248946124e-03);
+  s = ::fma(s, z, -1.66666666666666324348e-01);
+  s = ::fma(z * y, s, y);
+  double c = -1.13596475577881948265e-11;
+  c = ::fma(c, z, 2.08757232129817482790e-09);
+  c = ::fma(c, z, -2.75573143513906633035e-07);
+  c = ::fma(c, z, 2.48015872894767294178e-05);
+  c = ::fma(c, z, -1.38888888888741095749e-03);
+  c = ::fma(c, z, 4.16666666666666019037e-02);
+  c = ::fma(z * z, c, ::fma(-0.5, z, 1.0));
+  const double cosine = quadrant & 1 ? s : c, sine = quadrant & 1 ? c : s;
+  return {(quadrant + 1) & 2 ? -cosine : cosine, quadrant & 2 ? -sine : sine};
+}
+
+struct NormalPair {
+  double even, odd;
+};
+
+// Two independent standard normals from two words
+TP_HD NormalPair unit_normals(uint32_t radius_word, uint32_t angle_word) {
+  const double radius = ::sqrt(-2.0 * log_of(unit_uniform(radius_word)));
+  const CosSin direction = cos_sin_turn(angle_word);
+  return {radius * direction.cos, radius * direction.sin};
+}
+
+// low + (high - low) u, or mean + std z
+struct Affine {
+  double shift, scale;
+  TP_HD double operator()(double x) const { return ::fma(scale, x, shift); }
+};
+
+}  // namespace tp_ext

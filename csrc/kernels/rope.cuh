@@ -1,0 +1,67 @@
+// Rotary embedding on CUDA: one read and one write of x; cos and sin of a token are shared by its
+// heads and come from cache. A thread turns N pairs (or copies N elements of the rest): N of 16
+// bytes where everything is aligned, else 1. threadIdx.y counts tokens, threadIdx.x work in a
+// token.
+
+#pragma once
+
+#include "rope.h"
+#include "vec.cuh"
+
+namespace tp_ext {
+
+template <typename T>
+bool rope_vectorisable(const T* x, const acc_t<T>* cos, const acc_t<T>* sin, const T* y,
+                       const RopeShape& s) {
+  constexpr int64_t kN = kVec<T>;
+  const auto aligned = [](const void* p, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+  };
+  return s.half % kN == 0 && s.head_dim % kN == 0 && s.token_stride % kN == 0 &&
+         aligned(x, kVecBytes) && aligned(y, kVecBytes) && aligned(cos, kN * sizeof(acc_t<T>)) &&
+         aligned(sin, kN * sizeof(acc_t<T>));
+}
+
+template <typename T, int N, bool kInterleaved>
+__device__ __forceinline__ void rotate_pairs(const T* x, const acc_t<T>* cos, const acc_t<T>* sin,
+                                             acc_t<T> sign, int64_t i, int64_t half, T* y) {
+  const int64_t low = kInterleaved ? 2 * i : i, high = kInterleaved ? 2 * i + N : i + half;
+  Vec<T, N> in[2] = {load<N>(x, low), load<N>(x, high)}, out[2];
+  const Vec<acc_t<T>, N> c = load<N>(cos, i), s = load<N>(sin, i);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    // Element e of the 2 N interleaved ones is in[e / N].v[e % N]
+    const int a = kInterleaved ? 2 * j : j, b = kInterleaved ? 2 * j + 1 : N + j;
+    const auto turned =
+        rotate(to_acc(in[a / N].v[a % N]), to_acc(in[b / N].v[b % N]), c.v[j], sign * s.v[j]);
+    out[a / N].v[a % N] = from_acc<T>(turned.first);
+    out[b / N].v[b % N] = from_acc<T>(turned.second);
+  }
+  store(y, low, out[0]);
+  store(y, high, out[1]);
+}
+
+template <typename T, int N, bool kInterleaved>
+__global__ void rope_kernel(const T* x, const acc_t<T>* cos, const acc_t<T>* sin, T* y, RopeShape s,
+                            acc_t<T> sign) {
+  const uint32_t turns = static_cast<uint32_t>(s.half / N);
+  const uint32_t per_head = turns + static_cast<uint32_t>((s.head_dim - 2 * s.half) / N);
+  const int64_t work = s.heads * per_head;
+  for (int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; t < s.tokens;
+       t += static_cast<int64_t>(gridDim.x) * blockDim.y)
+    for (int64_t item = threadIdx.x; item < work; item += blockDim.x) {
+      const uint32_t h = static_cast<uint32_t>(item) / per_head;
+      const uint32_t k = static_cast<uint32_t>(item) - h * per_head;
+      const T* from = x + t * s.token_stride + h * s.head_dim;
+      T* to = y + (t * s.heads + h) * s.head_dim;
+      if (k < turns) {
+        rotate_pairs<T, N, kInterleaved>(from, cos + t * s.half, sin + t * s.half, sign,
+                                         static_cast<int64_t>(k) * N, s.half, to);
+      } else {
+        const int64_t i = 2 * s.half + static_cast<int64_t>(k - turns) * N;
+        store(to, i, load<N>(from, i));
+      }
+    }
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,44 @@
+// 16-byte accesses, and the one loop that handles body and tail of an elementwise kernel.
+
+#pragma once
+
+#include "scalar.h"
+
+namespace tp_ext {
+
+constexpr int kVecBytes = 16;
+template <typename T>
+constexpr int kVec = kVecBytes / sizeof(T);
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T v[N];
+};
+
+// N elements at p + i as one access; p must be aligned to the whole vector
+template <int N, typename T>
+__device__ __forceinline__ Vec<T, N> load(const T* p, int64_t i) {
+  return *reinterpret_cast<const Vec<T, N>*>(p + i);
+}
+template <int N, typename T>
+__device__ __forceinline__ void store(T* p, int64_t i, const Vec<T, N>& x) {
+  *reinterpret_cast<Vec<T, N>*>(p + i) = x;
+}
+
+// Whether every pointer can be accessed in whole vectors, and rows of `inner` elements start
+// aligned too
+template <typename T, typename... P>
+inline bool vectorisable(int64_t inner, const P*... pointers) {
+  return inner % kVec<T> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % kVecBytes == 0) && ...);
+}
+
+// Calls f(i) for i = 0, step, 2 step, ... < n, grid-stride, 64-bit
+template <typename F>
+__device__ __forceinline__ void grid_stride(int64_t n, int64_t step, F f) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x * step;
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * step; i < n;
+       i += stride)
+    f(i);
+}
+
+}  // namespace tp_ext

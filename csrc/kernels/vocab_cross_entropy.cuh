@@ -1,0 +1,173 @@
+// CUDA kernels of vocab-parallel cross entropy; formulas in vocab_cross_entropy.h. A block takes a
+// row at a time: forward reads it once (each thread an online softmax of its own, merged at the end
+// in a fixed order), backward reads and writes it once. Never materialised: softmax, fp32 logits.
+//
+// Rows start at any address (a vocabulary of 50257 makes every second one odd): up to 15 bytes are
+// peeled off the front so that the body goes in 16-byte accesses, and what is left behind is the
+// tail.
+
+#pragma once
+
+#include "reduce.cuh"
+#include "vec.cuh"
+#include "vocab_cross_entropy.h"
+
+namespace tp_ext {
+
+// [0, head) and [body_end, n) one by one, [head, body_end) in vectors
+struct RowCut {
+  int64_t head, body_end;
+};
+
+template <typename T>
+__device__ __forceinline__ RowCut cut_row(const T* row, int64_t n) {
+  const int64_t past = (reinterpret_cast<uintptr_t>(row) % kVecBytes) / sizeof(T);
+  int64_t head = past == 0 ? 0 : kVec<T> - past;
+  if (head > n) head = n;
+  return {head, head + (n - head) / kVec<T> * kVec<T>};
+}
+
+// Loads under way at once per thread, to hide the latency of memory
+constexpr int kCeUnroll = 4;
+
+template <typename T, int N>
+__device__ __forceinline__ void add_to_stats(CeStats<acc_t<T>>& s, const Vec<T, N>& x) {
+  using A = acc_t<T>;
+  A v[N], max = s.max;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    v[i] = to_acc(x.v[i]);
+    max = v[i] > max ? v[i] : max;
+    s.sum += v[i];
+  }
+  if (max != s.max) {
+    s.sum_exp = rescale(s.sum_exp, s.max, max);
+    s.max = max;
+  }
+  const A shift = exp_shift(max);
+#pragma unroll
+  for (int i = 0; i < N; ++i) s.sum_exp += exp_of(v[i] - shift);
+}
+
+// The row's statistics without the target, in all threads
+template <typename A>
+__device__ __forceinline__ CeStats<A> block_merge(const CeStats<A>& mine, A* scratch) {
+  const A max = block_reduce(mine.max, Max(), minus_inf<A>(), scratch);
+  const A sum_exp = block_reduce(rescale(mine.sum_exp, mine.max, max), Sum(), A(0), scratch);
+  return {max, sum_exp, A(0), block_reduce(mine.sum, Sum(), A(0), scratch)};
+}
+
+// stats [rows, 4]. in_range(ok) asserts that a target is valid or ignored.
+template <typename T, typename InRange>
+__global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride, int64_t rows,
+                                int64_t vocab_local, const int64_t* __restrict__ target,
+                                int64_t vocab_start, int64_t vocab_size, int64_t ignore_index,
+                                acc_t<T>* __restrict__ stats, InRange in_range) {
+  using A = acc_t<T>;
+  constexpr int N = kVec<T>;
+  __shared__ A scratch[33];
+  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
+    const T* row = logits + r * row_stride;
+    const RowCut cut = cut_row(row, vocab_local);
+    CeStats<A> mine = no_columns<A>();
+
+    for (int64_t i = threadIdx.x; i < cut.head; i += blockDim.x) {
+      add_to_stats(mine, Vec<T, 1>{row[i]});
+    }
+    const int64_t step = static_cast<int64_t>(blockDim.x) * N;
+    int64_t i = cut.head + static_cast<int64_t>(threadIdx.x) * N;
+    for (; i + (kCeUnroll - 1) * step < cut.body_end; i += kCeUnroll * step) {
+      Vec<T, N> x[kCeUnroll];
+#pragma unroll
+      for (int k = 0; k < kCeUnroll; ++k) x[k] = load<N>(row, i + k * step);
+#pragma unroll
+      for (int k = 0; k < kCeUnroll; ++k) add_to_stats(mine, x[k]);
+    }
+    for (; i < cut.body_end; i += step) add_to_stats(mine, load<N>(row, i));
+    for (i = cut.body_end + threadIdx.x; i < vocab_local; i += blockDim.x) {
+      add_to_stats(mine, Vec<T, 1>{row[i]});
+    }
+
+    const CeStats<A> all = block_merge(mine, scratch);
+    if (threadIdx.x == 0) {
+      const int64_t t = target[r], hit = t - vocab_start;
+      in_range((t >= 0 && t < vocab_size) || t == ignore_index);
+      const bool here = hit >= 0 && hit < vocab_local;
+      stats[4 * r] = all.max;
+      stats[4 * r + 1] = all.sum_exp;
+      stats[4 * r + 2] = here ? to_acc(row[hit]) : A(0);
+      stats[4 * r + 3] = all.sum;
+    }
+  }
+}
+
+// stats [ranks, rows, 4] -> loss [rows], lse [rows, 2]; a thread per row
+template <typename A>
+__global__ void ce_loss_kernel(const A* __restrict__ stats, int64_t ranks, int64_t rows,
+                               const int64_t* __restrict__ target, int64_t ignore_index,
+                               CeOptions<A> options, A* __restrict__ loss, A* __restrict__ lse) {
+  grid_stride(rows, 1, [&](int64_t r) {
+    CeStats<A> row = no_columns<A>();
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      const A* s = stats + 4 * (rank * rows + r);
+      merge(row, CeStats<A>{s[0], s[1], s[2], s[3]});
+    }
+    loss[r] = target[r] == ignore_index ? A(0) : ce_loss(row, options);
+    lse[2 * r] = row.max;
+    lse[2 * r + 1] = log_of(row.sum_exp);
+  });
+}
+
+// dlogits may be logits: each element is read and written by one thread, the target's included, so
+// neither pointer is __restrict__.
+template <typename T>
+__global__ void ce_bwd_kernel(const acc_t<T>* __restrict__ grad, const T* logits,
+                              int64_t row_stride, T* dlogits, int64_t grad_stride, int64_t rows,
+                              int64_t width, int64_t vocab_local,
+                              const int64_t* __restrict__ target, const acc_t<T>* __restrict__ lse,
+                              int64_t vocab_start, int64_t ignore_index,
+                              CeOptions<acc_t<T>> options) {
+  using A = acc_t<T>;
+  constexpr int N = kVec<T>;
+  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
+    const T* x = logits + r * row_stride;
+    T* dx = dlogits + r * grad_stride;
+    const int64_t t = target[r], hit = t - vocab_start;
+    const int64_t valid = t == ignore_index ? 0 : vocab_local;  // zero from here on
+    const CeRowGrad<A> row(grad[r], lse + 2 * r, options);
+    const auto at = [&](int64_t i, T value) {
+      if (i >= valid) return from_acc<T>(A(0));
+      const A g = row(to_acc(value));
+      return from_acc<T>(i == hit ? g - row.hit : g);
+    };
+
+    // Vectors need the two rows equally far from a 16-byte boundary
+    RowCut cut = cut_row(x, width);
+    if ((reinterpret_cast<uintptr_t>(x) - reinterpret_cast<uintptr_t>(dx)) % kVecBytes != 0) {
+      cut = {0, 0};
+    }
+    for (int64_t i = threadIdx.x; i < cut.head; i += blockDim.x) dx[i] = at(i, x[i]);
+    const int64_t step = static_cast<int64_t>(blockDim.x) * N;
+    int64_t i = cut.head + static_cast<int64_t>(threadIdx.x) * N;
+    for (; i + (kCeUnroll - 1) * step < cut.body_end; i += kCeUnroll * step) {
+      Vec<T, N> v[kCeUnroll];
+#pragma unroll
+      for (int k = 0; k < kCeUnroll; ++k) v[k] = load<N>(x, i + k * step);
+#pragma unroll
+      for (int k = 0; k < kCeUnroll; ++k) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) v[k].v[j] = at(i + k * step + j, v[k].v[j]);
+        store<N>(dx, i + k * step, v[k]);
+      }
+    }
+    for (; i < cut.body_end; i += step) {
+      Vec<T, N> v = load<N>(x, i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) v.v[j] = at(i + j, v.v[j]);
+      store<N>(dx, i, v);
+    }
+    for (i = cut.body_end + threadIdx.x; i < width; i += blockDim.x) dx[i] = at(i, x[i]);
+  }
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,107 @@
+// Cross entropy over a vocabulary cut among ranks: the formulas, one row at a time.
+//
+// With M = max x, S = sum exp(x - M) over the full vocabulary of V, lse = M + log S, t the target:
+//   loss       = (1 - eps) (lse - x_t) + eps (lse - sum x / V) + z lse^2
+//   d loss/d x_j = softmax_j (1 + 2 z lse) - (1 - eps) [j == t] - eps / V
+// Each rank contributes four numbers per row; the softmax is never stored.
+//
+// lse travels as the pair (M, log S): near |M| = 1000 one fp32 number would lose the digits that
+// the loss of a confident row, and every probability, consist of.
+
+#pragma once
+
+#include "scalar.h"
+
+namespace tp_ext {
+
+// One row of one rank's columns: the layout of the exchanged tensor, [rows, 4]. No columns: (-inf,
+// 0, 0, 0).
+template <typename A>
+struct CeStats {
+  A max, sum_exp, target, sum;
+};
+
+template <typename A>
+TP_HD A minus_inf() {
+  return static_cast<A>(-HUGE_VAL);
+}
+
+template <typename A>
+TP_HD CeStats<A> no_columns() {
+  return {minus_inf<A>(), A(0), A(0), A(0)};
+}
+
+// What to subtract before exp: -inf - -inf would make a NaN of columns that merely are masked out
+template <typename A>
+TP_HD A exp_shift(A max) {
+  return max == minus_inf<A>() ? A(0) : max;
+}
+
+// sum exp(x - from) as sum exp(x - to), to >= from
+template <typename A>
+TP_HD A rescale(A sum_exp, A from, A to) {
+  return from == to ? sum_exp : sum_exp * exp_of(from - to);
+}
+
+// A NaN never wins the maximum; it lives on in sum_exp, from which everything follows.
+template <typename A>
+TP_HD void merge(CeStats<A>& into, const CeStats<A>& other) {
+  const A max = other.max > into.max ? other.max : into.max;
+  into.sum_exp = rescale(into.sum_exp, into.max, max) + rescale(other.sum_exp, other.max, max);
+  into.max = max;
+  into.target += other.target;
+  into.sum += other.sum;
+}
+
+TP_HD float log_of(float x) {
+#ifdef __CUDA_ARCH__
+  return ::logf(x);
+#else
+  return std::log(x);
+#endif
+}
+TP_HD double log_of(double x) {
+#ifdef __CUDA_ARCH__
+  return ::log(x);
+#else
+  return std::log(x);
+#endif
+}
+
+// What the loss adds to plain cross entropy
+template <typename A>
+struct CeOptions {
+  A label_smoothing, z_loss, vocab_size;
+};
+
+// The loss of a row from its statistics over the full vocabulary. Terms that are off are left out
+// rather than multiplied by 0: with masked (-inf) logits that would be a NaN.
+template <typename A>
+TP_HD A ce_loss(const CeStats<A>& s, const CeOptions<A>& options) {
+  const A log_sum = log_of(s.sum_exp);
+  A loss = log_sum - (s.target - s.max);
+  if (options.label_smoothing != A(0)) {
+    const A smooth = log_sum - (s.sum / options.vocab_size - s.max);
+    loss = (A(1) - options.label_smoothing) * loss + options.label_smoothing * smooth;
+  }
+  if (options.z_loss != A(0)) loss += options.z_loss * (s.max + log_sum) * (s.max + log_sum);
+  return loss;
+}
+
+// The constants of a row's gradient, g d loss / d x_j = scale exp((x_j - max) - log_sum) -
+// everywhere - [j == t] hit
+template <typename A>
+struct CeRowGrad {
+  A max, log_sum, scale, everywhere, hit;
+
+  TP_HD CeRowGrad(A g, const A* lse, const CeOptions<A>& options)
+      : max(lse[0]),
+        log_sum(lse[1]),
+        scale(options.z_loss != A(0) ? g * (A(1) + A(2) * options.z_loss * (lse[0] + lse[1])) : g),
+        everywhere(g * options.label_smoothing / options.vocab_size),
+        hit(g * (A(1) - options.label_smoothing)) {}
+
+  TP_HD A operator()(A x) const { return scale * exp_of((x - max) - log_sum) - everywhere; }
+};
+
+}  // namespace tp_ext

@@ -1,0 +1,93 @@
+// CUDA kernels of the vocab-parallel embedding: a copy of rows, and its deterministic transpose. No
+// atomics: the launcher sorts the ids (stable), so the gradient rows of one id are neighbours and
+// are summed in token order.
+
+#pragma once
+
+#include "vec.cuh"
+
+namespace tp_ext {
+
+constexpr int kWarp = 32;
+
+// y [tokens, hidden]; ids of other ranks give zeros. A warp copies 32 vectors of one row.
+// in_range(ok) asserts.
+template <int N, typename T, typename Id, typename InRange>
+__global__ void embedding_fwd_kernel(const T* __restrict__ weight, const Id* __restrict__ ids,
+                                     int64_t tokens, int64_t hidden, int64_t vocab_start,
+                                     int64_t vocab_local, int64_t vocab_size, T* __restrict__ y,
+                                     InRange in_range) {
+  const int64_t pieces = (hidden + kWarp * N - 1) / (kWarp * N);
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
+  for (int64_t item = warp; item < tokens * pieces; item += warps) {
+    const int64_t token = item / pieces;
+    const int64_t column = (item % pieces * kWarp + threadIdx.x % kWarp) * N;
+    const int64_t id = ids[token], row = id - vocab_start;
+    in_range(id >= 0 && id < vocab_size);
+    if (column >= hidden) continue;
+    Vec<T, N> v;
+    if (row >= 0 && row < vocab_local) {
+      v = load<N>(weight, row * hidden + column);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) v.v[j] = from_acc<T>(acc_t<T>(0));
+    }
+    store<N>(y, token * hidden + column, v);
+  }
+}
+
+// The local row of each id, num_rows for ids of other ranks, which thus sort to the end
+template <typename Id>
+__global__ void embedding_rows_kernel(const Id* __restrict__ ids, int64_t tokens,
+                                      int64_t vocab_start, int64_t vocab_local, int64_t num_rows,
+                                      int64_t* __restrict__ rows) {
+  grid_stride(tokens, 1, [&](int64_t i) {
+    const int64_t row = static_cast<int64_t>(ids[i]) - vocab_start;
+    rows[i] = row >= 0 && row < vocab_local ? row : num_rows;
+  });
+}
+
+// dweight [num_rows, hidden], zero on entry. rows is sorted and positions tells which token each
+// entry came from. A warp owns 32 vectors of columns of the segment that begins at its entry; warps
+// elsewhere in a segment leave.
+template <int N, typename T>
+__global__ void embedding_bwd_kernel(const T* __restrict__ grad, const int64_t* __restrict__ rows,
+                                     const int64_t* __restrict__ positions, int64_t tokens,
+                                     int64_t hidden, int64_t num_rows, T* __restrict__ dweight) {
+  using A = acc_t<T>;
+  constexpr int kUnroll = 4;  // gradient rows under way at once: a frequent id makes a long segment
+  const int64_t pieces = (hidden + kWarp * N - 1) / (kWarp * N);
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
+  for (int64_t item = warp; item < tokens * pieces; item += warps) {
+    const int64_t begin = item / pieces, row = rows[begin];
+    const int64_t column = (item % pieces * kWarp + threadIdx.x % kWarp) * N;
+    if (row == num_rows || (begin > 0 && rows[begin - 1] == row) || column >= hidden) continue;
+    A sum[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum[j] = A(0);
+    int64_t i = begin;
+    for (; i + kUnroll <= tokens && rows[i + kUnroll - 1] == row; i += kUnroll) {
+      Vec<T, N> g[kUnroll];
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) g[k] = load<N>(grad, positions[i + k] * hidden + column);
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) sum[j] += to_acc(g[k].v[j]);
+      }
+    }
+    for (; i < tokens && rows[i] == row; ++i) {
+      const Vec<T, N> g = load<N>(grad, positions[i] * hidden + column);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] += to_acc(g.v[j]);
+    }
+    Vec<T, N> total;
+#pragma unroll
+    for (int j = 0; j < N; ++j) total.v[j] = from_acc<T>(sum[j]);
+    store<N>(dweight, row * hidden + column, total);
+  }
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,150 @@
+// The index of the C++ side: every operator of the library, one line each, grouped.
+//
+// Public operators are composite: autograd/ implements them over torch::autograd::Function, so that
+// their collectives are visible to torch.compile, CommDebugMode and activation checkpointing.
+// Primitive operators (leading underscore) are opaque kernels: cpu/, cuda/ and a fake in
+// tp_ext/_ops.py, without communication and without autograd of their own.
+//
+// `group` is the name of a process group, with the own rank and its size behind it if the caller
+// knows them
+// ("0@1/4"); "" stands for no parallelism (one rank).
+// `sizes` holds one length per rank.
+
+#include <torch/library.h>
+
+TORCH_LIBRARY(tp_ext, m) {
+  m.set_python_module("tp_ext._ops");
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+
+  // Regions: identity | sum, slice | concatenate, concatenate | summed slice, exchange
+  m.def("copy_to_region(Tensor(a) x, str group) -> Tensor(a)", tags);
+  m.def("reduce_from_region(Tensor(a) x, str group) -> Tensor(a)", tags);
+  m.def("scatter_to_region(Tensor(a) x, str group, int dim=-1, SymInt[]? sizes=None) -> Tensor(a)",
+        tags);
+  m.def("gather_from_region(Tensor(a) x, str group, int dim=-1, SymInt[]? sizes=None) -> Tensor(a)",
+        tags);
+  m.def("all_gather_region(Tensor(a) x, str group, int dim=0, SymInt[]? sizes=None) -> Tensor(a)",
+        tags);
+  m.def(
+      "reduce_scatter_region(Tensor(a) x, str group, int dim=0, SymInt[]? sizes=None) -> Tensor(a)",
+      tags);
+  m.def(
+      "all_to_all_region(Tensor(a) x, str group, int split_dim, int concat_dim, SymInt[]? "
+      "split_sizes=None, SymInt[]? concat_sizes=None) -> Tensor(a)",
+      tags);
+  // Rows [local_starts[i], + lengths[i]) of x are copies, on several ranks, of rows
+  // full_starts[i].. of a full tensor with full_size rows: forward identity, backward sums each row
+  // over its copies; and the conjugate.
+  m.def(
+      "copy_pieces_to_region(Tensor(a) x, str group, int[] local_starts, int[] lengths, int[] "
+      "full_starts, int full_size) -> Tensor(a)",
+      tags);
+  m.def(
+      "reduce_pieces_from_region(Tensor(a) x, str group, int[] local_starts, int[] lengths, int[] "
+      "full_starts, int full_size) -> Tensor(a)",
+      tags);
+
+  // Linear layers; under sequence_parallel x (column) or the result (row) is sharded on dim 0
+  m.def(
+      "column_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
+      "sequence_parallel=False, SymInt[]? sizes=None) -> Tensor",
+      tags);
+  m.def(
+      "row_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
+      "sequence_parallel=False, SymInt[]? sizes=None) -> Tensor",
+      tags);
+
+  // Activations; activation is gelu, gelu_tanh, relu, silu or, gated, swiglu, geglu. x of a gated
+  // one is [.., gate | up]
+  m.def("bias_act(Tensor x, Tensor? bias, str activation) -> Tensor", tags);
+  m.def("_bias_act_fwd(Tensor x, Tensor? bias, str activation) -> Tensor", tags);
+  m.def("_bias_act_bwd(Tensor grad, Tensor x, Tensor? bias, str activation) -> (Tensor, Tensor)",
+        tags);
+  m.def("gated_act(Tensor x, Tensor? bias, str activation) -> Tensor", tags);
+  m.def("_gated_act_fwd(Tensor x, Tensor? bias, str activation) -> Tensor", tags);
+  m.def("_gated_act_bwd(Tensor grad, Tensor x, Tensor? bias, str activation) -> (Tensor, Tensor)",
+        tags);
+
+  // Normalisation over the last dim; statistics in fp32 (fp64 for fp64)
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", tags);
+  m.def("_rms_norm_fwd(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor rstd)", tags);
+  m.def(
+      "_rms_norm_bwd(Tensor grad, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor dx, Tensor "
+      "dweight)",
+      tags);
+  m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", tags);
+  m.def(
+      "_layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor "
+      "mean, Tensor rstd)",
+      tags);
+  m.def(
+      "_layer_norm_bwd(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd) -> (Tensor "
+      "dx, Tensor dweight, Tensor dbias)",
+      tags);
+
+  // Rotary embedding: x [tokens, heads, head_dim], cos and sin [tokens, rotary_dim / 2]
+  m.def("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor", tags);
+  m.def("_rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> Tensor", tags);
+
+  // Randomness by global index: element i of a contiguous local tensor is element
+  // (i / local_inner) * full_inner + offset + i % local_inner of the full one
+  m.def(
+      "bias_dropout_residual(Tensor x, Tensor? bias, Tensor? residual, Tensor seed, float p, "
+      "SymInt local_inner, SymInt full_inner, SymInt offset) -> Tensor",
+      tags);
+  m.def(
+      "_bias_dropout_residual_fwd(Tensor x, Tensor? bias, Tensor? residual, Tensor seed, float p, "
+      "SymInt local_inner, SymInt full_inner, SymInt offset) -> Tensor",
+      tags);
+  m.def(
+      "_dropout_bwd(Tensor grad, Tensor seed, float p, SymInt local_inner, SymInt full_inner, "
+      "SymInt offset) -> Tensor",
+      tags);
+  m.def(
+      "_philox_uniform_(Tensor(a!) self, Tensor seed, float low, float high, SymInt local_inner, "
+      "SymInt full_inner, SymInt offset) -> ()",
+      tags);
+  m.def(
+      "_philox_normal_(Tensor(a!) self, Tensor seed, float mean, float std, SymInt local_inner, "
+      "SymInt full_inner, SymInt offset) -> ()",
+      tags);
+
+  // Vocabulary: rows or columns [vocab_start, vocab_start + vocab_local) of the full vocabulary are
+  // on this rank
+  m.def(
+      "vocab_parallel_embedding(Tensor ids, Tensor weight, str group, SymInt vocab_start, SymInt "
+      "vocab_local, SymInt vocab_size, bool sequence_parallel=False, SymInt[]? sizes=None) -> "
+      "Tensor",
+      tags);
+  m.def(
+      "_vocab_embedding_fwd(Tensor weight, Tensor ids, SymInt vocab_start, SymInt vocab_local, "
+      "SymInt vocab_size) -> Tensor",
+      tags);
+  m.def(
+      "_vocab_embedding_bwd(Tensor grad, Tensor ids, SymInt num_rows, SymInt vocab_start, SymInt "
+      "vocab_local) -> Tensor",
+      tags);
+  m.def(
+      "vocab_parallel_cross_entropy(Tensor logits, Tensor target, str group, SymInt vocab_start, "
+      "SymInt vocab_local, SymInt vocab_size, int ignore_index, float label_smoothing, float "
+      "z_loss, str reduction, bool inplace_backward) -> Tensor",
+      tags);
+  m.def(
+      "_vocab_ce_stats(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_local, "
+      "SymInt vocab_size, int ignore_index) -> Tensor",
+      tags);
+  m.def(
+      "_vocab_ce_loss(Tensor stats, Tensor target, SymInt vocab_size, int ignore_index, float "
+      "label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)",
+      tags);
+  m.def(
+      "_vocab_ce_bwd(Tensor grad, Tensor logits, Tensor target, Tensor lse, SymInt vocab_start, "
+      "SymInt vocab_local, SymInt vocab_size, int ignore_index, float label_smoothing, float "
+      "z_loss) -> Tensor",
+      tags);
+  m.def(
+      "_vocab_ce_bwd_(Tensor grad, Tensor(a!) logits, Tensor target, Tensor lse, SymInt "
+      "vocab_start, SymInt vocab_local, SymInt vocab_size, int ignore_index, float "
+      "label_smoothing, float z_loss) -> ()",
+      tags);
+}

@@ -1,0 +1,26 @@
+// The Python extension module: importing it loads the operators; it tells how it was built, and
+// size and rank of a group by its name.
+
+#include <torch/extension.h>
+#include <torch/version.h>
+
+#include "comm/comm.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Operators of tp_ext (torch.ops.tp_ext) and how they were built.";
+  m.def("build_info", [] {
+    pybind11::dict info;
+    info["torch"] = TORCH_VERSION;
+#ifdef TP_EXT_WITH_CUDA
+    info["cuda"] = TP_EXT_CUDA_VERSION;
+    info["cuda_archs"] = TP_EXT_CUDA_ARCHS;
+#else
+    info["cuda"] = pybind11::none();
+    info["cuda_archs"] = "";
+#endif
+    info["compiler"] = __VERSION__;
+    return info;
+  });
+  m.def("group_size", &tp_ext::comm::size);
+  m.def("group_rank", &tp_ext::comm::rank);
+}

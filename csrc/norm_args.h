@@ -1,0 +1,52 @@
+// What the norm operators ask of their arguments, the same on CPU and CUDA.
+
+#pragma once
+
+#include "check.h"
+#include "ops.h"
+
+namespace tp_ext {
+
+struct NormShape {
+  int64_t rows, n;  // x is [.., n]
+};
+
+inline bool has(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+
+// weight or bias: [n], in x's dtype or, next to a half x, in fp32
+inline void check_norm_param(const OptionalTensor& t, const char* name, const Tensor& x) {
+  if (!has(t)) return;
+  TORCH_CHECK_VALUE(t->dim() == 1 && t->size(0) == x.size(-1), name, ": shape ", t->sizes(),
+                    " must be [", x.size(-1), "], the last dim of x");
+  const bool half = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+  if (!half || t->scalar_type() != at::kFloat) check_same_dtype(*t, name, x, "x");
+  check_same_device(*t, name, x, "x");
+}
+
+inline NormShape check_norm_input(const Tensor& x, const OptionalTensor& weight) {
+  check_floating(x, "x");
+  TORCH_CHECK_VALUE(x.dim() > 0, "x: shape [] must have a last dim to normalise over");
+  check_norm_param(weight, "weight", x);
+  int64_t rows = 1;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) rows *= x.size(dim);
+  return {rows, x.size(-1)};
+}
+
+inline void check_norm_grad(const Tensor& grad, const Tensor& x) {
+  TORCH_CHECK_VALUE(grad.sizes() == x.sizes(), "grad: shape ", grad.sizes(), " must be that of x, ",
+                    x.sizes());
+  check_same_dtype(grad, "grad", x, "x");
+  check_same_device(grad, "grad", x, "x");
+}
+
+// mean or rstd as the forward operator returned it
+inline void check_norm_stat(const Tensor& t, const char* name, const Tensor& x, int64_t rows) {
+  TORCH_CHECK_VALUE(t.dim() == 1 && t.size(0) == rows, name, ": shape ", t.sizes(), " must be [",
+                    rows, "], one per row of x");
+  const auto dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": dtype ", t.scalar_type(), " must be ", dtype,
+                   " for x of ", x.scalar_type());
+  check_same_device(t, name, x, "x");
+}
+
+}  // namespace tp_ext

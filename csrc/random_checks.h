@@ -1,0 +1,51 @@
+// Checks of the operators whose random numbers follow the global index, the same on every device.
+
+#pragma once
+
+#include "check.h"
+#include "kernels/philox.h"
+
+namespace tp_ext {
+
+inline void check_seed(const at::Tensor& seed, const at::Tensor& like, const char* like_name) {
+  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "seed: dtype ", seed.scalar_type(),
+                   " must be int64");
+  TORCH_CHECK_VALUE(seed.dim() == 0, "seed: shape ", seed.sizes(), " must be 0-dimensional");
+  check_same_device(seed, "seed", like, like_name);
+}
+
+inline GlobalIndex check_global_index(const at::Tensor& x, const char* name, int64_t local_inner,
+                                      int64_t full_inner, int64_t offset) {
+  const int64_t n = x.numel();
+  TORCH_CHECK_VALUE(n == 0 || (local_inner > 0 && n % local_inner == 0),
+                    "local_inner: ", local_inner, " must divide the ", n, " elements of ", name);
+  TORCH_CHECK_VALUE(n == 0 || (offset >= 0 && offset <= full_inner - local_inner),
+                    "offset: ", offset, " must be in [0, full_inner - local_inner] = [0, ",
+                    full_inner, " - ", local_inner, "]");
+  return {local_inner, full_inner, offset};
+}
+
+inline void check_dropout(const at::Tensor& x, const char* name, const at::Tensor& seed, double p) {
+  check_floating(x, name);
+  check_seed(seed, x, name);
+  TORCH_CHECK_VALUE(0 <= p && p <= 1, "p: ", p, " must be in [0, 1]");
+}
+
+inline void check_bias_and_residual(const at::Tensor& x, const std::optional<at::Tensor>& bias,
+                                    const std::optional<at::Tensor>& residual) {
+  if (bias && bias->defined()) {
+    check_same_dtype(*bias, "bias", x, "x");
+    check_same_device(*bias, "bias", x, "x");
+    TORCH_CHECK_VALUE(bias->dim() == 1 && x.dim() > 0 && bias->size(0) == x.size(-1),
+                      "bias: shape ", bias->sizes(), " must be the last dim of x, of shape ",
+                      x.sizes());
+  }
+  if (residual && residual->defined()) {
+    check_same_dtype(*residual, "residual", x, "x");
+    check_same_device(*residual, "residual", x, "x");
+    TORCH_CHECK_VALUE(residual->sizes() == x.sizes(), "residual: shape ", residual->sizes(),
+                      " must be that of x, ", x.sizes());
+  }
+}
+
+}  // namespace tp_ext

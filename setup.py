@@ -1,0 +1,118 @@
+"""Compiles tp_ext._C with the torch of this environment; the metadata is in pyproject.toml.
+
+TP_EXT_CUDA=auto|0|1  CUDA kernels; auto: if torch is a CUDA build and a toolkit with nvcc is found
+TORCH_CUDA_ARCH_LIST  GPU architectures to compile for, as in every torch extension (no GPU needed)
+MAX_JOBS              parallel compile jobs, default: one per core
+CXX, CUDA_HOME        the C++ compiler and the CUDA toolkit, as torch reads them
+
+No -std flag is passed: torch adds the C++ standard that its own headers need.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from glob import glob
+from pathlib import Path
+
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit("tp_ext needs setuptools >= 77.0.3: run 'pip install --upgrade setuptools ninja'.")
+from packaging.version import Version  # setuptools brings it
+
+try:
+    import torch
+except ImportError as error:
+    sys.exit(
+        f"tp_ext is compiled against the torch of your environment, which has none ({error}): run "
+        "'pip install torch setuptools ninja', then 'pip install --no-build-isolation .'."
+    )
+TORCH = Version(torch.__version__)
+if TORCH.release[:2] < (2, 11):
+    sys.exit(f"tp_ext needs torch >= 2.11, this is {TORCH}: run 'pip install --upgrade torch'.")
+
+from torch.utils import cpp_extension  # noqa: E402
+
+DEFAULT_ARCHS = ["8.0", "9.0", "10.0", "12.0"]  # the last one that nvcc knows also as PTX
+# math.h's errno, which nobody reads, would keep square roots out of vector code
+# OpenMP is compiled for, not linked: at::parallel_for is inline, and shares the runtime and threads of torch
+CXX_FLAGS = ["-O3", "-fno-math-errno", "-fopenmp", "-g0", "-fvisibility=hidden"]
+CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
+NVCC_FLAGS = ["-O3", "-lineinfo", "--expt-relaxed-constexpr"]
+
+
+def find_nvcc() -> str | None:
+    """The compiler of the CUDA kernels, or None where they are left out."""
+    choice = os.environ.get("TP_EXT_CUDA", "auto")
+    if choice not in ("auto", "0", "1"):
+        raise ValueError(f"TP_EXT_CUDA={choice!r} must be one of auto, 0 and 1")
+    home = cpp_extension.CUDA_HOME
+    nvcc = shutil.which(os.path.join(home, "bin", "nvcc")) if home else None
+    if choice == "1" and torch.version.cuda is None:
+        sys.exit(
+            f"TP_EXT_CUDA=1 needs a torch built with CUDA, this is the CPU-only {TORCH}: install "
+            "the CUDA build of torch, or set TP_EXT_CUDA=0."
+        )
+    if choice == "1" and nvcc is None:
+        sys.exit(
+            f"TP_EXT_CUDA=1 needs nvcc, and there is none in CUDA_HOME={home}: install the CUDA "
+            f"toolkit {torch.version.cuda} and set CUDA_HOME to its folder, or set TP_EXT_CUDA=0."
+        )
+    return nvcc if choice != "0" and torch.version.cuda is not None else None
+
+
+def make_extension(nvcc: str | None) -> setuptools.Extension:
+    os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+    sources, flags = sorted(glob("csrc/**/*.cpp", recursive=True)), {"cxx": list(CXX_FLAGS)}
+    make = cpp_extension.CppExtension
+    if nvcc:
+        banner = subprocess.check_output([nvcc, "--version"], text=True)
+        version = re.search(r"release (\d+\.\d+)", banner)[1]
+        if not os.environ.get("TORCH_CUDA_ARCH_LIST"):  # torch's default would need a visible GPU
+            known = subprocess.check_output([nvcc, "--list-gpu-arch"], text=True).split()
+            archs = [a for a in DEFAULT_ARCHS if "compute_" + a.replace(".", "") in known]
+            os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(archs) + "+PTX"
+        flags["nvcc"] = NVCC_FLAGS
+        flags["cxx"] += [
+            "-DTP_EXT_WITH_CUDA",
+            f'-DTP_EXT_CUDA_VERSION="{version}"',
+            f'-DTP_EXT_CUDA_ARCHS="{os.environ["TORCH_CUDA_ARCH_LIST"]}"',
+        ]
+        sources += sorted(glob("csrc/**/*.cu", recursive=True))
+        make = cpp_extension.CUDAExtension
+    return make("tp_ext._C", sources, include_dirs=[os.path.abspath("csrc")], extra_compile_args=flags)
+
+
+class BuildExt(cpp_extension.BuildExtension):
+    """Torch's build_ext; looks for the compiler first, and notes the torch it compiled against."""
+
+    def run(self) -> None:
+        compiler = os.environ.get("CXX") or "c++"
+        if hasattr(cpp_extension, "_wrap_compiler"):  # newer torch puts ccache before CXX, one word, by itself
+            os.environ["CXX"] = compiler = compiler.removeprefix("ccache ")
+        for word in shlex.split(compiler):  # such as "ccache g++ -m64"
+            if word.startswith("-"):
+                break
+            if shutil.which(word) is None:
+                sys.exit(f"tp_ext needs a C++ compiler, {word!r} is not found: install g++ or set CXX.")
+        # Objects outlive the build (pip's -e would put them into a temporary folder), so that ninja
+        # recompiles only what changed; one folder per torch and device, so that none is mixed up.
+        base = "build/temp" if self.editable_mode else self.build_temp
+        self.build_temp = os.path.join(base, f"torch-{TORCH}-{'cuda' if NVCC else 'cpu'}")
+        self.force = True  # leaves it to ninja to decide what is compiled, links always
+        super().run()
+        built_for = f"TORCH = {str(TORCH)!r}\nTORCH_CUDA = {torch.version.cuda if NVCC else None!r}\n"
+        folder = Path(self.get_ext_fullpath("tp_ext._C")).parent
+        (folder / "_built_for.py").write_text("# Written by setup.py.\n" + built_for)
+
+
+NVCC = find_nvcc()
+requirement = "torch>=2.11" if "sdist" in sys.argv else f"torch=={TORCH.major}.{TORCH.minor}.*"
+setuptools.setup(
+    install_requires=[requirement],  # a wheel works with the torch minor that it was compiled for
+    ext_modules=[make_extension(NVCC)],
+    cmdclass={"build_ext": BuildExt},
+)

@@ -1,0 +1,73 @@
+"""Tensor parallelism for PyTorch: regions, layers and loss over a process group, in C++ under plain ``nn.Module``s.
+
+Regions (:mod:`tp_ext.regions`) are differentiable collectives; layers take a ``group`` and hold plain local parameters;
+composition (data, pipeline, checkpoints) is torch's own.
+"""
+
+from tp_ext._build import __version__, build_info
+from tp_ext.attention import ParallelAttention
+from tp_ext.checkpoint import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_checkpoint,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    save_checkpoint,
+)
+from tp_ext.dropout import Dropout, dropout
+from tp_ext.embedding import VocabParallelEmbedding, VocabParallelLMHead
+from tp_ext.grad_norm import clip_grad_norm_
+from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from tp_ext.mlp import ParallelMLP
+from tp_ext.module import ParallelModule, shardings
+from tp_ext.norm import LayerNorm, RMSNorm
+from tp_ext.random import manual_seed
+from tp_ext.regions import (
+    all_gather_region,
+    all_to_all_region,
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter_region,
+    scatter_to_region,
+)
+from tp_ext.rotary import RotaryEmbedding
+from tp_ext.sharding import Part, Sharding
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Dropout",
+    "LayerNorm",
+    "ParallelAttention",
+    "ParallelMLP",
+    "ParallelModule",
+    "Part",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "Sharding",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
+    "VocabParallelLMHead",
+    "__version__",
+    "all_gather_region",
+    "all_to_all_region",
+    "build_info",
+    "clip_grad_norm_",
+    "copy_to_region",
+    "dropout",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "gather_from_region",
+    "load_checkpoint",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "manual_seed",
+    "reduce_from_region",
+    "reduce_scatter_region",
+    "save_checkpoint",
+    "scatter_to_region",
+    "shardings",
+    "vocab_parallel_cross_entropy",
+]

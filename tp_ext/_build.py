@@ -1,0 +1,75 @@
+"""How this copy of tp_ext was built, and whether that fits the torch it now runs under.
+
+A C++ extension of torch works with one minor version of it only. A mismatch that the dynamic linker
+finds is an undefined symbol, or a crash; so versions are compared here, before `load` opens the
+library.
+"""
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tp_ext._version import __version__
+
+_REBUILD = "run 'pip install --no-build-isolation --no-deps --force-reinstall .' in its source tree"
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _check() -> ModuleType:
+    """The module that setup.py wrote beside the library; ImportError if that does not fit torch."""
+    try:
+        built_for = importlib.import_module("tp_ext._built_for")
+    except ModuleNotFoundError:
+        raise ImportError(f"tp_ext is not built: {_REBUILD}.") from None
+    running = str(torch.__version__)
+    if _minor(built_for.TORCH) != _minor(running):
+        raise ImportError(f"tp_ext was built for torch {built_for.TORCH}, this is torch {running}: {_REBUILD}.")
+    cuda, running_cuda = built_for.TORCH_CUDA, torch.version.cuda
+    if cuda is not None and (running_cuda is None or _minor(cuda)[0] != _minor(running_cuda)[0]):
+        raise ImportError(
+            f"tp_ext was built for torch {built_for.TORCH}, CUDA {cuda}, this is torch {running}, "
+            f"{f'CUDA {running_cuda}' if running_cuda else 'no CUDA'}: {_REBUILD}."
+        )
+    if importlib.util.find_spec("tp_ext._C") is None:
+        raise ImportError(f"tp_ext is not built for {sys.implementation.cache_tag}: {_REBUILD}.")
+    return built_for
+
+
+_built_for = _check()
+
+
+def load() -> ModuleType:
+    """Loads the compiled library, which registers the operators `torch.ops.tp_ext`."""
+    try:
+        return importlib.import_module("tp_ext._C")
+    except ImportError as error:
+        raise ImportError(f"tp_ext's compiled library does not load ({error}): {_REBUILD}.") from error
+
+
+def build_info() -> dict[str, Any]:
+    """Versions to put into a bug report.
+
+    Returns:
+        `tp_ext`: version of this package; `torch_built`, `torch_running`: torch at build time and
+        now; `cuda`: CUDA toolkit that compiled the kernels, None in a CPU-only build; `cuda_archs`:
+        the GPU architectures compiled for; `compiler`: the C++ compiler; `cuda_available`: whether
+        CUDA tensors work here, that is whether there are both kernels and a GPU.
+    """
+    built = load().build_info()
+    return {
+        "tp_ext": __version__,
+        "torch_built": _built_for.TORCH,
+        "torch_running": str(torch.__version__),
+        "cuda": built["cuda"],
+        "cuda_archs": built["cuda_archs"].replace(";", " ").split(),
+        "compiler": built["compiler"],
+        "cuda_available": built["cuda"] is not None and torch.cuda.is_available(),
+    }

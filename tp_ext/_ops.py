@@ -1,0 +1,262 @@
+"""The one door to the C++ side: loads it, binds every operator of csrc/library.cpp once, and gives every primitive
+its fake (shapes and dtypes only, for torch.compile and FakeTensor). Nothing else writes ``torch.ops``.
+
+The bindings are bare operator overloads, typed by annotation: no Python frame between a layer and the dispatcher.
+Formulas and shapes stand at the schemas and in the modules that use them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_ext._build import load
+
+load()
+
+Sizes = Sequence[int] | None
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.tp_ext, name).default
+
+
+# Regions
+copy_to_region: Callable[[Tensor, str], Tensor] = _op("copy_to_region")
+reduce_from_region: Callable[[Tensor, str], Tensor] = _op("reduce_from_region")
+scatter_to_region: Callable[[Tensor, str, int, Sizes], Tensor] = _op("scatter_to_region")
+gather_from_region: Callable[[Tensor, str, int, Sizes], Tensor] = _op("gather_from_region")
+all_gather_region: Callable[[Tensor, str, int, Sizes], Tensor] = _op("all_gather_region")
+reduce_scatter_region: Callable[[Tensor, str, int, Sizes], Tensor] = _op("reduce_scatter_region")
+all_to_all_region: Callable[[Tensor, str, int, int, Sizes, Sizes], Tensor] = _op("all_to_all_region")
+Pieces = Callable[[Tensor, str, Sequence[int], Sequence[int], Sequence[int], int], Tensor]
+copy_pieces_to_region: Pieces = _op("copy_pieces_to_region")
+reduce_pieces_from_region: Pieces = _op("reduce_pieces_from_region")
+
+# Linear layers: x, weight, bias, group, sequence_parallel, sizes
+Linear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes], Tensor]
+column_parallel_linear: Linear = _op("column_parallel_linear")
+row_parallel_linear: Linear = _op("row_parallel_linear")
+
+# Activations: x, bias, activation
+Activation = Callable[[Tensor, Tensor | None, str], Tensor]
+ActivationGrad = Callable[[Tensor, Tensor, Tensor | None, str], tuple[Tensor, Tensor]]
+bias_act: Activation = _op("bias_act")
+gated_act: Activation = _op("gated_act")
+bias_act_fwd: Activation = _op("_bias_act_fwd")
+bias_act_bwd: ActivationGrad = _op("_bias_act_bwd")
+gated_act_fwd: Activation = _op("_gated_act_fwd")
+gated_act_bwd: ActivationGrad = _op("_gated_act_bwd")
+
+# Norms
+rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = _op("rms_norm")
+rms_norm_fwd: Callable[[Tensor, Tensor | None, float], tuple[Tensor, Tensor]] = _op("_rms_norm_fwd")
+rms_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]] = _op("_rms_norm_bwd")
+layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor] = _op("layer_norm")
+layer_norm_fwd: Callable[[Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor, Tensor]] = _op(
+    "_layer_norm_fwd"
+)
+layer_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = _op(
+    "_layer_norm_bwd"
+)
+
+# Rotary embedding: x, cos, sin, interleaved (, inverse)
+rope: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = _op("rope")
+rope_rotate: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor] = _op("_rope")
+
+# Randomness by global index: ..., local_inner, full_inner, offset
+bias_dropout_residual: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, float, int, int, int], Tensor] = _op(
+    "bias_dropout_residual"
+)
+bias_dropout_residual_fwd: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, float, int, int, int], Tensor] = _op(
+    "_bias_dropout_residual_fwd"
+)
+dropout_bwd: Callable[[Tensor, Tensor, float, int, int, int], Tensor] = _op("_dropout_bwd")
+Fill = Callable[[Tensor, Tensor, float, float, int, int, int], None]
+philox_uniform_: Fill = _op("_philox_uniform_")
+philox_normal_: Fill = _op("_philox_normal_")
+
+# Vocabulary
+vocab_parallel_embedding: Callable[[Tensor, Tensor, str, int, int, int, bool, Sizes], Tensor] = _op(
+    "vocab_parallel_embedding"
+)
+vocab_embedding_fwd: Callable[[Tensor, Tensor, int, int, int], Tensor] = _op("_vocab_embedding_fwd")
+vocab_embedding_bwd: Callable[[Tensor, Tensor, int, int, int], Tensor] = _op("_vocab_embedding_bwd")
+vocab_parallel_cross_entropy: Callable[[Tensor, Tensor, str, int, int, int, int, float, float, str, bool], Tensor] = (
+    _op("vocab_parallel_cross_entropy")
+)
+vocab_ce_stats: Callable[[Tensor, Tensor, int, int, int, int], Tensor] = _op("_vocab_ce_stats")
+vocab_ce_loss: Callable[[Tensor, Tensor, int, int, float, float], tuple[Tensor, Tensor]] = _op("_vocab_ce_loss")
+CrossEntropyGrad = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int, int, float, float], Any]
+vocab_ce_bwd: CrossEntropyGrad = _op("_vocab_ce_bwd")
+vocab_ce_bwd_: CrossEntropyGrad = _op("_vocab_ce_bwd_")
+
+
+def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _like_or_none(x: Tensor | None, default: Tensor) -> Tensor:
+    return default.new_empty(0) if x is None else _like(x)
+
+
+@torch.library.register_fake("tp_ext::_bias_act_fwd")
+def _(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return _like(x)
+
+
+@torch.library.register_fake("tp_ext::_gated_act_fwd")
+def _(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
+
+
+@torch.library.register_fake("tp_ext::_bias_act_bwd")
+def _(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    return _like(x), _like_or_none(bias, x)
+
+
+@torch.library.register_fake("tp_ext::_gated_act_bwd")
+def _(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    return _like(x), _like_or_none(bias, x)
+
+
+@torch.library.register_fake("tp_ext::_rms_norm_fwd")
+def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return _like(x), x.new_empty(x.shape[:-1].numel(), dtype=_acc_dtype(x.dtype))
+
+
+@torch.library.register_fake("tp_ext::_rms_norm_bwd")
+def _(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    return _like(x), _like_or_none(weight, x)
+
+
+@torch.library.register_fake("tp_ext::_layer_norm_fwd")
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    stats = x.new_empty(x.shape[:-1].numel(), dtype=_acc_dtype(x.dtype))
+    return _like(x), stats, torch.empty_like(stats)
+
+
+@torch.library.register_fake("tp_ext::_layer_norm_bwd")
+def _(grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x), _like_or_none(weight, x), _like_or_none(weight, x)
+
+
+@torch.library.register_fake("tp_ext::_rope")
+def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    return _like(x)
+
+
+@torch.library.register_fake("tp_ext::_bias_dropout_residual_fwd")
+def _(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    seed: Tensor,
+    p: float,
+    local_inner: int,
+    full_inner: int,
+    offset: int,
+) -> Tensor:
+    return _like(x)
+
+
+@torch.library.register_fake("tp_ext::_dropout_bwd")
+def _(grad: Tensor, seed: Tensor, p: float, local_inner: int, full_inner: int, offset: int) -> Tensor:
+    return _like(grad)
+
+
+@torch.library.register_fake("tp_ext::_philox_uniform_")
+def _(
+    self: Tensor,
+    seed: Tensor,
+    low: float,
+    high: float,
+    local_inner: int,
+    full_inner: int,
+    offset: int,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("tp_ext::_philox_normal_")
+def _(
+    self: Tensor,
+    seed: Tensor,
+    mean: float,
+    std: float,
+    local_inner: int,
+    full_inner: int,
+    offset: int,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("tp_ext::_vocab_embedding_fwd")
+def _(weight: Tensor, ids: Tensor, vocab_start: int, vocab_local: int, vocab_size: int) -> Tensor:
+    return weight.new_empty([*ids.shape, weight.shape[1]])
+
+
+@torch.library.register_fake("tp_ext::_vocab_embedding_bwd")
+def _(grad: Tensor, ids: Tensor, num_rows: int, vocab_start: int, vocab_local: int) -> Tensor:
+    return grad.new_empty([num_rows, grad.shape[-1]])
+
+
+@torch.library.register_fake("tp_ext::_vocab_ce_stats")
+def _(
+    logits: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    vocab_local: int,
+    vocab_size: int,
+    ignore_index: int,
+) -> Tensor:
+    return logits.new_empty([target.numel(), 4], dtype=_acc_dtype(logits.dtype))
+
+
+@torch.library.register_fake("tp_ext::_vocab_ce_loss")
+def _(
+    stats: Tensor,
+    target: Tensor,
+    vocab_size: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    return stats.new_empty(target.numel()), stats.new_empty([target.numel(), 2])
+
+
+@torch.library.register_fake("tp_ext::_vocab_ce_bwd")
+def _(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    vocab_start: int,
+    vocab_local: int,
+    vocab_size: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> Tensor:
+    return _like(logits)
+
+
+@torch.library.register_fake("tp_ext::_vocab_ce_bwd_")
+def _(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    vocab_start: int,
+    vocab_local: int,
+    vocab_size: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    return None

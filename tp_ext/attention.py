@@ -1,0 +1,281 @@
+"""Multi-head self-attention with its heads dealt over the ranks."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tp_ext import _ops
+from tp_ext.group import Group
+from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.module import ParallelModule, check_positive
+from tp_ext.norm import RMSNorm
+from tp_ext.random import Init, OwnRandomNumbers, draw_seed
+from tp_ext.rotary import RotaryEmbedding
+from tp_ext.sharding import Part
+
+
+def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int) -> tuple[Part, Part]:
+    """How the features of q, and of k and v, are cut over p ranks.
+
+    With at least as many KV heads as ranks, by whole KV groups (uneven if need be). With fewer, each KV head lives on
+    p / num_kv_heads neighbours, which deal the query heads of its group among themselves.
+
+    Raises:
+        ValueError: heads that do not make whole groups; fewer query heads than ranks; fewer KV heads than ranks, and
+            they do not divide p.
+    """
+    numbers = f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}, p = {p}"
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads: must divide num_heads; {numbers}")
+    if num_heads < p:
+        raise ValueError(f"num_heads: must be at least the number of ranks; {numbers}")
+    group = num_heads // num_kv_heads
+    if num_kv_heads >= p:
+        q = Part(num_heads * head_dim, unit=group * head_dim)
+        return q, Part(num_kv_heads * head_dim, unit=head_dim)
+    if p % num_kv_heads:
+        raise ValueError(f"num_kv_heads: when fewer than the ranks, must divide their number; {numbers}")
+    q = Part(num_heads * head_dim, unit=head_dim, groups=num_kv_heads)
+    return q, Part(num_kv_heads * head_dim, unit=head_dim, copies=p // num_kv_heads)
+
+
+class ParallelAttention(ParallelModule):
+    """softmax(q k^T / sqrt(head_dim)) v per head, between a column linear (q | k | v) and a row linear.
+
+    Shapes: x ``[batch, seq, hidden]``, or ``[tokens, hidden]`` with ``batch_size=`` or ``cu_seqlens=`` (SP:
+    ``[tokens_local, hidden]``, always with one of them) -> y of x's shape. ``qkv.weight`` holds this rank's rows of q,
+    then k, then v; ``out.weight`` ``[hidden, q_local]``.
+
+    Communicates: one all-reduce forward, one backward; SP: an all-gather and a reduce-scatter each way. With fewer KV
+    heads than ranks, backward, one all-reduce of the gradient of k's and v's weights, and of their bias; with
+    ``qk_norm``, backward, one each of the two norm weights.
+
+    Args:
+        hidden_size, num_heads: of the full block.
+        num_kv_heads: fewer make grouped-query (GQA) or, one, multi-query attention; default ``num_heads``.
+        head_dim: default ``hidden_size / num_heads``.
+        bias: in both linears; ``qkv_bias``, ``out_bias`` override it for one.
+        causal: a token sees itself and those before it.
+        rope: a :class:`RotaryEmbedding`, or its base.
+        qk_norm: RMSNorm (own weights ``[head_dim]``, eps 1e-6) of each head of q and k, before RoPE.
+        dropout: of the attention weights.
+        exact_dropout: masks are those of the unsharded model, by an explicit attention that keeps the weights
+            (``seq^2`` numbers a head). False: torch's fused attention, with masks of each rank's own.
+        group, sequence_parallel, init: as :class:`ColumnParallelLinear`.
+
+    Raises:
+        ValueError: see :func:`head_parts`; sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        qkv_bias: bool | None = None,
+        out_bias: bool | None = None,
+        causal: bool = True,
+        rope: RotaryEmbedding | float | None = None,
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+        exact_dropout: bool = True,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, sequence_parallel=sequence_parallel)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"hidden_size: {hidden_size} must be a multiple of num_heads = {num_heads}, or head_dim be given"
+                )
+            head_dim = hidden_size // num_heads
+        check_positive(head_dim=head_dim)
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout: {dropout!r} must be a probability, in [0, 1)")
+        if isinstance(rope, int | float) and not isinstance(rope, bool):
+            rope = RotaryEmbedding(head_dim, base=rope)
+        if rope is not None and (not isinstance(rope, RotaryEmbedding) or rope.head_dim != head_dim):
+            raise ValueError(f"rope: {rope!r} must be a base or a RotaryEmbedding of {head_dim}")
+
+        _, p, rank = self.tp_group
+        q, kv = head_parts(num_heads, num_kv_heads, head_dim, p)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        first, last = (end // head_dim for end in q.span(rank, p))
+        self.first_head_local, self.num_heads_local = first, last - first
+        start, stop = kv.span(rank, p)
+        self.num_kv_heads_local = (stop - start) // head_dim
+        self.causal, self.rope = causal, rope
+        self.dropout, self.exact_dropout = dropout, exact_dropout
+
+        options: dict[str, Any] = {
+            "group": group,
+            "sequence_parallel": sequence_parallel,
+            "init": init,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.qkv = ColumnParallelLinear(
+            hidden_size,
+            q.size + 2 * kv.size,
+            bias if qkv_bias is None else qkv_bias,
+            parts=(q, kv, kv),
+            **options,
+        )
+        self.out = RowParallelLinear(q.size, hidden_size, bias if out_bias is None else out_bias, parts=(q,), **options)
+        # Each rank norms other heads: their weights are replicated parameters of sharded work, as under SP
+        del options["init"]
+        options["sequence_parallel"] = True
+        self.q_norm = RMSNorm(head_dim, eps=1e-6, **options) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps=1e-6, **options) if qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        batch_size: int | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        total_tokens: int | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            x: see above.
+            batch_size: x is so many sequences of equal length, one after the other.
+            cu_seqlens: x is packed sequences; sequence i is tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. A list,
+                or an integer tensor (one on a GPU is copied to the host).
+            total_tokens: under SP, the tokens of all ranks, if p does not divide their number.
+        """
+        self._check_layout(x, batch_size, cu_seqlens)
+        # Before the first collective, so that no rank waits for one that has raised
+        tokens = self._tokens(x, total_tokens)
+        lengths = None if cu_seqlens is None else _lengths(cu_seqlens, tokens)
+        if batch_size is not None and tokens % batch_size:
+            raise ValueError(f"batch_size: {batch_size} must divide the number of tokens, {tokens}")
+        qkv = self.qkv(x, total_tokens)
+        rows = qkv.reshape(-1, qkv.shape[-1])
+        if lengths is None:
+            batch, seq = x.shape[:2] if batch_size is None else (batch_size, tokens // batch_size)
+            positions = torch.arange(seq, device=x.device).repeat(batch)
+            q, k, v = self._heads(rows, positions)
+            attended = self._attend(*(t.unflatten(0, (batch, seq)) for t in (q, k, v)))
+        else:
+            positions = torch.cat([torch.arange(n, device=x.device) for n in lengths])
+            q, k, v = self._heads(rows, positions)
+            sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            attended = torch.cat([self._attend(*(t[None] for t in one))[0] for one in sequences])
+        features = self.num_heads_local * self.head_dim
+        y: Tensor = self.out(attended.reshape(*qkv.shape[:-1], features), total_tokens)
+        return y
+
+    def _tokens(self, x: Tensor, total_tokens: int | None) -> int:
+        """How many tokens all ranks together have."""
+        if not self.sequence_parallel:
+            return x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
+        sizes = self.token_sizes(total_tokens)
+        return x.shape[0] * self.tp_group.size if sizes is None else sum(sizes)
+
+    def _check_layout(self, x: Tensor, batch_size: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> None:
+        given = (batch_size is not None) + (cu_seqlens is not None)
+        if x.dim() == 3 and given == 0 and not self.sequence_parallel:
+            return
+        if x.dim() != 2 or given != 1:
+            allowed = (
+                "[tokens_local, hidden] under sequence_parallel"
+                if self.sequence_parallel
+                else ("[batch, seq, hidden], or [tokens, hidden]")
+            )
+            raise ValueError(
+                f"x: shape {tuple(x.shape)} must be {allowed}, the 2-D one with exactly one of batch_size = "
+                f"{batch_size} and cu_seqlens = {cu_seqlens}"
+            )
+        if batch_size is not None:
+            check_positive(batch_size=batch_size)
+
+    def _heads(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v ``[tokens, heads_local, head_dim]``, normed and rotated."""
+        heads = rows.unflatten(-1, (-1, self.head_dim))
+        nq, nkv = self.num_heads_local, self.num_kv_heads_local
+        v = heads[:, nq + nkv :]
+        if self.q_norm is not None and self.k_norm is not None:
+            rotating = [self.q_norm(heads[:, :nq]), self.k_norm(heads[:, nq : nq + nkv])]
+        else:
+            rotating = [heads[:, : nq + nkv]]  # q and k side by side: one kernel rotates both
+        if self.rope is not None:
+            cos, sin = self.rope.cos_sin(positions, rows.dtype)
+            rotating = [_ops.rope(t, cos, sin, self.rope.interleaved) for t in rotating]
+        if len(rotating) == 2:
+            return rotating[0], rotating[1], v
+        return rotating[0][:, :nq], rotating[0][:, nq:], v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``[batch, seq, heads_local, head_dim]`` each -> the same."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        if dropout and self.exact_dropout:
+            y = self._attend_exact(q, k, v, dropout)
+        elif dropout:
+            with OwnRandomNumbers(self.tp_group.rank, q.device):
+                y = self._fused(q, k, v, dropout)
+        else:
+            y = self._fused(q, k, v, 0.0)
+        return y.transpose(1, 2)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=dropout,
+            is_causal=self.causal,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+    def _attend_exact(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """Dropout's index is (batch, full head, query, key)."""
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        seq = q.shape[2]
+        scores = (q @ k.transpose(-1, -2)) * (1 / math.sqrt(self.head_dim))
+        if self.causal:
+            future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        weights = scores.softmax(-1, dtype=None if q.dtype == torch.float64 else torch.float32)
+        head = seq * seq
+        weights = _ops.bias_dropout_residual(
+            weights.to(q.dtype),
+            None,
+            None,
+            draw_seed(q.device),
+            dropout,
+            max(self.num_heads_local * head, 1),
+            self.num_heads * head,
+            self.first_head_local * head,
+        )
+        return weights @ v
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, causal={self.causal}, dropout={self.dropout}"
+        )
+
+
+def _lengths(cu_seqlens: Tensor | Sequence[int], tokens: int) -> list[int]:
+    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    if not all(isinstance(end, int) for end in ends):
+        raise TypeError(f"cu_seqlens: {ends} must be integers")
+    lengths = [stop - start for start, stop in pairwise(ends)]
+    if not lengths or ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
+        raise ValueError(f"cu_seqlens: {ends} must rise from 0 to the number of tokens, {tokens}")
+    return lengths

@@ -1,0 +1,135 @@
+"""What all layers share: the group, and parameters that know how they are cut."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext import _ops
+from tp_ext.group import Group, parallel_group
+from tp_ext.random import Init, initialise_
+from tp_ext.sharding import Sharding, split_sizes
+
+
+class ParallelModule(nn.Module):
+    """A module some of whose parameters are shards.
+
+    Attributes:
+        tp_group: name, size p and own rank of the group.
+        tp_shardings: local parameter name -> :class:`Sharding`, or None for a replicated one. This, never an attribute
+            of a parameter (those get lost in ``deepcopy``, ``to_empty``, FSDP2), says how a parameter is cut;
+            ``param.tp_sharding`` mirrors it for people.
+        sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
+    """
+
+    def __init__(self, group: Group, *, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.tp_group = parallel_group(group)
+        self.tp_shardings: dict[str, Sharding | None] = {}
+        self.sequence_parallel = sequence_parallel
+        self._inits: dict[str, tuple[torch.Size, Init]] = {}
+
+    def add_parameter(
+        self,
+        name: str,
+        full_shape: tuple[int, ...],
+        init: Init,
+        *,
+        sharding: Sharding | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Registers the own shard of a parameter of ``full_shape``, initialised by ``init``."""
+        _, p, rank = self.tp_group
+        shape = torch.Size(full_shape)
+        local = shape if sharding is None else sharding.local_shape(shape, rank, p)
+        self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
+        self.tp_shardings[name] = sharding
+        self._inits[name] = (shape, init)
+        self._reset(name)
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters of this module anew; after ``to_empty``, say. The same for every p."""
+        for name in self._inits:
+            self._reset(name)
+
+    def _reset(self, name: str) -> None:
+        param = getattr(self, name)
+        shape, init = self._inits[name]
+        _, p, rank = self.tp_group
+        initialise_(param, init, self.tp_shardings[name], shape, rank, p)
+        self.mirror_shardings()
+
+    def mirror_shardings(self) -> None:
+        """Sets ``tp_sharding`` on the parameters, for people who look at them."""
+        for name, sharding in self.tp_shardings.items():
+            param = getattr(self, name, None)
+            if param is not None:
+                param.tp_sharding = sharding
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.mirror_shardings()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for key, value in self.__dict__.items():
+            copied.__dict__[key] = copy.deepcopy(value, memo)
+        copied.mirror_shardings()
+        return copied
+
+    def sharded_parameter(self, name: str) -> Tensor | None:
+        """The parameter as sharded work uses it: the gradient of rows that other ranks hold too is summed over them."""
+        param: Tensor | None = getattr(self, name)
+        sharding = self.tp_shardings.get(name)
+        if param is None or sharding is None or self.tp_group.size == 1:
+            return param
+        pieces = sharding.copied_pieces(self.tp_group.rank, self.tp_group.size)
+        if pieces is None:
+            return param
+        return _ops.copy_pieces_to_region(param, self.tp_group.name, *pieces)
+
+    def replicated_parameter(self, name: str) -> Tensor | None:
+        """The parameter as sharded tokens use it: under sequence parallelism its gradient is summed over the ranks."""
+        param: Tensor | None = getattr(self, name)
+        if param is None or not self.sequence_parallel or self.tp_group.size == 1:
+            return param
+        return _ops.copy_to_region(param, self.tp_group.name)
+
+    def token_sizes(self, total_tokens: int | None) -> list[int] | None:
+        """Each rank's tokens of ``total_tokens``; None (all ranks alike) if it is not told."""
+        if total_tokens is None or not self.sequence_parallel or self.tp_group.size == 1:
+            return None
+        if not isinstance(total_tokens, int) or total_tokens < 0:
+            raise ValueError(f"total_tokens: {total_tokens!r} must be an integer of at least 0")
+        return split_sizes(total_tokens, self.tp_group.size)
+
+    def parallel_repr(self) -> str:
+        """For ``extra_repr``: what a reader of ``print(model)`` must know about the shard."""
+        sp = ", sequence_parallel=True" if self.sequence_parallel else ""
+        return f"p={self.tp_group.size}, rank={self.tp_group.rank}{sp}"
+
+
+def check_positive(**numbers: int) -> None:
+    """Raises a ValueError that names the first of ``numbers`` that is not an integer of at least 1."""
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: {value!r} must be an integer of at least 1")
+
+
+def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
+    """(name, sharding) of every parameter of the model, named as in ``named_parameters()``; None means replicated."""
+    owners = dict(model.named_modules())
+    for name, _ in model.named_parameters():
+        owner, _, local = name.rpartition(".")
+        yield name, sharding_of(owners[owner], local)
+
+
+def sharding_of(module: nn.Module, name: str) -> Sharding | None:
+    """How the module's own parameter (or buffer) ``name`` is cut; None means replicated."""
+    table: dict[str, Sharding | None] = getattr(module, "tp_shardings", {})
+    return table.get(name)

@@ -1,0 +1,157 @@
+"""Random numbers by global index: every draw is a pure function of (seed, index of the element in the full tensor), by
+counter-based Philox4x32-10 (Salmon et al., SC'11). A rank draws exactly its slice, so initial weights and dropout masks
+are bit-identical for every number of ranks, and no full tensor is ever made.
+
+The seed of each draw comes from torch's default generator, which the ranks of a tensor-parallel group share:
+``torch.manual_seed`` with one value on all ranks, or :func:`manual_seed`, is all it takes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from tp_ext import _ops
+from tp_ext.sharding import Sharding
+
+
+def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") -> None:
+    """Seeds torch's generators: the same along ``tp_axis``, different along every other axis of ``mesh``.
+
+    Args:
+        seed: any integer, the same on all ranks.
+        mesh: the whole mesh, with named axes; without it all ranks are seeded alike.
+        tp_axis: the axis whose ranks share their random numbers.
+
+    Raises:
+        ValueError: ``mesh`` has no axis names, or none called ``tp_axis``.
+        TypeError: ``seed`` is no integer, ``mesh`` no mesh.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed: {seed!r} must be an integer")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh with named axes, or None")
+    if mesh is not None:
+        names = mesh.mesh_dim_names
+        if names is None or tp_axis not in names:
+            raise ValueError(f"tp_axis: {tp_axis!r} must be an axis of the mesh, which has {names}")
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError("mesh: this rank must be a member of the mesh")
+        place = 0
+        for name, length, index in zip(names, mesh.shape, coordinate, strict=True):
+            if name != tp_axis:
+                place = place * length + index
+        seed += place * 0x9E3779B97F4A7C15  # far apart, so that seed + 1 is nobody's
+    torch.manual_seed(seed % (1 << 63))
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A fresh seed, a 0-d int64 tensor on ``device``, from the device's default generator.
+
+    Being a torch draw, it is replayed by activation checkpointing and CUDA graphs like any other.
+    """
+    return torch.randint(0, 1 << 62, (), dtype=torch.int64, device=device)
+
+
+class OwnRandomNumbers:
+    """Random numbers of this rank's own, from a seed that all ranks draw alike; torch's generator goes on as after one
+    draw."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        seed = int(draw_seed(torch.device("cpu")))
+        self._fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        self._seed = seed + rank
+
+    def __enter__(self) -> None:
+        self._fork.__enter__()
+        torch.manual_seed(self._seed)
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Initialiser: uniform on [low, high)."""
+
+    low: float
+    high: float
+
+    def fill(self, local: Tensor, seed: Tensor, index: tuple[int, int, int]) -> None:
+        _ops.philox_uniform_(local, seed, self.low, self.high, *index)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initialiser: normal with ``mean`` and standard deviation ``std``."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def fill(self, local: Tensor, seed: Tensor, index: tuple[int, int, int]) -> None:
+        _ops.philox_normal_(local, seed, self.mean, self.std, *index)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Initialiser: one value; draws nothing."""
+
+    value: float
+
+    def fill(self, local: Tensor, seed: Tensor, index: tuple[int, int, int]) -> None:
+        local.fill_(self.value)
+
+
+Init = Uniform | Normal | Constant | Callable[[Tensor], object]
+"""An initialiser of this module, or any in-place callable (as in ``torch.nn.init``): that one runs on the full tensor,
+on CPU and on every rank, and is sliced."""
+
+
+def torch_linear_init(fan_in: int) -> Uniform:
+    """The default of ``nn.Linear``, weight and bias: uniform within 1 / sqrt(fan_in) of zero."""
+    bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
+    return Uniform(-bound, bound)
+
+
+@torch.no_grad()
+def initialise_(
+    local: Tensor,
+    init: Init,
+    sharding: Sharding | None,
+    full_shape: torch.Size,
+    rank: int,
+    p: int,
+) -> None:
+    """Fills ``local`` with its slice of the full tensor that ``init`` would make; padding with zeros.
+
+    Draws one seed from torch's default generator, whatever p, rank and shape are (:class:`Constant` none).
+    """
+    if not isinstance(init, Uniform | Normal | Constant):
+        full = torch.empty(full_shape, dtype=local.dtype)
+        init(full)
+        local.copy_(full if sharding is None else sharding.shard(full, rank, p))
+        return
+    seed = local if isinstance(init, Constant) else draw_seed(local.device)
+    if local.is_meta:
+        return
+    if sharding is None:
+        init.fill(local, seed, (max(local.numel(), 1), max(local.numel(), 1), 0))
+        return
+    local.zero_()
+    at, dim = 0, sharding.dim % len(full_shape)
+    inner = math.prod(full_shape[dim + 1 :])
+    for part, piece in zip(sharding.parts, sharding.slices(rank, p), strict=True):
+        length = piece.stop - piece.start
+        target = local.narrow(dim, at, length)
+        dense = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+        if target.numel():
+            init.fill(dense, seed, (length * inner, full_shape[dim] * inner, piece.start * inner))
+        if dense is not target:
+            target.copy_(dense)
+        start, stop = part.span(rank, p)
+        at += stop - start
