@@ -1,0 +1,63 @@
+"""Fixtures for all tests: devices, a fixed random state, the ranks' end; skips are counted."""
+
+import collections
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # `import ranks` from all folders, workers too
+
+import ranks
+
+_skips: collections.Counter[str] = collections.Counter()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    text = "cuda: needs a CUDA device; TP_EXT_REQUIRE_CUDA=1 turns its skip into a failure"
+    config.addinivalue_line("markers", text)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        if os.environ.get("TP_EXT_REQUIRE_CUDA") == "1":
+            pytest.fail("no CUDA device, though TP_EXT_REQUIRE_CUDA=1", pytrace=False)
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device there is, one test each."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_random_state():
+    """Each test starts from seed 0 and leaves the generators as it found them."""
+    states = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        yield
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        where = report.longrepr
+        _skips[where[2] if isinstance(where, tuple) else str(where)] += 1
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    for reason, count in sorted(_skips.items()):
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
+
+
+def pytest_sessionfinish() -> None:
+    ranks.close()

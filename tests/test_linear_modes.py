@@ -1,0 +1,238 @@
+"""Linears under everything of torch that wraps, traces, counts, copies or replays them; and their errors."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import ranks
+import torch
+from dense import full_gradients, gradients, heard, own_input, own_output, results
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from tp_ext import ColumnParallelLinear, Part, RowParallelLinear
+
+pytestmark = pytest.mark.core
+
+KINDS = [
+    pytest.param(kind, sp, id=f"{kind.__name__[:3]}{'-sp' * sp}")
+    for kind in (ColumnParallelLinear, RowParallelLinear)
+    for sp in (False, True)
+]
+BOTH = pytest.mark.parametrize(("kind", "sp"), KINDS)
+
+
+def _dense(dtype=torch.float64, features=(6, 8)):
+    torch.manual_seed(1)
+    return nn.Linear(*features, dtype=dtype)
+
+
+def _layer(group, kind, sp, dtype=torch.float64, **options):
+    return kind.from_linear(_dense(dtype), group=group, sequence_parallel=sp, **options)
+
+
+def _input(layer, group, dtype=torch.float64):
+    torch.manual_seed(2)
+    return own_input(torch.randn(4, 6, dtype=dtype), layer, group).contiguous().requires_grad_()
+
+
+# Double backward
+
+
+def _second_order(y, inputs, w, us):
+    """Second derivatives, to the inputs and to w, of a curved function of everything that backward returns."""
+    first = torch.autograd.grad((y.sin() * w).sum(), inputs, create_graph=True)
+    return torch.autograd.grad(sum((g.sin() * u).sum() for g, u in zip(first, us, strict=True)), [*inputs, w])
+
+
+def _second_order_rank(group, kind, sp, x, w, us):
+    rank, p = group.rank(), group.size()
+    layer = _layer(group, kind, sp)
+    x = own_input(x, layer, group).contiguous().requires_grad_()
+    w = own_output(w, layer, group).contiguous().requires_grad_()
+    u = [own_input(us[0], layer, group)]
+    for u_param, sharding in zip(us[1:], layer.tp_shardings.values(), strict=True):
+        u.append(u_param if sharding is None else sharding.shard(u_param, rank, p))
+    dx, dweight, dbias, dw = _second_order(layer(x, 5), [x, layer.weight, layer.bias], w, u)
+    layer.weight.grad, layer.bias.grad = dweight, dbias
+    return dx, dw, gradients(layer)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@BOTH
+def test_second_order_is_that_of_the_dense_layer(kind, sp, p):
+    dense = _dense()
+    x, w = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    us = [torch.randn_like(t) for t in (x, dense.weight, dense.bias)]
+    seconds = ranks.run(_second_order_rank, p, kind, sp, x, w, us)
+    x.requires_grad_(), w.requires_grad_()
+    dx, dweight, dbias, dw = _second_order(dense(x), [x, dense.weight, dense.bias], w, us)
+
+    def close(got, want):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    split_x, split_w = (1, 0) if kind is RowParallelLinear else (0, 1)
+    if kind is RowParallelLinear or sp:
+        close(torch.cat([r[0] for r in seconds], split_x), dx)
+    else:
+        [close(r[0], dx) for r in seconds]
+    if kind is ColumnParallelLinear or sp:
+        close(torch.cat([r[1] for r in seconds], split_w), dw)
+    else:
+        [close(r[1], dw) for r in seconds]
+    full = full_gradients([r[2] for r in seconds])
+    close(full["weight"], dweight)
+    close(full["bias"], dbias)
+
+
+# Communication
+
+COUNTS = {
+    (ColumnParallelLinear, False): ({}, {"allreduce": 1}),
+    (RowParallelLinear, False): ({"allreduce": 1}, {}),
+    (ColumnParallelLinear, True): ({"allgather": 1}, {"allgather": 1, "reducescatter": 1}),
+    (RowParallelLinear, True): ({"reducescatter": 1}, {"allgather": 1, "allreduce": 1}),
+}
+
+
+def _counts(group, kind, sp, frozen=(), x_needs_grad=True, **options):
+    layer = _layer(group, kind, sp, **options)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    x = _input(layer, group) if options.get("input_is_parallel", True) else torch.randn(4, 6, dtype=torch.float64)
+    x.requires_grad_(x_needs_grad)
+    y = []
+    return heard(lambda: y.append(layer(x))), heard(lambda: y[0].sum().backward())
+
+
+@BOTH
+def test_collectives(kind, sp):
+    assert ranks.run(_counts, 2, kind, sp) == [COUNTS[kind, sp]] * 2
+    assert ranks.run(_counts, 1, kind, sp) == [({}, {})]
+
+
+def test_collectives_that_nobody_needs_are_not_sent():
+    column, row = ColumnParallelLinear, RowParallelLinear
+    for kind, sp, options, want in (
+        (column, False, {"x_needs_grad": False}, ({}, {})),
+        (column, True, {"x_needs_grad": False}, ({"allgather": 1}, {"allgather": 1})),
+        (column, True, {"frozen": ["weight"]}, ({"allgather": 1}, {"reducescatter": 1})),
+        (row, True, {"frozen": ["bias"]}, ({"reducescatter": 1}, {"allgather": 1})),
+        (row, True, {"frozen": ["weight"], "x_needs_grad": False}, ({"reducescatter": 1}, {"allreduce": 1})),
+        (column, False, {"gather_output": True}, ({"allgather": 1}, {"allreduce": 1})),
+        (row, False, {"input_is_parallel": False}, ({"allreduce": 1}, {"allgather": 1})),
+    ):
+        assert ranks.run(_counts, 2, kind, sp, **options) == [want] * 2, (kind, sp, options)
+
+
+# Wrapped
+
+
+def _compiled(group, kind, sp, options):
+    torch._dynamo.reset()
+    layer = _layer(group, kind, sp, **options)
+    x = _input(layer, group)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(results(layer, x, compiled), results(layer, x), rtol=1e-12, atol=1e-12)
+    if sp:  # tokens that p does not divide
+        x = own_input(torch.randn(5, 6, dtype=torch.float64), layer, group).contiguous().requires_grad_()
+        got, want = (results(layer, x, lambda x, f=f: f(x, total_tokens=5)) for f in (compiled, layer))
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@BOTH
+def test_compile_without_graph_breaks(kind, sp):
+    ranks.run(_compiled, 2, kind, sp, {}, timeout=120)
+
+
+def test_compile_gather_output_with_copies():
+    parts = (Part(4, groups=2), Part(4, unit=2, copies=2))
+    ranks.run(_compiled, 2, ColumnParallelLinear, False, {"parts": parts, "gather_output": True}, timeout=120)
+
+
+def _checkpointed(group, kind, sp):
+    layer = _layer(group, kind, sp)
+    x = _input(layer, group)
+    want, got = results(layer, x), []
+
+    def call(x):
+        return checkpoint(lambda x: layer(x).sin(), x, use_reentrant=False)
+
+    counts = heard(lambda: got.extend(results(layer, x, call)))
+    want = results(layer, x, lambda x: layer(x).sin())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    forward, backward = COUNTS[kind, sp]
+    assert counts == {k: 2 * forward.get(k, 0) + backward.get(k, 0) for k in forward | backward}
+
+
+@BOTH
+def test_activation_checkpointing(kind, sp):
+    ranks.run(_checkpointed, 2, kind, sp)
+
+
+def _autocast(group, kind, sp):
+    layer = _layer(group, kind, sp, torch.float32)
+    x = _input(layer, group, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = results(layer, x)
+    assert low[0].dtype == torch.bfloat16
+    assert all(g.dtype == torch.float32 for g in low[1:])
+    # each of the p addends is rounded to bf16 (2^-9), as are inputs, results and gradients
+    for got, want in zip(low, results(layer, x), strict=True):
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=(group.size() + 4) * 2**-8 * float(want.abs().max()))
+        assert not torch.equal(got.float(), want), "nothing was computed in bf16"
+
+
+@BOTH
+def test_autocast(kind, sp):
+    dense, x = _dense(torch.float32), torch.randn(4, 6, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, *grads = results(dense, x)
+    assert y.dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in grads)
+    for p in (1, 2):
+        ranks.run(_autocast, p, kind, sp)
+
+
+def _copies(group, kind, sp):
+    layer = _layer(group, kind, sp, torch.float32)
+    x = _input(layer, group, torch.float32)
+    want = results(layer, x)
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(saved, weights_only=False)]
+    copies.append(copy.deepcopy(layer).to_empty(device="cpu"))
+    copies[-1].load_state_dict(layer.state_dict())
+    copies.append(copy.deepcopy(layer).double().float())
+    for copied in copies:
+        assert copied.tp_shardings == layer.tp_shardings
+        assert copied.tp_group == layer.tp_group
+        for name, param in copied.named_parameters():
+            assert param is not getattr(layer, name)
+            assert param.tp_sharding == layer.tp_shardings[name]
+        assert all(torch.equal(a, b) for a, b in zip(results(copied, x), want, strict=True))
+
+
+@BOTH
+def test_copied_pickled_and_moved_layers_know_their_shardings(kind, sp):
+    ranks.run(_copies, 2, kind, sp)
+
+
+def _functional(group, kind, sp):
+    layer = _layer(group, kind, sp)
+    x = _input(layer, group)
+    doubled = {name: (2 * p).detach().requires_grad_() for name, p in layer.named_parameters()}
+    y = functional_call(layer, doubled, x)
+    torch.testing.assert_close(y, 2 * layer(x), rtol=1e-12, atol=1e-12)
+    y.sum().backward()
+    assert all(p.grad is None for p in layer.parameters())
+    layer(x).sum().backward()
+    for name, param in layer.named_parameters():
+        torch.testing.assert_close(doubled[name].grad, param.grad, rtol=1e-12, atol=1e-12)
+
+
+@BOTH
+def test_functional_call(kind, sp):
+    ranks.run(_functional, 2, kind, sp)

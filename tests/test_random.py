@@ -1,0 +1,249 @@
+"""Initial weights and seeds: the same bits for every number of ranks (conformance case 31), torch's distributions."""
+
+import math
+
+import pytest
+import ranks
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import tp_ext
+from tp_ext import Part, Sharding
+from tp_ext.random import Constant, Normal, Uniform, initialise_, torch_linear_init
+
+pytestmark = pytest.mark.core
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def _model(group, dtype=None, device=None, init=None):
+    """One of each layer with parameters, in odd sizes; 2 KV heads, fewer than ranks at p = 4; a padded vocabulary."""
+    o = {"group": group, "dtype": dtype, "device": device}
+    heads = (Part(8, groups=2), Part(2, copies=2)) if group is not None and group.size() == 4 else (8, 2)
+    return nn.ModuleDict(
+        {
+            "column": tp_ext.ColumnParallelLinear(5, 13, init=init, **o),
+            "units": tp_ext.ColumnParallelLinear(7, 12, unit=3, bias=False, **o),
+            "parts": tp_ext.ColumnParallelLinear(3, 10, parts=heads, init=init, **o),
+            "row": tp_ext.RowParallelLinear(11, 5, init=init, **o),
+            "row_parts": tp_ext.RowParallelLinear(11, 5, parts=(4, 7), **o),
+            "mlp": tp_ext.ParallelMLP(6, 9, activation="swiglu", init=init, **o),
+            "attention": tp_ext.ParallelAttention(
+                16, 4, num_kv_heads=2 if group is None or group.size() != 3 else 1, qk_norm=True, **o
+            ),
+            "norm": tp_ext.LayerNorm(6, **o),
+            "embedding": tp_ext.VocabParallelEmbedding(29, 3, pad_to_multiple_of=4, **o),
+            "head": tp_ext.VocabParallelLMHead(3, 30, bias=True, init=init, **o),
+        }
+    )
+
+
+def _full(group, seed, **options):
+    """The full state dict, and the next draw of the generator."""
+    torch.manual_seed(seed)
+    model = _model(group, **options)
+    return tp_ext.full_state_dict(model, group=group), torch.rand(())
+
+
+def _one_kv_head_at_three(state, p):
+    return {k: v for k, v in state.items() if p != 3 or not k.startswith("attention.qkv")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_case_31_initial_weights_are_the_same_bits_for_every_p(dtype):
+    want, draw = _full(None, 7, dtype=dtype)
+    assert len(want) == 2 + 1 + 2 + 2 + 2 + 4 + 6 + 2 + 1 + 2
+    for p in (1, 2, 3, 4):
+        for state, next_draw in ranks.run(_full, p, 7, dtype=dtype):
+            assert state.keys() == want.keys()
+            for name, value in _one_kv_head_at_three(state, p).items():
+                assert torch.equal(value, want[name]), f"{name} at p = {p}"
+            assert next_draw == draw, f"at p = {p} the model takes other draws"
+    other, _ = _full(None, 8, dtype=dtype)
+    for name, value in other.items():
+        assert torch.equal(value, want[name]) == ("norm" in name), f"{name} and the seed"
+
+
+def _locals(group):
+    torch.manual_seed(7)
+    return {name: p.detach() for name, p in _model(group).named_parameters()}, dict(tp_ext.shardings(_model(group)))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_case_31_shards_are_cut_from_the_weights_of_one_rank(p):
+    """Without any gather, so that copies and padding are looked at on every rank."""
+    want, _ = _full(None, 7)
+    for rank, (state, cuts) in enumerate(ranks.run(_locals, p)):
+        for name, local in state.items():
+            full, sharding = want[name], cuts[name]
+            assert torch.equal(local, full if sharding is None else sharding.shard(full, rank, p)), name
+
+
+def test_no_two_parameters_are_alike():
+    state, _ = _full(None, 0)
+    drawn = [v.flatten()[:3].tolist() for k, v in state.items() if "norm" not in k]
+    assert len({tuple(v) for v in drawn}) == len(drawn)
+
+
+# Distributions
+
+LARGE = {
+    "column": (lambda: tp_ext.ColumnParallelLinear(300, 400), lambda: nn.Linear(300, 400)),
+    "row": (lambda: tp_ext.RowParallelLinear(300, 400), lambda: nn.Linear(300, 400)),
+    "head": (lambda: tp_ext.VocabParallelLMHead(300, 400, bias=True), lambda: nn.Linear(300, 400)),
+    "embedding": (lambda: tp_ext.VocabParallelEmbedding(300, 400), lambda: nn.Embedding(300, 400)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_distributions_are_those_of_torch(name):
+    """Of n draws: mean and standard deviation within 5 sigma / sqrt(n), quantiles within 5 / (2 sqrt(n))."""
+    ours, torchs = (dict(make().named_parameters()) for make in LARGE[name])
+    assert ours.keys() == torchs.keys()
+    for key, want in torchs.items():
+        got, n = ours[key].detach().flatten(), want.numel()
+        assert got.shape == want.flatten().shape
+        bound = 1 / math.sqrt(300)
+        uniform = name != "embedding"
+        sigma = bound / math.sqrt(3) if uniform else 1.0
+        assert abs(float(got.mean())) < 5 * sigma / math.sqrt(n)
+        assert abs(float(got.std()) - sigma) < 5 * sigma / math.sqrt(n)
+        if uniform:
+            assert bound * (1 - 20 / n) < float(got.abs().max()) <= bound  # e^-20 for the largest to be smaller
+            share = (got + bound) / (2 * bound)
+        else:
+            share = torch.special.ndtr(got)
+        distance = (share.sort().values - (torch.arange(n) + 0.5) / n).abs().max()
+        assert float(distance) < 5 / (2 * math.sqrt(n))
+
+
+def _fan_in(group):
+    layer = tp_ext.RowParallelLinear(400, 300, group=group)
+    return float(layer.weight.abs().max()), float(layer.bias.abs().max())
+
+
+def test_fan_in_is_that_of_the_full_weight():
+    for weight, bias in ranks.run(_fan_in, 4):
+        assert 0.99 / 20 < weight <= 1 / 20
+        assert 0.9 / 20 < bias <= 1 / 20
+
+
+def test_initialisers():
+    local = torch.empty(200, 300)
+    initialise_(local, Uniform(2, 5), None, local.shape, 0, 1)
+    assert local.min() >= 2 and local.max() <= 5 and abs(float(local.mean()) - 3.5) < 0.02
+    initialise_(local, Normal(3.0, 0.5), None, local.shape, 0, 1)
+    assert abs(float(local.mean()) - 3) < 0.02 and abs(float(local.std()) - 0.5) < 0.02
+    before = torch.random.get_rng_state()
+    initialise_(local, Constant(2.5), None, local.shape, 0, 1)
+    assert torch.equal(local, torch.full_like(local, 2.5))
+    assert torch.equal(torch.random.get_rng_state(), before), "a constant draws nothing"
+    assert torch_linear_init(16) == Uniform(-0.25, 0.25)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1,), (7,), (3, 5, 2)], ids=str)
+@pytest.mark.parametrize("init", [Uniform(-1, 1), Normal()], ids=["uniform", "normal"])
+def test_any_dim_of_any_tensor(init, shape):
+    def draw(sharding, rank, p):
+        torch.manual_seed(3)
+        local = torch.empty(shape if sharding is None else sharding.local_shape(shape, rank, p), dtype=torch.float64)
+        initialise_(local, init, sharding, torch.Size(shape), rank, p)
+        return local
+
+    full = draw(None, 0, 1)
+    assert full.flatten().unique().numel() == full.numel()
+    for dim in range(-len(shape), len(shape)):
+        n = shape[dim]
+        for parts in ((n,), (n - n // 2, n // 2), (Part(n, copies=3, padding=4),)):
+            sharding = Sharding(dim, parts)
+            for rank in range(3):
+                assert torch.equal(draw(sharding, rank, 3), sharding.shard(full, rank, 3)), sharding
+
+
+def _with(group, init):
+    return _full(group, 5, init=init)
+
+
+def _recording_init(t):
+    assert t.device.type == "cpu"
+    with torch.no_grad():
+        t.copy_(torch.arange(t.numel()).view(t.shape) + 100 * t.dim())
+
+
+@pytest.mark.parametrize("init", [nn.init.orthogonal_, nn.init.xavier_uniform_, _recording_init, Normal(0, 0.02)])
+def test_any_callable_sees_the_full_tensor(init):
+    want, draw = _full(None, 5, init=init)
+    weight = torch.empty(13, 5)
+    torch.manual_seed(5)
+    if not isinstance(init, Normal):
+        init(weight)
+        assert torch.equal(want["column.weight"], weight)
+    for p in (2, 3, 4):
+        for state, next_draw in ranks.run(_with, p, init):
+            for name, value in _one_kv_head_at_three(state, p).items():
+                assert torch.equal(value, want[name]), f"{name} at p = {p}"
+            assert next_draw == draw
+
+
+# Meta device
+
+
+def _late(group, dtype):
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    model = _model(group, dtype=dtype, device="meta")
+    assert torch.equal(torch.random.get_rng_state(), before), "nothing is drawn for a meta tensor"
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, sharding in tp_ext.shardings(model):
+        assert model.get_parameter(name).tp_sharding == sharding
+    return tp_ext.full_state_dict(model, group=group), torch.rand(())
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_meta_device_then_reset_parameters(p):
+    want, draw = _full(None, 7, dtype=torch.bfloat16)
+    for state, next_draw in ranks.run(_late, p, torch.bfloat16):
+        assert next_draw == draw
+        assert all(torch.equal(state[name], value) for name, value in want.items())
+
+
+# Seeds
+
+
+def _seeded(group, seed, axes, tp_axis):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    tp_ext.manual_seed(seed, mesh, tp_axis)
+    return torch.rand(4), mesh.get_coordinate()
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp"), ("dp", "model")])
+@pytest.mark.parametrize("seed", [0, -1, 1 << 70])
+def test_seed_is_shared_along_tp_and_by_nobody_else(axes, seed):
+    tp_axis = "model" if "model" in axes else "tp"
+    dp = 1 - axes.index(tp_axis)
+    draws = ranks.run(_seeded, 4, seed, axes, tp_axis)
+    for draw, place in draws:
+        for other, elsewhere in draws:
+            assert torch.equal(draw, other) == (place[dp] == elsewhere[dp])
+    assert not any(torch.equal(a[0], b[0]) for a in draws for b in ranks.run(_seeded, 4, seed + 1, axes, tp_axis))
+
+
+def test_seed_without_a_mesh_is_torchs():
+    tp_ext.manual_seed(3)
+    ours = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(ours, torch.rand(3))
+
+
+def _bad_axis(group, axes):
+    tp_ext.manual_seed(0, init_device_mesh("cpu", (2,), mesh_dim_names=axes))
+
+
+@pytest.mark.parametrize("axes", [None, ("dp",)])
+def test_mesh_without_that_axis(axes):
+    ranks.run_raises(_bad_axis, 2, ValueError, "tp_axis: 'tp' must be an axis of the mesh", axes, in_turns=False)

@@ -1,0 +1,215 @@
+"""The arrows of the design: who may include, import or name what; every operator complete; names that mirror; sizes."""
+
+import ast
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import tp_ext._ops  # noqa: F401, registers the fakes
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = sorted((ROOT / "tp_ext").glob("*.py"))
+PACKAGE = [file for file in PACKAGE if file.name != "_built_for.py"]  # written by the build
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+SOURCES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".h", ".cu", ".cuh"))
+
+# Python, from the bottom: a module may import those on lines above its own, and whatever its own line allows
+LAYERS = [
+    {"_version"},
+    {"_build"},
+    {"_ops", "group", "sharding"},
+    {"regions", "random"},
+    {"module"},
+    {"linear", "norm", "dropout", "rotary", "loss", "embedding"},
+    {"mlp", "attention"},
+    {"checkpoint", "grad_norm"},
+]
+# Composition knows modules and shardings, never a layer's insides
+NEVER = {
+    (composition, layer)
+    for composition in ("checkpoint", "grad_norm")
+    for layer in ("linear", "norm", "dropout", "rotary", "loss", "embedding", "mlp", "attention", "random", "regions")
+}
+
+
+@cache
+def tree(file):
+    return ast.parse(file.read_text(), str(file))
+
+
+def imports(file):
+    """Full names of what a file imports, wherever in it."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file.name}: a relative import"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def imported_modules(file):
+    """Names of the modules of tp_ext that a file of it imports."""
+    ours = {f.stem for f in PACKAGE}
+    return {name.split(".")[1] for name in imports(file) if name.startswith("tp_ext.")} & ours
+
+
+@pytest.mark.parametrize("file", PACKAGE, ids=lambda f: f.stem)
+def test_python_imports_go_down(file):
+    if file.name == "__init__.py":
+        return
+    levels = {name: level for level, names in enumerate(LAYERS) for name in names}
+    assert file.stem in levels, f"say in LAYERS where {file.stem} belongs"
+    for other in imported_modules(file):
+        assert levels[other] < levels[file.stem], f"{file.stem} imports {other}, which is not below it"
+        assert (file.stem, other) not in NEVER
+
+
+def test_every_level_is_there():
+    assert {name for names in LAYERS for name in names} | {"__init__"} == {f.stem for f in PACKAGE}
+
+
+@pytest.mark.parametrize("file", PACKAGE, ids=lambda f: f.stem)
+def test_imports_are_at_the_top(file):
+    """A lazy import hides an arrow. The build information loads _C, by name, when it must."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.FunctionDef):
+            assert not [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
+
+
+def test_only_ops_names_torch_ops():
+    for file in PACKAGE:
+        names = {ast.unparse(node) for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)}
+        named = any(name == "torch.ops" or name.startswith("torch.ops.") for name in names)
+        assert named == (file.name == "_ops.py"), file.name
+
+
+def test_only_benchmarks_import_tests():
+    helpers = {f.stem for f in TESTS}
+    for folder in ("tp_ext", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert not {name.split(".")[0] for name in imports(file)} & (helpers | {"tests"}), file
+
+
+def test_only_the_package_is_imported_by_the_package():
+    allowed = {"torch", "tp_ext"}
+    for file in PACKAGE:
+        for name in imports(file):
+            top = name.split(".")[0]
+            assert top in allowed or top in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+
+# C++
+
+
+def code(file):
+    """Without comments."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", file.read_text(), flags=re.S)
+
+
+def includes(file):
+    return re.findall(r'#\s*include\s*[<"]([^">]+)[">]', code(file))
+
+
+def folder(file):
+    parts = file.relative_to(ROOT / "csrc").parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+TORCH = ("ATen/", "c10/", "torch/")
+CUDA = ("cuda", "c10/cuda", "ATen/cuda", "cub/", "thrust/")
+FORBIDDEN = {  # what a folder's files must not include
+    "kernels": (*TORCH, "autograd/", "comm/", "cuda/", "cpu/", "ops.h", "check.h"),
+    "cuda": ("autograd/", "comm/", "cpu/", "torch/csrc/distributed"),
+    "cpu": ("autograd/", "comm/", *CUDA),
+    "autograd": (*CUDA, "cpu/", "kernels/", "torch/csrc/distributed"),
+    "comm": (*CUDA, "autograd/", "kernels/", "cpu/"),
+    "": ("autograd/", "cpu/", *CUDA),
+}
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT / "csrc")))
+def test_cpp_includes(file):
+    for name in includes(file):
+        assert not name.startswith(FORBIDDEN[folder(file)]), f"{file.name} includes {name}"
+        assert name != "ATen/ATen.h", "few ATen headers: they take most of the compile time"
+
+
+def test_only_comm_names_c10d():
+    named = {str(file.relative_to(ROOT / "csrc")) for file in SOURCES if "c10d" in code(file)}
+    assert named == {"comm/comm.cpp"}
+
+
+def test_no_backend_is_named():
+    for file in SOURCES:
+        assert not re.search(r"nccl|gloo|mpi\.h", code(file), re.I), file.name
+
+
+def test_no_static_holds_a_group_a_tensor_or_a_stream():
+    for file in SOURCES:
+        found = re.findall(r"\b(?:static|thread_local)\s+(?!const\b|inline\b|constexpr\b)(.*)", code(file))
+        variables = [text for text in found if re.match(r"[\w:<>&*, ]+\s\w+\s*(=|;|\{)", text)]
+        assert not [v for v in variables if re.search("Tensor|ProcessGroup|Stream|string", v)], file.name
+
+
+# Operators
+
+SCHEMAS = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "library.cpp").read_text())
+
+
+def test_there_are_schemas():
+    registered = {
+        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "tp_ext::" in name
+    }
+    assert set(SCHEMAS) == registered and len(SCHEMAS) == len(set(SCHEMAS)) > 30
+
+
+def registrations(key):
+    """Operators with an m.impl in a block of the dispatch key, in the sources: so that no GPU is needed to know."""
+    names = set()
+    for file in SOURCES:
+        for block in re.findall(rf"TORCH_LIBRARY_IMPL\(tp_ext, {key}, \w+\) \{{(.*?)\n\}}", code(file), re.S):
+            names |= set(re.findall(r'm\.impl\(\s*"(\w+)"', block))
+    return names
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_operator_is_complete(name):
+    """A primitive one: CPU, CUDA and a fake, nothing of autograd. A public one: composite, and that alone."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    full = f"tp_ext::{name}"
+    if not name.startswith("_"):
+        assert has(full, "CompositeImplicitAutograd")
+        return
+    assert has(full, "CPU") and name in registrations("CPU")
+    assert name in registrations("CUDA")
+    assert torch._library.simple_registry.singleton.find(full).fake_impl.kernel is not None
+    assert not has(full, "CompositeImplicitAutograd") and not has(full, "Autograd")
+    bound = {ast.unparse(n.args[0]) for n in ast.walk(tree(ROOT / "tp_ext/_ops.py")) if _is_op(n)}
+    assert repr(name) in bound
+
+
+def _is_op(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "_op" and isinstance(node.args[0], ast.Constant)
+
+
+# Names and sizes
+
+
+def test_tests_and_benchmarks_mirror_what_they_test():
+    """tests/test_x_more.py tests x: a module of the package, a family of kernels, or the ranks themselves."""
+    known = {f.stem.strip("_") for f in PACKAGE} | {"ranks", "tree", "errors", "region", "torchrun", "training"}
+    for file in (ROOT / "tests").glob("test_*.py"):
+        name = file.stem.removeprefix("test_")
+        assert any(name == k or name.startswith(k + "_") for k in known), f"what does {file.name} test?"
+    kernels = {f.stem for f in SOURCES if folder(f) in ("kernels", "cpu", "autograd")}
+    for file in (ROOT / "tests" / "kernels").glob("test_*.py"):
+        assert file.stem.removeprefix("test_") in kernels, file.name
+
+
+@pytest.mark.parametrize("file", PACKAGE + TESTS, ids=lambda f: str(f.relative_to(ROOT)))
+def test_files_are_short(file):
+    assert len(file.read_text().splitlines()) <= 300
