@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext.group import Group, parallel_group
 from tp_ext.random import Init, initialise_
-from tp_ext.sharding import Sharding, split_sizes
+from tp_ext.sharding import Pieces, Sharding, split_sizes
 
 
 class ParallelModule(nn.Module):
@@ -30,6 +30,7 @@ class ParallelModule(nn.Module):
         self.tp_shardings: dict[str, Sharding | None] = {}
         self.sequence_parallel = sequence_parallel
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
+        self._copied: dict[str, Pieces] = {}  # of the parameters that have rows which other ranks hold too
 
     def add_parameter(
         self,
@@ -48,6 +49,9 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
         self.tp_shardings[name] = sharding
         self._inits[name] = (shape, init)
+        pieces = sharding.copied_pieces(rank, p) if sharding is not None and p > 1 else None
+        if pieces is not None:
+            self._copied[name] = pieces
         self._reset(name)
 
     def reset_parameters(self) -> None:
@@ -85,11 +89,8 @@ class ParallelModule(nn.Module):
     def sharded_parameter(self, name: str) -> Tensor | None:
         """The parameter as sharded work uses it: the gradient of rows that other ranks hold too is summed over them."""
         param: Tensor | None = getattr(self, name)
-        sharding = self.tp_shardings.get(name)
-        if param is None or sharding is None or self.tp_group.size == 1:
-            return param
-        pieces = sharding.copied_pieces(self.tp_group.rank, self.tp_group.size)
-        if pieces is None:
+        pieces = self._copied.get(name)
+        if param is None or pieces is None:
             return param
         return _ops.copy_pieces_to_region(param, self.tp_group.name, *pieces)
 
