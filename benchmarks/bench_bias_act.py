@@ -4,7 +4,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from harness import Call, Case, main
+from harness import Case, inference, main, trained
 
 from tp_ext import _ops
 
@@ -17,17 +17,6 @@ PEERS = {
 }
 
 
-def _trained(forward: Call, grad: torch.Tensor, inputs: list[torch.Tensor]) -> object:
-    y = forward()
-    assert isinstance(y, torch.Tensor)
-    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
-
-
-def _inference(forward: Call) -> object:
-    with torch.no_grad():
-        return forward()
-
-
 def cases(device: str, dtype: torch.dtype) -> list[Case]:
     torch.manual_seed(0)
     n = 4096
@@ -38,9 +27,9 @@ def cases(device: str, dtype: torch.dtype) -> list[Case]:
     for name, peer in PEERS.items():
         ours = functools.partial(_ops.bias_act, x, bias, name)
         theirs = functools.partial(lambda f: f(x + bias), peer)
-        a, b = (functools.partial(_inference, f) for f in (ours, theirs))
+        a, b = (functools.partial(inference, f) for f in (ours, theirs))
         result.append(Case(f"{name} fwd", a, {"torch eager": b}, None, 2 * BYTES))
-        a, b = (functools.partial(_trained, f, grad, [x, bias]) for f in (ours, theirs))
+        a, b = (functools.partial(trained, f, grad, [x, bias]) for f in (ours, theirs))
         result.append(Case(f"{name} fwd+bwd", a, {"torch eager": b}, None, 5 * BYTES))
     return result
 

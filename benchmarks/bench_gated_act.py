@@ -5,23 +5,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from harness import Call, Case, main
+from harness import Case, inference, main, trained
 
 from tp_ext import _ops
 
 BYTES = 16 << 20
 PEERS = {"swiglu": F.silu, "geglu": F.gelu}
-
-
-def _trained(forward: Call, grad: torch.Tensor, inputs: list[torch.Tensor]) -> object:
-    y = forward()
-    assert isinstance(y, torch.Tensor)
-    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
-
-
-def _inference(forward: Call) -> object:
-    with torch.no_grad():
-        return forward()
 
 
 def _composition(
@@ -43,9 +32,9 @@ def cases(device: str, dtype: torch.dtype) -> list[Case]:
             inputs = [x] if bias is None else [x, bias]
             ours = functools.partial(_ops.gated_act, x, bias, name)
             theirs = functools.partial(_composition, peer, x, bias)
-            a, b = (functools.partial(_inference, f) for f in (ours, theirs))
+            a, b = (functools.partial(inference, f) for f in (ours, theirs))
             result.append(Case(f"{label} fwd", a, {"torch eager": b}, None, BYTES * 3 // 2))
-            a, b = (functools.partial(_trained, f, grad, inputs) for f in (ours, theirs))
+            a, b = (functools.partial(trained, f, grad, inputs) for f in (ours, theirs))
             result.append(Case(f"{label} fwd+bwd", a, {"torch eager": b}, None, 4 * BYTES))
     return result
 

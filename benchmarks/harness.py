@@ -43,6 +43,19 @@ class Case:
     bytes_moved: int = 0
 
 
+def inference(forward: Call) -> object:
+    """What a forward case calls: no graph is built."""
+    with torch.no_grad():
+        return forward()
+
+
+def trained(forward: Call, grad: torch.Tensor, inputs: Sequence[torch.Tensor]) -> object:
+    """What a forward + backward case calls: y, and the gradients of ``inputs`` from that of y."""
+    y = forward()
+    assert isinstance(y, torch.Tensor)
+    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+
+
 def _tensors(result: object) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]

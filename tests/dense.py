@@ -1,6 +1,7 @@
 """What the tests of layers share: activations and gradients cut as the layers cut them, and put together again."""
 
 import torch
+from reference import gathered, talk
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -54,30 +55,17 @@ def gradients(module: nn.Module) -> Gradients:
 
 def full_gradients(per_rank: list[Gradients]) -> dict[str, Tensor | None]:
     """The gradients of the unsharded module. Replicated ones and copies must be the same bits on every rank, padding
-    zero."""
-    full, p = {}, len(per_rank)
-    for name, (_, sharding) in per_rank[0].items():
-        locals_ = [g[name][0] for g in per_rank]
-        if any(g is None for g in locals_):
-            assert all(g is None for g in locals_), name
-            full[name] = None
-        elif sharding is None:
-            assert all(torch.equal(g, locals_[0]) for g in locals_), f"{name}: the ranks differ"
-            full[name] = locals_[0]
-        else:
-            full[name] = sharding.unshard(locals_)
-            for rank, local in enumerate(locals_):
-                assert torch.equal(sharding.shard(full[name], rank, p), local), f"{name}: copies differ"
-    return full
+    zero; what one rank has no gradient for, none has."""
+    missing = {name for name, (grad, _) in per_rank[0].items() if grad is None}
+    for one in per_rank:
+        assert {name for name, (grad, _) in one.items() if grad is None} == missing
+    table = {name: sharding for name, (_, sharding) in per_rank[0].items() if name not in missing}
+    full = gathered([{name: one[name][0] for name in table} for one in per_rank], table)
+    return {name: full.get(name) for name in per_rank[0]}
 
 
 def heard(run) -> dict[str, int]:
     """The collectives that run() sends, by kind."""
     with CommDebugMode() as counts:
         run()
-    result: dict[str, int] = {}
-    for op, times in counts.get_comm_counts().items():
-        plain = str(op).replace("_", "")
-        kinds = [k for k in ("allreduce", "allgather", "reducescatter", "alltoall") if k in plain]
-        result[kinds[0] if kinds else plain] = result.get(kinds[0] if kinds else plain, 0) + times
-    return {kind: times for kind, times in result.items() if times}
+    return talk(counts)

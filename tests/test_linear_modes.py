@@ -90,10 +90,10 @@ def test_second_order_is_that_of_the_dense_layer(kind, sp, p):
 # Communication
 
 COUNTS = {
-    (ColumnParallelLinear, False): ({}, {"allreduce": 1}),
-    (RowParallelLinear, False): ({"allreduce": 1}, {}),
-    (ColumnParallelLinear, True): ({"allgather": 1}, {"allgather": 1, "reducescatter": 1}),
-    (RowParallelLinear, True): ({"reducescatter": 1}, {"allgather": 1, "allreduce": 1}),
+    (ColumnParallelLinear, False): ({}, {"all_reduce": 1}),
+    (RowParallelLinear, False): ({"all_reduce": 1}, {}),
+    (ColumnParallelLinear, True): ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1}),
+    (RowParallelLinear, True): ({"reduce_scatter": 1}, {"all_gather": 1, "all_reduce": 1}),
 }
 
 
@@ -117,12 +117,12 @@ def test_collectives_that_nobody_needs_are_not_sent():
     column, row = ColumnParallelLinear, RowParallelLinear
     for kind, sp, options, want in (
         (column, False, {"x_needs_grad": False}, ({}, {})),
-        (column, True, {"x_needs_grad": False}, ({"allgather": 1}, {"allgather": 1})),
-        (column, True, {"frozen": ["weight"]}, ({"allgather": 1}, {"reducescatter": 1})),
-        (row, True, {"frozen": ["bias"]}, ({"reducescatter": 1}, {"allgather": 1})),
-        (row, True, {"frozen": ["weight"], "x_needs_grad": False}, ({"reducescatter": 1}, {"allreduce": 1})),
-        (column, False, {"gather_output": True}, ({"allgather": 1}, {"allreduce": 1})),
-        (row, False, {"input_is_parallel": False}, ({"allreduce": 1}, {"allgather": 1})),
+        (column, True, {"x_needs_grad": False}, ({"all_gather": 1}, {"all_gather": 1})),
+        (column, True, {"frozen": ["weight"]}, ({"all_gather": 1}, {"reduce_scatter": 1})),
+        (row, True, {"frozen": ["bias"]}, ({"reduce_scatter": 1}, {"all_gather": 1})),
+        (row, True, {"frozen": ["weight"], "x_needs_grad": False}, ({"reduce_scatter": 1}, {"all_reduce": 1})),
+        (column, False, {"gather_output": True}, ({"all_gather": 1}, {"all_reduce": 1})),
+        (row, False, {"input_is_parallel": False}, ({"all_reduce": 1}, {"all_gather": 1})),
     ):
         assert ranks.run(_counts, 2, kind, sp, **options) == [want] * 2, (kind, sp, options)
 

@@ -122,8 +122,8 @@ def test_case_32_a_shard_is_its_gate_then_its_up(activation, p):
 
 # Communication
 
-FORWARD = {False: {"allreduce": 1}, True: {"allgather": 1, "reducescatter": 1}}
-BACKWARD = {False: {"allreduce": 1}, True: {"allgather": 2, "reducescatter": 1}}  # one gather of x again
+FORWARD = {False: {"all_reduce": 1}, True: {"all_gather": 1, "reduce_scatter": 1}}
+BACKWARD = {False: {"all_reduce": 1}, True: {"all_gather": 2, "reduce_scatter": 1}}  # one gather of x again
 
 
 def _counts(group, dense, sp):
@@ -137,7 +137,7 @@ def _counts(group, dense, sp):
 def test_collectives(activation, sp):
     assert ranks.run(_counts, 2, DenseMLP(activation, False), sp) == [(FORWARD[sp], BACKWARD[sp])] * 2
     # the row's bias, under sequence parallelism, has its gradient summed
-    backward = {**BACKWARD[sp], "allreduce": 1}
+    backward = {**BACKWARD[sp], "all_reduce": 1}
     assert ranks.run(_counts, 2, DenseMLP(activation, True), sp) == [(FORWARD[sp], backward)] * 2
     assert ranks.run(_counts, 1, DenseMLP(activation, True), sp) == [({}, {})]
 

@@ -141,7 +141,7 @@ def _counts(group, name, sp):
 
 @pytest.mark.parametrize(("name", "sums"), [(RMS, 1), (LAYER, 2)])
 def test_collectives(name, sums):
-    assert ranks.run(_counts, 2, name, True) == [({}, {"allreduce": sums})] * 2
+    assert ranks.run(_counts, 2, name, True) == [({}, {"all_reduce": sums})] * 2
     assert ranks.run(_counts, 2, name, False) == [({}, {})] * 2
     assert ranks.run(_counts, 1, name, True) == [({}, {})]
 
