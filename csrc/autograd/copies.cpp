@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/regions.h"
 #include "comm/comm.h"
 
 namespace tp_ext {
@@ -84,8 +85,6 @@ struct ReducePieces : Function<ReducePieces> {
             Tensor(), Tensor()};
   }
 };
-
-bool needs_graph(const Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
 
 Tensor copy_pieces_to(const Tensor& x, const std::string& group, const Pieces& pieces) {
   return needs_graph(x) ? CopyPieces::apply(x, group, pieces) : x;

@@ -1,10 +1,14 @@
 // The regions: differentiable collectives in conjugate pairs. Each backward applies the other
 // region, as an operation with a gradient of its own, so that double backward works.
 //
-//   forward        identity    | sum       slice   | concatenate     concatenate | summed slice
-//   exchange region         copy_to     | reduce_from scatter | gather_from   all_gather  |
-//   reduce_scatter   all_to_all its backward   reduce_from | copy_to   gather  | scatter
-//   reduce_scatter | all_gather    all_to_all
+//   region          forward            backward
+//   copy_to         identity           reduce_from
+//   reduce_from     sum                copy_to
+//   scatter_to      own slice          gather_from
+//   gather_from     concatenation      scatter_to
+//   all_gather      concatenation      reduce_scatter
+//   reduce_scatter  own slice of sum   all_gather
+//   all_to_all      exchange           the inverse exchange
 //
 // Which of two gathers is right depends on who consumes the result: replicated work (every rank
 // computes the same gradient: take the own slice of it) or sharded work (gradients are addends: sum
@@ -32,8 +36,6 @@ Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t spli
                          int64_t concat_dim, Sizes split_sizes, Sizes concat_sizes);
 
 namespace {
-
-bool needs_graph(const Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
 
 // What a region needs to know again in backward
 void remember(AutogradContext* ctx, const std::string& group) { ctx->saved_data["group"] = group; }

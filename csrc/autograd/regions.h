@@ -2,11 +2,17 @@
 
 #pragma once
 
+#include <ATen/core/grad_mode.h>
 #include <string>
 
 #include "comm/split.h"
 
 namespace tp_ext {
+
+// Whether an operation on x has to be recorded
+inline bool needs_graph(const at::Tensor& x) {
+  return at::GradMode::is_enabled() && x.requires_grad();
+}
 
 at::Tensor copy_to_region(const at::Tensor& x, const std::string& group);
 at::Tensor reduce_from_region(const at::Tensor& x, const std::string& group);

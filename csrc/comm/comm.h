@@ -1,11 +1,11 @@
 // Collectives on a process group given by name, out of place: no input is written unless it says
-// so.
+// so. Each has three forms, chosen per call:
 //
-// Each has three forms, chosen per call:
-//   direct      c10d on the current stream, waited for (eager)
-//   functional  the _c10d_functional operators, seen by torch.compile, FakeTensor and dispatch
-//   modes (traced) asynchronous  returns Pending; its communication runs beside the caller's
-//   computation (traced: waits at once)
+//   direct        c10d on the current stream, waited for (eager)
+//   functional    the _c10d_functional operators, which torch.compile, FakeTensor and dispatch modes
+//                 see (traced)
+//   asynchronous  returns Pending: it runs beside the caller's computation (traced: waits at once)
+//
 // A group is a name, or name@rank/size, which spares the look-up of rank and size; "" is no group.
 // Only comm.cpp names c10d.
 

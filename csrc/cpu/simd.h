@@ -3,7 +3,8 @@
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
+
+#include "storage.h"
 
 namespace tp_ext {
 
@@ -22,35 +23,9 @@ namespace tp_ext {
 // Elements a thread should get at least, before a second thread is worth waking
 constexpr int64_t kGrain = 16384;
 
-// Calls f(T{}) with the C++ type of dtype: double, float, at::BFloat16 or at::Half
 template <typename F>
 void dispatch_floating(at::ScalarType dtype, const char* op, F f) {
-  switch (dtype) {
-    case at::kDouble:
-      return f(double{});
-    case at::kFloat:
-      return f(float{});
-    case at::kBFloat16:
-      return f(at::BFloat16{});
-    case at::kHalf:
-      return f(at::Half{});
-    default:
-      TORCH_CHECK_TYPE(false, op, ": dtype ", dtype,
-                       " must be float64, float32, bfloat16 or float16");
-  }
-}
-
-template <typename T>
-const T* in(const at::Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
-}
-template <typename T>
-const T* in(const std::optional<at::Tensor>& t) {
-  return t.has_value() && t->defined() ? in<T>(*t) : nullptr;
-}
-template <typename T>
-T* out(const at::Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
+  dispatch_storage<at::BFloat16, at::Half>(dtype, op, f);
 }
 
 }  // namespace tp_ext

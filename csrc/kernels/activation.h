@@ -35,15 +35,7 @@ TP_HD float exp_down(float x) {
 #else
   x = x < -88.0296919f ? -88.0296919f : x;
   const float shifted = x * 1.44269504f + 12583039.f;  // 1.5 * 2^23 + 127: n + 127 in the low bits
-  const float whole = shifted - 12583039.f;
-  const float r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  float poly = 1.9875691500e-4f;
-  poly = poly * r + 1.3981999507e-3f;
-  poly = poly * r + 8.3334519073e-3f;
-  poly = poly * r + 4.1665795894e-2f;
-  poly = poly * r + 1.6666665459e-1f;
-  poly = poly * r + 5.0000001201e-1f;
-  poly = poly * (r * r) + r + 1.f;
+  const float poly = exp_of_rest(x, shifted - 12583039.f);
   uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   bits <<= 23;

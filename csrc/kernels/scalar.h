@@ -68,9 +68,20 @@ TP_HD double exp_of(double x) {
 #endif
 }
 
+// e^x for x = n ln 2 + r with n whole, without the factor 2^n: a polynomial in r
+TP_HD float exp_of_rest(float x, float n) {
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  float poly = 1.9875691500e-4f;
+  poly = poly * r + 1.3981999507e-3f;
+  poly = poly * r + 8.3334519073e-3f;
+  poly = poly * r + 4.1665795894e-2f;
+  poly = poly * r + 1.6666665459e-1f;
+  poly = poly * r + 5.0000001201e-1f;
+  return poly * (r * r) + r + 1.f;
+}
+
 // e^x, relative error below 1.2e-7, correct at +-inf and NaN; branch-free on the host so that loops
-// vectorise: x = n ln 2 + r, a polynomial in r, and 2^n as a product of two powers (n reaches 128
-// and the subnormals).
+// vectorise: 2^n is a product of two powers, as n reaches 128 and the subnormals.
 TP_HD float exp_of(float x) {
 #ifdef __CUDA_ARCH__
   return ::expf(x);
@@ -82,15 +93,7 @@ TP_HD float exp_of(float x) {
   int32_t bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   const int32_t n = bits - 0x4b400000;
-  const float whole = shifted - 12582912.f;
-  const float r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  float poly = 1.9875691500e-4f;
-  poly = poly * r + 1.3981999507e-3f;
-  poly = poly * r + 8.3334519073e-3f;
-  poly = poly * r + 4.1665795894e-2f;
-  poly = poly * r + 1.6666665459e-1f;
-  poly = poly * r + 5.0000001201e-1f;
-  poly = poly * r * r + r + 1.f;
+  const float poly = exp_of_rest(x, shifted - 12582912.f);
   const int32_t half = n >> 1;
   const int32_t bits_a = (half + 127) << 23, bits_b = (n - half + 127) << 23;
   float a, b;

@@ -1,0 +1,29 @@
+// Blocks: what c10d moves. It wants tensors of one shape on all ranks, and ranks along dim 0; ours
+// have uneven lengths along any dim.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <vector>
+
+#include "comm/split.h"
+
+namespace tp_ext::comm {
+
+at::Tensor fresh_contiguous(const at::Tensor& x);  // a copy, whatever the layout of x
+
+// Shapes: x's with n along dim; p of a shape, one after the other; whether it has no element
+std::vector<c10::SymInt> with_dim(const at::Tensor& x, int64_t dim, const c10::SymInt& n);
+std::vector<c10::SymInt> stacked(int64_t p, c10::SymIntArrayRef shape);
+bool is_empty(const std::vector<c10::SymInt>& shape);
+
+// x with zeros after its end, n elements along dim; and the inverse, for the first n of them
+at::Tensor padded(const at::Tensor& x, int64_t dim, const c10::SymInt& n);
+at::Tensor own_part(const at::Tensor& block, int64_t dim, const c10::SymInt& n);
+
+// x cut along dim into blocks [p, *longest], zeros after the shorter ones; and the inverse, the
+// blocks side by side along dim, each cut to its length
+at::Tensor blocks_of(const at::Tensor& x, int64_t dim, const Split& split);
+at::Tensor concatenate(const at::Tensor& blocks, int64_t dim, const Split& split);
+
+}  // namespace tp_ext::comm
