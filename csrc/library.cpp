@@ -6,9 +6,7 @@
 // tp_ext/_ops.py, without communication and without autograd of their own.
 //
 // `group` is the name of a process group, with the own rank and its size behind it if the caller
-// knows them
-// ("0@1/4"); "" stands for no parallelism (one rank).
-// `sizes` holds one length per rank.
+// knows them ("0@1/4"); "" stands for no parallelism (one rank). `sizes` holds one length per rank.
 
 #include <torch/library.h>
 
@@ -44,15 +42,18 @@ TORCH_LIBRARY(tp_ext, m) {
       "full_starts, int full_size) -> Tensor(a)",
       tags);
 
-  // Linear layers; under sequence_parallel x (column) or the result (row) is sharded on dim 0
+  // Linear layers; under sequence_parallel x (column) or the result (row) is sharded on dim 0. With
+  // main_grad the gradient of weight is added to it
   m.def(
       "column_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
-      "sequence_parallel=False, SymInt[]? sizes=None) -> Tensor",
+      "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None) -> Tensor",
       tags);
   m.def(
       "row_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
-      "sequence_parallel=False, SymInt[]? sizes=None) -> Tensor",
+      "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None) -> Tensor",
       tags);
+  // Identity; the gradient is added to main_grad and ends there
+  m.def("accumulate_grad_into(Tensor(a) x, Tensor main_grad) -> Tensor(a)", tags);
 
   // Activations; activation is gelu, gelu_tanh, relu, silu or, gated, swiglu, geglu. x of a gated
   // one is [.., gate | up]

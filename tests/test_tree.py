@@ -24,6 +24,7 @@ LAYERS = [
     {"_ops", "group", "sharding"},
     {"regions", "random"},
     {"module"},
+    {"parallel_linear"},
     {"linear", "norm", "dropout", "rotary", "loss", "embedding"},
     {"mlp", "attention"},
     {"checkpoint", "grad_norm"},
@@ -32,7 +33,19 @@ LAYERS = [
 NEVER = {
     (composition, layer)
     for composition in ("checkpoint", "grad_norm")
-    for layer in ("linear", "norm", "dropout", "rotary", "loss", "embedding", "mlp", "attention", "random", "regions")
+    for layer in (
+        "parallel_linear",
+        "linear",
+        "norm",
+        "dropout",
+        "rotary",
+        "loss",
+        "embedding",
+        "mlp",
+        "attention",
+        "random",
+        "regions",
+    )
 }
 
 

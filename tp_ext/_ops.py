@@ -34,10 +34,11 @@ Pieces = Callable[[Tensor, str, Sequence[int], Sequence[int], Sequence[int], int
 copy_pieces_to_region: Pieces = _op("copy_pieces_to_region")
 reduce_pieces_from_region: Pieces = _op("reduce_pieces_from_region")
 
-# Linear layers: x, weight, bias, group, sequence_parallel, sizes
-Linear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes], Tensor]
+# Linear layers: x, weight, bias, group, sequence_parallel, sizes, main_grad
+Linear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes, Tensor | None], Tensor]
 column_parallel_linear: Linear = _op("column_parallel_linear")
 row_parallel_linear: Linear = _op("row_parallel_linear")
+accumulate_grad_into: Callable[[Tensor, Tensor], Tensor] = _op("accumulate_grad_into")
 
 # Activations: x, bias, activation
 Activation = Callable[[Tensor, Tensor | None, str], Tensor]

@@ -66,7 +66,7 @@ class ParallelAttention(ParallelModule):
         dropout: of the attention weights.
         exact_dropout: masks are those of the unsharded model, by an explicit attention that keeps the weights
             (``seq^2`` numbers a head). False: torch's fused attention, with masks of each rank's own.
-        group, sequence_parallel, init: as :class:`ColumnParallelLinear`.
+        group, sequence_parallel, grad_accumulation_fusion, init: as :class:`ColumnParallelLinear`.
 
     Raises:
         ValueError: see :func:`head_parts`; sizes that do not fit.
@@ -89,6 +89,7 @@ class ParallelAttention(ParallelModule):
         exact_dropout: bool = True,
         group: Group = None,
         sequence_parallel: bool = False,
+        grad_accumulation_fusion: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -123,20 +124,19 @@ class ParallelAttention(ParallelModule):
         options: dict[str, Any] = {
             "group": group,
             "sequence_parallel": sequence_parallel,
-            "init": init,
             "device": device,
             "dtype": dtype,
         }
+        linear: dict[str, Any] = {"init": init, "grad_accumulation_fusion": grad_accumulation_fusion, **options}
         self.qkv = ColumnParallelLinear(
             hidden_size,
             q.size + 2 * kv.size,
             bias if qkv_bias is None else qkv_bias,
             parts=(q, kv, kv),
-            **options,
+            **linear,
         )
-        self.out = RowParallelLinear(q.size, hidden_size, bias if out_bias is None else out_bias, parts=(q,), **options)
+        self.out = RowParallelLinear(q.size, hidden_size, bias if out_bias is None else out_bias, parts=(q,), **linear)
         # Each rank norms other heads: their weights are replicated parameters of sharded work, as under SP
-        del options["init"]
         options["sequence_parallel"] = True
         self.q_norm = RMSNorm(head_dim, eps=1e-6, **options) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps=1e-6, **options) if qk_norm else None

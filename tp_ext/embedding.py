@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext.group import Group
 from tp_ext.module import ParallelModule, check_positive
+from tp_ext.parallel_linear import main_grad_of
 from tp_ext.random import Init, Normal, torch_linear_init
 from tp_ext.sharding import Part, Sharding
 
@@ -56,12 +57,13 @@ class _VocabParallel(ParallelModule):
             dtype=dtype,
         )
 
-    def _check_weight(self) -> None:
-        if tuple(self.weight.shape) != self._weight_shape:
+    def _checked(self, weight: Tensor) -> Tensor:
+        if tuple(weight.shape) != self._weight_shape:
             raise ValueError(
-                f"weight: shape {tuple(self.weight.shape)} must be {self._weight_shape}, this rank's rows of a "
+                f"weight: shape {tuple(weight.shape)} must be {self._weight_shape}, this rank's rows of a "
                 f"vocabulary of {self.vocab_size}; tied layers need the same pad_to_multiple_of"
             )
+        return weight
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -110,10 +112,9 @@ class VocabParallelEmbedding(_VocabParallel):
         self.embedding_dim = embedding_dim
 
     def forward(self, ids: Tensor) -> Tensor:
-        self._check_weight()
         return _ops.vocab_parallel_embedding(
             ids,
-            self.weight,
+            self._checked(self.weight),
             self.tp_group.name,
             self.vocab_start,
             self.vocab_local,
@@ -137,6 +138,7 @@ class VocabParallelLMHead(_VocabParallel):
     Args:
         hidden_size, vocab_size, bias: of the full layer.
         group, sequence_parallel, pad_to_multiple_of: as :class:`VocabParallelEmbedding`.
+        grad_accumulation_fusion: as :class:`ColumnParallelLinear`.
         init: of the weight; default and bias as ``nn.Linear``.
 
     Raises:
@@ -153,6 +155,7 @@ class VocabParallelLMHead(_VocabParallel):
         bias: bool = False,
         group: Group = None,
         sequence_parallel: bool = False,
+        grad_accumulation_fusion: bool = False,
         pad_to_multiple_of: int | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
@@ -171,25 +174,29 @@ class VocabParallelLMHead(_VocabParallel):
             dtype=dtype,
         )
         self.hidden_size = hidden_size
+        self.grad_accumulation_fusion = grad_accumulation_fusion
         if bias:
             self.add_parameter("bias", (vocab_size,), default, sharding=self.sharding, device=device, dtype=dtype)
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
         """
         Args:
             x: ``[.., hidden]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
+            weight: used instead of the layer's own, ``[vocab_local, hidden]``: the embedding's, on another pipeline
+                stage, say.
         """
-        self._check_weight()
+        weight = self._checked(self.weight if weight is None else weight)
         return _ops.column_parallel_linear(
             x,
-            self.weight,
+            weight,
             self.bias,
             self.tp_group.name,
             self.sequence_parallel,
             self.token_sizes(total_tokens),
+            main_grad_of(weight) if self.grad_accumulation_fusion else None,
         )
 
     def extra_repr(self) -> str:

@@ -11,109 +11,20 @@ Under sequence parallelism (SP) x and z are sharded on dim 0, the tokens: Column
 Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), figure 3; Korthikanti et al. (arXiv:2205.05198) for SP.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, Self
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import Group
-from tp_ext.module import ParallelModule, check_positive
-from tp_ext.random import Init, torch_linear_init
+from tp_ext.module import check_positive
+from tp_ext.parallel_linear import ParallelLinear, linear_sharding
+from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
 
 
-def _sharding(dim: int, size: int, parts: Iterable[Part | int] | None, unit: int, name: str) -> Sharding:
-    if parts is None:
-        return Sharding(dim, (Part(size, unit),))
-    if unit != 1:
-        raise ValueError(f"unit: {unit} must be given in each Part when parts are given")
-    sharding = Sharding(dim, parts)
-    if sharding.size != size:
-        raise ValueError(f"parts: {sharding.parts} must sum to {name} = {size}")
-    return sharding
-
-
-class _ParallelLinear(ParallelModule):
-    """What column and row share: the parameters, and making one from ``nn.Linear``."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        weight_sharding: Sharding,
-        bias_sharding: Sharding | None,
-        *,
-        bias: bool,
-        group: Group,
-        sequence_parallel: bool,
-        skip_bias_add: bool,
-        init: Init | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(group, sequence_parallel=sequence_parallel)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.skip_bias_add = skip_bias_add
-        default = torch_linear_init(in_features)
-        self.add_parameter(
-            "weight",
-            (out_features, in_features),
-            default if init is None else init,
-            sharding=weight_sharding,
-            device=device,
-            dtype=dtype,
-        )
-        if bias:
-            self.add_parameter("bias", (out_features,), default, sharding=bias_sharding, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, *, group: Group = None, **options: Any) -> Self:
-        """The layer with the weights of ``linear``, of which this rank keeps its shard.
-
-        Args:
-            linear: the dense layer, with the same values on all ranks; it is not changed.
-            options: as in the constructor; ``device`` and ``dtype`` are those of ``linear``.
-
-        Raises:
-            TypeError: ``linear`` is not an ``nn.Linear``.
-        """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
-        make: Callable[..., Self] = cls  # column or row: the head of their signatures is nn.Linear's
-        layer = make(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            group=group,
-            device="meta",
-            dtype=linear.weight.dtype,
-            **options,
-        ).to_empty(device=linear.weight.device)
-        _, p, rank = layer.tp_group
-        with torch.no_grad():
-            for name, full in linear.named_parameters():
-                sharding = layer.tp_shardings[name]
-                local = getattr(layer, name)
-                local.copy_(full if sharding is None else sharding.shard(full, rank, p))
-                local.requires_grad_(full.requires_grad)
-        return layer
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"local={tuple(self.weight.shape)}, bias={self.bias is not None}, {self.parallel_repr()}"
-        )
-
-
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """y_local = x W_local^T + b_local: the output features are sharded.
 
     Shapes: x ``[.., in]`` replicated (SP: ``[tokens_local, .., in]``) -> y ``[.., out_local]`` (with
@@ -131,6 +42,8 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: returns all output features, in the order of the unsharded layer.
         sequence_parallel: x is sharded on dim 0.
         skip_bias_add: returns ``(y, bias)`` and leaves the addition to the caller.
+        grad_accumulation_fusion: backward adds the gradient of the weight to ``weight.main_grad``, in the dtype of
+            that, multiplied and added in one; ``weight.grad`` stays None and hooks on the weight are not called.
         init: initialiser of the weight (:mod:`tp_ext.random`, or a callable on the full tensor); default and bias as
             ``nn.Linear``.
 
@@ -150,6 +63,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         skip_bias_add: bool = False,
+        grad_accumulation_fusion: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -159,7 +73,7 @@ class ColumnParallelLinear(_ParallelLinear):
             raise ValueError(
                 "skip_bias_add: True must not be combined with gather_output=True: the bias returned would be a shard"
             )
-        sharding = _sharding(0, out_features, parts, unit, "out_features")
+        sharding = linear_sharding(0, out_features, parts, unit, "out_features")
         super().__init__(
             in_features,
             out_features,
@@ -169,20 +83,24 @@ class ColumnParallelLinear(_ParallelLinear):
             group=group,
             sequence_parallel=sequence_parallel,
             skip_bias_add=skip_bias_add,
+            grad_accumulation_fusion=grad_accumulation_fusion,
             init=init,
             device=device,
             dtype=dtype,
         )
         self.gather_output = gather_output
 
-    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """
         Args:
             x: ``[.., in]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
+            weight: used instead of the layer's own, ``[out_local, in]``.
         """
-        weight, bias = self.sharded_parameter("weight"), self.sharded_parameter("bias")
-        assert weight is not None
+        weight, main_grad = self.used_weight(weight)
+        bias = self.sharded_parameter("bias")
         y = _ops.column_parallel_linear(
             x,
             weight,
@@ -190,6 +108,7 @@ class ColumnParallelLinear(_ParallelLinear):
             self.tp_group.name,
             self.sequence_parallel,
             self.token_sizes(total_tokens),
+            main_grad,
         )
         if self.gather_output and self.tp_group.size > 1:
             y = self._gathered(y)
@@ -205,7 +124,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return Sharding(-1, sharding.parts).unshard(full.split(sizes, -1))
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """y = sum over ranks of x_local W_local^T, + b: the input features are sharded.
 
     Shapes: x ``[.., in_local]`` -> y ``[.., out]`` replicated (SP: ``[tokens_local, .., out]``).
@@ -216,7 +135,7 @@ class RowParallelLinear(_ParallelLinear):
 
     Args:
         in_features, out_features, bias: as ``nn.Linear``, of the full layer.
-        group, skip_bias_add, init: as :class:`ColumnParallelLinear`.
+        group, skip_bias_add, grad_accumulation_fusion, init: as :class:`ColumnParallelLinear`.
         parts, unit: as there, of the input features.
         input_is_parallel: x is this rank's slice of the features; False: x is replicated and sliced here.
         sequence_parallel: y is sharded on dim 0.
@@ -237,6 +156,7 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         skip_bias_add: bool = False,
+        grad_accumulation_fusion: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -246,7 +166,7 @@ class RowParallelLinear(_ParallelLinear):
             raise ValueError(
                 "input_is_parallel: False must not be combined with sequence_parallel=True: the tokens are sharded"
             )
-        sharding = _sharding(1, in_features, parts, unit, "in_features")
+        sharding = linear_sharding(1, in_features, parts, unit, "in_features")
         if any(part.copies > 1 for part in sharding.parts):
             raise ValueError(f"parts: {sharding.parts} must not have copies: the sum would count them twice")
         super().__init__(
@@ -258,28 +178,34 @@ class RowParallelLinear(_ParallelLinear):
             group=group,
             sequence_parallel=sequence_parallel,
             skip_bias_add=skip_bias_add,
+            grad_accumulation_fusion=grad_accumulation_fusion,
             init=init,
             device=device,
             dtype=dtype,
         )
         self.input_is_parallel = input_is_parallel
 
-    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """
         Args:
             x: ``[.., in_local]``.
             total_tokens: accepted like the column layer's; x has them all, so it is only checked.
+            weight: used instead of the layer's own, ``[out, in_local]``.
         """
+        weight, main_grad = self.used_weight(weight)
         if not self.input_is_parallel and self.tp_group.size > 1:
             x = self._scattered(x)
         skipped = self.replicated_parameter("bias") if self.skip_bias_add else None
         y = _ops.row_parallel_linear(
             x,
-            self.weight,
+            weight,
             None if self.skip_bias_add else self.bias,
             self.tp_group.name,
             self.sequence_parallel,
             self.token_sizes(total_tokens),
+            main_grad,
         )
         return (y, skipped) if self.skip_bias_add else y
 

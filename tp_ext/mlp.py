@@ -30,7 +30,7 @@ class ParallelMLP(ParallelModule):
         activation: ``gelu`` (exact, erf), ``gelu_tanh``, ``relu``, ``silu``; gated ``swiglu`` (silu) or ``geglu``
             (exact gelu; Shazeer, arXiv:2002.05202).
         bias: in both linears.
-        group, sequence_parallel: as :class:`ColumnParallelLinear`.
+        group, sequence_parallel, grad_accumulation_fusion: as :class:`ColumnParallelLinear`.
         init: initialiser of both weights.
 
     Raises:
@@ -46,6 +46,7 @@ class ParallelMLP(ParallelModule):
         bias: bool = True,
         group: Group = None,
         sequence_parallel: bool = False,
+        grad_accumulation_fusion: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -59,6 +60,7 @@ class ParallelMLP(ParallelModule):
         options: dict[str, Any] = {
             "group": group,
             "sequence_parallel": sequence_parallel,
+            "grad_accumulation_fusion": grad_accumulation_fusion,
             "init": init,
             "device": device,
             "dtype": dtype,

@@ -86,13 +86,19 @@ class ParallelModule(nn.Module):
         copied.mirror_shardings()
         return copied
 
+    def local_shape(self, name: str) -> torch.Size:
+        """Shape of this rank's shard of the parameter."""
+        shape, sharding = self._inits[name][0], self.tp_shardings[name]
+        return shape if sharding is None else sharding.local_shape(shape, self.tp_group.rank, self.tp_group.size)
+
     def sharded_parameter(self, name: str) -> Tensor | None:
         """The parameter as sharded work uses it: the gradient of rows that other ranks hold too is summed over them."""
         param: Tensor | None = getattr(self, name)
-        pieces = self._copied.get(name)
-        if param is None or pieces is None:
-            return param
-        return _ops.copy_pieces_to_region(param, self.tp_group.name, *pieces)
+        return param if param is None or name not in self._copied else self.summed_over_copies(name, param)
+
+    def summed_over_copies(self, name: str, value: Tensor) -> Tensor:
+        """``value`` in place of the parameter, some rows of which other ranks hold too: their gradients are summed."""
+        return _ops.copy_pieces_to_region(value, self.tp_group.name, *self._copied[name])
 
     def replicated_parameter(self, name: str) -> Tensor | None:
         """The parameter as sharded tokens use it: under sequence parallelism its gradient is summed over the ranks."""

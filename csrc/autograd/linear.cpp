@@ -1,25 +1,27 @@
 // The tensor-parallel linears. weight is [out_local, in] (column: its rows are sharded) or [out,
-// in_local] (row: its columns are); n_local tokens of n under sequence parallelism (SP), the first
-// dim then being the sharded one.
+// in_local] (row: its columns are); under sequence parallelism (SP) the first dim of x (column) or
+// of y (row) is sharded: [..] below is what SP adds.
 //
-//                     column                               row
-//   forward           y = [gather x] w^T + b               y = sum(x w^T) + b        SP:
-//   reduce-scatter input gradient    dx = sum(dy w)   SP: reduce-scatter  dx = [gather dy] w weight
-//   gradient   dw = dy^T [gather x]                 dw = [gather dy]^T x bias gradient     db = sum
-//   of dy's rows                the same, under SP summed over ranks
+//        column                               row
+//   y    [gather x] w^T + b                   sum over ranks of x w^T, [own rows of it] + b
+//   dx   sum over ranks of dy w, [own rows]   [gather dy] w
+//   dw   dy^T [gather x]                      [gather dy]^T x
+//   db   sum over rows of dy                  sum over rows of dy, [and over ranks]
 //
 // Saved: x as it came in (the shard) and w, each only if the other's gradient may be asked for.
 // Column backward: the sum of dx runs under the GEMM of dw, and under SP the gather of x under the
 // GEMM of dx. Row backward under SP: the sum of db runs under both GEMMs. Backward of backward is
-// made of regions and matmuls, by the same table.
+// made of regions and matmuls, by the same table. With main_grad, dw is added to it and autograd
+// gets none.
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/main_grad.h"
 #include "autograd/regions.h"
 #include "check.h"
 #include "comm/comm.h"
@@ -53,24 +55,29 @@ Tensor bias_grad(const Tensor& dy) { return as_rows(dy).sum(0); }
 
 // What forward saves and backward finds again
 struct Saved {
-  Tensor x, weight;
+  Tensor x, weight, main_grad;
   std::string group;
   bool sequence_parallel, has_bias;
   Split tokens;  // under SP: each rank's tokens
 
   static void put(AutogradContext* ctx, const Tensor& x, const Tensor& weight, bool has_bias,
-                  const std::string& group, bool sequence_parallel, const Split& tokens) {
+                  const std::string& group, bool sequence_parallel, const Split& tokens,
+                  const OptionalTensor& main_grad) {
     ctx->save_for_backward(
         {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
     ctx->saved_data["group"] = group;
     ctx->saved_data["sequence_parallel"] = sequence_parallel;
     ctx->saved_data["has_bias"] = has_bias;
     ctx->saved_data["tokens"] = c10::SymIntArrayRef(tokens.sizes);
+    // Not saved as a variable: it changes from microbatch to microbatch
+    if (main_grad.has_value()) ctx->saved_data["main_grad"] = *main_grad;
   }
   static Saved get(AutogradContext* ctx) {
     const auto tensors = ctx->get_saved_variables();
+    const auto main_grad = ctx->saved_data.find("main_grad");
     return {tensors[0],
             tensors[1],
+            main_grad == ctx->saved_data.end() ? Tensor() : main_grad->second.toTensor(),
             ctx->saved_data["group"].toStringRef(),
             ctx->saved_data["sequence_parallel"].toBool(),
             ctx->saved_data["has_bias"].toBool(),
@@ -78,15 +85,29 @@ struct Saved {
   }
 };
 
+// The gradient of the weight, or none if it is added to main_grad
+Tensor weight_grad(const Saved& s, const Tensor& dy, const Tensor& x) {
+  if (!s.main_grad.defined()) return weight_grad(dy, x);
+  add_weight_grad(s.main_grad, as_rows(dy), as_rows(x));
+  return Tensor();
+}
+
 variable_list gradients(Tensor dx, Tensor dw, Tensor db) {
-  return {std::move(dx), std::move(dw), std::move(db), Tensor(), Tensor(), Tensor()};
+  return {std::move(dx), std::move(dw), std::move(db), Tensor(), Tensor(), Tensor(), Tensor()};
+}
+
+// Whether the backward is to be differentiated in its turn
+bool double_backward(const Saved& s) {
+  if (s.main_grad.defined()) refuse_double_backward("a linear with grad_accumulation_fusion");
+  return at::GradMode::is_enabled();
 }
 
 struct ColumnLinear : Function<ColumnLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const std::string& group,
-                        bool sequence_parallel, const Split& tokens) {
-    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens);
+                        bool sequence_parallel, const Split& tokens,
+                        const OptionalTensor& main_grad) {
+    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad);
     return at::linear(sequence_parallel ? comm::all_gather(x, group, 0, tokens) : x, weight, bias);
   }
 
@@ -95,7 +116,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     const auto s = Saved::get(ctx);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const Tensor db = s.has_bias && ctx->needs_input_grad(2) ? bias_grad(dy) : Tensor();
-    if (at::GradMode::is_enabled()) return differentiable(dy, s, wants_x, wants_w, db);
+    if (double_backward(s)) return differentiable(dy, s, wants_x, wants_w, db);
 
     std::optional<comm::Pending> x_full, dx;
     if (wants_w && s.sequence_parallel)
@@ -105,7 +126,7 @@ struct ColumnLinear : Function<ColumnLinear> {
       dx.emplace(s.sequence_parallel ? comm::reduce_scatter_async(addend, s.group, 0, s.tokens)
                                      : comm::all_reduce_async(addend, s.group));
     }
-    const Tensor dw = wants_w ? weight_grad(dy, x_full ? x_full->wait() : s.x) : Tensor();
+    const Tensor dw = wants_w ? weight_grad(s, dy, x_full ? x_full->wait() : s.x) : Tensor();
     return gradients(dx ? dx->wait() : Tensor(), dw, db);
   }
 
@@ -127,8 +148,9 @@ struct ColumnLinear : Function<ColumnLinear> {
 struct RowLinear : Function<RowLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const std::string& group,
-                        bool sequence_parallel, const Split& tokens) {
-    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens);
+                        bool sequence_parallel, const Split& tokens,
+                        const OptionalTensor& main_grad) {
+    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad);
     const Tensor addend = at::linear(x, weight);
     Tensor y = sequence_parallel ? comm::reduce_scatter(addend, group, 0, tokens)
                                  : comm::all_reduce_fresh(addend, group);
@@ -139,7 +161,7 @@ struct RowLinear : Function<RowLinear> {
     const auto s = Saved::get(ctx);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
-    if (at::GradMode::is_enabled()) return differentiable(grads[0], s, wants_x, wants_w, wants_b);
+    if (double_backward(s)) return differentiable(grads[0], s, wants_x, wants_w, wants_b);
 
     std::optional<comm::Pending> db;
     Tensor dy = grads[0], db_local = wants_b ? bias_grad(dy) : Tensor();
@@ -148,7 +170,7 @@ struct RowLinear : Function<RowLinear> {
       if (wants_x || wants_w) dy = comm::all_gather(dy, s.group, 0, s.tokens);
     }
     const Tensor dx = wants_x ? input_grad(dy, s.weight) : Tensor();
-    const Tensor dw = wants_w ? weight_grad(dy, s.x) : Tensor();
+    const Tensor dw = wants_w ? weight_grad(s, dy, s.x) : Tensor();
     return gradients(dx, dw, db ? db->wait() : db_local);
   }
 
@@ -163,7 +185,8 @@ struct RowLinear : Function<RowLinear> {
   }
 };
 
-void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+           const OptionalTensor& main_grad) {
   check_floating(x, "x");
   TORCH_CHECK_VALUE(weight.dim() == 2, "weight: shape ", weight.sym_sizes(), " must have 2 dims");
   TORCH_CHECK_VALUE(x.dim() > 0 && x.sym_size(-1) == weight.sym_size(1), "x: shape ", x.sym_sizes(),
@@ -171,6 +194,7 @@ void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
                     " input features of weight on this rank");
   check_same_dtype(x, "x", weight, "weight");
   check_same_device(x, "x", weight, "weight");
+  check_main_grad(main_grad, weight);
   if (!bias.has_value()) return;
   TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "bias: shape ",
                     bias->sym_sizes(), " must be the ", weight.sym_size(0),
@@ -178,44 +202,51 @@ void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_same_dtype(*bias, "bias", weight, "weight");
 }
 
+SymInt tokens_of(const Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() > 1, "x: shape ", x.sym_sizes(),
+                    " must have a dim of tokens under sequence_parallel");
+  return x.sym_size(0);
+}
+
+// Without parallelism and main_grad torch's own linear does all
+bool is_plain(int64_t p, const OptionalTensor& main_grad) {
+  return p == 1 && !main_grad.has_value();
+}
+
 Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                              const std::string& group, bool sequence_parallel, Sizes sizes) {
-  check(x, weight, bias);
+                              const std::string& group, bool sequence_parallel, Sizes sizes,
+                              const OptionalTensor& main_grad) {
+  check(x, weight, bias, main_grad);
   const int64_t p = comm::size(group);
-  if (p == 1) return at::linear(x, weight, bias);
-  Split tokens;
-  if (sequence_parallel) {
-    TORCH_CHECK_VALUE(x.dim() > 1, "x: shape ", x.sym_sizes(),
-                      " must have a dim of tokens under sequence_parallel");
-    tokens = split_local(x.sym_size(0), comm::rank(group), p, sizes);
-  }
-  return ColumnLinear::apply(x, weight, bias, group, sequence_parallel, tokens);
+  if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
+  sequence_parallel = sequence_parallel && p > 1;
+  const Split tokens =
+      sequence_parallel ? split_local(tokens_of(x), comm::rank(group), p, sizes) : Split();
+  return ColumnLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad);
 }
 
 Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                           const std::string& group, bool sequence_parallel, Sizes sizes) {
-  check(x, weight, bias);
+                           const std::string& group, bool sequence_parallel, Sizes sizes,
+                           const OptionalTensor& main_grad) {
+  check(x, weight, bias, main_grad);
   const int64_t p = comm::size(group);
-  if (p == 1) return at::linear(x, weight, bias);
-  Split tokens;
-  if (sequence_parallel) {
-    TORCH_CHECK_VALUE(x.dim() > 1, "x: shape ", x.sym_sizes(),
-                      " must have a dim of tokens under sequence_parallel");
-    tokens = split_full(x.sym_size(0), p, sizes);
-  }
-  return RowLinear::apply(x, weight, bias, group, sequence_parallel, tokens);
+  if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
+  sequence_parallel = sequence_parallel && p > 1;
+  const Split tokens = sequence_parallel ? split_full(tokens_of(x), p, sizes) : Split();
+  return RowLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad);
 }
 
 // Autocast as for torch's linear: everything in the low precision, fp32 weights cast once per
-// region
+// autocast region
 template <c10::DispatchKey key, c10::DeviceType device, auto linear>
 Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                const std::string& group, bool sequence_parallel, Sizes sizes) {
+                const std::string& group, bool sequence_parallel, Sizes sizes,
+                const OptionalTensor& main_grad) {
   c10::impl::ExcludeDispatchKeyGuard guard(key);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
   return linear(cast(x), cast(weight), bias.has_value() ? OptionalTensor(cast(*bias)) : bias, group,
-                sequence_parallel, sizes);
+                sequence_parallel, sizes, main_grad);
 }
 
 }  // namespace

@@ -1,0 +1,57 @@
+#include "autograd/main_grad.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "autograd/regions.h"
+#include "check.h"
+
+namespace tp_ext {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+void check_main_grad(const std::optional<Tensor>& main_grad, const Tensor& weight) {
+  if (!main_grad.has_value()) return;
+  check_floating(*main_grad, "main_grad");
+  check_same_device(*main_grad, "main_grad", weight, "weight");
+  TORCH_CHECK_VALUE(main_grad->sym_sizes() == weight.sym_sizes(), "main_grad: shape ",
+                    main_grad->sym_sizes(), " must be that of weight, ", weight.sym_sizes());
+  TORCH_CHECK_VALUE(!main_grad->requires_grad(), "main_grad: must not require a gradient itself");
+}
+
+void add_weight_grad(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
+  const auto dtype = main_grad.scalar_type();
+  main_grad.addmm_(dy.t().to(dtype), x.to(dtype));
+}
+
+namespace {
+
+// Forward: identity. Backward: main_grad += dy, and no gradient goes on.
+struct AccumulateGrad : Function<AccumulateGrad> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& main_grad) {
+    ctx->saved_data["main_grad"] = main_grad;
+    return x;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward("gradient accumulation into main_grad");
+    ctx->saved_data["main_grad"].toTensor().add_(grads[0]);
+    return {Tensor(), Tensor()};
+  }
+};
+
+Tensor accumulate_grad_into(const Tensor& x, const Tensor& main_grad) {
+  check_main_grad(main_grad, x);
+  return needs_graph(x) ? AccumulateGrad::apply(x, main_grad) : x;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  m.impl("accumulate_grad_into", accumulate_grad_into);
+}
+
+}  // namespace tp_ext
