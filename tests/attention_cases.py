@@ -1,7 +1,11 @@
-"""The attentions that are tested, and how their input comes."""
+"""The attentions that are tested, how their input comes, and the comparison with attention written out head by head."""
 
+import ranks
+import reference
 import torch
+from reference import gathered, local_grads
 
+import tp_ext
 from tp_ext import ParallelAttention, RotaryEmbedding
 
 HIDDEN, HEAD = 10, 4
@@ -67,3 +71,45 @@ def call(module, x_full, lengths, how):
     if module.sequence_parallel and len(x_full) % p:
         options["total_tokens"] = len(x_full)
     return module(x, **options), x
+
+
+def _run(group, options, state, x, g, lengths, how, sp):
+    module = make(options, group, sequence_parallel=sp)
+    tp_ext.load_full_state_dict(module, state, group=group)
+    y, x = call(module, x, lengths, how)
+    own = g.tensor_split(group.size())[group.rank()] if sp else g
+    y.backward(own.view(y.shape))
+    return y.flatten(0, -2), x.grad.flatten(0, -2), local_grads(module), dict(tp_ext.shardings(module))
+
+
+def _dense(options, state, x, g, lengths):
+    """Output and gradients of the reference: y, dx, {name: gradient}."""
+    x, state = x.double().requires_grad_(), {k: v.double().requires_grad_() for k, v in state.items()}
+    known = ("num_heads", "num_kv_heads", "causal", "rope")
+    y = reference.attention(x, state, lengths, **{k: v for k, v in options.items() if k in known})
+    y.backward(g.double())
+    return y, x.grad, {k: v.grad for k, v in state.items()}
+
+
+def _whole(results, sp):
+    """From what `_run` returned on each rank: y, dx, {name: gradient}, all full."""
+    ys, dxs, grads, tables = zip(*results, strict=True)
+    if not sp:
+        assert all(torch.equal(y, ys[0]) and torch.equal(dx, dxs[0]) for y, dx in zip(ys, dxs, strict=True))
+    y, dx = (torch.cat(ts) if sp else ts[0] for ts in (ys, dxs))
+    return y, dx, gathered(grads, tables[0])
+
+
+def assert_dense(p, options, lengths, how, sp, relative=1e-10, dtype=torch.float64):
+    """On p ranks output and all gradients are the reference's, within `relative` of the largest element of each."""
+    options = options | {"dtype": dtype}
+    state = reference.random_state(make(options))
+    x, g = (torch.randn(sum(lengths), options.get("hidden_size", HIDDEN), dtype=dtype) for _ in range(2))
+    got = _whole(ranks.run(_run, p, options, state, x, g, lengths, how, sp), sp)
+    want = _dense(options, state, x, g, lengths)
+    assert got[2].keys() == want[2].keys()
+    pairs = [("y", got[0], want[0]), ("dx", got[1], want[1])] + [(k, got[2][k], want[2][k]) for k in want[2]]
+    for name, a, b in pairs:
+        assert a.dtype == dtype and a.shape == b.shape
+        error, scale = (a.double() - b).abs().max(), b.abs().max()
+        assert error <= relative * scale, f"{name}: {error:.3g} of {scale:.3g}"

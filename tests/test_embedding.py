@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from reference import gathered, local_grads, talk
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from vocabulary import assert_embedded, close
 
 import tp_ext
 from tp_ext import VocabParallelEmbedding, VocabParallelLMHead
@@ -18,41 +19,6 @@ pytestmark = pytest.mark.core
 
 SIZES = (1, 2, 3, 4)
 PADDING = [None, 1, 8]
-close = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def _embed(group, weight, ids, g, sp, pad):
-    module = VocabParallelEmbedding(
-        *weight.shape, group=group, sequence_parallel=sp, pad_to_multiple_of=pad, dtype=weight.dtype
-    )
-    tp_ext.load_full_state_dict(module, {"weight": weight}, group=group)
-    y = module(ids)
-    y.backward(g.flatten(0, -2).tensor_split(group.size())[group.rank()] if sp else g)
-    return y, local_grads(module), dict(tp_ext.shardings(module)), tp_ext.full_state_dict(module, group=group)
-
-
-def _assert_exact(p, vocab, ids, dtype=torch.float64, sp=False, pad=None):
-    weight = torch.randn(vocab, 16, dtype=dtype)
-    g = torch.randn(*ids.shape, 16, dtype=dtype)
-    dense = weight.clone().requires_grad_()
-    want = F.embedding(ids, dense)
-    want.backward(g)
-    ys, grads, tables, states = zip(*ranks.run(_embed, p, weight, ids, g, sp, pad), strict=True)
-    if sp:
-        assert torch.equal(torch.cat(ys), want.flatten(0, -2))
-    else:
-        assert all(torch.equal(y, want) for y in ys)
-    grad = gathered(grads, tables[0])["weight"]
-    torch.testing.assert_close(grad, dense.grad, **({} if dtype != torch.float64 else close))
-    for state in states:
-        assert torch.equal(state["weight"], weight)
-
-
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("p", SIZES)
-def test_case_34_vocab_48_with_repeated_ids(p, sp):
-    """17 * 23 tokens: 2, 3 and 4 do not divide them."""
-    _assert_exact(p, 48, torch.randint(0, 48, (17, 23)), sp=sp)
 
 
 @pytest.mark.parametrize("pad", PADDING)
@@ -60,18 +26,18 @@ def test_case_34_vocab_48_with_repeated_ids(p, sp):
 @pytest.mark.parametrize("p", SIZES)
 def test_any_vocabulary_and_padding(p, vocab, pad):
     ids = torch.cat([torch.arange(vocab), torch.randint(0, vocab, (9,))]).view(-1, 1)
-    _assert_exact(p, vocab, ids, pad=pad)
-    _assert_exact(p, vocab, ids, sp=True, pad=pad)
+    assert_embedded(p, vocab, ids, pad=pad)
+    assert_embedded(p, vocab, ids, sp=True, pad=pad)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (1, 2, 3, 2)], ids=str)
 def test_ids_of_any_shape(shape):
-    _assert_exact(2, 9, torch.randint(0, 9, shape))
+    assert_embedded(2, 9, torch.randint(0, 9, shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_dtype(dtype):
-    _assert_exact(2, 9, torch.randperm(9).int(), dtype)  # no repeats: the gradient is exact too
+    assert_embedded(2, 9, torch.randperm(9).int(), dtype)  # no repeats: the gradient is exact too
 
 
 def _padding(group):
@@ -87,19 +53,6 @@ def test_all_ranks_hold_equally_many_rows_and_padding_starts_at_zero(p):
         full = torch.cat(tensors)
         assert [len(t) for t in tensors] == [width] * p
         assert (full[:9] != 0).all() and (full[9:] == 0).all()
-
-
-def _out_of_range(group, wrong, sp):
-    module = VocabParallelEmbedding(10, 4, group=group, sequence_parallel=sp, pad_to_multiple_of=8)
-    module(torch.tensor([3, wrong, 4, 5]))
-
-
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("wrong", [10, -1, 15, 1 << 40])
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_case_35_ids_outside_the_vocabulary_raise_on_all_ranks(p, wrong, sp):
-    """10 to 31 are padding rows, which exist."""
-    ranks.run_raises(_out_of_range, p, IndexError, f"ids.*{wrong}.*10", wrong, sp)
 
 
 def _count(group, sp):

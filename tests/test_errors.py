@@ -191,8 +191,6 @@ REST = [
     ("load_optimizer(g, params=['bias', 'weight'])", ValueError, r"state: parameter groups \[\['bias', 'weight'\]\]"),
     ("load_optimizer(g, state={'other': {}})", ValueError, "state: 'other' must be a parameter of the optimizer"),
     ("full_optimizer_state_dict(Column(4, 4, group=g), sgd(ones(2)), group=g)", ValueError, r"optimizer: .*\(2,\)"),
-    ("save_checkpoint('/tmp/x', Column(4, 4, group=g), group=g, model=1)", ValueError, r"extra: \['model'\]"),
-    ("load_checkpoint('/nowhere', Column(4, 4, group=g), group=g)", FileNotFoundError, "/nowhere"),
     ("clip_grad_norm_(Column(4, 4, group=g), 1.0, 0, group=g)", ValueError, "norm_type: 0.0 must be positive"),
     ("clip_grad_norm_(Column(4, 4, group=g), -1.0, group=g)", ValueError, "max_norm: -1.0 must be at least 0"),
     ("clip_grad_norm_([ones(2)], 1.0, group=g)", ValueError, r"parameters_or_module: .*\(2,\) must carry tp_sharding"),
@@ -219,8 +217,11 @@ def test_every_public_name_is_here():
         tp_ext.load_full_state_dict: "load",
         tp_ext.load_full_optimizer_state_dict: "load_optimizer",
     }
-    takes_nothing_to_be_wrong = {"__version__", "build_info", "ParallelModule", "shardings"}
-    missing = [n for n in tp_ext.__all__ if n not in takes_nothing_to_be_wrong and spelled[NAMES[n]] + "(" not in texts]
+    takes_nothing_to_be_wrong = {"__version__", "build_info", "ParallelModule", "shardings", "merge_lora"}
+    # What is wrong with a file one rank alone may see: they agree on it, which takes messages; see their own tests
+    agree = {f"{do}_{what}" for do in ("save", "load") for what in ("checkpoint", "safetensors", "sharded_state_dict")}
+    names = set(tp_ext.__all__) - takes_nothing_to_be_wrong - agree
+    missing = [n for n in names if spelled[NAMES[n]] + "(" not in texts]
     assert not missing
 
 

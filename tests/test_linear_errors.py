@@ -71,5 +71,5 @@ def _wrong_weight(group, kind):
 
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_case_29_weight_of_another_shape(kind, p):
+def test_an_assigned_weight_of_other_features(kind, p):
     ranks.run_raises(_wrong_weight, p, ValueError, r"x: shape \[2, \d\] must end in the 5 input features", kind)

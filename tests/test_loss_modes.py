@@ -4,8 +4,8 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from test_loss import assert_dense, columns
 from torch.utils.checkpoint import checkpoint
+from vocabulary import assert_dense, columns
 
 from tp_ext import vocab_parallel_cross_entropy
 

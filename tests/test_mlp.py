@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
-from tp_ext import ParallelMLP, full_state_dict, load_full_state_dict
+from tp_ext import ParallelMLP, load_full_state_dict
 
 pytestmark = pytest.mark.core
 
@@ -38,7 +38,7 @@ class DenseMLP(nn.Module):
         return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
-def _layer(group, dense, sp=False):
+def make_mlp(group, dense, sp=False):
     bias, dtype = dense.up.bias is not None, dense.up.weight.dtype
     options = {"activation": dense.activation, "bias": bias, "sequence_parallel": sp, "dtype": dtype}
     layer = ParallelMLP(HIDDEN, FFN, group=group, **options)
@@ -47,14 +47,14 @@ def _layer(group, dense, sp=False):
 
 
 def _first_order(group, dense, x, dy, sp):
-    layer = _layer(group, dense, sp)
+    layer = make_mlp(group, dense, sp)
     x, dy = (own_tokens(t, group) if sp else t.clone() for t in (x, dy))
     y = layer(x.requires_grad_(), 7 if sp else None)
     y.backward(dy)
     return y, x.grad, gradients(layer)
 
 
-def _assert_as_dense(p, dense, sp, close, leading=(7, 2)):
+def assert_as_dense(p, dense, sp, close, leading=(7, 2)):
     x = torch.randn(*leading, HIDDEN, dtype=dense.up.weight.dtype, requires_grad=True)
     dy = torch.randn_like(x)
     y = dense(x)
@@ -82,7 +82,7 @@ def test_forward_and_every_gradient(activation, bias, sp, p):
     def close(got, want):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
-    _assert_as_dense(p, DenseMLP(activation, bias), sp, close)
+    assert_as_dense(p, DenseMLP(activation, bias), sp, close)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -93,31 +93,7 @@ def test_fp32(activation):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
     for sp in (False, True):
-        _assert_as_dense(2, DenseMLP(activation, True, torch.float32), sp, close)
-
-
-def _weights(group, dense):
-    layer = _layer(group, dense)
-    return (
-        layer.up.weight.detach(),
-        layer.up.bias.detach(),
-        layer.down.weight.detach(),
-        full_state_dict(layer, group=group),
-    )
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-@pytest.mark.parametrize("activation", GATED)
-def test_case_32_a_shard_is_its_gate_then_its_up(activation, p):
-    dense = DenseMLP(activation, True)
-    gates, ups = (t.tensor_split(p) for t in dense.up.weight.detach().chunk(2))
-    gate_biases, up_biases = (t.tensor_split(p) for t in dense.up.bias.detach().chunk(2))
-    downs = dense.down.weight.detach().tensor_split(p, 1)
-    for rank, (up, up_bias, down, state) in enumerate(ranks.run(_weights, p, dense)):
-        assert torch.equal(up, torch.cat([gates[rank], ups[rank]]))
-        assert torch.equal(up_bias, torch.cat([gate_biases[rank], up_biases[rank]]))
-        assert torch.equal(down, downs[rank])
-        assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
+        assert_as_dense(2, DenseMLP(activation, True, torch.float32), sp, close)
 
 
 # Communication
@@ -127,7 +103,7 @@ BACKWARD = {False: {"all_reduce": 1}, True: {"all_gather": 2, "reduce_scatter": 
 
 
 def _counts(group, dense, sp):
-    layer = _layer(group, dense, sp)
+    layer = make_mlp(group, dense, sp)
     x, y = torch.randn(4, HIDDEN, dtype=torch.float64, requires_grad=True), []
     return heard(lambda: y.append(layer(x))), heard(lambda: y[0].sum().backward())
 
@@ -146,7 +122,7 @@ def test_collectives(activation, sp):
 
 
 def _wrapped(group, dense, sp, how):
-    layer = _layer(group, dense, sp)
+    layer = make_mlp(group, dense, sp)
     x = torch.randn(4, HIDDEN, dtype=torch.float64, requires_grad=True)
     want = results(layer, x)
     if how == "compile":
@@ -164,7 +140,7 @@ def test_compiled_and_checkpointed(sp, how):
 
 
 def _autocast(group, dense):
-    layer, x = _layer(group, dense), torch.randn(4, HIDDEN, requires_grad=True)
+    layer, x = make_mlp(group, dense), torch.randn(4, HIDDEN, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     y.float().sum().backward()

@@ -184,30 +184,7 @@ def test_compiled_code_on_disk_is_not_taken_from_another_rank_or_another_p(tmp_p
             assert torch.equal(a, b), f"p = {p}: {got}"
 
 
-# Kinds of groups
-
-
-def _detail(group, xs, cases, mismatch):
-    level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    checked = dist.new_group()
-    dist.set_debug_level(level)
-    if mismatch:
-        tp_ext.reduce_from_region(torch.ones(2 + group.rank()), checked)
-    for case, x in zip(cases, xs, strict=True):
-        x, plain = _own(group, x), _own(group, x)
-        y, want = case(x, checked), case(plain, group)
-        assert torch.equal(y, want)
-        assert torch.equal(_grad_of_sines(y, x), _grad_of_sines(want, plain))
-
-
-def test_debug_detail_passes_what_is_right():
-    cases = [p.values[0] for p in AT_TWO + UNEVEN]
-    ranks.run(_detail, 2, [c.inputs(2) for c in cases], cases, False)
-
-
-def test_debug_detail_catches_ranks_that_differ():
-    ranks.run_raises(_detail, 2, RuntimeError, "(?i)mismatch", [], [], True, in_turns=False)
+# A fake group
 
 
 def _one_of_many(rank, p):

@@ -17,7 +17,7 @@ PACKAGE = [file for file in PACKAGE if file.name != "_built_for.py"]  # written 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SOURCES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".h", ".cu", ".cuh"))
 
-# Python, from the bottom: a module may import those on lines above its own, and whatever its own line allows
+# Python, from the bottom: a module may import those on lines above its own. What layers are made of, and the layers ..
 LAYERS = [
     {"_version"},
     {"_build"},
@@ -28,26 +28,13 @@ LAYERS = [
     {"parallel_linear"},
     {"linear", "norm", "dropout", "rotary", "loss", "embedding"},
     {"mlp", "attention"},
-    {"checkpoint", "grad_norm"},
 ]
-# Composition knows modules and shardings, never a layer's insides
-NEVER = {
-    (composition, layer)
-    for composition in ("checkpoint", "grad_norm")
-    for layer in (
-        "parallel_linear",
-        "linear",
-        "norm",
-        "dropout",
-        "rotary",
-        "loss",
-        "embedding",
-        "mlp",
-        "attention",
-        "random",
-        "regions",
-    )
-}
+# .. then composition, which knows modules and shardings, never a layer's insides
+COMPOSITION = [
+    {"grad_norm"},
+    {"checkpoint"},
+]
+INSIDES = set.union(*LAYERS[4:]) - {"module"}
 
 
 @cache
@@ -75,15 +62,15 @@ def imported_modules(file):
 def test_python_imports_go_down(file):
     if file.name == "__init__.py":
         return
-    levels = {name: level for level, names in enumerate(LAYERS) for name in names}
-    assert file.stem in levels, f"say in LAYERS where {file.stem} belongs"
+    levels = {name: level for level, names in enumerate(LAYERS + COMPOSITION) for name in names}
+    assert file.stem in levels, f"say in LAYERS or COMPOSITION where {file.stem} belongs"
     for other in imported_modules(file):
         assert levels[other] < levels[file.stem], f"{file.stem} imports {other}, which is not below it"
-        assert (file.stem, other) not in NEVER
+        assert other not in INSIDES or levels[file.stem] < len(LAYERS), f"{file.stem} imports the layer {other}"
 
 
 def test_every_level_is_there():
-    assert {name for names in LAYERS for name in names} | {"__init__"} == {f.stem for f in PACKAGE}
+    assert {name for names in LAYERS + COMPOSITION for name in names} | {"__init__"} == {f.stem for f in PACKAGE}
 
 
 @pytest.mark.parametrize("file", PACKAGE, ids=lambda f: f.stem)
@@ -109,7 +96,7 @@ def test_only_benchmarks_import_tests():
 
 
 def test_only_the_package_is_imported_by_the_package():
-    allowed = {"torch", "tp_ext"}
+    allowed = {"torch", "safetensors", "tp_ext"}
     for file in PACKAGE:
         for name in imports(file):
             top = name.split(".")[0]
@@ -215,13 +202,35 @@ def _is_op(node):
 
 def test_tests_and_benchmarks_mirror_what_they_test():
     """tests/test_x_more.py tests x: a module of the package, a family of kernels, or the ranks themselves."""
-    known = {f.stem.strip("_") for f in PACKAGE} | {"ranks", "tree", "errors", "region", "torchrun", "training", "docs"}
+    others = {"docs", "errors", "fuzz", "memory", "ranks", "region", "torchrun", "training", "tree"}
+    known = {f.stem.strip("_") for f in PACKAGE} | others
     for file in (ROOT / "tests").glob("test_*.py"):
         name = file.stem.removeprefix("test_")
         assert any(name == k or name.startswith(k + "_") for k in known), f"what does {file.name} test?"
     kernels = {f.stem for f in SOURCES if folder(f) in ("kernels", "cpu", "autograd")}
     for file in (ROOT / "tests" / "kernels").glob("test_*.py"):
         assert file.stem.removeprefix("test_") in kernels, file.name
+
+
+def test_conformance_cases_are_found_by_number():
+    """conformance/test_01_12_regions.py has cases 1 to 12, test_case_01_.. and so on; docs/correctness.md lists all."""
+    found, folder = [], ROOT / "tests" / "conformance"
+    for file in TESTS:
+        named = re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+        cases = [name for name in named if re.match(r"test_case_\d\d_\w+$", name)]
+        if file.parent != folder:
+            assert not cases, f"{file.name}: conformance cases lie in tests/conformance"
+            continue
+        first, last = re.fullmatch(r"test_(\d\d)_(?:(\d\d)_)?[a-z]+", file.stem).groups()
+        assert cases == named, f"{file.name}: not all are test_case_NN_.."
+        assert {int(name[10:12]) for name in cases} == set(range(int(first), int(last or first) + 1)), file.name
+        found += cases
+    assert {int(name[10:12]) for name in found} == set(range(1, 53)) and len(found) == len(set(found))
+    listed = re.findall(
+        r"^\| (\d+) \| .*`(test_case_(\d\d)_\w+)` \|", (ROOT / "docs" / "correctness.md").read_text(), re.M
+    )
+    assert all(int(row) == int(number) for row, _, number in listed)
+    assert sorted(name for _, name, _ in listed) == sorted(found)
 
 
 @pytest.mark.parametrize("file", PACKAGE + TESTS, ids=lambda f: str(f.relative_to(ROOT)))
