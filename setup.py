@@ -112,7 +112,7 @@ class BuildExt(cpp_extension.BuildExtension):
 NVCC = find_nvcc()
 requirement = "torch>=2.11" if "sdist" in sys.argv else f"torch=={TORCH.major}.{TORCH.minor}.*"
 setuptools.setup(
-    install_requires=[requirement],  # a wheel works with the torch minor that it was compiled for
+    install_requires=[requirement, "safetensors>=0.4.3"],  # a wheel works with the torch minor that it was compiled for
     ext_modules=[make_extension(NVCC)],
     cmdclass={"build_ext": BuildExt},
 )

@@ -31,7 +31,11 @@ LAYERS = [
 ]
 # .. then composition, which knows modules and shardings, never a layer's insides
 COMPOSITION = [
-    {"grad_norm"},
+    {"boxes"},
+    {"full_tensor", "grad_norm"},
+    {"state_dict"},
+    {"optimizer_state", "safetensors_files"},
+    {"safetensors"},
     {"checkpoint"},
 ]
 INSIDES = set.union(*LAYERS[4:]) - {"module"}

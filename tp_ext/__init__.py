@@ -6,22 +6,16 @@ composition (data, pipeline, checkpoints) is torch's own.
 
 from tp_ext._build import __version__, build_info
 from tp_ext.attention import ParallelAttention
-from tp_ext.checkpoint import (
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_checkpoint,
-    load_full_optimizer_state_dict,
-    load_full_state_dict,
-    save_checkpoint,
-)
+from tp_ext.checkpoint import load_checkpoint, save_checkpoint
 from tp_ext.dropout import Dropout, dropout
 from tp_ext.embedding import VocabParallelEmbedding, VocabParallelLMHead
-from tp_ext.grad_norm import clip_grad_norm_
+from tp_ext.grad_norm import clip_grad_norm_, grad_norm
 from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from tp_ext.mlp import ParallelMLP
 from tp_ext.module import ParallelModule, shardings
 from tp_ext.norm import LayerNorm, RMSNorm
+from tp_ext.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
 from tp_ext.random import manual_seed
 from tp_ext.regions import (
     all_gather_region,
@@ -33,7 +27,9 @@ from tp_ext.regions import (
     scatter_to_region,
 )
 from tp_ext.rotary import RotaryEmbedding
+from tp_ext.safetensors import load_safetensors, save_safetensors
 from tp_ext.sharding import Part, Sharding
+from tp_ext.state_dict import full_state_dict, load_full_state_dict
 
 __all__ = [
     "ColumnParallelLinear",
@@ -60,13 +56,16 @@ __all__ = [
     "full_optimizer_state_dict",
     "full_state_dict",
     "gather_from_region",
+    "grad_norm",
     "load_checkpoint",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
+    "load_safetensors",
     "manual_seed",
     "reduce_from_region",
     "reduce_scatter_region",
     "save_checkpoint",
+    "save_safetensors",
     "scatter_to_region",
     "shardings",
     "vocab_parallel_cross_entropy",

@@ -1,80 +1,194 @@
-"""Clipping by the norm of the full gradient."""
+"""The norm of the full gradient, and clipping by it.
+
+With fp16 and loss scaling a gradient may overflow in one rank's shard alone, and every rank must skip that step: scale
+with ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(device, process_group=group)``, on any device, which
+asks all ranks of its group. That has to hold every rank whose gradients differ: under FSDP2 or in a pipeline, the whole
+world. ``torch.amp.GradScaler`` asks nobody: some ranks would step, and replicated parameters drift.
+"""
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from tp_ext import _ops
-from tp_ext.group import Group, parallel_group
+from tp_ext.boxes import boxes
+from tp_ext.group import Group, global_ranks, group_name, parallel_group
 from tp_ext.module import shardings
 from tp_ext.sharding import Sharding
+
+Given = nn.Module | Iterable[Tensor] | Tensor
+Groups = Group | Sequence[Group]
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters_or_module: nn.Module | Iterable[Tensor] | Tensor,
+    parameters_or_module: Given,
     max_norm: float,
     norm_type: float = 2.0,
     *,
     group: Group = None,
+    extra_groups: Groups = (),
+    exclude: Iterable[Tensor] = (),
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of the unsharded model: every element of its gradient counts once, shards on
-    their rank, replicated gradients on rank 0, of copied KV heads the first copy, padding never.
+    """``torch.nn.utils.clip_grad_norm_`` of the unsharded model: gradients times min(1, max_norm / (norm + 1e-6)), with
+    the norm of :func:`grad_norm`.
 
     Args:
-        parameters_or_module: the module; or parameters that still carry ``tp_sharding``.
-        max_norm, norm_type, error_if_nonfinite, foreach: as torch; ``norm_type`` may be infinite.
-        group: the tensor-parallel group.
+        max_norm: as torch.
+        parameters_or_module, norm_type, group, extra_groups, exclude, error_if_nonfinite, foreach: as
+            :func:`grad_norm`; what ``exclude`` holds is scaled all the same.
 
     Returns:
         The norm before clipping, the same on all ranks.
 
-    Communicates: one all-reduce of one number.
-
-    Raises:
-        ValueError: a bare parameter without ``tp_sharding`` (pass the module); a norm_type that is not positive, a
-            negative max_norm. TypeError: what is no parameter.
-        RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
+    Communicates and raises as :func:`grad_norm`. ValueError: a negative max_norm.
     """
-    max_norm, norm_type = float(max_norm), float(norm_type)  # as torch, "inf" too
-    if not norm_type > 0:
-        raise ValueError(f"norm_type: {norm_type} must be positive")
+    max_norm = float(max_norm)  # as torch, "inf" too
     if not max_norm >= 0:
         raise ValueError(f"max_norm: {max_norm} must be at least 0")
-    name, p, rank = parallel_group(group)
+    if not isinstance(parameters_or_module, nn.Module | Tensor):
+        parameters_or_module = list(parameters_or_module)  # twice
+    total = grad_norm(
+        parameters_or_module,
+        norm_type,
+        group=group,
+        extra_groups=extra_groups,
+        exclude=exclude,
+        error_if_nonfinite=error_if_nonfinite,
+        foreach=foreach,
+    )
+    stored = [
+        _Stored(_local(grad)) for param, _ in _table(parameters_or_module) if (grad := _gradient(param)) is not None
+    ]
+    torch.nn.utils.clip_grads_with_norm_(stored, max_norm, total, foreach)  # type: ignore[arg-type]
+    return total
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters_or_module: Given,
+    norm_type: float = 2.0,
+    *,
+    group: Group = None,
+    extra_groups: Groups = (),
+    exclude: Iterable[Tensor] = (),
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of the unsharded model's gradient as one vector: every element counts once, shards on their rank,
+    replicated gradients on rank 0, of copied KV heads the first copy, padding never, tied weights once. Gradients under
+    FSDP2 count on every rank what it stores, replicas along a data axis (DDP, HSDP) once.
+
+    Args:
+        parameters_or_module: the module; or parameters that still carry ``tp_sharding``. The gradient of a parameter
+            without ``.grad`` is its ``main_grad``, if it has one.
+        norm_type: positive, also infinite.
+        group: the tensor-parallel group.
+        extra_groups: one or several other groups whose ranks hold different parameters, a pipeline's, say:
+            ``mesh["pp"]``. FSDP2's data axes are known from its parameters; DDP's are none of these.
+        exclude: parameters that do not count here, since a rank of ``extra_groups`` counts them: the second of two
+            stages that hold copies of one tied weight, with the same gradient.
+        error_if_nonfinite, foreach: as torch.
+
+    Returns:
+        The norm, the same on all ranks, in the widest dtype of the gradients of ``group``.
+
+    Communicates: one all-reduce of one number over ``group``, over every axis of FSDP2's mesh and every extra group.
+
+    Raises:
+        ValueError: a bare parameter without ``tp_sharding`` (pass the module); a norm_type that is not positive.
+        TypeError: what is no parameter.
+        RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: {norm_type} must be positive")
+    _, p, rank = parallel_group(group)
     table = _table(parameters_or_module, p)
-    owned: list[Tensor] = []
+    skipped = {id(param) for param in exclude}
+    last = _axes([group, *_listed(extra_groups)])  # over which everything is added in the end
+    tp = _axes([group]).keys()
+    axes: dict[DeviceMesh | None, dict[tuple[int, ...], str]] = {None: {}}
+    owned: dict[DeviceMesh | None, list[Tensor]] = {None: []}
     for param, sharding in table:
-        if param.grad is None:
-            continue
-        if sharding is not None:
-            owned += sharding.owned(param.grad, rank, p)
-        elif rank == 0:
-            owned.append(param.grad)
-    grads = [param.grad for param, _ in table if param.grad is not None]
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        if mesh is not None and mesh not in axes:
+            axes[mesh] = _axes(mesh.get_all_groups())
+        counted = owned.setdefault(mesh, [])
+        grad = _gradient(param)
+        if grad is not None and id(param) not in skipped:
+            # A DTensor over the tensor-parallel axis itself tells alone which rank counts what
+            alone = not tp.isdisjoint(axes[mesh])
+            _, held = boxes(grad, sharding, 0 if alone else rank, 1 if alone else p)
+            counted += [box.tensor for box in held if box.owned]
+    grads = [grad for param, _ in table if (grad := _gradient(param)) is not None]
     # A rank that owns nothing here has no dtype to go by: that of the result, and of what is sent, is everyone's
     dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads)) if grads else torch.float32
-    device = grads[0].device if grads else torch.device("cpu")
-    total = torch.nn.utils.get_total_norm(owned, norm_type, foreach=foreach).to(device)
-    if p > 1:
-        total = _combine(total.double(), norm_type, name)
+    device = _device([param for param, _ in table])
+    norms = []
+    for mesh, counted in owned.items():
+        norm = torch.nn.utils.get_total_norm(counted, norm_type, foreach=foreach).to(device, torch.float64)
+        for members, axis in axes[mesh].items():
+            norm = norm if members in last else _over(axis, norm, norm_type)
+        norms.append(norm)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for axis in last.values():
+        total = _over(axis, total, norm_type)
     total = total.to(dtype)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"error_if_nonfinite: the norm of order {norm_type} of the gradients is {float(total)} and must be finite"
         )
-    torch.nn.utils.clip_grads_with_norm_(
-        [param for param, _ in table if param.grad is not None], max_norm, total, foreach
-    )
     return total
 
 
-def _table(given: nn.Module | Iterable[Tensor] | Tensor, p: int) -> list[tuple[Tensor, Sharding | None]]:
+class _Stored(NamedTuple):
+    """What torch's clipping takes for a parameter: the part of a gradient that is stored here."""
+
+    grad: Tensor
+
+
+def _gradient(param: Tensor) -> Tensor | None:
+    return param.grad if param.grad is not None else getattr(param, "main_grad", None)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _device(params: Sequence[Tensor]) -> torch.device:
+    """Where numbers are sent: what FSDP2 offloads to the CPU, on the device of its mesh."""
+    for param in params:
+        return torch.device(param.device_mesh.device_type) if isinstance(param, DTensor) else param.device
+    return torch.device("cpu")
+
+
+def _listed(groups: Groups) -> Sequence[Group]:
+    return [groups] if groups is None or isinstance(groups, str | ProcessGroup | DeviceMesh) else groups
+
+
+def _axes(groups: Sequence[Group]) -> dict[tuple[int, ...], str]:
+    """The groups' names by their ranks: two groups of the same ranks are one axis, and one rank alone is none."""
+    names = [group_name(group) for group in groups]
+    return {tuple(global_ranks(name)): name for name in names if parallel_group(name).size > 1}
+
+
+def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
+    """The norm of all ranks' elements from the norms of each rank's."""
+    if math.isinf(norm_type):
+        return _ops.all_gather_region(norm.reshape(1), axis, 0, None).amax()
+    return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
+
+
+def _table(given: Given, p: int = 1) -> list[tuple[Tensor, Sharding | None]]:
     if isinstance(given, nn.Module):
         params = dict(given.named_parameters())
         return [(params[name], sharding) for name, sharding in shardings(given)]
@@ -89,10 +203,3 @@ def _table(given: nn.Module | Iterable[Tensor] | Tensor, p: int) -> list[tuple[T
             )
         table.append((param, getattr(param, "tp_sharding", None)))
     return table
-
-
-def _combine(norm: Tensor, norm_type: float, group: str) -> Tensor:
-    """The norm of all ranks' elements from the norms of each rank's."""
-    if math.isinf(norm_type):
-        return _ops.all_gather_region(norm.reshape(1), group, 0, None).amax()
-    return _ops.reduce_from_region(norm**norm_type, group) ** (1 / norm_type)

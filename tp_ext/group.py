@@ -63,6 +63,23 @@ def parallel_group(group: Group) -> ParallelGroup:
     return ParallelGroup(name, int(size), int(rank))
 
 
+def process_group(group: Group) -> ProcessGroup:
+    """The process group itself, for torch.distributed.
+
+    Raises:
+        TypeError, ValueError: see :func:`group_name`; there must be a group.
+    """
+    name = group_name(group)
+    if not name:
+        raise ValueError(f"group: {group!r} must be a group of ranks")
+    return dist.distributed_c10d._resolve_process_group(name.rpartition("@")[0])  # type: ignore[arg-type]
+
+
+def global_ranks(group: Group) -> list[int]:
+    """The group's ranks as the whole world numbers them; of no group, none."""
+    return dist.get_process_group_ranks(process_group(group)) if group_name(group) else []
+
+
 def _key(name: str, rank: int, size: int) -> str:
     return f"{name}@{rank}/{size}"
 

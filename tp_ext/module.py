@@ -2,10 +2,11 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext import _ops
 from tp_ext.group import Group, parallel_group
@@ -129,14 +130,68 @@ def check_positive(**numbers: int) -> None:
 
 
 def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
-    """(name, sharding) of every parameter of the model, named as in ``named_parameters()``; None means replicated."""
-    owners = dict(model.named_modules())
+    """(name, sharding) of every parameter of the model, named as in ``named_parameters()``; None means replicated.
+
+    Raises:
+        ValueError: see :func:`locate`.
+    """
     for name, _ in model.named_parameters():
-        owner, _, local = name.rpartition(".")
-        yield name, sharding_of(owners[owner], local)
+        yield name, locate(model, name).sharding
 
 
 def sharding_of(module: nn.Module, name: str) -> Sharding | None:
     """How the module's own parameter (or buffer) ``name`` is cut; None means replicated."""
     table: dict[str, Sharding | None] = getattr(module, "tp_shardings", {})
     return table.get(name)
+
+
+class Place(NamedTuple):
+    """Where an entry of a state dict belongs.
+
+    Attributes:
+        name: its key in the unsharded model, without what wrappers add.
+        owner: the module that holds it.
+        local: its name there.
+        sharding: how it is cut; None means replicated.
+    """
+
+    name: str
+    owner: nn.Module
+    local: str
+    sharding: Sharding | None
+
+
+_CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's CheckpointWrapper takes it out of the keys, not out of the names
+_WRAPPED = ("_orig_mod", _CHECKPOINTED)  # by torch.compile, by CheckpointWrapper
+
+
+def locate(model: nn.Module, key: str) -> Place:
+    """Where the parameter, buffer or state-dict entry ``key`` of the model belongs, through DDP, ``torch.compile`` and
+    checkpoint wrappers.
+
+    Raises:
+        ValueError: a parametrization of a sharded parameter has parameters of its own besides one ``original`` of the
+            same layout; how those are cut cannot be told.
+    """
+    *path, local = key.split(".")
+    owner, names = model, []
+    parametrized: tuple[nn.Module, str] | None = None
+    for step, part in enumerate(path):
+        if _CHECKPOINTED in owner._modules and part != _CHECKPOINTED:
+            owner = owner.get_submodule(_CHECKPOINTED)
+        if part not in _WRAPPED and not (part == "module" and isinstance(owner, DistributedDataParallel)):
+            names.append(part)
+        if part == "parametrizations" and step + 1 < len(path):
+            parametrized = owner, path[step + 1]
+        owner = owner.get_submodule(part)
+    if _CHECKPOINTED in owner._modules:
+        owner = owner.get_submodule(_CHECKPOINTED)
+    sharding = sharding_of(owner, local)
+    if parametrized is not None:
+        sharding = sharding_of(*parametrized)
+        if sharding is not None and not (path[-2] == "parametrizations" and local == "original"):
+            raise ValueError(
+                f"module: {key!r} belongs to a parametrization of a sharded parameter and must be its 'original': how "
+                "another tensor is cut cannot be told"
+            )
+    return Place(".".join([*names, local]), owner, local, sharding)

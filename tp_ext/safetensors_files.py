@@ -1,0 +1,158 @@
+"""Safetensors files as Hugging Face lays them out: what goes into which, how one is written as its tensors come, and
+how an export takes the place of an older one.
+"""
+
+import ctypes
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from tp_ext.state_dict import Entry
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Shard = list[tuple[str, Entry]]
+"""What one file holds."""
+
+
+def check_dtype(name: str, entry: Entry) -> None:
+    if not isinstance(entry.value, Tensor):
+        raise TypeError(f"module: {name!r} is {type(entry.value).__name__} and must be a tensor to be written")
+    if entry.value.dtype not in DTYPES:
+        raise ValueError(f"module: {name!r} is of {entry.value.dtype} and must be one of {list(DTYPES)} to be written")
+
+
+def shards_of(entries: Shard, max_size: int | None) -> list[Shard]:
+    """What each file holds, in the order of the state dict; in a file wide dtypes first, so that all are aligned."""
+    shards: list[Shard] = [[]]
+    size = 0
+    for name, entry in entries:
+        size += _size(entry)
+        if max_size is not None and size > max_size and shards[-1]:
+            shards.append([])
+            size = _size(entry)
+        shards[-1].append((name, entry))
+    return [sorted(shard, key=lambda item: (-item[1].value.dtype.itemsize, item[0])) for shard in shards]
+
+
+def _size(entry: Entry) -> int:
+    return entry.shape.numel() * entry.value.dtype.itemsize
+
+
+class Export:
+    """The files of one export, on the rank that writes them."""
+
+    def __init__(self, path: Path, shards: list[Shard], head: dict[str, str]) -> None:
+        self.target, self.shards, self.head = target_of(path), shards, head
+        self.index = index_of(self.target)
+        self.suffix = f".{secrets.token_hex(4)}.tmp"
+        self.names = [self.target.name]
+        self.old: set[str] = set()
+
+    def begin(self) -> None:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError, ValueError):  # one that cannot be read is no export that we could damage
+            self.old = set(weight_map(self.index).values())
+        count = len(self.shards)
+        if count > 1:
+            for tag in ("-b", ""):
+                names = [f"{self.target.stem}{tag}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+                self.names = names if self.old.isdisjoint(names) else self.names
+
+    def write(self, number: int, tensors: Iterable[Tensor | None]) -> None:
+        """One file: the length of the head, the head, and the tensors one after the other."""
+        entries, at = {}, 0
+        for name, entry in self.shards[number]:
+            offsets = [at, at := at + _size(entry)]
+            entries[name] = {"dtype": DTYPES[entry.value.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        head = json.dumps({"__metadata__": self.head, **entries}, separators=(",", ":")).encode()
+        head += b" " * (-len(head) % 8)
+        with self.temporary(self.names[number]).open("wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            for full in tensors:
+                if full is not None:  # as it is on the other ranks
+                    _put(file, full)
+                del full  # before the next one comes
+            _sync(file)
+
+    def finish(self) -> None:
+        """Puts everything in place; the last rename is what makes it the export."""
+        names = list(self.names)
+        if len(names) > 1:
+            place = {name: file for file, shard in zip(names, self.shards, strict=True) for name, _ in shard}
+            total = sum(_size(entry) for shard in self.shards for _, entry in shard)
+            content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
+            with self.temporary(self.index.name).open("wb") as file:
+                file.write((json.dumps(content, indent=2) + "\n").encode())
+                _sync(file)
+            names.append(self.index.name)
+        for name in names:
+            self.temporary(name).replace(self.target.with_name(name))
+        for name in sorted((self.old | {self.target.name, self.index.name}) - set(names)):
+            self.target.with_name(name).unlink(missing_ok=True)
+        folder = os.open(self.target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def temporary(self, name: str) -> Path:
+        return self.target.with_name(name + self.suffix)
+
+    def clean(self) -> None:
+        for name in (*self.names, self.index.name):
+            with suppress(OSError):
+                self.temporary(name).unlink()
+
+
+def _put(file: IO[bytes], full: Tensor) -> None:
+    data = full.cpu().contiguous()
+    if data.numel():
+        file.write((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def target_of(path: Path) -> Path:
+    """The file that a single export is; the folder's, where one is given."""
+    name = path.name.removesuffix(".index.json")
+    return path.with_name(name) if name.endswith(".safetensors") else path / "model.safetensors"
+
+
+def index_of(target: Path) -> Path:
+    return target.with_name(target.name + ".index.json")
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each entry. Raises FileNotFoundError; ValueError: it is no index, or names files elsewhere."""
+    try:
+        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        whole = all(Path(file).name == file for file in places.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"path: {str(index)!r} must be an index, whose weight_map names files in its own folder")
+    return places
