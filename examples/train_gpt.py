@@ -146,7 +146,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     if arguments.compile:
         for block in model.blocks:
             block.compile(fullgraph=True)
-    checkpoint, losses = arguments.out / "checkpoint.pt", []
+    checkpoint, losses = arguments.out / "checkpoint", []
     if arguments.resume:
         extra = tp_ext.load_checkpoint(checkpoint, model, optimizer, group=group)
         losses = extra["losses"]

@@ -1,11 +1,12 @@
-"""Checkpoints: the same for every number of ranks, loaded at any other, whole or not at all."""
+"""Checkpoints: what p ranks saved any other number loads, whole or not at all, and training goes on."""
 
 import os
+import resource
 
 import pytest
 import ranks
 import torch
-from stateful import OPTIONS, assert_same, made, train
+from stateful import assert_same, made, train
 
 import tp_ext
 
@@ -16,10 +17,12 @@ def _save(group, path, options, steps, **more):
     model, optimizer = made(group, **options)
     train(model, optimizer, group, steps)
     tp_ext.save_checkpoint(path, model, optimizer, group=group, epoch=3, **more)
-    # Every rank finds the file as soon as it is back from saving
+    want = train(model, optimizer, group, steps)
+    # Every rank finds it as soon as it is back from saving
     model, optimizer = made(group, seed=8, **options)
     assert tp_ext.load_checkpoint(path, model, optimizer, group=group) == {"epoch": 3, **more}
-    return train(model, optimizer, group, steps)
+    assert torch.equal(train(model, optimizer, group, steps), want)
+    return want
 
 
 def _resume(group, path, options, steps):
@@ -29,50 +32,108 @@ def _resume(group, path, options, steps):
     return *before, train(model, optimizer, group, steps)
 
 
-@pytest.mark.parametrize(("p", "q"), [(1, 2), (2, 1), (2, 4), (3, 2), (4, 3)])
-def test_training_goes_on_at_another_p_as_if_nothing_had_happened(p, q, tmp_path):
-    """fp64 bound 1e-12: the sums over ranks run in another order."""
+def _flat(state):
+    return {f"{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "options"),
+    [(1, 4, {}), (2, 3, {"pad": 4}), (3, 1, {}), (4, 1, {}), (4, 2, {"pad": 4}), (4, 3, {})],
+    ids=str,
+)
+def test_training_goes_on_at_another_p_as_if_nothing_had_happened(p, q, options, tmp_path):
+    """fp64 bound 1e-12: the sums over ranks run in another order. What is loaded is what was saved to the last bit."""
     model, optimizer = made(None)
     want = train(model, optimizer, None, 6)[3:]
-    path = tmp_path / "new" / "model.pt"
-    for losses in ranks.run(_save, p, path, {}, 3):
+    path = tmp_path / "new" / "step-3"
+    for losses in ranks.run(_save, p, path, options, 3):
         torch.testing.assert_close(losses, want, rtol=1e-12, atol=1e-12)
-    assert os.listdir(path.parent) == ["model.pt"]
-    content = torch.load(path, weights_only=True)
-    assert content["optimizer"]["state"]["embedding.weight"]["exp_avg"].shape == (13, 8)
-    for options in OPTIONS[::2]:
-        for state, optimizer_state, losses in ranks.run(_resume, q, path, options, 3):
-            assert_same(state, content["model"])
-            assert_same(
-                {f"{a}.{b}": v for a, entry in optimizer_state["state"].items() for b, v in entry.items()},
-                {f"{a}.{b}": v for a, entry in content["optimizer"]["state"].items() for b, v in entry.items()},
-            )
-            torch.testing.assert_close(losses, want, rtol=1e-12, atol=1e-12)
+    assert os.listdir(path.parent) == ["step-3"]
+    (state, optimizer_state, _), *_ = ranks.run(_resume, p, path, options, 1)
+    for loaded, optimizer_loaded, losses in ranks.run(_resume, q, path, {}, 3):
+        assert_same(loaded, state)
+        assert_same(_flat(optimizer_loaded["state"]), _flat(optimizer_state["state"]))
+        assert optimizer_loaded["param_groups"] == optimizer_state["param_groups"]
+        torch.testing.assert_close(losses, want, rtol=1e-12, atol=1e-12)
+    assert optimizer_state["state"]["embedding.weight"]["exp_avg"].shape == (13, 8)
 
 
-def _crash(group, path, where):
-    def fail(*args, **kwargs):
-        if where == "save":
-            args[1].write(b"half a checkpoint")
-        raise OSError("no space left on device")
+# What goes wrong
 
-    model, optimizer = made(group)
-    original = torch.save, os.fsync
+
+def _fail(group, path, failing, how):
+    """Saves; on a full disk, if told so: rank `failing` cannot write files of more than a few bytes."""
+    model, optimizer = made(group, seed=8)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        torch.save = fail if where == "save" else torch.save
-        os.fsync = fail if where == "fsync" else os.fsync
-        tp_ext.save_checkpoint(path, model, optimizer, group=group)
+        if group.rank() == failing and how == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+        tp_ext.save_checkpoint(path, model, optimizer, group=group, numbers=torch.ones(100))
     finally:
-        torch.save, os.fsync = original
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
-@pytest.mark.parametrize("where", ["save", "fsync"])
-@pytest.mark.parametrize("p", [1, 2])
-def test_a_crash_while_saving_leaves_the_old_file_and_nothing_else(p, where, tmp_path):
-    path = tmp_path / "model.pt"
+def _files(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.mark.parametrize(("p", "failing"), [(1, 0), (2, 0), (2, 1)])
+def test_a_full_disk_on_one_rank_is_the_error_of_all_and_the_last_checkpoint_stays(p, failing, tmp_path):
+    path = tmp_path / "saved"
     ranks.run(_save, p, path, {}, 1)
-    before = path.read_bytes()
+    before = _files(path)
     # in_turns=False: that the others learn of it takes a collective
-    ranks.run_raises(_crash, p, OSError, "path: .*model.pt' could not be written", path, where, in_turns=False)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["model.pt"]
+    message = "path: .*saved' could not be written: .*"
+    ranks.run_raises(_fail, p, OSError, message, path, failing, "full", in_turns=False)
+    assert _files(path) == before and os.listdir(tmp_path) == ["saved"]
+    ranks.run(_save, p, path, {}, 1)  # and the next one succeeds
+
+
+def test_places_where_no_checkpoint_can_be(tmp_path):
+    """Nothing of someone's own is replaced."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for name, error, message in (
+        ("file", FileExistsError, "is a file and must be a directory of a checkpoint, or new"),
+        ("mine", FileExistsError, "mine' holds 'notes.txt', which no checkpoint does"),
+        ("file/x", (FileExistsError, NotADirectoryError), "file"),
+    ):
+        ranks.run_raises(_fail, 2, error, message, tmp_path / name, 0, "", in_turns=False)
+    assert (tmp_path / "file").read_text() == (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["file", "mine"]
+
+
+def test_a_link_stays_one_and_its_directory_is_replaced(tmp_path):
+    (tmp_path / "here").symlink_to("there")
+    model = tp_ext.ColumnParallelLinear(2, 2, group=None)
+    for step in range(2):
+        tp_ext.save_checkpoint(tmp_path / "here", model, step=step)
+    assert (tmp_path / "here").is_symlink() and tp_ext.load_checkpoint(tmp_path / "there", model) == {"step": 1}
+    assert sorted(os.listdir(tmp_path)) == ["here", "there"]
+
+
+class Odd:
+    pass
+
+
+def _odd_extra(group, path):
+    tp_ext.save_checkpoint(path, tp_ext.ColumnParallelLinear(2, 2, group=group), group=group, odd=Odd(), step=1)
+
+
+def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
+    message = r"extra: \['odd'\] must be tensors and plain values, which can be loaded with weights_only"
+    ranks.run_raises(_odd_extra, 2, TypeError, message, tmp_path / "saved", in_turns=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_kill_left_beside_it_is_found_and_cleared(tmp_path):
+    """On file systems that cannot exchange two directories, a kill may come when the old one stands aside."""
+    path = tmp_path / "saved"
+    model = tp_ext.ColumnParallelLinear(2, 2, group=None)
+    tp_ext.save_checkpoint(path, model, step=1)
+    path.rename(tmp_path / ".saved.replaced")
+    (tmp_path / ".saved.saving").mkdir()
+    assert tp_ext.load_checkpoint(path, model) == {"step": 1}
+    tp_ext.save_checkpoint(path, model, step=2)
+    assert tp_ext.load_checkpoint(path, model) == {"step": 2} and os.listdir(tmp_path) == ["saved"]

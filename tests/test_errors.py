@@ -191,6 +191,8 @@ REST = [
     ("load_optimizer(g, params=['bias', 'weight'])", ValueError, r"state: parameter groups \[\['bias', 'weight'\]\]"),
     ("load_optimizer(g, state={'other': {}})", ValueError, "state: 'other' must be a parameter of the optimizer"),
     ("full_optimizer_state_dict(Column(4, 4, group=g), sgd(ones(2)), group=g)", ValueError, r"optimizer: .*\(2,\)"),
+    ("sharded_state_dict(Column(4, 4, group=g), sgd(ones(2)), group=g)", ValueError, r"optimizer: .*\(2,\)"),
+    ("CheckpointReader(3)", TypeError, "expected str, bytes or os.PathLike object"),
     ("grad_norm(Column(4, 4, group=g), -1, group=g)", ValueError, "norm_type: -1.0 must be positive"),
     ("clip_grad_norm_(Column(4, 4, group=g), 1.0, 0, group=g)", ValueError, "norm_type: 0.0 must be positive"),
     ("clip_grad_norm_(Column(4, 4, group=g), -1.0, group=g)", ValueError, "max_norm: -1.0 must be at least 0"),

@@ -92,7 +92,7 @@ def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(text, tmp_path
     options = ["--data", str(text), "--save-every", "3", "--sample-bytes", "0"]
     process = _launch(2, out, "--steps", "100000", *options)
     deadline = time.monotonic() + 90
-    while not (out / "checkpoint.pt").exists():
+    while not (out / "checkpoint").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -102,7 +102,7 @@ def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(text, tmp_path
     assert process.returncode != 0
     assert time.monotonic() - begin < 40
     assert "SIGKILL" in output and "Root Cause" in output
-    steps = len(torch.load(out / "checkpoint.pt", weights_only=True)["losses"])
+    steps = len(torch.load(out / "checkpoint" / "extra.pt", weights_only=True)["losses"])
     assert steps and steps % 3 == 0
     resumed = _train(2, out, "--steps", str(steps + 2), "--resume", *options)
     assert len(resumed) == steps + 2

@@ -31,11 +31,11 @@ LAYERS = [
 ]
 # .. then composition, which knows modules and shardings, never a layer's insides
 COMPOSITION = [
-    {"boxes"},
-    {"full_tensor", "grad_norm"},
+    {"boxes", "agreement", "checkpoint_reader", "replace"},
+    {"full_tensor", "grad_norm", "box_tensor"},
     {"state_dict"},
-    {"optimizer_state", "safetensors_files"},
-    {"safetensors"},
+    {"optimizer_state", "safetensors_files", "sharded_state_dict"},
+    {"safetensors", "sharded_load"},
     {"checkpoint"},
 ]
 INSIDES = set.union(*LAYERS[4:]) - {"module"}

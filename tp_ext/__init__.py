@@ -7,6 +7,7 @@ composition (data, pipeline, checkpoints) is torch's own.
 from tp_ext._build import __version__, build_info
 from tp_ext.attention import ParallelAttention
 from tp_ext.checkpoint import load_checkpoint, save_checkpoint
+from tp_ext.checkpoint_reader import CheckpointReader
 from tp_ext.dropout import Dropout, dropout
 from tp_ext.embedding import VocabParallelEmbedding, VocabParallelLMHead
 from tp_ext.grad_norm import clip_grad_norm_, grad_norm
@@ -28,10 +29,13 @@ from tp_ext.regions import (
 )
 from tp_ext.rotary import RotaryEmbedding
 from tp_ext.safetensors import load_safetensors, save_safetensors
+from tp_ext.sharded_load import load_sharded_state_dict
+from tp_ext.sharded_state_dict import sharded_state_dict
 from tp_ext.sharding import Part, Sharding
 from tp_ext.state_dict import full_state_dict, load_full_state_dict
 
 __all__ = [
+    "CheckpointReader",
     "ColumnParallelLinear",
     "Dropout",
     "LayerNorm",
@@ -61,12 +65,14 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_safetensors",
+    "load_sharded_state_dict",
     "manual_seed",
     "reduce_from_region",
     "reduce_scatter_region",
     "save_checkpoint",
     "save_safetensors",
     "scatter_to_region",
+    "sharded_state_dict",
     "shardings",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,0 +1,178 @@
+"""Directories from anywhere: nothing in them is executed; what is malformed is told before anything is loaded."""
+
+import os
+import pickle
+
+import pytest
+import ranks
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import tp_ext
+from tp_ext.checkpoint_reader import CheckpointReader
+
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+class Evil:
+    """Makes a directory as soon as it is unpickled, by a function that no allow-list has."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tp_ext.save_checkpoint(tmp_path / "saved", model, optimizer, losses=[1.0], numbers=torch.arange(3))
+    return tmp_path / "saved"
+
+
+def load(path):
+    model = nn.Linear(3, 4)
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        return tp_ext.load_checkpoint(path, model, optimizer)
+    except Exception:
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        raise
+
+
+def change(path, by):
+    """Rewrites the metadata as one with a hostile hand would."""
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    file.write_bytes(pickle.dumps(by(metadata) or metadata))
+
+
+def test_it_reads_what_torch_reads(saved):
+    ours, torchs = CheckpointReader(saved).read_metadata(), dcp.FileSystemReader(saved).read_metadata()
+    assert ours.storage_data == torchs.storage_data
+    assert ours.state_dict_metadata.keys() == torchs.state_dict_metadata.keys()
+    for key, entry in torchs.state_dict_metadata.items():
+        found = ours.state_dict_metadata[key]
+        assert type(found) is type(entry)
+        if hasattr(entry, "chunks"):
+            assert (found.size, found.chunks) == (entry.size, entry.chunks)
+            assert found.properties.dtype == entry.properties.dtype
+    extra = load(saved)
+    assert extra["losses"] == [1.0] and extra["numbers"].tolist() == [0, 1, 2]
+
+
+def _hidden(marker):
+    def by(metadata):
+        metadata.storage_meta.modules = [Evil(marker)]
+
+    return by
+
+
+EVIL_METADATA = {
+    "all of it": lambda marker: lambda metadata: Evil(marker),
+    "hidden": _hidden,
+    "a key": lambda marker: lambda metadata: metadata.state_dict_metadata.update({"x": Evil(marker)}),
+}
+
+
+@pytest.mark.parametrize("where", EVIL_METADATA)
+def test_metadata_that_run_something(where, saved, tmp_path):
+    change(saved, EVIL_METADATA[where](tmp_path / "ran"))
+    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata: posix\.mkdir is not of a checkpoint's metadata"):
+        load(saved)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads((saved / ".metadata").read_bytes())  # as torch's reader does
+    assert (tmp_path / "ran").exists()
+
+
+def test_no_class_that_is_named_is_written_to(saved):
+    """BUILD sets attributes of whatever stands on the stack: of the class itself, here."""
+    module = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    (saved / ".metadata").write_bytes(module + b"(N(Vversion\nVhurt\ndtb.")
+    with pytest.raises((ValueError, pickle.UnpicklingError, TypeError)):
+        load(saved)
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    assert Metadata.version is None
+
+
+def test_entries_that_run_something(saved, tmp_path):
+    """An option of the optimizer that is no plain value: refused before any tensor is written."""
+    marker = tmp_path / "ran"
+    model = nn.Linear(3, 4)
+    state = tp_ext.sharded_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state["optimizer"]["param_groups.weight.lr"] = Evil(marker)
+    dcp.save(state, checkpoint_id=tmp_path / "evil", no_dist=True)
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
+        load(tmp_path / "evil")
+    assert not marker.exists()
+    dcp.load(state, checkpoint_id=tmp_path / "evil", no_dist=True)
+    assert marker.exists()
+
+
+def test_an_extra_that_runs_something(saved, tmp_path):
+    torch.save({"losses": Evil(tmp_path / "ran")}, saved / "extra.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        load(saved)
+    assert not (tmp_path / "ran").exists()
+
+
+def _load_on_all(group, path):
+    tp_ext.load_checkpoint(path, tp_ext.ColumnParallelLinear(3, 4, group=group), group=group)
+
+
+def test_all_ranks_refuse_alike(saved, tmp_path):
+    change(saved, EVIL_METADATA["hidden"](tmp_path / "ran"))
+    ranks.run_raises(_load_on_all, 2, pickle.UnpicklingError, "posix.mkdir", saved, in_turns=False)
+    assert not (tmp_path / "ran").exists()
+
+
+def _first(metadata):
+    return next(iter(metadata.storage_data.values()))
+
+
+def _chunk(metadata):
+    return metadata.state_dict_metadata["model.weight"].chunks[0]
+
+
+MALFORMED = {
+    "elsewhere": (lambda m: setattr(_first(m), "relative_path", "../x"), "'../x' must be a file of the checkpoint"),
+    "hole": (lambda m: setattr(_chunk(m), "sizes", torch.Size([3, 3])), "'model.weight' has 12 elements, its chunks 9"),
+    "beyond": (lambda m: setattr(_chunk(m), "offsets", torch.Size([1, 0])), r"has shape \(4, 3\), a chunk.* beyond"),
+    "dims": (lambda m: setattr(_chunk(m), "offsets", torch.Size([0])), "has 2 dims"),
+    "negative": (lambda m: setattr(_first(m), "offset", -1), "-1 must be a int"),
+    "key": (lambda m: m.state_dict_metadata.update({3: None}), "3 must be a str"),
+    "no metadata": (lambda m: _first(m), "must be a Metadata"),
+    "no entries": (lambda m: setattr(m, "state_dict_metadata", [1]), "must be a dict"),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_malformed_metadata(what, saved):
+    by, message = MALFORMED[what]
+
+    def change_in_place(metadata):
+        found = by(metadata)
+        return found if what == "no metadata" else None
+
+    change(saved, change_in_place)
+    with pytest.raises(ValueError, match=message):
+        load(saved)
+
+
+def test_files_that_are_cut_short(saved):
+    file = saved / "__0_0.distcp"
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    with pytest.raises(OSError, match=f"__0_0.distcp has {size - 1} bytes and must have {size}"):
+        load(saved)
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        load(saved)
+    os.truncate(saved / ".metadata", 100)
+    with pytest.raises((pickle.UnpicklingError, ValueError, RuntimeError)):
+        load(saved)

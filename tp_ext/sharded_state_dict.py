@@ -1,0 +1,100 @@
+"""The state of a sharded model and its optimizer for torch.distributed.checkpoint: every rank gives its boxes of the
+full tensors, so what p ranks saved any other number loads, data-parallel or not, and the unsharded model too.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tp_ext.box_tensor import BoxTensor
+from tp_ext.boxes import boxes
+from tp_ext.group import Group, parallel_group
+from tp_ext.module import locate
+from tp_ext.sharding import Sharding
+from tp_ext.state_dict import StateDict, entries_of
+
+
+class Optimized(NamedTuple):
+    """A parameter of an optimizer: its name in the unsharded model, how it is cut, and the options of its group."""
+
+    name: str
+    param: Tensor
+    sharding: Sharding | None
+    options: StateDict
+
+
+@torch.no_grad()
+def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *, group: Group = None) -> StateDict:
+    """What this rank has of the state, for ``torch.distributed.checkpoint.save`` and ``async_save``.
+
+    ``{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor, "param_groups.<name>.<key>": value}}``, with
+    the names, shapes and layouts of the unsharded model: that one loads it by
+    ``state = {"model": model.state_dict()}; dcp.load(state, checkpoint_id=path)``. The optimizer's part has the form of
+    torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``. The tensors are views of the live ones: saved are
+    the values at the moment of saving; of the call, by ``async_save``.
+
+    Args:
+        module: with parameters sharded over ``group``; it may be wrapped by FSDP2 or DistributedDataParallel over data
+            axes, and be one stage of a pipeline whose stages use different names.
+        optimizer: of parameters of this module.
+
+    Communicates nothing.
+
+    Raises:
+        ValueError: a parameter has another shape than its sharding says or is on the meta device, the optimizer holds a
+            parameter that is not the module's, or state of a sharded parameter that has another shape than it.
+    """
+    state: StateDict = {"model": {}}
+    for name, entry in entries_of(module).items():
+        state["model"][name] = entry.value if entry.extra else _sharded(entry.value, entry.sharding, group)
+    if optimizer is not None:
+        state["optimizer"] = saved = {}
+        for one in optimized_params(module, optimizer):
+            for key, value in one.options.items():
+                saved[f"param_groups.{one.name}.{key}"] = value
+            for key, value in optimizer.state.get(one.param, {}).items():
+                saved[f"state.{one.name}.{key}"] = sharded_state(key, value, one, group)
+    return state
+
+
+def _sharded(value: Tensor, sharding: Sharding | None, group: Group) -> Tensor:
+    _, p, rank = parallel_group(group)
+    shape, held = boxes(value, sharding, rank, p)
+    if not value.dim():  # one number: stagers take it for no tensor
+        return value.detach()
+    if not shape.numel():  # nothing that any rank could hold a box of
+        return torch.empty(shape, dtype=value.dtype)
+    return BoxTensor(shape, held, dtype=value.dtype, device=value.device)
+
+
+def sharded_state(key: str, value: Any, of: Optimized, group: Group) -> Any:
+    """Of the shape of the parameter: cut as it is. One number: as it is. Else only if nothing is cut."""
+    if isinstance(value, dict | list | tuple) or "." in key:
+        raise ValueError(f"optimizer: state {key!r} of {of.name!r}, a {type(value).__name__}, must be a tensor")
+    if not isinstance(value, Tensor) or (value.dim() == 0 and of.param.dim() > 0):
+        return value
+    if value.shape != of.param.shape and (of.sharding is not None or type(value) is not type(of.param.data)):
+        raise ValueError(
+            f"optimizer: state {key!r} of {of.name!r} has shape {tuple(value.shape)} and must have that of the "
+            f"parameter, {tuple(of.param.shape)}, by which is known how it is cut"
+        )
+    return _sharded(value, of.sharding, group)
+
+
+def optimized_params(module: nn.Module, optimizer: Optimizer) -> list[Optimized]:
+    """The parameters of the optimizer, in order. One that is in several places has the name of the first."""
+    keys = {param: key for key, param in module.named_parameters()}
+    found = []
+    for param_group in optimizer.param_groups:
+        options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
+        for param in param_group["params"]:
+            if param not in keys:
+                raise ValueError(
+                    f"optimizer: a parameter of shape {tuple(param.shape)} must be one of the module's; "
+                    "under FSDP2 optimizers are made after fully_shard"
+                )
+            place = locate(module, keys[param])
+            found.append(Optimized(place.name, param, place.sharding, options))
+    return found
