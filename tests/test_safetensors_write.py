@@ -51,9 +51,9 @@ class Taken:
 def test_one_tensor_at_a_time_is_written_and_own_slices_are_read(tmp_path):
     matrix, p = 32 * 32 * 8, 4
     (saving, loading, taken), *others = ranks.run(_peaks, p, tmp_path)
-    assert matrix <= saving <= 1.4 * matrix and loading == 0 and taken == 8 * 32 * 32 // p
+    assert matrix <= saving <= 1.5 * matrix and loading == 0 and taken == 8 * 32 * 32 // p
     for saving, loading, taken in others:
-        assert saving <= 0.3 * matrix and loading == 0 and taken == 8 * 32 * 32 // p
+        assert saving <= 2 * matrix // p and loading == 0 and taken == 8 * 32 * 32 // p
     assert Path(tmp_path / "model.safetensors").stat().st_size > 8 * matrix
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 

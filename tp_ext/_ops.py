@@ -5,6 +5,7 @@ The bindings are bare operator overloads, typed by annotation: no Python frame b
 Formulas and shapes stand at the schemas and in the modules that use them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,7 +129,7 @@ def _(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Te
 
 @torch.library.register_fake("tp_ext::_rms_norm_fwd")
 def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return _like(x), x.new_empty(x.shape[:-1].numel(), dtype=_acc_dtype(x.dtype))
+    return _like(x), x.new_empty(math.prod(x.shape[:-1]), dtype=_acc_dtype(x.dtype))
 
 
 @torch.library.register_fake("tp_ext::_rms_norm_bwd")
@@ -138,7 +139,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Ten
 
 @torch.library.register_fake("tp_ext::_layer_norm_fwd")
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    stats = x.new_empty(x.shape[:-1].numel(), dtype=_acc_dtype(x.dtype))
+    stats = x.new_empty(math.prod(x.shape[:-1]), dtype=_acc_dtype(x.dtype))
     return _like(x), stats, torch.empty_like(stats)
 
 

@@ -80,7 +80,7 @@ def gather_full(local: Tensor, sharding: Sharding | None, ranks: Ranks, *, rank0
     """The full tensor from the shards, a copy, so that no entry changes as training goes on; None where it is not made.
 
     Communicates: of a DTensor, one all-gather of the TP-local shard over its data axes; of a sharded tensor, one
-    all-gather, or with ``rank0_only`` one message from every rank to rank 0 of what it owns.
+    all-gather, or with ``rank0_only`` one gather to rank 0 of what the ranks own.
     """
     _, p, rank = ranks.tp
     value = _without_data_axes(local.detach())
@@ -110,40 +110,50 @@ def _without_data_axes(tensor: Tensor) -> Tensor:
 
 
 def _gather_to_first(local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Tensor | None:
-    """Every rank sends what it owns, in one message; copies and padding are not sent."""
+    """Every rank sends what it owns, in as many bytes as the one that owns most.
+
+    By a gather: messages from rank to rank would leave the ranks with other numbers of operations behind them, at which
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` stops.
+    """
     _, p, rank = tp
     dim, pg = sharding.dim, process_group(tp.name)
-    owned = sharding.owned(local, rank, p)
-    if rank:
-        if owned:
-            dist.send(_bytes(torch.cat(owned, dim)), group=pg, group_dst=0)
-        return None
     shape = list(local.shape)
     shape[dim] = sharding.size
-    full = local.new_empty(shape)
-    for sender in range(p):
-        places = [
-            full.narrow(dim, piece.start, piece.stop - piece.start)
-            for part, piece in zip(sharding.parts, sharding.slices(sender, p), strict=True)
-            if sender % part.copies == 0 and piece.stop > piece.start
-        ]
-        if sender and places:
-            _receive(places, dim, pg, sender)
-        elif not sender:
-            for place, piece in zip(places, owned, strict=True):
-                place.copy_(piece)
-    return full
+    full = local.new_empty(shape, device="meta" if rank else None)
+    places = [_owned_places(full, sharding, sender, p) for sender in range(p)]
+    sizes = [sum(place.shape[dim] for place in of_one) for of_one in places]
+    shape[dim] = max(sizes)
+    sent = local.new_empty(shape)
+    if sent.numel():
+        for piece, packed in zip(sharding.owned(local, rank, p), _packed(sent, places[rank], dim), strict=True):
+            packed.copy_(piece)
+        if rank:
+            dist.gather(_bytes(sent), group=pg, group_dst=0)
+            return None
+        # Rows in equal blocks, one of each rank, are received where they belong; others beside it
+        rows = [of_one[0] for of_one in places if len(of_one) == 1 and of_one[0].shape == sent.shape]
+        direct = len(rows) == p and all(piece.is_contiguous() for piece in rows)
+        received = rows if direct else [torch.empty_like(sent) for _ in places]
+        dist.gather(_bytes(sent), [_bytes(piece) for piece in received], group=pg, group_dst=0)
+        for of_one, piece in zip(places, received, strict=True) if not direct else ():
+            for place, packed in zip(of_one, _packed(piece, of_one, dim), strict=True):
+                place.copy_(packed)
+    return None if rank else full
 
 
-def _receive(places: Sequence[Tensor], dim: int, pg: ProcessGroup, sender: int) -> None:
-    """What the rank owns, in one message, to where it belongs; no memory is held after that."""
+def _owned_places(full: Tensor, sharding: Sharding, rank: int, p: int) -> list[Tensor]:
+    """Where in the full tensor what the rank owns belongs (:meth:`Sharding.owned`)."""
+    return [
+        full.narrow(sharding.dim, piece.start, piece.stop - piece.start)
+        for part, piece in zip(sharding.parts, sharding.slices(rank, p), strict=True)
+        if rank % part.copies == 0 and piece.stop > piece.start
+    ]
+
+
+def _packed(whole: Tensor, places: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Views of ``whole``, one after the other along ``dim``, as long as the places are."""
     sizes = [place.shape[dim] for place in places]
-    shape = list(places[0].shape)
-    shape[dim] = sum(sizes)
-    received = places[0].new_empty(shape)
-    dist.recv(_bytes(received), group=pg, group_src=sender)
-    for place, piece in zip(places, received.split(sizes, dim), strict=True):
-        place.copy_(piece)
+    return list(whole.split([*sizes, whole.shape[dim] - sum(sizes)], dim))[:-1]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -166,29 +176,38 @@ def deal_full(full: Tensor | None, local: Tensor, sharding: Sharding | None, ran
     """:func:`write_full` of a full tensor that the first rank alone has; no other holds more of it than the TP-local
     tensor.
 
-    Communicates: from the first rank to every other one of ``group`` its shard (of a replicated tensor, one broadcast),
-    then one broadcast along every data axis.
+    Communicates: one scatter of the shards over ``group`` (of a replicated tensor, one broadcast), then one broadcast
+    of them along every data axis.
     """
-    shard = torch.empty(local.shape, dtype=local.dtype, device=_device(local))
-    p = ranks.tp.size
-    if not shard.numel() and sharding is None:
-        return
-    if full is not None:
-        shard.copy_(full if sharding is None else sharding.shard(full, 0, p))
-    if ranks.data_first and p > 1:
-        pg = process_group(ranks.tp.name)
-        if sharding is None:
-            dist.broadcast(_bytes(shard), group=pg, group_src=0)
-        elif full is not None:
-            for receiver in range(1, p):
-                if sharding.local_size(receiver, p):
-                    dist.send(_bytes(sharding.shard(full, receiver, p).to(shard)), group=pg, group_dst=receiver)
-        elif shard.numel():
-            dist.recv(_bytes(shard), group=pg, group_src=0)
+    tp = ranks.tp
+    if sharding is not None and tp.size > 1 and ranks.data_first:
+        shard = _scatter(full, local, sharding, tp)
+    else:
+        shard = torch.empty(local.shape, dtype=local.dtype, device=_device(local))
+        if full is not None:
+            shard.copy_(full if sharding is None else sharding.shard(full, 0, 1))
+        if sharding is None and tp.size > 1 and ranks.data_first and shard.numel():
+            dist.broadcast(_bytes(shard), group=process_group(tp.name), group_src=0)
     if shard.numel():
         for axis in _in_turn(ranks):
             dist.broadcast(_bytes(shard), group=axis, group_src=0)
     write_full(shard, local, None, ParallelGroup("", 1, 0))
+
+
+def _scatter(full: Tensor | None, local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Tensor:
+    """The own shard of the full tensor of rank 0, in the dtype of ``local``."""
+    dim, sizes = sharding.dim, sharding.local_sizes(tp.size)
+    shape = list(local.shape)
+    shape[dim] = max(sizes)
+    received = torch.empty(shape, dtype=local.dtype, device=_device(local))
+    if received.numel():
+        shards = []
+        for receiver, size in enumerate(sizes if full is not None else []):
+            shards.append(torch.empty_like(received))
+            shards[-1].narrow(dim, 0, size).copy_(sharding.shard(cast(Tensor, full), receiver, tp.size))
+        pieces = [_bytes(piece) for piece in shards] or None
+        dist.scatter(_bytes(received), pieces, group=process_group(tp.name), group_src=0)
+    return received.narrow(dim, 0, sizes[tp.rank]).contiguous()
 
 
 def from_first(make: Callable[[], T], ranks: Ranks) -> T:

@@ -80,6 +80,24 @@ def global_ranks(group: Group) -> list[int]:
     return dist.get_process_group_ranks(process_group(group)) if group_name(group) else []
 
 
+def check_place(group: ParallelGroup) -> None:
+    """That what knows ``group`` is where it was made. A module that one rank pickled holds that rank's shard.
+
+    Raises:
+        ValueError: this process has another rank in the group of that name, or the group another size.
+    """
+    bare = group.name.rpartition("@")[0]
+    try:
+        here = _rank_and_size(bare) if bare else (group.rank, group.size)
+    except ValueError:  # no such group here: nothing can be said, and no operator will run
+        return
+    if here != (group.rank, group.size):
+        raise ValueError(
+            f"tp_group: pickled by rank {group.rank} of {group.size}, this must be loaded there, not by rank {here[0]} "
+            f"of {here[1]}; full_state_dict is for any rank and any number of them"
+        )
+
+
 def _key(name: str, rank: int, size: int) -> str:
     return f"{name}@{rank}/{size}"
 

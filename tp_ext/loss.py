@@ -1,9 +1,11 @@
 """Cross-entropy over logits whose vocabulary is dealt over the ranks."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.group import Group, ParallelGroup, parallel_group
+from tp_ext.group import Group, ParallelGroup, check_place, parallel_group
 from tp_ext.module import check_positive
 from tp_ext.sharding import split_sizes
 
@@ -115,6 +117,10 @@ class VocabParallelCrossEntropy(nn.Module):
         self.z_loss = z_loss
         self.reduction = reduction
         self.inplace_backward = inplace_backward
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        check_place(self.tp_group)
 
     def forward(self, logits_local: Tensor, target: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(

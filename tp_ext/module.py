@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from tp_ext import _ops
-from tp_ext.group import Group, parallel_group
+from tp_ext.group import Group, check_place, parallel_group
 from tp_ext.random import Init, initialise_
 from tp_ext.sharding import Pieces, Sharding, split_sizes
 
@@ -64,15 +65,19 @@ class ParallelModule(nn.Module):
         param = getattr(self, name)
         shape, init = self._inits[name]
         _, p, rank = self.tp_group
+        if parametrize.is_parametrized(self, name):  # what is there is computed; the assignment below inverts that
+            param = torch.empty_like(param)
         initialise_(param, init, self.tp_shardings[name], shape, rank, p)
+        if parametrize.is_parametrized(self, name):
+            setattr(self, name, param)
         self.mirror_shardings()
 
     def mirror_shardings(self) -> None:
         """Sets ``tp_sharding`` on the parameters, for people who look at them."""
         for name, sharding in self.tp_shardings.items():
-            param = getattr(self, name, None)
+            param = self._parameters.get(name)  # not getattr, which computes a parametrized one
             if param is not None:
-                param.tp_sharding = sharding
+                param.tp_sharding = sharding  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -96,6 +101,10 @@ class ParallelModule(nn.Module):
         """The parameter as sharded work uses it: the gradient of rows that other ranks hold too is summed over them."""
         param: Tensor | None = getattr(self, name)
         return param if param is None or name not in self._copied else self.summed_over_copies(name, param)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        check_place(self.tp_group)
 
     def summed_over_copies(self, name: str, value: Tensor) -> Tensor:
         """``value`` in place of the parameter, some rows of which other ranks hold too: their gradients are summed."""
@@ -140,9 +149,10 @@ def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
 
 
 def sharding_of(module: nn.Module, name: str) -> Sharding | None:
-    """How the module's own parameter (or buffer) ``name`` is cut; None means replicated."""
+    """How the module's own parameter (or buffer) ``name`` is cut; None means replicated. What ``torch.nn.utils.prune``
+    makes of it (``weight_orig``, ``weight_mask``) is cut alike."""
     table: dict[str, Sharding | None] = getattr(module, "tp_shardings", {})
-    return table.get(name)
+    return table.get(name, table.get(name.removesuffix("_orig").removesuffix("_mask")))
 
 
 class Place(NamedTuple):
@@ -169,9 +179,13 @@ def locate(model: nn.Module, key: str) -> Place:
     """Where the parameter, buffer or state-dict entry ``key`` of the model belongs, through DDP, ``torch.compile`` and
     checkpoint wrappers.
 
+    What a parametrization (``torch.nn.utils.parametrize``) makes a sharded tensor of is cut as that tensor is, where it
+    has the tensor's elements in the sharded dim; single numbers that are not trained are replicated.
+
     Raises:
-        ValueError: a parametrization of a sharded parameter has parameters of its own besides one ``original`` of the
-            same layout; how those are cut cannot be told.
+        ValueError: at p > 1, a parametrization of a sharded tensor that is no function of each shard on its own:
+            torch's ``orthogonal`` and ``spectral_norm``, or one that keeps something else, such as a norm over the
+            sharded dim, of which each rank would have another, or a trained number, whose gradient nobody would sum.
     """
     *path, local = key.split(".")
     owner, names = model, []
@@ -186,12 +200,33 @@ def locate(model: nn.Module, key: str) -> Place:
         owner = owner.get_submodule(part)
     if _CHECKPOINTED in owner._modules:
         owner = owner.get_submodule(_CHECKPOINTED)
-    sharding = sharding_of(owner, local)
-    if parametrized is not None:
-        sharding = sharding_of(*parametrized)
-        if sharding is not None and not (path[-2] == "parametrizations" and local == "original"):
-            raise ValueError(
-                f"module: {key!r} belongs to a parametrization of a sharded parameter and must be its 'original': how "
-                "another tensor is cut cannot be told"
-            )
+    sharding = sharding_of(owner, local) if parametrized is None else _parametrized(key, *parametrized, owner, local)
     return Place(".".join([*names, local]), owner, local, sharding)
+
+
+_OF_THE_WHOLE = {"_SpectralNorm", "_Orthogonal"}  # torch.nn.utils.parametrizations, of the whole matrix
+
+
+def _parametrized(key: str, module: nn.Module, name: str, owner: nn.Module, local: str) -> Sharding | None:
+    """How what ``owner``, the parametrization of the tensor ``name`` of ``module`` or a part of it, calls ``local`` is
+    cut; see :func:`locate`."""
+    sharding, value = sharding_of(module, name), getattr(owner, local, None)
+    if sharding is None or not isinstance(module, ParallelModule) or not isinstance(value, Tensor):
+        return sharding
+    _, p, _ = module.tp_group
+    made_by = module.get_submodule(f"parametrizations.{name}")
+    if p > 1 and (whole := _OF_THE_WHOLE.intersection(type(m).__name__ for m in made_by.children())):
+        raise ValueError(f"module: {key!r}: {min(whole)} must see all of {name}, of which a rank has a shard, p = {p}")
+    if owner is made_by and local == "original":
+        return sharding
+    lengths = sharding.local_sizes(p)
+    dims = len(module.local_shape(name))
+    # A length of 1 tells nothing: a norm over the sharded dim has it too
+    if value.dim() == dims and value.shape[sharding.dim] in lengths and (p == 1 or min(lengths) > 1):
+        return sharding
+    if p == 1 or (value.numel() == 1 and local not in owner._parameters):
+        return None
+    raise ValueError(
+        f"module: {key!r}: shape {tuple(value.shape)} must have the {lengths} elements of {name} on the ranks in dim "
+        f"{sharding.dim}, which is sharded, p = {p}: this parametrization is not one of each shard on its own"
+    )

@@ -129,9 +129,12 @@ def initialise_(
 ) -> None:
     """Fills ``local`` with its slice of the full tensor that ``init`` would make; padding with zeros.
 
-    Draws one seed from torch's default generator, whatever p, rank and shape are (:class:`Constant` none).
+    Draws one seed from torch's default generator, whatever p, rank and shape are (:class:`Constant` none; on ``meta``
+    nothing is drawn or filled).
     """
     if not isinstance(init, Uniform | Normal | Constant):
+        if local.is_meta:
+            return
         full = torch.empty(full_shape, dtype=local.dtype)
         init(full)
         local.copy_(full if sharding is None else sharding.shard(full, rank, p))

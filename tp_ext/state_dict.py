@@ -66,8 +66,8 @@ def full_state_dict(
         cpu_offload: tensors are moved to the CPU as they come, else they stay on the module's device.
 
     Communicates: under FSDP2, an all-gather of every shard over the data axis. Then one all-gather per sharded tensor;
-        with ``rank0_only``, one message from each rank to rank 0. One full tensor at a time is made: with
-        ``rank0_only`` the other ranks never hold one, with ``cpu_offload`` also rank 0's device no second one.
+        with ``rank0_only``, one gather to rank 0. One full tensor at a time is made: with ``rank0_only`` the other
+        ranks never hold one; with ``cpu_offload`` no device holds more than one and the pieces it is made of.
 
     Raises:
         ValueError: an entry is on the meta device; its sharding cannot be told.
