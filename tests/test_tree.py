@@ -27,13 +27,13 @@ LAYERS = [
     {"module"},
     {"parallel_linear"},
     {"linear", "norm", "dropout", "rotary", "loss", "embedding"},
-    {"mlp", "attention"},
+    {"mlp", "attention", "lora"},
 ]
 # .. then composition, which knows modules and shardings, never a layer's insides
 COMPOSITION = [
-    {"boxes", "agreement", "checkpoint_reader", "replace"},
-    {"full_tensor", "grad_norm", "box_tensor"},
-    {"state_dict"},
+    {"boxes", "agreement", "checkpoint_reader", "replace", "wraps"},
+    {"full_tensor", "grad_norm", "box_tensor", "replication"},
+    {"state_dict", "debug"},
     {"optimizer_state", "safetensors_files", "sharded_state_dict"},
     {"safetensors", "sharded_load"},
     {"checkpoint"},

@@ -4,6 +4,7 @@ Regions (:mod:`tp_ext.regions`) are differentiable collectives; layers take a ``
 composition (data, pipeline, checkpoints) is torch's own.
 """
 
+from tp_ext import debug as debug
 from tp_ext._build import __version__, build_info
 from tp_ext.attention import ParallelAttention
 from tp_ext.checkpoint import load_checkpoint, save_checkpoint
@@ -12,6 +13,7 @@ from tp_ext.dropout import Dropout, dropout
 from tp_ext.embedding import VocabParallelEmbedding, VocabParallelLMHead
 from tp_ext.grad_norm import clip_grad_norm_, grad_norm
 from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.lora import LoRALinear, add_lora, merge_lora
 from tp_ext.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from tp_ext.mlp import ParallelMLP
 from tp_ext.module import ParallelModule, shardings
@@ -39,6 +41,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Dropout",
     "LayerNorm",
+    "LoRALinear",
     "ParallelAttention",
     "ParallelMLP",
     "ParallelModule",
@@ -51,6 +54,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelLMHead",
     "__version__",
+    "add_lora",
     "all_gather_region",
     "all_to_all_region",
     "build_info",
@@ -67,6 +71,7 @@ __all__ = [
     "load_safetensors",
     "load_sharded_state_dict",
     "manual_seed",
+    "merge_lora",
     "reduce_from_region",
     "reduce_scatter_region",
     "save_checkpoint",

@@ -111,10 +111,11 @@ class ColumnParallelLinear(ParallelLinear):
             main_grad,
         )
         if self.gather_output and self.tp_group.size > 1:
-            y = self._gathered(y)
+            y = self.gathered(y)
         return (y, bias) if self.skip_bias_add else y
 
-    def _gathered(self, y: Tensor) -> Tensor:
+    def gathered(self, y: Tensor) -> Tensor:
+        """All output features of ``[.., out_local]``, in the order of the unsharded layer."""
         sharding = self.tp_shardings["weight"]
         assert sharding is not None
         sizes = sharding.local_sizes(self.tp_group.size)
@@ -196,7 +197,7 @@ class RowParallelLinear(ParallelLinear):
         """
         weight, main_grad = self.used_weight(weight)
         if not self.input_is_parallel and self.tp_group.size > 1:
-            x = self._scattered(x)
+            x = self.scattered(x)
         skipped = self.replicated_parameter("bias") if self.skip_bias_add else None
         y = _ops.row_parallel_linear(
             x,
@@ -209,7 +210,8 @@ class RowParallelLinear(ParallelLinear):
         )
         return (y, skipped) if self.skip_bias_add else y
 
-    def _scattered(self, x: Tensor) -> Tensor:
+    def scattered(self, x: Tensor) -> Tensor:
+        """This rank's slice ``[.., in_local]`` of the replicated ``[.., in]``."""
         sharding = self.tp_shardings["weight"]
         assert sharding is not None
         if x.dim() == 0 or x.shape[-1] != self.in_features:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
@@ -24,6 +25,8 @@ class ParallelModule(nn.Module):
             of a parameter (those get lost in ``deepcopy``, ``to_empty``, FSDP2), says how a parameter is cut;
             ``param.tp_sharding`` mirrors it for people.
         sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
+        tied: names of parameters in whose place another layer's was put, as in ``head.weight = embedding.weight``;
+            ``tp_ext.debug.check`` tells if they came apart.
     """
 
     def __init__(self, group: Group, *, sequence_parallel: bool = False) -> None:
@@ -33,6 +36,7 @@ class ParallelModule(nn.Module):
         self.sequence_parallel = sequence_parallel
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
         self._copied: dict[str, Pieces] = {}  # of the parameters that have rows which other ranks hold too
+        self.tied: set[str] = set()
 
     def add_parameter(
         self,
@@ -56,20 +60,30 @@ class ParallelModule(nn.Module):
             self._copied[name] = pieces
         self._reset(name)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in self.tp_shardings and hasattr(param, "tp_sharding"):
+            self.tied.add(name)
+        super().register_parameter(name, param)
+
     def reset_parameters(self) -> None:
         """Draws all parameters of this module anew; after ``to_empty``, say. The same for every p."""
         for name in self._inits:
             self._reset(name)
 
+    @torch.no_grad()
     def _reset(self, name: str) -> None:
         param = getattr(self, name)
         shape, init = self._inits[name]
         _, p, rank = self.tp_group
-        if parametrize.is_parametrized(self, name):  # what is there is computed; the assignment below inverts that
-            param = torch.empty_like(param)
-        initialise_(param, init, self.tp_shardings[name], shape, rank, p)
-        if parametrize.is_parametrized(self, name):
-            setattr(self, name, param)
+        computed = parametrize.is_parametrized(self, name)  # from what the assignment below inverts
+        dealt = isinstance(param, DTensor)  # by FSDP2: a slice of the shard, that of what the shard would be
+        whole = torch.empty(param.shape, dtype=param.dtype, device=param.device) if computed or dealt else param
+        initialise_(whole, init, self.tp_shardings[name], shape, rank, p)
+        if computed:
+            setattr(self, name, whole)
+        elif isinstance(param, DTensor) and not param.is_meta:
+            own = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+            param.to_local().copy_(own.to_local())
         self.mirror_shardings()
 
     def mirror_shardings(self) -> None:
