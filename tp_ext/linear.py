@@ -110,7 +110,7 @@ class ColumnParallelLinear(ParallelLinear):
             self.token_sizes(total_tokens),
             main_grad,
         )
-        if self.gather_output and self.tp_group.size > 1:
+        if self.gather_output and (self.tp_group.size > 1 or self.has_padding("weight")):
             y = self.gathered(y)
         return (y, bias) if self.skip_bias_add else y
 
@@ -120,7 +120,7 @@ class ColumnParallelLinear(ParallelLinear):
         assert sharding is not None
         sizes = sharding.local_sizes(self.tp_group.size)
         full = _ops.gather_from_region(y, self.tp_group.name, -1, sizes)
-        if len(sharding.parts) == 1 and sharding.parts[0].copies == 1:
+        if len(sharding.parts) == 1 and sharding.parts[0].copies == 1 and not self.has_padding("weight"):
             return full
         return Sharding(-1, sharding.parts).unshard(full.split(sizes, -1))
 
@@ -196,7 +196,7 @@ class RowParallelLinear(ParallelLinear):
             weight: used instead of the layer's own, ``[out, in_local]``.
         """
         weight, main_grad = self.used_weight(weight)
-        if not self.input_is_parallel and self.tp_group.size > 1:
+        if not self.input_is_parallel and (self.tp_group.size > 1 or self.has_padding("weight")):
             x = self.scattered(x)
         skipped = self.replicated_parameter("bias") if self.skip_bias_add else None
         y = _ops.row_parallel_linear(
@@ -217,7 +217,7 @@ class RowParallelLinear(ParallelLinear):
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
         p = self.tp_group.size
-        if len(sharding.parts) > 1:  # into the order of the ranks
+        if len(sharding.parts) > 1 or self.has_padding("weight"):  # into the order of the ranks, zeros for padding
             last = Sharding(-1, sharding.parts)
-            x = torch.cat([x[..., piece] for rank in range(p) for piece in last.slices(rank, p)], -1)
+            x = torch.cat([last.shard(x, rank, p) for rank in range(p)], -1)
         return _ops.scatter_to_region(x, self.tp_group.name, -1, sharding.local_sizes(p))

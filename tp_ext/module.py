@@ -111,6 +111,11 @@ class ParallelModule(nn.Module):
         shape, sharding = self._inits[name][0], self.tp_shardings[name]
         return shape if sharding is None else sharding.local_shape(shape, self.tp_group.rank, self.tp_group.size)
 
+    def has_padding(self, name: str) -> bool:
+        """Whether shards of the parameter hold elements that the full one has not."""
+        sharding = self.tp_shardings[name]
+        return sharding is not None and any(part.padding for part in sharding.parts)
+
     def sharded_parameter(self, name: str) -> Tensor | None:
         """The parameter as sharded work uses it: the gradient of rows that other ranks hold too is summed over them."""
         param: Tensor | None = getattr(self, name)
