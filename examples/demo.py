@@ -1,4 +1,5 @@
-"""What ``make demo`` runs: the same training on two ranks and on one, and how far their losses are apart.
+"""What ``make demo`` runs: the same training on two ranks and on one, how far their losses are apart, and whether the
+trained models write the same text.
 
 In fp64, since training amplifies rounding about a millionfold in 200 steps: what is left then tells whether both runs
 compute the same thing; in fp32 it would be chaos.
@@ -41,6 +42,8 @@ def main() -> None:
     print(f"2 ranks (tensor and sequence parallel)           {two[0]:.4f}  {two[-1]:.4f}")
     print(f"1 rank                                           {one[0]:.4f}  {one[-1]:.4f}")
     print(f"largest difference at any step                   {apart:.1e}")
+    texts = [(arguments.out / f"{ranks}-ranks" / "sample.txt").read_text() for ranks in (2, 1)]
+    print(f"text sampled after training                      {'the same' if texts[0] == texts[1] else 'DIFFERENT'}")
     print(f"loss curve: {arguments.out / '2-ranks' / 'loss.png'}")
 
 

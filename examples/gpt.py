@@ -53,8 +53,17 @@ class Block(nn.Module):
         )
         self.dropout = tp_ext.Dropout(config.dropout, **parallel)
 
-    def forward(self, x: Tensor, batch_size: int, tokens: int) -> Tensor:
-        attended = self.attention(self.attention_norm(x), batch_size=batch_size, total_tokens=tokens)
+    def forward(
+        self,
+        x: Tensor,
+        batch_size: int,
+        tokens: int,
+        cos_sin: tuple[Tensor, Tensor],
+        cache: tp_ext.KVCache | None = None,
+    ) -> Tensor:
+        attended = self.attention(
+            self.attention_norm(x), batch_size=batch_size, total_tokens=tokens, cos_sin=cos_sin, cache=cache
+        )
         x = self.dropout(attended, residual=x, total_tokens=tokens)
         return self.dropout(self.mlp(self.mlp_norm(x), tokens), residual=x, total_tokens=tokens)
 
@@ -72,15 +81,19 @@ class GPT(nn.Module):
         self.head = tp_ext.VocabParallelLMHead(config.hidden_size, config.vocab_size, **parallel)
         self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids ``[batch, seq]`` -> this rank's logits ``[batch * seq, vocab_local]``."""
-        tokens = ids.numel()
+    def forward(self, ids: Tensor, caches: list[tp_ext.KVCache] | None = None) -> Tensor:
+        """ids ``[batch, seq]``, the text or what follows the caches' -> own logits ``[batch * seq, vocab_local]``."""
+        (batch, seq), tokens = ids.shape, ids.numel()
         x = self.embedding(ids.flatten())
-        for block in self.blocks:
+        positions = torch.arange(seq, device=ids.device) if caches is None else caches[0].positions(seq).flatten()
+        cos_sin = self.blocks[0].attention.rope.cos_sin(
+            positions.repeat(tokens // len(positions)), x.dtype
+        )  # once for all layers
+        for i, block in enumerate(self.blocks):
             if self.config.activation_checkpointing and self.training:
-                x = checkpoint(block, x, ids.shape[0], tokens, use_reentrant=False)
+                x = checkpoint(block, x, batch, tokens, cos_sin, use_reentrant=False)
             else:
-                x = block(x, ids.shape[0], tokens)
+                x = block(x, batch, tokens, cos_sin, None if caches is None else caches[i])
         return self.head(self.norm(x), tokens)
 
     def loss(self, ids: Tensor, target: Tensor) -> Tensor:
@@ -88,15 +101,20 @@ class GPT(nn.Module):
             self(ids), target.flatten(), self.group, vocab_size=self.config.vocab_size
         )
 
-    @torch.no_grad()
+    @torch.inference_mode()
     @torch.compiler.set_stance("force_eager")  # every step has another length: not worth compiling
-    def generate(self, ids: Tensor, count: int, temperature: float = 0.8) -> Tensor:
-        """Appends ``count`` sampled tokens to ids ``[batch, seq]``; every rank draws the same ones."""
+    def generate(self, ids: Tensor, count: int, temperature: float = 0.8, top_k: int | None = 40) -> Tensor:
+        """Appends ``count`` sampled tokens to ids ``[batch, seq]``: the same ones on every rank, for every p."""
         self.eval()
-        sizes = tp_ext.sharding.split_sizes(self.config.vocab_size, self.head.tp_group.size)
+        dtype = torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else None
+        length = ids.shape[1] + count
+        caches = [block.attention.new_cache(len(ids), length, dtype=dtype) for block in self.blocks]
+        new = ids
         for _ in range(count):
-            last = self(ids[:, -256:]).unflatten(0, (ids.shape[0], -1))[:, -1]
-            logits = tp_ext.gather_from_region(last, self.group, -1, sizes).float()
-            ids = torch.cat([ids, torch.multinomial((logits / temperature).softmax(-1), 1)], 1)
+            last = self(new, caches).unflatten(0, (len(ids), -1))[:, -1]
+            new = tp_ext.vocab_parallel_sample(
+                last, self.group, vocab_size=self.config.vocab_size, temperature=temperature, top_k=top_k
+            )[:, None]
+            ids = torch.cat([ids, new], 1)
         self.train()
         return ids

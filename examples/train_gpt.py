@@ -184,6 +184,7 @@ def report(model: GPT, losses: list[float], arguments: argparse.Namespace, devic
         write_losses(losses, arguments.out)
         print(f"first loss {losses[0]:.4f}, last loss {losses[-1]:.4f}; checkpoint and plot in {arguments.out}/")
         if drawn is not None:
+            (arguments.out / "sample.txt").write_text(drawn)
             print(f"--- sample\n{drawn}\n---")
 
 

@@ -66,6 +66,7 @@ def test_output_files_and_sample(text, tmp_path):
     assert process.returncode == 0, output
     assert re.search(r"first loss \d\.\d+, last loss \d\.\d+", output)
     assert "--- sample\ndef " in output
+    assert (tmp_path / "run" / "sample.txt").read_text().startswith("def ")
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [file.name for file in (tmp_path / "run").glob("*.tmp")] == []
 

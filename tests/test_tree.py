@@ -26,8 +26,8 @@ LAYERS = [
     {"regions", "random"},
     {"module"},
     {"parallel_linear"},
-    {"linear", "norm", "dropout", "rotary", "loss", "embedding"},
-    {"mlp", "attention", "lora"},
+    {"linear", "norm", "dropout", "rotary", "loss", "embedding", "kv_cache"},
+    {"mlp", "attention", "lora", "sampling"},
 ]
 # .. then composition, which knows modules and shardings, never a layer's insides
 COMPOSITION = [

@@ -12,6 +12,7 @@ from tp_ext.checkpoint_reader import CheckpointReader
 from tp_ext.dropout import Dropout, dropout
 from tp_ext.embedding import VocabParallelEmbedding, VocabParallelLMHead
 from tp_ext.grad_norm import clip_grad_norm_, grad_norm
+from tp_ext.kv_cache import KVCache
 from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.lora import LoRALinear, add_lora, merge_lora
 from tp_ext.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
@@ -31,6 +32,7 @@ from tp_ext.regions import (
 )
 from tp_ext.rotary import RotaryEmbedding
 from tp_ext.safetensors import load_safetensors, save_safetensors
+from tp_ext.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from tp_ext.sharded_load import load_sharded_state_dict
 from tp_ext.sharded_state_dict import sharded_state_dict
 from tp_ext.sharding import Part, Sharding
@@ -40,6 +42,7 @@ __all__ = [
     "CheckpointReader",
     "ColumnParallelLinear",
     "Dropout",
+    "KVCache",
     "LayerNorm",
     "LoRALinear",
     "ParallelAttention",
@@ -79,5 +82,7 @@ __all__ = [
     "scatter_to_region",
     "sharded_state_dict",
     "shardings",
+    "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_sample",
 ]

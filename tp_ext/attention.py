@@ -11,37 +11,13 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import Group
+from tp_ext.kv_cache import KVCache
 from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.module import ParallelModule, check_positive
 from tp_ext.norm import RMSNorm
 from tp_ext.random import Init, OwnRandomNumbers, draw_seed
 from tp_ext.rotary import RotaryEmbedding
-from tp_ext.sharding import Part
-
-
-def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int) -> tuple[Part, Part]:
-    """How the features of q, and of k and v, are cut over p ranks.
-
-    With at least as many KV heads as ranks, by whole KV groups (uneven if need be). With fewer, each KV head lives on
-    p / num_kv_heads neighbours, which deal the query heads of its group among themselves.
-
-    Raises:
-        ValueError: heads that do not make whole groups; fewer query heads than ranks; fewer KV heads than ranks, and
-            they do not divide p.
-    """
-    numbers = f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}, p = {p}"
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads: must divide num_heads; {numbers}")
-    if num_heads < p:
-        raise ValueError(f"num_heads: must be at least the number of ranks; {numbers}")
-    group = num_heads // num_kv_heads
-    if num_kv_heads >= p:
-        q = Part(num_heads * head_dim, unit=group * head_dim)
-        return q, Part(num_kv_heads * head_dim, unit=head_dim)
-    if p % num_kv_heads:
-        raise ValueError(f"num_kv_heads: when fewer than the ranks, must divide their number; {numbers}")
-    q = Part(num_heads * head_dim, unit=head_dim, groups=num_kv_heads)
-    return q, Part(num_kv_heads * head_dim, unit=head_dim, copies=p // num_kv_heads)
+from tp_ext.sharding import head_parts
 
 
 class ParallelAttention(ParallelModule):
@@ -69,7 +45,7 @@ class ParallelAttention(ParallelModule):
         group, sequence_parallel, grad_accumulation_fusion, init: as :class:`ColumnParallelLinear`.
 
     Raises:
-        ValueError: see :func:`head_parts`; sizes that do not fit.
+        ValueError: see :func:`tp_ext.sharding.head_parts`; sizes that do not fit.
     """
 
     def __init__(
@@ -128,14 +104,9 @@ class ParallelAttention(ParallelModule):
             "dtype": dtype,
         }
         linear: dict[str, Any] = {"init": init, "grad_accumulation_fusion": grad_accumulation_fusion, **options}
-        self.qkv = ColumnParallelLinear(
-            hidden_size,
-            q.size + 2 * kv.size,
-            bias if qkv_bias is None else qkv_bias,
-            parts=(q, kv, kv),
-            **linear,
-        )
-        self.out = RowParallelLinear(q.size, hidden_size, bias if out_bias is None else out_bias, parts=(q,), **linear)
+        qkv_bias, out_bias = (bias if one is None else one for one in (qkv_bias, out_bias))
+        self.qkv = ColumnParallelLinear(hidden_size, q.size + 2 * kv.size, qkv_bias, parts=(q, kv, kv), **linear)
+        self.out = RowParallelLinear(q.size, hidden_size, out_bias, parts=(q,), **linear)
         # Each rank norms other heads: their weights are replicated parameters of sharded work, as under SP
         options["sequence_parallel"] = True
         self.q_norm = RMSNorm(head_dim, eps=1e-6, **options) if qk_norm else None
@@ -148,6 +119,8 @@ class ParallelAttention(ParallelModule):
         batch_size: int | None = None,
         cu_seqlens: Tensor | Sequence[int] | None = None,
         total_tokens: int | None = None,
+        cache: KVCache | None = None,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """
         Args:
@@ -156,6 +129,10 @@ class ParallelAttention(ParallelModule):
             cu_seqlens: x is packed sequences; sequence i is tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. A list,
                 or an integer tensor (one on a GPU is copied to the host).
             total_tokens: under SP, the tokens of all ranks, if p does not divide their number.
+            cache: of this layer, from :meth:`new_cache`: x is what follows the tokens in it, and is taken in. Not with
+                ``cu_seqlens``, not where gradients are recorded; see :class:`KVCache` for its errors.
+            cos_sin: the tables ``rope.cos_sin(positions, dtype)`` of all tokens, ``[tokens, rotary_dim / 2]``. Made
+                once for all layers they are computed and, for backward, saved once; default: made here.
         """
         self._check_layout(x, batch_size, cu_seqlens)
         # Before the first collective, so that no rank waits for one that has raised
@@ -163,16 +140,21 @@ class ParallelAttention(ParallelModule):
         lengths = None if cu_seqlens is None else _lengths(cu_seqlens, tokens)
         if batch_size is not None and tokens % batch_size:
             raise ValueError(f"batch_size: {batch_size} must divide the number of tokens, {tokens}")
+        batch, seq = x.shape[:2] if x.dim() == 3 else (batch_size or 1, tokens // (batch_size or 1))
+        if cos_sin is not None and self.rope is None:
+            raise ValueError("cos_sin: must not be given to a layer without rope")
+        if cache is not None:
+            self._check_cache(cache, batch, seq, lengths)
         qkv = self.qkv(x, total_tokens)
-        rows = qkv.reshape(-1, qkv.shape[-1])
-        if lengths is None:
-            batch, seq = x.shape[:2] if batch_size is None else (batch_size, tokens // batch_size)
-            positions = torch.arange(seq, device=x.device).repeat(batch)
-            q, k, v = self._heads(rows, positions)
-            attended = self._attend(*(t.unflatten(0, (batch, seq)) for t in (q, k, v)))
-        else:
+        if lengths is not None:
             positions = torch.cat([torch.arange(n, device=x.device) for n in lengths])
-            q, k, v = self._heads(rows, positions)
+        else:
+            positions = torch.arange(seq, device=x.device) if cache is None else cache.positions(seq).flatten()
+        q, k, v = self._heads(qkv.reshape(-1, qkv.shape[-1]), positions, cos_sin)
+        if lengths is None:
+            attend = self._attend if cache is None else cache.attend
+            attended = attend(*(t.unflatten(0, (batch, seq)) for t in (q, k, v)))
+        else:
             sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
             attended = torch.cat([self._attend(*(t[None] for t in one))[0] for one in sequences])
         features = self.num_heads_local * self.head_dim
@@ -203,8 +185,40 @@ class ParallelAttention(ParallelModule):
         if batch_size is not None:
             check_positive(batch_size=batch_size)
 
-    def _heads(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v ``[tokens, heads_local, head_dim]``, normed and rotated."""
+    def new_cache(
+        self, batch_size: int, max_seq: int, *, static: bool = False, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """An empty cache for this layer, on its device; of ``dtype``, default that of its weights."""
+        return KVCache(
+            batch_size,
+            max_seq,
+            self.num_kv_heads_local,
+            self.head_dim,
+            static=static,
+            device=self.qkv.weight.device,
+            dtype=self.qkv.weight.dtype if dtype is None else dtype,
+        )
+
+    def _check_cache(self, cache: KVCache, batch: int, seq: int, lengths: list[int] | None) -> None:
+        if lengths is not None:
+            raise ValueError("cache: must not be combined with cu_seqlens; pad prompts on the left: reset(padding=)")
+        if not self.causal:
+            raise ValueError("cache: causal=False must not be combined with it: what is cached would see later tokens")
+        if self.training and self.dropout:
+            raise ValueError(f"cache: must not be combined with dropout = {self.dropout} in training mode; call eval()")
+        heads = (cache.k.shape[1], cache.k.shape[3])
+        if heads != (self.num_kv_heads_local, self.head_dim):
+            raise ValueError(
+                f"cache: {heads[0]} heads of {heads[1]} must be this layer's {self.num_kv_heads_local} of "
+                f"{self.head_dim}: new_cache() makes it"
+            )
+        cache.check(batch, seq)
+
+    def _heads(
+        self, rows: Tensor, positions: Tensor, cos_sin: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v ``[tokens, heads_local, head_dim]``, normed and rotated. positions: of one sequence, if all have the
+        same, or of all tokens."""
         heads = rows.unflatten(-1, (-1, self.head_dim))
         nq, nkv = self.num_heads_local, self.num_kv_heads_local
         v = heads[:, nq + nkv :]
@@ -213,8 +227,13 @@ class ParallelAttention(ParallelModule):
         else:
             rotating = [heads[:, : nq + nkv]]  # q and k side by side: one kernel rotates both
         if self.rope is not None:
-            cos, sin = self.rope.cos_sin(positions, rows.dtype)
-            rotating = [_ops.rope(t, cos, sin, self.rope.interleaved) for t in rotating]
+            if rows.requires_grad and self.q_norm is None:
+                v = v.contiguous()  # as a view it would keep the q and k that are rotated here until backward
+            if cos_sin is None:
+                tables = self.rope.cos_sin(positions, rows.dtype)
+                copies = rows.shape[0] // max(positions.shape[0], 1)
+                cos_sin = tables if copies == 1 else (tables[0].repeat(copies, 1), tables[1].repeat(copies, 1))
+            rotating = [_ops.rope(t, *cos_sin, self.rope.interleaved) for t in rotating]
         if len(rotating) == 2:
             return rotating[0], rotating[1], v
         return rotating[0][:, :nq], rotating[0][:, nq:], v
@@ -233,27 +252,26 @@ class ParallelAttention(ParallelModule):
         return y.transpose(1, 2)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=dropout,
-            is_causal=self.causal,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal, enable_gqa=gqa)
 
     def _attend_exact(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """Dropout's index is (batch, full head, query, key)."""
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        seq = q.shape[2]
-        scores = (q @ k.transpose(-1, -2)) * (1 / math.sqrt(self.head_dim))
+        batch, heads, seq, _ = q.shape
+        q, k, v = (t.contiguous() for t in (q, k, v))  # a view of q | k | v would keep all three until backward
+        shared = (
+            batch,
+            k.shape[1],
+            heads * seq // k.shape[1],
+        )  # a KV head's query heads are rows of one: no copy of k and v for each
+        scores = q.reshape(*shared, self.head_dim) @ k.transpose(-1, -2)
+        scores = scores.view(batch, heads, seq, seq) * (1 / math.sqrt(self.head_dim))
         if self.causal:
             future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(future, float("-inf"))
-        weights = scores.softmax(-1, dtype=None if q.dtype == torch.float64 else torch.float32)
         head = seq * seq
         weights = _ops.bias_dropout_residual(
-            weights.to(q.dtype),
+            scores.softmax(-1, dtype=q.dtype),  # computed in fp32, kept in q's dtype
             None,
             None,
             draw_seed(q.device),
@@ -262,7 +280,7 @@ class ParallelAttention(ParallelModule):
             self.num_heads * head,
             self.first_head_local * head,
         )
-        return weights @ v
+        return (weights.view(*shared, seq) @ v).view(q.shape)
 
     def extra_repr(self) -> str:
         return (

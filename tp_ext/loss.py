@@ -41,7 +41,7 @@ def vocab_parallel_cross_entropy(
         reduction: ``none`` (the shape of target), ``mean`` over the rows that are not ignored (0 if all are), ``sum``.
         inplace_backward: the gradient overwrites the logits; a second backward is then refused.
 
-    Communicates: forward, one all-gather of four numbers per row; backward, nothing. Saved: logits and one number per
+    Communicates: forward, one all-gather of four numbers per row; backward, nothing. Saved: logits and two numbers per
     row; no softmax is kept.
 
     Raises:
@@ -54,7 +54,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r} must be one of {REDUCTIONS}")
-    start, local, full = _columns(logits_local.shape[-1], vocab_size, resolved)
+    start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved)
     return _ops.vocab_parallel_cross_entropy(
         logits_local,
         target,
@@ -70,7 +70,7 @@ def vocab_parallel_cross_entropy(
     )
 
 
-def _columns(width: int, vocab_size: int | None, group: ParallelGroup) -> tuple[int, int, int]:
+def vocab_columns(width: int, vocab_size: int | None, group: ParallelGroup) -> tuple[int, int, int]:
     """First column, number of real columns, size of the full vocabulary."""
     _, p, rank = group
     if vocab_size is None:

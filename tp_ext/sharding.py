@@ -204,3 +204,28 @@ class Sharding:
                 f"full: shape {tuple(shape)} must have {self.size} elements in dim {self.dim}, "
                 f"the sum of the parts {self.parts}"
             )
+
+
+def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int) -> tuple[Part, Part]:
+    """How the features of q, and of k and v, are cut over p ranks.
+
+    With at least as many KV heads as ranks, by whole KV groups (uneven if need be). With fewer, each KV head lives on
+    p / num_kv_heads neighbours, which deal the query heads of its group among themselves.
+
+    Raises:
+        ValueError: heads that do not make whole groups; fewer query heads than ranks; fewer KV heads than ranks, and
+            they do not divide p.
+    """
+    numbers = f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}, p = {p}"
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads: must divide num_heads; {numbers}")
+    if num_heads < p:
+        raise ValueError(f"num_heads: must be at least the number of ranks; {numbers}")
+    group = num_heads // num_kv_heads
+    if num_kv_heads >= p:
+        q = Part(num_heads * head_dim, unit=group * head_dim)
+        return q, Part(num_kv_heads * head_dim, unit=head_dim)
+    if p % num_kv_heads:
+        raise ValueError(f"num_kv_heads: when fewer than the ranks, must divide their number; {numbers}")
+    q = Part(num_heads * head_dim, unit=head_dim, groups=num_kv_heads)
+    return q, Part(num_kv_heads * head_dim, unit=head_dim, copies=p // num_kv_heads)
