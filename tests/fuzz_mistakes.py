@@ -3,9 +3,8 @@ shipped, and a few that would be easy to make here."""
 
 from unittest.mock import patch
 
-from tp_ext import _ops
+from tp_ext import _ops, grad_norm
 from tp_ext.module import ParallelModule
-from tp_ext.sharding import Sharding
 
 
 def norm_gradients_unsummed():
@@ -55,8 +54,14 @@ def padding_in_the_loss():
 
 
 def copies_in_the_norm():
-    """Every copy of a KV head counts in the gradient's norm."""
-    return patch.object(Sharding, "owned", lambda self, local, rank, p: [local] if local.numel() else [])
+    """Every rank counts what it holds: replicated gradients, and those of copied KV heads, as often as there are."""
+    real = grad_norm.boxes
+
+    def boxes(*arguments):
+        shape, held = real(*arguments)
+        return shape, [box._replace(owned=True) for box in held]
+
+    return patch.object(grad_norm, "boxes", boxes)
 
 
 def masks_of_the_local_index():

@@ -108,6 +108,7 @@ class Training:
         for param in self.trainable:
             if param.main_grad is not None and (param.grad is None or param.main_grad.any()):
                 param.grad = param.main_grad if param.grad is None else param.grad + param.main_grad
+            param.main_grad = None
         if step == 0:
             self.record_params("grad")
         if self.trainable and clip:

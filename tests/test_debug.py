@@ -7,6 +7,9 @@ import pytest
 import torch
 from ranks import RankError, run, run_raises
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 import tp_ext
 from tp_ext import debug
@@ -67,6 +70,40 @@ def _healthy(group, sequence_parallel):
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_nothing_is_found_in_a_healthy_model(p, sequence_parallel):
     assert run(_healthy, p, sequence_parallel) == [[]] * p
+
+
+def _inside(group, same):
+    """A rank's slice is broadcast to all, under what changes names."""
+    model = nn.ModuleDict(
+        {
+            "checkpointed": checkpoint_wrapper(tp_ext.ParallelMLP(4, 8, group=group)),
+            "compiled": torch.compile(tp_ext.ParallelMLP(4, 8, group=group)),
+            "parametrized": weight_norm(tp_ext.ColumnParallelLinear(4, 8, group=group)),
+            "like": tp_ext.ColumnParallelLinear(4, 8, group=group),
+            "ddp": nn.parallel.DistributedDataParallel(tp_ext.ParallelMLP(4, 8, group=group), process_group=_alone()),
+        }
+    )
+    debug.check(model)
+    model["plain"] = tp_ext.ColumnParallelLinear(4, 8, group=group)
+    register_parametrization(model["plain"], "weight", nn.Tanh())
+    remove_parametrizations(model["plain"], "weight")
+    debug.check(model)  # which is as it was, and was never tied to the layer of the same size
+    for name, param in model.named_parameters():
+        if any(part in name for part in ("up.weight", "original1")) and same:
+            torch.distributed.broadcast(param.data, 0, group=group)
+    return debug.findings(model)
+
+
+@functools.cache
+def _alone():
+    groups = [torch.distributed.new_group([rank]) for rank in range(torch.distributed.get_world_size())]
+    return groups[torch.distributed.get_rank()]
+
+
+def test_what_is_inside_wrappers_is_found():
+    assert run(_inside, 2, False) == [[]] * 2
+    found, other = run(_inside, 2, True)
+    assert found == other and len(found) == 4 and all("ranks 0 and 1 hold the same bits" in text for text in found)
 
 
 def test_one_process_needs_no_group():
@@ -204,7 +241,7 @@ def test_check_finds_a_plain_norm_on_sharded_tokens():
 def _many(group, count):
     model = nn.ParameterList([nn.Parameter(torch.full((2,), float(group.rank()))) for _ in range(count)])
     calls, exchange = [], torch.distributed.all_gather_object
-    torch.distributed.all_gather_object = lambda *args: (calls.append(1), exchange(*args))
+    torch.distributed.all_gather_object = lambda *args, **group: (calls.append(1), exchange(*args, **group))
     try:
         found = debug.findings(model, group=group)
     finally:

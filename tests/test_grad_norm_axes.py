@@ -12,7 +12,7 @@ from stateful import made
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
@@ -152,7 +152,7 @@ def _over_the_group_itself(group):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = nn.ModuleDict({"ours": tp_ext.ColumnParallelLinear(3, 4, False, group=mesh), "cut": nn.Linear(3, 4)})
     weight, bias = model["cut"].weight.detach(), model["cut"].bias.detach()
-    model["cut"].weight = nn.Parameter(distribute_tensor(weight, mesh))
+    model["cut"].weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
     model["cut"].bias = nn.Parameter(distribute_tensor(bias, mesh, [Replicate()]))
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -177,3 +177,16 @@ def test_main_grad():
         assert norm.dtype == torch.float64
         torch.testing.assert_close(norm, torch.tensor(4.0).double())  # 12 weights and 4 biases, ones
         torch.testing.assert_close(grad, torch.full((2, 3), 0.25).double(), rtol=1e-5, atol=0)
+
+
+def _both(group):
+    layer = tp_ext.ColumnParallelLinear(3, 4, False, group=group)
+    layer.weight.grad, layer.weight.main_grad = torch.ones(2, 3), torch.ones(2, 3)  # of a tied weight's two layers
+    norm = tp_ext.clip_grad_norm_(layer, 1.0, group=group)
+    return norm, layer.weight.grad + layer.weight.main_grad
+
+
+def test_grad_beside_main_grad_is_added():
+    for norm, grad in ranks.run(_both, 2):
+        torch.testing.assert_close(norm, torch.tensor(48.0).sqrt())
+        torch.testing.assert_close(grad, torch.full((2, 3), 2 / 48**0.5), rtol=1e-5, atol=0)

@@ -103,6 +103,7 @@ def _padded(group, options, state, texts, static):
     cache = module.new_cache(len(texts), longest + 2, static=static)
     with torch.inference_mode():
         y = in_steps(module, x, cache.reset(padding=padding), [longest - 1, 1, 2])
+    assert y.isfinite().all()  # padding too, or the next layer would spread it
     return [row[n:] for row, n in zip(y, padding, strict=True)]
 
 

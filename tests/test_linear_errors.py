@@ -65,11 +65,13 @@ def test_only_an_nn_linear_is_taken_over():
 
 def _wrong_weight(group, kind):
     layer = kind(6, 6, group=group)
-    layer.weight = nn.Parameter(torch.empty(5, 5))
+    layer.weight = nn.Parameter(torch.empty(5, layer.weight.shape[1]))  # the input fits
     layer(torch.empty(2, 6 if kind is ColumnParallelLinear else 6 // group.size()))
 
 
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_an_assigned_weight_of_other_features(kind, p):
-    ranks.run_raises(_wrong_weight, p, ValueError, r"x: shape \[2, \d\] must end in the 5 input features", kind)
+    ranks.run_raises(
+        _wrong_weight, p, ValueError, r"weight: shape \(5, \d\) must be \(\d, \d\), this rank's shard", kind
+    )

@@ -119,6 +119,9 @@ def _external(group, kind):
     assert torch.equal(weight.grad, own.weight.grad)
     with pytest.raises(ValueError, match=rf"weight: shape \(3, 3\) must be \({own.weight.shape[0]}, "):
         layer(x, weight=torch.zeros(3, 3, dtype=torch.float64))
+    own.weight = nn.Parameter(torch.zeros(3, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"weight: shape \(3, 3\) must be"):
+        own(x)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])

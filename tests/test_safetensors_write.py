@@ -49,9 +49,10 @@ class Taken:
 
 
 def test_one_tensor_at_a_time_is_written_and_own_slices_are_read(tmp_path):
+    """Twice what one takes, since gloo's thread may not yet have let go of the last one."""
     matrix, p = 32 * 32 * 8, 4
     (saving, loading, taken), *others = ranks.run(_peaks, p, tmp_path)
-    assert matrix <= saving <= 1.5 * matrix and loading == 0 and taken == 8 * 32 * 32 // p
+    assert matrix <= saving <= 2 * 1.25 * matrix and loading == 0 and taken == 8 * 32 * 32 // p
     for saving, loading, taken in others:
         assert saving <= 2 * matrix // p and loading == 0 and taken == 8 * 32 * 32 // p
     assert Path(tmp_path / "model.safetensors").stat().st_size > 8 * matrix

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
@@ -109,7 +108,7 @@ def dense_training(kind, parts, steps=3, prepare=None):
                 (loss / parts).backward()
                 losses.append(loss.item())
             optimizer.step()
-        return losses, full_state(model, None)
+        return losses, tp_ext.full_state_dict(model)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -141,7 +140,7 @@ def wrapped_training(group, kind, how, dp, tp, sequence_parallel, micro, steps=3
                 losses.append((step, part, loss))
             optimizer.step()
         tp_ext.debug.check(model, group=axes["tp"])
-        return losses, full_state(model, axes["tp"])
+        return losses, tp_ext.full_state_dict(model, group=axes["tp"])
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -150,13 +149,3 @@ def _one(model, group, step, part, micro):
     loss = loss_of(model, group, step, part)
     (loss / micro).backward()
     return loss.item()
-
-
-def full_state(model, group, of=lambda param: param.detach()):
-    """The unsharded model's tensors from those of a wrapped one: first over the data axis, then over the shards."""
-    table, full = dict(tp_ext.shardings(model)), {}
-    for name, param in model.named_parameters():
-        value = of(param)
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        full[name.removeprefix("module.")] = tp_ext.checkpoint.gather_full(value, table[name], group)
-    return full

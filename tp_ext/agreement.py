@@ -1,11 +1,14 @@
 """Ranks that must all go on or all fail: what one of them found wrong becomes the error of each."""
 
+import contextlib
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 _KINDS = (KeyError, TypeError, ValueError, pickle.UnpicklingError)
@@ -44,3 +47,16 @@ def together(process_group: ProcessGroup | None, act: Callable[[], T]) -> T:
         if found is not None:
             raise found from error
     return cast(T, result)
+
+
+@contextlib.contextmanager
+def plain_failures() -> Iterator[None]:
+    """Around a call of ``torch.distributed.checkpoint``: what failed on a rank, on the first one of several, is raised
+    on all as that, not as torch's collection of failures."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is meant
+            yield
+    except CheckpointException as error:  # on all ranks
+        rank = min(error.failures)
+        raise portable(error.failures[rank][0]) from error

@@ -5,7 +5,6 @@ a whole one is there.
 import contextlib
 import io
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from tp_ext.agreement import portable, together
+from tp_ext.agreement import plain_failures, together
 from tp_ext.checkpoint_reader import CheckpointReader
 from tp_ext.group import Group
 from tp_ext.replace import aside, recover, replace, saving, sync
@@ -69,7 +67,8 @@ def save_checkpoint(
 
     state, extra_bytes = together(process_group, prepare)
     try:
-        _save(state, saving(target), process_group)
+        with plain_failures():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(saving(target)), process_group=process_group)
 
         def finish() -> None:
             if rank == 0:
@@ -149,13 +148,3 @@ def _check_place(target: Path) -> None:
                 f"path: {os.fspath(target)!r} holds {file.name!r}, which no checkpoint does; it must be new, empty, or "
                 "an earlier checkpoint"
             )
-
-
-def _save(state: StateDict, place: Path, process_group: ProcessGroup | None) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is meant
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(place), process_group=process_group)
-    except CheckpointException as error:  # on all ranks
-        rank = min(error.failures)
-        raise portable(error.failures[rank][0]) from error

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tp_ext.group import Group, global_ranks, parallel_group
+from tp_ext.agreement import gathered
+from tp_ext.group import Group, global_ranks, parallel_group, process_group
 from tp_ext.module import ParallelModule
 from tp_ext.replication import (
     Entry,
@@ -23,7 +24,6 @@ from tp_ext.replication import (
     dealt,
     differences,
     entries,
-    exchange,
     explain,
     held_pieces,
     local,
@@ -92,7 +92,7 @@ def findings(model: nn.Module, *, group: Group = None) -> list[str]:
     pieces = {key: piece for entry in table for key, piece in replicated_pieces(entry, name)}
     held = dict(zip(pieces, held_pieces(pieces.values()), strict=True))
     mine = _Report(alone, _facts(model, table, own), _slices(table, name), held)
-    reports: list[_Report] = exchange(mine, name)
+    reports = gathered(mine, process_group(name))
     all_held = [one.held for one in reports]
     facts = [one.facts for one in reports]
     found = _told_alone([one.alone for one in reports]) + _disagreements(facts) + _same_slices(reports)

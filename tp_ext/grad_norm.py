@@ -65,9 +65,7 @@ def clip_grad_norm_(
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
     )
-    stored = [
-        _Stored(_local(grad)) for param, _ in _table(parameters_or_module) if (grad := _gradient(param)) is not None
-    ]
+    stored = [_Stored(_local(grad)) for param, _ in _table(parameters_or_module) for grad in _addends(param)]
     torch.nn.utils.clip_grads_with_norm_(stored, max_norm, total, foreach)  # type: ignore[arg-type]
     return total
 
@@ -89,7 +87,7 @@ def grad_norm(
 
     Args:
         parameters_or_module: the module; or parameters that still carry ``tp_sharding``. The gradient of a parameter
-            without ``.grad`` is its ``main_grad``, if it has one.
+            is its ``.grad`` plus its ``main_grad``, if it has one (``grad_accumulation_fusion``).
         norm_type: positive, also infinite.
         group: the tensor-parallel group.
         extra_groups: one or several other groups whose ranks hold different parameters, a pipeline's, say:
@@ -129,7 +127,7 @@ def grad_norm(
             alone = not tp.isdisjoint(axes[mesh])
             _, held = boxes(grad, sharding, 0 if alone else rank, 1 if alone else p)
             counted += [box.tensor for box in held if box.owned]
-    grads = [grad for param, _ in table if (grad := _gradient(param)) is not None]
+    grads = [grad for param, _ in table for grad in _addends(param)]
     # A rank that owns nothing here has no dtype to go by: that of the result, and of what is sent, is everyone's
     dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads)) if grads else torch.float32
     device = _device([param for param, _ in table])
@@ -156,8 +154,15 @@ class _Stored(NamedTuple):
     grad: Tensor
 
 
+def _addends(param: Tensor) -> list[Tensor]:
+    """What makes up the gradient: ``.grad``, ``main_grad``, or both, of a weight tied to another layer's."""
+    grad, main_grad = param.grad, getattr(param, "main_grad", None)
+    return [one for one in (grad, None if main_grad is grad else main_grad) if one is not None]
+
+
 def _gradient(param: Tensor) -> Tensor | None:
-    return param.grad if param.grad is not None else getattr(param, "main_grad", None)
+    addends = _addends(param)
+    return sum(addends[1:], addends[0]) if addends else None
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ class ParallelModule(nn.Module):
         self._reset(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name in self.tp_shardings and hasattr(param, "tp_sharding"):
+        own = self._parameters.get(name)  # None while a parametrization is put on or taken off
+        if own is not None and own is not param and hasattr(param, "tp_sharding"):
             self.tied.add(name)
         super().register_parameter(name, param)
 

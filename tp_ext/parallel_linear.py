@@ -78,6 +78,7 @@ class ParallelLinear(ParallelModule):
             device=device,
             dtype=dtype,
         )
+        self._weight_shape = self.local_shape("weight")
         if bias:
             self.add_parameter("bias", (out_features,), default, sharding=bias_sharding, device=device, dtype=dtype)
         else:
@@ -125,8 +126,10 @@ class ParallelLinear(ParallelModule):
             ValueError: it has another shape; ``grad_accumulation_fusion`` and it has no ``main_grad``.
         """
         weight: Tensor = self.weight if given is None else given
-        if given is not None and given.shape != (local := self.local_shape("weight")):
-            raise ValueError(f"weight: shape {tuple(given.shape)} must be {tuple(local)}, this rank's shard")
+        if weight.shape != self._weight_shape:  # one of the caller's, or put in the place of the own
+            raise ValueError(
+                f"weight: shape {tuple(weight.shape)} must be {tuple(self._weight_shape)}, this rank's shard"
+            )
         main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
         if "weight" not in self._copied:
             return weight, main_grad

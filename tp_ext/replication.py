@@ -5,13 +5,13 @@ A checksum per tensor is compared first, in one exchange; values are sent only o
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tp_ext.agreement import gathered
 from tp_ext.group import Group, global_ranks, parallel_group, process_group
 from tp_ext.module import ParallelModule, sharding_of, shardings
 from tp_ext.sharding import Sharding
@@ -65,7 +65,7 @@ def assert_replicated(model_or_tensor: nn.Module | Tensor, *, group: Group) -> N
         pieces = {key: piece for entry in table for key, piece in replicated_pieces(entry, group)}
     else:
         pieces = {("tensor", -1, 0): local(model_or_tensor)}
-    held = exchange(dict(zip(pieces, held_pieces(pieces.values()), strict=True)), name)
+    held = gathered(dict(zip(pieces, held_pieces(pieces.values()), strict=True)), process_group(name))
     sentences, different = missing(held), differences(held)
     if different and not sentences:
         sentences = explain(different[:1], pieces, held, name)
@@ -159,13 +159,6 @@ def _checksum(bits: Tensor) -> Tensor:
     return torch.stack([total, varied])
 
 
-def exchange(mine: Any, group: str) -> list[Any]:
-    """What each rank of the group gave, in order."""
-    everyone: list[Any] = [None] * parallel_group(group).size
-    dist.all_gather_object(everyone, mine, process_group(group))
-    return everyone
-
-
 def missing(held: list[dict[Key, Held]]) -> list[str]:
     """A sentence for each whole tensor that not all ranks have."""
     sentences = []
@@ -185,9 +178,9 @@ def differences(held: list[dict[Key, Held]]) -> list[Key]:
 def explain(keys: list[Key], pieces: dict[Key, Tensor], held: list[dict[Key, Held]], group: str) -> list[str]:
     """A sentence for each difference, the same on every rank. Communicates: the pieces, to every rank."""
     mine = [pieces[key].cpu() if key in pieces else None for key in keys]
-    everyone = exchange(mine, group)
+    everyone = gathered(mine, process_group(group))
     return [
-        _sentence(key, {r: one[i] for r, one in enumerate(everyone) if one[i] is not None}, held)
+        _sentence(key, {r: piece for r, one in enumerate(everyone) if (piece := one[i]) is not None}, held)
         for i, key in enumerate(keys)
     ]
 

@@ -1,6 +1,5 @@
 """Loading what torch.distributed.checkpoint saved of a sharded state dict, checked before anything is written."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -8,13 +7,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ext.agreement import gathered, portable, together
+from tp_ext.agreement import gathered, plain_failures, together
 from tp_ext.checkpoint_reader import PlainPlanner
 from tp_ext.group import Group
 from tp_ext.sharded_state_dict import Optimized, optimized_params, sharded_state, sharded_state_dict
@@ -91,13 +89,8 @@ def _check_entries(flat: StateDict, metadata: Metadata) -> None:
 
 def _read(flat: StateDict, reader: StorageReader, process_group: ProcessGroup | None) -> None:
     """Fills the tensors of a flat state dict and replaces its other values."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is meant
-            dcp.load(flat, storage_reader=reader, planner=PlainPlanner(), process_group=process_group)
-    except CheckpointException as error:  # on all ranks
-        rank = min(error.failures)
-        raise portable(error.failures[rank][0]) from error
+    with plain_failures():
+        dcp.load(flat, storage_reader=reader, planner=PlainPlanner(), process_group=process_group)
 
 
 class _Destination:

@@ -15,6 +15,7 @@
 // gets none.
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
@@ -154,7 +155,8 @@ struct RowLinear : Function<RowLinear> {
     const Tensor addend = at::linear(x, weight);
     Tensor y = sequence_parallel ? comm::reduce_scatter(addend, group, 0, tokens)
                                  : comm::all_reduce_fresh(addend, group);
-    return bias.has_value() ? y.add_(*bias) : y;
+    if (!bias.has_value()) return y;
+    return comm::traced(y) ? at::add(y, *bias) : y.add_(*bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

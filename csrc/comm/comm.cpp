@@ -44,13 +44,6 @@ ProcessGroup resolve(const std::string& group) {
   }
 }
 
-// Whether somebody watches the operators: a dispatch mode (compile, CommDebugMode) or a tensor
-// subclass
-bool traced(const Tensor& x) {
-  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-         x.key_set().has(c10::DispatchKey::Python);
-}
-
 // Calls a _c10d_functional operator, boxed: its group argument is `str` or `Any`, depending on
 // torch's version
 template <typename... Args>
@@ -105,6 +98,11 @@ Work issue_all_to_all(const ProcessGroup& group, Tensor& out, Tensor& x,
 #pragma GCC diagnostic pop
 
 }  // namespace
+
+bool traced(const Tensor& x) {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         x.key_set().has(c10::DispatchKey::Python);
+}
 
 int64_t size(const std::string& group) {
   if (group.empty()) return 1;

@@ -20,6 +20,10 @@
 
 namespace tp_ext::comm {
 
+// Whether somebody watches the operators: a dispatch mode (compile, CommDebugMode, selective
+// checkpointing) or a tensor subclass. What they have seen must not be written to.
+bool traced(const at::Tensor& x);
+
 int64_t size(const std::string& group);  // 1 for ""
 int64_t rank(const std::string& group);  // 0 for ""
 

@@ -34,7 +34,7 @@ class Case:
     make: Callable[..., nn.Module]
     takes: str = "tokens"
     gives: str = "tokens"
-    call: tuple[tuple[str, int], ...] = (("total_tokens", TOKENS),)
+    call: tuple[tuple[str, int | None], ...] = (("total_tokens", TOKENS),)
     dropout: bool = False
 
 
@@ -84,7 +84,7 @@ CASES = {
     "dropout": Case(lambda **k: tp_ext.Dropout(0.3, **k), dropout=True),
     "block": Case(
         lambda **k: Block(config(sequence_parallel=k["sequence_parallel"]), k["group"]),
-        call=(("batch_size", BATCH), ("tokens", TOKENS)),
+        call=(("batch_size", BATCH), ("tokens", TOKENS), ("cos_sin", None)),
         dropout=True,
     ),
     "rich_block": Case(lambda **k: RichBlock(**k), call=(), dropout=True),

@@ -109,9 +109,9 @@ def _inductor(group, sp, eager_random):
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = (x.tensor_split(group.size())[group.rank()] if sp else x).clone().requires_grad_()
     with torch._inductor.config.patch(fallback_random=eager_random):
-        compiled, counter = _compiled(lambda x: model(x, 2, TOKENS), "inductor")
+        compiled, counter = _compiled(lambda x: model(x, 2, TOKENS, None), "inductor")
         results = []
-        for call in (compiled, lambda x: model(x, 2, TOKENS)):
+        for call in (compiled, lambda x: model(x, 2, TOKENS, None)):
             model.zero_grad()
             x.grad = None
             torch.manual_seed(2)
