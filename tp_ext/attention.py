@@ -146,11 +146,10 @@ class ParallelAttention(ParallelModule):
         if cache is not None:
             self._check_cache(cache, batch, seq, lengths)
         qkv = self.qkv(x, total_tokens)
-        if lengths is not None:
-            positions = torch.cat([torch.arange(n, device=x.device) for n in lengths])
-        else:
-            positions = torch.arange(seq, device=x.device) if cache is None else cache.positions(seq).flatten()
-        q, k, v = self._heads(qkv.reshape(-1, qkv.shape[-1]), positions, cos_sin)
+        rows = qkv.reshape(-1, qkv.shape[-1])
+        if self.rope is not None and cos_sin is None:
+            cos_sin = self._cos_sin(self.rope, rows, seq, lengths, cache)
+        q, k, v = self._heads(rows, cos_sin)
         if lengths is None:
             attend = self._attend if cache is None else cache.attend
             attended = attend(*(t.unflatten(0, (batch, seq)) for t in (q, k, v)))
@@ -214,11 +213,21 @@ class ParallelAttention(ParallelModule):
             )
         cache.check(batch, seq)
 
-    def _heads(
-        self, rows: Tensor, positions: Tensor, cos_sin: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v ``[tokens, heads_local, head_dim]``, normed and rotated. positions: of one sequence, if all have the
-        same, or of all tokens."""
+    @staticmethod
+    def _cos_sin(
+        rope: RotaryEmbedding, rows: Tensor, seq: int, lengths: list[int] | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """The tables of all tokens; computed for one sequence where all have the same positions."""
+        if lengths is not None:
+            positions = torch.cat([torch.arange(n, device=rows.device) for n in lengths])
+        else:
+            positions = torch.arange(seq, device=rows.device) if cache is None else cache.positions(seq).flatten()
+        cos, sin = rope.cos_sin(positions, rows.dtype)
+        copies = rows.shape[0] // max(positions.shape[0], 1)
+        return (cos, sin) if copies == 1 else (cos.repeat(copies, 1), sin.repeat(copies, 1))
+
+    def _heads(self, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v ``[tokens, heads_local, head_dim]``, normed and rotated."""
         heads = rows.unflatten(-1, (-1, self.head_dim))
         nq, nkv = self.num_heads_local, self.num_kv_heads_local
         v = heads[:, nq + nkv :]
@@ -226,13 +235,9 @@ class ParallelAttention(ParallelModule):
             rotating = [self.q_norm(heads[:, :nq]), self.k_norm(heads[:, nq : nq + nkv])]
         else:
             rotating = [heads[:, : nq + nkv]]  # q and k side by side: one kernel rotates both
-        if self.rope is not None:
+        if self.rope is not None and cos_sin is not None:
             if rows.requires_grad and self.q_norm is None:
                 v = v.contiguous()  # as a view it would keep the q and k that are rotated here until backward
-            if cos_sin is None:
-                tables = self.rope.cos_sin(positions, rows.dtype)
-                copies = rows.shape[0] // max(positions.shape[0], 1)
-                cos_sin = tables if copies == 1 else (tables[0].repeat(copies, 1), tables[1].repeat(copies, 1))
             rotating = [_ops.rope(t, *cos_sin, self.rope.interleaved) for t in rotating]
         if len(rotating) == 2:
             return rotating[0], rotating[1], v
@@ -259,26 +264,22 @@ class ParallelAttention(ParallelModule):
         """Dropout's index is (batch, full head, query, key)."""
         batch, heads, seq, _ = q.shape
         q, k, v = (t.contiguous() for t in (q, k, v))  # a view of q | k | v would keep all three until backward
-        shared = (
-            batch,
-            k.shape[1],
-            heads * seq // k.shape[1],
-        )  # a KV head's query heads are rows of one: no copy of k and v for each
+        # A KV head's query heads are rows of one: no copy of k and v for each
+        shared = (batch, k.shape[1], heads * seq // k.shape[1])
         scores = q.reshape(*shared, self.head_dim) @ k.transpose(-1, -2)
         scores = scores.view(batch, heads, seq, seq) * (1 / math.sqrt(self.head_dim))
         if self.causal:
             future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(future, float("-inf"))
-        head = seq * seq
         weights = _ops.bias_dropout_residual(
             scores.softmax(-1, dtype=q.dtype),  # computed in fp32, kept in q's dtype
             None,
             None,
             draw_seed(q.device),
             dropout,
-            max(self.num_heads_local * head, 1),
-            self.num_heads * head,
-            self.first_head_local * head,
+            max(heads * seq * seq, 1),
+            self.num_heads * seq * seq,
+            self.first_head_local * seq * seq,
         )
         return (weights.view(*shared, seq) @ v).view(q.shape)
 

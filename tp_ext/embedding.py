@@ -47,7 +47,6 @@ class _VocabParallel(ParallelModule):
         self.sharding = vocab_sharding(vocab_size, p, pad_to_multiple_of)
         (rows,) = self.sharding.slices(rank, p)
         self.vocab_start, self.vocab_local = rows.start, rows.stop - rows.start
-        self._weight_shape = (self.sharding.local_size(rank, p), features)
         self.add_parameter(
             "weight",
             (vocab_size, features),
@@ -56,11 +55,12 @@ class _VocabParallel(ParallelModule):
             device=device,
             dtype=dtype,
         )
+        self._weight_shape = self.local_shape("weight")
 
     def _checked(self, weight: Tensor) -> Tensor:
-        if tuple(weight.shape) != self._weight_shape:
+        if weight.shape != self._weight_shape:
             raise ValueError(
-                f"weight: shape {tuple(weight.shape)} must be {self._weight_shape}, this rank's rows of a "
+                f"weight: shape {tuple(weight.shape)} must be {tuple(self._weight_shape)}, this rank's rows of a "
                 f"vocabulary of {self.vocab_size}; tied layers need the same pad_to_multiple_of"
             )
         return weight
