@@ -38,6 +38,21 @@ def own_output(y: Tensor, layer: nn.Module, group) -> Tensor:
     return own_tokens(y, group) if layer.sequence_parallel else y
 
 
+def small_linear(dtype=torch.float64, features=(6, 8)) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(*features, dtype=dtype)
+
+
+def small_layer(group, kind, sp, dtype=torch.float64, **options) -> nn.Module:
+    """The same linear, parallel."""
+    return kind.from_linear(small_linear(dtype), group=group, sequence_parallel=sp, **options)
+
+
+def small_input(layer: nn.Module, group, dtype=torch.float64) -> Tensor:
+    torch.manual_seed(2)
+    return own_input(torch.randn(4, 6, dtype=dtype), layer, group).contiguous().requires_grad_()
+
+
 def results(layer: nn.Module, x: Tensor, call=None) -> list[Tensor]:
     """y = layer(x), or call(x), and the gradients of its sines: of x and of the parameters."""
     layer.zero_grad()

@@ -38,12 +38,12 @@ class Model(nn.Module):
         return self.head(self.last(x), n)
 
 
-def train(model, optimizer, group, steps):
+def train(model, optimizer, group, steps, vocab_size=13):
     """The losses of some steps on the same made-up tokens."""
-    ids, losses = torch.arange(14).view(2, 7) * 5 % 13, []
+    ids, losses = torch.arange(14).view(2, 7) * 5 % vocab_size, []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = tp_ext.vocab_parallel_cross_entropy(model(ids), ids.roll(1).flatten(), group, vocab_size=13)
+        loss = tp_ext.vocab_parallel_cross_entropy(model(ids), ids.roll(1).flatten(), group, vocab_size=vocab_size)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from dense import addend, full_gradients, gradients, own_input, own_tokens, results
+from dense import (
+    addend,
+    full_gradients,
+    gradients,
+    own_tokens,
+    results,
+    small_input,
+    small_layer,
+    small_linear,
+)
 from torch import nn
 
 from tp_ext import ColumnParallelLinear, Part, RowParallelLinear, Sharding, full_state_dict
@@ -151,23 +160,9 @@ def test_fp32(p, case):
 # Strides
 
 
-def _dense(dtype=torch.float64, features=(6, 8)):
-    torch.manual_seed(1)
-    return nn.Linear(*features, dtype=dtype)
-
-
-def _layer(group, kind, sp, dtype=torch.float64, **options):
-    return kind.from_linear(_dense(dtype), group=group, sequence_parallel=sp, **options)
-
-
-def _input(layer, group, dtype=torch.float64):
-    torch.manual_seed(2)
-    return own_input(torch.randn(4, 6, dtype=dtype), layer, group).contiguous().requires_grad_()
-
-
 def _strides(group, kind, sp):
-    layer = _layer(group, kind, sp)
-    x = _input(layer, group).detach()
+    layer = small_layer(group, kind, sp)
+    x = small_input(layer, group).detach()
     for shape in ((4,), (2, 2), (1, 2, 2)):
         shape = (x.shape[0], 1) if shape == (4,) else shape
         plain = x.reshape(*(shape if x.shape[0] == 4 else (2, 1)), -1).requires_grad_()
@@ -211,7 +206,7 @@ def _alone(group, dense, x):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_one_rank_is_nn_linear_bit_for_bit(dtype):
-    ranks.run(_alone, 1, _dense(dtype), torch.randn(3, 2, 6, dtype=dtype))
+    ranks.run(_alone, 1, small_linear(dtype), torch.randn(3, 2, 6, dtype=dtype))
 
 
 def _round_trip(group, dense, kind, options):
@@ -224,7 +219,7 @@ def _round_trip(group, dense, kind, options):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_from_linear_and_back(p):
-    dense = _dense(torch.bfloat16)
+    dense = small_linear(torch.bfloat16)
     dense.weight.requires_grad_(False)
     q = {1: Part(8), 4: Part(4, copies=2)}.get(p, Part(8))
     parts = (q, 8 - q.size) if q.size < 8 else (q,)

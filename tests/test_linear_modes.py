@@ -7,8 +7,17 @@ import pickle
 import pytest
 import ranks
 import torch
-from dense import full_gradients, gradients, heard, own_input, own_output, results
-from torch import nn
+from dense import (
+    full_gradients,
+    gradients,
+    heard,
+    own_input,
+    own_output,
+    results,
+    small_input,
+    small_layer,
+    small_linear,
+)
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -24,20 +33,6 @@ KINDS = [
 BOTH = pytest.mark.parametrize(("kind", "sp"), KINDS)
 
 
-def _dense(dtype=torch.float64, features=(6, 8)):
-    torch.manual_seed(1)
-    return nn.Linear(*features, dtype=dtype)
-
-
-def _layer(group, kind, sp, dtype=torch.float64, **options):
-    return kind.from_linear(_dense(dtype), group=group, sequence_parallel=sp, **options)
-
-
-def _input(layer, group, dtype=torch.float64):
-    torch.manual_seed(2)
-    return own_input(torch.randn(4, 6, dtype=dtype), layer, group).contiguous().requires_grad_()
-
-
 # Double backward
 
 
@@ -49,7 +44,7 @@ def _second_order(y, inputs, w, us):
 
 def _second_order_rank(group, kind, sp, x, w, us):
     rank, p = group.rank(), group.size()
-    layer = _layer(group, kind, sp)
+    layer = small_layer(group, kind, sp)
     x = own_input(x, layer, group).contiguous().requires_grad_()
     w = own_output(w, layer, group).contiguous().requires_grad_()
     u = [own_input(us[0], layer, group)]
@@ -63,7 +58,7 @@ def _second_order_rank(group, kind, sp, x, w, us):
 @pytest.mark.parametrize("p", [1, 2, 3])
 @BOTH
 def test_second_order_is_that_of_the_dense_layer(kind, sp, p):
-    dense = _dense()
+    dense = small_linear()
     x, w = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     us = [torch.randn_like(t) for t in (x, dense.weight, dense.bias)]
     seconds = ranks.run(_second_order_rank, p, kind, sp, x, w, us)
@@ -98,10 +93,10 @@ COUNTS = {
 
 
 def _counts(group, kind, sp, frozen=(), x_needs_grad=True, **options):
-    layer = _layer(group, kind, sp, **options)
+    layer = small_layer(group, kind, sp, **options)
     for name in frozen:
         getattr(layer, name).requires_grad_(False)
-    x = _input(layer, group) if options.get("input_is_parallel", True) else torch.randn(4, 6, dtype=torch.float64)
+    x = small_input(layer, group) if options.get("input_is_parallel", True) else torch.randn(4, 6, dtype=torch.float64)
     x.requires_grad_(x_needs_grad)
     y = []
     return heard(lambda: y.append(layer(x))), heard(lambda: y[0].sum().backward())
@@ -132,8 +127,8 @@ def test_collectives_that_nobody_needs_are_not_sent():
 
 def _compiled(group, kind, sp, options):
     torch._dynamo.reset()
-    layer = _layer(group, kind, sp, **options)
-    x = _input(layer, group)
+    layer = small_layer(group, kind, sp, **options)
+    x = small_input(layer, group)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(results(layer, x, compiled), results(layer, x), rtol=1e-12, atol=1e-12)
     if sp:  # tokens that p does not divide
@@ -153,8 +148,8 @@ def test_compile_gather_output_with_copies():
 
 
 def _checkpointed(group, kind, sp):
-    layer = _layer(group, kind, sp)
-    x = _input(layer, group)
+    layer = small_layer(group, kind, sp)
+    x = small_input(layer, group)
     want, got = results(layer, x), []
 
     def call(x):
@@ -173,8 +168,8 @@ def test_activation_checkpointing(kind, sp):
 
 
 def _autocast(group, kind, sp):
-    layer = _layer(group, kind, sp, torch.float32)
-    x = _input(layer, group, torch.float32)
+    layer = small_layer(group, kind, sp, torch.float32)
+    x = small_input(layer, group, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         low = results(layer, x)
     assert low[0].dtype == torch.bfloat16
@@ -187,7 +182,7 @@ def _autocast(group, kind, sp):
 
 @BOTH
 def test_autocast(kind, sp):
-    dense, x = _dense(torch.float32), torch.randn(4, 6, requires_grad=True)
+    dense, x = small_linear(torch.float32), torch.randn(4, 6, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y, *grads = results(dense, x)
     assert y.dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in grads)
@@ -196,8 +191,8 @@ def test_autocast(kind, sp):
 
 
 def _copies(group, kind, sp):
-    layer = _layer(group, kind, sp, torch.float32)
-    x = _input(layer, group, torch.float32)
+    layer = small_layer(group, kind, sp, torch.float32)
+    x = small_input(layer, group, torch.float32)
     want = results(layer, x)
     saved = io.BytesIO()
     torch.save(layer, saved)
@@ -221,8 +216,8 @@ def test_copied_pickled_and_moved_layers_know_their_shardings(kind, sp):
 
 
 def _functional(group, kind, sp):
-    layer = _layer(group, kind, sp)
-    x = _input(layer, group)
+    layer = small_layer(group, kind, sp)
+    x = small_input(layer, group)
     doubled = {name: (2 * p).detach().requires_grad_() for name, p in layer.named_parameters()}
     y = functional_call(layer, doubled, x)
     torch.testing.assert_close(y, 2 * layer(x), rtol=1e-12, atol=1e-12)

@@ -47,32 +47,21 @@ def _wide(group, seed=0):
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
 
 
-def _train_wide(model, optimizer, group, steps):
-    ids, losses = torch.arange(14).view(2, 7) * 5 % 19, []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = tp_ext.vocab_parallel_cross_entropy(model(ids), ids.roll(1).flatten(), group, vocab_size=19)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
 def _save_wide(group, path):
     model, optimizer = _wide(group)
-    _train_wide(model, optimizer, group, 3)
+    train(model, optimizer, group, 3, vocab_size=19)
     tp_ext.save_checkpoint(path, model, optimizer, group=group)
 
 
 def _resume_wide(group, path):
     model, optimizer = _wide(group, seed=1)
     tp_ext.load_checkpoint(path, model, optimizer, group=group)
-    return _train_wide(model, optimizer, group, 3)
+    return train(model, optimizer, group, 3, vocab_size=19)
 
 
 def test_saved_at_4_goes_on_at_1_2_3_and_8(tmp_path):
     ranks.run(_save_wide, 4, tmp_path / "4")
-    want = _train_wide(*_wide(None), None, 6)[3:]
+    want = train(*_wide(None), None, 6, vocab_size=19)[3:]
     for q in (1, 2, 3, 8):
         for losses in ranks.run(_resume_wide, q, tmp_path / "4"):
             torch.testing.assert_close(losses, want, **CLOSE)

@@ -1,35 +1,19 @@
 """What of a training is the same to the last bit: the same run twice, and a group of one rank against none."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from ranks import run
+from small_gpt import CONFIG, GPT, GPTConfig
 
 import tp_ext
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, GPTConfig
-
 pytestmark = pytest.mark.core
-
-CONFIG = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "ffn_hidden_size": 44,
-    "dropout": 0.2,
-    "activation_checkpointing": True,
-}
 
 
 def _train(group, sp):
     """Losses, gradient norms and weights of five steps of AdamW."""
     tp_ext.manual_seed(3)
-    model = GPT(GPTConfig(**CONFIG, sequence_parallel=sp), group)
+    model = GPT(GPTConfig(**CONFIG, activation_checkpointing=True, sequence_parallel=sp), group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     numbers = []
     for _ in range(5):
