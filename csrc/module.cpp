@@ -1,10 +1,12 @@
 // The Python extension module: importing it loads the operators; it tells how it was built, and
 // size and rank of a group by its name.
 
+#include <pybind11/chrono.h>
 #include <torch/extension.h>
 #include <torch/version.h>
 
 #include "comm/comm.h"
+#include "shm/backend.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Operators of tp_ext (torch.ops.tp_ext) and how they were built.";
@@ -23,4 +25,6 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("group_size", &tp_ext::comm::size);
   m.def("group_rank", &tp_ext::comm::rank);
+  m.def("create_shm_backend", &tp_ext::shm::create_backend,
+        pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -21,7 +21,7 @@ SOURCES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", "
 LAYERS = [
     {"_version"},
     {"_build"},
-    {"_ops", "group", "sharding"},
+    {"_ops", "group", "sharding", "shm"},
     {"megatron"},
     {"regions", "random"},
     {"module"},
@@ -132,8 +132,10 @@ FORBIDDEN = {  # what a folder's files must not include
     "cpu": ("autograd/", "comm/", *CUDA),
     "autograd": (*CUDA, "cpu/", "kernels/", "torch/csrc/distributed"),
     "comm": (*CUDA, "autograd/", "kernels/", "cpu/"),
+    "shm": (*CUDA, "autograd/", "comm/", "kernels/", "ops.h"),
     "": ("autograd/", "cpu/", *CUDA),
 }
+SHM_WITH_TORCH = {"backend", "backend_moves", "combine", "rendezvous", "tensors", "work"}
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT / "csrc")))
@@ -143,14 +145,22 @@ def test_cpp_includes(file):
         assert name != "ATen/ATen.h", "few ATen headers: they take most of the compile time"
 
 
-def test_only_comm_names_c10d():
-    named = {str(file.relative_to(ROOT / "csrc")) for file in SOURCES if "c10d" in code(file)}
-    assert named == {"comm/comm.cpp"}
+def test_only_comm_and_the_backend_name_c10d():
+    named = {str(file.relative_to(ROOT / "csrc").with_suffix("")) for file in SOURCES if "c10d" in code(file)}
+    assert named == {"comm/comm", "shm/backend", "shm/backend_moves", "shm/rendezvous", "shm/work"}
 
 
-def test_no_backend_is_named():
+def test_the_core_of_shared_memory_is_torch_free():
+    """So that it can be built alone, and run under a race detector with threads for ranks."""
+    core = [f for f in SOURCES if folder(f) == "shm" and f.stem not in SHM_WITH_TORCH]
+    assert {"shared", "calls", "messages", "segment", "engine"} <= {f.stem for f in core}
+    for file in core:
+        assert all(name.startswith(("shm/", "sys/")) or "/" not in name for name in includes(file))
+
+
+def test_no_backend_is_included():
     for file in SOURCES:
-        assert not re.search(r"nccl|gloo|mpi\.h", code(file), re.I), file.name
+        assert not [name for name in includes(file) if re.search(r"nccl|gloo|mpi\.h", name, re.I)], file.name
 
 
 def test_no_static_holds_a_group_a_tensor_or_a_stream():

@@ -1,0 +1,116 @@
+// The engine as a c10d backend for CPU tensors, "tp_shm".
+
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "shm/engine.h"
+#include "shm/tensors.h"
+
+namespace tp_ext::shm {
+
+class ShmBackend : public c10d::Backend {
+ public:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  using milliseconds = std::chrono::milliseconds;
+
+  ShmBackend(std::shared_ptr<Engine> engine, int rank, int size, milliseconds timeout);
+
+  const std::string getBackendName() const override { return "tp_shm"; }
+  void setTimeout(milliseconds timeout) override { timeout_ = timeout; }
+  uint64_t getSequenceNumberForGroup() override { return engine_->calls(); }
+  void setSequenceNumberForGroup() override {}
+  void abort() override { engine_->give_up("the group was aborted"); }
+
+  // What combines elements, and the barrier: backend.cpp
+  Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  Work allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  Work reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  Work reduce_scatter(Tensors& out, std::vector<Tensors>& in,
+                      const c10d::ReduceScatterOptions& opts) override;
+  Work _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
+                            const c10d::ReduceScatterOptions& opts) override;
+  Work reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
+                                       const c10d::ReduceScatterOptions& opts) override;
+  Work barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  // What moves them: backend_moves.cpp
+  Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  Work allgather(std::vector<Tensors>& out, Tensors& in,
+                 const c10d::AllgatherOptions& opts) override;
+  Work allgather_coalesced(std::vector<Tensors>& out, Tensors& in,
+                           const c10d::AllgatherOptions& opts) override;
+  Work _allgather_base(at::Tensor& out, at::Tensor& in,
+                       const c10d::AllgatherOptions& opts) override;
+  Work allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
+                                       const c10d::AllgatherOptions& opts) override;
+  Work gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& opts) override;
+  Work scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& opts) override;
+  Work alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes,
+                     std::vector<int64_t>& in_sizes, const c10d::AllToAllOptions& opts) override;
+  Work alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& opts) override;
+  Work send(Tensors& tensors, int to, int tag) override;
+  Work recv(Tensors& tensors, int from, int tag) override;
+  Work recvAnysource(Tensors& tensors, int tag) override;
+
+ private:
+  // What a call does with tensors: those to keep until it is done, those to copy back then
+  struct Buffers {
+    Tensors keep, results;
+    Outputs outputs;
+  };
+  struct Terms {
+    c10d::OpType type;
+    bool async;
+    milliseconds timeout;
+  };
+  template <typename Options>
+  static Terms terms(const Options& opts, c10d::OpType type, bool last = true) {
+    return {type, opts.asyncOp || !last, opts.timeout};  // all but the last in the background
+  }
+
+  Party party() { return engine_->party(); }
+  int checked_rank(int64_t rank, const char* name) const;
+  void check_count(size_t n, const char* name) const;
+
+  Work all_reduce(const at::Tensor& t, const c10d::ReduceOp& op, const Tensors& results,
+                  const Terms& terms);
+  Work scatter_sums(const at::Tensor& out, const Tensors& in, const c10d::ReduceOp& op,
+                    const Terms& terms);
+  Work scatter_sums(const at::Tensor& out, const at::Tensor& in, const c10d::ReduceOp& op,
+                    const Terms& terms);
+  Work gather_all(const Tensors& out, const at::Tensor& in, int to, const Terms& terms);
+  Work gather_all(const at::Tensor& out, const at::Tensor& in, const Terms& terms);
+
+  template <typename Issue>
+  static Work each(size_t n, Issue issue);
+
+  Work run(std::unique_ptr<Call> call, Buffers buffers, const Terms& terms);
+  Work transfer(int peer, int tag, Buffers buffers, c10d::OpType type);
+
+  const std::shared_ptr<Engine> engine_;
+  milliseconds timeout_;
+};
+
+// Calls end in turn: when the last has, all have
+template <typename Issue>
+ShmBackend::Work ShmBackend::each(size_t n, Issue issue) {
+  TORCH_CHECK_VALUE(n > 0, "tensors: there must be at least one");
+  Work work;
+  for (size_t i = 0; i < n; ++i) work = issue(i, i + 1 == n);
+  return work;
+}
+
+// What torch calls for each process group. Raises on every rank if they are not on one host.
+c10::intrusive_ptr<c10d::Backend> create_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 int rank, int size,
+                                                 std::chrono::milliseconds timeout,
+                                                 const std::string& name);
+
+}  // namespace tp_ext::shm

@@ -1,0 +1,47 @@
+// Tensors as the memory that the calls move.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <utility>
+#include <vector>
+
+#include "shm/combine.h"
+
+namespace tp_ext::shm {
+
+using Tensors = std::vector<at::Tensor>;
+
+// These raise ValueError or TypeError: CPU and strided; one tensor; the same dtype; a number of
+// elements; as many outputs as inputs
+void check_tensor(const at::Tensor& t);
+const at::Tensor& only(const Tensors& tensors);
+void check_same(const at::Tensor& a, const at::Tensor& b);
+void check_numel(const at::Tensor& t, int64_t numel, const char* name);
+void check_lists(const Tensors& out, const Tensors& in);
+
+// Complex numbers are pairs of reals, to sums and to copies alike
+at::Tensor as_reals(const at::Tensor& t);
+Elements elements_of(const at::Tensor& t, Operation operation);
+
+int64_t bytes_of(const at::Tensor& t);
+void* data(const at::Tensor& t);
+
+// Contiguous stand-ins for tensors that are not, and their way back
+class Outputs {
+ public:
+  at::Tensor add(const at::Tensor& t, bool load);
+  void store() const;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
+};
+
+// One piece of a contiguous tensor per rank, `sizes` rows of dim 0 each; none: equal ones
+struct Pieces {
+  std::vector<void*> at;
+  std::vector<int64_t> bytes;
+};
+Pieces divide(const at::Tensor& t, const std::vector<int64_t>& sizes, int ranks, const char* name);
+
+}  // namespace tp_ext::shm
