@@ -8,21 +8,18 @@ means that ours is faster. "min" columns are the ratio of the fastest repeats, w
 """
 
 import argparse
-import csv
-import datetime
 import inspect
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from report import Record, add_options, draw_bars, line, stamp, write
 
 Call = Callable[[], object]
-Record = dict[str, object]
 
 # ||ours - peer|| / ||peer|| that two correct implementations stay under
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -100,8 +97,9 @@ def _cuda_timer() -> Callable[[Call], float]:
     return timed
 
 
-def run(cases: Sequence[Case], device: str, seconds: float = 2.0) -> list[Record]:
-    """Checks and times each case for about `seconds`; ours and peers take turns, each round in another order.
+def run(cases: Sequence[Case], device: str, seconds: float = 2.0, turns: int = 10) -> list[Record]:
+    """Checks and times each case for about `seconds`, at least `turns` times; ours and peers take turns, each round in
+    another order.
 
     One record per case and peer: medians in ms, GB/s, on GPU the share of the speed of a copy that moves as much.
     """
@@ -119,7 +117,7 @@ def run(cases: Sequence[Case], device: str, seconds: float = 2.0) -> list[Record
         names = list(subjects)
         times: dict[str, list[float]] = {name: [] for name in names}
         start, turn = time.perf_counter(), 0
-        while turn < 10 or (time.perf_counter() - start < seconds and turn < 1000):
+        while turn < turns or (time.perf_counter() - start < seconds and turn < 1000):
             for i in range(len(names)):
                 name = names[(turn + i) % len(names)]
                 times[name].append(timed(subjects[name]))
@@ -135,59 +133,44 @@ def run(cases: Sequence[Case], device: str, seconds: float = 2.0) -> list[Record
     return records
 
 
-def _stamp(device: str) -> Record:
-    def git(*args: str) -> str:
-        cwd = Path(__file__).parent
-        return subprocess.run(["git", *args], cwd=cwd, capture_output=True, text=True, check=False).stdout.strip()
-
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
-    else:
-        info = Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        name = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
-    commit = git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    return {"commit": commit, "device": name, "torch": torch.__version__, "date": str(datetime.date.today())}
+WIDTHS = {"case": -32, "dtype": -9, "threads": 8, "ours_ms": 9, "peer": -16, "peer_ms": 9}
 
 
-def _line(cells: Mapping[str, object]) -> str:
-    widths = {"case": -32, "dtype": -9, "threads": 8, "ours_ms": 9, "peer": -16, "peer_ms": 9}
-    texts = [f"{value:.3f}" if isinstance(value, float) else str(value or "") for value in cells.values()]
-    pads = [widths.get(key, len(key)) for key in cells]
-    return " ".join(text.ljust(-pad) if pad < 0 else text.rjust(pad) for text, pad in zip(texts, pads, strict=True))
-
-
-def _append(path: Path, records: list[Record]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(records[0]))
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in r.items()} for r in records)
-    print(f"{len(records)} rows added to {path}")
+def _draw(figure: Any, records: Sequence[Record]) -> None:
+    """A panel for each dtype and number of threads: how many times as fast as each peer ours is."""
+    panels: dict[str, dict[str, float]] = {}
+    for r in records:
+        ratio = r["ratio"]
+        assert isinstance(ratio, float)
+        panels.setdefault(f"{r['dtype']}, threads: {r['threads']}", {})[f"{r['case']} / {r['peer']}"] = ratio
+    draw_bars(figure, panels, "times as fast as the peer", mark=1.0)
 
 
 def main(cases_factory: Callable[[str, torch.dtype], list[Case]]) -> None:
     parser = argparse.ArgumentParser(description="Times our operators against their peers.")
-    parser.add_argument("--threads", default="1,2", help="thread counts, CPU only (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32,bfloat16", help="default: %(default)s")
+    parser.add_argument("--threads", help="thread counts, CPU only (default: 1,2; --quick: 1)")
+    parser.add_argument("--dtype", help="default: float32; --full: float32,bfloat16")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--seconds", type=float, default=2.0, help="time spent on each case (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="time spent on each case (default: 0.4; --full: 2; --quick: 0)")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    parser.add_argument("--csv", action="store_true", help="append to benchmarks/results/<script>.csv")
+    add_options(parser)
     args = parser.parse_args()
-    stamp = _stamp(args.device)
-    print(", ".join(f"{key} {value}" for key, value in stamp.items()))
+    seconds = args.seconds if args.seconds is not None else 0.0 if args.quick else 2.0 if args.full else 0.4
+    counts = [int(t) for t in (args.threads or ("1" if args.quick else "1,2")).split(",")]
+    dtypes = (args.dtype or ("float32,bfloat16" if args.full else "float32")).split(",")
+    run_stamp = stamp(args.device)
+    print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
     records: list[Record] = []
-    for threads in [int(t) for t in args.threads.split(",")] if args.device == "cpu" else [torch.get_num_threads()]:
+    for threads in counts if args.device == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)
-        for dtype in args.dtype.split(","):
+        for dtype in dtypes:
             for case in [c for c in cases_factory(args.device, getattr(torch, dtype)) if args.only in c.name]:
-                for record in run([case], args.device, args.seconds):
+                for record in run([case], args.device, seconds, turns=2 if args.quick else 10):
                     record = {"dtype": dtype, "threads": threads} | record
                     if not records:
-                        print(_line({key: key for key in record}))
-                    print(_line(record), flush=True)
-                    records.append(stamp | record)
+                        print(line({key: key for key in record}, WIDTHS))
+                    print(line(record, WIDTHS), flush=True)
+                    records.append(record)
     if args.csv and records:
-        _append(Path(__file__).parent / "results" / f"{Path(inspect.getfile(cases_factory)).stem}.csv", records)
+        script = Path(inspect.getfile(cases_factory)).stem
+        write(args.csv, script, run_stamp, records, lambda figure: _draw(figure, records))
