@@ -3,13 +3,14 @@
 #   PYTHON=python3.13              the interpreter to make the environment from
 #   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
 #   TP_EXT_CUDA=0|1|auto           CUDA kernels; default: only where there is a GPU
-#   PYTEST_ARGS='-k linear'  BENCH_ARGS=--csv
+#   PYTEST_ARGS='-k linear'  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results
 
 PYTHON ?= python3
 TORCH ?= 2.15.0
 VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BENCH_OUT ?= runs/bench
 
 GPU_ARCHS := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && \
 	nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sort -u | paste -sd';')
@@ -40,7 +41,7 @@ help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
 	@echo 'make test    runs the tests (PYTEST_ARGS="-k linear" for some of them)'
 	@echo 'make lint    checks format, style and types'
-	@echo 'make bench   runs every benchmark (BENCH_ARGS=--csv writes the results down)'
+	@echo 'make bench   runs every benchmark, tables and plots to $(BENCH_OUT) (BENCH_ARGS=--full takes longer)'
 	@echo 'make build   only compiles; the other targets do it when a source has changed'
 	@echo 'make clean   removes what was built; the environment $(VENV) stays'
 	@echo 'Options: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) TP_EXT_CUDA=$(TP_EXT_CUDA)'
@@ -57,9 +58,9 @@ lint: $(STAMPS)/torch-$(TORCH) $(STAMPS)/lint
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/python -m mypy
 
-bench: $(BUILT)
+bench: $(BUILT) $(STAMPS)/bench
 	@for script in benchmarks/bench_*.py; do \
-		echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
+		echo "== $$script"; $(BIN)/python $$script --csv $(BENCH_OUT) $(BENCH_ARGS) || exit 1; done
 
 build: $(BUILT)
 
@@ -95,7 +96,8 @@ $(STAMPS)/torch-$(TORCH): requirements/build.txt | $(STAMPS)/venv
 	@rm -f $(STAMPS)/torch-*
 	@touch $@
 
-$(STAMPS)/test: requirements/demo.txt # included
+$(STAMPS)/test: requirements/bench.txt # included
+$(STAMPS)/test $(STAMPS)/bench: requirements/demo.txt # likewise
 
 $(STAMPS)/%: requirements/%.txt | $(STAMPS)/venv
 	$(PIP) -r requirements/$*.txt

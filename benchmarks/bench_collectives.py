@@ -3,7 +3,8 @@
 Bytes are those of the full tensor (fp32): what all-reduce sums, what all-gather returns, what reduce-scatter, broadcast
 and all-to-all are given. "copy" is a bare memcpy of them that all ranks do at the same time, a bound: each call but
 reduce-scatter writes as much on every rank. The path "dist" is torch.distributed's function, "region" the C++ operator
-of ``tp_ext.reduce_from_region``, which returns a new tensor. Results are compared with exact ones before any timing.
+of ``tp_ext.reduce_from_region``, which returns a new tensor; each includes its call from Python. Results are compared
+with exact ones before any timing. A call's time is that of the rank that took longest.
 
     python benchmarks/bench_collectives.py --op all_reduce --ranks 2
 """
@@ -22,7 +23,8 @@ import torch.distributed as dist
 import turns
 from report import Record
 
-import tp_ext
+from tp_ext import _ops
+from tp_ext.group import group_name
 
 OPS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
 SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 32 << 20)
@@ -46,11 +48,7 @@ def through_dist(op: str, source: torch.Tensor, target: torch.Tensor, group: Any
 
 
 def through_region(source: torch.Tensor, group: Any) -> Call:
-    def call() -> torch.Tensor:
-        with torch.no_grad():
-            return tp_ext.reduce_from_region(source, group)
-
-    return call
+    return functools.partial(_ops.reduce_from_region, source, group_name(group))
 
 
 def expected(op: str, size: int, rank: int, p: int) -> torch.Tensor:

@@ -101,12 +101,15 @@ def here(call: Callable[[], object], threads: int, on: list[int]) -> Block:
     return block
 
 
-def take(subjects: Mapping[str, Block], seconds: float, block: float = 0.1, turns: int = 3) -> dict[str, list[float]]:
-    """The seconds of every call of every subject: blocks of about ``block`` seconds, each turn in another order, until
-    ``seconds`` are over, at least ``turns`` times."""
+def take(
+    subjects: Mapping[str, Block], seconds: float, block: float = 0.1, turns: int = 3, count: int | None = None
+) -> dict[str, list[float]]:
+    """The seconds of every call of every subject: blocks of about ``block`` seconds, or of ``count`` calls, each turn
+    in another order, until ``seconds`` are over, at least ``turns`` times."""
     names = list(subjects)
-    first = {name: min(subjects[name](3)) for name in names}  # warm, and a guess
-    counts = {name: max(1, min(1000, round(block / first[name]))) for name in names}
+    counts = dict.fromkeys(names, count)
+    if count is None:  # from the fastest of the first, which warm up, too
+        counts = {name: max(1, min(1000, round(block / min(subjects[name](3))))) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     start, turn = time.perf_counter(), 0
     while turn < turns or time.perf_counter() - start < seconds:
