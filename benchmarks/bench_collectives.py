@@ -1,10 +1,11 @@
-"""Collectives on CPU: gloo, tp_ext's shared memory where it is registered, and a copy of as many bytes.
+"""Collectives on CPU: gloo, tp_ext's backend over shared memory, and a copy of as many bytes.
 
 Bytes are those of the full tensor (fp32): what all-reduce sums, what all-gather returns, what reduce-scatter, broadcast
 and all-to-all are given. "copy" is a bare memcpy of them that all ranks do at the same time, a bound: each call but
 reduce-scatter writes as much on every rank. The path "dist" is torch.distributed's function, "region" the C++ operator
-of ``tp_ext.reduce_from_region``, which returns a new tensor; each includes its call from Python. Results are compared
-with exact ones before any timing. A call's time is that of the rank that took longest.
+of ``tp_ext.reduce_from_region``, which returns a new tensor, as "clone" does, which sends nothing: large ones cost
+their pages. All include the call from Python. Results are compared with exact ones before any timing. A call's time is
+that of the rank that took longest.
 
     python benchmarks/bench_collectives.py --op all_reduce --ranks 2
 """
@@ -28,6 +29,7 @@ from tp_ext.group import group_name
 
 OPS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
 SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 32 << 20)
+COLORS = {"copy": "gray", "clone": "black"}
 Call = Callable[[], object]
 
 
@@ -84,6 +86,12 @@ def checked(op: str, size: int, path: str, backend: str) -> Call:
 
 
 @functools.cache
+def clone(size: int) -> Call:
+    """On a rank: a new tensor of so many bytes, the least that a call out of place does."""
+    return torch.zeros(size // 4).clone
+
+
+@functools.cache
 def copy(size: int) -> Call:
     """On a rank: memcpy of so many bytes between two tensors of its own."""
     source, target = torch.ones(size // 4), torch.zeros(size // 4)
@@ -99,11 +107,12 @@ def copy(size: int) -> Call:
 
 def measure(op: str, size: int, p: int, pinned: bool, seconds: float, block: float) -> list[Record]:
     """A record for each way to do it."""
-    ways = [("dist", backend) for backend in turns.backends()]
-    ways += [("region", backend) for backend in turns.backends()] if op == "all_reduce" else []
+    ways = [("dist", backend) for backend in turns.BACKENDS]
+    ways += [("region", backend) for backend in turns.BACKENDS] if op == "all_reduce" else []
     subjects = {f"{path}, {backend}": turns.on_ranks(p, checked, op, size, path, backend) for path, backend in ways}
+    subjects |= {"clone": turns.on_ranks(p, clone, size)} if op == "all_reduce" else {}
     subjects["copy"] = turns.on_ranks(p, copy, size)
-    times = turns.take(subjects, seconds, block, turns=3)
+    times = turns.take(subjects, seconds, block, turns=3 if block == 0 else 5)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return [
         {
@@ -133,7 +142,7 @@ def draw(figure: Any, records: list[Record]) -> None:
             rows = [r for r in records if (r["ranks"], r["pinned"], r["op"]) == (*setting, op)]
             for way in dict.fromkeys(r["way"] for r in rows):
                 line = [(r["bytes"], r["median_us"]) for r in rows if r["way"] == way]
-                axes.loglog(*zip(*line, strict=True), marker=".", label=way, color="gray" if way == "copy" else None)
+                axes.loglog(*zip(*line, strict=True), marker=".", label=way, color=COLORS.get(way))
             axes.set_title(f"{op}, {setting[0]} ranks, {setting[1]}", fontsize=8)
             axes.grid(alpha=0.3)
             axes.legend(fontsize=6)

@@ -104,8 +104,8 @@ def subjects(cores: list[int], pinned: bool) -> dict[str, turns.Block]:
         "dense, 2 threads": turns.here(dense(), 2, cores),
     }
     ways = [("half", ""), ("python", "gloo"), ("megatron-core", "gloo"), ("DTensor", "gloo")]
-    ways += [("python", "tp_shm")] if turns.shm_is_there() else []
-    ways += [("ours", backend) for backend in turns.backends()]
+    ways += [("python", "tp_shm"), ("DTensor", "tp_shm")]
+    ways += [("ours", backend) for backend in turns.BACKENDS]
     for name, backend in ways:
         result[f"{name}, {backend or 'sends nothing'}"] = turns.on_ranks(RANKS, on_rank, name, backend)
     return result

@@ -117,8 +117,8 @@ def measure(sizes: Sizes, pinned: bool, rounds: int, steps: int) -> list[Record]
         "dense, 1 thread": ("dense", "", sizes, 1),
         "dense, 2 threads": ("dense", "", sizes, 2),
         "ours, 1 thread": ("ours", "", sizes, 1),
-        **{f"{peer}, gloo": (peer, "gloo", sizes) for peer in ("DTensor", "megatron-core")},
-        **{f"ours, {backend}": ("ours", backend, sizes) for backend in turns.backends()},
+        "megatron-core, gloo": ("megatron-core", "gloo", sizes),
+        **{f"{name}, {over}": (name, over, sizes) for name in ("DTensor", "ours") for over in turns.BACKENDS},
     }
     blocks = {
         name: turns.on_ranks(RANKS, training, *case)

@@ -113,10 +113,10 @@ def draw_bars(figure: Any, panels: Mapping[str, Mapping[str, float]], unit: str,
     figure.set_size_inches(6.5 * len(panels), 1.2 + 0.32 * rows)
     for axes, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         drawn = axes.barh(list(bars), list(bars.values()), height=0.7)
-        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=8)
+        axes.bar_label(drawn, fmt=lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}", padding=3, fontsize=8)
         axes.set(title=title, xlabel=unit)
         axes.invert_yaxis()
-        axes.margins(x=0.12)
+        axes.margins(x=0.15)
         axes.tick_params(labelsize=8)
         if mark is not None:
             axes.axvline(mark, color="black", linewidth=0.8)

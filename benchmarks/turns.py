@@ -21,17 +21,9 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("tests", "ex
 import megatron_on_cpu  # noqa: F401, for the peers
 import ranks
 
+BACKENDS = ("gloo", "tp_shm")
 Block = Callable[[int], list[float]]  # how often to call -> the seconds of each call
 TIMEOUT = 240.0  # seconds for one block, the first of all with the imports and models of its rank
-
-
-def shm_is_there() -> bool:
-    """Is the shared-memory backend of tp_ext registered?"""
-    return "tp_shm" in dist.Backend.backend_list
-
-
-def backends() -> list[str]:
-    return ["gloo", *(["tp_shm"] if shm_is_there() else [])]
 
 
 @functools.cache
