@@ -1,5 +1,5 @@
 // The Python extension module: importing it loads the operators; it tells how it was built, and
-// size and rank of a group by its name.
+// size and rank of a group by its name, and Python functions that call operators without boxing.
 
 #include <pybind11/chrono.h>
 #include <torch/extension.h>
@@ -7,6 +7,10 @@
 
 #include "comm/comm.h"
 #include "shm/backend.h"
+
+namespace tp_ext {
+PyObject* direct_call(const std::string& name, PyObject* overload);
+}
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Operators of tp_ext (torch.ops.tp_ext) and how they were built.";
@@ -27,4 +31,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("group_rank", &tp_ext::comm::rank);
   m.def("create_shm_backend", &tp_ext::shm::create_backend,
         pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("direct_call", [](const std::string& name, const pybind11::object& overload) {
+    return pybind11::reinterpret_steal<pybind11::object>(tp_ext::direct_call(name, overload.ptr()));
+  });
 }

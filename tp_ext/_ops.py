@@ -1,8 +1,9 @@
 """The one door to the C++ side: loads it, binds every operator of csrc/library.cpp once, and gives every primitive
 its fake (shapes and dtypes only, for torch.compile and FakeTensor). Nothing else writes ``torch.ops``.
 
-The bindings are bare operator overloads, typed by annotation: no Python frame between a layer and the dispatcher.
-Formulas and shapes stand at the schemas and in the modules that use them.
+The bindings are bare operator overloads, typed by annotation, and for what layers call often functions of the compiled
+library, which spare the overload's boxing: no Python frame between a layer and the dispatcher. Formulas and shapes
+stand at the schemas and in the modules that use them.
 """
 
 import math
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tp_ext._build import load
 
-load()
+_library = load()
 
 Sizes = Sequence[int] | None
 
@@ -23,13 +24,25 @@ def _op(name: str) -> Any:
     return getattr(torch.ops.tp_ext, name).default
 
 
+def _direct(name: str) -> Any:
+    """The operator, called without boxing its arguments (csrc/direct_call.h); torch.compile sees the overload."""
+    overload = _op(name)
+    function = _library.direct_call(name, overload)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return overload(*args, **kwargs)
+
+    torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
+    return function
+
+
 # Regions
-copy_to_region: Callable[[Tensor, str], Tensor] = _op("copy_to_region")
-reduce_from_region: Callable[[Tensor, str], Tensor] = _op("reduce_from_region")
-scatter_to_region: Callable[[Tensor, str, int, Sizes], Tensor] = _op("scatter_to_region")
-gather_from_region: Callable[[Tensor, str, int, Sizes], Tensor] = _op("gather_from_region")
-all_gather_region: Callable[[Tensor, str, int, Sizes], Tensor] = _op("all_gather_region")
-reduce_scatter_region: Callable[[Tensor, str, int, Sizes], Tensor] = _op("reduce_scatter_region")
+copy_to_region: Callable[[Tensor, str], Tensor] = _direct("copy_to_region")
+reduce_from_region: Callable[[Tensor, str], Tensor] = _direct("reduce_from_region")
+scatter_to_region: Callable[[Tensor, str, int, Sizes], Tensor] = _direct("scatter_to_region")
+gather_from_region: Callable[[Tensor, str, int, Sizes], Tensor] = _direct("gather_from_region")
+all_gather_region: Callable[[Tensor, str, int, Sizes], Tensor] = _direct("all_gather_region")
+reduce_scatter_region: Callable[[Tensor, str, int, Sizes], Tensor] = _direct("reduce_scatter_region")
 all_to_all_region: Callable[[Tensor, str, int, int, Sizes, Sizes], Tensor] = _op("all_to_all_region")
 Pieces = Callable[[Tensor, str, Sequence[int], Sequence[int], Sequence[int], int], Tensor]
 copy_pieces_to_region: Pieces = _op("copy_pieces_to_region")
@@ -37,25 +50,25 @@ reduce_pieces_from_region: Pieces = _op("reduce_pieces_from_region")
 
 # Linear layers: x, weight, bias, group, sequence_parallel, sizes, main_grad
 Linear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes, Tensor | None], Tensor]
-column_parallel_linear: Linear = _op("column_parallel_linear")
-row_parallel_linear: Linear = _op("row_parallel_linear")
+column_parallel_linear: Linear = _direct("column_parallel_linear")
+row_parallel_linear: Linear = _direct("row_parallel_linear")
 accumulate_grad_into: Callable[[Tensor, Tensor], Tensor] = _op("accumulate_grad_into")
 
 # Activations: x, bias, activation
 Activation = Callable[[Tensor, Tensor | None, str], Tensor]
 ActivationGrad = Callable[[Tensor, Tensor, Tensor | None, str], tuple[Tensor, Tensor]]
-bias_act: Activation = _op("bias_act")
-gated_act: Activation = _op("gated_act")
+bias_act: Activation = _direct("bias_act")
+gated_act: Activation = _direct("gated_act")
 bias_act_fwd: Activation = _op("_bias_act_fwd")
 bias_act_bwd: ActivationGrad = _op("_bias_act_bwd")
 gated_act_fwd: Activation = _op("_gated_act_fwd")
 gated_act_bwd: ActivationGrad = _op("_gated_act_bwd")
 
 # Norms
-rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = _op("rms_norm")
+rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = _direct("rms_norm")
 rms_norm_fwd: Callable[[Tensor, Tensor | None, float], tuple[Tensor, Tensor]] = _op("_rms_norm_fwd")
 rms_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]] = _op("_rms_norm_bwd")
-layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor] = _op("layer_norm")
+layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor] = _direct("layer_norm")
 layer_norm_fwd: Callable[[Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor, Tensor]] = _op(
     "_layer_norm_fwd"
 )
@@ -64,11 +77,11 @@ layer_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], tuple[
 )
 
 # Rotary embedding: x, cos, sin, interleaved (, inverse)
-rope: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = _op("rope")
+rope: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = _direct("rope")
 rope_rotate: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor] = _op("_rope")
 
 # Randomness by global index: ..., local_inner, full_inner, offset
-bias_dropout_residual: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, float, int, int, int], Tensor] = _op(
+bias_dropout_residual: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, float, int, int, int], Tensor] = _direct(
     "bias_dropout_residual"
 )
 bias_dropout_residual_fwd: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, float, int, int, int], Tensor] = _op(
@@ -80,7 +93,7 @@ philox_uniform_: Fill = _op("_philox_uniform_")
 philox_normal_: Fill = _op("_philox_normal_")
 
 # Vocabulary
-vocab_parallel_embedding: Callable[[Tensor, Tensor, str, int, int, int, bool, Sizes], Tensor] = _op(
+vocab_parallel_embedding: Callable[[Tensor, Tensor, str, int, int, int, bool, Sizes], Tensor] = _direct(
     "vocab_parallel_embedding"
 )
 vocab_embedding_fwd: Callable[[Tensor, Tensor, int, int, int], Tensor] = _op("_vocab_embedding_fwd")

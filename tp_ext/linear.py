@@ -99,20 +99,26 @@ class ColumnParallelLinear(ParallelLinear):
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
             weight: used instead of the layer's own, ``[out_local, in]``.
         """
-        weight, main_grad = self.used_weight(weight)
-        bias = self.sharded_parameter("bias")
+        own, main_grad = self.__dict__, None  # each self.name is a failed look-up of the class first
+        group, skip_bias_add, parameters = own["tp_group"], own["skip_bias_add"], own["_parameters"]
+        if weight is None:
+            weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401, computed
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, where parametrized
+        if own["_copied"] or own["grad_accumulation_fusion"] or weight.shape != own["_weight_shape"]:
+            weight, main_grad = self.used_weight(weight)
+            bias = self.sharded_parameter("bias")
         y = _ops.column_parallel_linear(
             x,
             weight,
-            None if self.skip_bias_add else bias,
-            self.tp_group.name,
-            self.sequence_parallel,
-            self.token_sizes(total_tokens),
+            None if skip_bias_add else bias,
+            group.name,
+            own["sequence_parallel"],
+            None if total_tokens is None else self.token_sizes(total_tokens),
             main_grad,
         )
-        if self.gather_output and (self.tp_group.size > 1 or self.has_padding("weight")):
+        if own["gather_output"] and (group.size > 1 or self.has_padding("weight")):
             y = self.gathered(y)
-        return (y, bias) if self.skip_bias_add else y
+        return (y, bias) if skip_bias_add else y
 
     def gathered(self, y: Tensor) -> Tensor:
         """All output features of ``[.., out_local]``, in the order of the unsharded layer."""
@@ -195,20 +201,26 @@ class RowParallelLinear(ParallelLinear):
             total_tokens: accepted like the column layer's; x has them all, so it is only checked.
             weight: used instead of the layer's own, ``[out, in_local]``.
         """
-        weight, main_grad = self.used_weight(weight)
-        if not self.input_is_parallel and (self.tp_group.size > 1 or self.has_padding("weight")):
+        own, main_grad = self.__dict__, None  # as in the column layer
+        group, skip_bias_add, parameters = own["tp_group"], own["skip_bias_add"], own["_parameters"]
+        if weight is None:
+            weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401, computed
+        if own["grad_accumulation_fusion"] or weight.shape != own["_weight_shape"]:
+            weight, main_grad = self.used_weight(weight)
+        if not own["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
             x = self.scattered(x)
-        skipped = self.replicated_parameter("bias") if self.skip_bias_add else None
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, where parametrized
+        skipped = self.replicated_parameter("bias") if skip_bias_add else None
         y = _ops.row_parallel_linear(
             x,
             weight,
-            None if self.skip_bias_add else self.bias,
-            self.tp_group.name,
-            self.sequence_parallel,
-            self.token_sizes(total_tokens),
+            None if skip_bias_add else bias,
+            group.name,
+            own["sequence_parallel"],
+            None if total_tokens is None else self.token_sizes(total_tokens),
             main_grad,
         )
-        return (y, skipped) if self.skip_bias_add else y
+        return (y, skipped) if skip_bias_add else y
 
     def scattered(self, x: Tensor) -> Tensor:
         """This rank's slice ``[.., in_local]`` of the replicated ``[.., in]``."""

@@ -116,16 +116,15 @@ class ParallelLinear(ParallelModule):
                 local.requires_grad_(full.requires_grad)
         return layer
 
-    def used_weight(self, given: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The weight of a call, and where its gradient is to be added if autograd shall not see it.
+    def used_weight(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The weight as a call uses it, and where its gradient is to be added if autograd shall not see it.
 
         Args:
-            given: a weight of the caller's, of this rank's shape; default the layer's own.
+            weight: the layer's own or one of the caller's, of this rank's shape.
 
         Raises:
             ValueError: it has another shape; ``grad_accumulation_fusion`` and it has no ``main_grad``.
         """
-        weight: Tensor = self.weight if given is None else given
         if weight.shape != self._weight_shape:  # one of the caller's, or put in the place of the own
             raise ValueError(
                 f"weight: shape {tuple(weight.shape)} must be {tuple(self._weight_shape)}, this rank's shard"

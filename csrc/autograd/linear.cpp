@@ -15,6 +15,7 @@
 // gets none.
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
@@ -54,7 +55,8 @@ Tensor weight_grad(const Tensor& dy, const Tensor& x) {
 }
 Tensor bias_grad(const Tensor& dy) { return as_rows(dy).sum(0); }
 
-// What forward saves and backward finds again
+// What forward saves and backward finds again. Each entry of saved_data has its price: only what is
+// there is written.
 struct Saved {
   Tensor x, weight, main_grad;
   std::string group;
@@ -66,23 +68,33 @@ struct Saved {
                   const OptionalTensor& main_grad) {
     ctx->save_for_backward(
         {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
-    ctx->saved_data["group"] = group;
-    ctx->saved_data["sequence_parallel"] = sequence_parallel;
-    ctx->saved_data["has_bias"] = has_bias;
-    ctx->saved_data["tokens"] = c10::SymIntArrayRef(tokens.sizes);
+    auto& data = ctx->saved_data;
+    data["group"] = group;
+    if (has_bias) data["has_bias"] = true;
+    if (sequence_parallel) data["tokens"] = c10::SymIntArrayRef(tokens.sizes);
     // Not saved as a variable: it changes from microbatch to microbatch
-    if (main_grad.has_value()) ctx->saved_data["main_grad"] = *main_grad;
+    if (main_grad.has_value()) data["main_grad"] = *main_grad;
   }
   static Saved get(AutogradContext* ctx) {
-    const auto tensors = ctx->get_saved_variables();
-    const auto main_grad = ctx->saved_data.find("main_grad");
-    return {tensors[0],
-            tensors[1],
-            main_grad == ctx->saved_data.end() ? Tensor() : main_grad->second.toTensor(),
-            ctx->saved_data["group"].toStringRef(),
-            ctx->saved_data["sequence_parallel"].toBool(),
-            ctx->saved_data["has_bias"].toBool(),
-            Split{ctx->saved_data["tokens"].toSymIntVector()}};
+    auto tensors = ctx->get_saved_variables();
+    const auto& data = ctx->saved_data;
+    const auto none = data.end();
+    const auto tokens = data.find("tokens"), main_grad = data.find("main_grad");
+    return {std::move(tensors[0]),
+            std::move(tensors[1]),
+            main_grad == none ? Tensor() : main_grad->second.toTensor(),
+            data.find("group")->second.toStringRef(),
+            tokens != none,
+            data.count("has_bias") > 0,
+            tokens == none ? Split() : Split{tokens->second.toSymIntVector()}};
+  }
+};
+
+// Where nobody watches, the operations of a Function need no autograd of their own
+struct Unrecorded {
+  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+  explicit Unrecorded(const Tensor& x) {
+    if (!comm::traced(x)) guard.emplace();
   }
 };
 
@@ -109,6 +121,7 @@ struct ColumnLinear : Function<ColumnLinear> {
                         bool sequence_parallel, const Split& tokens,
                         const OptionalTensor& main_grad) {
     Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad);
+    const Unrecorded guard(x);
     return at::linear(sequence_parallel ? comm::all_gather(x, group, 0, tokens) : x, weight, bias);
   }
 
@@ -116,9 +129,11 @@ struct ColumnLinear : Function<ColumnLinear> {
     const auto& dy = grads[0];
     const auto s = Saved::get(ctx);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
-    const Tensor db = s.has_bias && ctx->needs_input_grad(2) ? bias_grad(dy) : Tensor();
-    if (double_backward(s)) return differentiable(dy, s, wants_x, wants_w, db);
+    const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
+    if (double_backward(s)) return differentiable(dy, s, wants_x, wants_w, wants_b);
 
+    const Unrecorded guard(dy);
+    const Tensor db = wants_b ? bias_grad(dy) : Tensor();
     std::optional<comm::Pending> x_full, dx;
     if (wants_w && s.sequence_parallel)
       x_full.emplace(comm::all_gather_async(s.x, s.group, 0, s.tokens));
@@ -132,7 +147,7 @@ struct ColumnLinear : Function<ColumnLinear> {
   }
 
   static variable_list differentiable(const Tensor& dy, const Saved& s, bool wants_x, bool wants_w,
-                                      const Tensor& db) {
+                                      bool wants_b) {
     Tensor dx, dw;
     if (wants_x) {
       const Tensor addend = at::matmul(dy, s.weight);
@@ -142,7 +157,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     if (wants_w)
       dw = weight_grad(dy, s.sequence_parallel ? all_gather_region(s.x, s.group, 0, s.tokens.sizes)
                                                : copy_to_region(s.x, s.group));
-    return gradients(dx, dw, db);
+    return gradients(dx, dw, wants_b ? bias_grad(dy) : Tensor());
   }
 };
 
@@ -152,6 +167,7 @@ struct RowLinear : Function<RowLinear> {
                         bool sequence_parallel, const Split& tokens,
                         const OptionalTensor& main_grad) {
     Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad);
+    const Unrecorded guard(x);
     const Tensor addend = at::linear(x, weight);
     Tensor y = sequence_parallel ? comm::reduce_scatter(addend, group, 0, tokens)
                                  : comm::all_reduce_fresh(addend, group);
@@ -165,6 +181,7 @@ struct RowLinear : Function<RowLinear> {
     const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
     if (double_backward(s)) return differentiable(grads[0], s, wants_x, wants_w, wants_b);
 
+    const Unrecorded guard(grads[0]);
     std::optional<comm::Pending> db;
     Tensor dy = grads[0], db_local = wants_b ? bias_grad(dy) : Tensor();
     if (s.sequence_parallel) {

@@ -7,7 +7,8 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <cstdlib>
+#include <charconv>
+#include <string_view>
 
 #include "comm/blocks.h"
 
@@ -19,28 +20,31 @@ using c10::SymInt;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// "name" or "name@rank/size"
+// "name" or "name@rank/size"; nothing is copied
 struct GroupKey {
-  std::string name;
+  std::string_view name;
   int64_t rank = -1, size = -1;  // -1: not told
 
   explicit GroupKey(const std::string& group) : name(group) {
-    const auto at = group.rfind('@');
-    if (at == std::string::npos) return;
-    name.resize(at);
-    char* slash = nullptr;
-    rank = std::strtoll(group.c_str() + at + 1, &slash, 10);
-    TORCH_CHECK_VALUE(*slash == '/', "group: '", group, "' must be a name, or name@rank/size");
-    size = std::strtoll(slash + 1, nullptr, 10);
+    const auto at = name.rfind('@');
+    if (at == std::string_view::npos) return;
+    const char *place = group.data() + at + 1, *const end = group.data() + group.size();
+    const auto after_rank = std::from_chars(place, end, rank);
+    TORCH_CHECK_VALUE(after_rank.ptr < end && *after_rank.ptr == '/', "group: '", group,
+                      "' must be a name, or name@rank/size");
+    std::from_chars(after_rank.ptr + 1, end, size);
+    name = name.substr(0, at);
   }
 };
 
+std::string bare_name(const std::string& group) { return std::string(GroupKey(group).name); }
+
 ProcessGroup resolve(const std::string& group) {
-  const GroupKey key(group);
+  const std::string name = bare_name(group);
   try {
-    return c10d::resolve_process_group(key.name);
+    return c10d::resolve_process_group(name);
   } catch (const c10::Error&) {
-    TORCH_CHECK_VALUE(false, "group: '", key.name, "' must be the name of a process group");
+    TORCH_CHECK_VALUE(false, "group: '", name, "' must be the name of a process group");
   }
 }
 
@@ -148,7 +152,7 @@ Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
   if (traced(fresh)) {
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
-    return functional(op, fresh.contiguous(), std::string("sum"), GroupKey(group).name);
+    return functional(op, fresh.contiguous(), std::string("sum"), bare_name(group));
   }
   BelowAutograd below;
   Tensor x = fresh.contiguous();
@@ -179,7 +183,7 @@ Pending gather_blocks(const Tensor& x, const std::string& group, bool async, Fin
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
         "_c10d_functional::all_gather_into_tensor", "");
     const auto flat = x.dim() == 0 ? x.unsqueeze(0) : x;  // it gathers along dim 0
-    return Pending(functional(op, flat, p, GroupKey(group).name).reshape_symint(shape), nullptr,
+    return Pending(functional(op, flat, p, bare_name(group)).reshape_symint(shape), nullptr,
                    std::move(then));
   }
   BelowAutograd below;
@@ -213,7 +217,7 @@ Pending scatter_sum(const Tensor& x, const std::string& group, int64_t dim, cons
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
         "_c10d_functional::reduce_scatter_tensor", "");
     return Pending(
-        functional(op, blocks, std::string("sum"), p, GroupKey(group).name).reshape_symint(shape),
+        functional(op, blocks, std::string("sum"), p, bare_name(group)).reshape_symint(shape),
         nullptr, then);
   }
   BelowAutograd below;
@@ -274,7 +278,7 @@ Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, 
   if (traced(x)) {
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_to_all_single", "");
-    out = functional(op, in, received, sent, GroupKey(group).name);
+    out = functional(op, in, received, sent, bare_name(group));
   } else {
     BelowAutograd below;
     out = at::empty_symint({incoming}, x.options());

@@ -113,7 +113,7 @@ def test_opcheck_and_compile(device: str) -> None:
     torch.library.opcheck(_ops.vocab_embedding_bwd, (grad, ids, 11, 3, 8))
     weight.requires_grad_()
     arguments = ("", 0, 11, 11, True, None)
-    torch.library.opcheck(_ops.vocab_parallel_embedding, (ids, weight, *arguments))
+    torch.library.opcheck(torch.ops.tp_ext.vocab_parallel_embedding, (ids, weight, *arguments))
     compiled = torch.compile(
         lambda w: _ops.vocab_parallel_embedding(ids, w, *arguments).sin(), fullgraph=True, backend="aot_eager"
     )
