@@ -1,11 +1,13 @@
-// The Python extension module: importing it loads the operators; it tells how it was built, and
-// size and rank of a group by its name, and Python functions that call operators without boxing.
+// The Python extension module: importing it loads the operators; it tells how it was built, size and
+// rank of a group by its name, and what has been counted of collectives; Python functions that call
+// operators without boxing; the backend of shared memory.
 
 #include <pybind11/chrono.h>
 #include <torch/extension.h>
 #include <torch/version.h>
 
 #include "comm/comm.h"
+#include "comm/count.h"
 #include "shm/backend.h"
 
 namespace tp_ext {
@@ -33,5 +35,13 @@ PYBIND11_MODULE(_C, m) {
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("direct_call", [](const std::string& name, const pybind11::object& overload) {
     return pybind11::reinterpret_steal<pybind11::object>(tp_ext::direct_call(name, overload.ptr()));
+  });
+  m.def("open_counter", &tp_ext::comm::open_counter);
+  m.def("close_counter", &tp_ext::comm::close_counter);
+  m.def("read_counter", [](int64_t id) {
+    pybind11::list counts;
+    for (const auto& c : tp_ext::comm::read_counter(id))
+      counts.append(pybind11::make_tuple(c.group, c.group_size, c.kind, c.full, c.own, c.number));
+    return counts;
   });
 }

@@ -1,4 +1,5 @@
-"""Is the model on all ranks what it should be? For tests, and for a training script to ask once in a while.
+"""Is the model on all ranks what it should be? For tests, and for a training script to ask once in a while. And what do
+the ranks send each other: :func:`count_collectives`.
 
 ``tp_ext.debug.check(model)`` after wrapping and after the first step finds what otherwise shows as a loss that is a
 little off: see docs/debugging.md.
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_ext.agreement import gathered
+from tp_ext.collectives import CollectiveCount, CollectiveCounts, count_collectives
 from tp_ext.group import Group, global_ranks, parallel_group, process_group
 from tp_ext.module import ParallelModule
 from tp_ext.replication import (
@@ -33,7 +35,14 @@ from tp_ext.replication import (
 )
 from tp_ext.wraps import mixing_wraps
 
-__all__ = ["assert_replicated", "check", "findings"]
+__all__ = [
+    "CollectiveCount",
+    "CollectiveCounts",
+    "assert_replicated",
+    "check",
+    "count_collectives",
+    "findings",
+]
 
 EXPLAINED = 8
 """Of so many tensors that differ the values are exchanged; the others are named."""
