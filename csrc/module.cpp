@@ -8,6 +8,7 @@
 
 #include "comm/comm.h"
 #include "comm/count.h"
+#include "comm/symmetric.h"
 #include "shm/backend.h"
 
 namespace tp_ext {
@@ -31,6 +32,7 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("group_size", &tp_ext::comm::size);
   m.def("group_rank", &tp_ext::comm::rank);
+  m.def("all_reduce_algorithm", &tp_ext::comm::all_reduce_algorithm);
   m.def("create_shm_backend", &tp_ext::shm::create_backend,
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("direct_call", [](const std::string& name, const pybind11::object& overload) {

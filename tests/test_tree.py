@@ -33,6 +33,8 @@ LAYERS = [
 COMPOSITION = [
     {"boxes", "agreement", "checkpoint_reader", "replace", "wraps", "collectives"},
     {"full_tensor", "grad_norm", "box_tensor", "replication"},
+    {"boxes", "agreement", "checkpoint_reader", "replace", "wraps"},
+    {"symmetric_memory", "full_tensor", "grad_norm", "box_tensor", "replication"},
     {"state_dict", "debug"},
     {"optimizer_state", "safetensors_files", "sharded_state_dict"},
     {"safetensors", "sharded_load"},
@@ -148,6 +150,7 @@ def test_cpp_includes(file):
 def test_only_comm_and_the_backend_name_c10d():
     named = {str(file.relative_to(ROOT / "csrc").with_suffix("")) for file in SOURCES if "c10d" in code(file)}
     assert named == {"comm/comm", "comm/count", "shm/backend", "shm/backend_moves", "shm/rendezvous", "shm/work"}
+    assert named == {"comm/comm", "comm/symmetric", "shm/backend", "shm/backend_moves", "shm/rendezvous", "shm/work"}
 
 
 def test_the_core_of_shared_memory_is_torch_free():

@@ -6,6 +6,7 @@ composition (data, pipeline, checkpoints) is torch's own.
 
 from tp_ext import debug as debug
 from tp_ext import shm as shm
+from tp_ext import symmetric_memory as symmetric_memory
 from tp_ext._build import __version__, build_info
 from tp_ext.attention import ParallelAttention
 from tp_ext.checkpoint import load_checkpoint, save_checkpoint

@@ -2,7 +2,7 @@
 modules can be copied and pickled, and nothing outlives ``destroy_process_group``.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,27 @@ class ParallelGroup(NamedTuple):
     size: int
     rank: int
 
+    def plain(self) -> "ParallelGroup":
+        """The group without what :mod:`tp_ext.symmetric_memory` wrote behind its size."""
+        bare = self.name.rpartition("@")[0]
+        return ParallelGroup(_key(bare, self.rank, self.size), self.size, self.rank) if bare else self
+
+    def __reduce__(self) -> tuple[type["ParallelGroup"], tuple[object, ...]]:
+        return ParallelGroup, tuple(self.plain())  # where it is unpickled, there is no such memory
+
+    def __copy__(self) -> "ParallelGroup":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelGroup":
+        return self
+
 
 def group_name(group: Group) -> str:
     """What operators take for a group: its name, own rank and size, as in "0@1/4"; "" stands for no parallelism.
 
     Rank and size are part of it because what ``torch.compile`` makes of an operator depends on them, and the caches of
-    compiled code, which the ranks share, tell graphs apart by what stands in them.
+    compiled code, which the ranks share, tell graphs apart by what stands in them. A name with more numbers behind
+    the size is one of :func:`tp_ext.symmetric_memory.enable`.
 
     Raises:
         TypeError: group is none of the accepted kinds, or this rank is not in it.
@@ -59,7 +74,7 @@ def parallel_group(group: Group) -> ParallelGroup:
     name = group_name(group)
     if not name:
         return ParallelGroup("", 1, 0)
-    rank, size = name.rpartition("@")[2].split("/")
+    rank, size = name.rpartition("@")[2].split("/")[:2]
     return ParallelGroup(name, int(size), int(rank))
 
 
@@ -104,7 +119,7 @@ def _key(name: str, rank: int, size: int) -> str:
 
 def _is_key(name: str) -> bool:
     tail = name.rpartition("@")[2]
-    return tail != name and tail.count("/") == 1 and tail.replace("/", "").isdigit()
+    return tail != name and tail.count("/") in (1, 5) and all(number.isdigit() for number in tail.split("/"))
 
 
 @torch.compiler.assume_constant_result  # a call into C++, of which torch.compile sees the result alone

@@ -27,6 +27,7 @@
 #include "autograd/regions.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "comm/symmetric.h"
 #include "ops.h"
 
 namespace tp_ext {
@@ -122,7 +123,10 @@ struct ColumnLinear : Function<ColumnLinear> {
                         const OptionalTensor& main_grad) {
     Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad);
     const Unrecorded guard(x);
-    return at::linear(sequence_parallel ? comm::all_gather(x, group, 0, tokens) : x, weight, bias);
+    if (!sequence_parallel) return at::linear(x, weight, bias);
+    if (auto fused = comm::fused_all_gather_matmul(x, weight.t(), group, tokens, false))
+      return bias.has_value() ? fused->y.add_(*bias) : fused->y;
+    return at::linear(comm::all_gather(x, group, 0, tokens), weight, bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -168,9 +172,13 @@ struct RowLinear : Function<RowLinear> {
                         const OptionalTensor& main_grad) {
     Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad);
     const Unrecorded guard(x);
-    const Tensor addend = at::linear(x, weight);
-    Tensor y = sequence_parallel ? comm::reduce_scatter(addend, group, 0, tokens)
-                                 : comm::all_reduce_fresh(addend, group);
+    Tensor y;
+    if (!sequence_parallel)
+      y = comm::all_reduce_fresh(at::linear(x, weight), group);
+    else if (auto fused = comm::fused_matmul_reduce_scatter(x, weight.t(), group, tokens))
+      y = *fused;
+    else
+      y = comm::reduce_scatter(at::linear(x, weight), group, 0, tokens);
     if (!bias.has_value()) return y;
     return comm::traced(y) ? at::add(y, *bias) : y.add_(*bias);
   }
@@ -183,12 +191,19 @@ struct RowLinear : Function<RowLinear> {
 
     const Unrecorded guard(grads[0]);
     std::optional<comm::Pending> db;
-    Tensor dy = grads[0], db_local = wants_b ? bias_grad(dy) : Tensor();
+    Tensor dx, dy = grads[0], db_local = wants_b ? bias_grad(dy) : Tensor();
     if (s.sequence_parallel) {
       if (wants_b) db.emplace(comm::all_reduce_async(db_local, s.group));
-      if (wants_x || wants_w) dy = comm::all_gather(dy, s.group, 0, s.tokens);
+      if (auto fused = wants_x
+                           ? comm::fused_all_gather_matmul(dy, s.weight, s.group, s.tokens, wants_w)
+                           : std::nullopt) {
+        dx = fused->y;
+        dy = fused->x;
+      } else if (wants_x || wants_w) {
+        dy = comm::all_gather(dy, s.group, 0, s.tokens);
+      }
     }
-    const Tensor dx = wants_x ? input_grad(dy, s.weight) : Tensor();
+    if (wants_x && !dx.defined()) dx = input_grad(dy, s.weight);
     const Tensor dw = wants_w ? weight_grad(s, dy, s.x) : Tensor();
     return gradients(dx, dw, db ? db->wait() : db_local);
   }

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "comm/blocks.h"
+#include "comm/symmetric.h"
 
 namespace tp_ext::comm {
 namespace {
@@ -143,6 +144,7 @@ Tensor Pending::wait() {
 
 Tensor all_reduce(const Tensor& x, const std::string& group) {
   if (traced(x)) return all_reduce_fresh(x, group);
+  if (auto sum = symmetric_all_reduce(x, group)) return *sum;
   BelowAutograd below;
   return all_reduce_fresh(fresh_contiguous(x), group);
 }
@@ -154,6 +156,7 @@ Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
         c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
     return functional(op, fresh.contiguous(), std::string("sum"), bare_name(group));
   }
+  if (auto sum = symmetric_all_reduce(fresh, group)) return *sum;
   BelowAutograd below;
   Tensor x = fresh.contiguous();
   finish(issue_all_reduce(resolve(group), x, false));

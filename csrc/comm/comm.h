@@ -7,7 +7,8 @@
 //   asynchronous  returns Pending: it runs beside the caller's computation (traced: waits at once)
 //
 // A group is a name, or name@rank/size, which spares the look-up of rank and size; "" is no group.
-// Only comm.cpp names c10d, and count.cpp, which counts what is asked of it.
+// More behind the size asks for symmetric memory (symmetric.h). Only comm.cpp names c10d, and
+// count.cpp, which counts what is asked of it.
 
 #pragma once
 
