@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -62,6 +63,32 @@ def same(x: torch.Tensor, y: torch.Tensor) -> None:
     assert torch.equal(x, y), f"{x.flatten()[:8]} should be {y.flatten()[:8]}"
 
 
+def told(call: Callable) -> tuple[float, str]:
+    """How many seconds a call takes to raise a RuntimeError, and what it says; -1 and what it returned if none."""
+    begin = time.monotonic()
+    try:
+        return -1.0, f"no error, but {call()}"
+    except RuntimeError as e:
+        return time.monotonic() - begin, str(e)
+
+
+def collective(name: str, group: Any, p: int, one: int) -> Callable:
+    """A collective that cannot do without rank `one`."""
+    x, whole = torch.ones(1000), torch.ones(p * 1000)
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "large all_reduce": lambda: dist.all_reduce(torch.ones(3_000_000), group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, x, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(x, whole, group=group),
+        "broadcast": lambda: dist.broadcast(x, one, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.ones(p * 1000), whole, group=group),
+        "recv": lambda: dist.recv(x, one, group=group),
+        "recv from any": lambda: dist.recv(x, group=group),
+        "barrier": lambda: dist.barrier(group=group),
+        "async": lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
+    }[name]
+
+
 # Ranks of their own, for what a pool of gloo ranks cannot show
 
 
@@ -85,7 +112,7 @@ def launch(fn: Callable, p: int, *args: Any, timeout: float = 60, environment: A
     try:
         for rank in range(p):
             here, there = ranks._context.Pipe()
-            workers.append(ranks._context.Process(target=_rank, args=(rank, p, folder, task, there), daemon=True))
+            workers.append(ranks._context.Process(target=_rank, args=(rank, p, folder, task, there)))
             workers[-1].start()
             there.close()
             pipes[here] = rank
@@ -127,6 +154,7 @@ def start(rank: int, p: int, folder: Path, backend: str, seconds: float = 60, na
 
 def _rank(rank: int, p: int, folder: Path, task: bytes, pipe: connection.Connection) -> None:
     fn, args, environment = pickle.loads(task)
+    threading.Thread(target=ranks._end_with_parent, daemon=True).start()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **environment})
     dist.set_debug_level_from_env()
     torch.set_num_threads(1)

@@ -111,9 +111,7 @@ def _futures(world, backend):
     gathered = dist.all_gather_into_tensor(out, values(rank, 11, torch.float32), group=group, async_op=True)
     gathered.get_future().wait()
     same(out, torch.cat(of_all(p, 11, torch.float32)))
-    futures = [
-        dist.all_reduce(torch.full((2,), float(i)), group=group, async_op=True).get_future() for i in range(20)
-    ]
+    futures = [dist.all_reduce(torch.full((2,), float(i)), group=group, async_op=True).get_future() for i in range(20)]
     for i, f in enumerate(torch.futures.wait_all(futures)):
         assert f[0].tolist() == [i * p] * 2
     x = torch.ones(3)
