@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --data PATH --steps 300
 
 ``--data`` is a file or a folder of text; without it, the source of Python's standard library. The losses are the same
-for every number of ranks. Runs on CPU (gloo) and on GPUs (NCCL; gloo when ranks share one).
+for every number of ranks. Runs on CPU (shared memory on one host, gloo on several) and on GPUs (NCCL; gloo when ranks
+share one).
 """
 
 import argparse
@@ -52,6 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=0, help="a checkpoint every so many steps, and at the end")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, at any rank count")
     parser.add_argument("--sample-bytes", type=int, default=200)
+    parser.add_argument("--backend", help="of torch.distributed; default: what fits device and hosts")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for another rank")
     arguments = parser.parse_args()
     for name in ("seq_length", "batch_size", "steps", "max_mib", "timeout"):
@@ -197,8 +199,9 @@ def main() -> None:
     device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    backend = "nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=arguments.timeout))
+    local_ranks, ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    backend = "nccl" if gpus >= local_ranks else "gloo" if gpus or local_ranks < ranks else "tp_shm"
+    dist.init_process_group(arguments.backend or backend, timeout=timedelta(seconds=arguments.timeout))
     train(arguments, device)
     dist.destroy_process_group()
 
