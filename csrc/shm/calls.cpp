@@ -33,7 +33,8 @@ struct Piece {
 std::string described(const Signature& s) {
   return std::string(name_of(static_cast<Kind>(s.kind))) + " number " + std::to_string(s.call) +
          " (type " + std::to_string(s.type) + ", operation " + std::to_string(s.op) + ", root " +
-         std::to_string(s.root) + ", " + std::to_string(s.count) + " elements)";
+         std::to_string(s.root) + ", " + std::to_string(s.count) + " elements" +
+         (s.parts ? ", parts #" + std::to_string(s.parts % 10000) : "") + ")";
 }
 
 Signature signature_of(const Elements& elements, int root = 0) {
@@ -49,6 +50,14 @@ Signature signature_of(int64_t bytes, int root = 0) {
   Signature s;
   s.root = static_cast<uint32_t>(root);
   s.count = static_cast<uint64_t>(bytes);
+  return s;
+}
+
+// Ranks that divide differently would read what nobody wrote for them
+Signature signature_of(const Elements& elements, const std::vector<int64_t>& parts) {
+  Signature s = signature_of(elements);
+  s.parts = 14695981039346656037u;  // FNV-1a
+  for (const int64_t n : parts) s.parts = (s.parts ^ static_cast<uint64_t>(n)) * 1099511628211u;
   return s;
 }
 
@@ -106,7 +115,7 @@ bool Steps::advance() {
       write(written_, lane().own(base_ + written_));
       lane().post(base_ + written_, signature_);
       ++written_;
-      moved = true;
+      moved = ++moves_;
     }
     const bool may_read = read_ < (writes_ ? written_ : steps_);
     if (may_read && std::all_of(sources_.begin(), sources_.end(),
@@ -120,7 +129,7 @@ bool Steps::advance() {
       read(read_);
       lane().finish(base_ + read_);
       ++read_;
-      moved = true;
+      moved = ++moves_;
     }
   }
   if (read_ < steps_) return false;
@@ -145,7 +154,10 @@ AllReduce::AllReduce(const Party& party, const void* in, void* out, const Elemen
     : Steps(party, Kind::kAllReduce, 1, signature_of(elements)),
       in_(static_cast<const char*>(in)),
       out_(static_cast<char*>(out)),
-      elements_(elements) {}
+      elements_(elements) {
+  if (elements.bytes() > party.slot_bytes())
+    throw Failure("all_reduce: " + std::to_string(elements.bytes()) + " bytes in one step");
+}
 
 void AllReduce::write(int64_t, char* slot) { copy(slot, in_, elements_.bytes()); }
 
@@ -236,16 +248,16 @@ bool ChunkedAllReduce::advance() {
     if (written_ < std::min(chunks_, combined_ + kAhead) &&
         addends.free(base_[0] + static_cast<uint64_t>(written_))) {
       write(written_++);
-      moved = true;
+      moved = ++moves_;
     }
     const auto next = static_cast<uint64_t>(combined_);
     if (combined_ < written_ && addends.all_posted(base_[0] + next) && sums.free(base_[1] + next)) {
       combine(combined_++);
-      moved = true;
+      moved = ++moves_;
     }
     if (spread_ < combined_ && sums.all_posted(base_[1] + static_cast<uint64_t>(spread_))) {
       spread(spread_++);
-      moved = true;
+      moved = ++moves_;
     }
   }
   return spread_ == chunks_;
@@ -271,7 +283,12 @@ AllGather::AllGather(const Party& party, const void* in, std::vector<void*> out,
       out_(std::move(out)),
       bytes_(std::move(bytes)),
       root_(root) {
-  if (root >= 0 && root != party.rank) sources_.clear();
+  if (root < 0) return;
+  for (const int64_t n : bytes_)
+    if (n != bytes_[party.rank])
+      throw Failure("gather: " + std::to_string(n) + " bytes of one rank and " +
+                    std::to_string(bytes_[party.rank]) + " of another must be the same");
+  if (root != party.rank) sources_.clear();
 }
 
 Signature AllGather::expected(int rank) const {
@@ -295,7 +312,7 @@ ReduceScatter::ReduceScatter(const Party& party, std::vector<const void*> in, vo
                              std::vector<int64_t> counts, const Elements& like)
     : Steps(party, Kind::kReduceScatter,
             steps_for(largest(counts), share_of(party.slot_bytes(), party.ranks()) / like.size),
-            signature_of(like)),
+            signature_of(like, counts)),
       in_(std::move(in)),
       out_(static_cast<char*>(out)),
       counts_(std::move(counts)),

@@ -59,11 +59,14 @@ class Call {
   virtual bool advance() = 0;
   // The ranks that it waits for
   virtual std::vector<int> missing() const = 0;
+  // Grows whenever something has been done
+  uint64_t moves() const { return moves_; }
 
  protected:
   void check(int rank, const Signature& theirs, const Signature& expected) const;
 
   const Party party_;
+  uint64_t moves_ = 0;
 
  private:
   const Kind kind_;
@@ -103,7 +106,7 @@ struct Elements {
   int64_t bytes() const { return count * size; }
 };
 
-// in -> out on all ranks, combined; may be the same memory
+// in -> out on all ranks, combined; may be the same memory. At most a slot.
 class AllReduce : public Steps {
  public:
   static constexpr int64_t kMostBytes = 64 << 10;  // above, ChunkedAllReduce is faster
@@ -150,7 +153,7 @@ class ChunkedAllReduce : public Call {
 // Bytes of rank r -> out[r] on all ranks
 class AllGather : public Steps {
  public:
-  // kind, root: all-gather, or gather to root (-1: to all)
+  // root: gather to it, equal lengths (others' are known to nobody else); -1: to all
   AllGather(const Party& party, const void* in, std::vector<void*> out, std::vector<int64_t> bytes,
             int root = -1);
 

@@ -27,6 +27,13 @@ std::string listed(const std::vector<int>& ranks) {
 
 }  // namespace
 
+Clock::time_point deadline_in(std::chrono::milliseconds limit) {
+  const auto now = Clock::now();
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+      Clock::time_point::max() - now);
+  return limit < left ? now + limit : Clock::time_point::max();
+}
+
 // How to wait: at first on the spot, since an answer takes microseconds; then give the core to
 // others, since there may be more ranks than cores; at last asleep. Looks after the peers now and
 // then.
@@ -55,7 +62,6 @@ class Engine::Patience {
     looked_ = now;
     return true;
   }
-  void progress() { turn_ = 0; }
 
  private:
   static int cores() {
@@ -72,21 +78,33 @@ Engine::Engine(Shared shared, int rank, std::string name, std::shared_ptr<Segmen
       rank_(rank),
       name_(std::move(name)),
       segment_(std::move(segment)),
+      process_(getpid()),
       lanes_{{shared_, 0, rank}, {shared_, 1, rank}},
       messages_(shared_, rank, [this](int64_t offset, int64_t bytes) {
         if (segment_) segment_->reserve(offset, bytes);
-      }) {}
+      }) {
+  if (!shared.geometry().valid()) throw Failure("tp_shm: geometry: slots or rings are too small");
+}
 
 Engine::~Engine() {
-  {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
-    fail_all("the group is being destroyed");
-    shared_.header().left.fetch_or(uint64_t(1) << rank_, std::memory_order_release);
+  if (getpid() != process_) {  // forked: the group goes on in the parent, as if we had never been
+    static_cast<void>(service_.release());
+    return;
   }
-  work_.notify_all();
-  if (thread_.joinable()) thread_.join();
-  for (const auto& notify : to_notify_) notify();
+  std::unique_lock lock(mutex_);
+  stop_ = true;
+  fail_all("the group is being destroyed");
+  shared_.header().left.fetch_or(uint64_t(1) << rank_, std::memory_order_release);
+  if (service_ && service_->thread.get_id() == std::this_thread::get_id()) {
+    *gone_ = true;  // by a callback that was the last to hold the engine
+    service_->thread.detach();
+  } else if (service_) {
+    service_->work.notify_all();
+    lock.unlock();
+    service_->thread.join();
+    lock.lock();
+  }
+  tell(lock);
 }
 
 std::string Engine::prefix() const {
@@ -94,26 +112,39 @@ std::string Engine::prefix() const {
          " in group '" + name_ + "': ";
 }
 
+uint64_t Engine::calls() const {
+  const std::lock_guard lock(mutex_);
+  return number_;
+}
+
 void Engine::start(const TaskPtr& task, bool background) {
+  if (getpid() != process_)
+    throw Failure(prefix() + "this process was forked from the one that is the rank");
   std::unique_lock lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
   if (task->call) {
     calls_.push_back(task);
   } else {
     transfers_.push_back(task);
-    if (task->receives)
-      messages_.receive(task->message);
-    else
-      messages_.send(task->message);
+    try {
+      if (task->receives)
+        messages_.receive(task->message);
+      else
+        messages_.send(task->message);
+    } catch (const std::exception& error) {
+      fail_all(error.what());
+    }
   }
   advance();  // what need not wait is sent at once, so that others do not wait for it
-  const bool leave = background && !task->done;
-  if (leave && !thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  if (background && !task->done) call_service();
   tell(lock);
-  if (leave) work_.notify_one();
 }
 
-void Engine::wait(const TaskPtr& task) {
+void Engine::wait(const TaskPtr& task, Clock::time_point deadline) {
+  if (deadline != Clock::time_point::max() && !task->done.load(std::memory_order_acquire)) {
+    const std::lock_guard lock(mutex_);
+    task->deadline = std::min(task->deadline, deadline);
+  }
   Patience patience(shared_.ranks());
   while (!task->done.load(std::memory_order_acquire)) {
     std::unique_lock lock(mutex_);
@@ -124,7 +155,7 @@ void Engine::wait(const TaskPtr& task) {
     if (lock.owns_lock()) lock.unlock();
     if (patience.pause()) {
       lock.lock();
-      if (!task->done) check_peers(*task);
+      if (!task->done) check_peers(task);
       tell(lock);
     }
   }
@@ -133,7 +164,8 @@ void Engine::wait(const TaskPtr& task) {
 
 bool Engine::poll(const TaskPtr& task) {
   if (task->done.load(std::memory_order_acquire)) return true;
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
   advance();
   tell(lock);
   return task->done;
@@ -143,12 +175,19 @@ void Engine::on_done(const TaskPtr& task, std::function<void()> notify) {
   std::unique_lock lock(mutex_);
   if (!task->done) {
     task->notify = std::move(notify);
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-    work_.notify_one();
-    return;
+    return call_service();
   }
   lock.unlock();
   notify();
+}
+
+// What waits in a queue has a thread that looks after it
+void Engine::call_service() {
+  if (!service_) {
+    service_ = std::make_unique<Service>();
+    service_->thread = std::thread([this] { serve(); });
+  }
+  service_->work.notify_one();
 }
 
 void Engine::end(const TaskPtr& task, std::exception_ptr error) {
@@ -158,9 +197,8 @@ void Engine::end(const TaskPtr& task, std::exception_ptr error) {
     error = std::current_exception();
   }
   task->error = error;
-  task->finish = nullptr;
-  if (task->notify) to_notify_.push_back(std::move(task->notify));
-  task->notify = nullptr;
+  ++ends_;
+  ended_.push_back(task);
   task->done.store(true, std::memory_order_release);
 }
 
@@ -194,12 +232,16 @@ void Engine::advance() {
   }
 }
 
-// Callbacks may come back to this engine: they run without the lock
+// Without the lock: callbacks may come back to this engine, and to let go of a buffer may take
+// locks of others (Python's), whose holders may be waiting for ours
 void Engine::tell(std::unique_lock<std::mutex>& lock) {
-  if (to_notify_.empty()) return;
-  const auto notify = std::exchange(to_notify_, {});
+  if (ended_.empty()) return;
+  const auto ended = std::exchange(ended_, {});
   lock.unlock();
-  for (const auto& one : notify) one();
+  for (const auto& task : ended) {
+    task->finish = nullptr;
+    if (const auto notify = std::exchange(task->notify, nullptr)) notify();
+  }
 }
 
 void Engine::fail_all(const std::string& reason, bool timed_out) {
@@ -225,52 +267,73 @@ void Engine::give_up(const std::string& reason) {
   tell(lock);
 }
 
-void Engine::check_peers(const Task& task) {
+// By value: what nobody waits for is held by the queue alone, and may end in here
+void Engine::check_peers(const TaskPtr task) {
   const Header& header = shared_.header();
+  const auto alive = [this](int rank) { return !segment_ || segment_->alive(rank); };
   if (const uint32_t who = header.given_up.load(std::memory_order_acquire)) {
-    std::string reason = "it is about to say why";
-    if (header.reason_ready.load(std::memory_order_acquire)) reason = header.reason;
+    std::string reason = "it died before it could say why";
+    if (header.reason_ready.load(std::memory_order_acquire))
+      reason = header.reason;
+    else if (alive(static_cast<int>(who) - 1))
+      return;  // it is about to say why
     return fail_all("rank " + std::to_string(who - 1) + " gave up: " + reason);
   }
   // Who is gone has posted all it ever will: only then look what is still missing
   const uint64_t left = header.left.load(std::memory_order_acquire);
-  uint64_t dead = 0;
+  uint64_t gone = left;
   for (int rank = 0; rank < shared_.ranks(); ++rank)
-    if (segment_ && rank != rank_ && !segment_->alive(rank)) dead |= uint64_t(1) << rank;
+    if (rank != rank_ && !alive(rank)) gone |= uint64_t(1) << rank;
+  gone &= ~(uint64_t(1) << rank_);
   advance();
-  if (task.done || failure_) return;
-  const Call* call = task.call ? calls_.front()->call.get() : nullptr;
+  if (task->done || failure_) return;
+  const Call* call = task->call ? calls_.front()->call.get() : nullptr;
   const std::vector<int> missing = call ? call->missing() : messages_.missing();
-  const std::string doing = call ? name_of(call->kind()) : task.what();
-  for (const int rank : missing) {
-    if (rank == rank_) continue;
-    if (left >> rank & 1)
-      return fail_all(doing + ": rank " + std::to_string(rank) + " has left the group");
-    if (dead >> rank & 1) return fail_all(doing + ": rank " + std::to_string(rank) + " has died");
-  }
-  if (Clock::now() >= task.deadline)
+  int lost = call ? -1 : messages_.lost(gone);
+  for (const int rank : missing)
+    if (call && gone >> rank & 1) lost = rank;
+  const std::string doing = call ? name_of(call->kind()) : task->what();
+  if (lost >= 0)
+    return fail_all(doing + ": rank " + std::to_string(lost) +
+                    (left >> lost & 1 ? " has left the group" : " has died"));
+  if (Clock::now() >= task->deadline)
     fail_all(doing + " (call " + std::to_string(number_) + ") timed out waiting for " +
                  (missing.empty() ? "nobody" : listed(missing)),
              true);
 }
 
+uint64_t Engine::moves() const {
+  return ends_ + messages_.moves() + (begun_ ? calls_.front()->call->moves() : 0);
+}
+
 void Engine::serve() {
+  bool gone = false;
   std::unique_lock lock(mutex_);
+  gone_ = &gone;
+  uint64_t before = 0;
+  int idle = 0;  // turns without anything done
+  auto looked = Clock::now();
   while (!stop_) {
     if (calls_.empty() && transfers_.empty()) {
-      work_.wait(lock);
+      service_->work.wait(lock);
+      idle = 0;
       continue;
     }
-    const size_t before = calls_.size() + transfers_.size();
     advance();
+    if (moves() != before) idle = 0;
+    before = moves();
+    if (idle > 0 && Clock::now() - looked >= 10ms) {
+      looked = Clock::now();
+      if (!calls_.empty()) check_peers(calls_.front());
+      if (!transfers_.empty()) check_peers(transfers_.front());
+    }
     tell(lock);
+    if (gone) return;
     if (!lock.owns_lock()) lock.lock();
-    if (calls_.size() + transfers_.size() < before) continue;
-    if (!calls_.empty()) check_peers(*calls_.front());
-    if (!transfers_.empty()) check_peers(*transfers_.front());
-    tell(lock);
-    if (!lock.owns_lock()) lock.lock();
-    work_.wait_for(lock, 100us);  // somebody who computes, meanwhile, keeps the core
+    if (stop_ || ++idle == 1) continue;
+    // Somebody who computes, meanwhile, keeps the core
+    if (!(calls_.empty() && transfers_.empty()))
+      service_->work.wait_for(lock, idle < 1000 ? 100us : 1000us);
   }
 }
 

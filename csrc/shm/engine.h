@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -24,6 +26,9 @@ namespace tp_ext::shm {
 
 using Clock = std::chrono::steady_clock;
 
+// In `limit` from now, or never if the clock does not reach that far
+Clock::time_point deadline_in(std::chrono::milliseconds limit);
+
 struct TimedOut : Failure {
   using Failure::Failure;
 };
@@ -34,7 +39,7 @@ struct Task {
   std::shared_ptr<Message> message;
   bool receives = false;
   std::function<void()> finish;  // run once, when the data is there; keeps buffers alive
-  std::function<void()> notify;  // run once after that, or after a failure
+  std::function<void()> notify;  // run once after that, or after a failure; must not throw
   Clock::time_point deadline;
 
   std::atomic<bool> done{false};
@@ -51,44 +56,56 @@ class Engine {
   ~Engine();
 
   Party party() { return {&shared_, lanes_, rank_}; }
-  uint64_t calls() const { return number_; }
+  uint64_t calls() const;
 
-  // Queues the task; with `background` its own thread cares for it if nobody waits
+  // Queues the task; with `background` its own thread cares for it if nobody waits. Raises if the
+  // group has failed before; what goes wrong with this task is wait's to raise.
   void start(const TaskPtr& task, bool background);
-  // Until it is done; raises what went wrong
-  void wait(const TaskPtr& task);
+  // Until it is done; raises what went wrong. Its deadline may be made earlier, never later.
+  void wait(const TaskPtr& task, Clock::time_point deadline = Clock::time_point::max());
+  // Whether it is done; waits for nobody, not even for another thread that is at it
   bool poll(const TaskPtr& task);
   void on_done(const TaskPtr& task, std::function<void()> notify);
   void give_up(const std::string& reason);
 
  private:
   class Patience;
+  // Apart, so that a forked child, which has its parent's handles but not its threads, can leave
+  // them alone: joining, and destroying what somebody sleeps on, would wait for ever
+  struct Service {
+    std::condition_variable work;
+    std::thread thread;
+  };
+
   void advance();  // under the lock; tells nobody
   void tell(std::unique_lock<std::mutex>& lock);
   void fail_all(const std::string& reason, bool timed_out = false);
-  void check_peers(const Task& task);
+  void check_peers(TaskPtr task);
   void end(const TaskPtr& task, std::exception_ptr error);
+  void call_service();
   void serve();
+  uint64_t moves() const;
   std::string prefix() const;
 
   const Shared shared_;
   const int rank_;
   const std::string name_;
   const std::shared_ptr<Segment> segment_;
+  const pid_t process_;
   Lane lanes_[kLanes];
   Messages messages_;
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::deque<TaskPtr> calls_;
   std::list<TaskPtr> transfers_;
-  std::vector<std::function<void()>> to_notify_;
-  bool begun_ = false;  // the call at the front
-  uint64_t number_ = 0;
+  std::vector<TaskPtr> ended_;  // whose buffers are to be let go, and who wants to know
+  bool begun_ = false;          // the call at the front
+  uint64_t number_ = 0, ends_ = 0;
   std::exception_ptr failure_;
 
-  std::condition_variable work_;
   bool stop_ = false;
-  std::thread thread_;
+  bool* gone_ = nullptr;  // set for the service if it destroys the engine itself
+  std::unique_ptr<Service> service_;
 };
 
 }  // namespace tp_ext::shm

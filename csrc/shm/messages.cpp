@@ -147,12 +147,11 @@ bool Messages::pull(int from) {
   return at != start;
 }
 
-bool Messages::advance() {
-  bool moved = false;
+void Messages::advance() {
   for (int to = 0; to < shared_->ranks(); ++to) {
     auto& queue = sends_[to];
     while (!queue.empty() && push(to, *queue.front())) {
-      moved = true;
+      ++moves_;
       if (!queue.front()->done) break;
       queue.pop_front();
     }
@@ -160,16 +159,7 @@ bool Messages::advance() {
   const bool wanted = !receives_.empty();
   for (int from = 0; from < shared_->ranks(); ++from)
     if (wanted || streams_[from].inside)
-      while (pull(from)) moved = true;
-  return moved;
-}
-
-bool Messages::idle() const {
-  for (const auto& queue : sends_)
-    if (!queue.empty()) return false;
-  for (const auto& stream : streams_)
-    if (stream.inside) return false;
-  return receives_.empty();
+      while (pull(from)) ++moves_;
 }
 
 std::vector<int> Messages::missing() const {
@@ -184,6 +174,26 @@ std::vector<int> Messages::missing() const {
     if (sending || receiving) ranks.push_back(rank);
   }
   return ranks;
+}
+
+// Whoever receives from any rank needs one that is still there
+int Messages::lost(uint64_t gone) const {
+  const auto is_gone = [gone](int rank) { return gone >> rank & 1; };
+  bool from_any = false, anybody = false;
+  for (const auto& message : receives_) {
+    if (message->peer >= 0 && is_gone(message->peer)) return message->peer;
+    from_any = from_any || message->peer < 0;
+  }
+  int last = -1;
+  for (int rank = 0; rank < shared_->ranks(); ++rank) {
+    if (is_gone(rank)) {
+      if (!sends_[rank].empty() || streams_[rank].inside) return rank;
+      last = rank;
+    } else if (rank != rank_) {
+      anybody = true;
+    }
+  }
+  return from_any && !anybody ? last : -1;
 }
 
 }  // namespace tp_ext::shm

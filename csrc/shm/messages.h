@@ -39,9 +39,10 @@ class Messages {
 
   void send(std::shared_ptr<Message> message);
   void receive(std::shared_ptr<Message> message);
-  bool advance();  // whether anything moved; raises Failure if lengths differ
-  bool idle() const;
+  void advance();  // raises Failure if lengths differ
   std::vector<int> missing() const;  // the peers of what is not done
+  int lost(uint64_t gone) const;     // one of those ranks (bits) without which it never will; or -1
+  uint64_t moves() const { return moves_; }  // grows whenever something has been done
 
  private:
   struct Head {
@@ -77,6 +78,7 @@ class Messages {
   std::list<std::shared_ptr<Message>> receives_;
   std::vector<Stream> streams_;
   std::list<Kept> kept_;
+  uint64_t moves_ = 0;
 };
 
 }  // namespace tp_ext::shm

@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -25,12 +26,23 @@ constexpr char kPrefix[] = "tp_shm.";
   throw Failure("shared memory " + name + ": " + what + ": " + std::strerror(error));
 }
 
-// Names are tp_shm.<pid>.<128 random bits>
+// The namespace in which this process's number counts; "" if the system does not tell
+std::string pid_namespace() {
+  char link[PATH_MAX];
+  const ssize_t length = readlink("/proc/self/ns/pid", link, sizeof link);
+  const std::string text(link, length > 0 ? static_cast<size_t>(length) : 0);  // pid:[4026531836]
+  const size_t begin = text.find_first_of("0123456789"), end = text.find(']');
+  return begin < end && end != std::string::npos ? text.substr(begin, end - begin) : "";
+}
+
+// Names are tp_shm.<pid namespace>.<pid>.<128 random bits>
+std::string name_start() { return kPrefix + pid_namespace() + "."; }
+
 std::string new_name() {
   unsigned char random[16];
   if (getrandom(random, sizeof random, 0) != sizeof random)
     throw Failure("shared memory: the system gives no random bytes");
-  std::string name = std::string("/") + kPrefix + std::to_string(getpid()) + ".";
+  std::string name = "/" + name_start() + std::to_string(getpid()) + ".";
   for (const unsigned char byte : random) {
     constexpr char kDigits[] = "0123456789abcdef";
     name += {kDigits[byte >> 4], kDigits[byte & 15]};
@@ -38,28 +50,47 @@ std::string new_name() {
   return name;
 }
 
-// What jobs of this user left that were killed before all their ranks had opened it
+// What jobs of this user left that were killed before all their ranks had opened it. Only names:
+// opening and closing a file would drop all marks that this process has on it.
 void sweep() {
-  DIR* folder = opendir("/dev/shm");
+  const std::string start = name_start();
+  DIR* folder = start == std::string(kPrefix) + "." ? nullptr : opendir("/dev/shm");
   if (folder == nullptr) return;
   while (const dirent* entry = readdir(folder)) {
-    if (std::strncmp(entry->d_name, kPrefix, sizeof kPrefix - 1) != 0) continue;
-    const long pid = std::strtol(entry->d_name + sizeof kPrefix - 1, nullptr, 10);
+    if (std::strncmp(entry->d_name, start.c_str(), start.size()) != 0) continue;
+    const long pid = std::strtol(entry->d_name + start.size(), nullptr, 10);
     if (pid <= 0 || kill(static_cast<pid_t>(pid), 0) == 0 || errno != ESRCH) continue;
     struct stat status;
-    const std::string path = std::string("/") + entry->d_name;
-    const int file = shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0);
-    if (file < 0) continue;
-    // Its maker may live in another process namespace: then somebody's mark is on it
-    struct flock lock = {};
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    if (fstat(file, &status) == 0 && status.st_uid == geteuid() &&
-        fcntl(file, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK)
-      shm_unlink(path.c_str());
-    ::close(file);
+    if (fstatat(dirfd(folder), entry->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0 &&
+        status.st_uid == geteuid())
+      unlinkat(dirfd(folder), entry->d_name, 0);
   }
   closedir(folder);
+}
+
+// Closes it unless it was taken
+class File {
+ public:
+  explicit File(int file) : file_(file) {}
+  ~File() {
+    if (file_ >= 0) ::close(file_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int get() const { return file_; }
+  int take() { return std::exchange(file_, -1); }
+
+ private:
+  int file_;
+};
+
+struct flock mark_of(int rank) {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
 }
 
 void* map(int file, int64_t bytes, const std::string& name) {
@@ -73,12 +104,13 @@ void* map(int file, int64_t bytes, const std::string& name) {
 Segment Segment::create(int64_t bytes, int64_t reserved) {
   sweep();
   const std::string name = new_name();
-  const int file = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-  if (file < 0) fail("cannot create", name, errno);
+  File file(shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
+  if (file.get() < 0) fail("cannot create", name, errno);
   try {
-    if (fchmod(file, 0600) != 0 || ftruncate(file, bytes) != 0)
+    if (fchmod(file.get(), 0600) != 0 || ftruncate(file.get(), bytes) != 0)
       fail("cannot give it " + std::to_string(bytes) + " bytes", name, errno);
-    Segment segment(name, file, map(file, bytes, name), bytes);
+    void* base = map(file.get(), bytes, name);
+    Segment segment(name, file.take(), base, bytes);
     segment.reserve(0, reserved);
     return segment;
   } catch (...) {
@@ -90,17 +122,17 @@ Segment Segment::create(int64_t bytes, int64_t reserved) {
 Segment Segment::open(const std::string& name, int64_t bytes) {
   if (name.rfind(std::string("/") + kPrefix, 0) != 0 || name.find('/', 1) != std::string::npos)
     throw Failure("shared memory " + name + ": no name of ours");
-  const int file = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
-  if (file < 0) fail("cannot open", name, errno);
+  File file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
+  if (file.get() < 0) fail("cannot open", name, errno);
   struct stat status;
-  const bool ours = fstat(file, &status) == 0 && status.st_uid == geteuid() &&
-                    (status.st_mode & 0777) == 0600 && status.st_size == bytes;
-  if (!ours) {
-    ::close(file);
+  const bool ours = fstat(file.get(), &status) == 0 && S_ISREG(status.st_mode) &&
+                    status.st_uid == geteuid() && (status.st_mode & 07777) == 0600 &&
+                    status.st_size == bytes;
+  if (!ours)
     throw Failure("shared memory " + name + ": is not this user's alone, or not of " +
                   std::to_string(bytes) + " bytes");
-  }
-  return Segment(name, file, map(file, bytes, name), bytes);
+  void* base = map(file.get(), bytes, name);
+  return Segment(name, file.take(), base, bytes);
 }
 
 Segment::Segment(Segment&& other) noexcept
@@ -116,7 +148,8 @@ Segment::~Segment() {
 
 // Without this a full /dev/shm would be a SIGBUS at some later write
 void Segment::reserve(int64_t offset, int64_t bytes) const {
-  const int error = posix_fallocate(file_, offset, bytes);
+  int error = EINTR;  // signals are the caller's affair
+  while (error == EINTR) error = posix_fallocate(file_, offset, bytes);
   if (error != 0)
     fail("no room for " + std::to_string(bytes) + " bytes (is /dev/shm full or small?)", name_,
          error);
@@ -124,23 +157,16 @@ void Segment::reserve(int64_t offset, int64_t bytes) const {
 
 void Segment::unlink() { shm_unlink(name_.c_str()); }
 
-// Locks belong to the process: a forked child does not keep its parent's
+// The lock is the process's, not the open file's: a forked child that lives on does not keep it
 void Segment::mark_alive(int rank) const {
-  struct flock lock = {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = rank;
-  lock.l_len = 1;
+  struct flock lock = mark_of(rank);
   if (fcntl(file_, F_SETLK, &lock) != 0) fail("cannot lock", name_, errno);
 }
 
+// Asked for the open file, which sees marks of this process, too: ranks may be its threads
 bool Segment::alive(int rank) const {
-  struct flock lock = {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = rank;
-  lock.l_len = 1;
-  return fcntl(file_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+  struct flock lock = mark_of(rank);
+  return fcntl(file_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 std::string host_identity() {

@@ -27,7 +27,7 @@ class Segment {
 
   // A mark on byte `rank` that the system removes when this process ends, however it ends
   void mark_alive(int rank) const;
-  bool alive(int rank) const;  // of another process's mark
+  bool alive(int rank) const;  // whether its mark is there
 
  private:
   Segment(std::string name, int file, void* base, int64_t bytes)

@@ -2,7 +2,7 @@
 //
 //   header    geometry, and why somebody gave up
 //   lanes     2 per group; in each, `slots` slots per rank, used in turn, step by step
-//   rings     one per ordered pair of ranks, for send and receive (ring.h)
+//   rings     one per ordered pair of ranks, for send and receive (messages.h)
 //
 // Step k of a lane: a rank writes into its own slot k % slots, then posts it; whoever reads it does
 // so once it is posted, then finishes the step. A slot is written again when all ranks have
@@ -30,10 +30,11 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared between proces
 struct Signature {
   uint32_t kind = 0, type = 0, op = 0, root = 0;
   uint64_t count = 0, call = 0;  // elements; number of the call in the group
+  uint64_t parts = 0;            // a hash of how the elements are divided, where that is free
 
   bool operator==(const Signature& other) const {
     return kind == other.kind && type == other.type && op == other.op && root == other.root &&
-           count == other.count && call == other.call;
+           count == other.count && call == other.call && parts == other.parts;
   }
 };
 
@@ -41,6 +42,8 @@ struct alignas(kLine) Line {
   std::atomic<uint64_t> posted;  // 1 + the step that the slot holds
   Signature signature;
 };
+
+static_assert(sizeof(Line) == kLine);
 
 struct alignas(kLine) Counter {
   std::atomic<uint64_t> value;
@@ -74,6 +77,11 @@ struct Geometry {
   // All but the rings is in use from the start; a ring costs nothing before its first message
   int64_t reserved() const { return rings(); }
   int64_t bytes() const { return rings() + int64_t(ranks) * ranks * ring_bytes; }
+  // Each rank has a line of every slot at least, and a ring holds a message's head
+  bool valid() const {
+    return 1 <= ranks && ranks <= kMaxRanks && slot_bytes >= ranks * kLine &&
+           slot_bytes % kLine == 0 && ring_bytes >= 16;
+  }
 
  private:
   static int64_t page(int64_t n) { return (n + 4095) / 4096 * 4096; }

@@ -1,0 +1,20 @@
+// A long random sequence of all calls and messages, the same on all ranks; how each rank waits, and
+// when, is its own affair. Every result is compared with what it must be.
+
+#pragma once
+
+#include "harness.h"
+
+namespace tp_ext::shm::test {
+
+struct Plan {
+  int ranks;
+  int64_t operations;
+  uint64_t seed;
+  int64_t longest;  // bytes of a tensor
+};
+
+// Runs it as `rank` of all the engines' groups; returns once everything has been checked
+void follow(const Plan& plan, const std::vector<std::shared_ptr<Engine>>& engines, int rank);
+
+}  // namespace tp_ext::shm::test
