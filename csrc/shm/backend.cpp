@@ -162,8 +162,7 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
 ShmBackend::Work ShmBackend::run(std::unique_ptr<Call> call, Buffers buffers, const Terms& terms) {
   auto task = std::make_shared<Task>();
   task->call = std::move(call);
-  const auto timeout = terms.timeout == c10d::kUnsetTimeout ? timeout_ : terms.timeout;
-  task->deadline = Clock::now() + timeout;
+  task->deadline = deadline_in(terms.timeout == c10d::kUnsetTimeout ? timeout_ : terms.timeout);
   Tensors results = std::move(buffers.results);
   task->finish = [kept = std::move(buffers)] { kept.outputs.store(); };
   engine_->start(task, terms.async);

@@ -177,7 +177,7 @@ ShmBackend::Work ShmBackend::transfer(int peer, int tag, Buffers buffers, OpType
   task->message = std::make_shared<Message>(
       Message{peer, tag, static_cast<char*>(data(dense)), bytes_of(dense)});
   task->receives = type != OpType::SEND;
-  task->deadline = Clock::now() + timeout_;
+  task->deadline = deadline_in(timeout_);
   Tensors results = std::move(buffers.results);
   task->finish = [kept = std::move(buffers)] { kept.outputs.store(); };
   engine_->start(task, true);

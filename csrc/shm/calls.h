@@ -59,6 +59,8 @@ class Call {
   virtual bool advance() = 0;
   // The ranks that it waits for
   virtual std::vector<int> missing() const = 0;
+  // Whether the others have all that they need of this rank, if only they come
+  virtual bool given() const = 0;
   // Grows whenever something has been done
   uint64_t moves() const { return moves_; }
 
@@ -77,6 +79,7 @@ class Steps : public Call {
  public:
   void begin(uint64_t number) override;
   bool advance() override;
+  bool given() const override { return !writes_ || written_ == steps_; }
   std::vector<int> missing() const override;
 
  protected:
@@ -129,6 +132,7 @@ class ChunkedAllReduce : public Call {
   ChunkedAllReduce(const Party& party, const void* in, void* out, const Elements& elements);
   void begin(uint64_t number) override;
   bool advance() override;
+  bool given() const override { return combined_ == chunks_; }
   std::vector<int> missing() const override;
 
  private:

@@ -29,8 +29,8 @@ std::string listed(const std::vector<int>& ranks) {
 
 Clock::time_point deadline_in(std::chrono::milliseconds limit) {
   const auto now = Clock::now();
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-      Clock::time_point::max() - now);
+  const auto left =
+      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::time_point::max() - now);
   return limit < left ? now + limit : Clock::time_point::max();
 }
 
@@ -136,8 +136,13 @@ void Engine::start(const TaskPtr& task, bool background) {
     }
   }
   advance();  // what need not wait is sent at once, so that others do not wait for it
-  if (background && !task->done) call_service();
+  if (background && !task->done && needs_service()) call_service();
   tell(lock);
+}
+
+// To wake a thread costs more than a small call: what has been given already can wait for its wait
+bool Engine::needs_service() const {
+  return !transfers_.empty() || calls_.size() > 1 || !calls_.front()->call->given();
 }
 
 void Engine::wait(const TaskPtr& task, Clock::time_point deadline) {
@@ -175,6 +180,7 @@ void Engine::on_done(const TaskPtr& task, std::function<void()> notify) {
   std::unique_lock lock(mutex_);
   if (!task->done) {
     task->notify = std::move(notify);
+    ++awaited_;
     return call_service();
   }
   lock.unlock();
@@ -197,6 +203,7 @@ void Engine::end(const TaskPtr& task, std::exception_ptr error) {
     error = std::current_exception();
   }
   task->error = error;
+  if (task->notify) --awaited_;
   ++ends_;
   ended_.push_back(task);
   task->done.store(true, std::memory_order_release);
@@ -312,7 +319,7 @@ void Engine::serve() {
   gone_ = &gone;
   uint64_t before = 0;
   int idle = 0;  // turns without anything done
-  auto looked = Clock::now();
+  auto looked = Clock::now(), since = looked;
   while (!stop_) {
     if (calls_.empty() && transfers_.empty()) {
       service_->work.wait(lock);
@@ -330,10 +337,18 @@ void Engine::serve() {
     tell(lock);
     if (gone) return;
     if (!lock.owns_lock()) lock.lock();
-    if (stop_ || ++idle == 1) continue;
-    // Somebody who computes, meanwhile, keeps the core
-    if (!(calls_.empty() && transfers_.empty()))
-      service_->work.wait_for(lock, idle < 1000 ? 100us : 1000us);
+    if (stop_) break;
+    if (idle++ == 0) since = Clock::now();
+    if (calls_.empty() && transfers_.empty()) continue;
+    // Who waits for a future has no other hands than these. Else the core is left to somebody who
+    // computes meanwhile, and will do the rest when he waits.
+    if (awaited_ > 0 && Clock::now() - since < 50us) {
+      lock.unlock();
+      sched_yield();
+      lock.lock();
+    } else {
+      service_->work.wait_for(lock, awaited_ > 0 ? 100us : 1000us);
+    }
   }
 }
 

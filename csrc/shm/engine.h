@@ -82,6 +82,7 @@ class Engine {
   void fail_all(const std::string& reason, bool timed_out = false);
   void check_peers(TaskPtr task);
   void end(const TaskPtr& task, std::exception_ptr error);
+  bool needs_service() const;
   void call_service();
   void serve();
   uint64_t moves() const;
@@ -101,6 +102,7 @@ class Engine {
   std::vector<TaskPtr> ended_;  // whose buffers are to be let go, and who wants to know
   bool begun_ = false;          // the call at the front
   uint64_t number_ = 0, ends_ = 0;
+  int awaited_ = 0;  // tasks that somebody wants to be told of
   std::exception_ptr failure_;
 
   bool stop_ = false;

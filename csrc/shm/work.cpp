@@ -19,8 +19,7 @@ int ShmWork::sourceRank() const { return task_->message ? task_->message->peer :
 void ShmWork::synchronize() { engine_->wait(task_); }
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
-  if (timeout != kNoTimeout) task_->deadline = std::min(task_->deadline, Clock::now() + timeout);
-  engine_->wait(task_);
+  engine_->wait(task_, timeout == kNoTimeout ? Clock::time_point::max() : deadline_in(timeout));
   return true;
 }
 
