@@ -121,6 +121,9 @@ void Engine::start(const TaskPtr& task, bool background) {
   if (getpid() != process_)
     throw Failure(prefix() + "this process was forked from the one that is the rank");
   std::unique_lock lock(mutex_);
+  if (!failure_) check_given_up();  // who comes late would find all that it needs, and go on alone
+  tell(lock);
+  if (!lock.owns_lock()) lock.lock();
   if (failure_) std::rethrow_exception(failure_);
   if (task->call) {
     calls_.push_back(task);
@@ -274,20 +277,26 @@ void Engine::give_up(const std::string& reason) {
   tell(lock);
 }
 
+bool Engine::alive(int rank) const { return !segment_ || segment_->alive(rank); }
+
+void Engine::check_given_up() {
+  const Header& header = shared_.header();
+  const uint32_t who = header.given_up.load(std::memory_order_acquire);
+  if (who == 0) return;
+  std::string reason = "it died before it could say why";
+  if (header.reason_ready.load(std::memory_order_acquire))
+    reason = header.reason;
+  else if (alive(static_cast<int>(who) - 1))
+    return;  // it is about to say why
+  fail_all("rank " + std::to_string(who - 1) + " gave up: " + reason);
+}
+
 // By value: what nobody waits for is held by the queue alone, and may end in here
 void Engine::check_peers(const TaskPtr task) {
-  const Header& header = shared_.header();
-  const auto alive = [this](int rank) { return !segment_ || segment_->alive(rank); };
-  if (const uint32_t who = header.given_up.load(std::memory_order_acquire)) {
-    std::string reason = "it died before it could say why";
-    if (header.reason_ready.load(std::memory_order_acquire))
-      reason = header.reason;
-    else if (alive(static_cast<int>(who) - 1))
-      return;  // it is about to say why
-    return fail_all("rank " + std::to_string(who - 1) + " gave up: " + reason);
-  }
+  check_given_up();
+  if (failure_) return;
   // Who is gone has posted all it ever will: only then look what is still missing
-  const uint64_t left = header.left.load(std::memory_order_acquire);
+  const uint64_t left = shared_.header().left.load(std::memory_order_acquire);
   uint64_t gone = left;
   for (int rank = 0; rank < shared_.ranks(); ++rank)
     if (rank != rank_ && !alive(rank)) gone |= uint64_t(1) << rank;

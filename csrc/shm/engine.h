@@ -80,6 +80,8 @@ class Engine {
   void advance();  // under the lock; tells nobody
   void tell(std::unique_lock<std::mutex>& lock);
   void fail_all(const std::string& reason, bool timed_out = false);
+  bool alive(int rank) const;
+  void check_given_up();
   void check_peers(TaskPtr task);
   void end(const TaskPtr& task, std::exception_ptr error);
   bool needs_service() const;

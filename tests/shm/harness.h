@@ -15,15 +15,15 @@
 
 namespace tp_ext::shm::test {
 
-#define EXPECT(condition, ...)                                     \
-  do {                                                             \
-    if (!(condition)) {                                            \
+#define EXPECT(condition, ...)                                             \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
       std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      std::fprintf(stderr, __VA_ARGS__);                           \
-      std::fprintf(stderr, "\n");                                  \
-      std::fflush(stderr);                                         \
-      std::abort();                                                \
-    }                                                              \
+      std::fprintf(stderr, __VA_ARGS__);                                   \
+      std::fprintf(stderr, "\n");                                          \
+      std::fflush(stderr);                                                 \
+      std::abort();                                                        \
+    }                                                                      \
   } while (false)
 
 inline uint64_t mix(uint64_t x) {  // splitmix64
@@ -112,6 +112,19 @@ class Memory {
   Geometry geometry_;
   void* base_;
 };
+
+// Says what it does, so that a failure, or a hang, is found
+struct Case {
+  const char* name;
+  void (*body)();
+};
+inline void run_all(const std::vector<Case>& cases) {
+  for (const Case& one : cases) {
+    std::printf("%s\n", one.name);
+    std::fflush(stdout);
+    one.body();
+  }
+}
 
 template <typename F>
 void on_threads(int ranks, F f) {
