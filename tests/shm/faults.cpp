@@ -263,13 +263,8 @@ void an_engine_is_destroyed_by_its_own_thread() {
     if (rank == 1) std::this_thread::sleep_for(20ms);
     engine->start(task, true);
     Engine& raw = *engine;
-    struct Mark {
-      std::atomic<int>& count;
-      ~Mark() { ++count; }
-    };
-    auto mark = std::make_shared<Mark>(Mark{destroyed});
-    destroyed = 0;
-    raw.on_done(task, [engine = std::move(engine), mark = std::move(mark)]() mutable {});
+    std::shared_ptr<void> after(nullptr, [&](void*) { ++destroyed; });  // goes last
+    raw.on_done(task, [after = std::move(after), engine = std::move(engine)] {});
   });
   for (int turn = 0; destroyed < 2 && turn < 10000; ++turn) std::this_thread::sleep_for(1ms);
   EXPECT(destroyed == 2, "the engine was not destroyed");
@@ -309,16 +304,11 @@ void buffers_are_let_go_without_the_lock() {
     const auto engine = memory.engine(rank);
     std::atomic<bool> let_go{false};
     const auto task = task_of(std::make_unique<Barrier>(engine->party()), 20s);
-    struct Buffer {
-      Engine& engine;
-      std::atomic<bool>& let_go;
-      ~Buffer() {
-        std::thread([this] { engine.calls(); }).join();  // takes the engine's lock
-        let_go = true;
-      }
-    };
-    task->finish = [buffer = std::make_shared<Buffer>(Buffer{*engine, let_go})] {};
-    let_go = false;
+    std::shared_ptr<void> buffer(nullptr, [&](void*) {
+      std::thread([&] { engine->calls(); }).join();  // takes the engine's lock
+      let_go = true;
+    });
+    task->finish = [buffer = std::move(buffer)] {};
     engine->start(task, true);
     while (!let_go) std::this_thread::sleep_for(1ms);
   });
