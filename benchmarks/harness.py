@@ -165,7 +165,7 @@ def main(cases_factory: Callable[[str, torch.dtype], list[Case]]) -> None:
         torch.set_num_threads(threads)
         for dtype in dtypes:
             for case in [c for c in cases_factory(args.device, getattr(torch, dtype)) if args.only in c.name]:
-                for record in run([case], args.device, seconds, turns=2 if args.quick else 10):
+                for record in run([case], args.device, seconds, turns=2 if args.quick else 10 if args.full else 4):
                     record = {"dtype": dtype, "threads": threads} | record
                     if not records:
                         print(line({key: key for key in record}, WIDTHS))
