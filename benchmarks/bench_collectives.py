@@ -112,7 +112,7 @@ def measure(op: str, size: int, p: int, pinned: bool, seconds: float, block: flo
     subjects = {f"{path}, {backend}": turns.on_ranks(p, checked, op, size, path, backend) for path, backend in ways}
     subjects |= {"clone": turns.on_ranks(p, clone, size)} if op == "all_reduce" else {}
     subjects["copy"] = turns.on_ranks(p, copy, size)
-    times = turns.take(subjects, seconds, block, turns=3 if block == 0 else 5)
+    times = turns.take(subjects, seconds, block, turns=5 if seconds else 1)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return [
         {

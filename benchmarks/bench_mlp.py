@@ -114,7 +114,7 @@ def subjects(cores: list[int], pinned: bool) -> dict[str, turns.Block]:
 def measure(pinned: bool, seconds: float, block: float) -> list[Record]:
     cores = turns.cores()
     turns.pin_ranks(RANKS, cores, pinned)
-    times = turns.take(subjects(cores, pinned), seconds, block)
+    times = turns.take(subjects(cores, pinned), seconds, block, turns=3 if seconds else 1)
     medians = {name: statistics.median(values) for name, values in times.items()}
     minima = {name: min(values) for name, values in times.items()}
     return [
