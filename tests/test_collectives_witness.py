@@ -118,6 +118,24 @@ def test_eager_compiled_and_traced_are_counted_alike(sp):
         assert eager == compiled == traced and eager
 
 
+def _backends(group):
+    """A step over the pool's gloo and over shared memory."""
+    found = []
+    for one in (group, dist.new_group(backend="tp_shm")):
+        call = step(one, True)
+        with count_collectives() as counts:
+            call()
+        assert {row.group for row in counts.rows} == {one.group_name}
+        found.append(sorted((row.kind, row.payload, row.number) for row in counts.rows))
+    return found
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_the_backend_does_not_matter(p):
+    for gloo, shared_memory in run(_backends, p):
+        assert gloo == shared_memory and gloo
+
+
 def _data_parallel(group):
     """Over a data axis: gradients of DDP in buckets, parameters and gradients of FSDP2 in flat tensors."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
