@@ -149,16 +149,17 @@ def test_why_not(p, changes, options, reason):
     assert len({why_not for _, why_not in told}) == 1
 
 
-def share_a_device(group, given):
-    with mock.patch.dict("os.environ", dict.fromkeys(given, "1")):
+def share_a_device(group, given, on=(0, 1)):
+    with mock.patch.dict("os.environ", dict.fromkeys(given if group.rank() in on else (), "1")):
         return enable_stubbed(group, {"_device": one_device})[1]
 
 
 def test_ranks_may_share_a_device_when_torch_is_told_so():
     both = symmetric_memory.SHARING
     assert ranks.run(share_a_device, 2, both) == [None, None]
-    for one in both:
-        assert all("several ranks are on one device" in why_not for why_not in ranks.run(share_a_device, 2, [one]))
+    for given, on in (both[:1], (0, 1)), (both[1:], (0, 1)), (both, (0,)):
+        told = ranks.run(share_a_device, 2, given, on)
+        assert all("several ranks are on one device" in why_not for why_not in told)
 
 
 @pytest.mark.parametrize("changes", [{"is_available": no}, {"_exchange": refused}])
