@@ -152,7 +152,7 @@ class ParallelAttention(ParallelModule):
         q, k, v = self._heads(rows, cos_sin)
         if lengths is None:
             attend = self._attend if cache is None else cache.attend
-            attended = attend(*(t.unflatten(0, (batch, seq)) for t in (q, k, v)))
+            attended = attend(*(t.view(batch, seq, t.shape[1], t.shape[2]) for t in (q, k, v)))
         else:
             sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
             attended = torch.cat([self._attend(*(t[None] for t in one))[0] for one in sequences])
@@ -228,20 +228,18 @@ class ParallelAttention(ParallelModule):
 
     def _heads(self, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v ``[tokens, heads_local, head_dim]``, normed and rotated."""
-        heads = rows.unflatten(-1, (-1, self.head_dim))
         nq, nkv = self.num_heads_local, self.num_kv_heads_local
-        v = heads[:, nq + nkv :]
+        heads = rows.view(rows.shape[0], nq + 2 * nkv, self.head_dim)
+        together = self.rope is not None and self.q_norm is None  # q and k side by side: one kernel rotates both
+        *rotating, v = heads.split((nq + nkv, nkv) if together else (nq, nkv, nkv), 1)
         if self.q_norm is not None and self.k_norm is not None:
-            rotating = [self.q_norm(heads[:, :nq]), self.k_norm(heads[:, nq : nq + nkv])]
-        else:
-            rotating = [heads[:, : nq + nkv]]  # q and k side by side: one kernel rotates both
+            rotating = [self.q_norm(rotating[0]), self.k_norm(rotating[1])]
         if self.rope is not None and cos_sin is not None:
             if rows.requires_grad and self.q_norm is None:
                 v = v.contiguous()  # as a view it would keep the q and k that are rotated here until backward
             rotating = [_ops.rope(t, *cos_sin, self.rope.interleaved) for t in rotating]
-        if len(rotating) == 2:
-            return rotating[0], rotating[1], v
-        return rotating[0][:, :nq], rotating[0][:, nq:], v
+        q, k = rotating[0].split((nq, nkv), 1) if together else rotating
+        return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``[batch, seq, heads_local, head_dim]`` each -> the same."""

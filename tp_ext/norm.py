@@ -10,6 +10,8 @@ from tp_ext.group import Group
 from tp_ext.module import ParallelModule
 from tp_ext.random import Constant
 
+EPSILON_32, EPSILON_64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
 
 class _Norm(ParallelModule):
     """What both share: the normalised dims, flattened to one, and the replicated parameters."""
@@ -35,10 +37,10 @@ class _Norm(ParallelModule):
             self.add_parameter(name, shape, Constant(value), device=device, dtype=dtype)
 
     def _flat(self, x: Tensor) -> Tensor:
-        dims = len(self.normalized_shape)
-        if tuple(x.shape[-dims:]) != self.normalized_shape or x.dim() < dims:
-            raise ValueError(f"x: shape {tuple(x.shape)} must end in normalized_shape = {self.normalized_shape}")
-        return x.flatten(-dims) if dims > 1 else x
+        shape = self.normalized_shape
+        if x.shape[-len(shape) :] != shape:
+            raise ValueError(f"x: shape {tuple(x.shape)} must end in normalized_shape = {shape}")
+        return x.flatten(-len(shape)) if len(shape) > 1 else x
 
     def _flat_parameter(self, name: str) -> Tensor | None:
         param = self.replicated_parameter(name)
@@ -88,8 +90,9 @@ class RMSNorm(_Norm):
             raise TypeError(f"x: dtype {x.dtype} must be a floating point type")
         eps = self.eps
         if eps is None:
-            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-        return _ops.rms_norm(self._flat(x), self._flat_parameter("weight"), eps).view(x.shape)
+            eps = EPSILON_64 if x.dtype == torch.float64 else EPSILON_32
+        y = _ops.rms_norm(self._flat(x), self._flat_parameter("weight"), eps)
+        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
 
     def extra_repr(self) -> str:
         return (
@@ -140,7 +143,8 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self._flat_parameter("weight"), self._flat_parameter("bias")
-        return _ops.layer_norm(self._flat(x), weight, bias, self.eps).view(x.shape)
+        y = _ops.layer_norm(self._flat(x), weight, bias, self.eps)
+        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
 
     def extra_repr(self) -> str:
         return (
