@@ -156,7 +156,7 @@ def test_only_comm_and_the_backend_name_c10d():
 def test_the_core_of_shared_memory_is_torch_free():
     """So that it can be built alone, and run under a race detector with threads for ranks."""
     core = [f for f in SOURCES if folder(f) == "shm" and f.stem not in SHM_WITH_TORCH]
-    assert {"shared", "calls", "messages", "segment", "engine"} <= {f.stem for f in core}
+    assert {"shared", "calls", "reductions", "moves", "messages", "segment", "engine"} <= {f.stem for f in core}
     for file in core:
         assert all(name.startswith(("shm/", "sys/")) or "/" not in name for name in includes(file))
 

@@ -1,6 +1,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "shm/backend.h"
+#include "shm/moves.h"
 #include "shm/work.h"
 
 namespace tp_ext::shm {

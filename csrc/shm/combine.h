@@ -5,7 +5,7 @@
 #include <c10/core/ScalarType.h>
 #include <string>
 
-#include "shm/calls.h"
+#include "shm/reductions.h"
 
 namespace tp_ext::shm {
 

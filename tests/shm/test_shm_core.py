@@ -14,7 +14,8 @@ import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parent.parent / "csrc"
-SOURCES = [CORE / "shm" / f"{name}.cpp" for name in ("calls", "messages", "segment", "engine")] + [HERE / "plan.cpp"]
+CORE_FILES = ("calls", "reductions", "moves", "messages", "segment", "engine", "engine_care")
+SOURCES = [CORE / "shm" / f"{name}.cpp" for name in CORE_FILES] + [HERE / "plan.cpp"]
 PROGRAMS = {"thread": ("threads", "faults"), "address,undefined": ("threads", "faults", "processes")}
 FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fno-sanitize-recover=all", f"-I{CORE}", f"-I{HERE}"]
 GXX = shutil.which("g++")

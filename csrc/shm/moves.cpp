@@ -1,0 +1,138 @@
+#include "shm/moves.h"
+
+#include <algorithm>
+
+#include "shm/pieces.h"
+
+namespace tp_ext::shm {
+
+AllGather::AllGather(const Party& party, const void* in, std::vector<void*> out,
+                     std::vector<int64_t> bytes, int root)
+    : Steps(party, root < 0 ? Kind::kAllGather : Kind::kGather,
+            steps_for(largest(bytes), party.slot_bytes()),
+            signature_of(bytes[party.rank], std::max(root, 0))),
+      in_(static_cast<const char*>(in)),
+      out_(std::move(out)),
+      bytes_(std::move(bytes)),
+      root_(root) {
+  if (root < 0) return;
+  for (const int64_t n : bytes_)
+    if (n != bytes_[party.rank])
+      throw Failure("gather: " + std::to_string(n) + " bytes of one rank and " +
+                    std::to_string(bytes_[party.rank]) + " of another must be the same");
+  if (root != party.rank) sources_.clear();
+}
+
+Signature AllGather::expected(int rank) const {
+  return signature_of(bytes_[rank], std::max(root_, 0));
+}
+
+void AllGather::write(int64_t step, char* slot) {
+  const Piece piece(step, party_.slot_bytes(), bytes_[party_.rank]);
+  copy(slot, in_ + piece.begin, piece.length);
+}
+
+void AllGather::read(int64_t step) {
+  for (const int rank : sources_) {
+    const Piece piece(step, party_.slot_bytes(), bytes_[rank]);
+    const char* from = rank == party_.rank ? in_ + piece.begin : of(step, rank);
+    copy(static_cast<char*>(out_[rank]) + piece.begin, from, piece.length);
+  }
+}
+
+Broadcast::Broadcast(const Party& party, void* data, int64_t bytes, int root)
+    : Steps(party, Kind::kBroadcast, steps_for(bytes, party.slot_bytes()),
+            signature_of(bytes, root)),
+      data_(static_cast<char*>(data)),
+      bytes_(bytes),
+      root_(root) {
+  writes_ = party.rank == root;
+  if (writes_)
+    sources_.clear();
+  else
+    sources_ = {root};
+}
+
+void Broadcast::write(int64_t step, char* slot) {
+  const Piece piece(step, party_.slot_bytes(), bytes_);
+  copy(slot, data_ + piece.begin, piece.length);
+}
+
+void Broadcast::read(int64_t step) {
+  if (party_.rank == root_) return;
+  const Piece piece(step, party_.slot_bytes(), bytes_);
+  copy(data_ + piece.begin, of(step, root_), piece.length);
+}
+
+Scatter::Scatter(const Party& party, std::vector<const void*> in, void* out, int64_t bytes,
+                 int root)
+    : Steps(party, Kind::kScatter, steps_for(bytes, share_of(party.slot_bytes(), party.ranks())),
+            signature_of(bytes, root)),
+      in_(std::move(in)),
+      out_(static_cast<char*>(out)),
+      bytes_(bytes),
+      share_(share_of(party.slot_bytes(), party.ranks())),
+      root_(root) {
+  writes_ = party.rank == root;
+  if (writes_)
+    sources_.clear();
+  else
+    sources_ = {root};
+}
+
+void Scatter::write(int64_t step, char* slot) {
+  const Piece piece(step, share_, bytes_);
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    const char* from = static_cast<const char*>(in_[rank]) + piece.begin;
+    copy(rank == root_ ? out_ + piece.begin : slot + rank * share_, from, piece.length);
+  }
+}
+
+void Scatter::read(int64_t step) {
+  if (party_.rank == root_) return;
+  const Piece piece(step, share_, bytes_);
+  copy(out_ + piece.begin, of(step, root_) + party_.rank * share_, piece.length);
+}
+
+AllToAll::AllToAll(const Party& party, std::vector<const void*> in, std::vector<int64_t> in_bytes,
+                   std::vector<void*> out, std::vector<int64_t> out_bytes)
+    : Steps(party, Kind::kAllToAll, 1, {}),
+      in_(std::move(in)),
+      in_bytes_(std::move(in_bytes)),
+      out_(std::move(out)),
+      out_bytes_(std::move(out_bytes)),
+      share_(share_of(party.slot_bytes(), party.ranks())) {}
+
+void AllToAll::write(int64_t step, char* slot) {
+  if (step == 0) return copy(slot, in_bytes_.data(), party_.ranks() * int64_t(sizeof(int64_t)));
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    if (rank == party_.rank) continue;
+    const Piece piece(step - 1, share_, in_bytes_[rank]);
+    copy(slot + rank * share_, static_cast<const char*>(in_[rank]) + piece.begin, piece.length);
+  }
+}
+
+void AllToAll::read(int64_t step) {
+  const int own = party_.rank;
+  if (step == 0) {
+    int64_t most = 0;
+    for (int rank = 0; rank < party_.ranks(); ++rank) {
+      const auto* sent = reinterpret_cast<const int64_t*>(of(0, rank));
+      if (sent[own] != out_bytes_[rank])
+        throw Failure("all_to_all: rank " + std::to_string(rank) + " sends " +
+                      std::to_string(sent[own]) + " bytes to rank " + std::to_string(own) +
+                      ", which expects " + std::to_string(out_bytes_[rank]));
+      for (int to = 0; to < party_.ranks(); ++to)
+        if (to != rank) most = std::max(most, sent[to]);
+    }
+    steps_ = 1 + divide_up(most, share_);
+    return copy(out_[own], in_[own], out_bytes_[own]);
+  }
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    if (rank == own) continue;
+    const Piece piece(step - 1, share_, out_bytes_[rank]);
+    copy(static_cast<char*>(out_[rank]) + piece.begin, of(step, rank) + own * share_, piece.length);
+  }
+}
+
+}  // namespace tp_ext::shm
