@@ -18,6 +18,7 @@ from dense import (
     small_layer,
     small_linear,
 )
+from torch._dynamo import compiled_autograd
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -145,6 +146,22 @@ def test_compile_without_graph_breaks(kind, sp):
 def test_compile_gather_output_with_copies():
     parts = (Part(4, groups=2), Part(4, unit=2, copies=2))
     ranks.run(_compiled, 2, ColumnParallelLinear, False, {"parts": parts, "gather_output": True}, timeout=120)
+
+
+def _compiled_autograd(group, kind, sp):
+    torch._dynamo.reset()
+    layer = small_layer(group, kind, sp)
+    x = small_input(layer, group)
+    want = results(layer, x)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        got = results(layer, x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@BOTH
+def test_compiled_autograd(kind, sp):
+    """torch compiles the backward of a forward that ran as ever."""
+    ranks.run(_compiled_autograd, 2, kind, sp, timeout=120)
 
 
 def _checkpointed(group, kind, sp):
