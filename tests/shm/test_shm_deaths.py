@@ -33,7 +33,7 @@ def test_a_killed_rank_is_noticed_at_once(name, backend):
     for rank in (0, 2):
         assert outcomes[rank].error is None and outcomes[rank].exitcode == 0, (rank, outcomes[rank])
         seconds, message = outcomes[rank].value
-        assert 0 < seconds < 6, (rank, seconds)
+        assert 0 < seconds < 10, (rank, seconds)
         assert backend == "cpu:gloo" or "rank 1" in message, (rank, message)
 
 
@@ -63,7 +63,7 @@ def test_a_rank_killed_in_the_middle(p, n):
     for rank in set(range(p)) - {1}:
         assert outcomes[rank].error is None and outcomes[rank].exitcode == 0, (rank, outcomes[rank])
         late, message = outcomes[rank].value
-        assert late < 6 and "rank 1" in message, (rank, late, message)
+        assert late < 10 and "rank 1" in message, (rank, late, message)
 
 
 def _left(rank, p, folder, backend):
@@ -78,5 +78,5 @@ def test_a_rank_that_left_is_noticed_at_once(backend):
     outcomes = results(launch(_left, 3, backend))
     for rank in (0, 2):
         seconds, message = outcomes[rank]
-        assert 0 < seconds < 6, (rank, seconds)
+        assert 0 < seconds < 10, (rank, seconds)
         assert backend == "cpu:gloo" or "rank 1" in message, (rank, message)

@@ -54,7 +54,7 @@ def _computes(world, backend, kinds, n):
         work, right = _issue(kind, group, rank, n)
         begin = time.monotonic()
         if rank == 1:
-            time.sleep(0.5)
+            time.sleep(0.8)
         work.wait()
         waited[kind] = time.monotonic() - begin
         assert right(), kind
@@ -66,7 +66,7 @@ def _computes(world, backend, kinds, n):
 def test_while_its_rank_computes(n, backend):
     kinds = KINDS if n == 3 else ["all_reduce", "all_to_all", "message"]
     for kind, seconds in run(_computes, 2, backend, kinds, n)[0].items():
-        assert seconds < 0.45, (kind, seconds)
+        assert seconds < 0.75, (kind, seconds)
 
 
 def _blocked(world, backend, kinds, n, blocking):
