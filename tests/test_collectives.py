@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
+import torch.distributed._symmetric_memory  # defines the fused operators
 from ranks import run
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,6 +157,31 @@ def test_every_operator_of_c10d_is_known():
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("c10d::")]
     of_groups = {s.name[6:] for s in schemas if any("ProcessGroup" in str(a.type) for a in s.arguments)}
     assert len(of_groups) > 15 and of_groups <= known
+
+
+def _symmetric(group):
+    """Kernels for CPU tensors that do nothing: only the calls matter."""
+    p, name = group.size(), group.group_name
+    x, w = torch.ones(4, 6), torch.ones(6, 10)
+    ops = torch.ops.symm_mem
+    with torch.library._scoped_library("symm_mem", "IMPL") as library, count_collectives() as counts:
+        library.impl("one_shot_all_reduce_copy", lambda buffer, x, op, group: x.clone(), "CPU")
+        library.impl("two_shot_all_reduce_out", lambda x, op, group, out: out, "CPU")
+        library.impl("fused_all_gather_matmul", lambda x, ws, dim, group, **_: (None, []), "CPU")
+        library.impl("fused_matmul_reduce_scatter", lambda x, w, op, dim, group: x.clone(), "CPU")
+        ops.one_shot_all_reduce_copy(torch.empty(100), x, "sum", name)
+        ops.two_shot_all_reduce_out(x[:2], "sum", name, x[2:])
+        ops.fused_all_gather_matmul(x, [w], 0, name, return_A=False)
+        ops.fused_matmul_reduce_scatter(x, w, "sum", 0, name)
+    assert {row.group for row in counts.rows} == {name} and p == counts.rows[0].size
+    return found(counts), counts.wire_bytes
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("p", [2, 4])
+def test_symmetric_memory_counts_as_the_collectives_it_stands_for(p):
+    want = {("all_reduce", 96): 1, ("all_reduce", 48): 1, ("all_gather", 96 * p): 1, ("reduce_scatter", 160): 1}
+    assert run(_symmetric, p) == [(want, (p - 1) / p * (2 * (96 + 48) + 96 * p + 160))] * p
 
 
 # Groups, threads, blocks

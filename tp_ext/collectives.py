@@ -150,8 +150,9 @@ def count_collectives() -> Iterator[CollectiveCounts]:
     torch's ``CommDebugMode`` they take the functional one), compiled code stays compiled. Inside, every operator
     costs about 0.2 us more; outside nothing.
 
-    Not seen: work that is no collective of a process group (symmetric memory, replays of a CUDA graph, whose capture
-    counts), and calls of a process group that is written in Python, before it hands them on to one of torch's.
+    All-reduces over torch's symmetric memory, and GEMMs fused with an all-gather or a reduce-scatter, count as the
+    collective that they stand for. Not seen: replays of a CUDA graph, whose capture counts; other work over symmetric
+    memory; calls of a process group written in Python, before it hands them on to one of torch's.
 
     Yields:
         :class:`CollectiveCounts`. Communicates: nothing; every rank counts its own.

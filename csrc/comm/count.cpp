@@ -9,6 +9,8 @@
 #include <mutex>
 #include <tuple>
 
+#include "comm/comm.h"
+
 namespace tp_ext::comm {
 namespace {
 
@@ -46,6 +48,27 @@ constexpr Operator kOperators[] = {
     {"monitored_barrier_", "barrier", kNone, kNone, 1},
 };
 
+// Operators over symmetric memory, which name their group: a collective, or a GEMM with one inside.
+// `x` is what the rank gives.
+struct Symmetric {
+  const char* name;
+  const char* kind;
+  size_t x, group;
+};
+constexpr Symmetric kSymmetric[] = {
+    {"one_shot_all_reduce", "all_reduce", 0, 2},
+    {"one_shot_all_reduce_out", "all_reduce", 0, 2},
+    {"one_shot_all_reduce_copy", "all_reduce", 1, 3},
+    {"one_shot_all_reduce_copy_out", "all_reduce", 1, 3},
+    {"two_shot_all_reduce_", "all_reduce", 0, 2},
+    {"two_shot_all_reduce_out", "all_reduce", 0, 2},
+    {"multimem_all_reduce_", "all_reduce", 0, 2},
+    {"multimem_one_shot_all_reduce", "all_reduce", 0, 2},
+    {"multimem_one_shot_all_reduce_out", "all_reduce", 0, 2},
+    {"fused_all_gather_matmul", "all_gather", 0, 3},
+    {"fused_matmul_reduce_scatter", "reduce_scatter", 0, 4},
+};
+
 // Of a tensor, a list of them, a list of lists
 int64_t bytes_of(const IValue& value) {
   if (value.isTensor()) {
@@ -80,6 +103,21 @@ CollectiveCount described(const Operator& op, c10::ArrayRef<IValue> inputs) {
   if (std::strcmp(op.kind, "all_to_all") == 0)
     own = own_block(op, inputs, full, group->getRank(), size);
   return CollectiveCount{group->getGroupName(), size, op.kind, full, own, 1};
+}
+
+CollectiveCount described(const Symmetric& op, c10::ArrayRef<IValue> inputs) {
+  const std::string group = inputs[op.group].toStringRef();
+  const int64_t p = size(group);
+  int64_t full = bytes_of(inputs[op.x]), own = 0;
+  if (std::strcmp(op.kind, "all_gather") == 0) {
+    own = full;
+    full *= p;
+  } else if (std::strcmp(op.kind, "reduce_scatter") == 0) {  // of x w, w [in, out]
+    const auto& w = inputs[op.x + 1].toTensor();
+    full = w.size(0) == 0 ? 0 : full / w.size(0) * w.size(1);
+    own = full / p;
+  }
+  return CollectiveCount{group, p, op.kind, full, own, 1};
 }
 
 // All counters that are open. Names and numbers, no group.
@@ -134,13 +172,20 @@ Counters& counters() {
   return all;
 }
 
-// Before every operator that the dispatcher calls. Only c10d's operators are a group's work: those
-// of functional collectives end in them.
-std::unique_ptr<at::ObserverContext> heard(const at::RecordFunction& fn) {
+// Counts the call if its name, behind the namespace, is in the table
+template <typename Operators>
+void hear(const at::RecordFunction& fn, const char* space, const Operators& operators) {
   const char* name = fn.name();
-  if (std::strncmp(name, "c10d::", 6) != 0) return nullptr;
-  for (const auto& op : kOperators)
-    if (std::strcmp(name + 6, op.name) == 0) counters().add(described(op, fn.inputs()));
+  const size_t length = std::strlen(space);
+  if (std::strncmp(name, space, length) != 0) return;
+  for (const auto& op : operators)
+    if (std::strcmp(name + length, op.name) == 0) counters().add(described(op, fn.inputs()));
+}
+
+// Before every operator that the dispatcher calls. Functional collectives end in those of c10d.
+std::unique_ptr<at::ObserverContext> heard(const at::RecordFunction& fn) {
+  hear(fn, "c10d::", kOperators);
+  hear(fn, "symm_mem::", kSymmetric);
   return nullptr;
 }
 
