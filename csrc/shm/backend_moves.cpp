@@ -11,6 +11,8 @@ using c10d::OpType;
 
 ShmBackend::Work ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   const int root = checked_rank(opts.rootRank, "root");
+  TORCH_CHECK_VALUE(opts.rootTensor == 0, "rootTensor: ", opts.rootTensor,
+                    " must be 0: there is one");
   Buffers buffers{{}, tensors, {}};
   const Tensor dense = buffers.outputs.add(only(tensors), root == getRank());
   buffers.keep.push_back(dense);

@@ -23,7 +23,9 @@ inline int64_t steps_for(int64_t n, int64_t per_step) {
 }
 
 // Bytes for each of `ranks` in a slot, a whole number of lines
-inline int64_t share_of(int64_t slot_bytes, int ranks) { return slot_bytes / ranks / kLine * kLine; }
+inline int64_t share_of(int64_t slot_bytes, int ranks) {
+  return slot_bytes / ranks / kLine * kLine;
+}
 
 inline void copy(void* to, const void* from, int64_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
