@@ -248,3 +248,23 @@ def _functional(group, kind, sp):
 @BOTH
 def test_functional_call(kind, sp):
     ranks.run(_functional, 2, kind, sp)
+
+
+# Copies
+
+
+def _clones(group, kind, sp):
+    """Copies that a linear makes itself, not torch inside its GEMMs or a backend of its own accord."""
+    layer = small_layer(group, kind, sp)
+    x = small_input(layer, group)
+    with torch.profiler.profile() as profile:
+        y = layer(x)
+        torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+    parents = ((event.name, event.cpu_parent) for event in profile.events())
+    return [name for name, parent in parents if name == "aten::clone" and parent and "inear" in parent.name]
+
+
+@BOTH
+def test_nothing_is_copied(kind, sp):
+    """What a rank sends is contiguous already, and its own to overwrite."""
+    assert ranks.run(_clones, 2, kind, sp) == [[], []]

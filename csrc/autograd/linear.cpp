@@ -137,7 +137,6 @@ struct ColumnLinear : Function<ColumnLinear> {
     if (double_backward(s)) return differentiable(dy, s, wants_x, wants_w, wants_b);
 
     const Unrecorded guard(dy);
-    const Tensor db = wants_b ? bias_grad(dy) : Tensor();
     std::optional<comm::Pending> x_full, dx;
     if (wants_w && s.sequence_parallel)
       x_full.emplace(comm::all_gather_async(s.x, s.group, 0, s.tokens));
@@ -146,6 +145,8 @@ struct ColumnLinear : Function<ColumnLinear> {
       dx.emplace(s.sequence_parallel ? comm::reduce_scatter_async(addend, s.group, 0, s.tokens)
                                      : comm::all_reduce_async(addend, s.group));
     }
+    // Only now, since what is sent waits for all that was computed before
+    const Tensor db = wants_b ? bias_grad(dy) : Tensor();
     const Tensor dw = wants_w ? weight_grad(s, dy, x_full ? x_full->wait() : s.x) : Tensor();
     return gradients(dx ? dx->wait() : Tensor(), dw, db);
   }
@@ -178,7 +179,7 @@ struct RowLinear : Function<RowLinear> {
     else if (auto fused = comm::fused_matmul_reduce_scatter(x, weight.t(), group, tokens))
       y = *fused;
     else
-      y = comm::reduce_scatter(at::linear(x, weight), group, 0, tokens);
+      y = comm::reduce_scatter_fresh(at::linear(x, weight), group, 0, tokens);
     if (!bias.has_value()) return y;
     return comm::traced(y) ? at::add(y, *bias) : y.add_(*bias);
   }

@@ -207,7 +207,7 @@ Pending gather(const Tensor& x, const std::string& group, int64_t dim, const Spl
 }
 
 Pending scatter_sum(const Tensor& x, const std::string& group, int64_t dim, const Split& split,
-                    bool async) {
+                    bool fresh, bool async) {
   const auto pg = resolve(group);
   const int64_t p = pg->getSize();
   const auto own = split.sizes[pg->getRank()];
@@ -224,7 +224,8 @@ Pending scatter_sum(const Tensor& x, const std::string& group, int64_t dim, cons
         nullptr, then);
   }
   BelowAutograd below;
-  if (blocks.is_alias_of(x)) blocks = fresh_contiguous(blocks);  // a backend may sum in its input
+  if (!fresh && blocks.is_alias_of(x))  // a backend may sum in its input
+    blocks = fresh_contiguous(blocks);
   Tensor in = blocks.view(-1), out = x.new_empty_symint({blocks.sym_numel() / p});
   auto work = issue_reduce_scatter(pg, out, in, async);
   if (!async) {
@@ -250,11 +251,15 @@ Pending all_gather_async(const Tensor& x, const std::string& group, int64_t dim,
 }
 
 Tensor reduce_scatter(const Tensor& x, const std::string& group, int64_t dim, const Split& split) {
-  return scatter_sum(x, group, dim, split, false).wait();
+  return scatter_sum(x, group, dim, split, false, false).wait();
 }
-Pending reduce_scatter_async(const Tensor& x, const std::string& group, int64_t dim,
+Tensor reduce_scatter_fresh(const Tensor& fresh, const std::string& group, int64_t dim,
+                            const Split& split) {
+  return scatter_sum(fresh, group, dim, split, true, false).wait();
+}
+Pending reduce_scatter_async(const Tensor& fresh, const std::string& group, int64_t dim,
                              const Split& split) {
-  return scatter_sum(x, group, dim, split, true);
+  return scatter_sum(fresh, group, dim, split, true, true);
 }
 
 Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, int64_t concat_dim,

@@ -62,10 +62,12 @@ Pending all_gather_async(const at::Tensor& x, const std::string& group, int64_t 
 // [p, *x.shape], x of the same shape on all ranks
 at::Tensor all_gather_stack(const at::Tensor& x, const std::string& group);
 
-// Own slice along dim of the sum over the ranks
+// Own slice along dim of the sum over the ranks. The second and third take over `fresh`.
 at::Tensor reduce_scatter(const at::Tensor& x, const std::string& group, int64_t dim,
                           const Split& split);
-Pending reduce_scatter_async(const at::Tensor& x, const std::string& group, int64_t dim,
+at::Tensor reduce_scatter_fresh(const at::Tensor& fresh, const std::string& group, int64_t dim,
+                                const Split& split);
+Pending reduce_scatter_async(const at::Tensor& fresh, const std::string& group, int64_t dim,
                              const Split& split);
 
 // Slice k of split_dim goes to rank k; what comes from rank k is block k of concat_dim
