@@ -124,7 +124,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad);
     const Unrecorded guard(x);
     if (!sequence_parallel) return at::linear(x, weight, bias);
-    if (auto fused = comm::fused_all_gather_matmul(x, weight.t(), group, tokens, false))
+    if (auto fused = comm::fused_all_gather_matmul(x, weight, true, group, tokens, false))
       return bias.has_value() ? fused->y.add_(*bias) : fused->y;
     return at::linear(comm::all_gather(x, group, 0, tokens), weight, bias);
   }
@@ -176,7 +176,7 @@ struct RowLinear : Function<RowLinear> {
     Tensor y;
     if (!sequence_parallel)
       y = comm::all_reduce_fresh(at::linear(x, weight), group);
-    else if (auto fused = comm::fused_matmul_reduce_scatter(x, weight.t(), group, tokens))
+    else if (auto fused = comm::fused_matmul_reduce_scatter(x, weight, group, tokens))
       y = *fused;
     else
       y = comm::reduce_scatter_fresh(at::linear(x, weight), group, 0, tokens);
@@ -195,9 +195,9 @@ struct RowLinear : Function<RowLinear> {
     Tensor dx, dy = grads[0], db_local = wants_b ? bias_grad(dy) : Tensor();
     if (s.sequence_parallel) {
       if (wants_b) db.emplace(comm::all_reduce_async(db_local, s.group));
-      if (auto fused = wants_x
-                           ? comm::fused_all_gather_matmul(dy, s.weight, s.group, s.tokens, wants_w)
-                           : std::nullopt) {
+      if (auto fused = wants_x ? comm::fused_all_gather_matmul(dy, s.weight, false, s.group,
+                                                               s.tokens, wants_w)
+                               : std::nullopt) {
         dx = fused->y;
         dy = fused->x;
       } else if (wants_x || wants_w) {

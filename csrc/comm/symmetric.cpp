@@ -124,15 +124,15 @@ std::optional<Tensor> symmetric_all_reduce(const Tensor& x, const std::string& g
 }
 
 std::optional<GatherMatmul> fused_all_gather_matmul(const Tensor& x, const Tensor& w,
-                                                    const std::string& group, const Split& tokens,
-                                                    bool wants_x) {
+                                                    bool transposed, const std::string& group,
+                                                    const Split& tokens, bool wants_x) {
   const auto limits = fusable(x, group, tokens);
   if (!limits) return std::nullopt;
   const auto op = find("symm_mem::fused_all_gather_matmul", x);
   if (!op) return std::nullopt;
   at::AutoDispatchBelowADInplaceOrView below;
-  const auto results =
-      call(*op, x.contiguous(), std::vector<Tensor>{w}, int64_t{0}, limits->name, wants_x);
+  const std::vector<Tensor> factors{transposed ? w.t() : w};
+  const auto results = call(*op, x.contiguous(), factors, int64_t{0}, limits->name, wants_x);
   return GatherMatmul{results[1].toTensorVector()[0], wants_x ? results[0].toTensor() : Tensor()};
 }
 
@@ -143,7 +143,7 @@ std::optional<Tensor> fused_matmul_reduce_scatter(const Tensor& x, const Tensor&
   const auto op = find("symm_mem::fused_matmul_reduce_scatter", x);
   if (!op) return std::nullopt;
   at::AutoDispatchBelowADInplaceOrView below;
-  return call(*op, x.contiguous(), w, std::string("sum"), int64_t{0}, limits->name)
+  return call(*op, x.contiguous(), w.t(), std::string("sum"), int64_t{0}, limits->name)
       .back()
       .toTensor();
 }

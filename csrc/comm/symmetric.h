@@ -26,15 +26,15 @@ const char* all_reduce_algorithm(at::ScalarType dtype, int64_t numel, const std:
 // Sum over the ranks, a fresh tensor. x is not written.
 std::optional<at::Tensor> symmetric_all_reduce(const at::Tensor& x, const std::string& group);
 
-// all_gather(x, dim 0) w, and the gathered x if it is wanted; transfers run under the GEMM
+// all_gather(x, dim 0) w, or w^T, and the gathered x if it is wanted; transfers run under the GEMM
 struct GatherMatmul {
   at::Tensor y, x;
 };
 std::optional<GatherMatmul> fused_all_gather_matmul(const at::Tensor& x, const at::Tensor& w,
-                                                    const std::string& group, const Split& tokens,
-                                                    bool wants_x);
+                                                    bool transposed, const std::string& group,
+                                                    const Split& tokens, bool wants_x);
 
-// reduce_scatter(x w, dim 0); transfers run under the GEMM
+// reduce_scatter(x w^T, dim 0); transfers run under the GEMM
 std::optional<at::Tensor> fused_matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& w,
                                                       const std::string& group,
                                                       const Split& tokens);
