@@ -32,7 +32,7 @@ from tp_ext.group import Group
 HIDDEN, WIDE, TOKENS = 8, 16, 8
 WARM_UP = 1000  # steps: torch's flight recorder keeps the last 2000 collectives
 LIMITS = {
-    "malloc bytes": 32 << 10,  # in use, of all arenas, tensors among them
+    "malloc bytes": 32 << 10,  # in use, of all arenas, tensors among them; the suite has the recorder on
     "python blocks": 200,
     "resident KiB": 1 << 10,  # pages: what malloc and Python keep for later
     "open files": 0,
@@ -119,6 +119,7 @@ def findings(grown: dict[str, int], steps: int) -> list[str]:
 
 def _rank(rank: int, ranks: int, backend: str, folder: str, steps: int, leak: str | None, results) -> None:
     torch.set_num_threads(1)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # torch's flight recorder: its entries are not all of one size
     if backend == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -140,6 +141,7 @@ def main() -> None:
     parser.add_argument("--leak", choices=LEAKS, help="a mistake made on purpose")
     options = parser.parse_args()
     ranks = 1 if options.backend == "fake" else options.ranks
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0"  # what a thread keeps freed would count as in use
     context = multiprocessing.get_context("spawn")
     results, found = context.SimpleQueue(), []
     with tempfile.TemporaryDirectory() as folder:
