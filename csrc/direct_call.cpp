@@ -12,8 +12,9 @@ using Make = PyObject* (*)(const char* name, PyObject* overload);
 
 using Region = Tensor(const Tensor&, const std::string&);
 using DimRegion = Tensor(const Tensor&, const std::string&, int64_t, Sizes);
+template <typename... Options>
 using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const std::string&, bool,
-                      Sizes, const OptionalTensor&);
+                      Sizes, const OptionalTensor&, int64_t, Options...);
 using Activation = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
 using RmsNorm = Tensor(const Tensor&, const OptionalTensor&, double);
 using LayerNorm = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, double);
@@ -31,8 +32,8 @@ const std::map<std::string, Make>& table() {
       {"gather_from_region", direct_call<DimRegion>},
       {"all_gather_region", direct_call<DimRegion>},
       {"reduce_scatter_region", direct_call<DimRegion>},
-      {"column_parallel_linear", direct_call<Linear>},
-      {"row_parallel_linear", direct_call<Linear>},
+      {"column_parallel_linear", direct_call<Linear<>>},
+      {"row_parallel_linear", direct_call<Linear<bool>>},
       {"bias_act", direct_call<Activation>},
       {"gated_act", direct_call<Activation>},
       {"rms_norm", direct_call<RmsNorm>},

@@ -43,14 +43,17 @@ TORCH_LIBRARY(tp_ext, m) {
       tags);
 
   // Linear layers; under sequence_parallel x (column) or the result (row) is sharded on dim 0. With
-  // main_grad the gradient of weight is added to it
+  // main_grad the gradient of weight is added to it. overlap_chunks: see pipelined.h; without
+  // sum_bias_grad the gradient of a row's bias under sequence_parallel is this rank's addend
   m.def(
       "column_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
-      "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None) -> Tensor",
+      "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None, int "
+      "overlap_chunks=1) -> Tensor",
       tags);
   m.def(
       "row_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
-      "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None) -> Tensor",
+      "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None, int "
+      "overlap_chunks=1, bool sum_bias_grad=True) -> Tensor",
       tags);
   // Identity; the gradient is added to main_grad and ends there
   m.def("accumulate_grad_into(Tensor(a) x, Tensor main_grad) -> Tensor(a)", tags);

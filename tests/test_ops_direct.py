@@ -15,8 +15,8 @@ def arguments(name):
     x, w, b, row = (torch.randn(*shape, requires_grad=True) for shape in ((3, 4), (5, 4), (5,), (4,)))
     cos = torch.ones(3, 2)
     return {
-        "column_parallel_linear": (x, w, b, "", False, None, None),
-        "row_parallel_linear": (x, w, None, "", True, [3], None),
+        "column_parallel_linear": (x, w, b, "", False, None, None, 1),
+        "row_parallel_linear": (x, w, None, "", True, [3], None, 1, True),
         "bias_act": (x, row, "gelu"),
         "gated_act": (x, None, "swiglu"),
         "rms_norm": (x, row, 1e-5),
@@ -125,7 +125,7 @@ def test_profiler_sees_the_operator():
         ("scatter_to_region", (torch.ones(2), "", 0, [2.5])),
         ("copy_to_region", (torch.ones(2), "nobody")),  # refused by the operator
         ("scatter_to_region", (torch.ones(2), "", 7, None)),
-        ("row_parallel_linear", (torch.ones(3), torch.ones(2, 4), None, "", False, None, None)),
+        ("row_parallel_linear", (torch.ones(3), torch.ones(2, 4), None, "", False, None, None, 1, True)),
     ],
 )
 def test_errors_are_those_of_torch_ops(name, args):

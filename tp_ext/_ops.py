@@ -48,10 +48,11 @@ Pieces = Callable[[Tensor, str, Sequence[int], Sequence[int], Sequence[int], int
 copy_pieces_to_region: Pieces = _op("copy_pieces_to_region")
 reduce_pieces_from_region: Pieces = _op("reduce_pieces_from_region")
 
-# Linear layers: x, weight, bias, group, sequence_parallel, sizes, main_grad
-Linear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes, Tensor | None], Tensor]
+# Linear layers: x, weight, bias, group, sequence_parallel, sizes, main_grad, overlap_chunks, row: sum_bias_grad
+Linear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes, Tensor | None, int], Tensor]
+RowLinear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes, Tensor | None, int, bool], Tensor]
 column_parallel_linear: Linear = _direct("column_parallel_linear")
-row_parallel_linear: Linear = _direct("row_parallel_linear")
+row_parallel_linear: RowLinear = _direct("row_parallel_linear")
 accumulate_grad_into: Callable[[Tensor, Tensor], Tensor] = _op("accumulate_grad_into")
 
 # Activations: x, bias, activation

@@ -42,7 +42,7 @@ class ParallelAttention(ParallelModule):
         dropout: of the attention weights.
         exact_dropout: masks are those of the unsharded model, by an explicit attention that keeps the weights
             (``seq^2`` numbers a head). False: torch's fused attention, with masks of each rank's own.
-        group, sequence_parallel, grad_accumulation_fusion, init: as :class:`ColumnParallelLinear`.
+        group, sequence_parallel, grad_accumulation_fusion, overlap_chunks, init: as :class:`ColumnParallelLinear`.
 
     Raises:
         ValueError: see :func:`tp_ext.sharding.head_parts`; sizes that do not fit.
@@ -66,6 +66,7 @@ class ParallelAttention(ParallelModule):
         group: Group = None,
         sequence_parallel: bool = False,
         grad_accumulation_fusion: bool = False,
+        overlap_chunks: int = 1,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -97,13 +98,9 @@ class ParallelAttention(ParallelModule):
         self.causal, self.rope = causal, rope
         self.dropout, self.exact_dropout = dropout, exact_dropout
 
-        options: dict[str, Any] = {
-            "group": group,
-            "sequence_parallel": sequence_parallel,
-            "device": device,
-            "dtype": dtype,
-        }
-        linear: dict[str, Any] = {"init": init, "grad_accumulation_fusion": grad_accumulation_fusion, **options}
+        options: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
+        linear = {"init": init, "sequence_parallel": sequence_parallel, "overlap_chunks": overlap_chunks, **options}
+        linear["grad_accumulation_fusion"] = grad_accumulation_fusion
         qkv_bias, out_bias = (bias if one is None else one for one in (qkv_bias, out_bias))
         self.qkv = ColumnParallelLinear(hidden_size, q.size + 2 * kv.size, qkv_bias, parts=(q, kv, kv), **linear)
         self.out = RowParallelLinear(q.size, hidden_size, out_bias, parts=(q,), **linear)

@@ -197,6 +197,7 @@ class VocabParallelLMHead(_VocabParallel):
             self.sequence_parallel,
             self.token_sizes(total_tokens),
             main_grad_of(weight) if self.grad_accumulation_fusion else None,
+            1,
         )
 
     def extra_repr(self) -> str:

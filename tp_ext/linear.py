@@ -44,6 +44,9 @@ class ColumnParallelLinear(ParallelLinear):
         skip_bias_add: returns ``(y, bias)`` and leaves the addition to the caller.
         grad_accumulation_fusion: backward adds the gradient of the weight to ``weight.main_grad``, in the dtype of
             that, multiplied and added in one; ``weight.grad`` stays None and hooks on the weight are not called.
+        overlap_chunks: under SP, the all-gather of x comes in so many pieces, each under the GEMM of another; for
+            thousands of tokens, see docs/performance.md. In one piece where operators are traced, and where a piece
+            would have fewer than 64 tokens.
         init: initialiser of the weight (:mod:`tp_ext.random`, or a callable on the full tensor); default and bias as
             ``nn.Linear``.
 
@@ -64,11 +67,12 @@ class ColumnParallelLinear(ParallelLinear):
         sequence_parallel: bool = False,
         skip_bias_add: bool = False,
         grad_accumulation_fusion: bool = False,
+        overlap_chunks: int = 1,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive(in_features=in_features, out_features=out_features)
+        check_positive(in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
         if skip_bias_add and gather_output:
             raise ValueError(
                 "skip_bias_add: True must not be combined with gather_output=True: the bias returned would be a shard"
@@ -84,6 +88,7 @@ class ColumnParallelLinear(ParallelLinear):
             sequence_parallel=sequence_parallel,
             skip_bias_add=skip_bias_add,
             grad_accumulation_fusion=grad_accumulation_fusion,
+            overlap_chunks=overlap_chunks,
             init=init,
             device=device,
             dtype=dtype,
@@ -115,6 +120,7 @@ class ColumnParallelLinear(ParallelLinear):
             own["sequence_parallel"],
             None if total_tokens is None else self.token_sizes(total_tokens),
             main_grad,
+            own["overlap_chunks"],
         )
         if own["gather_output"] and (group.size > 1 or self.has_padding("weight")):
             y = self.gathered(y)
@@ -146,6 +152,8 @@ class RowParallelLinear(ParallelLinear):
         parts, unit: as there, of the input features.
         input_is_parallel: x is this rank's slice of the features; False: x is replicated and sliced here.
         sequence_parallel: y is sharded on dim 0.
+        overlap_chunks: y is computed and summed in so many pieces, the sum of one under the GEMM of the next; under SP
+            also the all-gather of dy, under the GEMM of dx. When not: as :class:`ColumnParallelLinear`.
 
     Raises:
         ValueError: parts that do not make up ``in_features``; ``input_is_parallel=False`` with SP.
@@ -164,11 +172,12 @@ class RowParallelLinear(ParallelLinear):
         sequence_parallel: bool = False,
         skip_bias_add: bool = False,
         grad_accumulation_fusion: bool = False,
+        overlap_chunks: int = 1,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive(in_features=in_features, out_features=out_features)
+        check_positive(in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
         if sequence_parallel and not input_is_parallel:
             raise ValueError(
                 "input_is_parallel: False must not be combined with sequence_parallel=True: the tokens are sharded"
@@ -186,6 +195,7 @@ class RowParallelLinear(ParallelLinear):
             sequence_parallel=sequence_parallel,
             skip_bias_add=skip_bias_add,
             grad_accumulation_fusion=grad_accumulation_fusion,
+            overlap_chunks=overlap_chunks,
             init=init,
             device=device,
             dtype=dtype,
@@ -219,6 +229,8 @@ class RowParallelLinear(ParallelLinear):
             own["sequence_parallel"],
             None if total_tokens is None else self.token_sizes(total_tokens),
             main_grad,
+            own["overlap_chunks"],
+            True,
         )
         return (y, skipped) if skip_bias_add else y
 

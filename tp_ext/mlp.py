@@ -30,7 +30,7 @@ class ParallelMLP(ParallelModule):
         activation: ``gelu`` (exact, erf), ``gelu_tanh``, ``relu``, ``silu``; gated ``swiglu`` (silu) or ``geglu``
             (exact gelu; Shazeer, arXiv:2002.05202).
         bias: in both linears.
-        group, sequence_parallel, grad_accumulation_fusion: as :class:`ColumnParallelLinear`.
+        group, sequence_parallel, grad_accumulation_fusion, overlap_chunks: as :class:`ColumnParallelLinear`.
         init: initialiser of both weights.
 
     Raises:
@@ -47,6 +47,7 @@ class ParallelMLP(ParallelModule):
         group: Group = None,
         sequence_parallel: bool = False,
         grad_accumulation_fusion: bool = False,
+        overlap_chunks: int = 1,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -61,6 +62,7 @@ class ParallelMLP(ParallelModule):
             "group": group,
             "sequence_parallel": sequence_parallel,
             "grad_accumulation_fusion": grad_accumulation_fusion,
+            "overlap_chunks": overlap_chunks,
             "init": init,
             "device": device,
             "dtype": dtype,

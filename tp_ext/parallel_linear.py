@@ -60,6 +60,7 @@ class ParallelLinear(ParallelModule):
         sequence_parallel: bool,
         skip_bias_add: bool,
         grad_accumulation_fusion: bool,
+        overlap_chunks: int,
         init: Init | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -69,6 +70,7 @@ class ParallelLinear(ParallelModule):
         self.out_features = out_features
         self.skip_bias_add = skip_bias_add
         self.grad_accumulation_fusion = grad_accumulation_fusion
+        self.overlap_chunks = overlap_chunks
         default = torch_linear_init(in_features)
         self.add_parameter(
             "weight",

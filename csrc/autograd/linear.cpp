@@ -12,7 +12,8 @@
 // Column backward: the sum of dx runs under the GEMM of dw, and under SP the gather of x under the
 // GEMM of dx. Row backward under SP: the sum of db runs under both GEMMs. Backward of backward is
 // made of regions and matmuls, by the same table. With main_grad, dw is added to it and autograd
-// gets none.
+// gets none. overlap_chunks cuts into pieces what communicates without such a GEMM beside it
+// (pipelined.h). Without sum_bias_grad the caller sums db over the ranks.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -23,9 +24,10 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/linear_checks.h"
 #include "autograd/main_grad.h"
+#include "autograd/pipelined.h"
 #include "autograd/regions.h"
-#include "check.h"
 #include "comm/comm.h"
 #include "comm/symmetric.h"
 #include "ops.h"
@@ -63,16 +65,20 @@ struct Saved {
   std::string group;
   bool sequence_parallel, has_bias;
   Split tokens;  // under SP: each rank's tokens
+  int64_t overlap_chunks;
+  bool sum_bias_grad;
 
   static void put(AutogradContext* ctx, const Tensor& x, const Tensor& weight, bool has_bias,
                   const std::string& group, bool sequence_parallel, const Split& tokens,
-                  const OptionalTensor& main_grad) {
+                  const OptionalTensor& main_grad, int64_t overlap_chunks, bool sum_bias_grad) {
     ctx->save_for_backward(
         {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
     auto& data = ctx->saved_data;
     data["group"] = group;
     if (has_bias) data["has_bias"] = true;
     if (sequence_parallel) data["tokens"] = c10::SymIntArrayRef(tokens.sizes);
+    if (overlap_chunks > 1) data["overlap_chunks"] = overlap_chunks;
+    if (!sum_bias_grad) data["caller_sums_bias_grad"] = true;
     // Not saved as a variable: it changes from microbatch to microbatch
     if (main_grad.has_value()) data["main_grad"] = *main_grad;
   }
@@ -80,14 +86,17 @@ struct Saved {
     auto tensors = ctx->get_saved_variables();
     const auto& data = ctx->saved_data;
     const auto none = data.end();
-    const auto tokens = data.find("tokens"), main_grad = data.find("main_grad");
+    const auto tokens = data.find("tokens"), main_grad = data.find("main_grad"),
+               overlap_chunks = data.find("overlap_chunks");
     return {std::move(tensors[0]),
             std::move(tensors[1]),
             main_grad == none ? Tensor() : main_grad->second.toTensor(),
             data.find("group")->second.toStringRef(),
             tokens != none,
             data.count("has_bias") > 0,
-            tokens == none ? Split() : Split{tokens->second.toSymIntVector()}};
+            tokens == none ? Split() : Split{tokens->second.toSymIntVector()},
+            overlap_chunks == none ? 1 : overlap_chunks->second.toInt(),
+            data.count("caller_sums_bias_grad") == 0};
   }
 };
 
@@ -107,7 +116,9 @@ Tensor weight_grad(const Saved& s, const Tensor& dy, const Tensor& x) {
 }
 
 variable_list gradients(Tensor dx, Tensor dw, Tensor db) {
-  return {std::move(dx), std::move(dw), std::move(db), Tensor(), Tensor(), Tensor(), Tensor()};
+  variable_list grads{std::move(dx), std::move(dw), std::move(db)};
+  grads.resize(9);  // none for what is no tensor
+  return grads;
 }
 
 // Whether the backward is to be differentiated in its turn
@@ -120,12 +131,15 @@ struct ColumnLinear : Function<ColumnLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const std::string& group,
                         bool sequence_parallel, const Split& tokens,
-                        const OptionalTensor& main_grad) {
-    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad);
+                        const OptionalTensor& main_grad, int64_t overlap_chunks, bool) {
+    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad, 1,
+               true);
     const Unrecorded guard(x);
     if (!sequence_parallel) return at::linear(x, weight, bias);
     if (auto fused = comm::fused_all_gather_matmul(x, weight, true, group, tokens, false))
       return bias.has_value() ? fused->y.add_(*bias) : fused->y;
+    const auto chunks = chunks_of(x, tokens.total(), overlap_chunks);
+    if (chunks > 1) return gather_linear(x, weight, bias, group, tokens, chunks);
     return at::linear(comm::all_gather(x, group, 0, tokens), weight, bias);
   }
 
@@ -167,19 +181,29 @@ struct ColumnLinear : Function<ColumnLinear> {
 };
 
 struct RowLinear : Function<RowLinear> {
+  static Tensor summed(const Tensor& x, const Tensor& weight, const std::string& group,
+                       bool sequence_parallel, const Split& tokens, int64_t overlap_chunks) {
+    if (sequence_parallel)
+      if (auto fused = comm::fused_matmul_reduce_scatter(x, weight, group, tokens)) return *fused;
+    const auto rows = sequence_parallel ? tokens.total() : as_rows(x).sym_size(0);
+    const auto chunks = chunks_of(x, rows, overlap_chunks);
+    if (chunks > 1)
+      return sequence_parallel ? linear_reduce_scatter(x, weight, group, tokens, chunks)
+                               : linear_all_reduce(x, weight, group, chunks);
+    const Tensor addend = at::linear(x, weight);
+    return sequence_parallel ? comm::reduce_scatter_fresh(addend, group, 0, tokens)
+                             : comm::all_reduce_fresh(addend, group);
+  }
+
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const std::string& group,
                         bool sequence_parallel, const Split& tokens,
-                        const OptionalTensor& main_grad) {
-    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad);
+                        const OptionalTensor& main_grad, int64_t overlap_chunks,
+                        bool sum_bias_grad) {
+    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad,
+               overlap_chunks, sum_bias_grad);
     const Unrecorded guard(x);
-    Tensor y;
-    if (!sequence_parallel)
-      y = comm::all_reduce_fresh(at::linear(x, weight), group);
-    else if (auto fused = comm::fused_matmul_reduce_scatter(x, weight, group, tokens))
-      y = *fused;
-    else
-      y = comm::reduce_scatter_fresh(at::linear(x, weight), group, 0, tokens);
+    Tensor y = summed(x, weight, group, sequence_parallel, tokens, overlap_chunks);
     if (!bias.has_value()) return y;
     return comm::traced(y) ? at::add(y, *bias) : y.add_(*bias);
   }
@@ -191,19 +215,24 @@ struct RowLinear : Function<RowLinear> {
     if (double_backward(s)) return differentiable(grads[0], s, wants_x, wants_w, wants_b);
 
     const Unrecorded guard(grads[0]);
-    std::optional<comm::Pending> db;
-    Tensor dx, dy = grads[0], db_local = wants_b ? bias_grad(dy) : Tensor();
+    std::optional<comm::Pending> dy_full, db;
+    Tensor dx, dy = grads[0];
     if (s.sequence_parallel) {
-      if (wants_b) db.emplace(comm::all_reduce_async(db_local, s.group));
+      const auto chunks = wants_x ? chunks_of(dy, s.tokens.total(), s.overlap_chunks) : 1;
       if (auto fused = wants_x ? comm::fused_all_gather_matmul(dy, s.weight, false, s.group,
                                                                s.tokens, wants_w)
-                               : std::nullopt) {
-        dx = fused->y;
-        dy = fused->x;
-      } else if (wants_x || wants_w) {
-        dy = comm::all_gather(dy, s.group, 0, s.tokens);
-      }
+                               : std::nullopt)
+        std::tie(dx, dy) = std::pair(fused->y, fused->x);
+      else if (chunks > 1)
+        std::tie(dx, dy) = gather_mm(dy, s.weight, s.group, s.tokens, chunks, wants_w);
+      else if (wants_x || wants_w)
+        dy_full.emplace(comm::all_gather_async(dy, s.group, 0, s.tokens));
     }
+    // Only now, since what is sent waits for all that was computed before
+    const Tensor db_local = wants_b ? bias_grad(grads[0]) : Tensor();
+    if (wants_b && s.sequence_parallel && s.sum_bias_grad)
+      db.emplace(comm::all_reduce_async(db_local, s.group));
+    if (dy_full) dy = dy_full->wait();
     if (wants_x && !dx.defined()) dx = input_grad(dy, s.weight);
     const Tensor dw = wants_w ? weight_grad(s, dy, s.x) : Tensor();
     return gradients(dx, dw, db ? db->wait() : db_local);
@@ -214,34 +243,11 @@ struct RowLinear : Function<RowLinear> {
     const Tensor dy = s.sequence_parallel ? all_gather_region(grad, s.group, 0, s.tokens.sizes)
                                           : copy_to_region(grad, s.group);
     Tensor db = wants_b ? bias_grad(grad) : Tensor();
-    if (wants_b && s.sequence_parallel) db = reduce_from_region(db, s.group);
+    if (wants_b && s.sequence_parallel && s.sum_bias_grad) db = reduce_from_region(db, s.group);
     return gradients(wants_x ? at::matmul(dy, s.weight) : Tensor(),
                      wants_w ? weight_grad(dy, s.x) : Tensor(), db);
   }
 };
-
-void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-           const OptionalTensor& main_grad) {
-  check_floating(x, "x");
-  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: shape ", weight.sym_sizes(), " must have 2 dims");
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.sym_size(-1) == weight.sym_size(1), "x: shape ", x.sym_sizes(),
-                    " must end in the ", weight.sym_size(1),
-                    " input features of weight on this rank");
-  check_same_dtype(x, "x", weight, "weight");
-  check_same_device(x, "x", weight, "weight");
-  check_main_grad(main_grad, weight);
-  if (!bias.has_value()) return;
-  TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "bias: shape ",
-                    bias->sym_sizes(), " must be the ", weight.sym_size(0),
-                    " output features of weight on this rank");
-  check_same_dtype(*bias, "bias", weight, "weight");
-}
-
-SymInt tokens_of(const Tensor& x) {
-  TORCH_CHECK_VALUE(x.dim() > 1, "x: shape ", x.sym_sizes(),
-                    " must have a dim of tokens under sequence_parallel");
-  return x.sym_size(0);
-}
 
 // Without parallelism and main_grad torch's own linear does all
 bool is_plain(int64_t p, const OptionalTensor& main_grad) {
@@ -250,38 +256,41 @@ bool is_plain(int64_t p, const OptionalTensor& main_grad) {
 
 Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                               const std::string& group, bool sequence_parallel, Sizes sizes,
-                              const OptionalTensor& main_grad) {
-  check(x, weight, bias, main_grad);
+                              const OptionalTensor& main_grad, int64_t overlap_chunks) {
+  check_linear(x, weight, bias, main_grad, overlap_chunks);
   const int64_t p = comm::size(group);
   if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
   sequence_parallel = sequence_parallel && p > 1;
   const Split tokens =
       sequence_parallel ? split_local(tokens_of(x), comm::rank(group), p, sizes) : Split();
-  return ColumnLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad);
+  return ColumnLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad,
+                             overlap_chunks, false);
 }
 
 Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                            const std::string& group, bool sequence_parallel, Sizes sizes,
-                           const OptionalTensor& main_grad) {
-  check(x, weight, bias, main_grad);
+                           const OptionalTensor& main_grad, int64_t overlap_chunks,
+                           bool sum_bias_grad) {
+  check_linear(x, weight, bias, main_grad, overlap_chunks);
   const int64_t p = comm::size(group);
   if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
   sequence_parallel = sequence_parallel && p > 1;
   const Split tokens = sequence_parallel ? split_full(tokens_of(x), p, sizes) : Split();
-  return RowLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad);
+  return RowLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad,
+                          p > 1 ? overlap_chunks : 1, sum_bias_grad);
 }
 
 // Autocast as for torch's linear: everything in the low precision, fp32 weights cast once per
 // autocast region
-template <c10::DispatchKey key, c10::DeviceType device, auto linear>
+template <c10::DispatchKey key, c10::DeviceType device, auto linear, typename... Options>
 Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                 const std::string& group, bool sequence_parallel, Sizes sizes,
-                const OptionalTensor& main_grad) {
+                const OptionalTensor& main_grad, Options... options) {
   c10::impl::ExcludeDispatchKeyGuard guard(key);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
   return linear(cast(x), cast(weight), bias.has_value() ? OptionalTensor(cast(*bias)) : bias, group,
-                sequence_parallel, sizes, main_grad);
+                sequence_parallel, sizes, main_grad, options...);
 }
 
 }  // namespace
@@ -292,15 +301,15 @@ TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
 }
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
   m.impl("column_parallel_linear",
-         autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, column_parallel_linear>);
+         autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, column_parallel_linear, int64_t>);
   m.impl("row_parallel_linear",
-         autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, row_parallel_linear>);
+         autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, row_parallel_linear, int64_t, bool>);
 }
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
   m.impl("column_parallel_linear",
-         autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, column_parallel_linear>);
+         autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, column_parallel_linear, int64_t>);
   m.impl("row_parallel_linear",
-         autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, row_parallel_linear>);
+         autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, row_parallel_linear, int64_t, bool>);
 }
 
 }  // namespace tp_ext
