@@ -41,6 +41,10 @@ TORCH_LIBRARY(tp_ext, m) {
       "reduce_pieces_from_region(Tensor(a) x, str group, int[] local_starts, int[] lengths, int[] "
       "full_starts, int full_size) -> Tensor(a)",
       tags);
+  // copy_to_region or copy_pieces_to_region of each of xs, backward one all-reduce per dtype;
+  // pieces: see coalesced.cpp
+  m.def("copy_to_region_coalesced(Tensor(a)[] xs, str group, int[] pieces=[]) -> Tensor(a)[]",
+        tags);
 
   // Linear layers; under sequence_parallel x (column) or the result (row) is sharded on dim 0. With
   // main_grad the gradient of weight is added to it. overlap_chunks: see pipelined.h; without

@@ -52,6 +52,7 @@ class Block(nn.Module):
             **parallel,
         )
         self.dropout = tp_ext.Dropout(config.dropout, **parallel)
+        tp_ext.coalesce_gradients(self)
 
     def forward(
         self,

@@ -64,6 +64,7 @@ def _draw(r, seed, ranks):
         "main_grad": r.random() < 0.2,
         "reload": r.random() < 0.15,
         "full_states": r.random() < 0.2,
+        "coalesce": random.Random(-1 - seed).choice((None, "blocks", "model")),  # leaves the other draws as they were
     }
 
 

@@ -217,6 +217,8 @@ class Model(nn.Module):
             )
             if o["tied"]:
                 self.head.weight = self.embedding.weight
+        for module in {None: [], "blocks": self.blocks, "model": [self]}[config["coalesce"]]:
+            kit.coalesce_gradients(module)
 
     def forward(self, x):
         if self.embedding is not None:

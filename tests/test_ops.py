@@ -28,6 +28,7 @@ CALLS = {
     "all_to_all_region": (lambda: (_x(4, 6),), (1, 0, None, None)),
     "copy_pieces_to_region": (lambda: (_x(4, 6),), ([1], [2], [0], 2)),
     "reduce_pieces_from_region": (lambda: (_x(4, 6),), ([1], [2], [0], 2)),
+    "copy_to_region_coalesced": (lambda: ([_x(4, 6), _x(3)],), ([1, 2, 1, 2, 0, 0],)),
     "column_parallel_linear": (lambda: (_x(4, 6), _x(5, 6), _x(5)), (False, None)),
     "row_parallel_linear": (lambda: (_x(4, 6), _x(5, 6), _x(5)), (False, None)),
     "column_parallel_linear-sp": (lambda: (_x(2, 3, 6), _x(5, 6), None), (True, None)),

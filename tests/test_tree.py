@@ -31,9 +31,7 @@ LAYERS = [
 ]
 # .. then composition, which knows modules and shardings, never a layer's insides
 COMPOSITION = [
-    {"boxes", "agreement", "checkpoint_reader", "replace", "wraps", "collectives"},
-    {"full_tensor", "grad_norm", "box_tensor", "replication"},
-    {"boxes", "agreement", "checkpoint_reader", "replace", "wraps"},
+    {"boxes", "agreement", "checkpoint_reader", "coalesce", "collectives", "replace", "wraps"},
     {"symmetric_memory", "full_tensor", "grad_norm", "box_tensor", "replication"},
     {"state_dict", "debug"},
     {"optimizer_state", "safetensors_files", "sharded_state_dict"},

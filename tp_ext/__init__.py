@@ -11,6 +11,7 @@ from tp_ext._build import __version__, build_info
 from tp_ext.attention import ParallelAttention
 from tp_ext.checkpoint import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint_reader import CheckpointReader
+from tp_ext.coalesce import coalesce_gradients
 from tp_ext.dropout import Dropout, dropout
 from tp_ext.embedding import VocabParallelEmbedding, VocabParallelLMHead
 from tp_ext.grad_norm import clip_grad_norm_, grad_norm
@@ -64,6 +65,7 @@ __all__ = [
     "all_to_all_region",
     "build_info",
     "clip_grad_norm_",
+    "coalesce_gradients",
     "copy_to_region",
     "dropout",
     "full_optimizer_state_dict",

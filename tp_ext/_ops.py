@@ -47,6 +47,8 @@ all_to_all_region: Callable[[Tensor, str, int, int, Sizes, Sizes], Tensor] = _op
 Pieces = Callable[[Tensor, str, Sequence[int], Sequence[int], Sequence[int], int], Tensor]
 copy_pieces_to_region: Pieces = _op("copy_pieces_to_region")
 reduce_pieces_from_region: Pieces = _op("reduce_pieces_from_region")
+CopyCoalesced = Callable[[Sequence[Tensor], str, Sequence[int]], list[Tensor]]
+copy_to_region_coalesced: CopyCoalesced = _op("copy_to_region_coalesced")
 
 # Linear layers: x, weight, bias, group, sequence_parallel, sizes, main_grad, overlap_chunks, row: sum_bias_grad
 Linear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes, Tensor | None, int], Tensor]

@@ -108,6 +108,7 @@ class ColumnParallelLinear(ParallelLinear):
         group, skip_bias_add, parameters = own["tp_group"], own["skip_bias_add"], own["_parameters"]
         if weight is None:
             weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401, computed
+            weight = own["entered"].get("weight", weight)
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, where parametrized
         if own["_copied"] or own["grad_accumulation_fusion"] or weight.shape != own["_weight_shape"]:
             weight, main_grad = self.used_weight(weight)
@@ -220,6 +221,9 @@ class RowParallelLinear(ParallelLinear):
         if not own["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
             x = self.scattered(x)
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, where parametrized
+        summed = "bias" in own["entered"]  # together with others
+        if summed:
+            bias = own["entered"]["bias"]
         skipped = self.replicated_parameter("bias") if skip_bias_add else None
         y = _ops.row_parallel_linear(
             x,
@@ -230,7 +234,7 @@ class RowParallelLinear(ParallelLinear):
             None if total_tokens is None else self.token_sizes(total_tokens),
             main_grad,
             own["overlap_chunks"],
-            True,
+            not summed,
         )
         return (y, skipped) if skip_bias_add else y
 

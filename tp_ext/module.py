@@ -37,6 +37,7 @@ class ParallelModule(nn.Module):
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
         self._copied: dict[str, Pieces] = {}  # of the parameters that have rows which other ranks hold too
         self.tied: set[str] = set()
+        self.entered: dict[str, Tensor] = {}  # parameters that coalesce_gradients will sum, during a forward
 
     def add_parameter(
         self,
@@ -125,6 +126,8 @@ class ParallelModule(nn.Module):
 
     def sharded_parameter(self, name: str) -> Tensor | None:
         """The parameter as sharded work uses it: the gradient of rows that other ranks hold too is summed over them."""
+        if name in self.entered:
+            return self.entered[name]
         param = self.parameter_of_call(name)
         return param if param is None or name not in self._copied else self.summed_over_copies(name, param)
 
@@ -138,10 +141,32 @@ class ParallelModule(nn.Module):
 
     def replicated_parameter(self, name: str) -> Tensor | None:
         """The parameter as sharded tokens use it: under sequence parallelism its gradient is summed over the ranks."""
+        if name in self.entered:
+            return self.entered[name]
         param = self.parameter_of_call(name)
         if param is None or not self.sequence_parallel or self.tp_group.size == 1:
             return param
         return _ops.copy_to_region(param, self.tp_group.name)
+
+    def summed_parameters(self) -> list[str]:
+        """Names of the parameters whose gradients the layer sums over the ranks, or over those that hold copies."""
+        if self.tp_group.size == 1:
+            return []
+        whole = [n for n, sharding in self.tp_shardings.items() if sharding is None and self.sequence_parallel]
+        return whole + list(self._copied)
+
+    def entering_parameter(self, name: str) -> Tensor | None:
+        """The parameter before the region that sums its gradient."""
+        param: Tensor | None = getattr(self, name)
+        return param
+
+    def copied_rows(self, name: str) -> list[int]:
+        """Which rows of the parameter are summed, as ``copy_to_region_coalesced`` wants to know: [0] for all."""
+        if name not in self._copied:
+            return [0]
+        starts, lengths, full_starts, full_size = self._copied[name]
+        rows = [n for row in zip(starts, lengths, full_starts, strict=True) for n in row]
+        return [len(lengths), full_size, *rows]
 
     def token_sizes(self, total_tokens: int | None) -> list[int] | None:
         """Each rank's tokens of ``total_tokens``; None (all ranks alike) if it is not told."""

@@ -30,6 +30,11 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return main_grad
 
 
+def _accumulated(weight: Tensor, main_grad: Tensor | None) -> Tensor:
+    """weight, its gradient being added to main_grad: only after the sum over the copies, which follows the linear."""
+    return weight if main_grad is None else _ops.accumulate_grad_into(weight, main_grad)
+
+
 def linear_sharding(dim: int, size: int, parts: Iterable[Part | int] | None, unit: int, name: str) -> Sharding:
     """How ``size`` features, called ``name``, are cut along ``dim`` of the weight, as ``parts`` or ``unit`` says."""
     if parts is None:
@@ -131,12 +136,18 @@ class ParallelLinear(ParallelModule):
             raise ValueError(
                 f"weight: shape {tuple(weight.shape)} must be {tuple(self._weight_shape)}, this rank's shard"
             )
+        if weight is self.entered.get("weight"):
+            return weight, None
         main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
         if "weight" not in self._copied:
             return weight, main_grad
-        if main_grad is not None:  # only after the sum over the copies, which follows the linear
-            weight = _ops.accumulate_grad_into(weight, main_grad)
-        return self.summed_over_copies("weight", weight), None
+        return self.summed_over_copies("weight", _accumulated(weight, main_grad)), None
+
+    def entering_parameter(self, name: str) -> Tensor | None:
+        param = super().entering_parameter(name)
+        if name != "weight" or param is None or not self.grad_accumulation_fusion:
+            return param
+        return _accumulated(param, main_grad_of(param))
 
     def extra_repr(self) -> str:
         return (

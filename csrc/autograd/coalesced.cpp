@@ -1,0 +1,212 @@
+// The regions through which small replicated parameters enter sharded work, several at once, so
+// that one all-reduce per dtype sums their gradients instead of one for each.
+//
+//   copy_to_region_coalesced  forward identity                       backward reduce_coalesced
+//   reduce_coalesced          forward the sums, as one all-reduce    backward copy_to_.. of them
+//
+// Per tensor: all of it is summed (copy_to_region), or only the pieces that other ranks hold copies
+// of (copy_pieces_to_region, see copies.cpp). `pieces` says which, for each tensor in turn: 0 for
+// all of it, or how many pieces, the rows of the full tensor, and (local_start, length, full_start)
+// of each.
+//
+// Backward runs once all gradients are there. A tensor that has none (unused, or not asked for) is
+// left out; which ones are follows from the graph, and is the same on all ranks.
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "autograd/regions.h"
+#include "comm/comm.h"
+
+namespace tp_ext {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// `pieces` of each tensor, an empty one for all of it
+using Layout = std::vector<std::vector<int64_t>>;
+
+struct Piece {
+  int64_t local_start, length, full_start;
+};
+Piece piece(const std::vector<int64_t>& pieces, int64_t i) {
+  return {pieces[2 + 3 * i], pieces[3 + 3 * i], pieces[4 + 3 * i]};
+}
+int64_t count(const std::vector<int64_t>& pieces) { return pieces.empty() ? 0 : pieces[0]; }
+
+std::vector<int64_t> flattened(const Layout& layout) {
+  std::vector<int64_t> flat;
+  for (const auto& pieces : layout) {
+    if (pieces.empty()) flat.push_back(0);
+    flat.insert(flat.end(), pieces.begin(), pieces.end());
+  }
+  return flat;
+}
+
+Layout checked_layout(at::IntArrayRef flat, size_t tensors) {
+  Layout layout;
+  size_t i = 0;
+  while (i < flat.size()) {
+    const size_t end = flat[i] == 0 ? i + 1 : i + 2 + 3 * static_cast<size_t>(flat[i]);
+    TORCH_CHECK_VALUE(flat[i] >= 0 && end <= flat.size(), "pieces: ", flat,
+                      " must hold three numbers for each of the ", flat[i], " pieces at ", i);
+    layout.emplace_back(flat.begin() + i + (flat[i] == 0), flat.begin() + end);
+    i = end;
+  }
+  if (flat.empty()) layout.resize(tensors);
+  TORCH_CHECK_VALUE(layout.size() == tensors, "pieces: ", flat, " must tell of each of the ",
+                    tensors, " tensors");
+  return layout;
+}
+
+// What a rank adds to the sum for x: x, or a full tensor with its pieces in place and 0 elsewhere
+Tensor addend(const Tensor& x, const std::vector<int64_t>& pieces) {
+  if (pieces.empty()) return x.reshape({-1});
+  auto shape = x.sym_sizes().vec();
+  shape[0] = pieces[1];
+  Tensor full = at::zeros_symint(shape, x.options());
+  for (int64_t i = 0; i < count(pieces); ++i) {
+    const auto [local_start, length, full_start] = piece(pieces, i);
+    full.narrow(0, full_start, length).copy_(x.narrow(0, local_start, length));
+  }
+  return full.view({-1});
+}
+
+// The gradient of x from its part of the sum; memory of its own, since an optimizer may keep it
+Tensor summed(const Tensor& x, const std::vector<int64_t>& pieces, const Tensor& sum) {
+  if (pieces.empty()) return sum.view_symint(x.sym_sizes()).clone();
+  auto shape = x.sym_sizes().vec();
+  shape[0] = pieces[1];
+  const Tensor full = sum.view_symint(shape);
+  Tensor result = x.clone(at::MemoryFormat::Contiguous);
+  for (int64_t i = 0; i < count(pieces); ++i) {
+    const auto [local_start, length, full_start] = piece(pieces, i);
+    result.narrow(0, local_start, length).copy_(full.narrow(0, full_start, length));
+  }
+  return result;
+}
+
+// Every x summed over the ranks, by one all-reduce per dtype (and device)
+variable_list sums(const variable_list& xs, const std::string& group, const Layout& layout) {
+  variable_list results(xs.size());
+  for (size_t first = 0; first < xs.size(); ++first) {
+    if (results[first].defined()) continue;
+    variable_list addends;
+    std::vector<size_t> members;
+    for (size_t i = first; i < xs.size(); ++i) {
+      if (xs[i].scalar_type() != xs[first].scalar_type() || xs[i].device() != xs[first].device())
+        continue;
+      addends.push_back(addend(xs[i], layout[i]));
+      members.push_back(i);
+    }
+    const Tensor sum = comm::all_reduce_fresh(at::cat(addends), group);
+    SymInt start = 0;
+    for (size_t k = 0; k < members.size(); ++k) {
+      const auto length = addends[k].sym_numel();
+      const size_t i = members[k];
+      results[i] = summed(xs[i], layout[i], sum.narrow_symint(0, start, length));
+      start = start + length;
+    }
+  }
+  return results;
+}
+
+variable_list copy_coalesced(const variable_list& xs, const std::string& group,
+                             const Layout& layout);
+variable_list reduce_coalesced(const variable_list& xs, const std::string& group,
+                               const Layout& layout);
+
+bool any_needs_graph(const variable_list& xs) {
+  for (const auto& x : xs)
+    if (needs_graph(x)) return true;
+  return false;
+}
+
+void remember(AutogradContext* ctx, const std::string& group, const Layout& layout) {
+  ctx->saved_data["group"] = group;
+  ctx->saved_data["pieces"] = flattened(layout);
+  ctx->set_materialize_grads(false);
+}
+
+// The other region, on those gradients that are there and asked for
+template <auto region>
+variable_list conjugate(AutogradContext* ctx, const variable_list& grads) {
+  const auto layout = checked_layout(ctx->saved_data["pieces"].toIntVector(), grads.size());
+  variable_list there;
+  Layout theirs;
+  std::vector<size_t> members;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!grads[i].defined() || !ctx->needs_input_grad(i)) continue;
+    there.push_back(grads[i]);
+    theirs.push_back(layout[i]);
+    members.push_back(i);
+  }
+  const auto results = region(there, ctx->saved_data["group"].toStringRef(), theirs);
+  variable_list dxs(grads.size() + 2);  // none for group and layout
+  for (size_t k = 0; k < members.size(); ++k) dxs[members[k]] = results[k];
+  return dxs;
+}
+
+struct CopyCoalesced : Function<CopyCoalesced> {
+  static variable_list forward(AutogradContext* ctx, at::TensorList xs, const std::string& group,
+                               const Layout& layout) {
+    remember(ctx, group, layout);
+    return xs.vec();
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return conjugate<reduce_coalesced>(ctx, grads);
+  }
+};
+
+struct ReduceCoalesced : Function<ReduceCoalesced> {
+  static variable_list forward(AutogradContext* ctx, at::TensorList xs, const std::string& group,
+                               const Layout& layout) {
+    remember(ctx, group, layout);
+    return sums(xs.vec(), group, layout);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return conjugate<copy_coalesced>(ctx, grads);
+  }
+};
+
+variable_list copy_coalesced(const variable_list& xs, const std::string& group,
+                             const Layout& layout) {
+  return any_needs_graph(xs) ? CopyCoalesced::apply(at::TensorList(xs), group, layout) : xs;
+}
+
+variable_list reduce_coalesced(const variable_list& xs, const std::string& group,
+                               const Layout& layout) {
+  return any_needs_graph(xs) ? ReduceCoalesced::apply(at::TensorList(xs), group, layout)
+                             : sums(xs, group, layout);
+}
+
+variable_list copy_to_region_coalesced(at::TensorList xs, const std::string& group,
+                                       at::IntArrayRef pieces) {
+  const auto layout = checked_layout(pieces, xs.size());
+  for (size_t k = 0; k < xs.size(); ++k) {
+    for (int64_t i = 0; i < count(layout[k]); ++i) {
+      const auto [local_start, length, full_start] = piece(layout[k], i);
+      TORCH_CHECK_VALUE(xs[k].dim() > 0 && 0 <= length && 0 <= local_start &&
+                            local_start + length <= xs[k].sym_size(0) && 0 <= full_start &&
+                            full_start + length <= layout[k][1],
+                        "pieces: ", length, " rows at ", local_start, " and ", full_start,
+                        " must lie inside tensor ", k, " of shape ", xs[k].sym_sizes(), " and its ",
+                        layout[k][1], " full rows");
+    }
+  }
+  return comm::size(group) == 1 ? xs.vec() : copy_coalesced(xs.vec(), group, layout);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  m.impl("copy_to_region_coalesced", copy_to_region_coalesced);
+}
+
+}  // namespace tp_ext
