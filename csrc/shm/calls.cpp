@@ -1,17 +1,39 @@
 #include "shm/calls.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "shm/pieces.h"
 
 namespace tp_ext::shm {
 namespace {
 
+// By c10's numbers
+const char* type_name(uint32_t type) {
+  constexpr const char* kNames[] = {"uint8",     "int8",      "int16",      "int32",
+                                    "int64",     "float16",   "float32",    "float64",
+                                    "complex32", "complex64", "complex128", "bool"};
+  if (type < std::size(kNames)) return kNames[type];
+  return type == 15 ? "bfloat16" : "elements of another dtype";
+}
+
+const char* operation_name(uint32_t op) {
+  constexpr const char* kNames[] = {"SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"};
+  return op < std::size(kNames) ? kNames[op] : "another operation";
+}
+
 std::string described(const Signature& s) {
-  return std::string(name_of(static_cast<Kind>(s.kind))) + " number " + std::to_string(s.call) +
-         " (type " + std::to_string(s.type) + ", operation " + std::to_string(s.op) + ", root " +
-         std::to_string(s.root) + ", " + std::to_string(s.count) + " elements" +
-         (s.parts ? ", parts #" + std::to_string(s.parts % 10000) : "") + ")";
+  const auto kind = static_cast<Kind>(s.kind);
+  std::string text = std::string(name_of(kind)) + " (call " + std::to_string(s.call);
+  if (kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter)
+    text += ", " + std::to_string(s.count) + " " + type_name(s.type) + ", " + operation_name(s.op);
+  else if (kind != Kind::kBarrier && kind != Kind::kAllToAll)
+    text += ", " + std::to_string(s.count) + " bytes";
+  if (kind == Kind::kReduce || kind == Kind::kBroadcast || kind == Kind::kGather ||
+      kind == Kind::kScatter)
+    text += ", root " + std::to_string(s.root);
+  if (s.parts != 0) text += ", divided as #" + std::to_string(s.parts % 10000);
+  return text + ")";
 }
 
 }  // namespace
@@ -42,8 +64,20 @@ const char* name_of(Kind kind) {
 
 void Call::check(int rank, const Signature& theirs, const Signature& expected) const {
   if (theirs == expected) return;
+  if (theirs.same_call(expected))
+    throw Failure("rank " + std::to_string(rank) + " and rank " + std::to_string(party_.rank) +
+                  " both call " + described(theirs) +
+                  ", but not the same before it: a broadcast or scatter with another root, say");
   throw Failure("rank " + std::to_string(rank) + " calls " + described(theirs) + " where rank " +
                 std::to_string(party_.rank) + " calls " + described(expected));
+}
+
+uint64_t Call::continued(const Signature& s) {
+  uint64_t hash = s.history;
+  for (const uint64_t word :
+       {uint64_t(s.kind) << 32 | s.type, uint64_t(s.op) << 32 | s.root, s.count, s.parts})
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15u + (hash >> 29);
+  return hash;
 }
 
 Steps::Steps(const Party& party, Kind kind, int64_t steps, Signature signature)
@@ -52,8 +86,9 @@ Steps::Steps(const Party& party, Kind kind, int64_t steps, Signature signature)
   for (int rank = 0; rank < party.ranks(); ++rank) sources_.push_back(rank);
 }
 
-void Steps::begin(uint64_t number) {
+void Steps::begin(uint64_t number, uint64_t history) {
   signature_.call = number;
+  signature_.history = history;
   base_ = lane().begun;
 }
 
@@ -73,6 +108,7 @@ bool Steps::advance() {
         Signature want = expected(rank);
         want.kind = signature_.kind;
         want.call = signature_.call;
+        want.history = signature_.history;
         check(rank, lane().signature(base_ + read_, rank), want);
       }
       read(read_);

@@ -50,8 +50,11 @@ class Call {
   Call& operator=(const Call&) = delete;
 
   Kind kind() const { return kind_; }
-  // Takes its steps; `number` counts the group's calls. The calls of a group begin and end in turn.
-  virtual void begin(uint64_t number) = 0;
+  // Takes its steps; `number` counts the group's calls, `history` is a hash of those before. The
+  // calls of a group begin and end in turn.
+  virtual void begin(uint64_t number, uint64_t history) = 0;
+  // The hash with this one, which is the same on all ranks
+  virtual uint64_t history() const = 0;
   // Whether all is done; raises Failure if another rank makes another call
   virtual bool advance() = 0;
   // The ranks that it waits for
@@ -63,6 +66,7 @@ class Call {
 
  protected:
   void check(int rank, const Signature& theirs, const Signature& expected) const;
+  static uint64_t continued(const Signature& common);
 
   const Party party_;
   uint64_t moves_ = 0;
@@ -74,7 +78,8 @@ class Call {
 // Steps of one lane: write, post; see the sources' posts, read, finish
 class Steps : public Call {
  public:
-  void begin(uint64_t number) override;
+  void begin(uint64_t number, uint64_t history) override;
+  uint64_t history() const override { return continued(common()); }
   bool advance() override;
   bool given() const override { return !writes_ || written_ == steps_; }
   std::vector<int> missing() const override;
@@ -85,6 +90,8 @@ class Steps : public Call {
   virtual void write(int64_t step, char* slot) = 0;
   virtual void read(int64_t step) = 0;
   virtual Signature expected(int) const { return signature_; }
+  virtual Signature common() const { return signature_; }
+  const Signature& signature() const { return signature_; }
   const char* of(int64_t step, int rank) const { return lane().of(base_ + step, rank); }
   Lane& lane() const { return party_.lanes[0]; }
 

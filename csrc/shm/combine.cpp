@@ -20,16 +20,23 @@ struct Accumulator<at::Half> {
   using type = float;
 };
 
+// Integers wrap around, as torch's do
 struct Sum {
   template <typename A>
   A operator()(A a, A b) const {
-    return a + b;
+    if constexpr (std::is_integral_v<A>)
+      return static_cast<A>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+    else
+      return a + b;
   }
 };
 struct Product {
   template <typename A>
   A operator()(A a, A b) const {
-    return a * b;
+    if constexpr (std::is_integral_v<A>)
+      return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+    else
+      return a * b;
   }
 };
 // NaN in, NaN out

@@ -56,6 +56,7 @@ class Engine::Patience {
     looked_ = now;
     return true;
   }
+  void progress() { turn_ = 0; }
 
  private:
   static int cores() {
@@ -143,21 +144,23 @@ bool Engine::needs_service() const {
 }
 
 void Engine::wait(const TaskPtr& task, Clock::time_point deadline) {
-  if (deadline != Clock::time_point::max() && !task->done.load(std::memory_order_acquire)) {
-    const std::lock_guard lock(mutex_);
-    task->deadline = std::min(task->deadline, deadline);
-  }
   Patience patience(shared_.ranks());
+  uint64_t before = 0;
   while (!task->done.load(std::memory_order_acquire)) {
     std::unique_lock lock(mutex_);
     if (task->done) break;
     advance();
+    if (const uint64_t now = moves(); now != before) {
+      patience.progress();
+      before = now;
+    }
     tell(lock);
     if (task->done) break;
     if (lock.owns_lock()) lock.unlock();
     if (patience.pause()) {
       lock.lock();
       if (!task->done) check_peers(task);
+      if (!task->done && Clock::now() >= deadline) throw TimedOut(prefix() + timed_out(*task));
       tell(lock);
     }
   }
@@ -212,7 +215,8 @@ void Engine::advance() {
     while (!calls_.empty()) {
       Call& call = *calls_.front()->call;
       if (!begun_) {
-        call.begin(number_++);
+        call.begin(number_++, history_);
+        history_ = call.history();
         begun_ = true;
       }
       if (!call.advance()) break;

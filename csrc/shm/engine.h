@@ -61,7 +61,8 @@ class Engine {
   // Queues the task; with `background` its own thread cares for it if nobody waits. Raises if the
   // group has failed before; what goes wrong with this task is wait's to raise.
   void start(const TaskPtr& task, bool background);
-  // Until it is done; raises what went wrong. Its deadline may be made earlier, never later.
+  // Until it is done; raises what went wrong. After the deadline, if that is before the task's own,
+  // it gives up waiting: the work goes on.
   void wait(const TaskPtr& task, Clock::time_point deadline = Clock::time_point::max());
   // Whether it is done; waits for nobody, not even for another thread that is at it
   bool poll(const TaskPtr& task);
@@ -89,6 +90,7 @@ class Engine {
   void serve();
   uint64_t moves() const;
   std::string prefix() const;
+  std::string timed_out(const Task& task) const;
 
   const Shared shared_;
   const int rank_;
@@ -103,7 +105,7 @@ class Engine {
   std::list<TaskPtr> transfers_;
   std::vector<TaskPtr> ended_;  // whose buffers are to be let go, and who wants to know
   bool begun_ = false;          // the call at the front
-  uint64_t number_ = 0, ends_ = 0;
+  uint64_t number_ = 0, history_ = 0, ends_ = 0;
   int awaited_ = 0;  // tasks that somebody wants to be told of
   std::exception_ptr failure_;
 

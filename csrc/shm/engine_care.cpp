@@ -71,17 +71,22 @@ void Engine::check_peers(const TaskPtr task) {
   if (task->done || failure_) return;
   const Call* call = task->call ? calls_.front()->call.get() : nullptr;
   const std::vector<int> missing = call ? call->missing() : messages_.missing();
-  int lost = call ? -1 : messages_.lost(gone);
+  int lost = call ? -1 : messages_.lost(gone, gone & ~left);
   for (const int rank : missing)
     if (call && gone >> rank & 1) lost = rank;
   const std::string doing = call ? name_of(call->kind()) : task->what();
   if (lost >= 0)
     return fail_all(doing + ": rank " + std::to_string(lost) +
                     (left >> lost & 1 ? " has left the group" : " has died"));
-  if (Clock::now() >= task->deadline)
-    fail_all(doing + " (call " + std::to_string(number_) + ") timed out waiting for " +
-                 (missing.empty() ? "nobody" : listed(missing)),
-             true);
+  if (Clock::now() >= task->deadline) fail_all(timed_out(*task), true);
+}
+
+std::string Engine::timed_out(const Task& task) const {
+  const Call* call = task.call ? calls_.front()->call.get() : nullptr;
+  const std::vector<int> missing = call ? call->missing() : messages_.missing();
+  return std::string(call ? name_of(call->kind()) : task.what()) + " (call " +
+         std::to_string(number_) + ") timed out waiting for " +
+         (missing.empty() ? "nobody" : listed(missing));
 }
 
 uint64_t Engine::moves() const {

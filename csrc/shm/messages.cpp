@@ -176,8 +176,9 @@ std::vector<int> Messages::missing() const {
   return ranks;
 }
 
-// Whoever receives from any rank needs one that is still there
-int Messages::lost(uint64_t gone) const {
+// Whoever receives from any rank needs one that is still there, and none that died: that might have
+// been the one
+int Messages::lost(uint64_t gone, uint64_t died) const {
   const auto is_gone = [gone](int rank) { return gone >> rank & 1; };
   bool from_any = false, anybody = false;
   for (const auto& message : receives_) {
@@ -193,6 +194,8 @@ int Messages::lost(uint64_t gone) const {
       anybody = true;
     }
   }
+  for (int rank = 0; from_any && rank < shared_->ranks(); ++rank)
+    if (died >> rank & 1) return rank;
   return from_any && !anybody ? last : -1;
 }
 

@@ -41,7 +41,8 @@ class Messages {
   void receive(std::shared_ptr<Message> message);
   void advance();                    // raises Failure if lengths differ
   std::vector<int> missing() const;  // the peers of what is not done
-  int lost(uint64_t gone) const;     // one of those ranks (bits) without which it never will; or -1
+  int lost(uint64_t gone,
+           uint64_t died) const;  // one of those ranks (bits) without which it never will; or -1
   uint64_t moves() const { return moves_; }  // grows whenever something has been done
 
  private:

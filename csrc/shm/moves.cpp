@@ -27,6 +27,13 @@ Signature AllGather::expected(int rank) const {
   return signature_of(bytes_[rank], std::max(root_, 0));
 }
 
+// Without the length, which differs from rank to rank
+Signature AllGather::common() const {
+  Signature common = signature();
+  common.count = 0;
+  return common;
+}
+
 void AllGather::write(int64_t step, char* slot) {
   const Piece piece(step, party_.slot_bytes(), bytes_[party_.rank]);
   copy(slot, in_ + piece.begin, piece.length);
@@ -126,6 +133,7 @@ void AllToAll::read(int64_t step) {
         if (to != rank) most = std::max(most, sent[to]);
     }
     steps_ = 1 + divide_up(most, share_);
+    known_ = true;
     return copy(out_[own], in_[own], out_bytes_[own]);
   }
   for (int rank = 0; rank < party_.ranks(); ++rank) {

@@ -55,8 +55,9 @@ ChunkedAllReduce::ChunkedAllReduce(const Party& party, const void* in, void* out
   signature_.kind = static_cast<uint32_t>(Kind::kAllReduce);
 }
 
-void ChunkedAllReduce::begin(uint64_t number) {
+void ChunkedAllReduce::begin(uint64_t number, uint64_t history) {
   signature_.call = number;
+  signature_.history = history;
   for (int lane = 0; lane < kLanes; ++lane) {
     base_[lane] = party_.lanes[lane].begun;
     party_.lanes[lane].begun += static_cast<uint64_t>(chunks_);

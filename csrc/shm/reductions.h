@@ -41,7 +41,8 @@ class AllReduce : public Steps {
 class ChunkedAllReduce : public Call {
  public:
   ChunkedAllReduce(const Party& party, const void* in, void* out, const Elements& elements);
-  void begin(uint64_t number) override;
+  void begin(uint64_t number, uint64_t history) override;
+  uint64_t history() const override { return continued(signature_); }
   bool advance() override;
   bool given() const override { return combined_ == chunks_; }
   std::vector<int> missing() const override;

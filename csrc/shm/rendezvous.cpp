@@ -11,14 +11,21 @@ using c10d::Store;
 
 std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
-std::string get(Store& store, const std::string& key, std::chrono::milliseconds timeout) {
-  store.wait({key}, timeout);
-  const auto value = store.get(key);
-  return {value.begin(), value.end()};
-}
-
 std::string key(const char* what, int rank) {
   return std::string("tp_shm/") + what + "/" + std::to_string(rank);
+}
+
+// What a rank tells, once it has come; raises with its number if it does not
+std::string get(Store& store, const char* what, int rank, std::chrono::milliseconds timeout) {
+  const std::string from = key(what, rank);
+  try {
+    store.wait({from}, timeout);
+  } catch (const std::exception& error) {
+    throw Failure("tp_shm: waited " + std::to_string(timeout.count()) + " ms for rank " +
+                  std::to_string(rank) + ", which has not come to make the group: " + error.what());
+  }
+  const auto value = store.get(from);
+  return {value.begin(), value.end()};
 }
 
 // Each rank tells how it fared ("" is well); raises on all if one fared badly
@@ -27,7 +34,7 @@ void agree(Store& store, const char* what, int rank, int size, std::chrono::mill
   store.set(key(what, rank), bytes_of("!" + own));
   std::string troubles;
   for (int other = 0; other < size; ++other) {
-    const std::string trouble = get(store, key(what, other), timeout).substr(1);
+    const std::string trouble = get(store, what, other, timeout).substr(1);
     if (!trouble.empty()) troubles += " rank " + std::to_string(other) + ": " + trouble + ";";
   }
   if (troubles.empty()) return;
@@ -38,10 +45,12 @@ void agree(Store& store, const char* what, int rank, int size, std::chrono::mill
 void check_hosts(Store& store, int rank, int size, std::chrono::milliseconds timeout,
                  const std::string& name) {
   store.set(key("host", rank), bytes_of(host_identity()));
-  const std::string first = get(store, key("host", 0), timeout);
+  // Containers have names of their own, and may share the memory nevertheless
+  const auto machine = [](const std::string& h) { return h.substr(0, h.rfind(':')); };
+  const std::string first = get(store, "host", 0, timeout);
   for (int other = 1; other < size; ++other) {
-    const std::string host = get(store, key("host", other), timeout);
-    if (host == first) continue;
+    const std::string host = get(store, "host", other, timeout);
+    if (machine(host) == machine(first)) continue;
     const auto shown = [](const std::string& h) { return h.substr(h.rfind(':') + 1); };
     throw Failure("tp_shm: group '" + name + "': rank 0 runs on host " + shown(first) + ", rank " +
                   std::to_string(other) + " on host " + shown(host) +
@@ -71,7 +80,7 @@ Segment meet(const c10::intrusive_ptr<Store>& store, int rank, int size,
     }
     store->set(key("name", 0), bytes_of(segment ? "!" + segment->name() : "!"));
   }
-  const std::string shared_name = get(*store, key("name", 0), timeout).substr(1);
+  const std::string shared_name = get(*store, "name", 0, timeout).substr(1);
   if (rank != 0 && !shared_name.empty()) {
     try {
       segment = std::make_unique<Segment>(Segment::open(shared_name, geometry.bytes()));

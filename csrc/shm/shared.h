@@ -31,10 +31,14 @@ struct Signature {
   uint32_t kind = 0, type = 0, op = 0, root = 0;
   uint64_t count = 0, call = 0;  // elements; number of the call in the group
   uint64_t parts = 0;            // a hash of how the elements are divided, where that is free
+  uint64_t history = 0;          // a hash of the calls before: a root does not look at the others
 
-  bool operator==(const Signature& other) const {
+  bool same_call(const Signature& other) const {
     return kind == other.kind && type == other.type && op == other.op && root == other.root &&
            count == other.count && call == other.call && parts == other.parts;
+  }
+  bool operator==(const Signature& other) const {
+    return same_call(other) && history == other.history;
   }
 };
 

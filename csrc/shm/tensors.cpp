@@ -1,5 +1,6 @@
 #include "shm/tensors.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/view_as_real.h>
 
@@ -59,7 +60,10 @@ Tensor Outputs::add(const Tensor& t, bool load) {
   return dense;
 }
 
+// By whoever finds the call done, in whatever mode that is
 void Outputs::store() const {
+  if (copies_.empty()) return;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (const auto& [to, from] : copies_) to.copy_(from);
 }
 
