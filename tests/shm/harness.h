@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "shm/engine.h"
+#include "shm/moves.h"
+#include "shm/reductions.h"
 
 namespace tp_ext::shm::test {
 
