@@ -81,7 +81,10 @@ class Steps : public Call {
   void begin(uint64_t number, uint64_t history) override;
   uint64_t history() const override { return continued(common()); }
   bool advance() override;
-  bool given() const override { return !writes_ || written_ == steps_; }
+  // Who writes on needs the slots that the others have read
+  bool given() const override {
+    return sized_ && (!writes_ || written_ == steps_) && steps_ - read_ <= kSlots;
+  }
   std::vector<int> missing() const override;
 
  protected:
@@ -97,6 +100,7 @@ class Steps : public Call {
 
   int64_t steps_;
   bool writes_ = true;
+  bool sized_ = true;         // whether steps_ is final
   std::vector<int> sources_;  // whose slots are read; at first everybody's
 
  private:

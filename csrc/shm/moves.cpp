@@ -108,7 +108,9 @@ AllToAll::AllToAll(const Party& party, std::vector<const void*> in, std::vector<
       in_bytes_(std::move(in_bytes)),
       out_(std::move(out)),
       out_bytes_(std::move(out_bytes)),
-      share_(share_of(party.slot_bytes(), party.ranks())) {}
+      share_(share_of(party.slot_bytes(), party.ranks())) {
+  sized_ = false;
+}
 
 void AllToAll::write(int64_t step, char* slot) {
   if (step == 0) return copy(slot, in_bytes_.data(), party_.ranks() * int64_t(sizeof(int64_t)));
@@ -133,7 +135,7 @@ void AllToAll::read(int64_t step) {
         if (to != rank) most = std::max(most, sent[to]);
     }
     steps_ = 1 + divide_up(most, share_);
-    known_ = true;
+    sized_ = true;
     return copy(out_[own], in_[own], out_bytes_[own]);
   }
   for (int rank = 0; rank < party_.ranks(); ++rank) {

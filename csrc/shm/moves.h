@@ -66,7 +66,6 @@ class AllToAll : public Steps {
   AllToAll(const Party& party, std::vector<const void*> in, std::vector<int64_t> in_bytes,
            std::vector<void*> out, std::vector<int64_t> out_bytes);
 
-  bool given() const override { return known_ && Steps::given(); }
 
  protected:
   void write(int64_t step, char* slot) override;
@@ -78,7 +77,6 @@ class AllToAll : public Steps {
   const std::vector<void*> out_;
   const std::vector<int64_t> out_bytes_;
   const int64_t share_;
-  bool known_ = false;  // how many steps there are
 };
 
 }  // namespace tp_ext::shm

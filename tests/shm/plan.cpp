@@ -63,6 +63,11 @@ class Follower {
     while (!late_.empty()) post_late(0);
     while (!pending_.empty()) wait_for_one();
     for (const auto& [engine, task] : sends_) engine->wait(task);
+    for (const auto& engine : engines_) {  // calls end in turn: carries those that nobody waits for
+      const auto last = task_of(std::make_unique<Barrier>(engine->party()), kLimit);
+      engine->start(last, false);
+      engine->wait(last);
+    }
     const auto deadline = Clock::now() + kLimit;
     while (ran_->finished < begun_ || ran_->notified < asked_) {
       EXPECT(Clock::now() < deadline, "rank %d: %ld of %ld finished, %ld of %ld notified", rank_,
