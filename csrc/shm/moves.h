@@ -66,7 +66,6 @@ class AllToAll : public Steps {
   AllToAll(const Party& party, std::vector<const void*> in, std::vector<int64_t> in_bytes,
            std::vector<void*> out, std::vector<int64_t> out_bytes);
 
-
  protected:
   void write(int64_t step, char* slot) override;
   void read(int64_t step) override;

@@ -60,8 +60,8 @@ void different_calls_are_named_by_all() {
       if (rank == 1) return barrier(*engine);
       run(*engine, std::make_unique<AllReduce>(engine->party(), data.data(), data.data(), kBytes));
     });
-    expect_in(error, "barrier number 0");
-    expect_in(error, "all_reduce number 0");
+    expect_in(error, "barrier (call 0");
+    expect_in(error, "all_reduce (call 0");
     raised([&] { barrier(*engine); });  // and it stays so
   });
 }
