@@ -77,8 +77,8 @@ void different_sizes_are_named() {
       run(*engine,
           std::make_unique<AllReduce>(engine->party(), data.data(), data.data(), elements));
     });
-    expect_in(error, "40 elements");
-    expect_in(error, "39 elements");
+    expect_in(error, "40 uint8");
+    expect_in(error, "39 uint8");
   });
 }
 
@@ -95,7 +95,7 @@ void different_parts_are_found() {
                 run(*engine, std::make_unique<ReduceScatter>(engine->party(), parts, out.data(),
                                                              counts, kBytes));
               }),
-              "parts #");
+              "divided as #");
   });
   on_threads(2, [&](int rank) {
     const Memory own(kSmall);
