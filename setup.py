@@ -83,7 +83,8 @@ def make_extension(nvcc: str | None) -> setuptools.Extension:
         ]
         sources += sorted(glob("csrc/**/*.cu", recursive=True))
         make = cpp_extension.CUDAExtension
-    return make("tp_ext._C", sources, include_dirs=[os.path.abspath("csrc")], extra_compile_args=flags)
+    library = {"include_dirs": [os.path.abspath("csrc")], "libraries": ["rt"]}  # shm_open, before glibc 2.34
+    return make("tp_ext._C", sources, extra_compile_args=flags, **library)
 
 
 class BuildExt(cpp_extension.BuildExtension):

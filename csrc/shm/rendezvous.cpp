@@ -61,7 +61,7 @@ void check_hosts(Store& store, int rank, int size, std::chrono::milliseconds tim
 
 }  // namespace
 
-Geometry geometry_for(int ranks) { return {ranks, 256 << 10, 256 << 10}; }
+Geometry geometry_for(int ranks) { return {ranks, 128 << 10, 256 << 10}; }
 
 Segment meet(const c10::intrusive_ptr<Store>& store, int rank, int size,
              std::chrono::milliseconds timeout, const Geometry& geometry, const std::string& name) {

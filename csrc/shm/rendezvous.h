@@ -12,7 +12,7 @@
 
 namespace tp_ext::shm {
 
-// 256 KB slots stay in a core's second-level cache
+// Slots of 128 KiB stay in a core's second-level cache; larger ones are no faster
 Geometry geometry_for(int ranks);
 
 // Rank 0 makes the segment, the others open it, then its name goes. Raises on all ranks, naming
