@@ -40,13 +40,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-Tensor as_rows(const Tensor& x) {
-  if (x.dim() == 2) return x;
-  SymInt rows = 1;  // -1 would be ambiguous where a rank has no features
-  for (int64_t dim = 0; dim < x.dim() - 1; ++dim) rows *= x.sym_size(dim);
-  return x.reshape_symint({rows, x.sym_size(-1)});
-}
-
 Tensor input_grad(const Tensor& dy, const Tensor& weight) {
   if (dy.dim() == 2) return at::mm(dy, weight);
   auto shape = dy.sym_sizes().vec();
@@ -185,11 +178,13 @@ struct RowLinear : Function<RowLinear> {
                        bool sequence_parallel, const Split& tokens, int64_t overlap_chunks) {
     if (sequence_parallel)
       if (auto fused = comm::fused_matmul_reduce_scatter(x, weight, group, tokens)) return *fused;
-    const auto rows = sequence_parallel ? tokens.total() : as_rows(x).sym_size(0);
-    const auto chunks = chunks_of(x, rows, overlap_chunks);
-    if (chunks > 1)
-      return sequence_parallel ? linear_reduce_scatter(x, weight, group, tokens, chunks)
-                               : linear_all_reduce(x, weight, group, chunks);
+    if (overlap_chunks > 1) {
+      const auto rows = sequence_parallel ? tokens.total() : as_rows(x).sym_size(0);
+      const auto chunks = chunks_of(x, rows, overlap_chunks);
+      if (chunks > 1)
+        return sequence_parallel ? linear_reduce_scatter(x, weight, group, tokens, chunks)
+                                 : linear_all_reduce(x, weight, group, chunks);
+    }
     const Tensor addend = at::linear(x, weight);
     return sequence_parallel ? comm::reduce_scatter_fresh(addend, group, 0, tokens)
                              : comm::all_reduce_fresh(addend, group);

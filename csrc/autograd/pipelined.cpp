@@ -48,11 +48,6 @@ struct Chunk {
   }
 };
 
-Tensor rows(const Tensor& x) {  // -1 would be ambiguous where a rank has no features
-  return x.dim() == 2
-             ? x
-             : x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
-}
 Tensor tokens_of(const Tensor& x, Range range) { return x.narrow(0, range.start, range.length); }
 
 Tensor empty_output(const Tensor& x, int64_t tokens, int64_t features) {
@@ -67,9 +62,9 @@ void multiply(const Tensor& x, const Tensor& factor, const OptionalTensor& bias,
   if (y.numel() == 0) return;
   Tensor out = y.view({-1, y.size(-1)});
   if (bias.has_value())
-    at::addmm_out(out, *bias, rows(x), factor);
+    at::addmm_out(out, *bias, as_rows(x), factor);
   else
-    at::mm_out(out, rows(x), factor);
+    at::mm_out(out, as_rows(x), factor);
 }
 
 // y = (concatenation of the ranks' x) factor + bias; x_full, if defined, gets the concatenation
@@ -107,6 +102,13 @@ Tensor gather_multiply(const Tensor& x, const Tensor& factor, const OptionalTens
 }
 
 }  // namespace
+
+Tensor as_rows(const Tensor& x) {
+  if (x.dim() == 2) return x;
+  c10::SymInt rows = 1;  // -1 would be ambiguous where a rank has no features
+  for (int64_t dim = 0; dim < x.dim() - 1; ++dim) rows *= x.sym_size(dim);
+  return x.reshape_symint({rows, x.sym_size(-1)});
+}
 
 int64_t chunks_of(const Tensor& x, const c10::SymInt& tokens, int64_t chunks) {
   constexpr int64_t fewest = 64;  // tokens worth a collective: decoding goes in one piece
@@ -157,7 +159,7 @@ Tensor linear_all_reduce(const Tensor& x, const Tensor& weight, const std::strin
   auto shape = x.sizes().vec();
   shape.back() = weight.size(0);
   Tensor y = x.new_empty(shape);
-  const Tensor x_rows = rows(x), y_rows = y.view({x_rows.size(0), weight.size(0)});
+  const Tensor x_rows = as_rows(x), y_rows = y.view({x_rows.size(0), weight.size(0)});
   std::deque<comm::Pending> coming;
   for (int64_t i = 0; i < chunks; ++i) {
     if (coming.size() == 2) {

@@ -20,6 +20,9 @@
 
 namespace tp_ext {
 
+// All dims but the last as one
+at::Tensor as_rows(const at::Tensor& x);
+
 // Into how many chunks the tokens of all ranks are cut if `chunks` are asked for: fewer if they are
 // few, one where somebody watches the operators. The same on every rank.
 int64_t chunks_of(const at::Tensor& x, const c10::SymInt& tokens, int64_t chunks);

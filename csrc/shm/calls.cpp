@@ -86,6 +86,12 @@ Steps::Steps(const Party& party, Kind kind, int64_t steps, Signature signature)
   for (int rank = 0; rank < party.ranks(); ++rank) sources_.push_back(rank);
 }
 
+void Steps::only_from(int root) {
+  writes_ = party_.rank == root;
+  sources_.clear();
+  if (!writes_) sources_.push_back(root);
+}
+
 void Steps::begin(uint64_t number, uint64_t history) {
   signature_.call = number;
   signature_.history = history;

@@ -97,6 +97,7 @@ class Steps : public Call {
   const Signature& signature() const { return signature_; }
   const char* of(int64_t step, int rank) const { return lane().of(base_ + step, rank); }
   Lane& lane() const { return party_.lanes[0]; }
+  void only_from(int root);  // root writes, the others read
 
   int64_t steps_;
   bool writes_ = true;

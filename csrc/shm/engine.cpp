@@ -160,8 +160,10 @@ void Engine::wait(const TaskPtr& task, Clock::time_point deadline) {
     if (patience.pause()) {
       lock.lock();
       if (!task->done) check_peers(task);
-      if (!task->done && Clock::now() >= deadline) throw TimedOut(prefix() + timed_out(*task));
+      const bool late = !task->done && Clock::now() >= deadline;
+      const std::string reason = late ? prefix() + timed_out(*task) : "";
       tell(lock);
+      if (late) throw TimedOut(reason);
     }
   }
   if (task->error) std::rethrow_exception(task->error);

@@ -53,11 +53,7 @@ Broadcast::Broadcast(const Party& party, void* data, int64_t bytes, int root)
       data_(static_cast<char*>(data)),
       bytes_(bytes),
       root_(root) {
-  writes_ = party.rank == root;
-  if (writes_)
-    sources_.clear();
-  else
-    sources_ = {root};
+  only_from(root);
 }
 
 void Broadcast::write(int64_t step, char* slot) {
@@ -80,11 +76,7 @@ Scatter::Scatter(const Party& party, std::vector<const void*> in, void* out, int
       bytes_(bytes),
       share_(share_of(party.slot_bytes(), party.ranks())),
       root_(root) {
-  writes_ = party.rank == root;
-  if (writes_)
-    sources_.clear();
-  else
-    sources_ = {root};
+  only_from(root);
 }
 
 void Scatter::write(int64_t step, char* slot) {
