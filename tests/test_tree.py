@@ -21,6 +21,7 @@ SOURCES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", "
 LAYERS = [
     {"_version"},
     {"_build"},
+    {"_fakes"},
     {"_ops", "group", "sharding", "shm"},
     {"megatron"},
     {"regions", "random"},
@@ -38,7 +39,7 @@ COMPOSITION = [
     {"safetensors", "sharded_load"},
     {"checkpoint"},
 ]
-INSIDES = set.union(*LAYERS[4:]) - {"module"}
+INSIDES = set.union(*LAYERS[5:]) - {"module"}
 
 
 @cache

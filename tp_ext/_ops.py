@@ -1,18 +1,18 @@
-"""The one door to the C++ side: loads it, binds every operator of csrc/library.cpp once, and gives every primitive
-its fake (shapes and dtypes only, for torch.compile and FakeTensor). Nothing else writes ``torch.ops``.
+"""The one door to the C++ side: loads it and binds every operator of csrc/library.cpp once; the primitives' fakes are
+in _fakes.py. Nothing else writes ``torch.ops``.
 
 The bindings are bare operator overloads, typed by annotation, and for what layers call often functions of the compiled
 library, which spare the overload's boxing: no Python frame between a layer and the dispatcher. Formulas and shapes
 stand at the schemas and in the modules that use them.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tp_ext import _fakes  # noqa: F401, registers them
 from tp_ext._build import load
 
 _library = load()
@@ -109,172 +109,3 @@ vocab_ce_loss: Callable[[Tensor, Tensor, int, int, float, float], tuple[Tensor, 
 CrossEntropyGrad = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int, int, float, float], Any]
 vocab_ce_bwd: CrossEntropyGrad = _op("_vocab_ce_bwd")
 vocab_ce_bwd_: CrossEntropyGrad = _op("_vocab_ce_bwd_")
-
-
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _like_or_none(x: Tensor | None, default: Tensor) -> Tensor:
-    return default.new_empty(0) if x is None else _like(x)
-
-
-@torch.library.register_fake("tp_ext::_bias_act_fwd")
-def _(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return _like(x)
-
-
-@torch.library.register_fake("tp_ext::_gated_act_fwd")
-def _(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
-
-
-@torch.library.register_fake("tp_ext::_bias_act_bwd")
-def _(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    return _like(x), _like_or_none(bias, x)
-
-
-@torch.library.register_fake("tp_ext::_gated_act_bwd")
-def _(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    return _like(x), _like_or_none(bias, x)
-
-
-@torch.library.register_fake("tp_ext::_rms_norm_fwd")
-def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return _like(x), x.new_empty(math.prod(x.shape[:-1]), dtype=_acc_dtype(x.dtype))
-
-
-@torch.library.register_fake("tp_ext::_rms_norm_bwd")
-def _(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(x), _like_or_none(weight, x)
-
-
-@torch.library.register_fake("tp_ext::_layer_norm_fwd")
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    stats = x.new_empty(math.prod(x.shape[:-1]), dtype=_acc_dtype(x.dtype))
-    return _like(x), stats, torch.empty_like(stats)
-
-
-@torch.library.register_fake("tp_ext::_layer_norm_bwd")
-def _(grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x), _like_or_none(weight, x), _like_or_none(weight, x)
-
-
-@torch.library.register_fake("tp_ext::_rope")
-def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    return _like(x)
-
-
-@torch.library.register_fake("tp_ext::_bias_dropout_residual_fwd")
-def _(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    seed: Tensor,
-    p: float,
-    local_inner: int,
-    full_inner: int,
-    offset: int,
-) -> Tensor:
-    return _like(x)
-
-
-@torch.library.register_fake("tp_ext::_dropout_bwd")
-def _(grad: Tensor, seed: Tensor, p: float, local_inner: int, full_inner: int, offset: int) -> Tensor:
-    return _like(grad)
-
-
-@torch.library.register_fake("tp_ext::_philox_uniform_")
-def _(
-    self: Tensor,
-    seed: Tensor,
-    low: float,
-    high: float,
-    local_inner: int,
-    full_inner: int,
-    offset: int,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("tp_ext::_philox_normal_")
-def _(
-    self: Tensor,
-    seed: Tensor,
-    mean: float,
-    std: float,
-    local_inner: int,
-    full_inner: int,
-    offset: int,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("tp_ext::_vocab_embedding_fwd")
-def _(weight: Tensor, ids: Tensor, vocab_start: int, vocab_local: int, vocab_size: int) -> Tensor:
-    return weight.new_empty([*ids.shape, weight.shape[1]])
-
-
-@torch.library.register_fake("tp_ext::_vocab_embedding_bwd")
-def _(grad: Tensor, ids: Tensor, num_rows: int, vocab_start: int, vocab_local: int) -> Tensor:
-    return grad.new_empty([num_rows, grad.shape[-1]])
-
-
-@torch.library.register_fake("tp_ext::_vocab_ce_stats")
-def _(
-    logits: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    vocab_local: int,
-    vocab_size: int,
-    ignore_index: int,
-) -> Tensor:
-    return logits.new_empty([target.numel(), 4], dtype=_acc_dtype(logits.dtype))
-
-
-@torch.library.register_fake("tp_ext::_vocab_ce_loss")
-def _(
-    stats: Tensor,
-    target: Tensor,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> tuple[Tensor, Tensor]:
-    return stats.new_empty(target.numel()), stats.new_empty([target.numel(), 2])
-
-
-@torch.library.register_fake("tp_ext::_vocab_ce_bwd")
-def _(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    vocab_start: int,
-    vocab_local: int,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> Tensor:
-    return _like(logits)
-
-
-@torch.library.register_fake("tp_ext::_vocab_ce_bwd_")
-def _(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    vocab_start: int,
-    vocab_local: int,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> None:
-    return None
