@@ -3,7 +3,7 @@
 // Public operators are composite: autograd/ implements them over torch::autograd::Function, so that
 // their collectives are visible to torch.compile, CommDebugMode and activation checkpointing.
 // Primitive operators (leading underscore) are opaque kernels: cpu/, cuda/ and a fake in
-// tp_ext/_ops.py, without communication and without autograd of their own.
+// tp_ext/_fakes.py, without communication and without autograd of their own.
 //
 // `group` is the name of a process group, with the own rank and its size behind it if the caller
 // knows them ("0@1/4"); "" stands for no parallelism (one rank). `sizes` holds one length per rank.
@@ -11,7 +11,7 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(tp_ext, m) {
-  m.set_python_module("tp_ext._ops");
+  m.set_python_module("tp_ext._fakes");
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
   // Regions: identity | sum, slice | concatenate, concatenate | summed slice, exchange
