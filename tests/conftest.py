@@ -22,6 +22,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", text)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """TP_EXT_SHARD=i/n: every n-th test from the i-th on, for n processes side by side."""
+    if shard := os.environ.get("TP_EXT_SHARD"):
+        i, n = map(int, shard.split("/"))
+        config.hook.pytest_deselected(items=[item for k, item in enumerate(items) if k % n != i])
+        items[:] = items[i::n]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         if os.environ.get("TP_EXT_REQUIRE_CUDA") == "1":

@@ -1,0 +1,181 @@
+"""Every family of kernels as one training step, small: what capture, streams, synchronisation and memory are tested on.
+
+    compute-sanitizer python tests/cuda/families.py --device cuda
+
+runs all of them once, on shapes that take the wide path, the tail and the unaligned path.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+if __name__ == "__main__":  # pytest has done so
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+import small_gpt
+
+from tp_ext import _ops
+
+ROWS, EPS, VOCAB = 33, 1e-5, 41
+DTYPES = (torch.float32, torch.bfloat16)
+WIDTHS = (64, 67)  # whole vectors, and a tail
+Make = Callable[[int, torch.dtype], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """`make(width, dtype)` draws the inputs on the CPU, `call(*inputs)` is the forward pass.
+
+    `exact`: every step gives the same bits. GEMMs and attention are not our kernels, and may be chosen otherwise.
+    `parameters`: what else has a gradient.
+    """
+
+    make: Make
+    call: Callable[..., Tensor]
+    exact: bool = True
+    parameters: tuple[Tensor, ...] = ()
+
+    def inputs(self, device: torch.device | str, dtype: torch.dtype, width: int = 64, seed: int = 0) -> list[Tensor]:
+        """Those of floating point are leaves."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            made = self.make(width, dtype)
+        return [t.to(device).requires_grad_(t.is_floating_point()) for t in made]
+
+    def step(self, *inputs: Tensor) -> list[Tensor]:
+        """y, and the gradients of all inputs that have one, from one that depends on y."""
+        y = self.call(*inputs)
+        wanted = [t for t in (*inputs, *self.parameters) if t.requires_grad]
+        return [y.detach(), *torch.autograd.grad(y, wanted, y.detach().cos())]
+
+
+def rows(*widths: Callable[[int], int | tuple[int, ...]]) -> Make:
+    """Normal tensors: of [33, n], or of the shape given for the width n."""
+
+    def make(n: int, dtype: torch.dtype) -> list[Tensor]:
+        shapes = [w(n) for w in widths]
+        return [torch.randn((ROWS, s) if isinstance(s, int) else s).to(dtype) for s in shapes]
+
+    return make
+
+
+def vector(n: int) -> tuple[int]:
+    return (n,)
+
+
+def same(n: int) -> int:
+    return n
+
+
+def _rope(n: int, dtype: torch.dtype) -> list[Tensor]:
+    angles = torch.randn(ROWS, n // 2)
+    return [torch.randn(ROWS, 3, n // 2 * 2 + 6).to(dtype), angles.cos(), angles.sin()]  # the last 6 are not turned
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    return _ops.rope(x, cos.detach(), sin.detach(), interleaved) + 0 * (cos.sum() + sin.sum())  # have no gradient
+
+
+def seed_like(x: Tensor) -> Tensor:
+    """As the layers draw it."""
+    return torch.randint(2**62, (), dtype=torch.int64, device=x.device)
+
+
+def dropped(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return _ops.bias_dropout_residual(x, bias, residual, seed_like(x), 0.25, x.numel(), x.numel(), 0)
+
+
+def filled(x: Tensor, fill: Callable[..., None]) -> Tensor:
+    noise = torch.empty_like(x, requires_grad=False)
+    fill(noise, seed_like(x), 0.0, 1.0, max(x.numel(), 1), max(x.numel(), 1), 0)
+    return x * noise
+
+
+def _ids(n: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randint(VOCAB, (ROWS,)), torch.randn(VOCAB // 2, n).to(dtype)]  # half of the vocabulary
+
+
+def embedded(ids: Tensor, weight: Tensor) -> Tensor:
+    return _ops.vocab_parallel_embedding(ids, weight, "", 0, VOCAB // 2, VOCAB, False, None)
+
+
+def _logits(n: int, dtype: torch.dtype) -> list[Tensor]:
+    target = torch.randint(n, (ROWS,))
+    target[3] = -100
+    return [torch.randn(ROWS, n).to(dtype), target]
+
+
+def loss(logits: Tensor, target: Tensor, inplace: bool) -> Tensor:
+    n = logits.shape[-1]
+    own = logits * 1 if inplace else logits  # which the gradient replaces
+    return _ops.vocab_parallel_cross_entropy(own, target, "", 0, n, n, -100, 0.1, 0.01, "mean", inplace)
+
+
+def linear(op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return op(x, weight, bias, "", False, None, None, 1)
+
+
+def _weight(n: int) -> tuple[int, int]:
+    return 24, n
+
+
+FAMILIES: dict[str, Family] = {
+    **{
+        name: Family(rows(same, vector), partial(lambda x, b, act: _ops.bias_act(x, b, act), act=name))
+        for name in ("gelu", "gelu_tanh", "relu", "silu")
+    },
+    **{
+        name: Family(
+            rows(lambda n: 2 * n, lambda n: (2 * n,)), partial(lambda x, b, act: _ops.gated_act(x, b, act), act=name)
+        )
+        for name in ("swiglu", "geglu")
+    },
+    "rms_norm": Family(rows(same, vector), lambda x, w: _ops.rms_norm(x, w, EPS)),
+    "layer_norm": Family(rows(same, vector, vector), lambda x, w, b: _ops.layer_norm(x, w, b, EPS)),
+    "rope half": Family(_rope, partial(rope, interleaved=False)),
+    "rope interleaved": Family(_rope, partial(rope, interleaved=True)),
+    "bias_dropout_residual": Family(rows(same, vector, same), dropped),
+    "philox_uniform": Family(rows(same), partial(filled, fill=_ops.philox_uniform_)),
+    "philox_normal": Family(rows(same), partial(filled, fill=_ops.philox_normal_)),
+    "vocab_embedding": Family(_ids, embedded),
+    "vocab_cross_entropy": Family(_logits, partial(loss, inplace=False)),
+    "vocab_cross_entropy in place": Family(_logits, partial(loss, inplace=True)),
+    "column_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.column_parallel_linear), False),
+    "row_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.row_parallel_linear), False),
+}
+
+
+def block(device: torch.device | str) -> Family:
+    """A whole block, RMSNorm, attention with RoPE, RMSNorm and SwiGLU, with dropout, as one more family. fp32."""
+    module = small_gpt.make(None).blocks[0].to(device)
+
+    def make(n: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.randn(ROWS, small_gpt.CONFIG["hidden_size"])]
+
+    return Family(make, lambda x: module(x, 3, ROWS, None), False, tuple(module.parameters()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Runs every family of kernels once.")
+    parser.add_argument("--device", default="cpu")
+    device = parser.parse_args().device
+    for name, family in FAMILIES.items():
+        for dtype in DTYPES:
+            for width in WIDTHS:
+                inputs = family.inputs(device, dtype, width)
+                shifted = [  # one element off every boundary
+                    torch.cat([t.detach().flatten()[:1], t.detach().flatten()])[1:].view_as(t) for t in inputs
+                ]
+                for values in (inputs, [t.requires_grad_(t.is_floating_point()) for t in shifted]):
+                    assert all(r.isfinite().all() for r in family.step(*values)), (name, dtype, width)
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
