@@ -26,7 +26,7 @@ Tensor bias_act_fwd(const Tensor& x_any, const OptionalTensor& bias_any,
     using T = decltype(zero);
     const T *px = in<T>(x), *pb = bias.defined() ? in<T>(bias) : nullptr;
     T* const py = out<T>(y);
-    const bool vector = vectorisable<T>(rows == 1 ? 0 : n, px, pb, py);
+    const bool vector = bias_act_forward_vectors<T>(rows, n, px, pb, py);
     dispatch_activation(activation, [&](auto act) {
       dispatch_shape<T>(pb != nullptr, vector, [&](auto has_bias, auto width) {
         using Act = decltype(act);
@@ -60,7 +60,7 @@ std::tuple<Tensor, Tensor> bias_act_bwd(const Tensor& grad_any, const Tensor& x_
     using A = acc_t<T>;
     const T *pg = in<T>(grad), *px = in<T>(x), *pb = bias.defined() ? in<T>(bias) : nullptr;
     T* const pd = out<T>(dx);
-    const bool vector = vectorisable<T>(pb ? n : 0, pg, px, pb, pd);
+    const bool vector = bias_act_backward_vectors<T>(n, pg, px, pb, pd);
     dispatch_activation(activation, [&](auto act) {
       dispatch_shape<T>(pb != nullptr, vector, [&](auto has_bias, auto width) {
         using Act = decltype(act);

@@ -1,5 +1,5 @@
-// What the launchers of kernels that walk down columns share: geometry, choice of the kernel, the
-// sum of partial sums.
+// What the launchers of kernels that walk down columns share: choice of the kernel, the sum of
+// partial sums.
 
 #pragma once
 
@@ -11,11 +11,6 @@
 #include "kernels/vec.cuh"
 
 namespace tp_ext {
-
-inline dim3 block_of(const ColumnGrid& grid) { return dim3(grid.tx, grid.ty); }
-inline dim3 grid_of(const ColumnGrid& grid) {
-  return dim3(static_cast<unsigned>(grid.tiles), static_cast<unsigned>(grid.row_blocks));
-}
 
 // Calls f(integral constants kBias, N): whether there is a bias, elements per access
 template <typename T, typename F>
@@ -33,9 +28,8 @@ template <typename T>
 void sum_partials(const at::Tensor& partial, const at::Tensor& dbias, cudaStream_t stream) {
   const int64_t n = dbias.numel();
   if (n == 0) return;
-  sum_partials_kernel<T>
-      <<<static_cast<unsigned>((n + 31) / 32), dim3(32, kColumnThreads / 32), 0, stream>>>(
-          in<acc_t<T>>(partial), out<T>(dbias), partial.size(0), n);
+  sum_partials_kernel<T><<<sum_partials_grid(n), sum_partials_block(), 0, stream>>>(
+      in<acc_t<T>>(partial), out<T>(dbias), partial.size(0), n);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

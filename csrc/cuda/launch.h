@@ -1,5 +1,5 @@
-// What every launcher needs: the device guard, the current stream, dtype dispatch, grid size, the
-// launch check.
+// What every launcher needs: the device guard, the current stream, dtype dispatch, the launch
+// check. The shape of a launch is the business of kernels/, where it is tested without a GPU.
 
 #pragma once
 
@@ -12,14 +12,6 @@
 #include "storage.h"
 
 namespace tp_ext {
-
-constexpr int kThreads = 256;
-
-// Enough blocks to fill any GPU; kernels are grid-stride
-inline int grid_for(int64_t items, int threads = kThreads) {
-  const int64_t blocks = (items + threads - 1) / threads;
-  return static_cast<int>(blocks < 1 ? 1 : blocks > 65535 ? 65535 : blocks);
-}
 
 template <typename F>
 void dispatch_floating(at::ScalarType dtype, const char* op, F f) {

@@ -4,8 +4,6 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
 #include "cuda/launch.h"
 #include "kernels/vocab_cross_entropy.cuh"
 #include "vocab.h"
@@ -20,14 +18,6 @@ struct TargetInRange {
   }
 };
 
-// A block per row, whole warps, no more threads than the row has vectors
-template <typename T>
-int threads_for(int64_t width) {
-  const int64_t vectors = (width + kVec<T> - 1) / kVec<T>;
-  return static_cast<int>(std::clamp<int64_t>((vectors + 31) / 32 * 32, 32, 512));
-}
-int blocks_for(int64_t rows) { return static_cast<int>(std::min<int64_t>(rows, 0x7fffffff)); }
-
 at::Tensor stats_cuda(const at::Tensor& logits, const at::Tensor& target_any, int64_t vocab_start,
                       int64_t vocab_local, int64_t vocab_size, int64_t ignore_index) {
   check_ce_logits(logits, target_any, vocab_start, vocab_local, vocab_size);
@@ -39,7 +29,7 @@ at::Tensor stats_cuda(const at::Tensor& logits, const at::Tensor& target_any, in
   if (rows.count == 0) return stats;
   dispatch_floating(logits.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
     using T = decltype(type);
-    ce_stats_kernel<<<blocks_for(rows.count), threads_for<T>(vocab_local), 0,
+    ce_stats_kernel<<<ce_blocks(rows.count), ce_threads<T>(vocab_local), 0,
                       c10::cuda::getCurrentCUDAStream()>>>(
         in<T>(rows.tensor), rows.stride, rows.count, vocab_local, in<int64_t>(target), vocab_start,
         vocab_size, ignore_index, out<acc_t<T>>(stats), TargetInRange());
@@ -81,7 +71,7 @@ void fill_grad(const at::Tensor& grad_any, const Rows& x, const Rows& dx,
   dispatch_floating(x.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
     using T = decltype(type);
     using A = acc_t<T>;
-    ce_bwd_kernel<<<blocks_for(x.count), threads_for<T>(x.width), 0,
+    ce_bwd_kernel<<<ce_blocks(x.count), ce_threads<T>(x.width), 0,
                     c10::cuda::getCurrentCUDAStream()>>>(
         in<A>(grad), in<T>(x.tensor), x.stride, out<T>(dx.tensor), dx.stride, x.count, x.width,
         vocab_local, in<int64_t>(target), in<A>(lse), vocab_start, ignore_index,

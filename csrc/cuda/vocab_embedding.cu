@@ -25,12 +25,6 @@ void dispatch_ids(const at::Tensor& ids, F f) {
   ids.scalar_type() == at::kLong ? f(int64_t{}) : f(int32_t{});
 }
 
-// Threads: a warp for each 32 vectors of a row
-template <int N>
-int64_t threads_over(int64_t tokens, int64_t hidden) {
-  return tokens * ((hidden + kWarp * N - 1) / (kWarp * N)) * kWarp;
-}
-
 at::Tensor fwd_cuda(const at::Tensor& weight_any, const at::Tensor& ids_any, int64_t vocab_start,
                     int64_t vocab_local, int64_t vocab_size) {
   check_embedding(weight_any, ids_any, vocab_start, vocab_local, vocab_size);
@@ -47,7 +41,7 @@ at::Tensor fwd_cuda(const at::Tensor& weight_any, const at::Tensor& ids_any, int
       using Id = decltype(id_type);
       const auto launch = [&](auto vector) {
         constexpr int N = decltype(vector)::value;
-        embedding_fwd_kernel<N><<<grid_for(threads_over<N>(tokens, hidden)), kThreads, 0,
+        embedding_fwd_kernel<N><<<grid_for(embedding_threads<N>(tokens, hidden)), kThreads, 0,
                                   c10::cuda::getCurrentCUDAStream()>>>(
             in<T>(weight), in<Id>(ids), tokens, hidden, vocab_start, vocab_local, vocab_size,
             out<T>(result), IdInRange());
@@ -88,8 +82,9 @@ at::Tensor bwd_cuda(const at::Tensor& grad_any, const at::Tensor& ids_any, int64
     using T = decltype(type);
     const auto launch = [&](auto vector) {
       constexpr int N = decltype(vector)::value;
-      embedding_bwd_kernel<N><<<grid_for(threads_over<N>(tokens, hidden)), kThreads, 0, stream>>>(
-          in<T>(grad), sorted, order, tokens, hidden, num_rows, out<T>(dweight));
+      embedding_bwd_kernel<N>
+          <<<grid_for(embedding_threads<N>(tokens, hidden)), kThreads, 0, stream>>>(
+              in<T>(grad), sorted, order, tokens, hidden, num_rows, out<T>(dweight));
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     };
     vectorisable<T>(hidden, in<T>(grad), in<T>(dweight))

@@ -14,6 +14,17 @@
 
 namespace tp_ext {
 
+// Whether 16-byte accesses can be used: beside several rows, and beside sums of columns, no
+// remainder
+template <typename T>
+bool bias_act_forward_vectors(int64_t rows, int64_t n, const T* x, const T* bias, const T* y) {
+  return vectorisable<T>(rows == 1 ? 0 : n, x, bias, y);
+}
+template <typename T>
+bool bias_act_backward_vectors(int64_t n, const T* grad, const T* x, const T* bias, const T* dx) {
+  return vectorisable<T>(bias ? n : 0, grad, x, bias, dx);
+}
+
 template <typename Act, bool kBias, int N, typename T>
 __global__ void __launch_bounds__(kColumnThreads)
     bias_act_forward_kernel(const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ y,

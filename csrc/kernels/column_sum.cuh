@@ -37,6 +37,11 @@ inline ColumnGrid column_grid(int64_t rows, int64_t n, int vec) {
   return grid;
 }
 
+inline dim3 block_of(const ColumnGrid& grid) { return dim3(grid.tx, grid.ty); }
+inline dim3 grid_of(const ColumnGrid& grid) {
+  return dim3(static_cast<unsigned>(grid.tiles), static_cast<unsigned>(grid.row_blocks));
+}
+
 // Adds the N sums of the threads with the same threadIdx.x; the result is with threadIdx.y == 0.
 // blockDim.y is a power of two. The index keeps neighbouring threads in neighbouring banks.
 template <int N, typename A>
@@ -61,7 +66,9 @@ __device__ __forceinline__ void block_column_sum(A (&sum)[N]) {
     sum[k] = scratch[k * kColumnThreads + me];  // own slot, for threadIdx.y == 0
 }
 
-// out[j] = sum over r of partial[r, j]; block (32, 8), one column per threadIdx.x
+// out[j] = sum over r of partial[r, j]; one column per threadIdx.x
+inline dim3 sum_partials_block() { return dim3(32, kColumnThreads / 32); }
+inline dim3 sum_partials_grid(int64_t n) { return dim3(static_cast<unsigned>((n + 31) / 32)); }
 template <typename T>
 __global__ void __launch_bounds__(kColumnThreads)
     sum_partials_kernel(const acc_t<T>* __restrict__ partial, T* __restrict__ out, int64_t rows,

@@ -1,4 +1,5 @@
-// 16-byte accesses, and the one loop that handles body and tail of an elementwise kernel.
+// 16-byte accesses, and the one loop that handles body and tail of an elementwise kernel, with its
+// grid.
 
 #pragma once
 
@@ -30,6 +31,14 @@ __device__ __forceinline__ void store(T* p, int64_t i, const Vec<T, N>& x) {
 template <typename T, typename... P>
 inline bool vectorisable(int64_t inner, const P*... pointers) {
   return inner % kVec<T> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % kVecBytes == 0) && ...);
+}
+
+constexpr int kThreads = 256;
+
+// Enough blocks to fill any GPU; kernels are grid-stride
+inline int grid_for(int64_t items, int threads = kThreads) {
+  const int64_t blocks = (items + threads - 1) / threads;
+  return static_cast<int>(blocks < 1 ? 1 : blocks > 65535 ? 65535 : blocks);
 }
 
 // Calls f(i) for i = 0, step, 2 step, ... < n, grid-stride, 64-bit

@@ -14,6 +14,16 @@
 
 namespace tp_ext {
 
+// A block per row, whole warps, no more threads than the row has vectors
+template <typename T>
+inline int ce_threads(int64_t width) {
+  const int64_t warps = (width + 32 * kVec<T> - 1) / (32 * kVec<T>);
+  return static_cast<int>(warps < 1 ? 32 : warps > 16 ? 512 : 32 * warps);
+}
+inline int ce_blocks(int64_t rows) {
+  return static_cast<int>(rows < 0x7fffffff ? rows : 0x7fffffff);
+}
+
 // [0, head) and [body_end, n) one by one, [head, body_end) in vectors
 struct RowCut {
   int64_t head, body_end;

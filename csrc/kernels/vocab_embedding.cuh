@@ -10,6 +10,12 @@ namespace tp_ext {
 
 constexpr int kWarp = 32;
 
+// Threads: a warp for each 32 vectors of a row
+template <int N>
+int64_t embedding_threads(int64_t tokens, int64_t hidden) {
+  return tokens * ((hidden + kWarp * N - 1) / (kWarp * N)) * kWarp;
+}
+
 // y [tokens, hidden]; ids of other ranks give zeros. A warp copies 32 vectors of one row.
 // in_range(ok) asserts.
 template <int N, typename T, typename Id, typename InRange>

@@ -1,0 +1,83 @@
+"""The CUDA kernels on the host, without a GPU: their own source, every thread of every block, under sanitizers.
+
+Each program runs a family over sizes around its vectors (none, one, a remainder), aligned and shifted pointers, grids
+smaller than the work, all by the launchers' own choice of shape, and compares with the formulas element by element.
+It does so in three orders of threads and blocks, which must agree to the bit: a missing barrier does not.
+"""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+GXX = shutil.which("g++")
+FAMILIES = ["columns"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=pointer-overflow", "-fno-sanitize-recover=all"]
+# Elements are accessed as vectors, and the formula must round as the kernel does: no fma of one's own
+FLAGS = ["-std=c++17", "-O0", "-g1", *SANITIZE, "-fno-strict-aliasing", "-ffp-contract=off", "-Wall"]
+FLAGS += ["-Wno-unknown-pragmas", "-Wno-sign-compare", f"-I{HERE.parent.parent / 'csrc'}", f"-I{HERE}"]
+MISTAKES = {
+    "missing_barrier": "another order of the threads gives other bits",
+    "divergent_barrier": "a divergent barrier",
+    "lost_thread": "threads wait for others that never come",
+    "lost_lane": "a shuffle with a lane that has ended",
+    "stranger_lane": "a shuffle with lanes that the block lacks",
+    "read_past_end": "heap-buffer-overflow",
+    "write_past_end": "heap-buffer-overflow",
+    "write_in_front": "written in front of a tensor",
+    "odd_vector": "misaligned address",
+    "int_overflow": "signed integer overflow",
+    "tall_grid": "a grid of 1 x 65536 blocks",
+    "empty_grid": "a grid of 0 x 1 blocks",
+    "large_block": "a block of 1056 threads",
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """Compiles all programs, two at a time; gives a function that runs one of them."""
+    if GXX is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("emulation")
+    (folder / "probe.cpp").write_text("int main() {}")
+    probe = subprocess.run([GXX, SANITIZE[0], folder / "probe.cpp", "-o", folder / "probe"], capture_output=True)
+    if probe.returncode or subprocess.run([folder / "probe"], capture_output=True).returncode:
+        pytest.skip("needs a g++ that has sanitizers")
+
+    def make(name):
+        command = [GXX, *FLAGS, HERE / f"{name}.cpp", "-o", folder / name]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    names = ["faults", *FAMILIES]
+    with ThreadPoolExecutor(2) as pool:
+        for name, done in zip(names, pool.map(make, names), strict=True):
+            assert done.returncode == 0 and "warning" not in done.stderr, f"{name}: {done.stderr[-4000:]}"
+
+    def run(name, *args):
+        # The sanitizer takes terabytes of address space, of which it uses little
+        env = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}
+        return subprocess.run([folder / name, *args], capture_output=True, text=True, timeout=200, env=env)
+
+    return run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels(program, family):
+    done = program(family)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout.split()[0]) > 10
+
+
+def test_the_emulation_itself(program):
+    done = program("faults")
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(program, name):
+    done = program("faults", name)
+    assert done.returncode != 0 and MISTAKES[name] in done.stderr, done.stdout + done.stderr
