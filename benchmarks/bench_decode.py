@@ -33,7 +33,7 @@ class Model(torch.nn.Module):
 
     def forward(self, x: Tensor, caches: list[tp_ext.KVCache | None]) -> Tensor:
         start, n = caches[0].length if caches[0] else 0, x.shape[1]
-        positions = torch.arange(start, start + n, device=x.device).repeat(len(x))
+        positions = torch.arange(start, start + n, device=x.device)
         tables = self.attention[0].rope.cos_sin(positions, x.dtype)
         for attention, mlp, cache in zip(self.attention, self.mlp, caches, strict=True):
             x = x + attention(x, cache=cache, cos_sin=tables)

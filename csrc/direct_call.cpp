@@ -18,7 +18,7 @@ using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const
 using Activation = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
 using RmsNorm = Tensor(const Tensor&, const OptionalTensor&, double);
 using LayerNorm = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, double);
-using Rope = Tensor(const Tensor&, const Tensor&, const Tensor&, bool);
+using Rope = Tensor(const Tensor&, const Tensor&, const Tensor&, bool, const OptionalTensor&);
 using BiasDropoutResidual = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&,
                                    const Tensor&, double, SymInt, SymInt, SymInt);
 using Embedding = Tensor(const Tensor&, const Tensor&, const std::string&, SymInt, SymInt, SymInt,

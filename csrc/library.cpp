@@ -90,9 +90,21 @@ TORCH_LIBRARY(tp_ext, m) {
       "dx, Tensor dweight, Tensor dbias)",
       tags);
 
-  // Rotary embedding: x [tokens, heads, head_dim], cos and sin [tokens, rotary_dim / 2]
-  m.def("rope(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor", tags);
-  m.def("_rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> Tensor", tags);
+  // Rotary embedding: x [tokens, heads, head_dim] or [batch, seq, heads, head_dim], cos and sin
+  // [positions, rotary_dim / 2], positions [tokens] or [batch, seq], default 0, 1, .. of each
+  // sequence. The tables of positions, computed in fp64: of position * base^(-2 i / rotary_dim)
+  m.def(
+      "_rope_tables(Tensor positions, int rotary_dim, float base, ScalarType dtype) -> (Tensor "
+      "cos, Tensor sin)",
+      tags);
+  m.def(
+      "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved=False, Tensor? positions=None) -> "
+      "Tensor",
+      tags);
+  m.def(
+      "_rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse, Tensor? "
+      "positions=None) -> Tensor",
+      tags);
 
   // Randomness by global index: element i of a contiguous local tensor is element
   // (i / local_inner) * full_inner + offset + i % local_inner of the full one

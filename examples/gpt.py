@@ -87,9 +87,7 @@ class GPT(nn.Module):
         (batch, seq), tokens = ids.shape, ids.numel()
         x = self.embedding(ids.flatten())
         positions = torch.arange(seq, device=ids.device) if caches is None else caches[0].positions(seq).flatten()
-        cos_sin = self.blocks[0].attention.rope.cos_sin(
-            positions.repeat(tokens // len(positions)), x.dtype
-        )  # once for all layers
+        cos_sin = self.blocks[0].attention.rope.cos_sin(positions, x.dtype)  # once for all layers
         for i, block in enumerate(self.blocks):
             if self.config.activation_checkpointing and self.training:
                 x = checkpoint(block, x, batch, tokens, cos_sin, use_reentrant=False)

@@ -189,8 +189,11 @@ def test_half_precision_and_autocast():
 def test_tables_made_once_for_all_layers_are_those_made_in_each():
     module = make(CASES["all"])
     x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
-    tables = module.rope.cos_sin(torch.arange(5).repeat(2), x.dtype)
-    assert torch.equal(module(x, cos_sin=tables), module(x))
+    for positions in (torch.arange(5), torch.arange(5).repeat(2)):
+        assert torch.equal(module(x, cos_sin=module.rope.cos_sin(positions, x.dtype)), module(x))
+    tables = module.rope.cos_sin(torch.arange(7), x.dtype)
+    with pytest.raises(ValueError, match="cos_sin: 7 rows must be one for each of 5 positions or 10 tokens"):
+        module(x, cos_sin=tables)
     with pytest.raises(ValueError, match="cos_sin: must not be given to a layer without rope"):
         make(CASES["mha"])(x, cos_sin=tables)
 

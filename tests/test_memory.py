@@ -132,7 +132,7 @@ def attention_bytes(z, options, d=HEAD, heads=HEADS, seq=S):
     if options.get("qk_norm"):
         total += z.n * (a + k) * (d * z.e + 4)  # normed q and k beside those before; a number per row
     if options.get("rope"):
-        total += 4 * z.n * d  # cos and sin, fp32, d / 2 each
+        total += 4 * seq * d  # cos and sin, fp32, d / 2 each, of one sequence
     return total
 
 
@@ -141,7 +141,7 @@ def _attention(group, options, sp, dtype):
         H, HEADS, head_dim=HEAD, **options, group=group, sequence_parallel=sp, dtype=dtype
     )
     x = torch.randn(N // group.size() if sp else N, H, dtype=dtype, requires_grad=True)
-    tables = {"cos_sin": module.rope.cos_sin(torch.arange(S).repeat(B), dtype)} if module.rope else {}
+    tables = {"cos_sin": module.rope.cos_sin(torch.arange(S), dtype)} if module.rope else {}
     shared = sum(t.untyped_storage().nbytes() for t in tables.get("cos_sin", []))
     own = saved_bytes(lambda: module(x, batch_size=B), module)
     return own, saved_bytes(lambda: module(module(x, batch_size=B, **tables), batch_size=B, **tables), module), shared

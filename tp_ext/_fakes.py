@@ -65,8 +65,16 @@ def _(grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
     return _like(x), _like_or_none(weight, x), _like_or_none(weight, x)
 
 
+@torch.library.register_fake("tp_ext::_rope_tables")
+def _(positions: Tensor, rotary_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos = positions.new_empty([positions.shape[0], rotary_dim // 2], dtype=dtype)
+    return cos, torch.empty_like(cos)
+
+
 @torch.library.register_fake("tp_ext::_rope")
-def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+def _(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, positions: Tensor | None = None
+) -> Tensor:
     return _like(x)
 
 

@@ -79,9 +79,10 @@ layer_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], tuple[
     "_layer_norm_bwd"
 )
 
-# Rotary embedding: x, cos, sin, interleaved (, inverse)
-rope: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = _direct("rope")
-rope_rotate: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor] = _op("_rope")
+# Rotary embedding: x, cos, sin, interleaved (, inverse), positions; tables: positions, rotary_dim, base, dtype
+rope_tables: Callable[[Tensor, int, float, torch.dtype], tuple[Tensor, Tensor]] = _op("_rope_tables")
+rope: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor] = _direct("rope")
+rope_rotate: Callable[[Tensor, Tensor, Tensor, bool, bool, Tensor | None], Tensor] = _op("_rope")
 
 # Randomness by global index: ..., local_inner, full_inner, offset
 bias_dropout_residual: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, float, int, int, int], Tensor] = _direct(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.module import ParallelModule, check_positive
 from tp_ext.norm import RMSNorm
 from tp_ext.random import Init, OwnRandomNumbers, draw_seed
-from tp_ext.rotary import RotaryEmbedding
+from tp_ext.rotary import RotaryEmbedding, packed_positions, sequence_lengths
 from tp_ext.sharding import head_parts
 
 
@@ -128,28 +127,31 @@ class ParallelAttention(ParallelModule):
             total_tokens: under SP, the tokens of all ranks, if p does not divide their number.
             cache: of this layer, from :meth:`new_cache`: x is what follows the tokens in it, and is taken in. Not with
                 ``cu_seqlens``, not where gradients are recorded; see :class:`KVCache` for its errors.
-            cos_sin: the tables ``rope.cos_sin(positions, dtype)`` of all tokens, ``[tokens, rotary_dim / 2]``. Made
-                once for all layers they are computed and, for backward, saved once; default: made here.
+            cos_sin: the tables ``rope.cos_sin(positions, dtype)``, ``[seq, rotary_dim / 2]`` if all sequences have the
+                same positions, else ``[tokens, ..]``. Made once for all layers they are computed and, for backward,
+                saved once; default: made here.
         """
         self._check_layout(x, batch_size, cu_seqlens)
         # Before the first collective, so that no rank waits for one that has raised
         tokens = self._tokens(x, total_tokens)
-        lengths = None if cu_seqlens is None else _lengths(cu_seqlens, tokens)
+        lengths = None if cu_seqlens is None else sequence_lengths(cu_seqlens, tokens)
         if batch_size is not None and tokens % batch_size:
             raise ValueError(f"batch_size: {batch_size} must divide the number of tokens, {tokens}")
         batch, seq = x.shape[:2] if x.dim() == 3 else (batch_size or 1, tokens // (batch_size or 1))
-        if cos_sin is not None and self.rope is None:
-            raise ValueError("cos_sin: must not be given to a layer without rope")
+        if cos_sin is not None:
+            self._check_tables(cos_sin[0], tokens if lengths is not None else seq, tokens)
         if cache is not None:
             self._check_cache(cache, batch, seq, lengths)
         qkv = self.qkv(x, total_tokens)
         rows = qkv.reshape(-1, qkv.shape[-1])
-        if self.rope is not None and cos_sin is None:
-            cos_sin = self._cos_sin(self.rope, rows, seq, lengths, cache)
-        q, k, v = self._heads(rows, cos_sin)
+        tables = None
+        if self.rope is not None:
+            tables = self._tables(self.rope, rows, seq, lengths, cache) if cos_sin is None else (*cos_sin, None)
+        same = lengths is None and (tables is None or tables[0].shape[0] == seq)  # positions in all sequences
+        q, k, v = self._heads(rows, (batch, seq) if same else (rows.shape[0],), tables)
         if lengths is None:
             attend = self._attend if cache is None else cache.attend
-            attended = attend(*(t.view(batch, seq, t.shape[1], t.shape[2]) for t in (q, k, v)))
+            attended = attend(*(t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v)))
         else:
             sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
             attended = torch.cat([self._attend(*(t[None] for t in one))[0] for one in sequences])
@@ -210,32 +212,39 @@ class ParallelAttention(ParallelModule):
             )
         cache.check(batch, seq)
 
-    @staticmethod
-    def _cos_sin(
-        rope: RotaryEmbedding, rows: Tensor, seq: int, lengths: list[int] | None, cache: KVCache | None
-    ) -> tuple[Tensor, Tensor]:
-        """The tables of all tokens; computed for one sequence where all have the same positions."""
-        if lengths is not None:
-            positions = torch.cat([torch.arange(n, device=rows.device) for n in lengths])
-        else:
-            positions = torch.arange(seq, device=rows.device) if cache is None else cache.positions(seq).flatten()
-        cos, sin = rope.cos_sin(positions, rows.dtype)
-        copies = rows.shape[0] // max(positions.shape[0], 1)
-        return (cos, sin) if copies == 1 else (cos.repeat(copies, 1), sin.repeat(copies, 1))
+    def _check_tables(self, cos: Tensor, seq: int, tokens: int) -> None:
+        if self.rope is None:
+            raise ValueError("cos_sin: must not be given to a layer without rope")
+        if cos.shape[0] not in (seq, tokens):
+            raise ValueError(f"cos_sin: {cos.shape[0]} rows must be one for each of {seq} positions or {tokens} tokens")
 
-    def _heads(self, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v ``[tokens, heads_local, head_dim]``, normed and rotated."""
+    @staticmethod
+    def _tables(
+        rope: RotaryEmbedding, rows: Tensor, seq: int, lengths: list[int] | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Cosine and sine, a row for each position, and which row each token uses if the sequences differ in that."""
+        positions = None
+        if lengths is not None:
+            seq, positions = max(lengths), packed_positions(lengths, rows.device)
+        places = torch.arange(seq, device=rows.device) if cache is None else cache.positions(seq).flatten()
+        return *rope.cos_sin(places, rows.dtype), positions
+
+    def _heads(
+        self, rows: Tensor, lead: tuple[int, ...], tables: tuple[Tensor, Tensor, Tensor | None] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v ``[*lead, heads_local, head_dim]``, normed and rotated; lead is (batch, seq) or (tokens,)."""
         nq, nkv = self.num_heads_local, self.num_kv_heads_local
-        heads = rows.view(rows.shape[0], nq + 2 * nkv, self.head_dim)
+        heads = rows.view(*lead, nq + 2 * nkv, self.head_dim)
         together = self.rope is not None and self.q_norm is None  # q and k side by side: one kernel rotates both
-        *rotating, v = heads.split((nq + nkv, nkv) if together else (nq, nkv, nkv), 1)
+        *rotating, v = heads.split((nq + nkv, nkv) if together else (nq, nkv, nkv), -2)
         if self.q_norm is not None and self.k_norm is not None:
             rotating = [self.q_norm(rotating[0]), self.k_norm(rotating[1])]
-        if self.rope is not None and cos_sin is not None:
+        if self.rope is not None and tables is not None:
             if rows.requires_grad and self.q_norm is None:
                 v = v.contiguous()  # as a view it would keep the q and k that are rotated here until backward
-            rotating = [_ops.rope(t, *cos_sin, self.rope.interleaved) for t in rotating]
-        q, k = rotating[0].split((nq, nkv), 1) if together else rotating
+            cos, sin, positions = tables
+            rotating = [_ops.rope(t, cos, sin, self.rope.interleaved, positions) for t in rotating]
+        q, k = rotating[0].split((nq, nkv), -2) if together else rotating
         return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -283,13 +292,3 @@ class ParallelAttention(ParallelModule):
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, causal={self.causal}, dropout={self.dropout}"
         )
-
-
-def _lengths(cu_seqlens: Tensor | Sequence[int], tokens: int) -> list[int]:
-    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    if not all(isinstance(end, int) for end in ends):
-        raise TypeError(f"cu_seqlens: {ends} must be integers")
-    lengths = [stop - start for start, stop in pairwise(ends)]
-    if not lengths or ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
-        raise ValueError(f"cu_seqlens: {ends} must rise from 0 to the number of tokens, {tokens}")
-    return lengths

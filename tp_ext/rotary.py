@@ -1,5 +1,8 @@
 """Rotary position embedding (RoPE). Su et al., "RoFormer" (arXiv:2104.09864)."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +15,7 @@ class RotaryEmbedding(nn.Module):
     (2 i, 2 i + 1) if ``interleaved``.
 
     Holds no buffer: angles are computed in fp64 from the positions, so no cast of the model can spoil them.
+    Communicates nothing. Backward is the rotation by the negative angles; it keeps the tables, not x.
 
     Args:
         head_dim: features of a head.
@@ -44,27 +48,81 @@ class RotaryEmbedding(nn.Module):
         self.rotary_dim = rotary_dim
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, ``[tokens, rotary_dim / 2]``, for x of ``dtype``, at integer ``positions`` ``[tokens]``."""
-        exponents = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=torch.float64)
-        angles = positions.to(torch.float64)[:, None] * self.base ** (-exponents / self.rotary_dim)
+        """Cosine and sine, ``[positions, rotary_dim / 2]``, for x of ``dtype``, at integer ``positions``, 1-D."""
         table = torch.float64 if dtype == torch.float64 else torch.float32
-        return angles.cos().to(table), angles.sin().to(table)
+        return _ops.rope_tables(positions, self.rotary_dim, self.base, table)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        *,
+        offset: int = 0,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+    ) -> Tensor:
         """
         Args:
-            x: ``[tokens, heads, head_dim]``.
-            positions: ``[tokens]``, integers.
+            x: ``[tokens, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, any strides.
+            positions: integers, one for each token: ``[tokens]`` or ``[batch, seq]``. Default: 0, 1, 2, .. of each
+                sequence, with one row of the tables for each, whatever the batch is.
+            offset: position of the first token of each sequence, in place of 0.
+            cu_seqlens: x ``[tokens, ..]`` is packed sequences; sequence i is tokens ``cu_seqlens[i]`` to
+                ``cu_seqlens[i + 1]``, and positions start anew in each. A list, or an integer tensor (one on a GPU is
+                copied to the host).
 
         Raises:
-            ValueError: other shapes.
+            ValueError: other shapes; ``positions`` with an offset or ``cu_seqlens``; a negative offset; ``cu_seqlens``
+                that do not rise from 0 to the number of tokens. TypeError: values that are no integers.
         """
-        if x.dim() != 3 or x.shape[-1] != self.head_dim:
-            raise ValueError(f"x: shape {tuple(x.shape)} must be [tokens, heads, head_dim = {self.head_dim}]")
-        if positions.shape != x.shape[:1]:
-            raise ValueError(f"positions: shape {tuple(positions.shape)} must be [tokens], of x ({x.shape[0]},)")
-        cos, sin = self.cos_sin(positions, x.dtype)
-        return _ops.rope(x, cos, sin, self.interleaved)
+        if x.dim() not in (3, 4) or x.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"x: shape {tuple(x.shape)} must be [tokens, heads, head_dim = {self.head_dim}] or "
+                f"[batch, seq, heads, head_dim = {self.head_dim}]"
+            )
+        if not isinstance(offset, int) or isinstance(offset, bool):
+            raise TypeError(f"offset: {offset!r} must be an integer")
+        if offset < 0:
+            raise ValueError(f"offset: {offset} must not be negative")
+        if positions is not None:
+            if offset or cu_seqlens is not None:
+                raise ValueError(
+                    f"positions: must not be combined with offset = {offset} or cu_seqlens = {cu_seqlens}, which say "
+                    "the same"
+                )
+            if positions.shape != x.shape[:-2]:
+                raise ValueError(
+                    f"positions: shape {tuple(positions.shape)} must be one for each token of x, {tuple(x.shape[:-2])}"
+                )
+            cos, sin = self.cos_sin(positions.flatten(), x.dtype)
+            rows = x if x.dim() == 3 else x.flatten(0, 1)
+            return _ops.rope(rows, cos, sin, self.interleaved, None).view(x.shape)
+        seq, packed = x.shape[-3], None
+        if cu_seqlens is not None:
+            if x.dim() == 4:
+                raise ValueError(
+                    f"cu_seqlens: {cu_seqlens} must come with x [tokens, heads, head_dim], not of shape "
+                    f"{tuple(x.shape)}"
+                )
+            lengths = sequence_lengths(cu_seqlens, seq)
+            seq, packed = max(lengths), packed_positions(lengths, x.device)
+        cos, sin = self.cos_sin(torch.arange(offset, offset + seq, device=x.device), x.dtype)
+        return _ops.rope(x, cos, sin, self.interleaved, packed)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, base={self.base}, interleaved={self.interleaved}, rotary_dim={self.rotary_dim}"
+
+
+def sequence_lengths(cu_seqlens: Tensor | Sequence[int], tokens: int) -> list[int]:
+    """Those of packed sequences, which together have so many tokens."""
+    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    if not all(isinstance(end, int) for end in ends):
+        raise TypeError(f"cu_seqlens: {ends} must be integers")
+    lengths = [stop - start for start, stop in pairwise(ends)]
+    if not lengths or ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
+        raise ValueError(f"cu_seqlens: {ends} must rise from 0 to the number of tokens, {tokens}")
+    return lengths
+
+
+def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
+    """0, 1, 2, .. of each sequence, one after the other."""
+    return torch.cat([torch.arange(n, device=device) for n in lengths])

@@ -1,7 +1,8 @@
 // Rotary embedding: forward turns each pair of x by the angles of its token; backward turns the
 // gradient by the negative angles, through the same Function, so it is differentiable any number of
-// times. Saved: cos and sin, which are constants and get no gradient.
-// x [tokens, heads, head_dim], cos and sin [tokens, rotary_dim / 2].
+// times. Saved: cos, sin and positions, which are constants and get no gradient.
+// x [tokens, heads, head_dim] or [batch, seq, heads, head_dim], cos and sin [positions, rotary_dim /
+// 2], positions one for each token; without them token t of a sequence uses row t.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -18,27 +19,33 @@ using torch::autograd::variable_list;
 
 struct Rope : Function<Rope> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cos, const Tensor& sin,
-                        bool interleaved, bool inverse) {
-    static const auto op =
-        find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, bool, bool)>("tp_ext::_rope");
+                        bool interleaved, bool inverse, const OptionalTensor& positions) {
+    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, bool, bool,
+                                          const OptionalTensor&)>("tp_ext::_rope");
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    ctx->save_for_backward({cos, sin});
+    ctx->save_for_backward({cos, sin, positions.value_or(Tensor())});
     ctx->saved_data["interleaved"] = interleaved;
     ctx->saved_data["inverse"] = inverse;
-    return op.call(x, cos, sin, interleaved, inverse);
+    return op.call(x, cos, sin, interleaved, inverse, positions);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!ctx->needs_input_grad(0) || !grads[0].defined()) return variable_list(5);
+    if (!ctx->needs_input_grad(0) || !grads[0].defined()) return variable_list(6);
     const auto saved = ctx->get_saved_variables();
     return {apply(grads[0], saved[0], saved[1], ctx->saved_data["interleaved"].toBool(),
-                  !ctx->saved_data["inverse"].toBool()),
-            Tensor(), Tensor(), Tensor(), Tensor()};
+                  !ctx->saved_data["inverse"].toBool(),
+                  saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
   }
 };
 
-Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  return Rope::apply(x, cos.detach(), sin.detach(), interleaved, false);
+Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved,
+            const OptionalTensor& positions) {
+  return Rope::apply(x, cos.detach(), sin.detach(), interleaved, false, positions);
 }
 
 }  // namespace

@@ -1,10 +1,14 @@
 // Rotary embedding on CPU: y[t, h] = x[t, h] turned by the angles of token t.
-// x [tokens, heads, head_dim], cos and sin [tokens, rotary_dim / 2] in fp32 (fp64 for fp64).
+// x [(batch, seq | tokens), heads, head_dim], cos and sin [positions, rotary_dim / 2] in fp32 (fp64
+// for fp64), positions int64, one for each token, or none.
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <tuple>
+#include <vector>
 
 #include "cpu/simd.h"
 #include "kernels/rope.h"
@@ -37,24 +41,38 @@ inline void rotate_neighbours(const T* __restrict x, const acc_t<T>* __restrict 
 }
 
 template <typename T, bool kInterleaved>
-TP_SIMD void rope_tokens(const T* x, const acc_t<T>* cos, const acc_t<T>* sin, T* y, RopeShape s,
-                         acc_t<T> sign, int64_t begin, int64_t end) {
-  for (int64_t t = begin; t < end; ++t)
+TP_SIMD void rope_tokens(const T* x, const acc_t<T>* cos, const acc_t<T>* sin,
+                         const int64_t* positions, T* y, RopeShape s, acc_t<T> sign, int64_t begin,
+                         int64_t end) {
+  for (int64_t t = begin; t < end; ++t) {
+    const RopeToken token = rope_token(s, positions, t);
+    const acc_t<T>* c = cos + token.row * s.half;
+    const acc_t<T>* n = sin + token.row * s.half;
     for (int64_t h = 0; h < s.heads; ++h) {
-      const T* from = x + t * s.token_stride + h * s.head_dim;
+      const T* from = x + token.start + h * s.head_stride;
       T* to = y + (t * s.heads + h) * s.head_dim;
       if constexpr (kInterleaved)
-        rotate_neighbours<T>(from, cos + t * s.half, sin + t * s.half, sign, s.half, to);
+        rotate_neighbours<T>(from, c, n, sign, s.half, to);
       else
-        rotate_halves<T>(from, cos + t * s.half, sin + t * s.half, sign, s.half, to);
+        rotate_halves<T>(from, c, n, sign, s.half, to);
       std::copy(from + 2 * s.half, from + s.head_dim, to + 2 * s.half);
     }
+  }
+}
+
+void check_in_table(const Tensor& positions, int64_t rows) {
+  const int64_t* values = in<int64_t>(positions);
+  for (int64_t i = 0; i < positions.numel(); ++i)
+    TORCH_CHECK_INDEX(values[i] >= 0 && values[i] < rows, "positions: ", values[i],
+                      " must be in [0, ", rows, "), the rows of cos and sin");
 }
 
 Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, bool interleaved,
-            bool inverse) {
-  check_rope(x_in, cos_in, sin_in);
+            bool inverse, const OptionalTensor& positions_in) {
+  check_rope(x_in, cos_in, sin_in, positions_in);
   const Tensor x = rope_input(x_in), cos = cos_in.contiguous(), sin = sin_in.contiguous();
+  const OptionalTensor positions = positions_in ? positions_in->contiguous() : positions_in;
+  if (positions) check_in_table(*positions, cos.size(0));
   const Tensor y = at::empty_like(x, at::MemoryFormat::Contiguous);
   const RopeShape shape = rope_shape(x, cos);
   const int64_t per_token = std::max<int64_t>(1, shape.heads * shape.head_dim);
@@ -64,15 +82,50 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, bool
     const auto tokens = interleaved ? &rope_tokens<T, true> : &rope_tokens<T, false>;
     at::parallel_for(0, shape.tokens, std::max<int64_t>(1, kGrain / per_token),
                      [&](int64_t begin, int64_t end) {
-                       tokens(in<T>(x), in<A>(cos), in<A>(sin), out<T>(y), shape,
-                              inverse ? A(-1) : A(1), begin, end);
+                       tokens(in<T>(x), in<A>(cos), in<A>(sin), in<int64_t>(positions), out<T>(y),
+                              shape, inverse ? A(-1) : A(1), begin, end);
                      });
   });
   return y;
 }
 
+template <typename A>
+TP_SIMD void fill_row(double position, const double* __restrict frequencies, int64_t half,
+                      A* __restrict cos, A* __restrict sin) {
+  for (int64_t i = 0; i < half; ++i) {
+    const CosSin turned = cos_sin_of(position * frequencies[i]);
+    cos[i] = static_cast<A>(turned.cos);
+    sin[i] = static_cast<A>(turned.sin);
+  }
+}
+
+std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions_in, int64_t rotary_dim, double base,
+                                       at::ScalarType dtype) {
+  check_rope_tables(positions_in, rotary_dim, base, dtype);
+  const Tensor positions = positions_in.to(at::kDouble).contiguous();
+  const int64_t rows = positions.size(0), half = rotary_dim / 2;
+  const Tensor cos = at::empty({rows, half}, positions.options().dtype(dtype));
+  const Tensor sin = at::empty({rows, half}, cos.options());
+  std::vector<double> frequencies(half);
+  for (int64_t i = 0; i < half; ++i) frequencies[i] = rope_frequency(base, i, half);
+  const auto fill = [&](auto tag) {
+    using A = decltype(tag);
+    at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / 8 / std::max<int64_t>(half, 1)),
+                     [&](int64_t begin, int64_t end) {
+                       for (int64_t t = begin; t < end; ++t)
+                         fill_row<A>(in<double>(positions)[t], frequencies.data(), half,
+                                     out<A>(cos) + t * half, out<A>(sin) + t * half);
+                     });
+  };
+  dtype == at::kDouble ? fill(double{}) : fill(float{});
+  return {cos, sin};
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tp_ext, CPU, m) { m.impl("_rope", rope); }
+TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  m.impl("_rope_tables", rope_tables);
+  m.impl("_rope", rope);
+}
 
 }  // namespace tp_ext

@@ -1,10 +1,13 @@
 // Rotary embedding on CUDA: y[t, h] = x[t, h] turned by the angles of token t.
-// x [tokens, heads, head_dim], cos and sin [tokens, rotary_dim / 2] in fp32 (fp64 for fp64).
+// x [(batch, seq | tokens), heads, head_dim], cos and sin [positions, rotary_dim / 2] in fp32 (fp64
+// for fp64), positions int64, one for each token, or none.
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "cuda/launch.h"
 #include "kernels/rope.cuh"
@@ -14,25 +17,34 @@
 namespace tp_ext {
 namespace {
 
+struct PositionInRange {
+  __device__ void operator()(bool ok) const {
+    CUDA_KERNEL_ASSERT(ok && "positions must be in [0, rows of cos)");
+  }
+};
+
 template <typename T, int N>
-void launch_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& y,
-                 bool interleaved, bool inverse, const RopeShape& shape) {
+void launch_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const int64_t* positions,
+                 const Tensor& y, bool interleaved, bool inverse, const RopeShape& shape) {
   using A = acc_t<T>;
   const int64_t work = shape.heads * ((shape.head_dim - shape.half) / N);
   const auto width = static_cast<unsigned>(std::min<int64_t>(kThreads, (work + 31) / 32 * 32));
   const dim3 block(width, kThreads / width);
   const int grid = grid_for(shape.tokens, static_cast<int>(block.y));
-  const auto kernel = interleaved ? &rope_kernel<T, N, true> : &rope_kernel<T, N, false>;
+  const auto kernel = interleaved ? &rope_kernel<T, N, true, PositionInRange>
+                                  : &rope_kernel<T, N, false, PositionInRange>;
   kernel<<<grid, block, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      in<T>(x), in<A>(cos), in<A>(sin), out<T>(y), shape, inverse ? A(-1) : A(1));
+      in<T>(x), in<A>(cos), in<A>(sin), positions, out<T>(y), shape, inverse ? A(-1) : A(1),
+      PositionInRange());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, bool interleaved,
-            bool inverse) {
-  check_rope(x_in, cos_in, sin_in);
+            bool inverse, const OptionalTensor& positions_in) {
+  check_rope(x_in, cos_in, sin_in, positions_in);
   const c10::cuda::CUDAGuard guard(x_in.device());
   const Tensor x = rope_input(x_in), cos = cos_in.contiguous(), sin = sin_in.contiguous();
+  const OptionalTensor positions = positions_in ? positions_in->contiguous() : positions_in;
   const Tensor y = at::empty_like(x, at::MemoryFormat::Contiguous);
   if (x.numel() == 0) return y;
   const RopeShape shape = rope_shape(x, cos);
@@ -40,15 +52,43 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, bool
     using T = decltype(tag);
     using A = acc_t<T>;
     if (rope_vectorisable<T>(in<T>(x), in<A>(cos), in<A>(sin), out<T>(y), shape))
-      launch_rope<T, kVec<T>>(x, cos, sin, y, interleaved, inverse, shape);
+      launch_rope<T, kVec<T>>(x, cos, sin, in<int64_t>(positions), y, interleaved, inverse, shape);
     else
-      launch_rope<T, 1>(x, cos, sin, y, interleaved, inverse, shape);
+      launch_rope<T, 1>(x, cos, sin, in<int64_t>(positions), y, interleaved, inverse, shape);
   });
   return y;
 }
 
+std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions_in, int64_t rotary_dim, double base,
+                                       at::ScalarType dtype) {
+  check_rope_tables(positions_in, rotary_dim, base, dtype);
+  const c10::cuda::CUDAGuard guard(positions_in.device());
+  const bool whole = positions_in.scalar_type() == at::kLong;
+  const Tensor positions = (whole ? positions_in : positions_in.to(at::kDouble)).contiguous();
+  const int64_t rows = positions.size(0), half = rotary_dim / 2;
+  const Tensor cos = at::empty({rows, half}, positions.options().dtype(dtype));
+  const Tensor sin = at::empty({rows, half}, cos.options());
+  if (cos.numel() == 0) return {cos, sin};
+  const auto fill = [&](auto position, auto entry) {
+    using P = decltype(position);
+    using A = decltype(entry);
+    rope_tables_kernel<A, P>
+        <<<grid_for(rows * half), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+            in<P>(positions), rows, half, base, out<A>(cos), out<A>(sin));
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  };
+  const auto fill_from = [&](auto position) {
+    dtype == at::kDouble ? fill(position, double{}) : fill(position, float{});
+  };
+  whole ? fill_from(int64_t{}) : fill_from(double{});
+  return {cos, sin};
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) { m.impl("_rope", rope); }
+TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  m.impl("_rope_tables", rope_tables);
+  m.impl("_rope", rope);
+}
 
 }  // namespace tp_ext

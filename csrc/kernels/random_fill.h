@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include "cos_sin.h"
 #include "philox.h"
 
 namespace tp_ext {
@@ -46,32 +47,12 @@ TP_HD double log_of(double x) {
   return ::fma(k, 6.93147180369123816490e-01, f - ::fma(half, f, -tail));
 }
 
-struct CosSin {
-  double cos, sin;
-};
-
 // cos and sin of 2 pi (word + 1/2) / 2^32. Quadrant and remainder come exactly, from the integer.
 TP_HD CosSin cos_sin_turn(uint32_t word) {
   const uint32_t quadrant = ((word >> 29) + 1) >> 1;  // the nearest, 0..4
   const int32_t rest = static_cast<int32_t>(word - (quadrant << 30));
-  const double y = ((rest + 0.5) * 9.31322574615478515625e-10) * 1.57079632679489661923;
-  const double z = y * y;
-  double s = 1.58969099521155010221e-10;
-  s = ::fma(s, z, -2.50507602534068634195e-08);
-  s = ::fma(s, z, 2.75573137070700676789e-06);
-  s = ::fma(s, z, -1.98412698298579493134e-04);
-  s = ::fma(s, z, 8.33333333332248946124e-03);
-  s = ::fma(s, z, -1.66666666666666324348e-01);
-  s = ::fma(z * y, s, y);
-  double c = -1.13596475577881948265e-11;
-  c = ::fma(c, z, 2.08757232129817482790e-09);
-  c = ::fma(c, z, -2.75573143513906633035e-07);
-  c = ::fma(c, z, 2.48015872894767294178e-05);
-  c = ::fma(c, z, -1.38888888888741095749e-03);
-  c = ::fma(c, z, 4.16666666666666019037e-02);
-  c = ::fma(z * z, c, ::fma(-0.5, z, 1.0));
-  const double cosine = quadrant & 1 ? s : c, sine = quadrant & 1 ? c : s;
-  return {(quadrant + 1) & 2 ? -cosine : cosine, quadrant & 2 ? -sine : sine};
+  return cos_sin_from(quadrant,
+                      ((rest + 0.5) * 9.31322574615478515625e-10) * 1.57079632679489661923);
 }
 
 struct NormalPair {

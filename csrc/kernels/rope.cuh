@@ -17,8 +17,9 @@ bool rope_vectorisable(const T* x, const acc_t<T>* cos, const acc_t<T>* sin, con
   const auto aligned = [](const void* p, size_t bytes) {
     return reinterpret_cast<uintptr_t>(p) % bytes == 0;
   };
-  return s.half % kN == 0 && s.head_dim % kN == 0 && s.token_stride % kN == 0 &&
-         aligned(x, kVecBytes) && aligned(y, kVecBytes) && aligned(cos, kN * sizeof(acc_t<T>)) &&
+  return s.half % kN == 0 && s.head_dim % kN == 0 && s.batch_stride % kN == 0 &&
+         s.token_stride % kN == 0 && s.head_stride % kN == 0 && aligned(x, kVecBytes) &&
+         aligned(y, kVecBytes) && aligned(cos, kN * sizeof(acc_t<T>)) &&
          aligned(sin, kN * sizeof(acc_t<T>));
 }
 
@@ -41,27 +42,43 @@ __device__ __forceinline__ void rotate_pairs(const T* x, const acc_t<T>* cos, co
   store(y, high, out[1]);
 }
 
-template <typename T, int N, bool kInterleaved>
-__global__ void rope_kernel(const T* x, const acc_t<T>* cos, const acc_t<T>* sin, T* y, RopeShape s,
-                            acc_t<T> sign) {
-  const uint32_t turns = static_cast<uint32_t>(s.half / N);
-  const uint32_t per_head = turns + static_cast<uint32_t>((s.head_dim - 2 * s.half) / N);
+// cos and sin [rows, half] of positions [rows]; P is int64_t or double
+template <typename A, typename P>
+__global__ void rope_tables_kernel(const P* positions, int64_t rows, int64_t half, double base,
+                                   A* cos, A* sin) {
+  grid_stride(rows * half, 1, [&](int64_t item) {
+    const int64_t row = divide(item, half), i = item - row * half;
+    const auto turned =
+        cos_sin_of(static_cast<double>(positions[row]) * rope_frequency(base, i, half));
+    cos[item] = static_cast<A>(turned.cos);
+    sin[item] = static_cast<A>(turned.sin);
+  });
+}
+
+// in_range(ok) asserts
+template <typename T, int N, bool kInterleaved, typename InRange>
+__global__ void rope_kernel(const T* x, const acc_t<T>* cos, const acc_t<T>* sin,
+                            const int64_t* positions, T* y, RopeShape s, acc_t<T> sign,
+                            InRange in_range) {
+  const int64_t turns = s.half / N, per_head = turns + (s.head_dim - 2 * s.half) / N;
   const int64_t work = s.heads * per_head;
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; t < s.tokens;
-       t += static_cast<int64_t>(gridDim.x) * blockDim.y)
+       t += static_cast<int64_t>(gridDim.x) * blockDim.y) {
+    const RopeToken token = rope_token(s, positions, t);
+    in_range(token.row >= 0 && token.row < s.rows);
     for (int64_t item = threadIdx.x; item < work; item += blockDim.x) {
-      const uint32_t h = static_cast<uint32_t>(item) / per_head;
-      const uint32_t k = static_cast<uint32_t>(item) - h * per_head;
-      const T* from = x + t * s.token_stride + h * s.head_dim;
+      const int64_t h = divide(item, per_head), k = item - h * per_head;
+      const T* from = x + token.start + h * s.head_stride;
       T* to = y + (t * s.heads + h) * s.head_dim;
       if (k < turns) {
-        rotate_pairs<T, N, kInterleaved>(from, cos + t * s.half, sin + t * s.half, sign,
-                                         static_cast<int64_t>(k) * N, s.half, to);
+        rotate_pairs<T, N, kInterleaved>(from, cos + token.row * s.half, sin + token.row * s.half,
+                                         sign, k * N, s.half, to);
       } else {
-        const int64_t i = 2 * s.half + static_cast<int64_t>(k - turns) * N;
+        const int64_t i = 2 * s.half + (k - turns) * N;
         store(to, i, load<N>(from, i));
       }
     }
+  }
 }
 
 }  // namespace tp_ext

@@ -4,7 +4,8 @@
 
 #pragma once
 
-#include "scalar.h"
+#include "cos_sin.h"
+#include "divide.h"
 
 namespace tp_ext {
 
@@ -18,9 +19,32 @@ TP_HD Pair<A> rotate(A a, A b, A cos, A sin) {
   return {a * cos - b * sin, b * cos + a * sin};
 }
 
-// x [tokens, heads, head_dim], its tokens token_stride apart; y contiguous; half = r / 2
+// What pair i turns by from one position to the next: base^(-2 i / r), half = r / 2
+TP_HD double rope_frequency(double base, int64_t i, int64_t half) {
+  const double exponent = -static_cast<double>(i) / static_cast<double>(half);
+#ifdef __CUDA_ARCH__
+  return ::pow(base, exponent);
+#else
+  return std::pow(base, exponent);
+#endif
+}
+
+// x [batch, seq, heads, head_dim], its head_dim dense and its other dims strided; y contiguous;
+// half = r / 2; cos and sin [rows, half]. Tokens are counted over batch and seq.
 struct RopeShape {
-  int64_t tokens, heads, head_dim, half, token_stride;
+  int64_t tokens, seq, heads, head_dim, half, rows;
+  int64_t batch_stride, token_stride, head_stride;
 };
+
+struct RopeToken {
+  int64_t start, row;  // of its first head in x; its row of the tables
+};
+
+// Without positions (nullptr) the tokens of every sequence use rows 0, 1, 2, ..
+TP_HD RopeToken rope_token(const RopeShape& s, const int64_t* positions, int64_t t) {
+  const int64_t sequence = divide(t, s.seq), place = t - sequence * s.seq;
+  return {sequence * s.batch_stride + place * s.token_stride,
+          positions == nullptr ? place : positions[t]};
+}
 
 }  // namespace tp_ext

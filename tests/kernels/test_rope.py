@@ -93,6 +93,80 @@ def test_slices_of_fused_qkv_need_no_copy(interleaved, device):
         assert torch.equal(y, _ops.rope(part.contiguous(), cos, sin, interleaved))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_sequences_of_any_strides_need_no_copy(interleaved):
+    qkv = torch.randn(3, 6, 7, 16)
+    cos, sin = angles(6, 8, qkv.dtype, "cpu")
+    for part in (
+        qkv[:, :, :5],
+        qkv[:, :, 5:6],
+        qkv[1:2, ::2],
+        torch.randn(3, 7, 6, 16).transpose(1, 2),
+        torch.randn(3, 6, 7, 20)[..., 3:19],
+        qkv[:1].expand(4, 6, 7, 16),
+    ):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            y = _ops.rope(part, cos, sin, interleaved)
+        assert y.is_contiguous()
+        assert torch.equal(y, _ops.rope(part.contiguous(), cos, sin, interleaved))
+        names = {event.key for event in profile.key_averages()}
+        assert "tp_ext::_rope" in names and not names & {"aten::copy_", "aten::clone", "aten::contiguous"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary, heads", [(64, 3), (30, 1), (0, 2)])
+def test_positions_are_rows_of_the_tables(rotary, heads, interleaved, dtype, device):
+    """To the bit what tables with a row for each token give, forward and backward, flat and by sequences."""
+    torch.manual_seed(0)
+    cos, sin = angles(50, rotary, dtype, device)
+    x, dy = torch.randn(2, 3, 8, heads, 70, dtype=dtype, device=device)
+    leaf = x.clone().requires_grad_()
+    positions = torch.randint(50, (3, 8), device=device)
+    rows = cos[positions.flatten()], sin[positions.flatten()]
+    want = _ops.rope(x.flatten(0, 1), *rows, interleaved)
+    want_grad = _ops.rope_rotate(dy.flatten(0, 1), *rows, interleaved, True)
+    for where in (positions, positions.t().contiguous().t()):
+        y = _ops.rope(leaf, cos, sin, interleaved, where)
+        assert torch.equal(y.flatten(0, 1), want)
+        (dx,) = torch.autograd.grad(y, leaf, dy)
+        assert torch.equal(dx.flatten(0, 1), want_grad)
+    assert torch.equal(_ops.rope(x.flatten(0, 1), cos, sin, interleaved, positions.flatten()), want)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_every_sequence_starts_at_the_first_row(interleaved, device):
+    x, dy = torch.randn(2, 3, 5, 2, 12, device=device)
+    leaf = x.clone().requires_grad_()
+    for rows in (5, 9):  # a longer table: its first rows
+        cos, sin = angles(rows, 8, x.dtype, device)
+        y = _ops.rope(leaf, cos, sin, interleaved)
+        (dx,) = torch.autograd.grad(y, leaf, dy)
+        for i in range(3):
+            assert torch.equal(y[i], _ops.rope(x[i], cos[:5], sin[:5], interleaved))
+            assert torch.equal(dx[i], _ops.rope_rotate(dy[i], cos[:5], sin[:5], interleaved, True))
+    for empty in ((0, 5, 2, 12), (3, 0, 2, 12), (3, 5, 0, 12)):
+        assert _ops.rope(torch.zeros(empty, device=device), cos, sin, interleaved).shape == empty
+
+
+@pytest.mark.parametrize("base, rotary", [(10000.0, 128), (500000.0, 6), (2.0, 2), (1.5, 0)])
+def test_tables_are_cosines_and_sines(base, rotary, device):
+    """In fp64 within 2 ulp of 1 and that of the angle, which the power takes part in; in fp32 those, rounded."""
+    positions = torch.cat([torch.arange(5000), torch.tensor([131071, 10**7, 2**31, -3])]).to(device)
+    exponents = torch.arange(0, rotary, 2, dtype=torch.float64, device=device) / max(rotary, 1)
+    angle = positions.double()[:, None] * base**-exponents
+    eps = torch.finfo(torch.float64).eps
+    tables = _ops.rope_tables(positions, rotary, base, torch.float64)
+    for table, want in zip(tables, (angle.cos(), angle.sin()), strict=True):
+        assert table.shape == (len(positions), rotary // 2)
+        assert ((table - want).abs() <= 2 * eps * (1 + angle.abs())).all()
+    for single, double in zip(_ops.rope_tables(positions, rotary, base, torch.float32), tables, strict=True):
+        assert torch.equal(single, double.float())
+    for other in (positions.double(), positions[:5000].int()):
+        short = _ops.rope_tables(other, rotary, base, torch.float64)
+        assert all(torch.equal(t, full[: len(other)]) for t, full in zip(short, tables, strict=True))
+
+
 def test_gradient_may_be_strided_or_expanded(device):
     x = torch.randn(3, 2, 8, device=device, requires_grad=True)
     cos, sin = angles(3, 8, x.dtype, device)
@@ -134,14 +208,19 @@ def test_opcheck_and_compile(device):
     cos, sin = angles(4, 6, x.dtype, device)
     opcheck(torch.ops.tp_ext.rope, (x, cos, sin, True))
     opcheck(torch.ops.tp_ext._rope, (x.detach(), cos, sin, False, True))
+    positions = torch.tensor([3, 0, 0, 1], device=device)
+    opcheck(torch.ops.tp_ext.rope, (x, cos, sin, False, positions))
+    opcheck(torch.ops.tp_ext.rope, (x.detach()[None].requires_grad_(), cos, sin, False, positions[None]))
+    opcheck(torch.ops.tp_ext._rope_tables, (positions, 6, 100.0, torch.float32))
     opcheck(torch.ops.tp_ext._rope, (x.detach().transpose(1, 2).contiguous().transpose(1, 2), cos, sin, False, False))
     compiled = torch.compile(_ops.rope, fullgraph=True)
-    results = []
-    for f in (_ops.rope, compiled):
-        y = f(x, cos, sin, False)
-        results.append((y, *torch.autograd.grad(y.square().sum(), x)))
-    for eager, traced in zip(*results, strict=True):
-        torch.testing.assert_close(eager, traced)
+    for more in ((), (positions,)):
+        results = []
+        for f in (_ops.rope, compiled):
+            y = f(x, cos, sin, False, *more)
+            results.append((y, *torch.autograd.grad(y.square().sum(), x)))
+        for eager, traced in zip(*results, strict=True):
+            torch.testing.assert_close(eager, traced)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +236,29 @@ def test_errors_name_the_argument(x, cos, sin, error, word, device):
     x, cos, sin = (torch.zeros(s, device=device) for s in (x, cos, sin))
     with pytest.raises(error, match=word):
         _ops.rope(x, cos, sin, False)
+
+
+def test_errors_name_the_positions(device):
+    x, angle = torch.zeros(4, 2, 8, device=device), torch.zeros(5, 4, device=device)
+    for bad, error, word in (
+        (torch.zeros(3, dtype=torch.long), ValueError, r"positions: shape \[3\] must be one for each token of x"),
+        (torch.zeros(4, 1, dtype=torch.long), ValueError, "positions: shape"),
+        (torch.zeros(4, dtype=torch.int32), TypeError, "positions: dtype Int must be int64"),
+    ):
+        with pytest.raises(error, match=word):
+            _ops.rope(x, angle, angle, False, bad.to(device))
+    for bad in (5, -1):
+        with pytest.raises(IndexError, match=rf"positions: {bad} must be in \[0, 5\), the rows of cos and sin"):
+            _ops.rope(x.cpu(), angle.cpu(), angle.cpu(), False, torch.tensor([0, 4, bad, 0]))
+    for args, error, word in (
+        ((torch.zeros(2, 2), 4, 2.0, torch.float32), ValueError, "positions: shape"),
+        ((torch.zeros(2, dtype=torch.bool), 4, 2.0, torch.float32), TypeError, "positions: dtype"),
+        ((torch.zeros(2), 3, 2.0, torch.float32), ValueError, "rotary_dim: 3 must be even"),
+        ((torch.zeros(2), 4, 0.0, torch.float32), ValueError, "base: 0"),
+        ((torch.zeros(2), 4, 2.0, torch.half), TypeError, "dtype: Half"),
+    ):
+        with pytest.raises(error, match=word):
+            _ops.rope_tables(args[0].to(device), *args[1:])
 
 
 def test_angles_must_be_fp32_or_fp64_for_fp64(device):
