@@ -33,7 +33,6 @@ class Tensor {
   }
   T* data() const { return reinterpret_cast<T*>(memory_.get() + head_); }
   operator T*() const { return data(); }
-  operator const T*() const { return data(); }
   int64_t size() const { return n_; }
   T& operator[](int64_t i) const { return data()[i]; }
   Tensor copy() const {

@@ -1,0 +1,203 @@
+// RMSNorm and LayerNorm, and the sums of their weight gradients.
+
+#include "harness.h"
+
+#include "kernels/norm.cuh"
+
+using namespace emulation;
+using namespace tp_ext;
+
+namespace {
+
+struct Row {
+  double mean, rstd;
+};
+
+template <typename T>
+Row row_of(const Tensor<T>& x, int64_t row, int64_t n, bool centred, double eps) {
+  double mean = 0, squares = 0;
+  for (int64_t i = 0; i < n; ++i) mean += as_double(x[row * n + i]);
+  mean = centred ? mean / n : 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const double d = as_double(x[row * n + i]) - mean;
+    squares += d * d;
+  }
+  return {mean, 1 / std::sqrt(squares / n + eps)};
+}
+
+template <typename T, typename W, bool kCentred>
+struct Case {
+  using A = acc_t<T>;
+  int64_t rows, n, shift;
+  unsigned blocks;
+  bool aligned;
+  Tensor<T> x, grad;
+  Tensor<W> weight, bias;
+  std::vector<Row> row;
+
+  Case(int64_t rows, int64_t n, int64_t shift, unsigned blocks)
+      : rows(rows),
+        n(n),
+        shift(shift),
+        blocks(blocks),
+        aligned(n % kVec<T> == 0 && shift * sizeof(T) % kVecBytes == 0),
+        x(values<T>(rows * n, shift, 1)),
+        grad(values<T>(rows * n, shift, 2)),
+        weight(values<W>(n, 0, 3)),
+        bias(values<W>(n, 0, 4)) {
+    for (int64_t r = 0; r < rows; ++r) row.push_back(row_of(x, r, n, kCentred, 1e-5));
+  }
+  std::string name(const char* what) const {
+    return std::string(kCentred ? "layer_norm " : "rms_norm ") + what + " " + type_name<T>() +
+           " / " + type_name<W>() + " [" + std::to_string(rows) + ", " + std::to_string(n) +
+           "] shift " + std::to_string(shift);
+  }
+  double hat(int64_t i) const { return (as_double(x[i]) - row[i / n].mean) * row[i / n].rstd; }
+  double g(int64_t i) const { return as_double(grad[i]); }
+  double w(int64_t i) const { return as_double(weight[i % n]); }
+};
+
+template <typename T, typename W, bool kCentred>
+void forward(const Case<T, W, kCentred>& c) {
+  using A = acc_t<T>;
+  const int64_t rows = c.rows, n = c.n;
+  const NormLaunch shape = norm_launch<T>(n, c.aligned);
+  const auto kernel = shape.cached ? norm_fwd_kernel<T, W, kCentred, kVec<T>, kNormCached>
+                                   : norm_fwd_kernel<T, W, kCentred, 1, 0>;
+  const auto [y, mean, rstd] = run_in_every_order(c.name("forward"), [&] {
+    Tensor<T> y(rows * n, c.shift);
+    Tensor<A> mean(kCentred ? rows : 0), rstd(rows);
+    const unsigned grid = grid_for(rows, shape.groups);
+    launch(grid < c.blocks ? grid : c.blocks, dim3(shape.width, shape.groups),
+           [&] { kernel(c.x, c.weight, c.bias, y, mean, rstd, rows, n, A(1e-5)); });
+    return results(y, mean, rstd);
+  });
+  const double eps = kEps<A> * (16 + std::sqrt(n));
+  expect_near<A>(
+      "rstd", rstd, [&](int64_t r) { return c.row[r].rstd; },
+      [&](int64_t r) { return eps * c.row[r].rstd; });
+  expect_near<A>(
+      "mean", mean, [&](int64_t r) { return c.row[r].mean; }, [&](int64_t) { return 3 * eps; });
+  const auto b = [&](int64_t i) { return kCentred ? as_double(c.bias[i % n]) : 0; };
+  expect_near<T>(
+      "y", y, [&](int64_t i) { return c.hat(i) * c.w(i) + b(i); },
+      [&](int64_t i) {
+        const double size = 4 * c.row[i / n].rstd + std::fabs(c.hat(i));
+        return eps * (size * std::fabs(c.w(i)) + std::fabs(b(i)));
+      });
+}
+
+template <typename T, typename W, bool kCentred>
+void backward(const Case<T, W, kCentred>& c) {
+  using A = acc_t<T>;
+  const int64_t rows = c.rows, n = c.n;
+  NormLaunch shape = norm_launch<T>(n, c.aligned);
+  if (!shape.cached && shape.groups > 1) shape.width = 32, shape.groups = 1;
+  const unsigned wanted = static_cast<unsigned>((rows + shape.groups - 1) / shape.groups);
+  const unsigned blocks = wanted < c.blocks ? wanted : c.blocks;
+  const int64_t sums = kCentred ? 2 : 1;
+  const auto kernel = shape.cached ? norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached>
+                                   : norm_bwd_kernel<T, W, kCentred, 1, 0>;
+  Tensor<A> mean(rows), rstd(rows);
+  for (int64_t r = 0; r < rows; ++r) mean[r] = A(c.row[r].mean), rstd[r] = A(c.row[r].rstd);
+  const auto [dx, dw, db] = run_in_every_order(c.name("backward"), [&] {
+    Tensor<T> dx(rows * n, c.shift);
+    Tensor<W> dw(n), db(kCentred ? n : 0);
+    Tensor<A> partial(blocks * sums * n);
+    if (!shape.cached) std::fill_n(partial.data(), partial.size(), A(0));
+    const dim3 block(shape.width, shape.groups);
+    launch(blocks, block, [&] { kernel(c.grad, c.x, c.weight, mean, rstd, dx, partial, rows, n); });
+    const unsigned columns = grid_for(n, 32);
+    launch(dim3(columns < c.blocks ? columns : c.blocks, static_cast<unsigned>(sums)),
+           dim3(32, kNormSumRows), [&] { norm_sum_kernel<A, W>(partial, dw, db, blocks, n); });
+    return results(dx, dw, db);
+  });
+  std::vector<double> gw(rows, 0), gw_hat(rows, 0), w_sum(n, 0), w_size(n, 0), b_sum(n, 0);
+  for (int64_t i = 0; i < rows * n; ++i) {
+    const double g = c.g(i), d = g * c.hat(i);
+    if (kCentred) gw[i / n] += g * c.w(i) / n;
+    gw_hat[i / n] += d * c.w(i) / n;
+    w_sum[i % n] += d, w_size[i % n] += std::fabs(d) + std::fabs(g), b_sum[i % n] += g;
+  }
+  const double eps = kEps<A> * (16 + std::sqrt(n));
+  expect_near<T>(
+      "dx", dx,
+      [&](int64_t i) {
+        const int64_t r = i / n;
+        return c.row[r].rstd * (c.g(i) * c.w(i) - gw[r] - c.hat(i) * gw_hat[r]);
+      },
+      [&](int64_t i) { return eps * c.row[i / n].rstd * (20 + 10 * std::fabs(c.hat(i))); });
+  const auto bound = [&](int64_t j) { return kEps<A> * (8 + rows) * w_size[j]; };
+  expect_near<W>(
+      "dw", dw, [&](int64_t j) { return w_sum[j]; }, bound);
+  if (kCentred)
+    expect_near<W>(
+        "db", db, [&](int64_t j) { return b_sum[j]; }, bound);
+}
+
+template <typename T, typename W, bool kCentred>
+void both(int64_t rows, int64_t n, int64_t shift, unsigned blocks = 1000) {
+  const Case<T, W, kCentred> c(rows, n, shift, blocks);
+  forward(c);
+  backward(c);
+}
+
+template <typename T, typename W>
+void sizes() {
+  constexpr int64_t N = kVec<T>;
+  for (const int64_t shift : {int64_t{0}, N, int64_t{1}}) {
+    both<T, W, true>(5, 3 * N, shift);        // several rows in a warp
+    both<T, W, false>(300, 8 * N, shift, 2);  // and round the loop
+    both<T, W, false>(3, 129 * N, shift, 2);  // two warps, not all lanes with work
+    both<T, W, true>(3, 129 * N, shift, 1);
+  }
+  both<T, W, true>(2, 1, 0), both<T, W, false>(3, 5 * N + 3, 0);
+}
+
+// The last rows of a tensor of more than 2^31 elements
+template <bool kLongRow>
+void vast_norm() {
+  using T = BFloat16;
+  const int64_t n = kLongRow ? 16384 : 64, rows = (int64_t{1} << 31) / n + 100;
+  current_case = "rms_norm over more than 2^31 elements";
+  ++cases;
+  T *const x = vast<T>(rows * n), *const y = vast<T>(rows * n), *const dx = vast<T>(rows * n);
+  float* const rstd = vast<float>(rows);
+  const auto weight = values<T>(n, 0, 3);
+  for (int64_t i = (rows - 1) * n; i < rows * n; ++i) x[i] = T(2.f);
+  const NormLaunch shape = norm_launch<T>(n, true);
+  if (!shape.cached) wrong("a row that fits is not kept");
+  // As many blocks as rows: each takes its one group of rows
+  const unsigned blocks = static_cast<unsigned>((rows + shape.groups - 1) / shape.groups);
+  const dim3 block(shape.width, shape.groups), last(blocks - 1, 0);
+  launch(blocks, block,
+         [&] {
+           norm_fwd_kernel<T, T, false, kVec<T>, kNormCached>(x, weight, nullptr, y, nullptr, rstd,
+                                                              rows, n, 0.f);
+         },
+         0, {last});
+  launch(blocks, block,
+         [&] {
+           norm_bwd_kernel<T, T, false, kVec<T>, kNormCached>(x, x, nullptr, nullptr, rstd, dx,
+                                                              nullptr, rows, n);
+         },
+         0, {last});
+  if (rstd[rows - 1] != 0.5f) wrong("rstd of the last row");
+  for (int64_t i = 0; i < n; ++i)
+    if (y[(rows - 1) * n + i].bits != weight[i].bits || as_double(dx[(rows - 1) * n + i]) != 0)
+      wrong("the last row");
+  unmap(x, rows * n), unmap(y, rows * n), unmap(dx, rows * n), unmap(rstd, rows);
+}
+
+}  // namespace
+
+int main() {
+  sizes<double, double>();
+  sizes<float, float>();
+  sizes<BFloat16, BFloat16>();
+  both<BFloat16, float, true>(5, 24, 0), both<BFloat16, float, false>(3, 8 * 129, 1);
+  both<Half, Half, true>(5, 24, 0);
+  vast_norm<true>();
+  vast_norm<false>();
+  return done();
+}

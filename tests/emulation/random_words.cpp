@@ -1,0 +1,140 @@
+// Kernels that draw by global index: dropout with bias and residual, and the fills.
+
+#include "harness.h"
+
+#include "kernels/bias_dropout_residual.cuh"
+#include "kernels/random_fill.cuh"
+
+using namespace emulation;
+using namespace tp_ext;
+
+namespace {
+
+std::string label(const char* what, const char* type, int64_t n, const GlobalIndex& index) {
+  return std::string(what) + " " + type + " " + std::to_string(n) + " in rows of " +
+         std::to_string(index.local_inner) + " of " + std::to_string(index.full_inner) + " from " +
+         std::to_string(index.offset);
+}
+
+template <typename T>
+void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool residual,
+             int64_t shift, double p, bool vectors) {
+  using A = acc_t<T>;
+  const int64_t n = rows * index.local_inner;
+  const auto x = values<T>(n, shift, 1), bias = values<T>(bias_size, shift, 2),
+             rest = values<T>(residual ? n : 0, shift, 3);
+  Tensor<int64_t> seed(1);
+  seed[0] = 0x123456789abcdef;
+  const auto arguments = [&](T* y) {
+    return DropoutArgs<T>{x,
+                          bias_size ? bias.data() : nullptr,
+                          residual ? rest.data() : nullptr,
+                          y,
+                          n,
+                          bias_size ? bias_size : 1,
+                          seed,
+                          Dropout<A>(p),
+                          index};
+  };
+  const auto [y] = run_in_every_order(label("dropout", type_name<T>(), n, index), [&] {
+    Tensor<T> y(n, shift);
+    const DropoutArgs<T> a = arguments(y);
+    if (dropout_vectorisable(a) != vectors) wrong("the choice of vectors");
+    if (vectors)
+      launch(std::min(grid_for(n / kDropoutVec<T>), 2), kThreads,
+             [&] { dropout_vector_kernel<T>(a); });
+    const Tensor<T> general(n, shift);
+    const DropoutArgs<T> b = arguments(vectors ? general : y);
+    launch(std::min(grid_for(rows * counters_per_row(index)), 2), kThreads,
+           [&] { dropout_general_kernel<T>(b); });
+    if (vectors && !general.same_bits(y)) wrong("the two paths disagree");
+    return results(y);
+  });
+  Tensor<T> want(n);
+  const Dropout<A> drop(p);
+  for (int64_t i = 0; i < n; ++i) {
+    A value = to_acc(x[i]);
+    if (bias_size) value += to_acc(bias[i % bias_size]);
+    value *= drop.factor(drop.keeps_all() ? 0 : philox_word(seed[0], index(i)));
+    if (residual) value += to_acc(rest[i]);
+    want[i] = from_acc<T>(value);
+  }
+  expect_equal("y", y, want);
+}
+
+template <typename T>
+void dropouts() {
+  constexpr int64_t N = kDropoutVec<T>;
+  dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 0, 0.3, true);
+  dropout<T>(200, {4 * N, 4 * N, 0}, 2 * N, false, 0, 0.3, true);
+  dropout<T>(2, {2 * N, 2 * N, 0}, 0, true, 0, 0, true);
+  dropout<T>(2, {2 * N, 2 * N, 0}, 0, false, 0, 1, true);
+  dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 1, 0.3, false);  // at an odd address
+  dropout<T>(3, {10 * N, 20 * N + 1, N}, 0, true, 0, 0.3, false);        // quads cut in two
+  dropout<T>(3, {10 * N, 20 * N, 3}, 5, true, 0, 0.3, false);
+  dropout<T>(5, {7, 33, 6}, 7, true, 0, 0.3, false);
+  dropout<T>(600, {1, 3, 2}, 1, false, 0, 0.3, false);
+}
+
+template <typename T, bool kNormal>
+void fill(int64_t rows, const GlobalIndex& index) {
+  const int64_t n = rows * index.local_inner;
+  Tensor<int64_t> seed(1);
+  seed[0] = -5;
+  const Affine affine{0.5, 2};
+  const auto [y] =
+      run_in_every_order(label(kNormal ? "normal" : "uniform", type_name<T>(), n, index), [&] {
+        Tensor<T> y(n);
+        launch(std::min(grid_for(n / 4 + 1), 2), kThreads,
+               [&] { random_fill_kernel<T, kNormal>(y, n, seed, affine, index); });
+        return results(y);
+      });
+  Tensor<T> want(n);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t place = index(i);
+    const PhiloxWords words = philox4x32(seed[0], place / 4);
+    const int pair = place % 4 / 2 * 2;
+    const NormalPair normals = unit_normals(words.w[pair], words.w[pair + 1]);
+    want[i] = round_to<T>(affine(!kNormal    ? unit_uniform(words.w[place % 4])
+                                 : place % 2 ? normals.odd
+                                             : normals.even));
+  }
+  expect_equal("self", y, want);
+}
+
+// An element of which the index in the full tensor, and the local one, are beyond 2^31
+void vast_dropout() {
+  using T = BFloat16;
+  const int64_t rows = (int64_t{1} << 31) / 1024 + 3, n = rows * 1024;
+  current_case = "dropout over more than 2^31 elements";
+  ++cases;
+  T *const x = vast<T>(n), *const y = vast<T>(n);
+  const GlobalIndex index{1024, 4096, 2048};
+  for (int64_t i = n - 1024; i < n; ++i) x[i] = T(1.f);
+  int64_t seed = 3;
+  const DropoutArgs<T> a{x, nullptr, nullptr, y, n, 1, &seed, Dropout<float>(0.5), index};
+  const int64_t items = n / kDropoutVec<T>;
+  const int grid = grid_for(items);
+  launch(grid, kThreads, [&] { dropout_vector_kernel<T>(a); }, 0,
+         {dim3(static_cast<unsigned>((items - 1) / kThreads % grid), 0)});
+  for (int64_t i = n - kDropoutVec<T>; i < n; ++i)
+    if (as_double(y[i]) != a.dropout.factor(philox_word(seed, index(i))))
+      wrong("the last elements");
+  unmap(x, n), unmap(y, n);
+}
+
+}  // namespace
+
+int main() {
+  dropouts<double>(), dropouts<float>(), dropouts<BFloat16>();
+  dropout<Half>(3, {7, 33, 6}, 7, true, 0, 0.3, false);
+  for (const GlobalIndex& index :
+       {GlobalIndex{12, 48, 24}, GlobalIndex{7, 33, 6}, GlobalIndex{1, 3, 2}})
+    for (const int64_t rows : {0, 1, 350}) {
+      fill<float, false>(rows, index), fill<BFloat16, false>(rows, index);
+      fill<float, true>(rows, index), fill<BFloat16, true>(rows, index);
+    }
+  fill<double, true>(1, {1500, 1500, 0}), fill<Half, false>(1, {1501, 1501, 0});
+  vast_dropout();
+  return done();
+}

@@ -1,0 +1,262 @@
+// Vocab-parallel cross entropy and embedding.
+
+#include "harness.h"
+
+#include "kernels/vocab_cross_entropy.cuh"
+#include "kernels/vocab_embedding.cuh"
+
+using namespace emulation;
+using namespace tp_ext;
+
+namespace {
+
+struct InRange {
+  void operator()(bool ok) const {
+    if (!ok) wrong("an index out of range");
+  }
+};
+
+constexpr int64_t kIgnored = -100;
+
+// Rows of `width` columns, `stride` apart, the first vocab_local of them in the vocabulary
+struct Logits {
+  int64_t rows, width, vocab_local, stride, shift;
+};
+
+template <typename T>
+void cross_entropy(const Logits& l, int64_t grad_stride, int64_t grad_shift, int blocks) {
+  using A = acc_t<T>;
+  const int64_t rows = l.rows, start = 7, vocab = start + l.vocab_local + 5, n = l.vocab_local;
+  // Ends with the last row: what follows a row's end is the next row, or nothing
+  const auto x = values<T>(rows ? (rows - 1) * l.stride + l.width : 0, l.shift, 1, -8, 8);
+  Tensor<int64_t> target(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t choices[] = {start, start + n - 1, start - 1, start + n, kIgnored, start + n / 2};
+    target[r] = choices[r % 6];
+  }
+  const auto name = std::string("cross entropy ") + type_name<T>() + " " + std::to_string(rows) +
+                    " x " + std::to_string(l.width) + ", " + std::to_string(n) + " local, stride " +
+                    std::to_string(l.stride) + " shift " + std::to_string(l.shift) + " gradient " +
+                    std::to_string(grad_stride) + " + " + std::to_string(grad_shift);
+  const CeOptions<A> options{A(0.1), A(1e-3), A(vocab)};
+  const auto grad = values<A>(rows, 0, 5);
+
+  const auto [stats, loss, lse] = run_in_every_order(name + " forward", [&] {
+    Tensor<A> stats(rows * 4), loss(rows), lse(rows * 2);
+    launch(std::min(ce_blocks(rows), blocks), ce_threads<T>(n), [&] {
+      ce_stats_kernel<T>(x, l.stride, rows, n, target, start, vocab, kIgnored, stats, InRange());
+    });
+    launch(std::min(grid_for(rows), blocks), kThreads,
+           [&] { ce_loss_kernel<A>(stats, 1, rows, target, kIgnored, options, loss, lse); });
+    return results(stats, loss, lse);
+  });
+  std::vector<CeStats<double>> want;
+  for (int64_t r = 0; r < rows; ++r) {
+    CeStats<double> row = no_columns<double>();
+    const auto at = [&](int64_t j) { return as_double(x[r * l.stride + j]); };
+    for (int64_t j = 0; j < n; ++j) row.max = std::max(row.max, at(j)), row.sum += at(j);
+    for (int64_t j = 0; j < n; ++j) row.sum_exp += std::exp(at(j) - row.max);
+    const int64_t hit = target[r] - start;
+    row.target = hit >= 0 && hit < n ? at(hit) : 0;
+    want.push_back(row);
+  }
+  const auto column = [](const CeStats<double>& s, int64_t i) {
+    return i == 0 ? s.max : i == 1 ? s.sum_exp : i == 2 ? s.target : s.sum;
+  };
+  const double eps = kEps<A>;
+  expect_near<A>(
+      "stats", stats, [&](int64_t i) { return column(want[i / 4], i % 4); },
+      [&](int64_t i) {
+        const double e = want[i / 4].sum_exp;
+        return i % 4 == 1   ? eps * (20 + std::sqrt(n)) * e
+               : i % 4 == 3 ? eps * 8 * (20 + std::sqrt(n)) * (1 + std::sqrt(n))
+                            : 0;
+      });
+  for (int64_t r = 0; r < rows; ++r) {  // by the formula, to the bit
+    const CeStats<A> s{stats[4 * r], stats[4 * r + 1], stats[4 * r + 2], stats[4 * r + 3]};
+    CeStats<A> merged = no_columns<A>();
+    merge(merged, s);
+    if (loss[r] != (target[r] == kIgnored ? A(0) : ce_loss(merged, options))) wrong("the loss");
+    if (lse[2 * r] != s.max || lse[2 * r + 1] != log_of(merged.sum_exp)) wrong("lse");
+  }
+
+  const auto formula = [&](int64_t r, int64_t j) {
+    if (target[r] == kIgnored || j >= n) return from_acc<T>(A(0));
+    const CeRowGrad<A> row(grad[r], lse.data() + 2 * r, options);
+    const A g = row(to_acc(x[r * l.stride + j]));
+    return from_acc<T>(j == target[r] - start ? g - row.hit : g);
+  };
+  const auto backward = [&](const T* from, T* to, int64_t stride) {
+    launch(std::min(ce_blocks(rows), blocks), ce_threads<T>(l.width), [&] {
+      ce_bwd_kernel<T>(grad, from, l.stride, to, stride, rows, l.width, n, target, lse, start,
+                       kIgnored, options);
+    });
+  };
+  if (rows == 0 || l.width == 0) return;
+  const auto check = [&](const Tensor<T>& dx, int64_t stride, const T* between) {
+    Tensor<T> all(dx.size());
+    for (int64_t i = 0; i < dx.size(); ++i) {
+      if (i % stride < l.width)
+        all[i] = formula(i / stride, i % stride);
+      else if (between)
+        all[i] = between[i];
+    }
+    expect_equal("dx", dx, all);
+  };
+  const auto [dx] = run_in_every_order(name + " backward", [&] {
+    Tensor<T> dx((rows - 1) * grad_stride + l.width, grad_shift);
+    backward(x, dx, grad_stride);
+    return results(dx);
+  });
+  check(dx, grad_stride, nullptr);
+  const auto [over] = run_in_every_order(name + " backward in place", [&] {
+    Tensor<T> copy = x.copy();
+    backward(copy, copy, l.stride);
+    return results(copy);
+  });
+  check(over, l.stride, x);
+}
+
+template <typename T>
+void cross_entropies() {
+  constexpr int64_t N = kVec<T>;
+  for (const int64_t n : {int64_t{1}, N - 1, 5 * N, 33 * N + 1})
+    cross_entropy<T>({3, n, n, n, 0}, n, 0, 2);
+  for (const int64_t shift : {int64_t{0}, int64_t{1}, N - 1}) {
+    cross_entropy<T>({7, 70 * N + 3, 70 * N + 1, 70 * N + 4, shift}, 70 * N + 3, shift, 3);
+    cross_entropy<T>({2, 9 * N, 9 * N, 9 * N, shift}, 9 * N, shift + 1, 2);
+  }
+  cross_entropy<T>({1, 2, 2, 2, N - 1}, 2, N - 1, 1);  // ends before the first boundary
+}
+
+// The last row of logits of more than 2^31 elements
+void vast_cross_entropy() {
+  using T = BFloat16;
+  const int64_t n = 33333, rows = (int64_t{1} << 31) / n + 9, size = rows * n;
+  current_case = "cross entropy over more than 2^31 elements";
+  ++cases;
+  T* const x = vast<T>(size);
+  float *const stats = vast<float>(rows * 4), *const lse = vast<float>(rows * 2);
+  float* const grad = vast<float>(rows);
+  auto* const target = vast<int64_t>(rows);
+  const int64_t r = rows - 1;
+  target[r] = n - 1, grad[r] = 1;
+  const unsigned blocks = ce_blocks(rows);
+  launch(blocks, ce_threads<T>(n),
+         [&] { ce_stats_kernel<T>(x, n, rows, n, target, 0, n, kIgnored, stats, InRange()); }, 0,
+         {dim3(blocks - 1, 0)});
+  if (stats[4 * r] != 0 || stats[4 * r + 1] != n) wrong("the last row's sum of 1");
+  lse[2 * r + 1] = std::log(static_cast<float>(n));
+  launch(
+      blocks, ce_threads<T>(n),
+      [&] {
+        ce_bwd_kernel<T>(grad, x, n, x, n, rows, n, n, target, lse, 0, kIgnored, {0, 0, float(n)});
+      },
+      0, {dim3(blocks - 1, 0)});
+  const CeRowGrad<float> row(1, lse + 2 * r, {0, 0, float(n)});
+  if (x[size - 1].bits != T(row(0) - row.hit).bits || x[size - n].bits != T(row(0)).bits ||
+      as_double(x[size - n - 1]) != 0)
+    wrong("the last row's gradient");
+  unmap(x, size), unmap(stats, rows * 4), unmap(lse, rows * 2), unmap(grad, rows),
+      unmap(target, rows);
+}
+
+template <typename T, typename Id, int N>
+void embedding(int64_t tokens, int64_t hidden, int blocks) {
+  using A = acc_t<T>;
+  const int64_t start = 10, local = 6, rows = 8, vocab = 30;  // rows: 2 of them padding
+  const auto weight = values<T>(rows * hidden, 0, 1), grad = values<T>(tokens * hidden, 0, 2);
+  Tensor<Id> ids(tokens);
+  std::mt19937 random(3);
+  for (int64_t t = 0; t < tokens; ++t)
+    ids[t] = random() % 3 ? start + random() % local : random() % vocab;
+  const auto name = std::string("embedding ") + type_name<T>() + " " + std::to_string(tokens) +
+                    " x " + std::to_string(hidden) + " N " + std::to_string(N);
+  const int grid = std::min(grid_for(embedding_threads<N>(tokens, hidden)), blocks);
+  Tensor<int64_t> sorted(tokens), order(tokens);
+  Tensor<T> want(tokens * hidden), want_dw(rows * hidden);
+  std::fill_n(want_dw.data(), rows * hidden, from_acc<T>(A(0)));
+  const auto [y, unsorted] = run_in_every_order(name, [&] {
+    Tensor<T> y(tokens * hidden);
+    Tensor<int64_t> found(tokens);
+    launch(grid, kThreads, [&] {
+      embedding_fwd_kernel<N, T, Id>(weight, ids, tokens, hidden, start, local, vocab, y,
+                                     InRange());
+    });
+    launch(std::min(grid_for(tokens), blocks), kThreads,
+           [&] { embedding_rows_kernel<Id>(ids, tokens, start, local, rows, found); });
+    return results(y, found);
+  });
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t row = ids[t] - start;
+    const bool here = row >= 0 && row < local;
+    if (unsorted[t] != (here ? row : rows)) wrong("the row of an id");
+    for (int64_t j = 0; j < hidden; ++j)
+      want[t * hidden + j] = here ? weight[row * hidden + j] : from_acc<T>(A(0));
+    order[t] = t;
+  }
+  expect_equal("y", y, want);
+  std::stable_sort(order.data(), order.data() + tokens,
+                   [&](int64_t a, int64_t b) { return unsorted[a] < unsorted[b]; });
+  for (int64_t i = 0; i < tokens; ++i) sorted[i] = unsorted[order[i]];
+  for (int64_t row = 0; row < local; ++row)
+    for (int64_t j = 0; j < hidden; ++j) {  // in token order: to the bit
+      A sum = 0;
+      for (int64_t t = 0; t < tokens; ++t)
+        if (unsorted[t] == row) sum += to_acc(grad[t * hidden + j]);
+      want_dw[row * hidden + j] = from_acc<T>(sum);
+    }
+  const auto [dw] = run_in_every_order(name + " backward", [&] {
+    Tensor<T> dw(rows * hidden);
+    std::fill_n(dw.data(), rows * hidden, from_acc<T>(A(0)));
+    launch(grid, kThreads,
+           [&] { embedding_bwd_kernel<N, T>(grad, sorted, order, tokens, hidden, rows, dw); });
+    return results(dw);
+  });
+  expect_equal("dw", dw, want_dw);
+}
+
+// The last token's last piece of an output of more than 2^31 elements
+void vast_embedding() {
+  using T = BFloat16;
+  constexpr int N = kVec<T>;
+  const int64_t hidden = 8192, tokens = (int64_t{1} << 31) / hidden + 5, size = tokens * hidden;
+  current_case = "embedding over more than 2^31 elements";
+  ++cases;
+  T* const y = vast<T>(size);
+  auto* const ids = vast<int64_t>(tokens);
+  const auto weight = values<T>(2 * hidden, 0, 1);
+  ids[tokens - 1] = 1;
+  const int64_t items = embedding_threads<N>(tokens, hidden) / kWarp, last = items - 1;
+  const int grid = grid_for(embedding_threads<N>(tokens, hidden)),
+            warps = grid * (kThreads / kWarp);
+  launch(grid, kThreads,
+         [&] {
+           embedding_fwd_kernel<N, T>(weight.data(), ids, tokens, hidden, 0, 2, 2, y, InRange());
+         },
+         0, {dim3(static_cast<unsigned>(last % warps / (kThreads / kWarp)), 0)});
+  if (y[size - 1].bits != weight[2 * hidden - 1].bits) wrong("the last element");
+  unmap(y, size), unmap(ids, tokens);
+}
+
+template <typename T>
+void embeddings() {
+  constexpr int N = kVec<T>;
+  for (const int64_t tokens : {1, 37}) {
+    embedding<T, int64_t, 1>(tokens, 35, 3);
+    embedding<T, int32_t, N>(tokens, N, 1);
+    embedding<T, int32_t, N>(tokens, 33 * N, 4);
+  }
+}
+
+}  // namespace
+
+int main() {
+  cross_entropies<double>(), cross_entropies<float>(), cross_entropies<BFloat16>();
+  cross_entropy<Half>({2, 41, 41, 41, 1}, 41, 1, 2);
+  cross_entropy<float>({1, 9001, 9001, 9001, 1}, 9001, 1, 1);  // four vectors at once, 512 threads
+  embeddings<float>(), embeddings<BFloat16>();
+  vast_cross_entropy();
+  vast_embedding();
+  return done();
+}
