@@ -220,7 +220,7 @@ def run(cases: Iterable[Case], device: str, seconds: float = 2.0, turns: int = 1
         peers = _checked(case)
         subjects: dict[str, Call] = {"ours": case.ours, **peers}
         if device == "cuda" and case.bytes_moved:
-            source = torch.zeros(case.bytes_moved // 2, dtype=torch.uint8, device=device)
+            source = torch.empty(case.bytes_moved // 2, dtype=torch.uint8, device=device).random_()
             target = torch.empty_like(source)
             subjects["copy"] = lambda s=source, t=target: t.copy_(s)  # type: ignore[misc]
         for call in [*subjects.values()] * 3:
