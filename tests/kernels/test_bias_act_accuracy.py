@@ -1,0 +1,74 @@
+"""bias_act: errors against fp64 beside torch's own; NaN, infinities."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values, with_specials
+
+from tp_ext import _ops
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+# How many times torch's error in fp32 ours may be, of the output and of the gradient of x: e^x and one division keep
+# the digits of the negative tail, all of which 1 + erf and 1 + tanh lose, and around 0 give a factor of 1/2 that has
+# been rounded once or twice more than theirs.
+LIMITS = {
+    ("gelu", "small"): {0: 1.55},
+    ("gelu_tanh", "small"): {0: 1.25, 1: 1.03},
+    ("gelu_tanh", "random"): {0: 1.1},
+    ("gelu_tanh", "constant"): {0: 1.15},
+    ("silu", "small"): {0: 1.2},
+    ("silu", "random"): {0: 1.07},
+    ("silu", "constant"): {0: 1.1},
+}
+SHAPE = (256, 512)
+every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def pair(activation):
+    """Ours and torch's, of x and bias."""
+    return (lambda x, b: _ops.bias_act(x, b, activation)), (lambda x, b: ACTIVATIONS[activation](x + b))
+
+
+@every_activation
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_at_most_torchs(kind, dtype, activation, device):
+    x = values(kind, SHAPE, dtype, device)
+    bias = values("random" if kind in ("random", "constant") else kind, SHAPE[1:], dtype, device)
+    limits = LIMITS.get((activation, kind)) if dtype == torch.float32 else None
+    n = SHAPE[1] if kind == "constant" else None  # columns
+    assert_as_accurate(
+        *pair(activation), [x, bias], values("random", SHAPE, dtype, device), limits=limits, independent=n
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 1000])
+def test_bias_gradient_of_any_number_of_rows(rows, device):
+    """Chains of 32 rows are added up in fp32 and the chains in fp64, torch's are a tree of shorter ones: sums of few
+    rows may be 1.4 times as wrong, sums of many are better."""
+    x, grad = (values("random", (rows, 1024), torch.float32, device) for _ in range(2))
+    bias = values("random", (1024,), torch.float32, device)
+    assert_as_accurate(*pair("relu"), [x, bias], grad, limits={2: 1.4 if 8 < rows < 256 else 1.0})
+
+
+@every_activation
+@every_dtype
+def test_nan_and_infinity_are_torchs(dtype, activation, device):
+    x = with_specials(values("random", (11, 77), dtype, device))
+    assert_as_special(*pair(activation), [x, torch.zeros_like(x[0])], torch.ones_like(x))
+
+
+@pytest.mark.parametrize(("activation", "ulps"), [("gelu", 3), ("gelu_tanh", 3), ("silu", 3)])
+def test_small_values_keep_their_digits(activation, ulps, device):
+    """Relative to each element, not to the largest: from 1 down to the smallest normal numbers, of both signs."""
+    x = 10 ** torch.linspace(-37, 0, 20001, dtype=torch.float64)
+    x = torch.cat([x, -x]).to(device).float()
+    exact = ACTIVATIONS[activation](x.double())
+    error = (_ops.bias_act(x, None, activation).double() / exact - 1).abs().max()
+    assert error <= ulps * torch.finfo(torch.float32).eps
