@@ -46,6 +46,12 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("copy_to_region_coalesced(Tensor(a)[] xs, str group, int[] pieces=[]) -> Tensor(a)[]",
         tags);
 
+  // What a collective moves, one block per rank, sizes[k] of dim each: [p, *shard] with zeros after
+  // the shorter ones, or, not padded, with the full shape, one dim with block after block
+  m.def("_pack_shards(Tensor x, int dim, SymInt[] sizes, bool padded=True) -> Tensor", tags);
+  m.def("_unpack_shards(Tensor blocks, int dim, SymInt[] sizes, SymInt[]? shape=None) -> Tensor",
+        tags);
+
   // Linear layers; under sequence_parallel x (column) or the result (row) is sharded on dim 0. With
   // main_grad the gradient of weight is added to it. overlap_chunks: see pipelined.h; without
   // sum_bias_grad the gradient of a row's bias under sequence_parallel is this rank's addend

@@ -24,6 +24,23 @@ def _like_or_none(x: Tensor | None, default: Tensor) -> Tensor:
     return default.new_empty(0) if x is None else _like(x)
 
 
+@torch.library.register_fake("tp_ext::_pack_shards")
+def _(x: Tensor, dim: int, sizes: Sequence[int], padded: bool = True) -> Tensor:
+    if not padded:
+        return x.new_empty(x.numel())
+    shape = list(x.shape)
+    shape[dim] = max(sizes)
+    return x.new_empty([len(sizes), *shape])
+
+
+@torch.library.register_fake("tp_ext::_unpack_shards")
+def _(blocks: Tensor, dim: int, sizes: Sequence[int], shape: Sequence[int] | None = None) -> Tensor:
+    if shape is None:
+        shape = list(blocks.shape[1:])
+        shape[dim] = sum(sizes)
+    return blocks.new_empty(shape)
+
+
 @torch.library.register_fake("tp_ext::_bias_act_fwd")
 def _(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return _like(x)

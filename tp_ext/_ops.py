@@ -49,6 +49,8 @@ copy_pieces_to_region: Pieces = _op("copy_pieces_to_region")
 reduce_pieces_from_region: Pieces = _op("reduce_pieces_from_region")
 CopyCoalesced = Callable[[Sequence[Tensor], str, Sequence[int]], list[Tensor]]
 copy_to_region_coalesced: CopyCoalesced = _op("copy_to_region_coalesced")
+pack_shards: Callable[[Tensor, int, Sequence[int], bool], Tensor] = _op("_pack_shards")
+unpack_shards: Callable[[Tensor, int, Sequence[int], Sequence[int] | None], Tensor] = _op("_unpack_shards")
 
 # Linear layers: x, weight, bias, group, sequence_parallel, sizes, main_grad, overlap_chunks, row: sum_bias_grad
 Linear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes, Tensor | None, int], Tensor]

@@ -22,8 +22,13 @@ at::Tensor padded(const at::Tensor& x, int64_t dim, const c10::SymInt& n);
 at::Tensor own_part(const at::Tensor& block, int64_t dim, const c10::SymInt& n);
 
 // x cut along dim into blocks [p, *longest], zeros after the shorter ones; and the inverse, the
-// blocks side by side along dim, each cut to its length
+// blocks side by side along dim, each cut to its length. May be views where nothing moves.
 at::Tensor blocks_of(const at::Tensor& x, int64_t dim, const Split& split);
 at::Tensor concatenate(const at::Tensor& blocks, int64_t dim, const Split& split);
+
+// The same without padding, the blocks of all ranks in one dim; shape: of the concatenation
+at::Tensor flat_blocks_of(const at::Tensor& x, int64_t dim, const Split& split);
+at::Tensor concatenate_flat(const at::Tensor& blocks, const std::vector<c10::SymInt>& shape,
+                            int64_t dim, const Split& split);
 
 }  // namespace tp_ext::comm

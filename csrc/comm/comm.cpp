@@ -1,7 +1,6 @@
 #include "comm/comm.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -265,23 +264,20 @@ Pending reduce_scatter_async(const Tensor& fresh, const std::string& group, int6
 Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, int64_t concat_dim,
                   const Split& split, const Split& concat) {
   const auto pg = resolve(group);
-  const int64_t p = pg->getSize(), r = pg->getRank();
-  std::vector<Tensor> outgoing;
-  std::vector<std::vector<SymInt>> shapes;  // of what comes in
-  std::vector<SymInt> sent, received;
-  SymInt incoming = 0;
+  const int64_t p = pg->getSize();
+  auto shape = with_dim(x, split_dim, split.sizes[pg->getRank()]);  // of what comes in
+  shape[concat_dim] = concat.total();
+  std::vector<SymInt> sent, received;  // elements
   for (int64_t k = 0; k < p; ++k) {
-    outgoing.push_back(x.narrow_symint(split_dim, split.start(k), split.sizes[k]).reshape({-1}));
-    sent.push_back(outgoing.back().sym_numel());
-    auto shape = with_dim(x, split_dim, split.sizes[r]);
-    shape[concat_dim] = concat.sizes[k];
-    SymInt numel = 1;
-    for (const auto& n : shape) numel = numel * n;
-    shapes.push_back(std::move(shape));
-    received.push_back(numel);
-    incoming = incoming + numel;
+    SymInt to = split.sizes[k], from = concat.sizes[k];
+    for (int64_t d = 0; d < x.dim(); ++d) {
+      if (d != split_dim) to = to * x.sym_size(d);
+      if (d != concat_dim) from = from * shape[d];
+    }
+    sent.push_back(to);
+    received.push_back(from);
   }
-  const Tensor in = at::cat(outgoing);
+  const Tensor in = flat_blocks_of(x, split_dim, split);
   Tensor out;
   if (traced(x)) {
     static const auto op =
@@ -289,22 +285,18 @@ Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, 
     out = functional(op, in, received, sent, bare_name(group));
   } else {
     BelowAutograd below;
-    out = at::empty_symint({incoming}, x.options());
     std::vector<int64_t> received_ints, sent_ints;
+    int64_t incoming = 0;
     for (int64_t k = 0; k < p; ++k) {
       received_ints.push_back(received[k].guard_int(__FILE__, __LINE__));
       sent_ints.push_back(sent[k].guard_int(__FILE__, __LINE__));
+      incoming += received_ints.back();
     }
+    out = at::empty({incoming}, x.options());
     Tensor from = in;
     finish(issue_all_to_all(pg, out, from, received_ints, sent_ints));
   }
-  std::vector<Tensor> blocks;
-  SymInt at = 0;
-  for (int64_t k = 0; k < p; ++k) {
-    blocks.push_back(out.narrow_symint(0, at, received[k]).reshape_symint(shapes[k]));
-    at = at + received[k];
-  }
-  return at::cat(blocks, concat_dim);
+  return concatenate_flat(out, shape, concat_dim, concat);
 }
 
 }  // namespace tp_ext::comm

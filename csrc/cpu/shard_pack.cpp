@@ -1,0 +1,167 @@
+// Shards on CPU, between the full tensor and the blocks of a collective (kernels/shard_pack.h): one
+// read and one write, run by run.
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cstring>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#include "cpu/simd.h"
+#include "ops.h"
+#include "shard_pack_plan.h"
+
+namespace tp_ext {
+namespace {
+
+constexpr int64_t kPiece = 1 << 16;  // bytes of a run that are worth a task of their own
+constexpr int64_t kTile = 1 << 14;   // bytes of rows that stay in the cache while rank follows rank
+
+constexpr int64_t kStreamed = 8 << 20;  // bytes of a result that no cache keeps for its reader
+constexpr int64_t kStreamedRun = 1024;  // bytes of a run in which broken cache lines do not count
+
+// Rows of W to 2 W bytes: their first W and their last W, which may overlap
+template <int W>
+inline void copy_ends(char* to, int64_t to_step, const char* from, int64_t from_step,
+                      int64_t length, int64_t rows) {
+  const int64_t last = length - W;
+  for (int64_t r = 0; r < rows; ++r, to += to_step, from += from_step) {
+    char ends[2 * W];
+    std::memcpy(ends, from, W);
+    std::memcpy(ends + W, from + last, W);
+    std::memcpy(to, ends, W);
+    std::memcpy(to + last, ends + W, W);
+  }
+}
+
+// n >= 64: the last 64 may be copied twice
+inline void copy_blocks(char* to, const char* from, int64_t n) {
+  for (int64_t i = 0; i < n - 64; i += 64) std::memcpy(to + i, from + i, 64);
+  std::memcpy(to + n - 64, from + n - 64, 64);
+}
+
+// Past the cache: an ordinary store reads the line that it is about to overwrite. No line is written
+// in both ways.
+inline void stream(char* to, const char* from, int64_t n) {
+#ifdef __SSE2__
+  const int64_t head = -reinterpret_cast<intptr_t>(to) & 63;
+  if (head) std::memcpy(to, from, head);
+  int64_t i = head;
+  for (; i + 64 <= n; i += 64)
+    for (int j = 0; j < 64; j += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + j),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i + j)));
+  if (i < n) std::memcpy(to + i, from + i, n - i);
+#else
+  std::memcpy(to, from, n);
+#endif
+}
+
+// A call of memcpy per row would cost more than a short row itself
+TP_SIMD void copy_rows(char* to, int64_t to_step, const char* from, int64_t from_step, int64_t n,
+                       int64_t rows, bool streamed) {
+  if (n <= 0) return;
+  if (n <= 2) return copy_ends<1>(to, to_step, from, from_step, n, rows);
+  if (n <= 4) return copy_ends<2>(to, to_step, from, from_step, n, rows);
+  if (n <= 8) return copy_ends<4>(to, to_step, from, from_step, n, rows);
+  if (n <= 16) return copy_ends<8>(to, to_step, from, from_step, n, rows);
+  if (n <= 32) return copy_ends<16>(to, to_step, from, from_step, n, rows);
+  if (n <= 64) return copy_ends<32>(to, to_step, from, from_step, n, rows);
+  streamed = streamed && n >= kStreamedRun;
+  for (int64_t r = 0; r < rows; ++r, to += to_step, from += from_step)
+    streamed ? stream(to, from, n) : copy_blocks(to, from, n);
+}
+
+// Calls move(run, o, rows, begin, end) for parts of all runs, in bytes, that are them all: in
+// parallel over rows and, where those are few, over pieces of runs. length(run) is to be done.
+template <typename Length, typename Move>
+void for_each_run(const ShardPlan& plan, Length length, Move move) {
+  int64_t longest = 0, row = 0;
+  for (const auto& run : plan.runs) {
+    longest = std::max(longest, length(run));
+    row += length(run);
+  }
+  if (row == 0) return;
+  const int64_t tile = plan.outer < 64 ? 1 : std::max<int64_t>(1, kTile / row);
+  const int64_t tiles = (plan.outer + tile - 1) / tile;
+  const int64_t piece = plan.outer < 64 ? kPiece : longest, pieces = (longest + piece - 1) / piece;
+  const int64_t grain = std::max<int64_t>(1, 2 * kPiece * pieces / (row * tile));
+  at::parallel_for(0, tiles * pieces, grain, [&](int64_t first, int64_t last) {
+    for (int64_t item = first; item < last; ++item) {
+      const int64_t o = item / pieces * tile, begin = item % pieces * piece;
+      const int64_t rows = std::min(tile, plan.outer - o);
+      for (const auto& run : plan.runs) {
+        const int64_t end = std::min(length(run), begin + piece);
+        if (begin < end) move(run, o, rows, begin, end);
+      }
+    }
+  });
+}
+
+void unpack(const char* blocks, char* full, const ShardPlan& plan, bool streamed) {
+  for_each_run(
+      plan, [](const ShardRun& run) { return run.length; },
+      [&](const ShardRun& run, int64_t o, int64_t rows, int64_t begin, int64_t end) {
+        copy_rows(full + o * plan.full_row + run.full_start + begin, plan.full_row,
+                  blocks + run.block_start + o * run.block_row + begin, run.block_row, end - begin,
+                  rows, streamed);
+      });
+}
+
+void pack(const char* full, char* blocks, const ShardPlan& plan, bool streamed) {
+  for_each_run(
+      plan, [](const ShardRun& run) { return run.block_row; },
+      [&](const ShardRun& run, int64_t o, int64_t rows, int64_t begin, int64_t end) {
+        char* const block = blocks + run.block_start + o * run.block_row;
+        const int64_t held = std::clamp(run.length, begin, end);
+        copy_rows(block + begin, run.block_row, full + o * plan.full_row + run.full_start + begin,
+                  plan.full_row, held - begin, rows, streamed);
+        if (held < end)
+          for (int64_t r = 0; r < rows; ++r)
+            std::memset(block + r * run.block_row + held, 0, end - held);
+      });
+}
+
+Tensor unpack_shards(const Tensor& blocks_any, int64_t dim, at::IntArrayRef sizes,
+                     at::OptionalIntArrayRef given_shape) {
+  const auto shape = check_unpack(blocks_any, dim, sizes, given_shape);
+  const Tensor blocks = blocks_any.contiguous();
+  const Tensor full = at::empty(shape, blocks.options());
+  if (full.numel() == 0) return full;
+  const auto from = static_cast<const char*>(blocks.const_data_ptr());
+  const auto to = static_cast<char*>(full.mutable_data_ptr());
+  unpack(from, to,
+         shard_plan(shape, dim, sizes, !given_shape.has_value(), row_stride_of(full, dim),
+                    full.element_size(), to, from, 1),
+         static_cast<int64_t>(full.nbytes()) >= kStreamed);
+  return full;
+}
+
+Tensor pack_shards(const Tensor& x, int64_t dim, at::IntArrayRef sizes, bool padded) {
+  check_pack(x, dim, sizes);
+  const Tensor blocks = padded ? at::empty(padded_shape(x.sizes(), dim, sizes), x.options())
+                               : at::empty({x.numel()}, x.options());
+  if (blocks.numel() == 0) return blocks;
+  const int64_t row_stride = row_stride_of(x, dim);
+  if (row_stride < 0) {
+    pack_by_copies(x, dim, sizes, padded, blocks);
+    return blocks;
+  }
+  const auto from = static_cast<const char*>(x.const_data_ptr());
+  const auto to = static_cast<char*>(blocks.mutable_data_ptr());
+  pack(from, to,
+       shard_plan(x.sizes(), dim, sizes, padded, row_stride, x.element_size(), from, to, 1),
+       static_cast<int64_t>(blocks.nbytes()) >= kStreamed);
+  return blocks;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  m.impl("_unpack_shards", unpack_shards);
+  m.impl("_pack_shards", pack_shards);
+}
+
+}  // namespace tp_ext
