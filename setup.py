@@ -84,6 +84,8 @@ def make_extension(nvcc: str | None) -> setuptools.Extension:
         sources += sorted(glob("csrc/**/*.cu", recursive=True))
         make = cpp_extension.CUDAExtension
     library = {"include_dirs": [os.path.abspath("csrc")], "libraries": ["rt"]}  # shm_open, before glibc 2.34
+    if nvcc:
+        library["libraries"].append("cublasLt")  # at run time that of torch, which has loaded it
     return make("tp_ext._C", sources, extra_compile_args=flags, **library)
 
 

@@ -15,6 +15,9 @@ using DimRegion = Tensor(const Tensor&, const std::string&, int64_t, Sizes);
 template <typename... Options>
 using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const std::string&, bool,
                       Sizes, const OptionalTensor&, int64_t, Options...);
+using ParallelMlp = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const Tensor&, const std::string&, bool, Sizes, const OptionalTensor&,
+                           const OptionalTensor&, bool);
 using Activation = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
 using RmsNorm = Tensor(const Tensor&, const OptionalTensor&, double);
 using LayerNorm = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, double);
@@ -34,6 +37,7 @@ const std::map<std::string, Make>& table() {
       {"reduce_scatter_region", direct_call<DimRegion>},
       {"column_parallel_linear", direct_call<Linear<>>},
       {"row_parallel_linear", direct_call<Linear<bool>>},
+      {"parallel_mlp", direct_call<ParallelMlp>},
       {"bias_act", direct_call<Activation>},
       {"gated_act", direct_call<Activation>},
       {"rms_norm", direct_call<RmsNorm>},

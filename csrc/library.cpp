@@ -65,6 +65,22 @@ TORCH_LIBRARY(tp_ext, m) {
       "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None, int "
       "overlap_chunks=1, bool sum_bias_grad=True) -> Tensor",
       tags);
+  // What the two make with gelu_tanh between them, in one: the products end in bias, activation and
+  // its gradient
+  m.def(
+      "parallel_mlp(Tensor x, Tensor up_weight, Tensor up_bias, Tensor down_weight, Tensor "
+      "down_bias, str group, bool sequence_parallel=False, SymInt[]? sizes=None, Tensor? "
+      "up_main_grad=None, Tensor? down_main_grad=None, bool sum_bias_grad=True) -> Tensor",
+      tags);
+  // y = gelu_tanh(pre), pre = x weight^T + bias, empty unless it is kept; dpre = (dy weight) *
+  // gelu_tanh'(pre) and its sums over rows; main_grad += dy^T x
+  m.def(
+      "_linear_gelu_fwd(Tensor x, Tensor weight, Tensor bias, bool keep_pre) -> (Tensor y, Tensor "
+      "pre)",
+      tags);
+  m.def("_linear_dgelu_bwd(Tensor dy, Tensor weight, Tensor pre) -> (Tensor dpre, Tensor dbias)",
+        tags);
+  m.def("_add_weight_grad_(Tensor(a!) main_grad, Tensor dy, Tensor x) -> ()", tags);
   // Identity; the gradient is added to main_grad and ends there
   m.def("accumulate_grad_into(Tensor(a) x, Tensor main_grad) -> Tensor(a)", tags);
 

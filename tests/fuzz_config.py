@@ -109,7 +109,8 @@ def _block(r, kind, p, hidden, dropout):
 
 
 def _mlp(r, p, dropout):
-    return {"ffn": r.randint(1, 12), "activation": r.choice(ACTIVATIONS), "bias": r.random() < 0.6}
+    options = {"ffn": r.randint(1, 12), "activation": r.choice(ACTIVATIONS), "bias": r.random() < 0.6}
+    return {**options, "gemm_epilogue": options["activation"] == "gelu_tanh" and options["bias"]}
 
 
 def _attention(r, p, dropout):

@@ -97,8 +97,10 @@ class MLP(nn.Module):
     def __init__(self, options, config, place):
         super().__init__()
         make, self.tell = place.kit.ParallelMLP, place.tell
-        names = ("activation", "bias")
-        self.mlp = make(config["hidden"], options["ffn"], **{n: options[n] for n in names}, **place.linear)
+        kind = {name: options[name] for name in ("activation", "bias")}
+        if options["gemm_epilogue"] and kind == {"activation": "gelu_tanh", "bias": True}:  # or made simpler
+            kind["gemm_epilogue"] = True
+        self.mlp = make(config["hidden"], options["ffn"], **kind, **place.linear)
 
     def forward(self, x):
         return self.mlp(x, **self.tell), None

@@ -38,28 +38,28 @@ class DenseMLP(nn.Module):
         return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
-def make_mlp(group, dense, sp=False):
+def make_mlp(group, dense, sp=False, **options):
     bias, dtype = dense.up.bias is not None, dense.up.weight.dtype
-    options = {"activation": dense.activation, "bias": bias, "sequence_parallel": sp, "dtype": dtype}
+    options |= {"activation": dense.activation, "bias": bias, "sequence_parallel": sp, "dtype": dtype}
     layer = ParallelMLP(HIDDEN, FFN, group=group, **options)
     load_full_state_dict(layer, dense.state_dict(), group=group)
     return layer
 
 
-def _first_order(group, dense, x, dy, sp):
-    layer = make_mlp(group, dense, sp)
+def _first_order(group, dense, x, dy, sp, options):
+    layer = make_mlp(group, dense, sp, **options)
     x, dy = (own_tokens(t, group) if sp else t.clone() for t in (x, dy))
     y = layer(x.requires_grad_(), 7 if sp else None)
     y.backward(dy)
     return y, x.grad, gradients(layer)
 
 
-def assert_as_dense(p, dense, sp, close, leading=(7, 2)):
+def assert_as_dense(p, dense, sp, close, leading=(7, 2), **options):
     x = torch.randn(*leading, HIDDEN, dtype=dense.up.weight.dtype, requires_grad=True)
     dy = torch.randn_like(x)
     y = dense(x)
     y.backward(dy)
-    firsts = ranks.run(_first_order, p, dense, x.detach(), dy, sp)
+    firsts = ranks.run(_first_order, p, dense, x.detach(), dy, sp, options)
     for i, want in enumerate((y.detach(), x.grad)):
         if sp:
             close(torch.cat([r[i] for r in firsts]), want)

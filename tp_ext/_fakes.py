@@ -41,6 +41,22 @@ def _(blocks: Tensor, dim: int, sizes: Sequence[int], shape: Sequence[int] | Non
     return blocks.new_empty(shape)
 
 
+@torch.library.register_fake("tp_ext::_linear_gelu_fwd")
+def _(x: Tensor, weight: Tensor, bias: Tensor, keep_pre: bool) -> tuple[Tensor, Tensor]:
+    y = x.new_empty([*x.shape[:-1], weight.shape[0]])
+    return y, torch.empty_like(y) if keep_pre else y.new_empty(0)
+
+
+@torch.library.register_fake("tp_ext::_linear_dgelu_bwd")
+def _(dy: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    return _like(pre), pre.new_empty(weight.shape[1])
+
+
+@torch.library.register_fake("tp_ext::_add_weight_grad_")
+def _(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    return None
+
+
 @torch.library.register_fake("tp_ext::_bias_act_fwd")
 def _(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return _like(x)
@@ -89,9 +105,7 @@ def _(positions: Tensor, rotary_dim: int, base: float, dtype: torch.dtype) -> tu
 
 
 @torch.library.register_fake("tp_ext::_rope")
-def _(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, positions: Tensor | None = None
-) -> Tensor:
+def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, positions: Tensor | None = None) -> Tensor:
     return _like(x)
 
 

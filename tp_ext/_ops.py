@@ -57,6 +57,15 @@ Linear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes, Tensor | Non
 RowLinear = Callable[[Tensor, Tensor, Tensor | None, str, bool, Sizes, Tensor | None, int, bool], Tensor]
 column_parallel_linear: Linear = _direct("column_parallel_linear")
 row_parallel_linear: RowLinear = _direct("row_parallel_linear")
+# x, up_weight, up_bias, down_weight, down_bias, group, sequence_parallel, sizes, up_main_grad, down_main_grad,
+# sum_bias_grad
+ParallelMLP = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, str, bool, Sizes, Tensor | None, Tensor | None, bool], Tensor
+]
+parallel_mlp: ParallelMLP = _direct("parallel_mlp")
+linear_gelu_fwd: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]] = _op("_linear_gelu_fwd")
+linear_dgelu_bwd: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = _op("_linear_dgelu_bwd")
+add_weight_grad_: Callable[[Tensor, Tensor, Tensor], None] = _op("_add_weight_grad_")
 accumulate_grad_into: Callable[[Tensor, Tensor], Tensor] = _op("accumulate_grad_into")
 
 # Activations: x, bias, activation

@@ -6,10 +6,10 @@
 
 #include "autograd/regions.h"
 #include "check.h"
+#include "ops.h"
 
 namespace tp_ext {
 
-using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
@@ -24,8 +24,9 @@ void check_main_grad(const std::optional<Tensor>& main_grad, const Tensor& weigh
 }
 
 void add_weight_grad(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
-  const auto dtype = main_grad.scalar_type();
-  main_grad.addmm_(dy.t().to(dtype), x.to(dtype));
+  static const auto op =
+      find_op<void(const Tensor&, const Tensor&, const Tensor&)>("tp_ext::_add_weight_grad_");
+  op.call(main_grad, dy, x);
 }
 
 namespace {

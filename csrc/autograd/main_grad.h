@@ -10,7 +10,7 @@ namespace tp_ext {
 // Raises unless main_grad, if given, can take the gradient of weight
 void check_main_grad(const std::optional<at::Tensor>& main_grad, const at::Tensor& weight);
 
-// main_grad += dy^T x, rows being tokens; multiplied and added in main_grad's dtype
+// main_grad += dy^T x, rows being tokens; products and sums in main_grad's dtype, in one GEMM
 void add_weight_grad(const at::Tensor& main_grad, const at::Tensor& dy, const at::Tensor& x);
 
 }  // namespace tp_ext

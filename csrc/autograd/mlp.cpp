@@ -1,0 +1,191 @@
+// parallel_mlp: the feed-forward block with gelu_tanh as one Function, so that its products can end
+// in what follows them: bias and activation forward, the activation's gradient and the bias's
+// backward. Letters as in linear.cpp: [..] is what sequence parallelism (SP) adds.
+//
+//   forward   h, pre = gelu_tanh(pre), [gather x] W_up^T + b_up
+//             y = sum over ranks of h W_down^T, [own rows of it] + b_down
+//   backward  dpre, db_up = (([gather dy] W_down) * gelu_tanh'(pre)), its sums over rows
+//             dx = sum over ranks of dpre W_up, [own rows]
+//             dW_down = [gather dy]^T h, dW_up = dpre^T [gather x]
+//             db_down = sum over rows of dy, [and over ranks]
+//
+// Communicates what the two linears do. The sum of dx runs under the GEMMs of both weights, and
+// under SP the gather of x under those of dpre and dx, the sum of db_down under all of them.
+//
+// Saved: x as it came in (the shard), pre, h and the weights, each only if a gradient may need it:
+// the bytes of the three operators that this one stands for. To compute h from pre again would be
+// one more pass over both.
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "autograd/linear_checks.h"
+#include "autograd/main_grad.h"
+#include "autograd/pipelined.h"
+#include "autograd/regions.h"
+#include "comm/comm.h"
+#include "ops.h"
+
+namespace tp_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+void check_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
+               const Tensor& down_weight, const Tensor& down_bias,
+               const OptionalTensor& up_main_grad, const OptionalTensor& down_main_grad) {
+  check_linear(x, up_weight, up_bias, up_main_grad, 1);
+  TORCH_CHECK_VALUE(down_weight.dim() == 2 && down_weight.sym_size(1) == up_weight.sym_size(0),
+                    "down_weight: shape ", down_weight.sym_sizes(), " must have as many columns as",
+                    " up_weight has rows on this rank, ", up_weight.sym_size(0));
+  check_same_dtype(down_weight, "down_weight", x, "x");
+  check_same_device(down_weight, "down_weight", x, "x");
+  check_main_grad(down_main_grad, down_weight);
+  TORCH_CHECK_VALUE(down_bias.dim() == 1 && down_bias.sym_size(0) == down_weight.sym_size(0),
+                    "down_bias: shape ", down_bias.sym_sizes(), " must be the ",
+                    down_weight.sym_size(0), " output features of down_weight");
+  check_same_dtype(down_bias, "down_bias", x, "x");
+}
+
+std::tuple<Tensor, Tensor> linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                       bool keep_pre) {
+  using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, bool);
+  static const auto op = find_op<Forward>("tp_ext::_linear_gelu_fwd");
+  return op.call(x, weight, bias, keep_pre);
+}
+
+std::tuple<Tensor, Tensor> linear_dgelu(const Tensor& dy, const Tensor& weight, const Tensor& pre) {
+  using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&);
+  static const auto op = find_op<Backward>("tp_ext::_linear_dgelu_bwd");
+  return op.call(dy, weight, pre);
+}
+
+// dy^T x, or none if it is added to main_grad
+Tensor weight_grad(AutogradContext* ctx, const char* main_grad, const Tensor& dy, const Tensor& x) {
+  const auto found = ctx->saved_data.find(main_grad);
+  if (found == ctx->saved_data.end()) return at::mm(as_rows(dy).t(), as_rows(x));
+  add_weight_grad(found->second.toTensor(), as_rows(dy), as_rows(x));
+  return Tensor();
+}
+
+struct ParallelMlp : Function<ParallelMlp> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& up_weight,
+                        const Tensor& up_bias, const Tensor& down_weight, const Tensor& down_bias,
+                        const std::string& group, bool sequence_parallel, const Split& tokens,
+                        const OptionalTensor& up_main_grad, const OptionalTensor& down_main_grad,
+                        bool sum_bias_grad, bool recorded) {
+    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+    if (!comm::traced(x)) guard.emplace();
+    const bool needs_pre =
+        recorded && (x.requires_grad() || up_weight.requires_grad() || up_bias.requires_grad());
+    const bool needs_h = recorded && down_weight.requires_grad();
+    const auto [h, pre] = linear_gelu(sequence_parallel ? comm::all_gather(x, group, 0, tokens) : x,
+                                      up_weight, up_bias, needs_pre);
+    const auto kept = [](const Tensor& t, bool needed) { return needed ? t : Tensor(); };
+    ctx->save_for_backward({kept(x, recorded && up_weight.requires_grad()),
+                            kept(up_weight, recorded && x.requires_grad()), kept(pre, needs_pre),
+                            kept(h, needs_h), kept(down_weight, needs_pre)});
+    auto& data = ctx->saved_data;
+    data["group"] = group;
+    if (sequence_parallel) data["tokens"] = c10::SymIntArrayRef(tokens.sizes);
+    if (!sum_bias_grad) data["caller_sums_bias_grad"] = true;
+    // Not saved as variables: they change from microbatch to microbatch
+    if (up_main_grad.has_value()) data["up_main_grad"] = *up_main_grad;
+    if (down_main_grad.has_value()) data["down_main_grad"] = *down_main_grad;
+
+    const Tensor addend = at::linear(h, down_weight);
+    Tensor y = sequence_parallel ? comm::reduce_scatter_fresh(addend, group, 0, tokens)
+                                 : comm::all_reduce_fresh(addend, group);
+    return comm::traced(y) ? at::add(y, down_bias) : y.add_(down_bias);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward("parallel_mlp (gemm_epilogue)");
+    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+    if (!comm::traced(grads[0])) guard.emplace();
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &up_weight = saved[1], &pre = saved[2], &h = saved[3],
+                 &down_weight = saved[4];
+    const auto& data = ctx->saved_data;
+    const auto& group = data.find("group")->second.toStringRef();
+    const auto found = data.find("tokens");
+    const bool sequence_parallel = found != data.end();
+    const Split tokens = sequence_parallel ? Split{found->second.toSymIntVector()} : Split();
+    const bool wants_x = ctx->needs_input_grad(0), wants_up = ctx->needs_input_grad(1);
+    const bool wants_up_bias = ctx->needs_input_grad(2), wants_down = ctx->needs_input_grad(3);
+    const bool wants_down_bias = ctx->needs_input_grad(4);
+    const bool wants_pre = wants_x || wants_up || wants_up_bias;
+
+    Tensor dy = grads[0], dx, dpre, up_bias_grad, down_bias_grad;
+    std::optional<comm::Pending> dy_full, x_full, dx_sum, bias_sum;
+    if (sequence_parallel && (wants_pre || wants_down))
+      dy_full.emplace(comm::all_gather_async(dy, group, 0, tokens));
+    // What is sent waits for all that was computed before: so in this order
+    if (sequence_parallel && wants_up) x_full.emplace(comm::all_gather_async(x, group, 0, tokens));
+    if (wants_down_bias) down_bias_grad = as_rows(dy).sum(0);
+    if (wants_down_bias && sequence_parallel && data.count("caller_sums_bias_grad") == 0)
+      bias_sum.emplace(comm::all_reduce_async(down_bias_grad, group));
+    if (dy_full) dy = dy_full->wait();
+    if (wants_pre) std::tie(dpre, up_bias_grad) = linear_dgelu(dy, down_weight, pre);
+    if (wants_x) {
+      auto shape = dpre.sym_sizes().vec();
+      shape.back() = up_weight.sym_size(1);
+      const Tensor addend = at::mm(as_rows(dpre), up_weight).view_symint(shape);
+      dx_sum.emplace(sequence_parallel ? comm::reduce_scatter_async(addend, group, 0, tokens)
+                                       : comm::all_reduce_async(addend, group));
+    }
+    variable_list result(12);  // none for what is no tensor
+    if (wants_down) result[3] = weight_grad(ctx, "down_main_grad", dy, h);
+    if (wants_up) result[1] = weight_grad(ctx, "up_main_grad", dpre, x_full ? x_full->wait() : x);
+    if (dx_sum) result[0] = dx_sum->wait();
+    if (wants_up_bias) result[2] = up_bias_grad;
+    if (wants_down_bias) result[4] = bias_sum ? bias_sum->wait() : down_bias_grad;
+    return result;
+  }
+};
+
+Tensor parallel_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
+                    const Tensor& down_weight, const Tensor& down_bias, const std::string& group,
+                    bool sequence_parallel, Sizes sizes, const OptionalTensor& up_main_grad,
+                    const OptionalTensor& down_main_grad, bool sum_bias_grad) {
+  check_mlp(x, up_weight, up_bias, down_weight, down_bias, up_main_grad, down_main_grad);
+  const int64_t p = comm::size(group);
+  sequence_parallel = sequence_parallel && p > 1;
+  const Split tokens =
+      sequence_parallel ? split_local(tokens_of(x), comm::rank(group), p, sizes) : Split();
+  return ParallelMlp::apply(x, up_weight, up_bias, down_weight, down_bias, group, sequence_parallel,
+                            tokens, up_main_grad, down_main_grad, sum_bias_grad,
+                            at::GradMode::is_enabled());
+}
+
+// As the linears: everything in the low precision, fp32 parameters cast once per autocast region
+template <c10::DispatchKey key, c10::DeviceType device>
+Tensor autocast(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
+                const Tensor& down_weight, const Tensor& down_bias, const std::string& group,
+                bool sequence_parallel, Sizes sizes, const OptionalTensor& up_main_grad,
+                const OptionalTensor& down_main_grad, bool sum_bias_grad) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(key);
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
+  return parallel_mlp(cast(x), cast(up_weight), cast(up_bias), cast(down_weight), cast(down_bias),
+                      group, sequence_parallel, sizes, up_main_grad, down_main_grad, sum_bias_grad);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) { m.impl("parallel_mlp", parallel_mlp); }
+TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
+  m.impl("parallel_mlp", autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>);
+}
+TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
+  m.impl("parallel_mlp", autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>);
+}
+
+}  // namespace tp_ext

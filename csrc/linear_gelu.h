@@ -1,0 +1,84 @@
+// linear_gelu and weight_grad, composed of ATen's products and our activation kernels: what the CPU
+// does, and CUDA where cublasLt's epilogues do not reach. And the checks of both devices.
+
+#pragma once
+
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+#include "check.h"
+#include "ops.h"
+
+namespace tp_ext::composed {
+
+// All dims but the last as one
+inline Tensor rows_of(const Tensor& x) {
+  return x.dim() == 2 ? x : x.dim() == 1 ? x.unsqueeze(0) : x.flatten(0, -2);
+}
+
+inline void check_linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  check_floating(x, "x");
+  check_same_dtype(weight, "weight", x, "x");
+  check_same_dtype(bias, "bias", x, "x");
+  check_same_device(weight, "weight", x, "x");
+  check_same_device(bias, "bias", x, "x");
+  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: shape ", weight.sizes(), " must have 2 dims");
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == weight.size(1), "x: shape ", x.sizes(),
+                    " must end in the ", weight.size(1), " columns of weight");
+  TORCH_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == weight.size(0), "bias: shape ", bias.sizes(),
+                    " must be the ", weight.size(0), " rows of weight");
+}
+
+inline void check_linear_dgelu(const Tensor& dy, const Tensor& weight, const Tensor& pre) {
+  check_floating(dy, "dy");
+  check_same_dtype(weight, "weight", dy, "dy");
+  check_same_dtype(pre, "pre", dy, "dy");
+  check_same_device(weight, "weight", dy, "dy");
+  check_same_device(pre, "pre", dy, "dy");
+  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: shape ", weight.sizes(), " must have 2 dims");
+  TORCH_CHECK_VALUE(dy.dim() > 0 && dy.size(-1) == weight.size(0), "dy: shape ", dy.sizes(),
+                    " must end in the ", weight.size(0), " rows of weight");
+  std::vector<int64_t> shape = dy.sizes().vec();
+  shape.back() = weight.size(1);
+  TORCH_CHECK_VALUE(pre.sizes() == at::IntArrayRef(shape), "pre: shape ", pre.sizes(), " must be ",
+                    at::IntArrayRef(shape), ", that of dy with the columns of weight");
+}
+
+inline void check_add_weight_grad(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
+  check_floating(main_grad, "main_grad");
+  check_same_dtype(x, "x", dy, "dy");
+  check_same_device(dy, "dy", main_grad, "main_grad");
+  check_same_device(x, "x", main_grad, "main_grad");
+  TORCH_CHECK_VALUE(dy.dim() == 2 && x.dim() == 2 && dy.size(0) == x.size(0), "dy: shape ",
+                    dy.sizes(), " must have two dims, and as many rows as x, ", x.sizes());
+  TORCH_CHECK_VALUE(main_grad.sizes() == at::IntArrayRef({dy.size(1), x.size(1)}),
+                    "main_grad: shape ", main_grad.sizes(), " must be [", dy.size(1), ", ",
+                    x.size(1), "], the columns of dy and x");
+}
+
+inline std::tuple<Tensor, Tensor> linear_gelu_fwd(const Tensor& x, const Tensor& weight,
+                                                  const Tensor& bias, bool keep_pre) {
+  using Forward = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
+  static const auto activate = find_op<Forward>("tp_ext::_bias_act_fwd");
+  const Tensor pre = at::linear(x, weight, bias);
+  return {activate.call(pre, std::nullopt, "gelu_tanh"), keep_pre ? pre : pre.new_empty({0})};
+}
+
+// A bias of zeros has the activation's kernel sum the columns, before it rounds them
+inline std::tuple<Tensor, Tensor> linear_dgelu_bwd(const Tensor& dy, const Tensor& weight,
+                                                   const Tensor& pre) {
+  using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
+                                              std::string_view);
+  static const auto backward = find_op<Backward>("tp_ext::_bias_act_bwd");
+  const Tensor dh = at::mm(rows_of(dy), weight).view(pre.sizes());
+  return backward.call(dh, pre, at::zeros({pre.size(-1)}, pre.options()), "gelu_tanh");
+}
+
+// Multiplied and added in main_grad's dtype
+inline void add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
+  const auto dtype = main_grad.scalar_type();
+  main_grad.addmm_(dy.t().to(dtype), x.to(dtype));
+}
+
+}  // namespace tp_ext::composed
