@@ -215,7 +215,7 @@ def test_autocast_as_torch(kind: str, device: str) -> None:
     tensors = inputs(kind, (4, 8), torch.bfloat16, device)
     with torch.autocast(device.type, torch.bfloat16):
         y = ours(kind, *tensors)
-    assert y.dtype == (torch.float32 if device == "cuda" else torch.bfloat16)
+    assert y.dtype == (torch.float32 if device.type == "cuda" else torch.bfloat16)
     assert y.dtype == torch.float32 or torch.equal(y, ours(kind, *tensors))
 
 
