@@ -1,15 +1,16 @@
-# make demo | test | lint | bench: each sets up what it needs, once, in $(VENV) and beside the sources.
+# make demo | test | lint | bench | gpu-check: each sets up what it needs, once, in $(VENV) and beside the sources.
 #
 #   PYTHON=python3.13              the interpreter to make the environment from
 #   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
 #   TP_EXT_CUDA=0|1|auto           CUDA kernels; default: only where there is a GPU
-#   PYTEST_ARGS='-k linear'  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results
+#   PYTEST_ARGS='-k linear'  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'
 
 PYTHON ?= python3
 TORCH ?= 2.15.0
 VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_CHECK_ARGS ?=
 BENCH_OUT ?= runs/bench
 
 GPU_ARCHS := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && \
@@ -35,13 +36,14 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench build clean FORCE
+.PHONY: help demo test lint bench gpu-check build clean FORCE
 
 help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
 	@echo 'make test    runs the tests (PYTEST_ARGS="-k linear" for some of them)'
 	@echo 'make lint    checks format, style and types'
 	@echo 'make bench   runs every benchmark, tables and plots to $(BENCH_OUT) (BENCH_ARGS=--full takes longer)'
+	@echo 'make gpu-check  builds, tests and times everything on a GPU, results to runs/gpu_check'
 	@echo 'make build   only compiles; the other targets do it when a source has changed'
 	@echo 'make clean   removes what was built; the environment $(VENV) stays'
 	@echo 'Options: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) TP_EXT_CUDA=$(TP_EXT_CUDA)'
@@ -61,6 +63,10 @@ lint: $(STAMPS)/torch-$(TORCH) $(STAMPS)/lint
 bench: $(BUILT) $(STAMPS)/bench
 	@for script in benchmarks/bench_*.py; do \
 		echo "== $$script"; $(BIN)/python $$script --csv $(BENCH_OUT) $(BENCH_ARGS) || exit 1; done
+
+# It builds by itself, for the GPU that is there
+gpu-check: $(STAMPS)/torch-$(TORCH) $(STAMPS)/test
+	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
 build: $(BUILT)
 

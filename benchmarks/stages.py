@@ -68,7 +68,7 @@ class Run:
 
     def together(self, stages: Sequence[Stage], then: Callable[[Result], None] | None = None) -> None:
         """The stages side by side, with as many commands at once as there are cores; ``then`` adds to the results."""
-        commands, each = ThreadPoolExecutor(self.cores), ThreadPoolExecutor(len(stages))
+        commands, each = ThreadPoolExecutor(self.cores), ThreadPoolExecutor(max(1, len(stages)))
         try:
             done = [each.submit(self._run, stage, self._submit(commands, stage)) for stage in stages]
             for future in done:
