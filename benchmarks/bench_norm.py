@@ -1,16 +1,16 @@
-"""RMSNorm and LayerNorm against torch's: forward, and forward with every gradient, on a 16 MiB activation."""
+"""RMSNorm and LayerNorm against torch's: forward, backward and both, with every gradient."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from harness import TOLERANCE, Case, main
+from harness import TOLERANCE, Case, main, passes, torch_peers, trained
+from peers_on_gpu import liger
 from torch import Tensor
 
 from tp_ext import _ops
 
-BYTES = 16 << 20
 EPS = 1e-5
 Norm = Callable[..., Tensor]
 
@@ -25,36 +25,26 @@ def ours(*inputs: Tensor) -> Tensor:
     return _ops.layer_norm(*inputs, EPS) if len(inputs) == 3 else _ops.rms_norm(*inputs, EPS)
 
 
-def infer(norm: Norm, inputs: list[Tensor]) -> Tensor:
-    with torch.no_grad():
-        return norm(*inputs)
-
-
-def train(norm: Norm, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    y = norm(*inputs)
-    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
-
-
 def check(inputs: list[Tensor], grad: Tensor) -> None:
     """Against torch in fp64: in bf16 its own weight gradients over 65536 rows are off by a quarter."""
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    for got, exact in zip(train(ours, inputs, grad), train(peer, wide, grad.double()), strict=True):
-        assert (got.double() - exact).norm() <= TOLERANCE[got.dtype] * exact.norm()
+    exact = trained(partial(peer, *wide), grad.double(), wide)
+    for got, want in zip(trained(partial(ours, *inputs), grad, inputs), exact, strict=True):
+        assert (got.double() - want).norm() <= TOLERANCE[got.dtype] * want.norm()
 
 
-def cases(device: str, dtype: torch.dtype) -> list[Case]:
+def cases(device: str, dtype: torch.dtype, size: int) -> list[Case]:
     result = []
     for n in (128, 1024, 4096):  # an attention head, a small and a large model
         torch.manual_seed(0)
-        shape = (BYTES // dtype.itemsize // n, n)
+        shape = (size // dtype.itemsize // n, n)
         x, grad = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
         weight, bias = (torch.randn(n, dtype=dtype, device=device) for _ in range(2))
         for name, tensors in (("rms_norm", [x, weight]), ("layer_norm", [x, weight, bias])):
-            ins = [t.detach().requires_grad_() for t in tensors]
-            right = partial(check, ins, grad)
-            for what, call, args, moved in (("fwd", infer, (ins,), 2), ("fwd+bwd", train, (ins, grad), 5)):
-                peers = {"torch eager": partial(call, peer, *args)}
-                result.append(Case(f"{name} {n} {what}", partial(call, ours, *args), peers, right, moved * BYTES))
+            inputs = [t.detach().requires_grad_() for t in tensors]
+            peers = torch_peers(peer, device) | liger(name, device)
+            right = partial(check, inputs, grad)
+            result += passes(f"{name} {n}", ours, peers, inputs, grad, (2 * size, 3 * size), right)
     return result
 
 

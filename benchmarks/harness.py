@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 from report import Record, add_options, draw_bars, line, stamp, write
+from timing import Call, TimeOnCuda, extra_bytes, time_on_cpu
 
-Call = Callable[[], object]
-Forward = Callable[..., torch.Tensor]
+Outputs = torch.Tensor | Sequence[torch.Tensor]
+Forward = Callable[..., Outputs]
 
 # ||ours - peer|| / ||peer|| that two correct implementations stay under
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
-LONGEST_PAUSE = 1 << 26  # cycles, some 30 ms: a call that takes the host longer waits for the device by itself
 OPTIONAL = ("torch.compile", "Liger-Kernel")  # left out where they cannot run here, or give another result
 
 
@@ -57,22 +56,19 @@ def inference(forward: Call) -> object:
         return forward()
 
 
-def trained(forward: Call, grad: torch.Tensor, inputs: Sequence[torch.Tensor]) -> object:
-    """What a forward + backward case calls: y, and the gradients of ``inputs`` from that of y."""
+def trained(forward: Forward, grad: Outputs, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What a forward + backward case calls: y, and the gradients of ``inputs`` from that of y; or several ys."""
     y = forward()
-    assert isinstance(y, torch.Tensor)
-    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+    return [*(t.detach() for t in _tensors(y)), *torch.autograd.grad(y, inputs, grad)]
 
 
-def backward(forward: Call, grad: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Call:
+def backward(forward: Forward, grad: Outputs, inputs: Sequence[torch.Tensor]) -> Call:
     """What a backward case calls: the gradients of ``inputs``, through a graph made once, at the first call."""
-    graph: list[torch.Tensor] = []
+    graph: list[Outputs] = []
 
     def call() -> object:
         if not graph:
-            y = forward()
-            assert isinstance(y, torch.Tensor)
-            graph.append(y)
+            graph.append(forward())
         return torch.autograd.grad(graph[0], inputs, grad, retain_graph=True)
 
     return call
@@ -93,7 +89,7 @@ def passes(
     ours: Forward,
     peers: Mapping[str, Forward],
     inputs: Sequence[torch.Tensor],
-    grad: torch.Tensor,
+    grad: Outputs,
     moved: tuple[int, int],
     check: Call | None = None,
 ) -> list[Case]:
@@ -101,7 +97,7 @@ def passes(
     the functions take, and all have a gradient."""
 
     def made(forward: Forward) -> tuple[Call, Call, Call]:
-        def call() -> torch.Tensor:
+        def call() -> Outputs:
             return forward(*inputs)
 
         return (lambda: inference(call)), backward(call, grad, inputs), (lambda: trained(call, grad, inputs))
@@ -161,52 +157,6 @@ def _checked(case: Case) -> dict[str, Call]:
     return peers
 
 
-def _time_on_cpu(call: Call, before: Call | None) -> float:
-    if before is not None:
-        before()
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
-
-
-class _TimeOnCuda:
-    """The device's time for a call, its L2 cache cold, and all of the call queued before it starts: it never waits for
-    the host. To that end the device pauses first, as long as the call was found to need."""
-
-    def __init__(self) -> None:
-        self.flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
-        self.pauses: dict[Call, int] = {}
-
-    def __call__(self, call: Call, before: Call | None) -> float:
-        while True:
-            pause = self.pauses.setdefault(call, 1 << 17)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            if before is not None:
-                before()
-            self.flush.sum()  # read, not written: nothing to be written back while the call is timed
-            torch.cuda._sleep(pause)
-            start.record()
-            call()
-            end.record()
-            ahead = not start.query()
-            end.synchronize()
-            if ahead or pause >= LONGEST_PAUSE:
-                return float(start.elapsed_time(end))
-            self.pauses[call] = 2 * pause
-
-
-def _extra_bytes(call: Call, before: Call | None) -> int:
-    """What the call takes at its peak beyond what is there before it."""
-    if before is not None:
-        before()
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    result = call()
-    peak = torch.cuda.max_memory_allocated()
-    del result
-    return peak - held
-
-
 def run(cases: Iterable[Case], device: str, seconds: float = 2.0, turns: int = 10) -> list[Record]:
     """Checks and times each case for about `seconds`, at least `turns` times; ours and peers take turns, each round in
     another order.
@@ -214,7 +164,7 @@ def run(cases: Iterable[Case], device: str, seconds: float = 2.0, turns: int = 1
     One record per case and peer: medians in ms, GB/s, on GPU the share of the speed of a copy that moves as much, and
     the most memory that ours takes beyond its inputs.
     """
-    timed = _TimeOnCuda() if device == "cuda" else _time_on_cpu
+    timed = TimeOnCuda() if device == "cuda" else time_on_cpu
     records: list[Record] = []
     for case in cases:
         peers = _checked(case)
@@ -240,7 +190,7 @@ def run(cases: Iterable[Case], device: str, seconds: float = 2.0, turns: int = 1
         common["gb_per_s"] = case.bytes_moved / ours / 1e6 if case.bytes_moved else None
         common["copy_ms"] = medians.get("copy")
         common["share_of_copy"] = medians["copy"] / ours if "copy" in medians else None
-        common["extra_bytes"] = _extra_bytes(case.ours, case.before) if device == "cuda" else None
+        common["extra_bytes"] = extra_bytes(case.ours, case.before) if device == "cuda" else None
         for peer in peers or [None]:
             named: Record = {"peer": peer, "peer_ms": None, "ratio": None, "min_ratio": None}
             if peer is not None:

@@ -79,7 +79,18 @@ def _rope(n: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return _ops.rope(x, cos.detach(), sin.detach(), interleaved) + 0 * (cos.sum() + sin.sum())  # have no gradient
+    return _ops.rope(x, cos.detach(), sin.detach(), interleaved, None) + 0 * (cos.sum() + sin.sum())  # have no gradient
+
+
+def _positions(n: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(3, ROWS // 3, 2, n // 2 * 2).to(dtype), torch.randint(ROWS, (3, ROWS // 3))]
+
+
+def rope_by_position(x: Tensor, positions: Tensor) -> Tensor:
+    """Three sequences and rows of tables made here."""
+    every = torch.arange(ROWS, device=x.device)
+    cos, sin = _ops.rope_tables(every, x.shape[-1], 10000.0, torch.float32)
+    return _ops.rope(x, cos, sin, False, positions)
 
 
 def seed_like(x: Tensor) -> Tensor:
@@ -140,6 +151,7 @@ FAMILIES: dict[str, Family] = {
     "layer_norm": Family(rows(same, vector, vector), lambda x, w, b: _ops.layer_norm(x, w, b, EPS)),
     "rope half": Family(_rope, partial(rope, interleaved=False)),
     "rope interleaved": Family(_rope, partial(rope, interleaved=True)),
+    "rope by position": Family(_positions, rope_by_position),
     "bias_dropout_residual": Family(rows(same, vector, same), dropped),
     "philox_uniform": Family(rows(same), partial(filled, fill=_ops.philox_uniform_)),
     "philox_normal": Family(rows(same), partial(filled, fill=_ops.philox_normal_)),

@@ -50,7 +50,7 @@ def rope(rows: int, device: torch.device) -> tuple[Rows, list[Tensor], int]:
 
     def call(x: Tensor, start: int) -> Tensor:
         own = slice(start, start + len(x))
-        return _ops.rope(x.unflatten(-1, (-1, 64)), cos[own], sin[own], False)
+        return _ops.rope(x.unflatten(-1, (-1, 64)), cos[own], sin[own], False, None)
 
     return call, [], N
 
