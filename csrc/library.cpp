@@ -189,4 +189,9 @@ TORCH_LIBRARY(tp_ext, m) {
       "vocab_start, SymInt vocab_local, SymInt vocab_size, int ignore_index, float "
       "label_smoothing, float z_loss) -> ()",
       tags);
+
+  // Of all tensors at once, any floating dtypes, one device: the sum of the squares in fp64, of one
+  // tensor at least; and a multiplication by a scale without dims, which leaves every bit if it is 1
+  m.def("_multi_tensor_squared_norm(Tensor[] xs) -> Tensor", tags);
+  m.def("_multi_tensor_scale_(Tensor(a!)[] xs, Tensor scale) -> ()", tags);
 }

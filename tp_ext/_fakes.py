@@ -218,3 +218,13 @@ def _(
     z_loss: float,
 ) -> None:
     return None
+
+
+@torch.library.register_fake("tp_ext::_multi_tensor_squared_norm")
+def _(xs: Sequence[Tensor]) -> Tensor:
+    return xs[0].new_empty((), dtype=torch.float64)
+
+
+@torch.library.register_fake("tp_ext::_multi_tensor_scale_")
+def _(xs: Sequence[Tensor], scale: Tensor) -> None:
+    return None

@@ -121,3 +121,7 @@ vocab_ce_loss: Callable[[Tensor, Tensor, int, int, float, float], tuple[Tensor, 
 CrossEntropyGrad = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int, int, float, float], Any]
 vocab_ce_bwd: CrossEntropyGrad = _op("_vocab_ce_bwd")
 vocab_ce_bwd_: CrossEntropyGrad = _op("_vocab_ce_bwd_")
+
+# Of all tensors at once
+multi_tensor_squared_norm: Callable[[Sequence[Tensor]], Tensor] = _op("_multi_tensor_squared_norm")
+multi_tensor_scale_: Callable[[Sequence[Tensor], Tensor], None] = _op("_multi_tensor_scale_")

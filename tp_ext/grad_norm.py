@@ -9,7 +9,7 @@ world. ``torch.amp.GradScaler`` asks nobody: some ranks would step, and replicat
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from tp_ext import _ops
+from tp_ext._build import load
 from tp_ext.boxes import boxes
 from tp_ext.group import Group, global_ranks, group_name, parallel_group
 from tp_ext.module import shardings
@@ -24,6 +25,10 @@ from tp_ext.sharding import Sharding
 
 Given = nn.Module | Iterable[Tensor] | Tensor
 Groups = Group | Sequence[Group]
+
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # of our kernels, and their devices
+_DEVICES = {"cpu", "cuda"} if load().build_info()["cuda"] else {"cpu"}
+_UNKNOWN: Any = object()
 
 
 @torch.no_grad()
@@ -54,19 +59,12 @@ def clip_grad_norm_(
     max_norm = float(max_norm)  # as torch, "inf" too
     if not max_norm >= 0:
         raise ValueError(f"max_norm: {max_norm} must be at least 0")
-    if not isinstance(parameters_or_module, nn.Module | Tensor):
-        parameters_or_module = list(parameters_or_module)  # twice
-    total = grad_norm(
-        parameters_or_module,
-        norm_type,
-        group=group,
-        extra_groups=extra_groups,
-        exclude=exclude,
-        error_if_nonfinite=error_if_nonfinite,
-        foreach=foreach,
-    )
-    stored = [_Stored(_local(grad)) for param, _ in _table(parameters_or_module) for grad in _addends(param)]
-    torch.nn.utils.clip_grads_with_norm_(stored, max_norm, total, foreach)  # type: ignore[arg-type]
+    table = _table(parameters_or_module, parallel_group(group).size)
+    exact = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
+    total = _checked(exact, table, norm_type, error_if_nonfinite)
+    # Each once, also if it was given twice: the kernel works on all at the same time
+    stored = {id(grad): _local(grad) for row in table for grad in row.addends}
+    _clip(list(stored.values()), max_norm, exact if foreach is not False else total, foreach)
     return total
 
 
@@ -94,10 +92,13 @@ def grad_norm(
             ``mesh["pp"]``. FSDP2's data axes are known from its parameters; DDP's are none of these.
         exclude: parameters that do not count here, since a rank of ``extra_groups`` counts them: the second of two
             stages that hold copies of one tied weight, with the same gradient.
-        error_if_nonfinite, foreach: as torch.
+        error_if_nonfinite: as torch.
+        foreach: None or True: the squares of all tensors are added in one pass, in fp64, whatever their dtypes
+            (``norm_type=2``; other orders as torch). False: tensor by tensor, as torch.
 
     Returns:
-        The norm, the same on all ranks, in the widest dtype of the gradients of ``group``.
+        The norm, the same on all ranks, in the widest dtype of the gradients of ``group``. By the one pass it has but
+        one rounding to that dtype, is finite where squares overflow in it, and is the same for any number of threads.
 
     Communicates: one all-reduce of one number over ``group``, over every axis of FSDP2's mesh and every extra group.
 
@@ -106,46 +107,111 @@ def grad_norm(
         TypeError: what is no parameter.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
     """
-    norm_type = float(norm_type)
+    table = _table(parameters_or_module, parallel_group(group).size)
+    total = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
+    return _checked(total, table, norm_type, error_if_nonfinite)
+
+
+class _Row(NamedTuple):
+    """A parameter, how it is cut, and what makes up its gradient: ``.grad``, ``main_grad``, or both, of a weight tied
+    to another layer's."""
+
+    param: Tensor
+    sharding: Sharding | None
+    addends: list[Tensor]
+
+
+def _norm(
+    table: Sequence[_Row],
+    norm_type: float,
+    group: Group,
+    extra_groups: Groups,
+    exclude: Iterable[Tensor],
+    foreach: bool | None,
+) -> Tensor:
+    """The norm in fp64, the same on all ranks."""
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
     _, p, rank = parallel_group(group)
-    table = _table(parameters_or_module, p)
     skipped = {id(param) for param in exclude}
     last = _axes([group, *_listed(extra_groups)])  # over which everything is added in the end
     tp = _axes([group]).keys()
     axes: dict[DeviceMesh | None, dict[tuple[int, ...], str]] = {None: {}}
     owned: dict[DeviceMesh | None, list[Tensor]] = {None: []}
-    for param, sharding in table:
+    for param, sharding, addends in table:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         if mesh is not None and mesh not in axes:
             axes[mesh] = _axes(mesh.get_all_groups())
-        counted = owned.setdefault(mesh, [])
-        grad = _gradient(param)
-        if grad is not None and id(param) not in skipped:
+            owned[mesh] = []
+        if addends and id(param) not in skipped:
             # A DTensor over the tensor-parallel axis itself tells alone which rank counts what
-            alone = not tp.isdisjoint(axes[mesh])
-            _, held = boxes(grad, sharding, 0 if alone else rank, 1 if alone else p)
-            counted += [box.tensor for box in held if box.owned]
-    grads = [grad for param, _ in table for grad in _addends(param)]
-    # A rank that owns nothing here has no dtype to go by: that of the result, and of what is sent, is everyone's
-    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads)) if grads else torch.float32
-    device = _device([param for param, _ in table])
+            alone = mesh is not None and not tp.isdisjoint(axes[mesh])
+            grad = addends[0] if len(addends) == 1 else addends[0] + addends[1]
+            owned[mesh] += _counted(grad, sharding, 0 if alone else rank, 1 if alone else p)
+    device = _device([row.param for row in table[:1]])
     norms = []
     for mesh, counted in owned.items():
-        norm = torch.nn.utils.get_total_norm(counted, norm_type, foreach=foreach).to(device, torch.float64)
+        norm = _norm_of(counted, norm_type, foreach).to(device, torch.float64)
         for members, axis in axes[mesh].items():
             norm = norm if members in last else _over(axis, norm, norm_type)
         norms.append(norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     for axis in last.values():
         total = _over(axis, total, norm_type)
-    total = total.to(dtype)
+    return total
+
+
+def _checked(total: Tensor, table: Sequence[_Row], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """The norm as it is returned. A rank that owns nothing has no dtype to go by: the widest is everyone's."""
+    dtypes = {grad.dtype for row in table for grad in row.addends}
+    total = total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
-            f"error_if_nonfinite: the norm of order {norm_type} of the gradients is {float(total)} and must be finite"
+            f"error_if_nonfinite: the norm of order {float(norm_type)} of the gradients is {float(total)} and must "
+            "be finite"
         )
     return total
+
+
+def _counted(grad: Tensor, sharding: Sharding | None, rank: int, p: int) -> list[Tensor]:
+    """The pieces of a gradient that this rank counts."""
+    if not isinstance(grad, DTensor):  # mostly all of it, or nothing
+        if sharding is None:
+            return [grad] if rank == 0 else []
+        if all(part.padding == 0 and part.copies == 1 for part in sharding.parts):
+            length = sharding.local_size(rank, p)
+            if -grad.dim() <= sharding.dim < grad.dim() and grad.shape[sharding.dim] == length:
+                return [grad]
+    return [box.tensor for box in boxes(grad, sharding, rank, p)[1] if box.owned]
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | None:
+    """The tensors of each device, or None if not all of them are such as our kernels take."""
+    devices: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+            return None
+        devices.setdefault(tensor.device, []).append(tensor)
+    return devices if _DEVICES.issuperset(device.type for device in devices) else None
+
+
+def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    devices = _by_device(tensors) if norm_type == 2 and tensors and foreach is not False else None
+    if devices is None:
+        return torch.nn.utils.get_total_norm(tensors, norm_type, foreach=foreach)
+    squares = [_ops.multi_tensor_squared_norm(there) for there in devices.values()]
+    return sum((one.to(squares[0].device) for one in squares[1:]), squares[0]).sqrt()
+
+
+def _clip(tensors: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None) -> None:
+    devices = _by_device(tensors) if foreach is not False else None
+    if devices is None:
+        stored = [_Stored(tensor) for tensor in tensors]
+        return torch.nn.utils.clip_grads_with_norm_(stored, max_norm, total, foreach)  # type: ignore[arg-type]
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for device, there in devices.items():
+        _ops.multi_tensor_scale_(there, scale.to(device))
+    return None
 
 
 class _Stored(NamedTuple):
@@ -155,14 +221,8 @@ class _Stored(NamedTuple):
 
 
 def _addends(param: Tensor) -> list[Tensor]:
-    """What makes up the gradient: ``.grad``, ``main_grad``, or both, of a weight tied to another layer's."""
     grad, main_grad = param.grad, getattr(param, "main_grad", None)
     return [one for one in (grad, None if main_grad is grad else main_grad) if one is not None]
-
-
-def _gradient(param: Tensor) -> Tensor | None:
-    addends = _addends(param)
-    return sum(addends[1:], addends[0]) if addends else None
 
 
 def _local(grad: Tensor) -> Tensor:
@@ -193,18 +253,19 @@ def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
     return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
 
 
-def _table(given: Given, p: int = 1) -> list[tuple[Tensor, Sharding | None]]:
+def _table(given: Given, p: int) -> list[_Row]:
     if isinstance(given, nn.Module):
         params = dict(given.named_parameters())
-        return [(params[name], sharding) for name, sharding in shardings(given)]
+        return [_Row(params[name], sharding, _addends(params[name])) for name, sharding in shardings(given)]
     table = []
-    for param in [given] if isinstance(given, Tensor) else list(given):
+    for param in [given] if isinstance(given, Tensor) else given:
         if not isinstance(param, Tensor):
             raise TypeError(f"parameters_or_module: {param!r} must be a module, a parameter or several")
-        if p > 1 and not hasattr(param, "tp_sharding"):
+        sharding = getattr(param, "tp_sharding", _UNKNOWN)
+        if p > 1 and sharding is _UNKNOWN:
             raise ValueError(
                 f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding, "
                 "which tells how it is cut; pass the module instead"
             )
-        table.append((param, getattr(param, "tp_sharding", None)))
+        table.append(_Row(param, None if sharding is _UNKNOWN else sharding, _addends(param)))
     return table
