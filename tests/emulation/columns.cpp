@@ -171,6 +171,16 @@ void vast_bias_act() {
            {dim3(corner.x, static_cast<unsigned>(block_row))});
     if (as_double(y[last]) != as_double(T(Silu::value(1.5f + as_double(bias[n - 1])))))
       wrong("the last element");
+    T* const dx = vast<T>(rows * n);
+    float* const partial = vast<float>(grid.row_blocks * n);
+    launch(
+        grid_of(grid), block_of(grid),
+        [&] { bias_act_backward_kernel<Silu, true, N>(x, x, bias.data(), dx, partial, rows, n); },
+        0, {dim3(corner.x, static_cast<unsigned>(block_row))});
+    const float d = Silu::backward(1.5f, 1.5f + to_acc(bias[n - 1]));
+    if (dx[last].bits != T(d).bits || partial[(block_row + 1) * n - 1] != d)
+      wrong("the last element of the gradient");
+    unmap(dx, rows * n), unmap(partial, grid.row_blocks * n);
   } else {
     launch(grid_of(grid), block_of(grid),
            [&] { bias_act_forward_kernel<Silu, false, N, T>(x, nullptr, y, rows, n); }, 0,

@@ -9,6 +9,12 @@ using namespace tp_ext;
 
 namespace {
 
+struct InRange {
+  void operator()(bool ok) const {
+    if (!ok) wrong("a position out of range");
+  }
+};
+
 template <typename T, int N>
 dim3 block_for(const RopeShape& s) {
   const int64_t work = s.heads * ((s.head_dim - s.half) / N), whole = (work + 31) / 32 * 32;
@@ -16,23 +22,38 @@ dim3 block_for(const RopeShape& s) {
   return dim3(width, kThreads / width);
 }
 
+// How a tensor [batch, seq, heads, head_dim] lies in memory
+RopeShape packed(int64_t batch, int64_t seq, int64_t heads, int64_t head_dim, int64_t half) {
+  const int64_t head = head_dim, token = heads * head, sequence = seq * token;
+  return {batch * seq, seq, heads, head_dim, half, seq, sequence, token, head};
+}
+
 template <typename T, int N, bool kInterleaved>
-void turn(const RopeShape& s, int64_t shift, unsigned blocks) {
+void turn(const RopeShape& s, int64_t shift, unsigned blocks, bool by_position) {
   using A = acc_t<T>;
-  const auto x = values<T>(s.tokens * s.token_stride, shift, 1);
-  const auto cos = values<A>(s.tokens * s.half, 0, 2, -1, 1),
-             sin = values<A>(s.tokens * s.half, 0, 3, -1, 1);
+  const int64_t batch = s.tokens / s.seq;
+  // Ends with the last element, so that the sanitizer sees who goes past it
+  const auto x = values<T>((batch - 1) * s.batch_stride + (s.seq - 1) * s.token_stride +
+                               (s.heads - 1) * s.head_stride + s.head_dim,
+                           shift, 1);
+  const auto cos = values<A>(s.rows * s.half, 0, 2, -1, 1),
+             sin = values<A>(s.rows * s.half, 0, 3, -1, 1);
+  Tensor<int64_t> positions(by_position ? s.tokens : 0);
+  for (int64_t t = 0; t < positions.size(); ++t) positions[t] = (5 * t + 1) % s.rows;
+  const int64_t* const given = by_position ? positions.data() : nullptr;
   for (const A sign : {A(1), A(-1)}) {
     Tensor<T> want(s.tokens * s.heads * s.head_dim);
     for (int64_t t = 0; t < s.tokens; ++t)
       for (int64_t h = 0; h < s.heads; ++h) {
-        const T* const from = x + t * s.token_stride + h * s.head_dim;
+        const T* const from =
+            x + t / s.seq * s.batch_stride + t % s.seq * s.token_stride + h * s.head_stride;
         T* const to = want + (t * s.heads + h) * s.head_dim;
+        const int64_t row = (by_position ? positions[t] : t % s.seq) * s.half;
         std::copy(from, from + s.head_dim, to);
         for (int64_t i = 0; i < s.half; ++i) {
           const int64_t a = kInterleaved ? 2 * i : i, b = kInterleaved ? 2 * i + 1 : i + s.half;
-          const auto turned = rotate(to_acc(from[a]), to_acc(from[b]), cos[t * s.half + i],
-                                     sign * sin[t * s.half + i]);
+          const auto turned =
+              rotate(to_acc(from[a]), to_acc(from[b]), cos[row + i], sign * sin[row + i]);
           to[a] = from_acc<T>(turned.first), to[b] = from_acc<T>(turned.second);
         }
       }
@@ -44,8 +65,10 @@ void turn(const RopeShape& s, int64_t shift, unsigned blocks) {
       Tensor<T> y(want.size(), shift);
       const dim3 block = block_for<T, N>(s);
       const unsigned grid = grid_for(s.tokens, block.y);
-      launch(grid < blocks ? grid : blocks, block,
-             [&] { rope_kernel<T, N, kInterleaved>(x, cos, sin, y, s, sign); });
+      launch(grid < blocks ? grid : blocks, block, [&] {
+        rope_kernel<T, N, kInterleaved>(x.data(), cos.data(), sin.data(), given, y.data(), s, sign,
+                                        InRange());
+      });
       return results(y);
     });
     expect_equal("y", y, want);
@@ -56,22 +79,45 @@ template <typename T>
 void rope(const RopeShape& s, int64_t shift, unsigned blocks = 1000) {
   const auto x = values<T>(1, shift);
   const Tensor<acc_t<T>> angle(1);
-  turn<T, 1, false>(s, shift, blocks);
-  turn<T, 1, true>(s, shift, blocks);
-  const bool whole =
-      s.half % kVec<T> == 0 && s.head_dim % kVec<T> == 0 && s.token_stride % kVec<T> == 0;
+  turn<T, 1, false>(s, shift, blocks, false);
+  turn<T, 1, true>(s, shift, blocks, true);
+  bool whole = shift * sizeof(T) % kVecBytes == 0;
+  for (const int64_t n : {s.half, s.head_dim, s.batch_stride, s.token_stride, s.head_stride})
+    whole = whole && n % kVec<T> == 0;
   const bool vectors = rope_vectorisable<T>(x, angle, angle, x, s);
-  if (vectors != (whole && shift * sizeof(T) % kVecBytes == 0)) wrong("the choice of vectors");
+  if (vectors != whole) wrong("the choice of vectors");
   if (!vectors) return;
-  turn<T, kVec<T>, false>(s, shift, blocks);
-  turn<T, kVec<T>, true>(s, shift, blocks);
+  turn<T, kVec<T>, false>(s, shift, blocks, true);
+  turn<T, kVec<T>, true>(s, shift, blocks, false);
+}
+
+template <typename A, typename P>
+void tables(int64_t rows, int64_t half) {
+  const auto name = "rope tables of " + std::to_string(rows) + " x " + std::to_string(half);
+  Tensor<P> positions(rows);
+  for (int64_t r = 0; r < rows; ++r) positions[r] = P(3 * r + 7) / P(2);
+  const auto [cos, sin] = run_in_every_order(name, [&] {
+    Tensor<A> cos(rows * half), sin(rows * half);
+    launch(std::min(grid_for(rows * half), 2), kThreads,
+           [&] { rope_tables_kernel<A, P>(positions, rows, half, 10000.0, cos, sin); });
+    return results(cos, sin);
+  });
+  const auto angle = [&](int64_t i) {
+    return static_cast<double>(positions[i / half]) * rope_frequency(10000.0, i % half, half);
+  };
+  const auto bound = [](int64_t) { return 1e-14; };
+  const auto& c = cos;  // a structured binding cannot be captured
+  expect_near<A>(
+      "cos", c, [&](int64_t i) { return std::cos(angle(i)); }, bound);
+  expect_near<A>(
+      "sin", sin, [&](int64_t i) { return std::sin(angle(i)); }, bound);
 }
 
 // The last token of a tensor of more than 2^31 elements
 void vast_rope() {
   using T = BFloat16;
   constexpr int N = kVec<T>;
-  const RopeShape s{(int64_t{1} << 31) / 4096 + 9, 32, 128, 64, 4096};
+  const RopeShape s = packed(1, (int64_t{1} << 31) / 4096 + 9, 32, 128, 64);
   current_case = "rope over more than 2^31 elements";
   ++cases;
   const int64_t size = s.tokens * s.token_stride, row = (s.tokens - 1) * s.token_stride;
@@ -81,8 +127,8 @@ void vast_rope() {
   for (int64_t i = (s.tokens - 1) * s.half; i < s.tokens * s.half; ++i) sin[i] = 1;  // a quarter
   const dim3 block = block_for<T, N>(s);
   const unsigned grid = static_cast<unsigned>((s.tokens + block.y - 1) / block.y);
-  launch(grid, block, [&] { rope_kernel<T, N, false>(x, cos, sin, y, s, 1.f); }, 0,
-         {dim3(grid - 1, 0)});
+  launch(grid, block, [&] { rope_kernel<T, N, false>(x, cos, sin, nullptr, y, s, 1.f, InRange()); },
+         0, {dim3(grid - 1, 0)});
   for (int64_t h = 0; h < s.heads; ++h)
     for (int64_t i = 0; i < s.half; ++i) {
       const int64_t a = row + h * s.head_dim + i, b = a + s.half;
@@ -98,14 +144,21 @@ int main() {
     using T = decltype(type);
     constexpr int64_t N = kVec<T>;
     for (const int64_t shift : {int64_t{0}, N, int64_t{1}}) {
-      rope<T>({3, 2, 4 * N, 2 * N, 8 * N}, shift);      // all of it turns
-      rope<T>({2, 3, 4 * N, N, 3 * 4 * N + 1}, shift);  // half of it, tokens at odd addresses
+      rope<T>(packed(2, 3, 2, 4 * N, 2 * N), shift);  // all of it turns
+      RopeShape s = packed(2, 2, 3, 4 * N, N);        // half of it
+      s.token_stride *= 3;                            // q of a fused q, k, v
+      s.batch_stride = 2 * s.token_stride + 1;        // sequences at odd addresses
+      rope<T>(s, shift);
+      s.batch_stride -= 1;
+      s.head_stride = 8 * N, s.token_stride = 4 * N;  // heads before tokens
+      rope<T>(s, shift);
     }
-    rope<T>({5, 3, 6, 2, 20}, 0);
-    rope<T>({3, 2, 5, 0, 10}, 0);
+    rope<T>(packed(1, 5, 3, 6, 2), 0);
+    rope<T>(packed(1, 3, 2, 5, 0), 0);
   });
-  rope<BFloat16>({40, 5, 128, 64, 640}, 0, 2);  // more work than threads, more tokens than blocks
-  rope<BFloat16>({40, 1, 32, 8, 32}, 0, 2);     // several tokens in a block
+  rope<BFloat16>(packed(4, 10, 5, 128, 64), 0, 2);  // more work than threads, tokens than blocks
+  rope<BFloat16>(packed(1, 40, 1, 32, 8), 0, 2);    // several tokens in a block
+  tables<float, int64_t>(3, 5), tables<double, double>(40, 32), tables<double, int64_t>(1, 1);
   vast_rope();
   return done();
 }

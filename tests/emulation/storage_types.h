@@ -1,10 +1,17 @@
-// bfloat16 and half for the host, with the roundings of the GPU's types: to nearest, ties to even.
+// Types that CUDA has beside C++'s. bfloat16 and half have its roundings: to nearest, ties to even.
 
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 
 struct BFloat16 {
   uint16_t bits = 0;
