@@ -1,4 +1,5 @@
-# make demo | test | lint | bench | gpu-check: each sets up what it needs, once, in $(VENV) and beside the sources.
+# make demo | test | lint | bench | gpu-check | cuda-check: each sets up what it needs, once, in $(VENV) and
+# beside the sources.
 #
 #   PYTHON=python3.13              the interpreter to make the environment from
 #   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
@@ -36,7 +37,7 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench gpu-check build clean FORCE
+.PHONY: help demo test lint bench gpu-check cuda-check build clean FORCE
 
 help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
@@ -44,6 +45,7 @@ help:
 	@echo 'make lint    checks format, style and types'
 	@echo 'make bench   runs every benchmark, tables and plots to $(BENCH_OUT) (BENCH_ARGS=--full takes longer)'
 	@echo 'make gpu-check  builds, tests and times everything on a GPU, results to runs/gpu_check'
+	@echo 'make cuda-check  compiles every CUDA kernel for several GPUs, tells its registers, fails on a spill'
 	@echo 'make build   only compiles; the other targets do it when a source has changed'
 	@echo 'make clean   removes what was built; the environment $(VENV) stays'
 	@echo 'Options: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) TP_EXT_CUDA=$(TP_EXT_CUDA)'
@@ -67,6 +69,8 @@ bench: $(BUILT) $(STAMPS)/bench
 # It builds by itself, for the GPU that is there
 gpu-check: $(STAMPS)/torch-$(TORCH) $(STAMPS)/test
 	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
+cuda-check:
+	@$(PYTHON) tests/cuda_code/check.py
 
 build: $(BUILT)
 

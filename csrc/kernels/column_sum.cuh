@@ -12,6 +12,11 @@ namespace tp_ext {
 
 constexpr int kColumnThreads = 256;
 
+// Blocks that a multiprocessor shall have room for, in backward; 0: as the compiler thinks best. In
+// fp64 it would save registers for more blocks and spill.
+template <typename T>
+constexpr int kColumnBlocks = sizeof(T) == 8 ? 2 : 0;
+
 struct ColumnGrid {
   int tx, ty;          // threads of a block along columns and rows
   int64_t tiles;       // blocks along columns

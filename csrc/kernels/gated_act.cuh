@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kColumnThreads)
 
 // partial: [gridDim.y, 2f], written when kBias
 template <typename Act, bool kBias, int N, typename T>
-__global__ void __launch_bounds__(kColumnThreads)
+__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T>)
     gated_act_backward_kernel(const T* __restrict__ grad, const T* __restrict__ x,
                               const T* __restrict__ bias, T* __restrict__ dx,
                               acc_t<T>* __restrict__ partial, int64_t rows, int64_t f) {
