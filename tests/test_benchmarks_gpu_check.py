@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import gpu_check
 import gpu_results
+import timing
 from stages import ROOT, Command, Run, Stage
 
 SCRIPT = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py")]
@@ -114,6 +115,44 @@ def test_tests_are_counted_and_named(tmp_path):
     assert (stage["passed"], stage["failed"], stage["skipped"]) == (1, 1, 1) and stage["status"] == "failed"
     (command,) = stage["commands"]
     assert command["failures"] == ["test_x::test_b"] and command["skips"] == {"why": 1}
+
+
+# Timing
+
+
+def test_a_call_is_timed_when_the_host_is_ahead(monkeypatch):
+    """The pause before it grows until the whole call is queued while it lasts; what came before does not count."""
+    pauses, clock = [], iter(range(100))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(clock)
+
+        def query(self):
+            return pauses[-1] < 1 << 20  # already over, as long as the pause is shorter than the host needs
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda n, device: zeros(8))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", pauses.append)
+    timed, order = timing.TimeOnCuda(), []
+    call, before = (lambda: order.append("call")), (lambda: order.append("before"))
+    assert timed(call, before) == 1.0
+    assert pauses == [1 << 17, 1 << 18, 1 << 19, 1 << 20] and order == ["before", "call"] * 4
+    timed(call, before)
+    assert pauses[4:] == [1 << 20]  # known by now
+    monkeypatch.setattr(Event, "query", lambda self: True)  # the call itself waits for the device
+    timed(lambda: None, None)
+    assert pauses[-1] == timing.LONGEST_PAUSE
 
 
 # The plan
