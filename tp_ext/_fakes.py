@@ -3,6 +3,7 @@ FakeTensor.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
