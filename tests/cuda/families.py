@@ -132,6 +132,17 @@ def linear(op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor) -
     return op(x, weight, bias, "", False, None, None, 1)
 
 
+def packed(x: Tensor) -> Tensor:
+    """Through blocks of two lengths along each dim, padded and not, and back."""
+    y = x
+    for dim, n in enumerate(x.shape):
+        sizes = [n // 2, n - n // 2]
+        for padded in (True, False):
+            blocks = _ops.pack_shards(x.detach(), dim, sizes, padded)
+            y = y * _ops.unpack_shards(blocks, dim, sizes, None if padded else x.shape)
+    return y
+
+
 def _weight(n: int) -> tuple[int, int]:
     return 24, n
 
@@ -175,6 +186,7 @@ FAMILIES: dict[str, Family] = {
     "column_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.column_parallel_linear), False),
     "parallel_mlp": Family(rows(same, _weight, lambda n: (24,), _down, vector), mlp, False),
     "weight_grad": Family(rows(same, lambda n: 24), accumulated, False),
+    "shard_pack": Family(rows(same), packed),
     "row_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.row_parallel_linear), False),
 }
 

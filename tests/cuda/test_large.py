@@ -152,3 +152,17 @@ def test_random_fills_beyond_32_bits(fill, device):
         few = torch.empty(3, N, dtype=DTYPE, device=device)
         fill(few, seed, 0.0, 1.0, few.numel(), x.numel(), start * N)
         assert torch.equal(x[start : start + 3], few)
+
+
+def test_packed_shards_beyond_32_bits(device):
+    """Bits that no arithmetic could give by chance come back, through blocks of two lengths along either dim."""
+    enough(device, 4)
+    x = torch.empty(ROWS[device.type], N, dtype=torch.int16, device=device).random_()
+    for dim, n in enumerate(x.shape):
+        sizes = [n // 2, n - n // 2]
+        for padded in (True, False):
+            blocks = _ops.pack_shards(x, dim, sizes, padded)
+            assert torch.equal(_ops.unpack_shards(blocks, dim, sizes, None if padded else x.shape), x)
+            first = blocks[0, ..., : sizes[0]] if padded else blocks[: x.numel() * sizes[0] // n].view(-1, sizes[0])
+            assert dim == 0 or torch.equal(first[-3:], x[-3:, : sizes[0]])
+            del blocks, first
