@@ -150,6 +150,10 @@ TORCH_LIBRARY(tp_ext, m) {
       "_philox_normal_(Tensor(a!) self, Tensor seed, float mean, float std, SymInt local_inner, "
       "SymInt full_inner, SymInt offset) -> ()",
       tags);
+  m.def(
+      "_philox_truncated_normal_(Tensor(a!) self, Tensor seed, float mean, float std, float low, "
+      "float high, SymInt local_inner, SymInt full_inner, SymInt offset) -> ()",
+      tags);
 
   // Vocabulary: rows or columns [vocab_start, vocab_start + vocab_local) of the full vocabulary are
   // on this rank

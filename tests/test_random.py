@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tp_ext
 from tp_ext import Part, Sharding
-from tp_ext.random import Constant, Normal, Uniform, initialise_, torch_linear_init
+from tp_ext.random import Constant, Normal, TruncatedNormal, Uniform, initialise_, torch_linear_init
 
 pytestmark = pytest.mark.core
 
@@ -113,6 +113,10 @@ def test_initialisers():
     assert local.min() >= 2 and local.max() <= 5 and abs(float(local.mean()) - 3.5) < 0.02
     initialise_(local, Normal(3.0, 0.5), None, local.shape, 0, 1)
     assert abs(float(local.mean()) - 3) < 0.02 and abs(float(local.std()) - 0.5) < 0.02
+    initialise_(local, TruncatedNormal(3.0, 0.5, 2.5, 4.5), None, local.shape, 0, 1)
+    assert local.min() >= 2.5 and local.max() <= 4.5 and local.min() < 2.51 and local.max() > 4.4
+    # scipy.stats.truncnorm(-1, 3)
+    assert abs(float(local.mean()) - (3 + 0.5 * 0.282786)) < 0.02
     before = torch.random.get_rng_state()
     initialise_(local, Constant(2.5), None, local.shape, 0, 1)
     assert torch.equal(local, torch.full_like(local, 2.5))
@@ -121,7 +125,7 @@ def test_initialisers():
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1,), (7,), (3, 5, 2)], ids=str)
-@pytest.mark.parametrize("init", [Uniform(-1, 1), Normal()], ids=["uniform", "normal"])
+@pytest.mark.parametrize("init", [Uniform(-1, 1), Normal(), TruncatedNormal()], ids=["uniform", "normal", "truncated"])
 def test_any_dim_of_any_tensor(init, shape):
     def draw(sharding, rank, p):
         torch.manual_seed(3)
@@ -149,12 +153,15 @@ def _recording_init(t):
         t.copy_(torch.arange(t.numel()).view(t.shape) + 100 * t.dim())
 
 
-@pytest.mark.parametrize("init", [nn.init.orthogonal_, nn.init.xavier_uniform_, _recording_init, Normal(0, 0.02)])
+OURS = [Normal(0, 0.02), TruncatedNormal(0.0, 0.02, -0.03, 0.05)]
+
+
+@pytest.mark.parametrize("init", [nn.init.orthogonal_, nn.init.xavier_uniform_, _recording_init, *OURS])
 def test_any_callable_sees_the_full_tensor(init):
     want, draw = full_state(None, 5, init=init)
     weight = torch.empty(13, 5)
     torch.manual_seed(5)
-    if not isinstance(init, Normal):
+    if init not in OURS:
         init(weight)
         assert torch.equal(want["column.weight"], weight)
     for p in (2, 3, 4):
@@ -162,6 +169,22 @@ def test_any_callable_sees_the_full_tensor(init):
             for name, value in comparable(state, p).items():
                 assert torch.equal(value, want[name]), f"{name} at p = {p}"
             assert next_draw == draw
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"std": 0.0}, "std: 0.0 must be positive"),
+        ({"std": -1.0}, "std: -1.0 must be positive"),
+        ({"std": math.inf}, "std: inf must be positive and finite"),
+        ({"mean": math.nan}, "mean: nan must be finite"),
+        ({"low": 2.0}, "low: 2.0 must be below high = 2.0"),
+        ({"high": -3.0}, "low: -2.0 must be below high = -3.0"),
+    ],
+)
+def test_a_truncation_that_cannot_be(options, match):
+    with pytest.raises(ValueError, match=match):
+        TruncatedNormal(**options)
 
 
 # Meta device

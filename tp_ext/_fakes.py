@@ -155,6 +155,21 @@ def _(
     return None
 
 
+@torch.library.register_fake("tp_ext::_philox_truncated_normal_")
+def _(
+    self: Tensor,
+    seed: Tensor,
+    mean: float,
+    std: float,
+    low: float,
+    high: float,
+    local_inner: int,
+    full_inner: int,
+    offset: int,
+) -> None:
+    return None
+
+
 @torch.library.register_fake("tp_ext::_vocab_embedding_fwd")
 def _(weight: Tensor, ids: Tensor, vocab_start: int, vocab_local: int, vocab_size: int) -> Tensor:
     return weight.new_empty([*ids.shape, weight.shape[1]])

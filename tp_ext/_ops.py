@@ -106,6 +106,9 @@ dropout_bwd: Callable[[Tensor, Tensor, float, int, int, int], Tensor] = _op("_dr
 Fill = Callable[[Tensor, Tensor, float, float, int, int, int], None]
 philox_uniform_: Fill = _op("_philox_uniform_")
 philox_normal_: Fill = _op("_philox_normal_")
+philox_truncated_normal_: Callable[[Tensor, Tensor, float, float, float, float, int, int, int], None] = _op(
+    "_philox_truncated_normal_"
+)
 
 # Vocabulary
 vocab_parallel_embedding: Callable[[Tensor, Tensor, str, int, int, int, bool, Sizes], Tensor] = _direct(

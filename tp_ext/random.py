@@ -98,6 +98,36 @@ class Normal:
 
 
 @dataclass(frozen=True)
+class TruncatedNormal:
+    """Initialiser: normal with ``mean`` and standard deviation ``std``, given that it lies within [``low``, ``high``].
+
+    The bounds are values, as ``a`` and ``b`` of ``torch.nn.init.trunc_normal_``, not multiples of ``std``; either may
+    be infinite. No element is outside of them, in any dtype: what rounding would put there becomes the nearest value
+    of the dtype inside. By the inverse of the distribution function, as accurate in the tails as in the middle.
+
+    Raises:
+        ValueError: ``std`` is not positive and finite, ``mean`` not finite, ``low`` not below ``high``; at a draw,
+            no value of the tensor's dtype lies between the bounds.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    low: float = -2.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.mean):
+            raise ValueError(f"mean: {self.mean} must be finite")
+        if not 0 < self.std < math.inf:
+            raise ValueError(f"std: {self.std} must be positive and finite")
+        if not self.low < self.high:
+            raise ValueError(f"low: {self.low} must be below high = {self.high}")
+
+    def fill(self, local: Tensor, seed: Tensor, index: tuple[int, int, int]) -> None:
+        _ops.philox_truncated_normal_(local, seed, self.mean, self.std, self.low, self.high, *index)
+
+
+@dataclass(frozen=True)
 class Constant:
     """Initialiser: one value; draws nothing."""
 
@@ -107,7 +137,7 @@ class Constant:
         local.fill_(self.value)
 
 
-Init = Uniform | Normal | Constant | Callable[[Tensor], object]
+Init = Uniform | Normal | TruncatedNormal | Constant | Callable[[Tensor], object]
 """An initialiser of this module, or any in-place callable (as in ``torch.nn.init``): that one runs on the full tensor,
 on CPU and on every rank, and is sliced."""
 
@@ -132,7 +162,7 @@ def initialise_(
     Draws one seed from torch's default generator, whatever p, rank and shape are (:class:`Constant` none; on ``meta``
     nothing is drawn or filled).
     """
-    if not isinstance(init, Uniform | Normal | Constant):
+    if not isinstance(init, Uniform | Normal | TruncatedNormal | Constant):
         if local.is_meta:
             return
         full = torch.empty(full_shape, dtype=local.dtype)

@@ -1,5 +1,4 @@
-// Fills a tensor with uniform or normal values that depend on the seed and the global index alone,
-// on CPU. Every path goes through the same whole counters, so any slicing gives the same bits.
+// Fills a tensor with random values that depend on the seed and the global index alone, on CPU. Every path goes through the same whole counters, so any slicing gives the same bits.
 
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -9,20 +8,26 @@
 #include "kernels/random_fill.h"
 #include "ops.h"
 #include "random_checks.h"
+#include "truncation_checks.h"
 
 namespace tp_ext {
 namespace {
 
-TP_SIMD void draw_normals(const uint32_t* __restrict words, int64_t n, double* __restrict values) {
-  for (int64_t j = 0; j < n; j += 2) {
-    const NormalPair pair = unit_normals(words[j], words[j + 1]);
-    values[j] = pair.even;
-    values[j + 1] = pair.odd;
-  }
+template <typename Draw>
+TP_SIMD void draw_values(Draw draw, const uint32_t* __restrict words, int64_t n,
+                         double* __restrict values) {
+  if constexpr (Draw::kPairs)
+    for (int64_t j = 0; j < n; j += 2) {
+      const ValuePair pair = draw(words[j], words[j + 1]);
+      values[j] = pair.even;
+      values[j + 1] = pair.odd;
+    }
+  else
+    for (int64_t j = 0; j < n; ++j) values[j] = draw(words[j]);
 }
 
-template <typename T, bool kNormal>
-TP_SIMD void fill_range(T* self, uint64_t seed, Affine affine, GlobalIndex index, int64_t begin,
+template <typename T, typename Draw>
+TP_SIMD void fill_range(T* self, uint64_t seed, Draw draw, GlobalIndex index, int64_t begin,
                         int64_t end) {
   WordBuffer buffer;
   alignas(64) double values[kWordRun + 8];
@@ -30,44 +35,49 @@ TP_SIMD void fill_range(T* self, uint64_t seed, Affine affine, GlobalIndex index
     n = run_length(index, i, end);
     const uint64_t first = index(i);
     draw_words(seed, first, n, buffer);
-    const int64_t skip = static_cast<int64_t>(first % 4), drawn = skip + n;
-    const uint32_t* __restrict words = buffer.words;
-    if constexpr (kNormal)
-      draw_normals(words, drawn, values);
-    else
-      for (int64_t j = 0; j < drawn; ++j) values[j] = unit_uniform(words[j]);
+    const int64_t skip = static_cast<int64_t>(first % 4);
+    draw_values(draw, buffer.words, skip + n, values);
     T* __restrict to = self + i;
-    for (int64_t j = 0; j < n; ++j) to[j] = round_to<T>(affine(values[skip + j]));
+    for (int64_t j = 0; j < n; ++j) to[j] = round_to<T>(values[skip + j]);
   }
 }
 
-template <bool kNormal>
-void fill(Tensor& self, const Tensor& seed, Affine affine, int64_t local_inner, int64_t full_inner,
-          int64_t offset) {
-  check_floating(self, "self");
+template <typename Draw>
+void fill(Tensor& self, const Tensor& seed, Draw draw, const char* op, int64_t local_inner,
+          int64_t full_inner, int64_t offset) {
   check_seed(seed, self, "self");
   const GlobalIndex index = check_global_index(self, "self", local_inner, full_inner, offset);
   const bool direct = self.is_contiguous();
   const Tensor to = direct ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
   const auto key = static_cast<uint64_t>(*in<int64_t>(seed));
-  dispatch_floating(self.scalar_type(), kNormal ? "_philox_normal_" : "_philox_uniform_",
-                    [&](auto tag) {
-                      using T = decltype(tag);
-                      at::parallel_for(0, to.numel(), kGrain, [&](int64_t begin, int64_t end) {
-                        fill_range<T, kNormal>(out<T>(to), key, affine, index, begin, end);
-                      });
-                    });
+  dispatch_floating(self.scalar_type(), op, [&](auto tag) {
+    using T = decltype(tag);
+    at::parallel_for(0, to.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      fill_range<T>(out<T>(to), key, draw, index, begin, end);
+    });
+  });
   if (!direct) self.copy_(to);
 }
 
 void philox_uniform_(Tensor& self, const Tensor& seed, double low, double high, int64_t local_inner,
                      int64_t full_inner, int64_t offset) {
-  fill<false>(self, seed, {low, high - low}, local_inner, full_inner, offset);
+  check_floating(self, "self");
+  fill(self, seed, Uniform{low, high - low}, "_philox_uniform_", local_inner, full_inner, offset);
 }
 
 void philox_normal_(Tensor& self, const Tensor& seed, double mean, double std, int64_t local_inner,
                     int64_t full_inner, int64_t offset) {
-  fill<true>(self, seed, {mean, std}, local_inner, full_inner, offset);
+  check_floating(self, "self");
+  fill(self, seed, Normal{mean, std}, "_philox_normal_", local_inner, full_inner, offset);
+}
+
+void philox_truncated_normal_(Tensor& self, const Tensor& seed, double mean, double std, double low,
+                              double high, int64_t local_inner, int64_t full_inner,
+                              int64_t offset) {
+  check_floating(self, "self");
+  with_truncated_draw(check_truncated_normal(self, mean, std, low, high), [&](auto draw) {
+    fill(self, seed, draw, "_philox_truncated_normal_", local_inner, full_inner, offset);
+  });
 }
 
 }  // namespace
@@ -75,6 +85,7 @@ void philox_normal_(Tensor& self, const Tensor& seed, double mean, double std, i
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
   m.impl("_philox_uniform_", philox_uniform_);
   m.impl("_philox_normal_", philox_normal_);
+  m.impl("_philox_truncated_normal_", philox_truncated_normal_);
 }
 
 }  // namespace tp_ext

@@ -1,16 +1,17 @@
-// Uniform and normal fills by global index. A thread takes one counter of one row, draws its four
+// Fills with random values by global index. A thread takes one counter of one row, draws its four
 // values and stores those whose elements are local: the same bits for every slicing.
 
 #pragma once
 
 #include "divide.h"
 #include "random_fill.h"
+#include "truncated_normal.h"
 #include "vec.cuh"
 
 namespace tp_ext {
 
-template <typename T, bool kNormal>
-__global__ void random_fill_kernel(T* self, int64_t n, const int64_t* seed_ptr, Affine affine,
+template <typename T, typename Draw>
+__global__ void random_fill_kernel(T* self, int64_t n, const int64_t* seed_ptr, Draw draw,
                                    GlobalIndex index) {
   const uint64_t seed = static_cast<uint64_t>(*seed_ptr);
   // local_inner elements, starting anywhere within a counter, touch at most this many
@@ -22,19 +23,17 @@ __global__ void random_fill_kernel(T* self, int64_t n, const int64_t* seed_ptr, 
     if (4 * counter >= first + index.local_inner) return;
     const PhiloxWords words = philox4x32(seed, static_cast<uint64_t>(counter));
     double values[4];
-    if constexpr (kNormal) {
-      const NormalPair a = unit_normals(words.w[0], words.w[1]);
-      const NormalPair b = unit_normals(words.w[2], words.w[3]);
+    if constexpr (Draw::kPairs) {
+      const ValuePair a = draw(words.w[0], words.w[1]), b = draw(words.w[2], words.w[3]);
       values[0] = a.even, values[1] = a.odd, values[2] = b.even, values[3] = b.odd;
     } else {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) values[k] = unit_uniform(words.w[k]);
+      for (int k = 0; k < 4; ++k) values[k] = draw(words.w[k]);
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int64_t column = 4 * counter + k - first;
-      if (column >= 0 && column < index.local_inner)
-        self[start + column] = round_to<T>(affine(values[k]));
+      if (column >= 0 && column < index.local_inner) self[start + column] = round_to<T>(values[k]);
     }
   });
 }

@@ -2,6 +2,7 @@
 //
 //   uniform  low + (high - low) u,   u = (word + 1/2) / 2^32
 //   normal   mean + std z,           z by Box and Muller, in fp64 whatever the storage type
+//   truncated normal                 truncated_normal.h
 //
 // Words 0, 1 of a counter are radius and angle of its elements 0 and 1; words 2, 3 those of 2
 // and 3. Logarithm, sine and cosine are polynomials (coefficients: fdlibm) in explicit fma: every
@@ -55,21 +56,26 @@ TP_HD CosSin cos_sin_turn(uint32_t word) {
                       ((rest + 0.5) * 9.31322574615478515625e-10) * 1.57079632679489661923);
 }
 
-struct NormalPair {
+// The distributions. Of a word, or of the two words of a pair of elements, they make the values.
+
+struct Uniform {
+  static constexpr bool kPairs = false;
+  double low, range;
+  TP_HD double operator()(uint32_t word) const { return ::fma(range, unit_uniform(word), low); }
+};
+
+struct ValuePair {
   double even, odd;
 };
 
-// Two independent standard normals from two words
-TP_HD NormalPair unit_normals(uint32_t radius_word, uint32_t angle_word) {
-  const double radius = ::sqrt(-2.0 * log_of(unit_uniform(radius_word)));
-  const CosSin direction = cos_sin_turn(angle_word);
-  return {radius * direction.cos, radius * direction.sin};
-}
-
-// low + (high - low) u, or mean + std z
-struct Affine {
-  double shift, scale;
-  TP_HD double operator()(double x) const { return ::fma(scale, x, shift); }
+struct Normal {
+  static constexpr bool kPairs = true;
+  double mean, std;
+  TP_HD ValuePair operator()(uint32_t radius_word, uint32_t angle_word) const {
+    const double radius = ::sqrt(-2.0 * log_of(unit_uniform(radius_word)));
+    const CosSin direction = cos_sin_turn(angle_word);
+    return {::fma(std, radius * direction.cos, mean), ::fma(std, radius * direction.sin, mean)};
+  }
 };
 
 }  // namespace tp_ext

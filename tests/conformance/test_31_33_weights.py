@@ -11,7 +11,7 @@ from torch import nn
 
 import tp_ext
 from tp_ext import ColumnParallelLinear, RowParallelLinear, Sharding, full_state_dict, shardings
-from tp_ext.random import Normal, Uniform
+from tp_ext.random import Normal, TruncatedNormal, Uniform
 
 pytestmark = pytest.mark.core
 
@@ -48,7 +48,7 @@ def test_case_31_shards_are_cut_from_the_weights_of_one_rank(p):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_case_31_initial_weights_are_those_of_the_cpu(dtype):
     """The seeds are drawn on the weights' device, whose generator is another one: so each tensor from one seed."""
-    for init in (Uniform(-0.1, 0.3), Normal(std=0.02)):
+    for init in (Uniform(-0.1, 0.3), Normal(std=0.02), TruncatedNormal(0.0, 0.02, -0.04, 0.03)):
         for sharding, rank, p in ((None, 0, 1), (Sharding(0, (5, 8)), 1, 2), (Sharding(1, (7,)), 2, 3)):
             shape = torch.Size((13, 7))
             local = shape if sharding is None else sharding.local_shape(shape, rank, p)

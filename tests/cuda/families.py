@@ -108,6 +108,10 @@ def filled(x: Tensor, fill: Callable[..., None]) -> Tensor:
     return x * noise
 
 
+def truncated(noise: Tensor, seed: Tensor, mean: float, std: float, *index: int) -> None:
+    _ops.philox_truncated_normal_(noise, seed, mean, std, -1.0, 2.0, *index)
+
+
 def _ids(n: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randint(VOCAB, (ROWS,)), torch.randn(VOCAB // 2, n).to(dtype)]  # half of the vocabulary
 
@@ -180,6 +184,7 @@ FAMILIES: dict[str, Family] = {
     "bias_dropout_residual": Family(rows(same, vector, same), dropped),
     "philox_uniform": Family(rows(same), partial(filled, fill=_ops.philox_uniform_)),
     "philox_normal": Family(rows(same), partial(filled, fill=_ops.philox_normal_)),
+    "philox_truncated_normal": Family(rows(same), partial(filled, fill=truncated)),
     "vocab_embedding": Family(_ids, embedded),
     "vocab_cross_entropy": Family(_logits, partial(loss, inplace=False)),
     "vocab_cross_entropy in place": Family(_logits, partial(loss, inplace=True)),

@@ -104,7 +104,12 @@ def parse(text: str, arch: int, threads: dict[str, int]) -> Iterable[Usage]:
     for part in text.split("Compiling entry function '")[1:]:
         name = part.split("' for ")[0]
         name = re.sub(r"tp_ext::|\((int|bool)\)|^void ", "", name).rsplit(">(", 1)[0] + ">"
-        name = name.replace("long", "int64_t").replace("<int>", "<int32_t>").replace(", int,", ", int32_t,")
+        name = (
+            name.replace("> >", ">>")
+            .replace("long", "int64_t")
+            .replace("<int>", "<int32_t>")
+            .replace(", int,", ", int32_t,")
+        )
         stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
         used, shared = re.search(r"Used (\d+) registers", part), re.search(r"(\d+) bytes smem", part)
         numbers = [int(n) for n in stack.groups()]

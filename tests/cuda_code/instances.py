@@ -73,8 +73,9 @@ def random_words():
     for dtype in TYPES:
         yield Instance("bias_dropout_residual", "dropout_vector_kernel", (dtype,), 256, dtype)
         yield Instance("bias_dropout_residual", "dropout_general_kernel", (dtype,), 256, dtype)
-        for normal in BOOLS:
-            yield Instance("random_fill", "random_fill_kernel", (dtype, normal), 256, dtype)
+        truncated = [f"TruncatedDraw<(Truncation){by}>" for by in range(3)]  # as the compiler calls it
+        for draw in ("Uniform", "Normal", *truncated):
+            yield Instance("random_fill", "random_fill_kernel", (dtype, draw), 256, dtype)
 
 
 def shards():

@@ -76,30 +76,41 @@ void dropouts() {
   dropout<T>(600, {1, 3, 2}, 1, false, 0, 0.3, false);
 }
 
-template <typename T, bool kNormal>
-void fill(int64_t rows, const GlobalIndex& index) {
+template <typename T, typename Draw>
+void fill(const char* name, const Draw& draw, int64_t rows, const GlobalIndex& index) {
   const int64_t n = rows * index.local_inner;
   Tensor<int64_t> seed(1);
   seed[0] = -5;
-  const Affine affine{0.5, 2};
-  const auto [y] =
-      run_in_every_order(label(kNormal ? "normal" : "uniform", type_name<T>(), n, index), [&] {
-        Tensor<T> y(n);
-        launch(std::min(grid_for(n / 4 + 1), 2), kThreads,
-               [&] { random_fill_kernel<T, kNormal>(y, n, seed, affine, index); });
-        return results(y);
-      });
+  const auto [y] = run_in_every_order(label(name, type_name<T>(), n, index), [&] {
+    Tensor<T> y(n);
+    launch(std::min(grid_for(n / 4 + 1), 2), kThreads,
+           [&] { random_fill_kernel<T, Draw>(y, n, seed, draw, index); });
+    return results(y);
+  });
   Tensor<T> want(n);
   for (int64_t i = 0; i < n; ++i) {
     const uint64_t place = index(i);
     const PhiloxWords words = philox4x32(seed[0], place / 4);
-    const int pair = place % 4 / 2 * 2;
-    const NormalPair normals = unit_normals(words.w[pair], words.w[pair + 1]);
-    want[i] = round_to<T>(affine(!kNormal    ? unit_uniform(words.w[place % 4])
-                                 : place % 2 ? normals.odd
-                                             : normals.even));
+    if constexpr (Draw::kPairs) {
+      const int pair = place % 4 / 2 * 2;
+      const ValuePair values = draw(words.w[pair], words.w[pair + 1]);
+      want[i] = round_to<T>(place % 2 ? values.odd : values.even);
+    } else {
+      want[i] = round_to<T>(draw(words.w[place % 4]));
+    }
   }
   expect_equal("self", y, want);
+}
+
+template <typename T>
+void fills(int64_t rows, const GlobalIndex& index) {
+  fill<T>("uniform", Uniform{0.5, 2}, rows, index);
+  fill<T>("normal", Normal{0.5, 2}, rows, index);
+  for (const double low : {-1.0, 4.0, 40.0, 50.0}) {
+    const double high = low == 50 ? low + 1e-12 : low + 1;
+    with_truncated_draw(truncated_normal(0, 1, low, high, low, high),
+                        [&](auto draw) { fill<T>("truncated normal", draw, rows, index); });
+  }
 }
 
 // An element of which the index in the full tensor, and the local one, are beyond 2^31
@@ -131,10 +142,9 @@ int main() {
   for (const GlobalIndex& index :
        {GlobalIndex{12, 48, 24}, GlobalIndex{7, 33, 6}, GlobalIndex{1, 3, 2}})
     for (const int64_t rows : {0, 1, 350}) {
-      fill<float, false>(rows, index), fill<BFloat16, false>(rows, index);
-      fill<float, true>(rows, index), fill<BFloat16, true>(rows, index);
+      fills<float>(rows, index), fills<BFloat16>(rows, index);
     }
-  fill<double, true>(1, {1500, 1500, 0}), fill<Half, false>(1, {1501, 1501, 0});
+  fills<double>(1, {1500, 1500, 0}), fills<Half>(1, {1501, 1501, 0});
   vast_dropout();
   return done();
 }

@@ -13,7 +13,14 @@ from tp_ext import _ops
 pytestmark = pytest.mark.core
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-FILLS = [_ops.philox_uniform_, _ops.philox_normal_]
+
+
+def truncated_normal_(t, seed, mean, std, *index):
+    """Cut at a third of a deviation below the mean and two above."""
+    _ops.philox_truncated_normal_(t, seed, mean, std, mean - std / 3, mean + 2 * std, *index)
+
+
+FILLS = [_ops.philox_uniform_, _ops.philox_normal_, truncated_normal_]
 
 
 def philox4x32_10(key, counter):
@@ -128,7 +135,11 @@ def test_normal_is_box_muller_of_the_words(device):
 def test_low_precision_is_rounded_fp32(fill, device):
     single = filled(fill, 5000, 3, 0.0, 0.02, device)
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(filled(fill, 5000, 3, 0.0, 0.02, device, dtype=dtype), single.to(dtype))
+        got, want = filled(fill, 5000, 3, 0.0, 0.02, device, dtype=dtype), single.to(dtype)
+        if fill is truncated_normal_:  # but for what rounding puts out of the bounds
+            inside = (want.double() >= -0.02 / 3) & (want.double() <= 0.04)
+            got, want = got[inside], want[inside]
+        assert torch.equal(got, want)
     double = filled(fill, 5000, 3, 0.0, 0.02, device, dtype=torch.float64)
     assert torch.equal(double.float(), single)
 
@@ -140,6 +151,127 @@ def test_every_device_draws_the_same_bits(fill):
     assert torch.equal(cpu, cuda.cpu())
 
 
+# Truncated normal: bounds in standard deviations
+
+INF = float("inf")
+INTERVALS = [
+    (-2, 2),
+    (-1, 3),
+    (-INF, 0.5),
+    (-INF, INF),
+    (0, 1),
+    (1, INF),
+    (-3, -1),
+    (0.5, 0.75),
+    (2, 2.01),
+    (5, 7),
+    (-9, -8),
+]
+
+
+def truncated(n, low, high, device="cpu", mean=0.0, std=1.0, dtype=torch.float64, seed=5):
+    t = torch.empty(n, dtype=dtype, device=device)
+    _ops.philox_truncated_normal_(t, torch.tensor(seed, device=device), mean, std, low, high, n, n, 0)
+    return t
+
+
+@pytest.mark.parametrize("low, high", INTERVALS)
+def test_truncated_normal_is_the_quantile_of_the_uniform(low, high, device):
+    """Of the tail on the nearer side, by torch.special.ndtri in fp64: where its argument is rounded and its own error
+    are small, within 1e-13 of max(1, |z|); a quantile moves by the error of the argument over the density."""
+    n = 1 << 14
+    z = truncated(n, low, high, device).cpu()
+    u = filled(_ops.philox_uniform_, n, 5, 0.0, 1.0, "cpu", dtype=torch.float64)
+    tail = [
+        torch.special.erfc(torch.tensor(b * s / 2**0.5, dtype=torch.float64)) / 2
+        for b, s in ((low, -1), (high, -1), (low, 1), (high, 1))
+    ]
+    left = tail[0] + u * (tail[1] - tail[0])
+    if low > 0:  # from above, mirrored
+        left = tail[3] + (1 - u) * (tail[2] - tail[3])
+    want = torch.special.ndtri(left) * (-1 if low > 0 else 1)
+    slope = left * 4e-16 / (torch.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+    assert ((z - want).abs() <= 1e-13 * z.abs().clamp_min(1) + 4 * slope).all()
+    assert low <= z.min() and z.max() <= high and (z[:-1] != z[1:]).all()
+
+
+@pytest.mark.parametrize(
+    "low, high", [*INTERVALS, (30, 31), (36.9, 37.1), (-INF, -38), (40, INF), (1000, 1000.01), (-3e4, -2e4)]
+)
+def test_truncated_normal_distribution(low, high, device):
+    """Its distribution function, of its values, is uniform: KS at 1e-6; far out the tail is the exponential that it
+    becomes, rate about |bound|, of density ratio 1 + O(1 / bound^2), below what 2^16 draws tell."""
+    n, mean, std = 1 << 16, 3.0, 0.25
+    x = truncated(n, mean + std * low, mean + std * high, device, mean, std).cpu()
+    z = (x - mean) / std
+    near, far = (low, high) if low + high > 0 else (-high, -low)
+    z = z if low + high > 0 else -z
+    if near < -1 or (low, high) == (-INF, INF):
+        cdf = torch.special.ndtr
+        share = (cdf(z) - cdf(torch.tensor(near, dtype=z.dtype))) / (
+            cdf(torch.tensor(far, dtype=z.dtype)) - cdf(torch.tensor(near, dtype=z.dtype))
+        )
+    else:  # log of the upper tail's share, of values and bounds
+        first, last = (torch.special.log_ndtr(-torch.tensor(float(b), dtype=z.dtype)) for b in (near, far))
+        share = -torch.expm1(torch.special.log_ndtr(-z) - first) / -torch.expm1(last - first)
+    rank = torch.arange(1, n + 1, dtype=torch.float64) / n
+    assert (share.sort().values - rank).abs().max() < 2.69 / n**0.5
+
+
+def test_truncated_normal_moments(device):
+    n, density, mass = 1 << 20, math.exp(-2) / math.sqrt(2 * math.pi), math.erf(2 / math.sqrt(2))
+    z = truncated(n, -2.0, 2.0, device).cpu()
+    variance = 1 - 4 * density / mass
+    assert abs(z.mean()) < 5 * (variance / n) ** 0.5
+    assert abs(z.var() - variance) < 5 * (2 / n) ** 0.5
+    for lag in (1, 2, 3):
+        assert abs(torch.corrcoef(torch.stack([z[:-lag], z[lag:]]))[0, 1]) < 5 / n**0.5
+
+
+@pytest.mark.parametrize(
+    "mean, std, low, high",
+    [
+        (0, 1, -0.702, 0.702),
+        (0, 0.02, -0.0301, 0.0299),
+        (1, 1e-2, 0.995, 1.013),
+        (0, 1, 5.003, INF),
+        (0, 1e-6, -1e-6, 1e-7),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_value_is_rounded_out_of_the_bounds(mean, std, low, high, dtype, device):
+    exact = truncated(1 << 14, low, high, device, float(mean), std)
+    rounded = exact if dtype == torch.float64 else exact.float().to(dtype)
+    kept = (rounded.double() >= low) & (rounded.double() <= high)
+    t = truncated(1 << 14, low, high, device, float(mean), std, dtype)
+    assert low <= t.double().min() and t.double().max() <= high
+    assert torch.equal(t[kept], rounded[kept])
+    assert (t[rounded.double() > high] == t.max()).all() and (t[rounded.double() < low] == t.min()).all()
+    if dtype == torch.bfloat16 and high != INF:
+        assert not kept.all(), "some are rounded out of the bounds"
+
+
+def test_narrow_intervals_are_uniform(device):
+    for low, width in ((0.3, 1e-12), (-20.0, 1e-12), (100.0, 1e-11), (-1e-13, 3e-13)):
+        t = truncated(4096, low, low + width, device).cpu()
+        share = (t - low) / ((low + width) - low)
+        assert abs(float(share.mean()) - 0.5) < 0.05 and t.min() >= low and t.max() <= low + width
+
+
+def test_truncated_normal_errors_name_the_argument(device):
+    for mean, std, low, high, word in (
+        (INF, 1.0, 0.0, 1.0, "mean: inf must be finite"),
+        (0.0, 0.0, 0.0, 1.0, "std: 0 must be positive"),
+        (0.0, float("nan"), 0.0, 1.0, "std: nan must be positive"),
+        (0.0, 1.0, 1.0, 1.0, "low: 1 must be below high = 1"),
+        (0.0, 1.0, float("nan"), 1.0, "low: nan must be below"),
+        (0.0, 1.0, 1.001, 1.002, "low: 1.001 and high = 1.002 must have a value of BFloat16 between them"),
+        (0.0, 1.0, -INF, -3.4e38, "must have a value of BFloat16"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            truncated(4, low, high, device, mean, std, torch.bfloat16)
+
+
 @pytest.mark.parametrize("fill", FILLS)
 def test_strided_empty_and_opcheck(fill, device):
     want = filled(fill, (6, 5), 2, 0.0, 1.0, device)
@@ -147,8 +279,10 @@ def test_strided_empty_and_opcheck(fill, device):
     fill(strided, torch.tensor(2, device=device), 0.0, 1.0, 30, 30, 0)
     assert torch.equal(strided, want)
     assert filled(fill, (0, 5), 2, 0.0, 1.0, device).shape == (0, 5)
-    op = torch.ops.tp_ext._philox_uniform_ if fill is FILLS[0] else torch.ops.tp_ext._philox_normal_
-    opcheck(op, (torch.zeros(4, 6, device=device), torch.tensor(1, device=device), 0.0, 1.0, 6, 12, 6))
+    name = ("uniform", "normal", "truncated_normal")[FILLS.index(fill)]
+    numbers = (0.0, 1.0) if name != "truncated_normal" else (0.0, 1.0, -1.0, 2.0)
+    op = getattr(torch.ops.tp_ext, f"_philox_{name}_")
+    opcheck(op, (torch.zeros(4, 6, device=device), torch.tensor(1, device=device), *numbers, 6, 12, 6))
 
 
 @pytest.mark.parametrize("fill", FILLS)
