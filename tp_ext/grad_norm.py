@@ -63,8 +63,8 @@ def clip_grad_norm_(
     exact = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
     total = _checked(exact, table, norm_type, error_if_nonfinite)
     # Each once, also if it was given twice: the kernel works on all at the same time
-    stored = {id(grad): _local(grad) for row in table for grad in row.addends}
-    _clip(list(stored.values()), max_norm, exact if foreach is not False else total, foreach)
+    stored = {id(grad): grad for _, _, addends in table for grad in addends}
+    _clip([*map(_local, stored.values())], max_norm, exact if foreach is not False else total, foreach)
     return total
 
 
@@ -112,13 +112,9 @@ def grad_norm(
     return _checked(total, table, norm_type, error_if_nonfinite)
 
 
-class _Row(NamedTuple):
-    """A parameter, how it is cut, and what makes up its gradient: ``.grad``, ``main_grad``, or both, of a weight tied
-    to another layer's."""
-
-    param: Tensor
-    sharding: Sharding | None
-    addends: list[Tensor]
+# A parameter, how it is cut, and what makes up its gradient: .grad, main_grad, or both, of a weight tied to another
+# layer's. These are many and small: plain tuples, and loops without calls where there may be thousands of parameters.
+_Row = tuple[Tensor, Sharding | None, list[Tensor]]
 
 
 def _norm(
@@ -143,12 +139,17 @@ def _norm(
         if mesh is not None and mesh not in axes:
             axes[mesh] = _axes(mesh.get_all_groups())
             owned[mesh] = []
-        if addends and id(param) not in skipped:
-            # A DTensor over the tensor-parallel axis itself tells alone which rank counts what
-            alone = mesh is not None and not tp.isdisjoint(axes[mesh])
-            grad = addends[0] if len(addends) == 1 else addends[0] + addends[1]
-            owned[mesh] += _counted(grad, sharding, 0 if alone else rank, 1 if alone else p)
-    device = _device([row.param for row in table[:1]])
+        if not addends or (skipped and id(param) in skipped):
+            continue
+        grad = addends[0] if len(addends) == 1 else addends[0] + addends[1]
+        if sharding is None and not isinstance(grad, DTensor):
+            if rank == 0:
+                owned[mesh].append(grad)
+            continue
+        # A DTensor over the tensor-parallel axis itself tells alone which rank counts what
+        alone = mesh is not None and not tp.isdisjoint(axes[mesh])
+        owned[mesh] += _counted(grad, sharding, 0 if alone else rank, 1 if alone else p)
+    device = _device([param for param, _, _ in table[:1]])
     norms = []
     for mesh, counted in owned.items():
         norm = _norm_of(counted, norm_type, foreach).to(device, torch.float64)
@@ -163,7 +164,7 @@ def _norm(
 
 def _checked(total: Tensor, table: Sequence[_Row], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """The norm as it is returned. A rank that owns nothing has no dtype to go by: the widest is everyone's."""
-    dtypes = {grad.dtype for row in table for grad in row.addends}
+    dtypes = {grad.dtype for _, _, addends in table for grad in addends}
     total = total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
@@ -175,24 +176,27 @@ def _checked(total: Tensor, table: Sequence[_Row], norm_type: float, error_if_no
 
 def _counted(grad: Tensor, sharding: Sharding | None, rank: int, p: int) -> list[Tensor]:
     """The pieces of a gradient that this rank counts."""
-    if not isinstance(grad, DTensor):  # mostly all of it, or nothing
-        if sharding is None:
-            return [grad] if rank == 0 else []
-        if all(part.padding == 0 and part.copies == 1 for part in sharding.parts):
-            length = sharding.local_size(rank, p)
-            if -grad.dim() <= sharding.dim < grad.dim() and grad.shape[sharding.dim] == length:
-                return [grad]
+    if sharding is not None and not isinstance(grad, DTensor) and _counts_all(grad.shape, sharding, rank, p):
+        return [grad]
     return [box.tensor for box in boxes(grad, sharding, rank, p)[1] if box.owned]
+
+
+def _counts_all(shape: torch.Size, sharding: Sharding, rank: int, p: int) -> bool:
+    """Whether a shard has neither padding nor copies, as most; False too if it has not the shape that it should."""
+    fits = -len(shape) <= sharding.dim < len(shape) and shape[sharding.dim] == sharding.local_size(rank, p)
+    return fits and all(part.padding == 0 and part.copies == 1 for part in sharding.parts)
 
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | None:
     """The tensors of each device, or None if not all of them are such as our kernels take."""
-    devices: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
-            return None
-        devices.setdefault(tensor.device, []).append(tensor)
-    return devices if _DEVICES.issuperset(device.type for device in devices) else None
+    if not {Tensor}.issuperset(map(type, tensors)) or not _DTYPES.issuperset([tensor.dtype for tensor in tensors]):
+        return None
+    devices = {tensor.device for tensor in tensors}
+    if not _DEVICES.issuperset(device.type for device in devices):
+        return None
+    return {
+        device: [tensor for tensor in tensors if len(devices) == 1 or tensor.device == device] for device in devices
+    }
 
 
 def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
@@ -222,7 +226,9 @@ class _Stored(NamedTuple):
 
 def _addends(param: Tensor) -> list[Tensor]:
     grad, main_grad = param.grad, getattr(param, "main_grad", None)
-    return [one for one in (grad, None if main_grad is grad else main_grad) if one is not None]
+    if main_grad is None or main_grad is grad:
+        return [] if grad is None else [grad]
+    return [main_grad] if grad is None else [grad, main_grad]
 
 
 def _local(grad: Tensor) -> Tensor:
@@ -256,8 +262,8 @@ def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
 def _table(given: Given, p: int) -> list[_Row]:
     if isinstance(given, nn.Module):
         params = dict(given.named_parameters())
-        return [_Row(params[name], sharding, _addends(params[name])) for name, sharding in shardings(given)]
-    table = []
+        return [(params[name], sharding, _addends(params[name])) for name, sharding in shardings(given)]
+    table: list[_Row] = []
     for param in [given] if isinstance(given, Tensor) else given:
         if not isinstance(param, Tensor):
             raise TypeError(f"parameters_or_module: {param!r} must be a module, a parameter or several")
@@ -267,5 +273,5 @@ def _table(given: Given, p: int) -> list[_Row]:
                 f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding, "
                 "which tells how it is cut; pass the module instead"
             )
-        table.append(_Row(param, None if sharding is _UNKNOWN else sharding, _addends(param)))
+        table.append((param, None if sharding is _UNKNOWN else sharding, _addends(param)))
     return table
