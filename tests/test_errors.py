@@ -95,6 +95,7 @@ LINEARS = [
     ("Row(4, 4, input_is_parallel=False, group=g)(ones(3, 2))", ValueError, r"x: shape \(3, 2\) .*in_features = 4"),
     ("Row(4, 4, **sp, group=g)(ones(6, 2), total_tokens=5)", ValueError, "sizes: .*"),
     ('MLP(4, 8, activation="tanh", group=g)', ValueError, "activation: 'tanh' must be one of .*swiglu"),
+    ("MLP(4, 8, gemm_epilogue=True, group=g)", ValueError, "gemm_epilogue: True must not .* activation='gelu'"),
     ("MLP(4, -8, group=g)", ValueError, "ffn_hidden_size: -8 must be"),
     ('MLP(4, 8, activation="swiglu", group=g)(ones(3, 5))', ValueError, r"x: shape \[3, 5\]"),
 ]
