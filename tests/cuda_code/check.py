@@ -103,7 +103,8 @@ def compile_header(nvcc: str, header: str, arch: int, instances: Iterable[Instan
 def parse(text: str, arch: int, threads: dict[str, int]) -> Iterable[Usage]:
     for part in text.split("Compiling entry function '")[1:]:
         name = part.split("' for ")[0]
-        name = re.sub(r"tp_ext::|\((int|bool)\)|^void ", "", name).rsplit(">(", 1)[0] + ">"
+        name = re.sub(r"tp_ext::|\((int|bool)\)|^void ", "", name)
+        name = name.rsplit(">(", 1)[0] + ">" if ">(" in name else name.split("(")[0]
         name = (
             name.replace("> >", ">>")
             .replace("long", "int64_t")

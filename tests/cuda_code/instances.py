@@ -18,7 +18,7 @@ class Instance:
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.kernel}<{', '.join(map(str, self.arguments))}>"
+        return self.kernel + (f"<{', '.join(map(str, self.arguments))}>" if self.arguments else "")
 
 
 def widths(dtype: str) -> tuple[int, int]:
@@ -83,4 +83,11 @@ def shards():
         yield Instance("shard_pack", f"{way}_shards_kernel", (unit,), 256, unit)
 
 
-INSTANCES = [*columns(), *norms(), *ropes(), *vocabularies(), *random_words(), *shards()]
+def lists():
+    for dtype in TYPES:
+        for kernel in ("squared_norm_kernel", "multi_tensor_scale_kernel"):
+            yield Instance("multi_tensor", kernel, (dtype,), 256, dtype)
+    yield Instance("multi_tensor", "sum_of_partials_kernel", (), 1024, DOUBLE)
+
+
+INSTANCES = [*columns(), *norms(), *ropes(), *vocabularies(), *random_words(), *shards(), *lists()]

@@ -15,7 +15,7 @@ import pytest
 
 HERE = Path(__file__).parent
 GXX = shutil.which("g++")
-FAMILIES = ["columns", "norm", "rope", "vocabulary", "random_words", "shards", "lists"]
+FAMILIES = ["columns", "norm", "rope", "vocabulary", "random_words", "shards", "multi_tensor"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=pointer-overflow", "-fno-sanitize-recover=all"]
 # Elements are accessed as vectors, and the formula must round as the kernel does: no fma of one's own
 FLAGS = ["-std=c++17", "-O0", "-g1", *SANITIZE, "-fno-strict-aliasing", "-ffp-contract=off", "-Wall"]

@@ -1,0 +1,120 @@
+// Many tensors in one pass: the sum of their squares, and their scaling.
+
+#include "harness.h"
+
+#include "kernels/multi_tensor.cuh"
+
+using namespace emulation;
+using namespace tp_ext;
+
+namespace {
+
+struct Piece {
+  int64_t n, shift;
+};
+
+TensorList list_of(const std::vector<void*>& data, const std::vector<Piece>& pieces) {
+  TensorList list{};
+  for (const Piece& piece : pieces) {
+    const int k = list.count++;
+    list.data[k] = data[k];
+    list.numel[k] = piece.n;
+    list.first_chunk[k + 1] = list.first_chunk[k] + static_cast<int32_t>(chunks_of_tensor(piece.n));
+  }
+  return list;
+}
+
+template <typename T>
+void both(const std::vector<Piece>& pieces) {
+  std::vector<Tensor<T>> tensors;
+  long double want = 0;
+  for (const Piece& piece : pieces)
+    tensors.push_back(values<T>(piece.n, piece.shift, static_cast<unsigned>(tensors.size())));
+  for (const auto& x : tensors)
+    for (int64_t i = 0; i < x.size(); ++i) want += squared(x[i]);
+  const auto name = std::string("many tensors ") + type_name<T>() + ", the first of " +
+                    std::to_string(pieces[0].n) + " shift " + std::to_string(pieces[0].shift);
+  const auto [total] = run_in_every_order(name + ", squares", [&] {
+    std::vector<void*> data;
+    for (const auto& x : tensors) data.push_back(x.data());
+    const TensorList list = list_of(data, pieces);
+    const int32_t blocks = list.first_chunk[list.count];
+    Tensor<double> partial(blocks), total(1);
+    launch(blocks, kListThreads, [&] { squared_norm_kernel<T>(list, partial); });
+    launch(1, kSumThreads, [&] { sum_of_partials_kernel(partial, blocks, total); });
+    return results(total);
+  });
+  expect_near<double>(
+      "squares", total, [&](int64_t) { return static_cast<double>(want); },
+      [&](int64_t) { return 100 * kEps<double> * static_cast<double>(want); });
+
+  for (const double scale : {0.3, 1.0}) {
+    Tensor<double> factor(1);
+    factor[0] = scale;
+    const auto [joined] = run_in_every_order(name + ", scaled", [&] {
+      std::vector<Tensor<T>> copies;
+      std::vector<void*> data;
+      int64_t all = 0;
+      for (const auto& x : tensors) copies.push_back(x.copy()), all += x.size();
+      for (const auto& x : copies) data.push_back(x.data());
+      const TensorList list = list_of(data, pieces);
+      launch(list.first_chunk[list.count], kListThreads,
+             [&] { multi_tensor_scale_kernel<T>(list, factor); });
+      Tensor<T> joined(all);
+      int64_t place = 0;
+      for (const auto& x : copies)
+        for (int64_t i = 0; i < x.size(); ++i) joined[place++] = x[i];
+      return results(joined);
+    });
+    Tensor<T> want_joined(joined.size());
+    int64_t place = 0;
+    for (const auto& x : tensors)
+      for (int64_t i = 0; i < x.size(); ++i)
+        want_joined[place++] = scale == 1 ? x[i] : scaled(x[i], acc_t<T>(scale));
+    expect_equal("x", joined, want_joined);
+  }
+}
+
+template <typename T>
+double square_of_one(int64_t n, int64_t shift) {
+  const auto x = values<T>(n, shift);
+  const TensorList list = list_of({x.data()}, {{n, shift}});
+  Tensor<double> partial(list.first_chunk[1]);
+  launch(list.first_chunk[1], kListThreads, [&] { squared_norm_kernel<T>(list, partial); });
+  return partial[0];
+}
+
+// The last chunk of a tensor of more than 2^31 elements, behind another
+void vast_squares() {
+  using T = BFloat16;
+  const int64_t n = (int64_t{1} << 31) + 3;
+  current_case = "squares of more than 2^31 elements";
+  ++cases;
+  T* const x = vast<T>(n);
+  x[n - 1] = T(3.f);
+  T one(1.f);
+  const TensorList list = list_of({&one, x}, {{1, 0}, {n, 0}});
+  const int32_t blocks = list.first_chunk[2];
+  double* const partial = vast<double>(blocks);
+  launch(blocks, kListThreads, [&] { squared_norm_kernel<T>(list, partial); }, 0,
+         {dim3(0, 0), dim3(blocks - 1, 0)});
+  if (partial[0] != 1 || partial[blocks - 1] != 9) wrong("the first or last chunk");
+  unmap(x, n), unmap(partial, blocks);
+}
+
+}  // namespace
+
+int main() {
+  for_all_types([](auto type) {
+    using T = decltype(type);
+    constexpr int64_t N = kVec<T>;
+    both<T>({{1, 0}});
+    both<T>({{N, 1}, {N - 1, 0}, {3 * N + 1, 0}, {3 * N + 1, 1}});
+    both<T>({{kTensorChunk + 1, 0}, {700, N}, {kTensorChunk, 1}});
+    for (const int64_t n : {5 * N, 300 * N + 1})
+      if (square_of_one<T>(n, 0) != square_of_one<T>(n, 1)) wrong("an address changes a sum");
+  });
+  both<float>(std::vector<Piece>(kListTensors, {5, 0}));
+  vast_squares();
+  return done();
+}
