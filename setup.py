@@ -37,9 +37,10 @@ if TORCH.release[:2] < (2, 11):
 from torch.utils import cpp_extension  # noqa: E402
 
 DEFAULT_ARCHS = ["8.0", "9.0", "10.0", "12.0"]  # the last one that nvcc knows also as PTX
-# math.h's errno, which nobody reads, would keep square roots out of vector code
+# math.h's errno, which nobody reads, would keep square roots out of vector code, and the flags of floating point
+# exceptions, which nobody reads either, every loop that chooses between two results where there are no mask registers
 # OpenMP is compiled for, not linked: at::parallel_for is inline, and shares the runtime and threads of torch
-CXX_FLAGS = ["-O3", "-fno-math-errno", "-fopenmp", "-g0", "-fvisibility=hidden"]
+CXX_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-g0", "-fvisibility=hidden"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
 NVCC_FLAGS = ["-O3", "-lineinfo", "--expt-relaxed-constexpr"]
 

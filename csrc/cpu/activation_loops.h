@@ -6,10 +6,22 @@
 #include <ATen/ops/empty.h>
 #include <algorithm>
 
+#include "cpu/convert.h"
 #include "cpu/simd.h"
-#include "kernels/scalar.h"
 
 namespace tp_ext {
+
+// A bias in the type of the arithmetic, converted once instead of in every row
+template <typename T>
+at::Tensor widened(const at::Tensor& bias) {
+  if constexpr (kIsHalf<T>) {
+    const at::Tensor wide = at::empty(bias.sizes(), bias.options().dtype(at::kFloat));
+    widen(in<T>(bias), out<float>(wide), bias.numel());
+    return wide;
+  } else {
+    return bias;
+  }
+}
 
 // Calls f(row, column, length) for pieces of a [rows, n] matrix, none across a row end, in
 // parallel.
@@ -68,7 +80,7 @@ void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_o
                        for (int64_t c = 0; c < chunks; ++c)
                          add_partials(partial + c * width + column, total, length);
                        for (int64_t j = 0; j < length; ++j)
-                         sums_out[column + j] = static_cast<T>(static_cast<A>(total[j]));
+                         sums_out[column + j] = from_acc<T>(static_cast<A>(total[j]));
                      }
                    });
 }

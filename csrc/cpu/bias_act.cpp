@@ -12,28 +12,50 @@
 namespace tp_ext {
 namespace {
 
-// One piece of a row. bias (and sums) is that piece of the bias, or null.
-template <typename Act, bool kBias, typename T>
-TP_SIMD void forward_piece(const T* __restrict x, const T* __restrict bias, T* __restrict y,
+// One piece of a row, in the type of the arithmetic. bias (and sums) is that piece of the bias, or
+// null.
+template <typename Act, bool kBias, typename A>
+TP_SIMD void forward_loop(const A* __restrict x, const A* __restrict bias, A* __restrict y,
+                          int64_t n) {
+  for (int64_t j = 0; j < n; ++j) {
+    A v = x[j];
+    if constexpr (kBias) v += bias[j];
+    y[j] = Act::value(v);
+  }
+}
+
+template <typename Act, bool kBias, typename A>
+TP_SIMD void backward_loop(const A* __restrict grad, const A* __restrict x,
+                           const A* __restrict bias, A* __restrict dx, A* __restrict sums,
                            int64_t n) {
   for (int64_t j = 0; j < n; ++j) {
-    acc_t<T> v = to_acc(x[j]);
-    if constexpr (kBias) v += to_acc(bias[j]);
-    y[j] = from_acc<T>(Act::value(v));
+    A v = x[j];
+    if constexpr (kBias) v += bias[j];
+    const A d = Act::backward(grad[j], v);
+    dx[j] = d;
+    if constexpr (kBias) sums[j] += d;
   }
 }
 
 template <typename Act, bool kBias, typename T>
-TP_SIMD void backward_piece(const T* __restrict grad, const T* __restrict x,
-                            const T* __restrict bias, T* __restrict dx, acc_t<T>* __restrict sums,
-                            int64_t n) {
-  for (int64_t j = 0; j < n; ++j) {
-    acc_t<T> v = to_acc(x[j]);
-    if constexpr (kBias) v += to_acc(bias[j]);
-    const acc_t<T> d = Act::backward(to_acc(grad[j]), v);
-    dx[j] = from_acc<T>(d);
-    if constexpr (kBias) sums[j] += d;
-  }
+void forward_piece(const T* x, const acc_t<T>* bias, T* y, int64_t n) {
+  Stage<T> from, to;
+  for_each_stage<T>(n, [&](int64_t i, int64_t m) {
+    forward_loop<Act, kBias>(from.load(x + i, m), kBias ? bias + i : nullptr, to.target(y + i), m);
+    to.store(y + i, m);
+  });
+}
+
+template <typename Act, bool kBias, typename T>
+void backward_piece(const T* grad, const T* x, const acc_t<T>* bias, T* dx, acc_t<T>* sums,
+                    int64_t n) {
+  Stage<T> upstream, from, to;
+  for_each_stage<T>(n, [&](int64_t i, int64_t m) {
+    backward_loop<Act, kBias>(upstream.load(grad + i, m), from.load(x + i, m),
+                              kBias ? bias + i : nullptr, to.target(dx + i),
+                              kBias ? sums + i : nullptr, m);
+    to.store(dx + i, m);
+  });
 }
 
 Tensor bias_act_fwd(const Tensor& x_any, const OptionalTensor& bias_any,
@@ -45,16 +67,19 @@ Tensor bias_act_fwd(const Tensor& x_any, const OptionalTensor& bias_any,
   const int64_t n = bias.defined() ? bias.numel() : x.numel(), rows = n ? x.numel() / n : 0;
   dispatch_floating(x.scalar_type(), "bias_act", [&](auto zero) {
     using T = decltype(zero);
-    const T *px = in<T>(x), *pb = bias.defined() ? in<T>(bias) : nullptr;
+    using A = acc_t<T>;
+    const T* const px = in<T>(x);
+    const Tensor wide = bias.defined() ? widened<T>(bias) : bias;
+    const A* const pb = bias.defined() ? in<A>(wide) : nullptr;
     T* const py = out<T>(y);
     dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
       for_each_piece(rows, n, [&](int64_t row, int64_t column, int64_t length) {
         const int64_t i = row * n + column;
         if (pb)
-          forward_piece<Act, true>(px + i, pb + column, py + i, length);
+          forward_piece<Act, true, T>(px + i, pb + column, py + i, length);
         else
-          forward_piece<Act, false>(px + i, pb, py + i, length);
+          forward_piece<Act, false, T>(px + i, nullptr, py + i, length);
       });
     });
   });
@@ -83,12 +108,13 @@ std::tuple<Tensor, Tensor> bias_act_bwd(const Tensor& grad_any, const Tensor& x_
         return;
       }
       const int64_t n = bias.numel(), rows = n ? x.numel() / n : 0;
-      const T* const pb = in<T>(bias);
+      const Tensor wide = widened<T>(bias);
+      const acc_t<T>* const pb = in<acc_t<T>>(wide);
       for_each_piece_with_sums<T>(rows, n, 1, out<T>(dbias),
                                   [&](int64_t row, int64_t column, int64_t length, acc_t<T>* sums) {
                                     const int64_t i = row * n + column;
-                                    backward_piece<Act, true>(pg + i, px + i, pb + column, pd + i,
-                                                              sums, length);
+                                    backward_piece<Act, true, T>(pg + i, px + i, pb + column,
+                                                                 pd + i, sums, length);
                                   });
     });
   });

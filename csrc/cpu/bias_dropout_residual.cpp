@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "cpu/activation_loops.h"
 #include "cpu/philox_words.h"
 #include "cpu/simd.h"
 #include "kernels/dropout.h"
@@ -13,25 +14,37 @@
 namespace tp_ext {
 namespace {
 
+template <bool kBias, bool kResidual, typename A>
+TP_SIMD void dropout_loop(const A* __restrict x, const A* __restrict bias,
+                          const A* __restrict residual, A* __restrict y,
+                          const uint32_t* __restrict words, int64_t n, Dropout<A> dropout) {
+  for (int64_t i = 0; i < n; ++i) {
+    A value = x[i];
+    if constexpr (kBias) value += bias[i];
+    value *= dropout.factor(words[i]);
+    if constexpr (kResidual) value += residual[i];
+    y[i] = value;
+  }
+}
+
 // One run of elements; bias already points at the first one's
 template <typename T, bool kBias, bool kResidual>
-inline void dropout_run(const T* __restrict x, const T* __restrict bias,
-                        const T* __restrict residual, T* __restrict y,
-                        const uint32_t* __restrict words, int64_t n, Dropout<acc_t<T>> dropout) {
-  for (int64_t i = 0; i < n; ++i) {
-    acc_t<T> value = to_acc(x[i]);
-    if constexpr (kBias) value += to_acc(bias[i]);
-    value *= dropout.factor(words[i]);
-    if constexpr (kResidual) value += to_acc(residual[i]);
-    y[i] = from_acc<T>(value);
-  }
+void dropout_run(const T* x, const acc_t<T>* bias, const T* residual, T* y, const uint32_t* words,
+                 int64_t n, Dropout<acc_t<T>> dropout) {
+  Stage<T> from, from_residual, to;
+  for_each_stage<T>(n, [&](int64_t i, int64_t m) {
+    dropout_loop<kBias, kResidual>(from.load(x + i, m), kBias ? bias + i : nullptr,
+                                   kResidual ? from_residual.load(residual + i, m) : nullptr,
+                                   to.target(y + i), words + i, m, dropout);
+    to.store(y + i, m);
+  });
 }
 
 // Elements [begin, end): runs that are neighbours in the full tensor, cut again at rows of the bias
 template <typename T, bool kBias, bool kResidual>
-TP_SIMD void dropout_range(const T* x, const T* bias, const T* residual, T* y, int64_t bias_size,
-                           uint64_t seed, Dropout<acc_t<T>> dropout, GlobalIndex index,
-                           int64_t begin, int64_t end) {
+void dropout_range(const T* x, const acc_t<T>* bias, const T* residual, T* y, int64_t bias_size,
+                   uint64_t seed, Dropout<acc_t<T>> dropout, GlobalIndex index, int64_t begin,
+                   int64_t end) {
   WordBuffer buffer;
   if (dropout.keeps_all()) std::fill_n(buffer.words, kWordRun + 8, 0);
   for (int64_t i = begin, n; i < end; i += n) {
@@ -42,8 +55,9 @@ TP_SIMD void dropout_range(const T* x, const T* bias, const T* residual, T* y, i
     for (int64_t j = 0, m; j < n; j += m) {
       const int64_t column = kBias ? (i + j) % bias_size : 0;
       m = kBias ? std::min(n - j, bias_size - column) : n;
-      dropout_run<T, kBias, kResidual>(x + i + j, bias + column, residual + i + j, y + i + j,
-                                       words + j, m, dropout);
+      dropout_run<T, kBias, kResidual>(x + i + j, kBias ? bias + column : nullptr,
+                                       kResidual ? residual + i + j : nullptr, y + i + j, words + j,
+                                       m, dropout);
     }
   }
 }
@@ -57,7 +71,7 @@ Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_
   const bool has_bias = bias_in && bias_in->defined();
   const bool has_residual = residual_in && residual_in->defined();
   const Tensor x = x_in.contiguous();
-  const Tensor bias = has_bias ? bias_in->contiguous() : x;
+  const Tensor bias = has_bias ? bias_in->contiguous() : Tensor();
   const Tensor residual = has_residual ? residual_in->contiguous() : x;
   const Tensor y = at::empty_like(x, at::MemoryFormat::Contiguous);
   const auto key = static_cast<uint64_t>(*in<int64_t>(seed));
@@ -68,9 +82,12 @@ Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_
             ? (has_residual ? &dropout_range<T, true, true> : &dropout_range<T, true, false>)
             : (has_residual ? &dropout_range<T, false, true> : &dropout_range<T, false, false>);
     const Dropout<acc_t<T>> dropout(p);
+    const Tensor wide = has_bias ? widened<T>(bias) : bias;
+    const auto* const bias_data = has_bias ? in<acc_t<T>>(wide) : nullptr;
+    const int64_t bias_size = has_bias ? bias.numel() : 1;
     at::parallel_for(0, x.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      range(in<T>(x), in<T>(bias), in<T>(residual), out<T>(y), bias.numel(), key, dropout, index,
-            begin, end);
+      range(in<T>(x), bias_data, in<T>(residual), out<T>(y), bias_size, key, dropout, index, begin,
+            end);
     });
   });
   return y;

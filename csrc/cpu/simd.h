@@ -1,31 +1,21 @@
-// CPU loops: dtype dispatch, parallel ranges, and several instruction sets in one binary.
+// CPU loops: dtype dispatch and parallel ranges.
 
 #pragma once
 
 #include <ATen/Parallel.h>
 
+#include "cpu/clones.h"
+#include "kernels/half.h"
 #include "storage.h"
 
 namespace tp_ext {
-
-// Compiles the function once per x86-64 level; the loader picks the best the machine has, so a
-// wheel runs on any x86-64 and the loops still use AVX2 or AVX-512. Callees are compiled along when
-// inlined, and `flatten` inlines them all: left to its size limits, gcc leaves a call in the loops
-// of the larger activations or half conversions, which then run 50 times slower. Other targets: one
-// version.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define TP_SIMD \
-  __attribute__((flatten, target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define TP_SIMD
-#endif
 
 // Elements a thread should get at least, before a second thread is worth waking
 constexpr int64_t kGrain = 16384;
 
 template <typename F>
 void dispatch_floating(at::ScalarType dtype, const char* op, F f) {
-  dispatch_storage<at::BFloat16, at::Half>(dtype, op, f);
+  dispatch_storage<Bf16, Fp16>(dtype, op, f);
 }
 
 }  // namespace tp_ext

@@ -6,8 +6,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <type_traits>
 
+#include "cpu/convert.h"
 #include "cpu/simd.h"
 #include "kernels/vocab_cross_entropy.h"
 #include "vocab.h"
@@ -15,57 +15,60 @@
 namespace tp_ext {
 namespace {
 
-constexpr int64_t kChunk = 2048;
-
-// A chunk in the accumulation type: itself, or converted into the buffer
-template <typename T>
-inline const acc_t<T>* widen(const T* x, int64_t n, acc_t<T>* buffer) {
-  if constexpr (std::is_same_v<T, acc_t<T>>) {
-    return x;
-  } else {
-    for (int64_t i = 0; i < n; ++i) buffer[i] = to_acc(x[i]);
-    return buffer;
+// Adds a chunk to the statistics of its row. Two streams each, as a sum and a maximum have to wait
+// for their last; after the first chunks the maximum hardly grows, and nothing is rescaled.
+template <typename A>
+TP_SIMD void add_chunk(const A* v, int64_t n, CeStats<A>& row) {
+  const int64_t half = n / 2;
+  const A* const w = v + half;
+  A max = n % 2 ? v[n - 1] : minus_inf<A>(), max_w = minus_inf<A>();
+  A sum = n % 2 ? v[n - 1] : A(0), sum_w = 0, sum_exp = 0;
+  if (max != max) max = minus_inf<A>();  // a NaN never wins
+#pragma omp simd reduction(max : max, max_w) reduction(+ : sum, sum_w)
+  for (int64_t i = 0; i < half; ++i) {
+    max = v[i] > max ? v[i] : max;
+    max_w = w[i] > max_w ? w[i] : max_w;
+    sum += v[i];
+    sum_w += w[i];
   }
+  max = max_w > max ? max_w : max;
+  if (max > row.max) {
+    row.sum_exp = rescale(row.sum_exp, row.max, max);
+    row.max = max;
+  }
+  const A shift = exp_shift(row.max);
+#pragma omp simd reduction(+ : sum_exp)
+  for (int64_t i = 0; i < n; ++i) sum_exp += exp_down(v[i] - shift);
+  row.sum_exp += sum_exp;
+  row.sum += sum + sum_w;
 }
 
 template <typename T>
-TP_SIMD CeStats<acc_t<T>> row_stats(const T* x, int64_t n) {
-  using A = acc_t<T>;
-  A buffer[kChunk];
-  CeStats<A> row = no_columns<A>();
+CeStats<acc_t<T>> row_stats(const T* x, int64_t n) {
+  constexpr int64_t kChunk = kStage;
+  CeStats<acc_t<T>> row = no_columns<acc_t<T>>();
+  Stage<T> stage;
   for (int64_t start = 0; start < n; start += kChunk) {
     const int64_t size = std::min(kChunk, n - start);
-    const A* v = widen(x + start, size, buffer);
-    A max = minus_inf<A>(), sum = 0, sum_exp = 0;
-#pragma omp simd reduction(max : max) reduction(+ : sum)
-    for (int64_t i = 0; i < size; ++i) {
-      max = v[i] > max ? v[i] : max;
-      sum += v[i];
-    }
-    const A shift = exp_shift(max);
-#pragma omp simd reduction(+ : sum_exp)
-    for (int64_t i = 0; i < size; ++i) sum_exp += exp_of(v[i] - shift);
-    merge(row, CeStats<A>{max, sum_exp, A(0), sum});
+    add_chunk(stage.load(x + start, size), size, row);
   }
   return row;
 }
 
 // dx may be x
-template <typename T>
-TP_SIMD void row_grad(const T* x, T* dx, int64_t n, CeRowGrad<acc_t<T>> row) {
-  using A = acc_t<T>;
-  if constexpr (std::is_same_v<T, A>) {
+template <typename A>
+TP_SIMD void grad_loop(const A* x, A* dx, int64_t n, CeRowGrad<A> row) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) dx[i] = row(x[i]);
-  } else {
-    A buffer[kChunk];
-    for (int64_t start = 0; start < n; start += kChunk) {
-      const int64_t size = std::min(kChunk, n - start);
-      widen(x + start, size, buffer);
-      for (int64_t i = 0; i < size; ++i) buffer[i] = row(buffer[i]);
-      for (int64_t i = 0; i < size; ++i) dx[start + i] = from_acc<T>(buffer[i]);
-    }
-  }
+  for (int64_t i = 0; i < n; ++i) dx[i] = row(x[i]);
+}
+
+template <typename T>
+void row_grad(const T* x, T* dx, int64_t n, CeRowGrad<acc_t<T>> row) {
+  Stage<T> from, to;
+  for_each_stage<T>(n, [&](int64_t i, int64_t m) {
+    grad_loop(from.load(x + i, m), to.target(dx + i), m, row);
+    to.store(dx + i, m);
+  });
 }
 
 int64_t rows_per_thread(int64_t width) { return std::max<int64_t>(1, kGrain / (width + 1)); }

@@ -101,7 +101,8 @@ struct CeRowGrad {
         everywhere(g * options.label_smoothing / options.vocab_size),
         hit(g * (A(1) - options.label_smoothing)) {}
 
-  TP_HD A operator()(A x) const { return scale * exp_of((x - max) - log_sum) - everywhere; }
+  // The exponent is at most 0: no x is above max, and log_sum is the logarithm of at least 1
+  TP_HD A operator()(A x) const { return scale * exp_down((x - max) - log_sum) - everywhere; }
 };
 
 }  // namespace tp_ext

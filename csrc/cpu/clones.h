@@ -1,0 +1,14 @@
+// Loops for several instruction sets in one binary.
+
+#pragma once
+
+// Compiles the function once per x86-64 level; the loader picks the best the machine has, so a
+// wheel runs on any x86-64 and the loops still use AVX2 or AVX-512. Callees are compiled along when
+// inlined, and `flatten` inlines them all: left to its size limits, gcc leaves a call in the loops
+// of the larger activations, which then run 50 times slower. Other targets: one version.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define TP_SIMD \
+  __attribute__((flatten, target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TP_SIMD
+#endif
