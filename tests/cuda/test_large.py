@@ -166,3 +166,14 @@ def test_packed_shards_beyond_32_bits(device):
             first = blocks[0, ..., : sizes[0]] if padded else blocks[: x.numel() * sizes[0] // n].view(-1, sizes[0])
             assert dim == 0 or torch.equal(first[-3:], x[-3:, : sizes[0]])
             del blocks, first
+
+
+def test_norms_and_scaling_beyond_32_bits(device):
+    """Sums of squares of 1 and of 1/2 are exact in fp64: each element counts once, and is scaled once."""
+    enough(device, 2)
+    x = torch.ones(ROWS[device.type], N, dtype=DTYPE, device=device)
+    small = torch.ones(5, dtype=torch.float32, device=device)
+    assert _ops.multi_tensor_squared_norm([small, x]).item() == x.numel() + 5
+    _ops.multi_tensor_scale_([small, x], torch.tensor(0.5, device=device))
+    assert _ops.multi_tensor_squared_norm([x]).item() == x.numel() / 4
+    assert (x[-1] == 0.5).all() and (x[0] == 0.5).all() and (small == 0.5).all()
