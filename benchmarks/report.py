@@ -4,6 +4,7 @@ import argparse
 import csv
 import datetime
 import importlib.util
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +34,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def stamp(device: str, *packages: str) -> Record:
-    """What a row needs to be worth anything later: commit ("+": edited), device, versions, date."""
+    """What a row needs to be worth anything later: commit ("+": edited; TP_EXT_COMMIT where there is no git), device,
+    versions, date."""
 
     def git(*args: str) -> str:
         cwd = Path(__file__).parent
-        return subprocess.run(["git", *args], cwd=cwd, capture_output=True, text=True, check=False).stdout.strip()
+        try:
+            done = subprocess.run(["git", *args], cwd=cwd, capture_output=True, text=True, check=False)
+        except OSError:  # no git
+            return ""
+        return done.stdout.strip()
 
     if device == "cuda":
         name = torch.cuda.get_device_name()
@@ -45,7 +51,8 @@ def stamp(device: str, *packages: str) -> Record:
         info = Path("/proc/cpuinfo")
         lines = info.read_text().splitlines() if info.exists() else []
         name = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
-    commit = git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    edited = "+" if git("status", "--porcelain", "-uno") else ""
+    commit = git("rev-parse", "--short", "HEAD") + edited or os.environ.get("TP_EXT_COMMIT", "unknown")
     versions = {package: _version(package) for package in packages}
     return {"commit": commit, "device": name, "torch": torch.__version__, **versions, "date": _today()}
 

@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import gpu_check
 import gpu_results
+import report
 import timing
 from stages import ROOT, Command, Run, Stage
 
@@ -217,6 +218,13 @@ def test_a_dry_run_writes_every_field(tmp_path):
     assert all(set(row) == ROW | {"peers_ms"} and row["ms"] > 0 and row["bytes"] > 0 for row in rows)
     assert all(set(row["peers_ms"]) == {"torch eager"} for row in rows)
     assert "rope" in done.stdout and "not measured" in done.stdout
+
+
+def test_the_commit_is_named_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert report.stamp("cpu")["commit"] == "unknown"
+    monkeypatch.setenv("TP_EXT_COMMIT", "abc1234")
+    assert report.stamp("cpu")["commit"] == "abc1234"
 
 
 # What is made of the results
