@@ -17,8 +17,8 @@ from tp_ext import _ops
 pytestmark = pytest.mark.core
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-ROWS, N, HEADS, D, R, VOCAB = 6, 48, 3, 16, 10, 7
-PARAMETERS = ("weight", "bias")
+ROWS, N, HEADS, D, R, VOCAB, FFN = 6, 48, 3, 16, 10, 7, 20
+PARAMETERS = ("weight", "bias", "up_weight", "down_weight")
 EPS = 1e-5
 
 
@@ -62,6 +62,10 @@ def _embedded(ids: Tensor, weight: Tensor) -> Tensor:
     return _ops.vocab_parallel_embedding(ids, weight, "", 0, VOCAB, VOCAB, False, None)
 
 
+def _mlp(x: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor) -> Tensor:
+    return _ops.parallel_mlp(x, up_weight, up_bias, down_weight, down_bias, "")
+
+
 x, row = _normal(ROWS, N), _normal(N)
 # By operator: the forward passes that it has, each with its inputs by name
 CALLS: dict[str, list[tuple[Callable[..., Tensor], dict[str, Callable[[torch.dtype], Tensor]]]]] = {
@@ -87,10 +91,28 @@ CALLS: dict[str, list[tuple[Callable[..., Tensor], dict[str, Callable[[torch.dty
         )
         for between in (False, True)
     ],
+    "rope(positions=)": [
+        (
+            lambda x, cos, sin, positions: _ops.rope(x, cos, sin, False, positions),
+            {"x": _normal(ROWS, HEADS, D), "cos": _angles, "sin": _angles, "positions": _integers(ROWS, ROWS)},
+        )
+    ],
     "vocab_parallel_cross_entropy": [
         (_loss(inplace), {"logits": x, "target": _integers(N, ROWS)}) for inplace in (False, True)
     ],
     "vocab_parallel_embedding": [(_embedded, {"ids": _integers(VOCAB, ROWS), "weight": _normal(VOCAB, N)})],
+    "parallel_mlp": [
+        (
+            _mlp,
+            {
+                "x": x,
+                "up_weight": _normal(FFN, N),
+                "up_bias": _normal(FFN),
+                "down_weight": _normal(N, FFN),
+                "down_bias": row,
+            },
+        )
+    ],
 }
 
 
@@ -120,8 +142,8 @@ def test_what_is_kept_is_what_the_page_says(operator: str, dtype: torch.dtype) -
         assert sum(a not in addresses for a in storages) == own
         size = sum(size for a, size in storages.items() if addresses.get(a) not in PARAMETERS)
         letters = {"e": dtype.itemsize, "s": max(dtype.itemsize, 4), "rows": ROWS, "n": N}
-        letters |= {"heads": HEADS, "d": D, "r": R}
-        elements = ROWS * HEADS * D if operator == "rope" else ROWS * N
+        letters |= {"heads": HEADS, "d": D, "r": R, "f": FFN}
+        elements = ROWS * HEADS * D if operator.startswith("rope") else ROWS * N
         assert size == pytest.approx(elements * eval(formula, letters), rel=1e-12)
 
 
