@@ -95,21 +95,40 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_gated_act_bwd(Tensor grad, Tensor x, Tensor? bias, str activation) -> (Tensor, Tensor)",
         tags);
 
-  // Normalisation over the last dim; statistics in fp32 (fp64 for fp64)
+  // Normalisation over the last dim; statistics in fp32 (fp64 for fp64). With a residual:
+  // sum = x + residual, y = norm(sum), and dx, with grad_sum added, is the gradient of both.
+  // output_mask: which gradients are wanted; the others are empty
   m.def("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", tags);
+  m.def(
+      "rms_norm_residual(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor y, "
+      "Tensor sum)",
+      tags);
   m.def("_rms_norm_fwd(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor rstd)", tags);
   m.def(
-      "_rms_norm_bwd(Tensor grad, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor dx, Tensor "
-      "dweight)",
+      "_rms_norm_residual_fwd(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor y, "
+      "Tensor sum, Tensor rstd)",
+      tags);
+  m.def(
+      "_rms_norm_bwd(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, Tensor? grad_sum=None, "
+      "bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)",
       tags);
   m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", tags);
+  m.def(
+      "layer_norm_residual(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> "
+      "(Tensor y, Tensor sum)",
+      tags);
   m.def(
       "_layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor "
       "mean, Tensor rstd)",
       tags);
   m.def(
-      "_layer_norm_bwd(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd) -> (Tensor "
-      "dx, Tensor dweight, Tensor dbias)",
+      "_layer_norm_residual_fwd(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float "
+      "eps) -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
+      tags);
+  m.def(
+      "_layer_norm_bwd(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? "
+      "grad_sum=None, bool[3] output_mask=[True, True, True]) -> (Tensor dx, Tensor dweight, "
+      "Tensor dbias)",
       tags);
 
   // Rotary embedding: x [tokens, heads, head_dim] or [batch, seq, heads, head_dim], cos and sin

@@ -32,13 +32,6 @@ inline NormShape check_norm_input(const Tensor& x, const OptionalTensor& weight)
   return {rows, x.size(-1)};
 }
 
-inline void check_norm_grad(const Tensor& grad, const Tensor& x) {
-  TORCH_CHECK_VALUE(grad.sizes() == x.sizes(), "grad: shape ", grad.sizes(), " must be that of x, ",
-                    x.sizes());
-  check_same_dtype(grad, "grad", x, "x");
-  check_same_device(grad, "grad", x, "x");
-}
-
 // mean or rstd as the forward operator returned it
 inline void check_norm_stat(const Tensor& t, const char* name, const Tensor& x, int64_t rows) {
   TORCH_CHECK_VALUE(t.dim() == 1 && t.size(0) == rows, name, ": shape ", t.sizes(), " must be [",
@@ -47,6 +40,24 @@ inline void check_norm_stat(const Tensor& t, const char* name, const Tensor& x, 
   TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": dtype ", t.scalar_type(), " must be ", dtype,
                    " for x of ", x.scalar_type());
   check_same_device(t, name, x, "x");
+}
+
+// residual, grad or grad_sum: what x is, but for its strides
+inline void check_norm_like_x(const Tensor& t, const char* name, const Tensor& x) {
+  TORCH_CHECK_VALUE(t.sizes() == x.sizes(), name, ": shape ", t.sizes(), " must be that of x, ",
+                    x.sizes());
+  check_same_dtype(t, name, x, "x");
+  check_same_device(t, name, x, "x");
+}
+
+inline NormShape check_norm_backward(const Tensor& grad, const Tensor& x,
+                                     const OptionalTensor& weight, const Tensor& rstd,
+                                     const OptionalTensor& grad_sum) {
+  const NormShape shape = check_norm_input(x, weight);
+  check_norm_like_x(grad, "grad", x);
+  if (has(grad_sum)) check_norm_like_x(*grad_sum, "grad_sum", x);
+  check_norm_stat(rstd, "rstd", x, shape.rows);
+  return shape;
 }
 
 }  // namespace tp_ext

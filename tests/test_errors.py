@@ -163,6 +163,26 @@ REST = [
     ("RMSNorm((), group=g)", ValueError, r"normalized_shape: \(\) must be one or more integers"),
     ("LayerNorm([4, 0], group=g)", ValueError, r"normalized_shape: \[4, 0\] must be"),
     ("RMSNorm(4, group=g)(ones(3, 5))", ValueError, r"x: shape \(3, 5\) must end in normalized_shape = \(4,\)"),
+    (
+        "RMSNorm(4, group=g, **sp)(ones(3, 4), ones(4))",
+        ValueError,
+        r"residual: shape \(4,\) must be that of x, \(3, 4\)",
+    ),
+    (
+        "LayerNorm(4, group=g)(ones(3, 4), ones(2, 4))",
+        ValueError,
+        r"residual: shape \(2, 4\) must be that of x, \(3, 4\)",
+    ),
+    (
+        "RMSNorm(4, group=g)(ones(3, 4), ones(3, 4).double())",
+        TypeError,
+        "residual: dtype Double must be that of x, Float",
+    ),
+    (
+        "LayerNorm(4, group=g)(ones(3, 4), ones(3, 4).half())",
+        TypeError,
+        "residual: dtype Half must be that of x, Float",
+    ),
     ("LayerNorm((3, 4), group=g)(ones(4))", ValueError, r"x: shape \(4,\) must end in"),
     ("LayerNorm(4, group=g)(ids)", TypeError, "x: dtype Long must be a floating"),
     ("RMSNorm(4, group=g)(ids)", TypeError, "x: dtype .*must be a floating"),

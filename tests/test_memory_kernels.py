@@ -84,6 +84,18 @@ CALLS: dict[str, list[tuple[Callable[..., Tensor], dict[str, Callable[[torch.dty
     "layer_norm": [
         (lambda x, weight, bias: _ops.layer_norm(x, weight, bias, EPS), {"x": x, "weight": row, "bias": row})
     ],
+    "rms_norm_residual": [
+        (
+            lambda x, residual, weight: _ops.rms_norm_residual(x, residual, weight, EPS)[0],
+            {"x": x, "residual": x, "weight": row},
+        )
+    ],
+    "layer_norm_residual": [
+        (
+            lambda x, residual, weight, bias: _ops.layer_norm_residual(x, residual, weight, bias, EPS)[0],
+            {"x": x, "residual": x, "weight": row, "bias": row},
+        )
+    ],
     "rope": [
         (
             lambda x, cos, sin, between=between: _ops.rope(x, cos, sin, between),

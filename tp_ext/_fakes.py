@@ -78,25 +78,59 @@ def _(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Te
     return _like(x), _like_or_none(bias, x)
 
 
+def _per_row(x: Tensor) -> Tensor:
+    return x.new_empty(math.prod(x.shape[:-1]), dtype=_acc_dtype(x.dtype))
+
+
+def _like_if(wanted: bool, x: Tensor | None, default: Tensor) -> Tensor:
+    return _like(x) if x is not None and wanted else (default if x is None else x).new_empty(0)
+
+
 @torch.library.register_fake("tp_ext::_rms_norm_fwd")
 def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return _like(x), x.new_empty(math.prod(x.shape[:-1]), dtype=_acc_dtype(x.dtype))
+    return _like(x), _per_row(x)
+
+
+@torch.library.register_fake("tp_ext::_rms_norm_residual_fwd")
+def _(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x), _like(x), _per_row(x)
 
 
 @torch.library.register_fake("tp_ext::_rms_norm_bwd")
-def _(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(x), _like_or_none(weight, x)
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    grad_sum: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True),
+) -> tuple[Tensor, Tensor]:
+    return _like_if(output_mask[0], x, x), _like_if(output_mask[1], weight, x)
 
 
 @torch.library.register_fake("tp_ext::_layer_norm_fwd")
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    stats = x.new_empty(math.prod(x.shape[:-1]), dtype=_acc_dtype(x.dtype))
-    return _like(x), stats, torch.empty_like(stats)
+    return _like(x), _per_row(x), _per_row(x)
+
+
+@torch.library.register_fake("tp_ext::_layer_norm_residual_fwd")
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _like(x), _like(x), _per_row(x), _per_row(x)
 
 
 @torch.library.register_fake("tp_ext::_layer_norm_bwd")
-def _(grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x), _like_or_none(weight, x), _like_or_none(weight, x)
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    grad_sum: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_if(output_mask[0], x, x), _like_if(output_mask[1], weight, x), _like_if(output_mask[2], weight, x)
 
 
 @torch.library.register_fake("tp_ext::_rope_tables")

@@ -78,15 +78,22 @@ bias_act_bwd: ActivationGrad = _op("_bias_act_bwd")
 gated_act_fwd: Activation = _op("_gated_act_fwd")
 gated_act_bwd: ActivationGrad = _op("_gated_act_bwd")
 
-# Norms
+# Norms: (grad,) x (, residual), weight, bias, eps or mean and rstd; gradients also: grad_sum, output_mask
+Mask = Sequence[bool]
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = _direct("rms_norm")
-rms_norm_fwd: Callable[[Tensor, Tensor | None, float], tuple[Tensor, Tensor]] = _op("_rms_norm_fwd")
-rms_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]] = _op("_rms_norm_bwd")
+rms_norm_residual: Callable[[Tensor, Tensor, Tensor | None, float], Pair] = _op("rms_norm_residual")
+rms_norm_fwd: Callable[[Tensor, Tensor | None, float], Pair] = _op("_rms_norm_fwd")
+rms_norm_residual_fwd: Callable[[Tensor, Tensor, Tensor | None, float], Triple] = _op("_rms_norm_residual_fwd")
+rms_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Mask], Pair] = _op("_rms_norm_bwd")
 layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor] = _direct("layer_norm")
-layer_norm_fwd: Callable[[Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor, Tensor]] = _op(
-    "_layer_norm_fwd"
-)
-layer_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = _op(
+layer_norm_residual: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], Pair] = _op("layer_norm_residual")
+layer_norm_fwd: Callable[[Tensor, Tensor | None, Tensor | None, float], Triple] = _op("_layer_norm_fwd")
+layer_norm_residual_fwd: Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor, Tensor, Tensor]
+] = _op("_layer_norm_residual_fwd")
+layer_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Mask], Triple] = _op(
     "_layer_norm_bwd"
 )
 

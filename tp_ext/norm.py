@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm: torch's modules, with weights that get their whole gradient under sequence parallelism."""
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,14 @@ class _Norm(ParallelModule):
             raise ValueError(f"x: shape {tuple(x.shape)} must end in normalized_shape = {shape}")
         return x.flatten(-len(shape)) if len(shape) > 1 else x
 
+    def _check_residual(self, x: Tensor, residual: Tensor) -> None:
+        if residual.shape != x.shape:
+            raise ValueError(f"residual: shape {tuple(residual.shape)} must be that of x, {tuple(x.shape)}")
+
+    def _shaped(self, results: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        y, total = results
+        return (y, total) if len(self.normalized_shape) == 1 else (y.view(x.shape), total.view(x.shape))
+
     def _flat_parameter(self, name: str) -> Tensor | None:
         param = self.replicated_parameter(name)
         return param.flatten() if param is not None and param.dim() > 1 else param
@@ -52,6 +61,12 @@ class RMSNorm(_Norm):
 
     Shapes: x ``[.., *normalized_shape]`` -> the same. Statistics in fp32 (fp64 for fp64); saved for backward: x and one
     number per row. Communicates: under SP, backward, one all-reduce of the weight's gradient.
+
+    ``norm(x, residual)``, the sublayer's output and what goes past it, is ``(y, total)``: total = x + residual, rounded
+    to their dtype, and y = norm(total), in one pass over memory; the same bits as those two steps. residual is like x
+    in shape, dtype and device (ValueError, TypeError; under autocast their dtypes may differ, as in torch). Saved for
+    backward: total, which lives anyway, instead of x. Backward adds the gradient of total on its way: x and residual
+    have one gradient.
 
     Args:
         normalized_shape, eps, elementwise_affine: as torch; ``eps=None`` is the machine epsilon of the dtype that the
@@ -85,13 +100,21 @@ class RMSNorm(_Norm):
         if not elementwise_affine:
             self.register_parameter("weight", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if not x.is_floating_point():
             raise TypeError(f"x: dtype {x.dtype} must be a floating point type")
         eps = self.eps
         if eps is None:
             eps = EPSILON_64 if x.dtype == torch.float64 else EPSILON_32
-        y = _ops.rms_norm(self._flat(x), self._flat_parameter("weight"), eps)
+        flat, weight = self._flat(x), self._flat_parameter("weight")
+        if residual is not None:
+            self._check_residual(x, residual)
+            return self._shaped(_ops.rms_norm_residual(flat, self._flat(residual), weight, eps), x)
+        y = _ops.rms_norm(flat, weight, eps)
         return y if len(self.normalized_shape) == 1 else y.view(x.shape)
 
     def extra_repr(self) -> str:
@@ -104,8 +127,8 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dims; ``torch.nn.LayerNorm`` otherwise.
 
-    Shapes, precision and communication as :class:`RMSNorm`, with two numbers per row and, under SP, a second all-reduce
-    for the bias.
+    Shapes, precision, communication and ``norm(x, residual)`` as :class:`RMSNorm`, with two numbers per row and, under
+    SP, a second all-reduce for the bias. Nothing is saved if only the bias is trained.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias: as torch.
@@ -141,9 +164,16 @@ class LayerNorm(_Norm):
             if not there:
                 self.register_parameter(name, None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._flat_parameter("weight"), self._flat_parameter("bias")
-        y = _ops.layer_norm(self._flat(x), weight, bias, self.eps)
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        flat, weight, bias = self._flat(x), self._flat_parameter("weight"), self._flat_parameter("bias")
+        if residual is not None:
+            self._check_residual(x, residual)
+            return self._shaped(_ops.layer_norm_residual(flat, self._flat(residual), weight, bias, self.eps), x)
+        y = _ops.layer_norm(flat, weight, bias, self.eps)
         return y if len(self.normalized_shape) == 1 else y.view(x.shape)
 
     def extra_repr(self) -> str:

@@ -1,11 +1,17 @@
-// rms_norm and layer_norm, differentiable: x [.., n] -> y [.., n], weight and bias [n] or none.
+// rms_norm and layer_norm, differentiable: x [.., n] -> y [.., n], weight and bias [n] or none; with
+// a residual like x also sum = x + residual, rounded to their dtype, and y is the norm of that.
 //
-//   rms_norm    y = x / sqrt(mean(x^2) + eps) * weight                     saved: x, weight, rstd
-//   layer_norm  y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias     saved: x, weight, mean,
-//   rstd
+//   rms_norm    y = x / sqrt(mean(x^2) + eps) * weight                     saved: x, rstd
+//   layer_norm  y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias     saved: x, mean, rstd
+//
+// With a residual sum is saved, an output that lives anyway, instead of x. LayerNorm of which only
+// the bias is trained saves nothing. x and residual get the same gradient, that of sum through y
+// plus the one that sum itself is given, as one tensor: autograd adds to no gradient that somebody
+// else holds. The backward kernels compute what is asked for.
 //
 // No communication. Under autocast both run in fp32 on CUDA, as torch's layer_norm and rms_norm do;
-// torch's CPU autocast leaves them in the dtype of their input, and so does this.
+// torch's CPU autocast leaves them in the dtype of their input, and so does this: x and residual
+// are brought to their common type, as torch's sum would.
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -14,6 +20,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/sum.h>
 
+#include <array>
+#include <numeric>
 #include <tuple>
 
 #include "norm_args.h"
@@ -23,125 +31,247 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& x, const OptionalTensor& weight, double eps) {
+// y, sum (undefined without a residual) and rstd
+Three rms_norm_fwd(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                   double eps) {
+  static const auto plain =
+      find_op<Two(const Tensor&, const OptionalTensor&, double)>("tp_ext::_rms_norm_fwd");
+  static const auto adding =
+      find_op<Three(const Tensor&, const Tensor&, const OptionalTensor&, double)>(
+          "tp_ext::_rms_norm_residual_fwd");
+  if (has(residual)) return adding.call(x, *residual, weight, eps);
+  auto [y, rstd] = plain.call(x, weight, eps);
+  return {y, Tensor(), rstd};
+}
+
+Two rms_norm_bwd(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
+                 const Tensor& rstd, const OptionalTensor& grad_sum, std::array<bool, 2> wanted) {
   static const auto op =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, double)>(
-          "tp_ext::_rms_norm_fwd");
-  return op.call(x, weight, eps);
+      find_op<Two(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                  const OptionalTensor&, std::array<bool, 2>)>("tp_ext::_rms_norm_bwd");
+  return op.call(grad, x, weight, rstd, grad_sum, wanted);
 }
 
-std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad, const Tensor& x,
-                                        const OptionalTensor& weight, const Tensor& rstd) {
-  static const auto op = find_op<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&)>("tp_ext::_rms_norm_bwd");
-  return op.call(grad, x, weight, rstd);
+// y, sum (undefined without a residual), mean and rstd
+Four layer_norm_fwd(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                    const OptionalTensor& bias, double eps) {
+  static const auto plain =
+      find_op<Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, double)>(
+          "tp_ext::_layer_norm_fwd");
+  static const auto adding =
+      find_op<Four(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                   double)>("tp_ext::_layer_norm_residual_fwd");
+  if (has(residual)) return adding.call(x, *residual, weight, bias, eps);
+  auto [y, mean, rstd] = plain.call(x, weight, bias, eps);
+  return {y, Tensor(), mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& x, const OptionalTensor& weight,
-                                                  const OptionalTensor& bias, double eps) {
-  static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, const OptionalTensor&, const OptionalTensor&, double)>(
-      "tp_ext::_layer_norm_fwd");
-  return op.call(x, weight, bias, eps);
+Three layer_norm_bwd(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
+                     const Tensor& mean, const Tensor& rstd, const OptionalTensor& grad_sum,
+                     std::array<bool, 3> wanted) {
+  static const auto op =
+      find_op<Three(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                    const Tensor&, const OptionalTensor&, std::array<bool, 3>)>(
+          "tp_ext::_layer_norm_bwd");
+  return op.call(grad, x, weight, mean, rstd, grad_sum, wanted);
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad, const Tensor& x,
-                                                  const OptionalTensor& weight, const Tensor& mean,
-                                                  const Tensor& rstd) {
-  static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&)>(
-      "tp_ext::_layer_norm_bwd");
-  return op.call(grad, x, weight, mean, rstd);
-}
-
-// An undefined saved tensor stands for a missing weight
+// An undefined tensor stands for a missing one
 OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
-// The i-th gradient if that input has one: autograd counts the defined tensors only
-Tensor wanted(AutogradContext* ctx, size_t i, const Tensor& grad) {
-  return ctx->needs_input_grad(i) ? grad : Tensor();
+bool trained(const OptionalTensor& t) { return has(t) && t->requires_grad(); }
+
+variable_list outputs(const Tensor& y, const Tensor& sum) {
+  return sum.defined() ? variable_list{y, sum} : variable_list{y};
 }
 
-struct RmsNorm : torch::autograd::Function<RmsNorm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weight,
-                        double eps) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, rstd] = rms_norm_fwd(x, weight, eps);
-    ctx->save_for_backward({x, weight.value_or(Tensor()), rstd});
-    return y;
+// The gradients that a backward is given and asked for. Autograd counts the defined inputs only:
+// x, residual, weight, bias.
+struct Asked {
+  Asked(AutogradContext* ctx, const variable_list& grads, bool has_weight, bool has_bias)
+      : residual(grads.size() == 2),
+        x(ctx->needs_input_grad(0)),
+        r(residual && ctx->needs_input_grad(1)),
+        weight(has_weight && ctx->needs_input_grad(1 + residual)),
+        bias(has_bias && ctx->needs_input_grad(1 + residual + has_weight)),
+        grad(grads[0]),
+        grad_sum(residual ? grads[1] : Tensor()) {}
+
+  // Hands dx to x and residual
+  void give(const Tensor& dx, variable_list& result) const {
+    if (x) result[0] = dx;
+    if (r) result[1] = dx;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward("rms_norm");
-    const auto saved = ctx->get_saved_variables();
-    const auto weight = optional(saved[1]);
-    const auto [dx, dweight] = rms_norm_bwd(grads[0], saved[0], weight, saved[2]);
-    return {wanted(ctx, 0, dx), weight ? wanted(ctx, 1, dweight) : Tensor(), Tensor()};
-  }
+  const bool residual, x, r, weight, bias;
+  const Tensor grad, grad_sum;
 };
 
-struct LayerNorm : torch::autograd::Function<LayerNorm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps) {
+struct RmsNorm : torch::autograd::Function<RmsNorm> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x,
+                               const OptionalTensor& residual, const OptionalTensor& weight,
+                               double eps) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, mean, rstd] = layer_norm_fwd(x, weight, bias, eps);
-    ctx->save_for_backward({x, weight.value_or(Tensor()), mean, rstd});
-    ctx->saved_data["has_bias"] = has(bias);
-    return y;
+    ctx->set_materialize_grads(false);
+    const auto [y, sum, rstd] = rms_norm_fwd(x, residual, weight, eps);
+    ctx->save_for_backward({sum.defined() ? sum : x, weight.value_or(Tensor()), rstd});
+    return outputs(y, sum);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward("layer_norm");
+    variable_list result(4);
     const auto saved = ctx->get_saved_variables();
-    const auto weight = optional(saved[1]);
-    auto [dx, dweight, dbias] = layer_norm_bwd(grads[0], saved[0], weight, saved[2], saved[3]);
-    variable_list result = {wanted(ctx, 0, dx), weight ? wanted(ctx, 1, dweight) : Tensor(),
-                            Tensor(), Tensor()};
-    const size_t bias = weight ? 2 : 1;
-    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(bias)) {
-      // The kernel returns parameter gradients next to a weight only; a bias alone is rare
-      result[2] = weight ? dbias : grads[0].reshape({-1, grads[0].size(-1)}).sum(0);
+    const Asked asked(ctx, grads, saved[1].defined(), false);
+    if (!asked.grad.defined()) {  // y takes no part: what is left is a sum
+      asked.give(asked.grad_sum, result);
+      return result;
     }
+    refuse_double_backward("rms_norm");
+    const auto [dx, dweight] =
+        rms_norm_bwd(asked.grad, saved[0], optional(saved[1]), saved[2], optional(asked.grad_sum),
+                     {asked.x || asked.r, asked.weight});
+    asked.give(dx, result);
+    if (asked.weight) result[2] = dweight;
     return result;
   }
 };
 
+struct LayerNorm : torch::autograd::Function<LayerNorm> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x,
+                               const OptionalTensor& residual, const OptionalTensor& weight,
+                               const OptionalTensor& bias, double eps) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    ctx->set_materialize_grads(false);
+    const auto [y, sum, mean, rstd] = layer_norm_fwd(x, residual, weight, bias, eps);
+    const Tensor w = weight.value_or(Tensor());
+    if (x.requires_grad() || trained(residual) || trained(weight)) {
+      ctx->save_for_backward({sum.defined() ? sum : x, w, mean, rstd});
+    } else {
+      ctx->save_for_backward({Tensor(), w, Tensor(), Tensor()});
+    }
+    if (has(bias)) ctx->saved_data["bias_dtype"] = static_cast<int64_t>(bias->scalar_type());
+    return outputs(y, sum);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(5);
+    const auto saved = ctx->get_saved_variables();
+    const bool has_weight = saved[1].defined();
+    const Asked asked(ctx, grads, has_weight, ctx->saved_data.count("bias_dtype") != 0);
+    if (!asked.grad.defined()) {
+      asked.give(asked.grad_sum, result);
+      return result;
+    }
+    refuse_double_backward("layer_norm");
+    const bool dx_asked = asked.x || asked.r;
+    if (saved[0].defined()) {
+      const auto [dx, dweight, dbias] =
+          layer_norm_bwd(asked.grad, saved[0], optional(saved[1]), saved[2], saved[3],
+                         optional(asked.grad_sum), {dx_asked, asked.weight, asked.bias});
+      asked.give(dx, result);
+      if (asked.weight) result[2] = dweight;
+      if (asked.bias && has_weight) result[3] = dbias;
+    }
+    if (asked.bias && !result[3].defined()) result[3] = bias_gradient(ctx, asked.grad);
+    return result;
+  }
+
+  // That of a bias which alone is trained, or has no weight beside it
+  static Tensor bias_gradient(AutogradContext* ctx, const Tensor& grad) {
+    const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["bias_dtype"].toInt());
+    if (grad.dim() == 1) return grad.to(dtype);
+    std::vector<int64_t> rows(grad.dim() - 1);
+    std::iota(rows.begin(), rows.end(), 0);
+    return at::sum(grad, rows, false, dtype);
+  }
+};
+
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
-  return RmsNorm::apply(x, weight, eps);
+  return RmsNorm::apply(x, std::nullopt, weight, eps)[0];
+}
+
+Two rms_norm_residual(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                      double eps) {
+  const auto both = RmsNorm::apply(x, residual, weight, eps);
+  return {both[0], both[1]};
 }
 
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                   double eps) {
-  return LayerNorm::apply(x, weight, bias, eps);
+  return LayerNorm::apply(x, std::nullopt, weight, bias, eps)[0];
 }
 
-Tensor rms_norm_autocast(const Tensor& x, const OptionalTensor& weight, double eps) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  using at::autocast::cached_cast;
-  return rms_norm(cached_cast(at::kFloat, x, at::kCUDA), cached_cast(at::kFloat, weight, at::kCUDA),
-                  eps);
+Two layer_norm_residual(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps) {
+  const auto both = LayerNorm::apply(x, residual, weight, bias, eps);
+  return {both[0], both[1]};
 }
 
-Tensor layer_norm_autocast(const Tensor& x, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps) {
+template <typename T>
+T fp32(const T& t) {
+  return at::autocast::cached_cast(at::kFloat, t, at::kCUDA);
+}
+
+Tensor rms_norm_cuda(const Tensor& x, const OptionalTensor& weight, double eps) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  using at::autocast::cached_cast;
-  return layer_norm(cached_cast(at::kFloat, x, at::kCUDA),
-                    cached_cast(at::kFloat, weight, at::kCUDA),
-                    cached_cast(at::kFloat, bias, at::kCUDA), eps);
+  return rms_norm(fp32(x), fp32(weight), eps);
+}
+
+Two rms_norm_residual_cuda(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                           double eps) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  return rms_norm_residual(fp32(x), fp32(residual), fp32(weight), eps);
+}
+
+Tensor layer_norm_cuda(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                       double eps) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  return layer_norm(fp32(x), fp32(weight), fp32(bias), eps);
+}
+
+Two layer_norm_residual_cuda(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                             const OptionalTensor& bias, double eps) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  return layer_norm_residual(fp32(x), fp32(residual), fp32(weight), fp32(bias), eps);
+}
+
+Two rms_norm_residual_cpu(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                          double eps) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
+  const auto dtype = c10::promoteTypes(x.scalar_type(), residual.scalar_type());
+  return rms_norm_residual(x.to(dtype), residual.to(dtype), weight, eps);
+}
+
+Two layer_norm_residual_cpu(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                            const OptionalTensor& bias, double eps) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
+  const auto dtype = c10::promoteTypes(x.scalar_type(), residual.scalar_type());
+  return layer_norm_residual(x.to(dtype), residual.to(dtype), weight, bias, eps);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   m.impl("rms_norm", rms_norm);
+  m.impl("rms_norm_residual", rms_norm_residual);
   m.impl("layer_norm", layer_norm);
+  m.impl("layer_norm_residual", layer_norm_residual);
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  m.impl("rms_norm", rms_norm_autocast);
-  m.impl("layer_norm", layer_norm_autocast);
+  m.impl("rms_norm", rms_norm_cuda);
+  m.impl("rms_norm_residual", rms_norm_residual_cuda);
+  m.impl("layer_norm", layer_norm_cuda);
+  m.impl("layer_norm_residual", layer_norm_residual_cuda);
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
+  m.impl("rms_norm_residual", rms_norm_residual_cpu);
+  m.impl("layer_norm_residual", layer_norm_residual_cpu);
 }
 
 }  // namespace tp_ext

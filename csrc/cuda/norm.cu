@@ -1,5 +1,5 @@
 // CUDA: RMSNorm and LayerNorm over the last dim; arguments and results as in cpu/norm.cpp, kernels
-// in norm.cuh.
+// in norm.cuh and norm_bwd.cuh.
 
 #include <torch/library.h>
 
@@ -7,12 +7,14 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
 #include <tuple>
 #include <type_traits>
 
 #include "norm_args.h"
 #include "cuda/launch.h"
 #include "kernels/norm.cuh"
+#include "kernels/norm_bwd.cuh"
 
 namespace tp_ext {
 namespace {
@@ -45,63 +47,105 @@ OptionalTensor contiguous(const OptionalTensor& t) {
 
 // Whether kVec<T> elements of the row and of the weights can be accessed at once
 template <typename T, typename W>
-bool aligned(int64_t n, const void* x, const void* y, const void* z, const W* w, const W* b) {
+bool aligned(int64_t n, std::initializer_list<const T*> rows, const W* w, const W* b) {
   constexpr auto kParamBytes = sizeof(W) * kVec<T>;
-  return vectorisable<T>(n, static_cast<const char*>(x), static_cast<const char*>(y),
-                         static_cast<const char*>(z)) &&
+  return std::all_of(rows.begin(), rows.end(), [&](const T* p) { return vectorisable<T>(n, p); }) &&
          reinterpret_cast<uintptr_t>(w) % kParamBytes == 0 &&
          reinterpret_cast<uintptr_t>(b) % kParamBytes == 0;
 }
 
+// Dynamic shared memory that a block may ask for, beside what the kernels declare
+int64_t shared_limit(const Tensor& x) {
+  int bytes = 0;
+  C10_CUDA_CHECK(
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, x.device().index()));
+  return bytes - 1024;
+}
+
+// More than 48 KiB of it must be asked for; no work of the stream, so it may stand in a capture
+template <typename Kernel>
+void allow_shared(Kernel kernel, int64_t bytes) {
+  if (bytes > 48 * 1024) {
+    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(bytes)));
+  }
+}
+
+// y, sum, mean, rstd; sum is undefined without a residual, mean empty without kCentred
 template <bool kCentred>
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const OptionalTensor& weight,
-                                           const OptionalTensor& bias, double eps) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Tensor& residual,
+                                                   const OptionalTensor& weight,
+                                                   const OptionalTensor& bias, double eps) {
   const auto [rows, n] = check_norm_input(input, weight);
   check_norm_param(bias, "bias", input);
   if (has(weight) && has(bias)) check_same_dtype(*bias, "bias", *weight, "weight");
+  const bool adds = residual.defined();
+  if (adds) check_norm_like_x(residual, "residual", input);
   const c10::cuda::CUDAGuard guard(input.device());
-  const Tensor x = input.contiguous();
+  const Tensor x = input.contiguous(), rest = adds ? residual.contiguous() : Tensor();
   const OptionalTensor w = contiguous(weight), b = contiguous(bias);
-  Tensor y = at::empty(x.sizes(), x.options());
+  const Tensor y = at::empty(x.sizes(), x.options());
+  const Tensor sum = adds ? at::empty(x.sizes(), x.options()) : Tensor();
   const auto acc = acc_options(x);
   Tensor mean = at::empty({kCentred ? rows : 0}, acc), rstd = at::empty({rows}, acc);
-  if (rows == 0) return {y, mean, rstd};
+  if (rows == 0) return {y, sum, mean, rstd};
   const auto stream = c10::cuda::getCurrentCUDAStream();
   dispatch_norm(x, param_dtype(x, w, b), "norm", [&, rows = rows, n = n](auto t, auto p) {
     using T = decltype(t);
     using W = decltype(p);
     using A = acc_t<T>;
-    const bool vectors = aligned<T, W>(n, in<T>(x), in<T>(y), nullptr, in<W>(w), in<W>(b));
+    const T* const r = adds ? in<T>(rest) : nullptr;
+    T* const s = adds ? out<T>(sum) : nullptr;
+    const bool vectors = aligned<T, W>(n, {in<T>(x), r, s, in<T>(y)}, in<W>(w), in<W>(b));
     const NormLaunch launch = norm_launch<T>(n, vectors);
+    NormShared shared = {};
+    if (!launch.cached) shared = norm_shared<T>(n, launch.groups, 1, 0, shared_limit(x));
     const auto kernel = launch.cached ? norm_fwd_kernel<T, W, kCentred, kVec<T>, kNormCached>
+                        : vectors     ? norm_fwd_kernel<T, W, kCentred, kVec<T>, 0>
                                       : norm_fwd_kernel<T, W, kCentred, 1, 0>;
-    kernel<<<grid_for(rows, launch.groups), dim3(launch.width, launch.groups), 0, stream>>>(
-        in<T>(x), in<W>(w), in<W>(b), out<T>(y), kCentred ? out<A>(mean) : nullptr, out<A>(rstd),
-        rows, n, static_cast<A>(eps));
+    allow_shared(kernel, shared.bytes);
+    const dim3 block(launch.width, launch.groups);
+    kernel<<<grid_for(rows, launch.groups), block, shared.bytes, stream>>>(
+        in<T>(x), r, in<W>(w), in<W>(b), s, out<T>(y), kCentred ? out<A>(mean) : nullptr,
+        out<A>(rstd), rows, n, static_cast<A>(eps), shared.row);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
-  return {y, mean, rstd};
+  return {y, sum, mean, rstd};
+}
+
+// The backward kernel for a row dealt out by `launch`
+template <typename T, typename W, bool kCentred>
+auto backward_kernel(bool cached, bool vectors, bool params) {
+  if (cached)
+    return params ? norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached, true>
+                  : norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached, false>;
+  return vectors ? norm_bwd_kernel<T, W, kCentred, kVec<T>, 0, true>
+                 : norm_bwd_kernel<T, W, kCentred, 1, 0, true>;
 }
 
 template <bool kCentred>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& input,
                                             const OptionalTensor& weight, const Tensor& mean,
-                                            const Tensor& rstd) {
-  const auto [rows, n] = check_norm_input(input, weight);
-  check_norm_grad(grad, input);
+                                            const Tensor& rstd, const OptionalTensor& grad_sum,
+                                            const std::array<bool, 3>& output_mask) {
+  const auto [rows, n] = check_norm_backward(grad, input, weight, rstd, grad_sum);
   if (kCentred) check_norm_stat(mean, "mean", input, rows);
-  check_norm_stat(rstd, "rstd", input, rows);
+  const bool dx_wanted = output_mask[0], dw_wanted = has(weight) && output_mask[1],
+             db_wanted = has(weight) && kCentred && output_mask[2];
+  const bool params = dw_wanted || db_wanted;
   const c10::cuda::CUDAGuard guard(input.device());
+  const Tensor dx = at::empty(dx_wanted ? input.sizes() : at::IntArrayRef({0}), input.options());
+  const auto param = param_dtype(input, weight, std::nullopt);
+  // Without rows, and so without a kernel, the sums are zeros
+  const auto sums_like = [&, n = n](bool wanted) {
+    return at::zeros({wanted ? n : 0}, input.options().dtype(param));
+  };
+  const Tensor dw = sums_like(dw_wanted), db = sums_like(db_wanted);
+  if ((!dx_wanted && !params) || rows == 0 || n == 0) return {dx, dw, db};
   const Tensor x = input.contiguous(), g = grad.contiguous();
+  const OptionalTensor g_sum = contiguous(grad_sum), w = contiguous(weight);
   const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
-  const OptionalTensor w = contiguous(weight);
-  Tensor dx = at::empty(x.sizes(), x.options());
   const int64_t sums = kCentred ? 2 : 1;  // dw | db of each block
-  const auto param = param_dtype(x, weight, std::nullopt);
-  const auto params = x.options().dtype(param);
-  const Tensor dw = at::zeros({has(w) ? n : 0}, params);
-  const Tensor db = at::zeros({has(w) && kCentred ? n : 0}, params);
-  if (rows == 0 || n == 0) return {dx, dw, db};
   const auto stream = c10::cuda::getCurrentCUDAStream();
   int processors = 0;
   C10_CUDA_CHECK(
@@ -110,52 +154,85 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
     using T = decltype(t);
     using W = decltype(p);
     using A = acc_t<T>;
-    const bool vectors = aligned<T, W>(n, in<T>(x), in<T>(g), in<T>(dx), in<W>(w), nullptr);
+    T* const to = dx_wanted ? out<T>(dx) : nullptr;
+    const bool vectors =
+        aligned<T, W>(n, {in<T>(x), in<T>(g), in<T>(g_sum), to}, in<W>(w), nullptr);
     NormLaunch launch = norm_launch<T>(n, vectors);
     if (!launch.cached && launch.groups > 1) launch.width = 32, launch.groups = 1;
+    NormShared shared = {};
+    if (!launch.cached) {
+      shared = norm_shared<T>(n, launch.groups, 2, params ? sums : 0, shared_limit(x));
+    }
     // Enough blocks for 512 threads per processor: each costs a row of partial sums
     const int64_t threads = launch.width * launch.groups;
     const int64_t wanted = processors * std::max<int64_t>(1, kNormMaxThreads / threads);
     const int64_t blocks = std::min((rows + launch.groups - 1) / launch.groups, wanted);
+    const auto kernel = backward_kernel<T, W, kCentred>(launch.cached, vectors, params);
     Tensor partial;
-    if (has(w)) {
+    if (params) {
       const auto acc = acc_options(x);
-      partial =
-          launch.cached ? at::empty({blocks, sums, n}, acc) : at::zeros({blocks, sums, n}, acc);
+      partial = launch.cached || shared.sums ? at::empty({blocks, sums, n}, acc)
+                                             : at::zeros({blocks, sums, n}, acc);
     }
-    const auto kernel = launch.cached ? norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached>
-                                      : norm_bwd_kernel<T, W, kCentred, 1, 0>;
-    kernel<<<static_cast<unsigned>(blocks), dim3(launch.width, launch.groups), 0, stream>>>(
-        in<T>(g), in<T>(x), in<W>(w), in<A>(means), in<A>(rstds), out<T>(dx),
-        has(w) ? out<A>(partial) : nullptr, rows, n);
+    allow_shared(kernel, shared.bytes);
+    const dim3 block(launch.width, launch.groups);
+    kernel<<<static_cast<unsigned>(blocks), block, shared.bytes, stream>>>(
+        in<T>(g), in<T>(x), in<T>(g_sum), in<W>(w), kCentred ? in<A>(means) : nullptr, in<A>(rstds),
+        to, params ? out<A>(partial) : nullptr, rows, n, shared.row, shared.sums);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    if (!has(w)) return;
+    if (!params) return;
     const dim3 grid(grid_for(n, 32), static_cast<unsigned>(sums));
     norm_sum_kernel<A, W><<<grid, dim3(32, kNormSumRows), 0, stream>>>(
-        in<A>(partial), out<W>(dw), kCentred ? out<W>(db) : nullptr, blocks, n);
+        in<A>(partial), dw_wanted ? out<W>(dw) : nullptr, db_wanted ? out<W>(db) : nullptr, blocks,
+        n);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return {dx, dw, db};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& x, const OptionalTensor& weight, double eps) {
-  const auto [y, none, rstd] = forward<false>(x, weight, std::nullopt, eps);
+  const auto [y, sum, mean, rstd] = forward<false>(x, {}, weight, std::nullopt, eps);
   return {y, rstd};
 }
 
+std::tuple<Tensor, Tensor, Tensor> rms_norm_residual_fwd(const Tensor& x, const Tensor& residual,
+                                                         const OptionalTensor& weight, double eps) {
+  const auto [y, sum, mean, rstd] = forward<false>(x, residual, weight, std::nullopt, eps);
+  return {y, sum, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& x, const OptionalTensor& weight,
+                                                  const OptionalTensor& bias, double eps) {
+  const auto [y, sum, mean, rstd] = forward<true>(x, {}, weight, bias, eps);
+  return {y, mean, rstd};
+}
+
 std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad, const Tensor& x,
-                                        const OptionalTensor& weight, const Tensor& rstd) {
-  const auto [dx, dweight, none] = backward<false>(grad, x, weight, rstd, rstd);
+                                        const OptionalTensor& weight, const Tensor& rstd,
+                                        const OptionalTensor& grad_sum,
+                                        std::array<bool, 2> output_mask) {
+  const auto [dx, dweight, none] = backward<false>(grad, x, weight, rstd, rstd, grad_sum,
+                                                   {output_mask[0], output_mask[1], false});
   return {dx, dweight};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad, const Tensor& x,
+                                                  const OptionalTensor& weight, const Tensor& mean,
+                                                  const Tensor& rstd,
+                                                  const OptionalTensor& grad_sum,
+                                                  std::array<bool, 3> output_mask) {
+  return backward<true>(grad, x, weight, mean, rstd, grad_sum, output_mask);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
   m.impl("_rms_norm_fwd", rms_norm_fwd);
+  m.impl("_rms_norm_residual_fwd", rms_norm_residual_fwd);
   m.impl("_rms_norm_bwd", rms_norm_bwd);
-  m.impl("_layer_norm_fwd", forward<true>);
-  m.impl("_layer_norm_bwd", backward<true>);
+  m.impl("_layer_norm_fwd", layer_norm_fwd);
+  m.impl("_layer_norm_residual_fwd", forward<true>);
+  m.impl("_layer_norm_bwd", layer_norm_bwd);
 }
 
 }  // namespace tp_ext

@@ -73,6 +73,11 @@ def same(n: int) -> int:
     return n
 
 
+def added(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Both have a gradient."""
+    return outputs[0] + outputs[1]
+
+
 def _rope(n: int, dtype: torch.dtype) -> list[Tensor]:
     angles = torch.randn(ROWS, n // 2)
     return [torch.randn(ROWS, 3, n // 2 * 2 + 6).to(dtype), angles.cos(), angles.sin()]  # the last 6 are not turned
@@ -185,6 +190,10 @@ FAMILIES: dict[str, Family] = {
     },
     "rms_norm": Family(rows(same, vector), lambda x, w: _ops.rms_norm(x, w, EPS)),
     "layer_norm": Family(rows(same, vector, vector), lambda x, w, b: _ops.layer_norm(x, w, b, EPS)),
+    "rms_norm_residual": Family(rows(same, same, vector), lambda x, r, w: added(_ops.rms_norm_residual(x, r, w, EPS))),
+    "layer_norm_residual": Family(
+        rows(same, same, vector, vector), lambda x, r, w, b: added(_ops.layer_norm_residual(x, r, w, b, EPS))
+    ),
     "rope half": Family(_rope, partial(rope, interleaved=False)),
     "rope interleaved": Family(_rope, partial(rope, interleaved=True)),
     "rope by position": Family(_positions, rope_by_position),

@@ -270,6 +270,9 @@ inline void launch(dim3 grid, dim3 threads, const std::function<void()>& kernel,
 
 }  // namespace emulation
 
+inline unsigned char* dynamic_shared() {
+  return reinterpret_cast<unsigned char*>(emulation::block.dynamic_shared.data());
+}
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int source, int width = warpSize) {
   const int lane = emulation::block.current % warpSize;

@@ -1,8 +1,10 @@
-// RMSNorm and LayerNorm, and the sums of their weight gradients.
+// RMSNorm and LayerNorm, with and without a residual, each gradient alone and all together, rows in
+// registers, in shared memory and in neither.
 
 #include "harness.h"
 
 #include "kernels/norm.cuh"
+#include "kernels/norm_bwd.cuh"
 
 using namespace emulation;
 using namespace tp_ext;
@@ -31,7 +33,7 @@ struct Case {
   int64_t rows, n, shift;
   unsigned blocks;
   bool aligned;
-  Tensor<T> x, grad;
+  Tensor<T> addend, residual, x, grad, grad_sum;  // x = addend + residual
   Tensor<W> weight, bias;
   std::vector<Row> row;
 
@@ -41,10 +43,15 @@ struct Case {
         shift(shift),
         blocks(blocks),
         aligned(n % kVec<T> == 0 && shift * sizeof(T) % kVecBytes == 0),
-        x(values<T>(rows * n, shift, 1)),
+        addend(values<T>(rows * n, shift, 1, -1.5, 1.5)),
+        residual(values<T>(rows * n, shift, 5, -1.5, 1.5)),
+        x(rows * n, shift),
         grad(values<T>(rows * n, shift, 2)),
+        grad_sum(values<T>(rows * n, shift, 6)),
         weight(values<W>(n, 0, 3)),
         bias(values<W>(n, 0, 4)) {
+    for (int64_t i = 0; i < rows * n; ++i)
+      x[i] = from_acc<T>(to_acc(addend[i]) + to_acc(residual[i]));
     for (int64_t r = 0; r < rows; ++r) row.push_back(row_of(x, r, n, kCentred, 1e-5));
   }
   std::string name(const char* what) const {
@@ -57,21 +64,31 @@ struct Case {
   double w(int64_t i) const { return as_double(weight[i % n]); }
 };
 
+// limit: bytes of shared memory that a block may have
 template <typename T, typename W, bool kCentred>
-void forward(const Case<T, W, kCentred>& c) {
+void forward(const Case<T, W, kCentred>& c, bool adds, int64_t limit) {
   using A = acc_t<T>;
   const int64_t rows = c.rows, n = c.n;
   const NormLaunch shape = norm_launch<T>(n, c.aligned);
+  NormShared shared = {};
+  if (!shape.cached) shared = norm_shared<T>(n, shape.groups, 1, 0, limit);
   const auto kernel = shape.cached ? norm_fwd_kernel<T, W, kCentred, kVec<T>, kNormCached>
+                      : c.aligned  ? norm_fwd_kernel<T, W, kCentred, kVec<T>, 0>
                                    : norm_fwd_kernel<T, W, kCentred, 1, 0>;
-  const auto [y, mean, rstd] = run_in_every_order(c.name("forward"), [&] {
-    Tensor<T> y(rows * n, c.shift);
+  const auto [y, sum, mean, rstd] = run_in_every_order(c.name("forward"), [&] {
+    Tensor<T> y(rows * n, c.shift), sum(adds ? rows * n : 0, c.shift);
     Tensor<A> mean(kCentred ? rows : 0), rstd(rows);
     const unsigned grid = grid_for(rows, shape.groups);
-    launch(grid < c.blocks ? grid : c.blocks, dim3(shape.width, shape.groups),
-           [&] { kernel(c.x, c.weight, c.bias, y, mean, rstd, rows, n, A(1e-5)); });
-    return results(y, mean, rstd);
+    launch(
+        grid < c.blocks ? grid : c.blocks, dim3(shape.width, shape.groups),
+        [&] {
+          kernel(adds ? c.addend : c.x, adds ? c.residual.data() : nullptr, c.weight, c.bias,
+                 adds ? sum.data() : nullptr, y, mean, rstd, rows, n, A(1e-5), shared.row);
+        },
+        shared.bytes);
+    return results(y, sum, mean, rstd);
   });
+  if (adds) expect_equal<T>("sum", sum, c.x);
   const double eps = kEps<A> * (16 + std::sqrt(n));
   expect_near<A>(
       "rstd", rstd, [&](int64_t r) { return c.row[r].rstd; },
@@ -87,29 +104,49 @@ void forward(const Case<T, W, kCentred>& c) {
       });
 }
 
+struct Wanted {
+  bool dx, params, grad_sum;
+};
+
 template <typename T, typename W, bool kCentred>
-void backward(const Case<T, W, kCentred>& c) {
+void backward(const Case<T, W, kCentred>& c, Wanted wanted, int64_t limit) {
   using A = acc_t<T>;
   const int64_t rows = c.rows, n = c.n;
   NormLaunch shape = norm_launch<T>(n, c.aligned);
   if (!shape.cached && shape.groups > 1) shape.width = 32, shape.groups = 1;
-  const unsigned wanted = static_cast<unsigned>((rows + shape.groups - 1) / shape.groups);
-  const unsigned blocks = wanted < c.blocks ? wanted : c.blocks;
+  const unsigned most = static_cast<unsigned>((rows + shape.groups - 1) / shape.groups);
+  const unsigned blocks = most < c.blocks ? most : c.blocks;
   const int64_t sums = kCentred ? 2 : 1;
-  const auto kernel = shape.cached ? norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached>
-                                   : norm_bwd_kernel<T, W, kCentred, 1, 0>;
+  NormShared shared = {};
+  if (!shape.cached) shared = norm_shared<T>(n, shape.groups, 2, wanted.params ? sums : 0, limit);
+  auto kernel = norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached, true>;
+  if (!wanted.params) kernel = norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached, false>;
+  if (!shape.cached)
+    kernel = c.aligned ? norm_bwd_kernel<T, W, kCentred, kVec<T>, 0, true>
+                       : norm_bwd_kernel<T, W, kCentred, 1, 0, true>;
   Tensor<A> mean(rows), rstd(rows);
   for (int64_t r = 0; r < rows; ++r) mean[r] = A(c.row[r].mean), rstd[r] = A(c.row[r].rstd);
   const auto [dx, dw, db] = run_in_every_order(c.name("backward"), [&] {
-    Tensor<T> dx(rows * n, c.shift);
-    Tensor<W> dw(n), db(kCentred ? n : 0);
-    Tensor<A> partial(blocks * sums * n);
-    if (!shape.cached) std::fill_n(partial.data(), partial.size(), A(0));
-    const dim3 block(shape.width, shape.groups);
-    launch(blocks, block, [&] { kernel(c.grad, c.x, c.weight, mean, rstd, dx, partial, rows, n); });
+    Tensor<T> dx(wanted.dx ? rows * n : 0, c.shift);
+    Tensor<W> dw(wanted.params ? n : 0), db(wanted.params && kCentred ? n : 0);
+    Tensor<A> partial(wanted.params ? blocks * sums * n : 0);
+    if (!shape.cached && !shared.sums) std::fill_n(partial.data(), partial.size(), A(0));
+    launch(
+        blocks, dim3(shape.width, shape.groups),
+        [&] {
+          kernel(c.grad, c.x, wanted.grad_sum ? c.grad_sum.data() : nullptr, c.weight, mean, rstd,
+                 wanted.dx ? dx.data() : nullptr, wanted.params ? partial.data() : nullptr, rows, n,
+                 shared.row, shared.sums);
+        },
+        shared.bytes);
     const unsigned columns = grid_for(n, 32);
-    launch(dim3(columns < c.blocks ? columns : c.blocks, static_cast<unsigned>(sums)),
-           dim3(32, kNormSumRows), [&] { norm_sum_kernel<A, W>(partial, dw, db, blocks, n); });
+    if (wanted.params && n > 4096) {  // one block, whose sums are whole; the kernel would take long
+      for (int64_t j = 0; j < n; ++j) dw[j] = W(partial[j]);
+      for (int64_t j = 0; kCentred && j < n; ++j) db[j] = W(partial[n + j]);
+    } else if (wanted.params) {
+      launch(dim3(columns < c.blocks ? columns : c.blocks, static_cast<unsigned>(sums)),
+             dim3(32, kNormSumRows), [&] { norm_sum_kernel<A, W>(partial, dw, db, blocks, n); });
+    }
     return results(dx, dw, db);
   });
   std::vector<double> gw(rows, 0), gw_hat(rows, 0), w_sum(n, 0), w_size(n, 0), b_sum(n, 0);
@@ -124,9 +161,10 @@ void backward(const Case<T, W, kCentred>& c) {
       "dx", dx,
       [&](int64_t i) {
         const int64_t r = i / n;
-        return c.row[r].rstd * (c.g(i) * c.w(i) - gw[r] - c.hat(i) * gw_hat[r]);
+        const double more = wanted.grad_sum ? as_double(c.grad_sum[i]) : 0;
+        return c.row[r].rstd * (c.g(i) * c.w(i) - gw[r] - c.hat(i) * gw_hat[r]) + more;
       },
-      [&](int64_t i) { return eps * c.row[i / n].rstd * (20 + 10 * std::fabs(c.hat(i))); });
+      [&](int64_t i) { return eps * (c.row[i / n].rstd * (20 + 10 * std::fabs(c.hat(i))) + 3); });
   const auto bound = [&](int64_t j) { return kEps<A> * (8 + rows) * w_size[j]; };
   expect_near<W>(
       "dw", dw, [&](int64_t j) { return w_sum[j]; }, bound);
@@ -135,11 +173,23 @@ void backward(const Case<T, W, kCentred>& c) {
         "db", db, [&](int64_t j) { return b_sum[j]; }, bound);
 }
 
+// In every way to call the kernels, or in the next one
 template <typename T, typename W, bool kCentred>
-void both(int64_t rows, int64_t n, int64_t shift, unsigned blocks = 1000) {
+void both(int64_t rows, int64_t n, int64_t shift, unsigned blocks = 1000, bool every = false) {
   const Case<T, W, kCentred> c(rows, n, shift, blocks);
-  forward(c);
-  backward(c);
+  constexpr int64_t kAll = 200 << 10;
+  const int64_t rows_alone = 2 * ((n + 15) / 16 * 16) * int64_t{sizeof(T)};
+  const std::pair<bool, int64_t> forwards[] = {{true, 0}, {false, kAll}, {true, kAll}, {false, 0}};
+  const std::pair<Wanted, int64_t> backwards[] = {{{true, true, false}, kAll},
+                                                  {{true, false, true}, kAll},
+                                                  {{true, true, true}, rows_alone},
+                                                  {{false, true, false}, kAll},
+                                                  {{true, true, true}, 0}};
+  static int turn = 0;
+  for (int i = 0; i < (every ? 5 : 1); ++i, ++turn) {
+    if (i < 4) forward(c, forwards[turn % 4].first, forwards[turn % 4].second);
+    backward(c, backwards[turn % 5].first, backwards[turn % 5].second);
+  }
 }
 
 template <typename T, typename W>
@@ -172,14 +222,14 @@ void vast_norm() {
   const dim3 block(shape.width, shape.groups), last(blocks - 1, 0);
   launch(blocks, block,
          [&] {
-           norm_fwd_kernel<T, T, false, kVec<T>, kNormCached>(x, weight, nullptr, y, nullptr, rstd,
-                                                              rows, n, 0.f);
+           norm_fwd_kernel<T, T, false, kVec<T>, kNormCached>(x, nullptr, weight, nullptr, nullptr,
+                                                              y, nullptr, rstd, rows, n, 0.f, 0);
          },
          0, {last});
   launch(blocks, block,
          [&] {
-           norm_bwd_kernel<T, T, false, kVec<T>, kNormCached>(x, x, nullptr, nullptr, rstd, dx,
-                                                              nullptr, rows, n);
+           norm_bwd_kernel<T, T, false, kVec<T>, kNormCached, false>(
+               x, x, nullptr, nullptr, nullptr, rstd, dx, nullptr, rows, n, 0, false);
          },
          0, {last});
   if (rstd[rows - 1] != 0.5f) wrong("rstd of the last row");
@@ -197,6 +247,10 @@ int main() {
   sizes<BFloat16, BFloat16>();
   both<BFloat16, float, true>(5, 24, 0), both<BFloat16, float, false>(3, 8 * 129, 1);
   both<Half, Half, true>(5, 24, 0);
+  // Longer than the registers, in whole vectors and one element more
+  constexpr int64_t kLong = kNormCached * kNormMaxThreads + 3;
+  both<BFloat16, BFloat16, true>(2, kLong * kVec<BFloat16>, 0, 1, true);
+  both<float, float, false>(2, kLong * kVec<float> + 1, 0, 1, true);
   vast_norm<true>();
   vast_norm<false>();
   return done();

@@ -25,7 +25,7 @@ def theirs(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
 
 
 def inputs(
-    kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, params: str = "wb"
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, params: str = "wb"
 ) -> list[Tensor | None]:
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64) * 2 + 0.5
@@ -62,14 +62,16 @@ def assert_as_good(kind: str, tensors: list[Tensor | None], grad: Tensor) -> Non
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_values_and_gradients_match_torch(kind: str, dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
+def test_values_and_gradients_match_torch(
+    kind: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
     tensors = inputs(kind, shape, dtype, device)
     assert_as_good(kind, tensors, torch.randn(shape, dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("params", ["", "w", "b"])
-def test_missing_parameters(kind: str, params: str, device: str) -> None:
+def test_missing_parameters(kind: str, params: str, device: torch.device) -> None:
     tensors = inputs(kind, (6, 40), torch.float32, device, params)
     assert_as_good(kind, tensors, torch.randn(6, 40, device=device))
     x, weight, _ = (t if t is None else t.detach() for t in tensors)
@@ -79,7 +81,7 @@ def test_missing_parameters(kind: str, params: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_gradcheck(kind: str, device: str) -> None:
+def test_gradcheck(kind: str, device: torch.device) -> None:
     tensors = inputs(kind, (3, 2, 11), torch.float64, device)
     assert torch.autograd.gradcheck(lambda *t: ours(kind, *t), tensors)
 
@@ -87,7 +89,7 @@ def test_gradcheck(kind: str, device: str) -> None:
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("n", [24, 33])
-def test_half_input_with_fp32_weight(kind: str, dtype: torch.dtype, n: int, device: str) -> None:
+def test_half_input_with_fp32_weight(kind: str, dtype: torch.dtype, n: int, device: torch.device) -> None:
     x, weight, bias = inputs(kind, (50, n), torch.float32, device)
     low = x.detach().to(dtype).requires_grad_()
     grad = torch.randn(50, n, device=device).to(dtype)
@@ -102,7 +104,7 @@ def test_half_input_with_fp32_weight(kind: str, dtype: torch.dtype, n: int, devi
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5 if a.dtype == torch.float32 else 0, atol=1e-5)
 
 
-def test_variance_does_not_cancel(device: str) -> None:
+def test_variance_does_not_cancel(device: torch.device) -> None:
     """Mean 1e4 and deviation 1: E[x^2] - E[x]^2 would lose every digit of the variance in fp32."""
     x = torch.randn(4, 4096, dtype=torch.float64, device=device) + 1e4
     _, _, rstd = _ops.layer_norm_fwd(x.float(), None, None, 0.0)
@@ -113,19 +115,19 @@ def test_variance_does_not_cancel(device: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 5), (7,)], ids=str)
-def test_no_rows_and_one_row(kind: str, shape: tuple[int, ...], device: str) -> None:
+def test_no_rows_and_one_row(kind: str, shape: tuple[int, ...], device: torch.device) -> None:
     assert_as_good(kind, inputs(kind, shape, torch.float32, device), torch.randn(shape, device=device))
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_empty_rows(kind: str, device: str) -> None:
+def test_empty_rows(kind: str, device: torch.device) -> None:
     tensors = inputs(kind, (3, 0), torch.float32, device)
     got = results(ours, kind, tensors, torch.empty(3, 0, device=device), torch.float32)
     assert [g.shape for g in got[:3]] == [(3, 0), (3, 0), (0,)]
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_any_strides(kind: str, device: str) -> None:
+def test_any_strides(kind: str, device: torch.device) -> None:
     """Transposed and misaligned inputs, an expanded gradient: the values of contiguous ones."""
     packed = [t if t is None else t.detach() for t in inputs(kind, (9, 5, 24), torch.float32, device)]
     grad = torch.randn(9, 1, 1, device=device).expand(9, 5, 24)
@@ -137,7 +139,7 @@ def test_any_strides(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_nan_stays_in_its_row(kind: str, device: str) -> None:
+def test_nan_stays_in_its_row(kind: str, device: torch.device) -> None:
     x, weight, bias = inputs(kind, (3, 40), torch.float32, device)
     x = x.detach()
     x[1, 7] = torch.nan
@@ -146,7 +148,7 @@ def test_nan_stays_in_its_row(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_deterministic_whatever_the_threads(kind: str, device: str) -> None:
+def test_deterministic_whatever_the_threads(kind: str, device: torch.device) -> None:
     tensors = inputs(kind, (2000, 96), torch.float32, device)
     grad = torch.randn(2000, 96, device=device)
     threads = torch.get_num_threads()
@@ -161,7 +163,7 @@ def test_deterministic_whatever_the_threads(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_backward_twice_and_in_parts(kind: str, device: str) -> None:
+def test_backward_twice_and_in_parts(kind: str, device: torch.device) -> None:
     """A second backward, and one for single inputs, give the same bits; nothing that is saved changes."""
     leaves = [t for t in inputs(kind, (6, 40), torch.float32, device) if t is not None]
     before = [t.detach().clone() for t in leaves]
@@ -175,14 +177,14 @@ def test_backward_twice_and_in_parts(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_second_derivative_is_refused(kind: str, device: str) -> None:
+def test_second_derivative_is_refused(kind: str, device: torch.device) -> None:
     x, weight, bias = inputs(kind, (2, 8), torch.float64, device)
     with pytest.raises(NotImplementedError, match=f"{kind}_norm has no second derivative"):
         torch.autograd.grad(ours(kind, x, weight, bias).sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_compiles_whole(kind: str, device: str) -> None:
+def test_compiles_whole(kind: str, device: torch.device) -> None:
     tensors = inputs(kind, (4, 40), torch.float32, device)
     grad = torch.randn(4, 40, device=device)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -196,7 +198,7 @@ def test_compiles_whole(kind: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("params", ["", "wb"])
-def test_opcheck(dtype: torch.dtype, params: str, device: str) -> None:
+def test_opcheck(dtype: torch.dtype, params: str, device: torch.device) -> None:
     ops = torch.ops.tp_ext
     tensors = inputs("layer", (2, 3, 17), dtype, device, params)
     torch.library.opcheck(ops.rms_norm.default, (*tensors[:2], EPS))
@@ -210,7 +212,7 @@ def test_opcheck(dtype: torch.dtype, params: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_autocast_as_torch(kind: str, device: str) -> None:
+def test_autocast_as_torch(kind: str, device: torch.device) -> None:
     """fp32 on CUDA, as torch's norms; on CPU torch's autocast leaves norms alone, and so do we."""
     tensors = inputs(kind, (4, 8), torch.bfloat16, device)
     with torch.autocast(device.type, torch.bfloat16):
@@ -219,7 +221,7 @@ def test_autocast_as_torch(kind: str, device: str) -> None:
     assert y.dtype == torch.float32 or torch.equal(y, ours(kind, *tensors))
 
 
-def test_errors_name_argument_and_value(device: str) -> None:
+def test_errors_name_argument_and_value(device: torch.device) -> None:
     x = torch.randn(2, 8, device=device)
     with pytest.raises(ValueError, match=r"weight: shape \[7\] must be \[8\]"):
         _ops.rms_norm(x, torch.ones(7, device=device), EPS)

@@ -1,0 +1,109 @@
+// How the CUDA kernels of RMSNorm and LayerNorm deal out a row of n elements to a group of threads.
+//
+// A block is (width, groups) threads: `width` of them share a row, a power of two up to 32, so that
+// several rows fit in a warp, or whole warps with groups = 1. With kCached > 0 each thread keeps
+// its kCached vectors of the row in registers. With kCached = 0, for rows that are longer or not
+// aligned, it keeps its elements in shared memory where the row fits, and else reads them again in
+// each pass. A thread touches the elements that it owns alone, in registers, shared memory and
+// memory: no pass has to wait for another thread.
+
+#pragma once
+
+#include "norm.h"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+namespace tp_ext {
+
+constexpr int kNormCached = 4;  // vectors of a row per thread
+constexpr int kNormMaxThreads =
+    512;  // leaves 128 registers to a thread, for x, grad and the two sums
+constexpr int kNormGroupThreads = 256;
+
+// How a row is dealt out; the same for forward and backward
+struct NormLaunch {
+  int width, groups;  // the block
+  bool cached;        // whether a row fits the registers, in whole vectors
+};
+
+template <typename T>
+inline NormLaunch norm_launch(int64_t n, bool aligned) {
+  const int64_t vectors = n / kVec<T>;
+  const bool cached = aligned && vectors <= kNormCached * kNormMaxThreads;
+  const int64_t wanted = cached ? (vectors + kNormCached - 1) / kNormCached : (n + 7) / 8;
+  int width = 1;
+  while (width < 32 && width < wanted) width *= 2;
+  if (wanted > 32) {
+    const int64_t whole = (wanted + 31) / 32 * 32;
+    width = static_cast<int>(whole < kNormMaxThreads ? whole : kNormMaxThreads);
+  }
+  return {width, width <= 32 ? kNormGroupThreads / width : 1, cached};
+}
+
+// Where rows longer than the registers are kept: `row` elements of T of shared memory for each row
+// (0: nowhere, they are read again) and, in backward, whether the sums for dw and db stand behind
+// them
+struct NormShared {
+  int64_t row;
+  bool sums;
+  int64_t bytes;  // of a block
+};
+
+// `kept` rows of n elements for each of `groups` groups and `sums` rows of sums, as far as `limit`
+// bytes go: the sums, which cost a read and a write of every element, go without a place first.
+template <typename T>
+inline NormShared norm_shared(int64_t n, int groups, int kept, int sums, int64_t limit) {
+  const int64_t row = (n + 15) / 16 * 16, rows = groups * kept * row * int64_t{sizeof(T)};
+  const int64_t all = rows + sums * row * int64_t{sizeof(acc_t<T>)};
+  if (all <= limit) return {row, sums > 0, all};
+  if (rows <= limit) return {row, false, rows};
+  return {0, false, 0};
+}
+
+#ifdef __CUDACC__
+// That memory; tests on a host bring their own
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return memory;
+}
+#endif
+
+// The sum over the threads of a row, which all get it; every thread of the block takes part
+template <typename A>
+__device__ __forceinline__ A norm_row_sum(A x, A* scratch) {
+  if (blockDim.x > 32) return block_reduce(x, Sum(), A(0), scratch);
+  for (int lane = blockDim.x / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+  return x;
+}
+
+// Calls f(slot, i) for the vectors i = slot * kN of its row that this thread owns
+template <int kN, int kCached, typename F>
+__device__ __forceinline__ void norm_each(int64_t n, F f) {
+  if constexpr (kCached > 0) {
+#pragma unroll
+    for (int slot = 0; slot < kCached; ++slot) {
+      const unsigned i = (slot * blockDim.x + threadIdx.x) * kN;  // 32 bits: it fits the registers
+      if (i < n) f(slot, i);
+    }
+  } else {
+#pragma unroll 4
+    for (int64_t i = threadIdx.x * kN; i < n; i += static_cast<int64_t>(blockDim.x) * kN) f(0, i);
+  }
+}
+
+// w or b at i, or its neutral value
+template <int kN, typename W>
+__device__ __forceinline__ Vec<acc_t<W>, kN> norm_param(const W* p, int64_t i, float neutral) {
+  Vec<acc_t<W>, kN> result;
+  if (p == nullptr) {
+#pragma unroll
+    for (int e = 0; e < kN; ++e) result.v[e] = neutral;
+    return result;
+  }
+  const Vec<W, kN> v = load<kN>(p, i);
+#pragma unroll
+  for (int e = 0; e < kN; ++e) result.v[e] = to_acc(v.v[e]);
+  return result;
+}
+
+}  // namespace tp_ext
