@@ -12,7 +12,7 @@ def liger(name: str, device: str) -> dict[str, Callable[..., Tensor]]:
     """{"Liger-Kernel": its function of the same arguments as ours}, or {} where there is none."""
     if device != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return {}
-    return {"Liger-Kernel": LIGER[name]}
+    return {"Liger-Kernel": LIGER[name]} if name in LIGER else {}
 
 
 def _function(module: str, name: str) -> Any:
