@@ -41,6 +41,9 @@ def vocab_parallel_cross_entropy(
         reduction: ``none`` (the shape of target), ``mean`` over the rows that are not ignored (0 if all are), ``sum``.
         inplace_backward: the gradient overwrites the logits; a second backward is then refused.
 
+    A row that is -inf in every column has no softmax: its loss and its gradient are NaN, as in torch; so are those of a
+    row with a NaN or +inf in it. Ignored rows are 0 whatever is in them.
+
     Communicates: forward, one all-gather of four numbers per row; backward, nothing. Saved: logits and two numbers per
     row; no softmax is kept.
 
