@@ -46,8 +46,8 @@ QUICK = {  # what a dry run takes of each stage: -k
     "kernels": "autocast or rate",
     "graphs": "family and relu",
     "execution": "relu",
-    "large tensors": "relu",
-    "ranks on one GPU": "regions",
+    "large tensors": "bias_act",
+    "ranks on one GPU": "rms_norm",
     "NCCL": "step",
 }
 NO_SANITIZER = r"Device not supported|not supported on this|Unable to find injection|insufficient permission"
