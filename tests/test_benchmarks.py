@@ -65,7 +65,7 @@ def test_a_script_starts_its_ranks(tmp_path):
 
 def test_rows_of_a_kernel(tmp_path):
     rows = _run(lambda: harness.main(bench_rope.cases), "bench_rope", tmp_path)
-    assert {row["case"] for row in rows} >= {"half forward", "interleaved forward+backward"}
+    assert {row["case"] for row in rows} >= {"half fwd", "interleaved fwd+bwd", "packed bwd"}
     more = _run(lambda: harness.main(bench_rope.cases), "bench_rope", tmp_path)
     assert len(more) == 2 * len(rows) and {row["dtype"] for row in more} == {"float32"}  # appended, one header
 
