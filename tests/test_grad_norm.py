@@ -113,6 +113,20 @@ def test_ranks_that_own_nothing(names, dtype):
         torch.testing.assert_close(norm.double(), torch.tensor(count**0.5).double(), rtol=1e-2, atol=0)
 
 
+def _largest(group):
+    layer = tp_ext.ColumnParallelLinear(3, 2, group=group)
+    for param in layer.parameters():
+        param.grad = torch.full_like(param, 2.0 + group.rank())
+    return tp_ext.grad_norm(layer, float("inf"), group=group), tp_ext.grad_norm(layer, 3.0, group=group)
+
+
+def test_ranks_whose_shards_are_empty():
+    """2 features on 4 ranks: the last two have none, of which there is no largest."""
+    for largest, cubes in ranks.run(_largest, 4):
+        assert largest == 3.0
+        torch.testing.assert_close(cubes, torch.tensor(4 * (2.0**3 + 3.0**3)) ** (1 / 3))
+
+
 def _mixed(group):
     model = _with_grads(group, {k: torch.ones(v.shape) for k, v in Model().named_parameters()}, torch.bfloat16)
     model.norm.float()

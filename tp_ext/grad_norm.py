@@ -201,8 +201,8 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | 
 
 def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     devices = _by_device(tensors) if norm_type == 2 and tensors and foreach is not False else None
-    if devices is None:
-        return torch.nn.utils.get_total_norm(tensors, norm_type, foreach=foreach)
+    if devices is None:  # torch knows no largest element of none
+        return torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], norm_type, foreach=foreach)
     squares = [_ops.multi_tensor_squared_norm(there) for there in devices.values()]
     return sum((one.to(squares[0].device) for one in squares[1:]), squares[0]).sqrt()
 
