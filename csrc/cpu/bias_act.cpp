@@ -6,7 +6,7 @@
 #include "activation_check.h"
 #include "cpu/activation_loops.h"
 #include "cpu/simd.h"
-#include "kernels/activation.h"
+#include "kernels/short.h"
 #include "ops.h"
 
 namespace tp_ext {
@@ -14,13 +14,13 @@ namespace {
 
 // One piece of a row, in the type of the arithmetic. bias (and sums) is that piece of the bias, or
 // null.
-template <typename Act, bool kBias, typename A>
+template <typename Act, bool kBias, typename Math, typename A>
 TP_SIMD void forward_loop(const A* __restrict x, const A* __restrict bias, A* __restrict y,
                           int64_t n) {
   for (int64_t j = 0; j < n; ++j) {
     A v = x[j];
     if constexpr (kBias) v += bias[j];
-    y[j] = Act::value(v);
+    y[j] = static_cast<A>(Act::value(Math(v)));
   }
 }
 
@@ -41,7 +41,8 @@ template <typename Act, bool kBias, typename T>
 void forward_piece(const T* x, const acc_t<T>* bias, T* y, int64_t n) {
   Stage<T> from, to;
   for_each_stage<T>(n, [&](int64_t i, int64_t m) {
-    forward_loop<Act, kBias>(from.load(x + i, m), kBias ? bias + i : nullptr, to.target(y + i), m);
+    forward_loop<Act, kBias, math_t<T>>(from.load(x + i, m), kBias ? bias + i : nullptr,
+                                        to.target(y + i), m);
     to.store(y + i, m);
   });
 }

@@ -7,21 +7,21 @@
 #include "activation_check.h"
 #include "cpu/activation_loops.h"
 #include "cpu/simd.h"
-#include "kernels/activation.h"
+#include "kernels/short.h"
 #include "ops.h"
 
 namespace tp_ext {
 namespace {
 
 // One piece of a row, in the type of the arithmetic; bias and sums are null without a bias.
-template <typename Act, bool kBias, typename A>
+template <typename Act, bool kBias, typename Math, typename A>
 TP_SIMD void forward_loop(const A* __restrict gate, const A* __restrict up,
                           const A* __restrict bias_gate, const A* __restrict bias_up,
                           A* __restrict y, int64_t n) {
   for (int64_t j = 0; j < n; ++j) {
     A a = gate[j], b = up[j];
     if constexpr (kBias) a += bias_gate[j], b += bias_up[j];
-    y[j] = Act::value(a) * b;
+    y[j] = static_cast<A>(Act::value(Math(a))) * b;
   }
 }
 
@@ -48,8 +48,9 @@ void forward_piece(const T* gate, const acc_t<T>* bias, T* y, int64_t f, int64_t
   Stage<T> from_gate, from_up, to;
   for_each_stage<T>(n, [&](int64_t i, int64_t m) {
     const acc_t<T>* const bias_gate = kBias ? bias + i : nullptr;
-    forward_loop<Act, kBias>(from_gate.load(gate + i, m), from_up.load(gate + f + i, m), bias_gate,
-                             kBias ? bias_gate + f : nullptr, to.target(y + i), m);
+    forward_loop<Act, kBias, math_t<T>>(from_gate.load(gate + i, m), from_up.load(gate + f + i, m),
+                                        bias_gate, kBias ? bias_gate + f : nullptr,
+                                        to.target(y + i), m);
     to.store(y + i, m);
   });
 }
