@@ -5,7 +5,9 @@
 
 #include "cpu/clones.h"
 
-#ifdef __x86_64__
+// As TP_SIMD: clang may not know how to ask for f16c
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define TP_F16C
 #include <immintrin.h>
 #endif
 
@@ -24,7 +26,7 @@ inline void narrow_loop(const float* __restrict x, T* __restrict y, int64_t n) {
 TP_SIMD void widen_plain(const Fp16* x, float* y, int64_t n) { widen_loop(x, y, n); }
 TP_SIMD void narrow_plain(const float* x, Fp16* y, int64_t n) { narrow_loop(x, y, n); }
 
-#ifdef __x86_64__
+#ifdef TP_F16C
 __attribute__((target("avx,f16c"))) void widen_f16c(const Fp16* x, float* y, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8)
@@ -48,14 +50,14 @@ TP_SIMD void widen(const Bf16* x, float* y, int64_t n) { widen_loop(x, y, n); }
 TP_SIMD void narrow(const float* x, Bf16* y, int64_t n) { narrow_loop(x, y, n); }
 
 void widen(const Fp16* x, float* y, int64_t n) {
-#ifdef __x86_64__
+#ifdef TP_F16C
   if (has_f16c) return widen_f16c(x, y, n);
 #endif
   widen_plain(x, y, n);
 }
 
 void narrow(const float* x, Fp16* y, int64_t n) {
-#ifdef __x86_64__
+#ifdef TP_F16C
   if (has_f16c) return narrow_f16c(x, y, n);
 #endif
   narrow_plain(x, y, n);
