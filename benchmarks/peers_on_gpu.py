@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def liger(name: str, device: str) -> dict[str, Callable[..., Tensor]]:
-    """{"Liger-Kernel": its function of the same arguments as ours}, or {} where there is none."""
-    if device != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+    """{"Liger-Kernel": its function of the same arguments as ours}, or {} where there is none, or no Liger-Kernel."""
+    if device != "cuda" or name not in LIGER or importlib.util.find_spec("liger_kernel") is None:
         return {}
     return {"Liger-Kernel": LIGER[name]} if name in LIGER else {}
 
