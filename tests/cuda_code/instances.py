@@ -39,11 +39,14 @@ def columns():
 
 def norms():
     parameters = [(t, t) for t in TYPES] + [(BFLOAT16, FLOAT), (HALF, FLOAT)]
-    for (dtype, weight), centred, way in product(parameters, BOOLS, ("fwd", "bwd")):
-        for shape in ((VECTOR[dtype], 4), (1, 0)):
-            yield Instance("norm", f"norm_{way}_kernel", (dtype, weight, centred, *shape), 512, dtype)
+    for (dtype, weight), centred in product(parameters, BOOLS):
+        many = VECTOR[dtype]
+        for shape in ((many, 4), (many, 0), (1, 0)):
+            yield Instance("norm", "norm_fwd_kernel", (dtype, weight, centred, *shape), 512, dtype)
+        for shape in ((many, 4, "true"), (many, 4, "false"), (many, 0, "true"), (1, 0, "true")):
+            yield Instance("norm_bwd", "norm_bwd_kernel", (dtype, weight, centred, *shape), 512, dtype)
     for dtype in TYPES:
-        yield Instance("norm", "norm_sum_kernel", (DOUBLE if dtype == DOUBLE else FLOAT, dtype), 512, dtype)
+        yield Instance("norm_bwd", "norm_sum_kernel", (DOUBLE if dtype == DOUBLE else FLOAT, dtype), 512, dtype)
 
 
 def ropes():
