@@ -66,7 +66,7 @@ __device__ __forceinline__ void norm_add_to(A* sums, int64_t i, const Vec<A, kN>
 // and these stand in shared memory or, zeros at entry, in partial itself. Launched with 2 shared_row
 // elements of T of shared memory and, with shared_sums, a row of A for each sum.
 template <typename T, typename W, bool kCentred, int kN, int kCached, bool kParams>
-__global__ void __launch_bounds__(kNormMaxThreads)
+__global__ void __launch_bounds__(kNormMaxThreads, 1)
     norm_bwd_kernel(const T* __restrict__ grad, const T* __restrict__ x,
                     const T* __restrict__ grad_sum, const W* __restrict__ weight,
                     const acc_t<T>* __restrict__ means, const acc_t<T>* __restrict__ rstds,
