@@ -91,14 +91,23 @@ TP_SIMD void norm_forward_rows(const T* x, const T* residual, T* sum, const acc_
         for (int l = 0; l < kLanes; ++l) lanes[l] += r[j + l];
       for (int l = 0; j + l < n; ++l) lanes[l] += r[j + l];
       mean = sum_lanes(lanes) / static_cast<A>(n);
-      means[i] = mean;
     }
-    A lanes[kLanes] = {};
+    A lanes[kLanes] = {}, rest[kLanes] = {};
+    const auto add = [&](int64_t k, int l) __attribute__((always_inline)) {
+      const A d = r[k] - mean;
+      lanes[l] += d * d;
+      if constexpr (kCentred) rest[l] += d;
+    };
     int64_t j = 0;
     for (; j + kLanes <= n; j += kLanes)
-      for (int l = 0; l < kLanes; ++l) lanes[l] += (r[j + l] - mean) * (r[j + l] - mean);
-    for (int l = 0; j + l < n; ++l) lanes[l] += (r[j + l] - mean) * (r[j + l] - mean);
-    const A rstd = norm_rstd(sum_lanes(lanes), static_cast<A>(n), eps);
+      for (int l = 0; l < kLanes; ++l) add(j + l, l);
+    for (int l = 0; j + l < n; ++l) add(j + l, l);
+    A squares = sum_lanes(lanes);
+    if constexpr (kCentred) {
+      norm_correct(mean, squares, sum_lanes(rest), static_cast<A>(n));
+      means[i] = mean;
+    }
+    const A rstd = norm_rstd(squares, static_cast<A>(n), eps);
     rstds[i] = rstd;
     T* __restrict out = y + i * n;
     const auto write = [&](int64_t k) __attribute__((always_inline)) {
@@ -131,7 +140,9 @@ inline __attribute__((always_inline)) void norm_add_sums(
     const A wk = w[k];
     const auto row = [&](int q) __attribute__((always_inline)) {
       const A hat = norm_hat(r[q][k], mean[q], rstd[q]), uk = u[q][k];
-      if constexpr (kDx) sum_gw_hat[q][l] += uk * wk * hat;
+      // No product is shared: each is fused with its sum or none is, whatever kRows, so that a row
+      // gives the same bits alone and in a block
+      if constexpr (kDx) sum_gw_hat[q][l] += uk * (wk * hat);
       if constexpr (kDx && kCentred) sum_gw[q][l] += uk * wk;
       if constexpr (kParams) dwk += uk * hat;
       if constexpr (kParams && kCentred) dbk += uk;

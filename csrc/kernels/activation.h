@@ -37,6 +37,13 @@ TP_HD Logistic<A> logistic(A x) {
   return {x > A(0) ? r : rest, rest * r};
 }
 
+// x / (1 + e^-z): one rounding less than x times the logistic of z
+template <typename A>
+TP_HD A times_logistic(A x, A z) {
+  const A e = exp_down(z > A(0) ? -z : z);
+  return fast_divide(z > A(0) ? x : x * e, A(1) + e);
+}
+
 // Distribution function and density of the standard normal
 template <typename A>
 struct Normal {
@@ -95,7 +102,10 @@ struct GeluTanh {
   static constexpr double kA = 1.5957691216057308, kB = 0.07135481627260025;  // 2 z = x (a + b x^2)
   template <typename A>
   TP_HD static A value(A x) {
-    return x * logistic(x * (A(kA) + A(kB) * x * x)).value;
+    const A z = x * (A(kA) + A(kB) * x * x), e = exp_down(z > A(0) ? -z : z);
+    const A held = x > A(1e9) ? A(1e9) : x;  // 0 of it, not 0 * inf
+    const A rest = fast_divide(held * e, A(1) + e);
+    return z > A(0) ? x - rest : rest;  // x / (1 + e) would round twice
   }
   template <typename A>
   TP_HD static ValueSlope<A> value_slope(A x) {
@@ -114,7 +124,7 @@ struct GeluTanh {
 struct Silu {
   template <typename A>
   TP_HD static A value(A x) {
-    return x * logistic(x).value;
+    return times_logistic(x, x);
   }
   template <typename A>
   TP_HD static ValueSlope<A> value_slope(A x) {

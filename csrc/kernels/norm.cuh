@@ -59,16 +59,20 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
       });
       mean = norm_row_sum(mean, scratch) / static_cast<A>(n);
     }
-    A squares = 0;
+    A squares = 0, rest = 0;
     norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
       const Vec<T, kN> v = kCentred ? get(slot, i) : get_first(slot, i);
 #pragma unroll
       for (int e = 0; e < kN; ++e) {
         const A d = to_acc(v.v[e]) - mean;
         squares += d * d;
+        if constexpr (kCentred) rest += d;
       }
     });
-    const A rstd = norm_rstd(norm_row_sum(squares, scratch), static_cast<A>(n), eps);
+    squares = norm_row_sum(squares, scratch);
+    if constexpr (kCentred)
+      norm_correct(mean, squares, norm_row_sum(rest, scratch), static_cast<A>(n));
+    const A rstd = norm_rstd(squares, static_cast<A>(n), eps);
     norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
       const Vec<T, kN> v = get(slot, i);
       const auto w = norm_param<kN>(weight, i, 1.f);

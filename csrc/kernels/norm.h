@@ -10,7 +10,8 @@
 //   dw = sum of g * xhat, db = sum of g
 //
 // The variance is a mean of squared deviations, a second pass over the cached row: E[x^2] - E[x]^2
-// cancels.
+// cancels. That pass corrects the mean too (Chan, Golub and LeVeque, "Algorithms for computing the
+// sample variance", 1983).
 
 #pragma once
 
@@ -25,6 +26,19 @@ TP_HD A norm_rstd(A sum_of_squares, A n, A eps) {
 #else
   return A(1) / std::sqrt(sum_of_squares / n + eps);
 #endif
+}
+
+// What the sum of n elements had rounded off the mean, from the sum of the deviations: a constant row
+// has its constant for a mean, and deviations of 0. squares is the sum of their squares; one that
+// overflowed stays.
+template <typename A>
+TP_HD void norm_correct(A& mean, A& squares, A sum_of_deviations, A n) {
+  const A shift = sum_of_deviations / n;
+  mean += shift;
+  if (squares - squares == A(0)) {
+    const A rest = squares - shift * sum_of_deviations;
+    squares = rest > A(0) ? rest : A(0);
+  }
 }
 
 template <typename A>

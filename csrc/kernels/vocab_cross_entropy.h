@@ -75,17 +75,18 @@ struct CeOptions {
 };
 
 // The loss of a row from its statistics over the full vocabulary. Terms that are off are left out
-// rather than multiplied by 0: with masked (-inf) logits that would be a NaN.
+// rather than multiplied by 0: with masked (-inf) logits that would be a NaN. In fp64, once a row,
+// so that the loss is rounded once.
 template <typename A>
 TP_HD A ce_loss(const CeStats<A>& s, const CeOptions<A>& options) {
-  const A log_sum = log_of(s.sum_exp);
-  A loss = log_sum - (s.target - s.max);
+  const double max = s.max, log_sum = log_of(static_cast<double>(s.sum_exp));
+  double loss = log_sum - (s.target - max);
   if (options.label_smoothing != A(0)) {
-    const A smooth = log_sum - (s.sum / options.vocab_size - s.max);
-    loss = (A(1) - options.label_smoothing) * loss + options.label_smoothing * smooth;
+    const double smooth = log_sum - (s.sum / static_cast<double>(options.vocab_size) - max);
+    loss = (1.0 - options.label_smoothing) * loss + options.label_smoothing * smooth;
   }
-  if (options.z_loss != A(0)) loss += options.z_loss * (s.max + log_sum) * (s.max + log_sum);
-  return loss;
+  if (options.z_loss != A(0)) loss += options.z_loss * (max + log_sum) * (max + log_sum);
+  return static_cast<A>(loss);
 }
 
 // The constants of a row's gradient, g d loss / d x_j = scale exp((x_j - max) - log_sum) -
