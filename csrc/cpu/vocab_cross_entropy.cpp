@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cpu/convert.h"
 #include "cpu/simd.h"
@@ -16,13 +17,15 @@ namespace tp_ext {
 namespace {
 
 // Adds a chunk to the statistics of its row. Two streams each, as a sum and a maximum have to wait
-// for their last; after the first chunks the maximum hardly grows, and nothing is rescaled.
-template <typename A>
+// for their last; after the first chunks the maximum hardly grows, and nothing is rescaled. The
+// exponentials are added up in Wide: all of a row's gradient shares what their sum has rounded off.
+template <typename Wide, typename A>
 TP_SIMD void add_chunk(const A* v, int64_t n, CeStats<A>& row) {
   const int64_t half = n / 2;
   const A* const w = v + half;
   A max = n % 2 ? v[n - 1] : minus_inf<A>(), max_w = minus_inf<A>();
-  A sum = n % 2 ? v[n - 1] : A(0), sum_w = 0, sum_exp = 0;
+  A sum = n % 2 ? v[n - 1] : A(0), sum_w = 0;
+  Wide sum_exp = 0;
   if (max != max) max = minus_inf<A>();  // a NaN never wins
 #pragma omp simd reduction(max : max, max_w) reduction(+ : sum, sum_w)
   for (int64_t i = 0; i < half; ++i) {
@@ -39,18 +42,19 @@ TP_SIMD void add_chunk(const A* v, int64_t n, CeStats<A>& row) {
   const A shift = exp_shift(row.max);
 #pragma omp simd reduction(+ : sum_exp)
   for (int64_t i = 0; i < n; ++i) sum_exp += exp_down(v[i] - shift);
-  row.sum_exp += sum_exp;
+  row.sum_exp += static_cast<A>(sum_exp);
   row.sum += sum + sum_w;
 }
 
 template <typename T>
 CeStats<acc_t<T>> row_stats(const T* x, int64_t n) {
+  using Wide = std::conditional_t<sizeof(T) == sizeof(acc_t<T>), double, acc_t<T>>;
   constexpr int64_t kChunk = kStage;
   CeStats<acc_t<T>> row = no_columns<acc_t<T>>();
   Stage<T> stage;
   for (int64_t start = 0; start < n; start += kChunk) {
     const int64_t size = std::min(kChunk, n - start);
-    add_chunk(stage.load(x + start, size), size, row);
+    add_chunk<Wide>(stage.load(x + start, size), size, row);
   }
   return row;
 }
@@ -153,7 +157,7 @@ void fill_grad(const at::Tensor& grad_any, const Rows& x, const Rows& dx,
         const bool here = hit >= 0 && hit < valid;
         const A x_hit = here ? to_acc(from[hit]) : A(0);  // before the row may be overwritten
         row_grad(from, to, valid, row);
-        if (here) to[hit] = from_acc<T>(row(x_hit) - row.hit);
+        if (here) to[hit] = from_acc<T>(row.at_target(x_hit));
         std::fill(to + valid, to + x.width, T(0));
       }
     });

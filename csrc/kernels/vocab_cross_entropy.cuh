@@ -147,8 +147,7 @@ __global__ void ce_bwd_kernel(const acc_t<T>* __restrict__ grad, const T* logits
     const CeRowGrad<A> row(grad[r], lse + 2 * r, options);
     const auto at = [&](int64_t i, T value) {
       if (i >= valid) return from_acc<T>(A(0));
-      const A g = row(to_acc(value));
-      return from_acc<T>(i == hit ? g - row.hit : g);
+      return from_acc<T>(i == hit ? row.at_target(to_acc(value)) : row(to_acc(value)));
     };
 
     // Vectors need the two rows equally far from a 16-byte boundary

@@ -103,7 +103,12 @@ struct CeRowGrad {
         hit(g * (A(1) - options.label_smoothing)) {}
 
   // The exponent is at most 0: no x is above max, and log_sum is the logarithm of at least 1
-  TP_HD A operator()(A x) const { return scale * exp_down((x - max) - log_sum) - everywhere; }
+  TP_HD A operator()(A x) const { return less(x, everywhere); }
+  // At the target, where a probability near 1 all but cancels: product and difference rounded once
+  TP_HD A at_target(A x) const { return less(x, everywhere + hit); }
+
+ private:
+  TP_HD A less(A x, A what) const { return scale * exp_down((x - max) - log_sum) - what; }
 };
 
 }  // namespace tp_ext

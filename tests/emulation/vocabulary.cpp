@@ -83,8 +83,8 @@ void cross_entropy(const Logits& l, int64_t grad_stride, int64_t grad_shift, int
   const auto formula = [&](int64_t r, int64_t j) {
     if (target[r] == kIgnored || j >= n) return from_acc<T>(A(0));
     const CeRowGrad<A> row(grad[r], lse.data() + 2 * r, options);
-    const A g = row(to_acc(x[r * l.stride + j]));
-    return from_acc<T>(j == target[r] - start ? g - row.hit : g);
+    const A logit = to_acc(x[r * l.stride + j]);
+    return from_acc<T>(j == target[r] - start ? row.at_target(logit) : row(logit));
   };
   const auto backward = [&](const T* from, T* to, int64_t stride) {
     launch(std::min(ce_blocks(rows), blocks), ce_threads<T>(l.width), [&] {
@@ -154,7 +154,7 @@ void vast_cross_entropy() {
       },
       0, {dim3(blocks - 1, 0)});
   const CeRowGrad<float> row(1, lse + 2 * r, {0, 0, float(n)});
-  if (x[size - 1].bits != T(row(0) - row.hit).bits || x[size - n].bits != T(row(0)).bits ||
+  if (x[size - 1].bits != T(row.at_target(0)).bits || x[size - n].bits != T(row(0)).bits ||
       as_double(x[size - n - 1]) != 0)
     wrong("the last row's gradient");
   unmap(x, size), unmap(stats, rows * 4), unmap(lse, rows * 2), unmap(grad, rows),

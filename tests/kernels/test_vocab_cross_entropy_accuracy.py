@@ -38,16 +38,14 @@ def test_errors_are_at_most_torchs(kind, dtype, smoothing, z, device):
     target = torch.randint(VOCAB, (ROWS,)).to(device)
     target[3] = -100
     logits, grad = values(kind, (ROWS, VOCAB), dtype, device), values("random", (ROWS,), dtype, device)
-    # A row's loss is put together from up to three terms in fp32
-    limits = {0: 1.1} if dtype == torch.float32 and (smoothing or z) else None
-    assert_as_accurate(*pair(target, smoothing, z), [logits], grad, limits=limits, independent=ROWS)
+    assert_as_accurate(*pair(target, smoothing, z), [logits], grad, independent=ROWS)
 
 
 def test_gradient_over_few_columns(device):
-    """There the error is that of e^x: ours is right to 1.01 ulp, torch's to 0.55 ulp."""
+    """There a probability is near 1, and all of a row's gradient shares the rounding of the row's sum."""
     target = torch.randint(50, (4000,)).to(device)
     logits, grad = values("random", (4000, 50), torch.float32, device), values("random", (4000,), torch.float32, device)
-    assert_as_accurate(*pair(target, 0, 0), [logits], grad, limits={1: 1.01 / 0.55}, independent=4000)
+    assert_as_accurate(*pair(target, 0, 0), [logits], grad, independent=4000)
 
 
 @every_loss

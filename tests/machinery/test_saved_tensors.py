@@ -55,7 +55,7 @@ def _want(sp):
     x, ffn, heads = own * HIDDEN, TOKENS * FFN // P, TOKENS * HIDDEN // P
     qkv = 3 * heads
     statistics = BATCH * SEQ * 4 // P  # of the attention's rows: log-sum-exp per query and head
-    tables = 2 * TOKENS  # cosine and sine, a pair of features per head
+    tables = 2 * SEQ  # cosine and sine of each position, a pair of features per head
     # The multi-query one has 1 KV head, q and k are normed apart, each with x of its norm, a number per row, its tables
     mqa_kv = TOKENS * 2
     mqa = (heads + 2 * mqa_kv + heads + statistics) + (heads + TOKENS * 2) + (mqa_kv + TOKENS) + 2 * tables
