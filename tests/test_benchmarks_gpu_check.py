@@ -213,7 +213,7 @@ def test_a_dry_run_writes_every_field(tmp_path):
     assert all(stage["passed"] > 0 for stage in results["stages"] if stage["name"] == "kernels")
     rows = results["rows"]
     assert {row["case"] for row in rows} == {
-        f"{k} {w}" for k in ("half", "interleaved") for w in ("fwd", "bwd", "fwd+bwd")
+        f"{k} {w}" for k in ("half", "interleaved", "batch", "packed") for w in ("fwd", "bwd", "fwd+bwd")
     }
     assert all(set(row) == ROW | {"peers_ms"} and row["ms"] > 0 and row["bytes"] > 0 for row in rows)
     assert all(set(row["peers_ms"]) == {"torch eager"} for row in rows)
