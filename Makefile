@@ -69,6 +69,7 @@ bench: $(BUILT) $(STAMPS)/bench
 # It builds by itself, for the GPU that is there
 gpu-check: $(STAMPS)/torch-$(TORCH) $(STAMPS)/test
 	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
+
 cuda-check:
 	@$(PYTHON) tests/cuda_code/check.py
 
