@@ -36,7 +36,7 @@ def saved(folder):
 def test_what_fails_or_hangs_loses_nothing_else(tmp_path):
     run = Run(tmp_path, {"commit": "abc"}, 4)
     marker = tmp_path / "grandchild"
-    sleeper = f"import time; time.sleep(3); open({str(marker)!r}, 'w')"
+    sleeper = f"import time; time.sleep(10); open({str(marker)!r}, 'w')"
     hangs = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {sleeper!r}]); time.sleep(60)"
     stages = [
         Stage("good", [python("one", "print('fine')"), python("two", "pass")], 60),
@@ -51,7 +51,7 @@ def test_what_fails_or_hangs_loses_nothing_else(tmp_path):
     ]
     began = time.monotonic()
     run.together(stages)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 55  # less than what hangs would take, however busy the machine
     results = saved(tmp_path)
     status = {stage["name"]: stage["status"] for stage in results["stages"]}
     assert status == {
@@ -70,7 +70,7 @@ def test_what_fails_or_hangs_loses_nothing_else(tmp_path):
     assert "/no/such/command" in commands["m"]["output"][0]
     log = (tmp_path / "log.txt").read_text()
     assert "=== good, one: passed" in log and "fine" in log
-    time.sleep(max(0.0, began + 5.0 - time.monotonic()))
+    time.sleep(max(0.0, began + 14.0 - time.monotonic()))
     assert not marker.exists()  # what a hanging command had started is ended with it
 
 
