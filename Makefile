@@ -65,6 +65,7 @@ lint: $(STAMPS)/torch-$(TORCH) $(STAMPS)/lint
 bench: $(BUILT) $(STAMPS)/bench
 	@for script in benchmarks/bench_*.py; do \
 		echo "== $$script"; $(BIN)/python $$script --csv $(BENCH_OUT) $(BENCH_ARGS) || exit 1; done
+	$(BIN)/python benchmarks/cpu_results.py $(BENCH_OUT)
 
 # It builds by itself, for the GPU that is there
 gpu-check: $(STAMPS)/torch-$(TORCH) $(STAMPS)/test

@@ -1,6 +1,7 @@
 """The benchmarks run, write down what they say, and time nothing that is wrong. Of their figures nothing is asked."""
 
 import csv
+import importlib
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import bench_collectives
 import bench_mlp
 import bench_rope
 import bench_train
+import gpu_check
 import harness
 import turns
 
@@ -68,6 +70,17 @@ def test_rows_of_a_kernel(tmp_path):
     assert {row["case"] for row in rows} >= {"half fwd", "interleaved fwd+bwd", "packed bwd"}
     more = _run(lambda: harness.main(bench_rope.cases), "bench_rope", tmp_path)
     assert len(more) == 2 * len(rows) and {row["dtype"] for row in more} == {"float32"}  # appended, one header
+
+
+@pytest.mark.parametrize(
+    "script", sorted({path.stem for path in gpu_check.benchmarks()} - {"bench_decode"})
+)  # no kernel
+def test_every_kernel_has_rows(tmp_path, script):
+    cases = importlib.import_module(script).cases
+    argv = [script, "--quick", "--size", "1", "--dtype", "bfloat16", "--csv", str(tmp_path)]
+    with mock.patch.object(sys, "argv", argv):
+        harness.main(cases)
+    assert all(float(row["ratio"]) > 0 for row in _rows(tmp_path, script))
 
 
 def test_rows_of_the_mlp(tmp_path):
