@@ -43,23 +43,22 @@ void dropout_run(const T* x, const acc_t<T>* bias, const T* residual, T* y, cons
 // Elements [begin, end): runs that are neighbours in the full tensor, cut again at rows of the bias
 template <typename T, bool kBias, bool kResidual>
 void dropout_range(const T* x, const acc_t<T>* bias, const T* residual, T* y, int64_t bias_size,
-                   uint64_t seed, Dropout<acc_t<T>> dropout, GlobalIndex index, int64_t begin,
-                   int64_t end) {
+                   const PhiloxKeys& keys, Dropout<acc_t<T>> dropout, const GlobalIndex& index,
+                   int64_t begin, int64_t end) {
   WordBuffer buffer;
-  if (dropout.keeps_all()) std::fill_n(buffer.words, kWordRun + 8, 0);
-  for (int64_t i = begin, n; i < end; i += n) {
-    n = run_length(index, i, end);
-    const uint64_t first = index(i);
-    if (!dropout.keeps_all()) draw_words(seed, first, n, buffer);
+  if (dropout.keeps_all()) std::fill_n(buffer.words, kWordRun, 0);
+  int64_t column = begin % bias_size;
+  for_each_run(index, begin, end, [&](int64_t i, uint64_t first, int64_t n) {
+    if (!dropout.keeps_all()) draw_words(keys, first, n, buffer);
     const uint32_t* words = buffer.words + first % 4;
     for (int64_t j = 0, m; j < n; j += m) {
-      const int64_t column = kBias ? (i + j) % bias_size : 0;
       m = kBias ? std::min(n - j, bias_size - column) : n;
       dropout_run<T, kBias, kResidual>(x + i + j, kBias ? bias + column : nullptr,
                                        kResidual ? residual + i + j : nullptr, y + i + j, words + j,
                                        m, dropout);
+      column = column + m == bias_size ? 0 : column + m;
     }
-  }
+  });
 }
 
 Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_in,
@@ -74,7 +73,7 @@ Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_
   const Tensor bias = has_bias ? bias_in->contiguous() : Tensor();
   const Tensor residual = has_residual ? residual_in->contiguous() : x;
   const Tensor y = at::empty_like(x, at::MemoryFormat::Contiguous);
-  const auto key = static_cast<uint64_t>(*in<int64_t>(seed));
+  const PhiloxKeys keys(static_cast<uint64_t>(*in<int64_t>(seed)));
   dispatch_floating(x.scalar_type(), "bias_dropout_residual", [&](auto tag) {
     using T = decltype(tag);
     const auto range =
@@ -86,7 +85,7 @@ Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_
     const auto* const bias_data = has_bias ? in<acc_t<T>>(wide) : nullptr;
     const int64_t bias_size = has_bias ? bias.numel() : 1;
     at::parallel_for(0, x.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      range(in<T>(x), bias_data, in<T>(residual), out<T>(y), bias_size, key, dropout, index, begin,
+      range(in<T>(x), bias_data, in<T>(residual), out<T>(y), bias_size, keys, dropout, index, begin,
             end);
     });
   });

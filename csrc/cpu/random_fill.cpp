@@ -26,20 +26,22 @@ TP_SIMD void draw_values(Draw draw, const uint32_t* __restrict words, int64_t n,
     for (int64_t j = 0; j < n; ++j) values[j] = draw(words[j]);
 }
 
+template <typename T>
+TP_SIMD void round_values(const double* __restrict values, T* __restrict to, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) to[j] = round_to<T>(values[j]);
+}
+
 template <typename T, typename Draw>
-TP_SIMD void fill_range(T* self, uint64_t seed, Draw draw, GlobalIndex index, int64_t begin,
-                        int64_t end) {
+void fill_range(T* self, const PhiloxKeys& keys, Draw draw, const GlobalIndex& index, int64_t begin,
+                int64_t end) {
   WordBuffer buffer;
-  alignas(64) double values[kWordRun + 8];
-  for (int64_t i = begin, n; i < end; i += n) {
-    n = run_length(index, i, end);
-    const uint64_t first = index(i);
-    draw_words(seed, first, n, buffer);
+  alignas(64) double values[kWordRun];
+  for_each_run(index, begin, end, [&](int64_t i, uint64_t first, int64_t n) {
+    draw_words(keys, first, n, buffer);
     const int64_t skip = static_cast<int64_t>(first % 4);
     draw_values(draw, buffer.words, skip + n, values);
-    T* __restrict to = self + i;
-    for (int64_t j = 0; j < n; ++j) to[j] = round_to<T>(values[skip + j]);
-  }
+    round_values(values + skip, self + i, n);
+  });
 }
 
 template <typename Draw>
@@ -49,11 +51,11 @@ void fill(Tensor& self, const Tensor& seed, Draw draw, const char* op, int64_t l
   const GlobalIndex index = check_global_index(self, "self", local_inner, full_inner, offset);
   const bool direct = self.is_contiguous();
   const Tensor to = direct ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
-  const auto key = static_cast<uint64_t>(*in<int64_t>(seed));
+  const PhiloxKeys keys(static_cast<uint64_t>(*in<int64_t>(seed)));
   dispatch_floating(self.scalar_type(), op, [&](auto tag) {
     using T = decltype(tag);
     at::parallel_for(0, to.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      fill_range<T>(out<T>(to), key, draw, index, begin, end);
+      fill_range<T>(out<T>(to), keys, draw, index, begin, end);
     });
   });
   if (!direct) self.copy_(to);
