@@ -1,4 +1,5 @@
-"""residual + dropout(x + bias), fused and by seed, against torch's three operators."""
+"""residual + dropout(x + bias), fused and by seed, against torch's three operators; dropout alone, of which torch keeps
+the mask and ours draws it again."""
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,13 @@ def cases(device: str, dtype: torch.dtype, size: int) -> list[Case]:
     def eager(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return F.dropout(x + bias, P) + residual
 
+    def ours_alone(x: torch.Tensor) -> torch.Tensor:
+        seed = torch.randint(0, 2**62, (), dtype=torch.int64, device=device)
+        return _ops.bias_dropout_residual(x, None, None, seed, P, *index)
+
+    def eager_alone(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, P)
+
     def check() -> None:  # the masks differ: kept elements agree, and as many are kept
         rows = slice(0, min(len(x), 4096))
         few, own = (x[rows].detach(), residual[rows].detach()), bias.detach()
@@ -37,7 +45,9 @@ def cases(device: str, dtype: torch.dtype, size: int) -> list[Case]:
 
     leaves = [t.detach().requires_grad_() for t in (x, bias, residual)]
     # Forward reads x and the residual, backward the gradient; each writes one tensor
-    return passes("dropout", ours, torch_peers(eager, device), leaves, grad, (3 * size, 2 * size), check)
+    fused = passes("dropout", ours, torch_peers(eager, device), leaves, grad, (3 * size, 2 * size), check)
+    peers = torch_peers(eager_alone, device)
+    return fused + passes("dropout alone", ours_alone, peers, leaves[:1], grad, (2 * size, 2 * size), check)
 
 
 if __name__ == "__main__":

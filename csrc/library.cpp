@@ -162,6 +162,10 @@ TORCH_LIBRARY(tp_ext, m) {
       "SymInt offset) -> Tensor",
       tags);
   m.def(
+      "_bias_dropout_bwd(Tensor grad, Tensor seed, float p, SymInt local_inner, SymInt full_inner, "
+      "SymInt offset) -> (Tensor, Tensor)",
+      tags);
+  m.def(
       "_philox_uniform_(Tensor(a!) self, Tensor seed, float low, float high, SymInt local_inner, "
       "SymInt full_inner, SymInt offset) -> ()",
       tags);

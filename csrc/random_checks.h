@@ -31,6 +31,11 @@ inline void check_dropout(const at::Tensor& x, const char* name, const at::Tenso
   TORCH_CHECK_VALUE(0 <= p && p <= 1, "p: ", p, " must be in [0, 1]");
 }
 
+// The gradient of a bias sums over all dims but the last
+inline void check_bias_rows(const at::Tensor& grad, const char* name) {
+  TORCH_CHECK_VALUE(grad.dim() > 0, name, ": shape ", grad.sizes(), " must have a last dim");
+}
+
 inline void check_bias_and_residual(const at::Tensor& x, const std::optional<at::Tensor>& bias,
                                     const std::optional<at::Tensor>& residual) {
   if (bias && bias->defined()) {

@@ -163,6 +163,11 @@ def _(grad: Tensor, seed: Tensor, p: float, local_inner: int, full_inner: int, o
     return _like(grad)
 
 
+@torch.library.register_fake("tp_ext::_bias_dropout_bwd")
+def _(grad: Tensor, seed: Tensor, p: float, local_inner: int, full_inner: int, offset: int) -> tuple[Tensor, Tensor]:
+    return _like(grad), grad.new_empty(grad.shape[-1:])
+
+
 @torch.library.register_fake("tp_ext::_philox_uniform_")
 def _(
     self: Tensor,

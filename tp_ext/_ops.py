@@ -110,6 +110,7 @@ bias_dropout_residual_fwd: Callable[[Tensor, Tensor | None, Tensor | None, Tenso
     "_bias_dropout_residual_fwd"
 )
 dropout_bwd: Callable[[Tensor, Tensor, float, int, int, int], Tensor] = _op("_dropout_bwd")
+bias_dropout_bwd: Callable[[Tensor, Tensor, float, int, int, int], tuple[Tensor, Tensor]] = _op("_bias_dropout_bwd")
 Fill = Callable[[Tensor, Tensor, float, float, int, int, int], None]
 philox_uniform_: Fill = _op("_philox_uniform_")
 philox_normal_: Fill = _op("_philox_normal_")

@@ -43,20 +43,27 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     return op.call(x, bias, residual, seed, p, local_inner, full_inner, offset);
   }
 
-  static Tensor dropout_again(AutogradContext* ctx, const Tensor& grad) {
+  // dx, and the gradient of the bias if it is wanted
+  static std::tuple<Tensor, Tensor> dropout_again(AutogradContext* ctx, const Tensor& grad,
+                                                  bool bias_wanted) {
     static const auto op =
         find_op<Tensor(const Tensor&, const Tensor&, double, SymInt, SymInt, SymInt)>(
             "tp_ext::_dropout_bwd");
+    static const auto op_with_bias = find_op<std::tuple<Tensor, Tensor>(
+        const Tensor&, const Tensor&, double, SymInt, SymInt, SymInt)>("tp_ext::_bias_dropout_bwd");
     const auto saved = ctx->get_saved_variables();
     auto& data = ctx->saved_data;
     const double p = data["p"].toDouble();
     const SymInt local_inner = data["local_inner"].toSymInt();
     const SymInt full_inner = data["full_inner"].toSymInt();
     const SymInt offset = data["offset"].toSymInt();
-    if (at::GradMode::is_enabled())  // create_graph: the differentiable form of the same operator
-      return bias_dropout_residual(grad, std::nullopt, std::nullopt, saved[0], p, local_inner,
-                                   full_inner, offset);
-    return op.call(grad, saved[0], p, local_inner, full_inner, offset);
+    if (at::GradMode::is_enabled()) {  // create_graph: differentiable forms of the same
+      const Tensor dx = bias_dropout_residual(grad, std::nullopt, std::nullopt, saved[0], p,
+                                              local_inner, full_inner, offset);
+      return {dx, bias_wanted ? dx.reshape_symint({-1, dx.sym_size(-1)}).sum(0) : Tensor()};
+    }
+    if (bias_wanted) return op_with_bias.call(grad, saved[0], p, local_inner, full_inner, offset);
+    return {op.call(grad, saved[0], p, local_inner, full_inner, offset), Tensor()};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -68,13 +75,10 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     const bool bias_wanted = has_bias && ctx->needs_input_grad(1);
     const bool residual_wanted =
         ctx->saved_data["has_residual"].toBool() && ctx->needs_input_grad(has_bias ? 2 : 1);
-    Tensor dx;
-    if (ctx->needs_input_grad(0) || bias_wanted) dx = dropout_again(ctx, grad);
-    if (ctx->needs_input_grad(0)) result[0] = dx;
-    if (bias_wanted) {
-      std::vector<int64_t> rows(dx.dim() - 1);
-      for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
-      result[1] = rows.empty() ? dx : at::sum(dx, rows);  // at::sum adds half types up in fp32
+    if (ctx->needs_input_grad(0) || bias_wanted) {
+      Tensor dx;
+      std::tie(dx, result[1]) = dropout_again(ctx, grad, bias_wanted);
+      if (ctx->needs_input_grad(0)) result[0] = dx;
     }
     if (residual_wanted) result[2] = grad;
     return result;

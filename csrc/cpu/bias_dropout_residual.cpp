@@ -1,64 +1,36 @@
-// y = residual + dropout(x + bias) and its gradient dx = dropout(dy), on CPU: x, residual [.., n],
-// bias [n]. Nothing but the seed is saved; backward draws the same words again.
+// y = residual + dropout(x + bias) and its gradients dx = dropout(dy), dbias = sum of dx over rows,
+// on CPU: x, residual [.., n], bias [n]. Nothing but the seed is saved; backward draws the same words
+// again.
 
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "cpu/activation_loops.h"
-#include "cpu/philox_words.h"
-#include "cpu/simd.h"
-#include "kernels/dropout.h"
+#include "cpu/dropout_pass.h"
 #include "ops.h"
 #include "random_checks.h"
 
 namespace tp_ext {
 namespace {
 
-template <bool kBias, bool kResidual, typename A>
-TP_SIMD void dropout_loop(const A* __restrict x, const A* __restrict bias,
-                          const A* __restrict residual, A* __restrict y,
-                          const uint32_t* __restrict words, int64_t n, Dropout<A> dropout) {
-  for (int64_t i = 0; i < n; ++i) {
-    A value = x[i];
-    if constexpr (kBias) value += bias[i];
-    value *= dropout.factor(words[i]);
-    if constexpr (kResidual) value += residual[i];
-    y[i] = value;
-  }
-}
-
-// One run of elements; bias already points at the first one's
-template <typename T, bool kBias, bool kResidual>
-void dropout_run(const T* x, const acc_t<T>* bias, const T* residual, T* y, const uint32_t* words,
-                 int64_t n, Dropout<acc_t<T>> dropout) {
-  Stage<T> from, from_residual, to;
-  for_each_stage<T>(n, [&](int64_t i, int64_t m) {
-    dropout_loop<kBias, kResidual>(from.load(x + i, m), kBias ? bias + i : nullptr,
-                                   kResidual ? from_residual.load(residual + i, m) : nullptr,
-                                   to.target(y + i), words + i, m, dropout);
-    to.store(y + i, m);
-  });
-}
-
 // Elements [begin, end): runs that are neighbours in the full tensor, cut again at rows of the bias
-template <typename T, bool kBias, bool kResidual>
+template <typename T>
 void dropout_range(const T* x, const acc_t<T>* bias, const T* residual, T* y, int64_t bias_size,
                    const PhiloxKeys& keys, Dropout<acc_t<T>> dropout, const GlobalIndex& index,
                    int64_t begin, int64_t end) {
-  WordBuffer buffer;
-  if (dropout.keeps_all()) std::fill_n(buffer.words, kWordRun, 0);
-  int64_t column = begin % bias_size;
-  for_each_run(index, begin, end, [&](int64_t i, uint64_t first, int64_t n) {
-    if (!dropout.keeps_all()) draw_words(keys, first, n, buffer);
-    const uint32_t* words = buffer.words + first % 4;
+  int64_t column = bias ? begin % bias_size : 0;
+  for_each_run(index, begin, end, kPassRun, [&](int64_t i, uint64_t first, int64_t n) {
     for (int64_t j = 0, m; j < n; j += m) {
-      m = kBias ? std::min(n - j, bias_size - column) : n;
-      dropout_run<T, kBias, kResidual>(x + i + j, kBias ? bias + column : nullptr,
-                                       kResidual ? residual + i + j : nullptr, y + i + j, words + j,
-                                       m, dropout);
+      m = bias ? std::min(n - j, bias_size - column) : n;
+      dropout_pass<T>({keys, dropout, x + i + j, bias ? bias + column : nullptr,
+                       residual ? residual + i + j : nullptr, y + i + j, nullptr, m, first + j});
       column = column + m == bias_size ? 0 : column + m;
     }
   });
+}
+
+PhiloxKeys keys_of(const Tensor& seed) {
+  return PhiloxKeys(static_cast<uint64_t>(*in<int64_t>(seed)));
 }
 
 Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_in,
@@ -71,22 +43,19 @@ Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_
   const bool has_residual = residual_in && residual_in->defined();
   const Tensor x = x_in.contiguous();
   const Tensor bias = has_bias ? bias_in->contiguous() : Tensor();
-  const Tensor residual = has_residual ? residual_in->contiguous() : x;
+  const Tensor residual = has_residual ? residual_in->contiguous() : Tensor();
   const Tensor y = at::empty_like(x, at::MemoryFormat::Contiguous);
-  const PhiloxKeys keys(static_cast<uint64_t>(*in<int64_t>(seed)));
+  const PhiloxKeys keys = keys_of(seed);
   dispatch_floating(x.scalar_type(), "bias_dropout_residual", [&](auto tag) {
     using T = decltype(tag);
-    const auto range =
-        has_bias
-            ? (has_residual ? &dropout_range<T, true, true> : &dropout_range<T, true, false>)
-            : (has_residual ? &dropout_range<T, false, true> : &dropout_range<T, false, false>);
     const Dropout<acc_t<T>> dropout(p);
     const Tensor wide = has_bias ? widened<T>(bias) : bias;
     const auto* const bias_data = has_bias ? in<acc_t<T>>(wide) : nullptr;
+    const T* const residual_data = has_residual ? in<T>(residual) : nullptr;
     const int64_t bias_size = has_bias ? bias.numel() : 1;
     at::parallel_for(0, x.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      range(in<T>(x), bias_data, in<T>(residual), out<T>(y), bias_size, keys, dropout, index, begin,
-            end);
+      dropout_range<T>(in<T>(x), bias_data, residual_data, out<T>(y), bias_size, keys, dropout,
+                       index, begin, end);
     });
   });
   return y;
@@ -98,11 +67,40 @@ Tensor dropout_bwd(const Tensor& grad, const Tensor& seed, double p, int64_t loc
                                    full_inner, offset);
 }
 
+std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad_in, const Tensor& seed, double p,
+                                            int64_t local_inner, int64_t full_inner,
+                                            int64_t offset) {
+  check_dropout(grad_in, "grad", seed, p);
+  check_bias_rows(grad_in, "grad");
+  const GlobalIndex index = check_global_index(grad_in, "grad", local_inner, full_inner, offset);
+  const Tensor grad = grad_in.contiguous();
+  const int64_t n = grad.size(-1), rows = n ? grad.numel() / n : 0;
+  const Tensor dx = at::empty_like(grad, at::MemoryFormat::Contiguous);
+  const Tensor dbias = at::empty({n}, grad.options());
+  const PhiloxKeys keys = keys_of(seed);
+  dispatch_floating(grad.scalar_type(), "bias_dropout", [&](auto tag) {
+    using T = decltype(tag);
+    const Dropout<acc_t<T>> dropout(p);
+    for_each_piece_with_sums<T>(
+        rows, n, 1, out<T>(dbias),
+        [&](int64_t row, int64_t column, int64_t length, acc_t<T>* sums) {
+          const int64_t begin = row * n + column;
+          for_each_run(index, begin, begin + length, kPassRun,
+                       [&](int64_t i, uint64_t first, int64_t m) {
+                         dropout_pass<T>({keys, dropout, in<T>(grad) + i, nullptr, nullptr,
+                                          out<T>(dx) + i, sums + (i - begin), m, first});
+                       });
+        });
+  });
+  return {dx, dbias};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
   m.impl("_bias_dropout_residual_fwd", bias_dropout_residual_fwd);
   m.impl("_dropout_bwd", dropout_bwd);
+  m.impl("_bias_dropout_bwd", bias_dropout_bwd);
 }
 
 }  // namespace tp_ext

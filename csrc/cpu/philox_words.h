@@ -8,8 +8,8 @@
 
 namespace tp_ext {
 
-// Elements of a run at most. Few, so that the loop over a run finds in the cache what the processor
-// has read ahead while the words were drawn: computing and memory overlap.
+// Elements whose words are drawn at once. Few, so that the loop over them finds in the cache what
+// the processor has read ahead meanwhile.
 constexpr int64_t kWordRun = 256;
 
 // Room for the words of a run, and for the rest of a group of counters that are drawn together
@@ -35,14 +35,15 @@ struct PhiloxKeys {
 void draw_words(const PhiloxKeys& keys, uint64_t first, int64_t n, WordBuffer& buffer);
 
 // Calls f(i, first, n) for the runs of the local elements [begin, end), begin < end: n elements from
-// i on, which in the full tensor stand side by side too, from `first` on.
+// i on, which in the full tensor stand side by side too, from `first` on, and not across a multiple
+// of `limit`.
 template <typename F>
-void for_each_run(const GlobalIndex& index, int64_t begin, int64_t end, F f) {
+void for_each_run(const GlobalIndex& index, int64_t begin, int64_t end, int64_t limit, F f) {
   uint64_t first = index(begin);
   int64_t row_end = begin - begin % index.local_inner + index.local_inner;
   for (int64_t i = begin; i < end;) {
-    const int64_t skip = static_cast<int64_t>(first % 4);
-    const int64_t n = std::min(std::min(row_end, end) - i, kWordRun - skip);
+    const auto left = limit - static_cast<int64_t>(first % static_cast<uint64_t>(limit));
+    const int64_t n = std::min(std::min(row_end, end) - i, left);
     f(i, first, n);
     i += n;
     first += n;

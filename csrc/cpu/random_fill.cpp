@@ -1,4 +1,5 @@
-// Fills a tensor with random values that depend on the seed and the global index alone, on CPU. Every path goes through the same whole counters, so any slicing gives the same bits.
+// Fills a tensor with random values that depend on the seed and the global index alone, on CPU. Every
+// path goes through the same whole counters, so any slicing gives the same bits.
 
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -36,7 +37,7 @@ void fill_range(T* self, const PhiloxKeys& keys, Draw draw, const GlobalIndex& i
                 int64_t end) {
   WordBuffer buffer;
   alignas(64) double values[kWordRun];
-  for_each_run(index, begin, end, [&](int64_t i, uint64_t first, int64_t n) {
+  for_each_run(index, begin, end, kWordRun, [&](int64_t i, uint64_t first, int64_t n) {
     draw_words(keys, first, n, buffer);
     const int64_t skip = static_cast<int64_t>(first % 4);
     draw_values(draw, buffer.words, skip + n, values);

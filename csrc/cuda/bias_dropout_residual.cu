@@ -2,7 +2,9 @@
 // bias [n]. Nothing but the seed is saved; backward draws the same words again.
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum.h>
 #include <torch/library.h>
+#include <numeric>
 
 #include "cuda/launch.h"
 #include "kernels/bias_dropout_residual.cuh"
@@ -46,10 +48,25 @@ Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_
   return y;
 }
 
+// Half types are added up in fp32
+Tensor sum_to_last_dim(const Tensor& x) {
+  std::vector<int64_t> rows(x.dim() - 1);
+  std::iota(rows.begin(), rows.end(), 0);
+  return rows.empty() ? x.clone() : at::sum(x, rows);
+}
+
 Tensor dropout_bwd(const Tensor& grad, const Tensor& seed, double p, int64_t local_inner,
                    int64_t full_inner, int64_t offset) {
   return bias_dropout_residual_fwd(grad, std::nullopt, std::nullopt, seed, p, local_inner,
                                    full_inner, offset);
+}
+
+std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad, const Tensor& seed, double p,
+                                            int64_t local_inner, int64_t full_inner,
+                                            int64_t offset) {
+  check_bias_rows(grad, "grad");
+  const Tensor dx = dropout_bwd(grad, seed, p, local_inner, full_inner, offset);
+  return {dx, sum_to_last_dim(dx)};
 }
 
 }  // namespace
@@ -57,6 +74,7 @@ Tensor dropout_bwd(const Tensor& grad, const Tensor& seed, double p, int64_t loc
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
   m.impl("_bias_dropout_residual_fwd", bias_dropout_residual_fwd);
   m.impl("_dropout_bwd", dropout_bwd);
+  m.impl("_bias_dropout_bwd", bias_dropout_bwd);
 }
 
 }  // namespace tp_ext

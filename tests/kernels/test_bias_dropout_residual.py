@@ -143,6 +143,21 @@ def test_only_the_gradients_asked_for(device):
     assert torch.equal(dresidual, dy)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, index", [((0, 5), (1, 1, 0)), ((70, 0), (1, 1, 0)), ((70, 33), (33, 99, 65))])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_gradient_of_the_bias_sums_what_the_input_gets(p, shape, index, dtype, device):
+    """Of a slice of columns, as of a bias that is cut; the sum in fp32 of what dx rounds: half its last place a row."""
+    grad, seed = torch.randn(shape, device=device).to(dtype), seed_of(-5, device)
+    dx, dbias = _ops.bias_dropout_bwd(grad, seed, p, *index)
+    assert torch.equal(dx, _ops.dropout_bwd(grad, seed, p, *index))
+    assert dbias.shape == shape[-1:] and dbias.dtype == dtype
+    bound = dx.double().abs().sum(0) * (ulp(dtype) + 32 * ulp(min(dtype, torch.float32, key=ulp))) * 2
+    assert ((dbias.double() - dx.double().sum(0)).abs() <= bound).all()
+    with pytest.raises(ValueError, match="grad: shape"):
+        _ops.bias_dropout_bwd(torch.zeros((), device=device), seed, p, 1, 1, 0)
+
+
 def test_derivatives_of_any_order(device):
     x, bias, residual = (
         torch.randn(s, dtype=torch.float64, device=device, requires_grad=True) for s in ((3, 5), (5,), (3, 5))
@@ -173,6 +188,7 @@ def test_opcheck_and_compile(device):
     opcheck(torch.ops.tp_ext._bias_dropout_residual_fwd, (x0, bias0, residual0, seed, 0.3, *index))
     opcheck(torch.ops.tp_ext._bias_dropout_residual_fwd, (x0, None, None, seed, 0.3, *index))
     opcheck(torch.ops.tp_ext._dropout_bwd, (x0, seed, 0.3, *index))
+    opcheck(torch.ops.tp_ext._bias_dropout_bwd, (x0, seed, 0.3, *index))
 
     def f(x, bias, residual):
         return _ops.bias_dropout_residual(x, bias, residual, seed, 0.3, *index)

@@ -33,10 +33,11 @@ extern "C" const uint32_t* draw(uint64_t seed, uint64_t first, int64_t n) {
   return buffer.words + first % 4;
 }
 // Writes first and n of each run, and returns how many there are
-extern "C" int64_t runs(int64_t inner, int64_t full, int64_t offset, int64_t begin, int64_t end, int64_t* found) {
+extern "C" int64_t runs(int64_t inner, int64_t full, int64_t offset, int64_t begin, int64_t end, int64_t limit,
+                        int64_t* found) {
   int64_t at = begin, count = 0;
-  for_each_run({inner, full, offset}, begin, end, [&](int64_t i, uint64_t first, int64_t n) {
-    if (i != at || n < 1 || first % 4 + n > kWordRun) count = -1000000;
+  for_each_run({inner, full, offset}, begin, end, limit, [&](int64_t i, uint64_t first, int64_t n) {
+    if (i != at || n < 1 || n > limit || int64_t(first) / limit != int64_t(first + n - 1) / limit) count = -1000000;
     at += n, found[2 * count] = first, found[2 * count + 1] = n, ++count;
   });
   return at == end ? count : -1;
@@ -112,16 +113,18 @@ def test_a_run_has_the_words_of_its_elements(library, first):
             assert np.array_equal(np.ctypeslib.as_array(words, (n,)), want), (seed, n)
 
 
-@pytest.mark.parametrize(
-    "inner, full, offset", [(1000, 1000, 0), (7, 33, 6), (1, 3, 2), (256, 512, 256), (300, 301, 1)]
-)
-def test_runs_cover_all_elements(library, inner, full, offset):
+SLICES = [(1000, 1000, 0), (7, 33, 6), (1, 3, 2), (256, 512, 256), (300, 301, 1)]
+
+
+@pytest.mark.parametrize("limit", [4, RUN, 2**34])
+@pytest.mark.parametrize("inner, full, offset", SLICES)
+def test_runs_cover_all_elements(library, inner, full, offset, limit):
     total = 2 * inner if inner > 100 else 40 * inner
     index = np.arange(total)
     index = index // inner * full + offset + index % inner
     found = np.zeros(2 * total, np.int64)
     for begin, end in ((0, total), (3 % total, total), (inner, total - 1), (inner - 1, inner + 1)):
-        arguments = (*map(ctypes.c_int64, (inner, full, offset, begin, end)), ctypes.c_void_p(found.ctypes.data))
+        arguments = (*map(ctypes.c_int64, (inner, full, offset, begin, end, limit)), ctypes.c_void_p(found.ctypes.data))
         count = library.runs(*arguments)
         pairs = found[: 2 * count].reshape(count, 2)
         covered = np.concatenate([first + np.arange(n) for first, n in pairs])
