@@ -1,10 +1,11 @@
-"""bias_act against torch's two operators: forward, backward and both, with every gradient."""
+"""bias_act against torch's two operators, without a bias one: forward, backward and both, with every gradient."""
 
 import functools
 
 import torch
 import torch.nn.functional as F
 from harness import Case, main, passes, torch_peers
+from torch import Tensor
 
 from tp_ext import _ops
 
@@ -25,13 +26,15 @@ def cases(device: str, dtype: torch.dtype, size: int) -> list[Case]:
     result = []
     for name, activation in PEERS.items():
 
-        def ours(x: torch.Tensor, bias: torch.Tensor, name: str = name) -> torch.Tensor:
+        def ours(x: Tensor, bias: Tensor | None = None, name: str = name) -> Tensor:
             return _ops.bias_act(x, bias, name)
 
-        def eager(x: torch.Tensor, bias: torch.Tensor, activation=activation) -> torch.Tensor:
-            return activation(x + bias)
+        def eager(x: Tensor, bias: Tensor | None = None, activation=activation) -> Tensor:
+            return activation(x if bias is None else x + bias)
 
-        result += passes(name, ours, torch_peers(eager, device), [x, bias], grad, (2 * size, 3 * size))
+        peers, moved = torch_peers(eager, device), (2 * size, 3 * size)
+        result += passes(name, ours, peers, [x, bias], grad, moved)
+        result += passes(f"{name} no bias", ours, peers, [x], grad, moved)
     return result
 
 

@@ -7,9 +7,14 @@
 #include <algorithm>
 
 #include "cpu/convert.h"
+#include "cpu/pairs.h"
 #include "cpu/simd.h"
 
 namespace tp_ext {
+
+// How far ahead loops over contiguous memory fetch
+template <typename T>
+constexpr int64_t kAhead = 4096 / sizeof(T);
 
 // A bias in the type of the arithmetic, converted once instead of in every row
 template <typename T>
@@ -23,13 +28,62 @@ at::Tensor widened(const at::Tensor& bias) {
   }
 }
 
-// Calls f(row, column, length) for pieces of a [rows, n] matrix, none across a row end, in
-// parallel.
+// Numbers that belong to the n columns of a row, a bias or sums, in the order in which the loops
+// over T take them: one after the other, or the even columns and then as many odd ones (pairs.h)
+template <typename T>
+constexpr int64_t columns_size(int64_t n) {
+  return kPaired<T> ? n + n % 2 : n;
+}
+// Which column stands at a place; n for one that pads
+template <typename T>
+int64_t column_at(int64_t place, int64_t n) {
+  if constexpr (!kPaired<T>) return place;
+  const int64_t half = columns_size<T>(n) / 2;
+  return place < half ? 2 * place : 2 * (place - half) + 1;
+}
+template <typename T, typename A>
+struct Columns {
+  A* data;
+  int64_t n;
+
+  // Those from `column` on, even for pairs. null stays null: there is no bias
+  Columns from(int64_t column) const {
+    return {data == nullptr ? data : data + (kPaired<T> ? column / 2 : column), n};
+  }
+  // The k-th of several rows of columns
+  Columns row(int64_t k) const {
+    return {data == nullptr ? data : data + k * columns_size<T>(n), n};
+  }
+  A* odd() const { return data == nullptr ? data : data + columns_size<T>(n) / 2; }
+};
+
+template <typename T>
+using ConstColumns = Columns<T, const acc_t<T>>;
+template <typename T>
+using MutableColumns = Columns<T, acc_t<T>>;
+
+// The columns of a bias [groups * n], in the type of the arithmetic
+template <typename T>
+at::Tensor columns_of(const at::Tensor& bias, int64_t groups) {
+  if constexpr (kPaired<T>) {
+    const int64_t n = bias.numel() / groups, size = columns_size<T>(n);
+    const at::Tensor wide = at::empty({groups * size}, bias.options().dtype(at::kFloat));
+    for (int64_t k = 0; k < groups; ++k)
+      widen_pairs(in<T>(bias) + k * n, out<float>(wide) + k * size, n);
+    return wide;
+  } else {
+    return widened<T>(bias);
+  }
+}
+
+// Calls f(row, column, length) for pieces of a [rows, n] matrix, none across a row end or, for
+// pairs, from an odd column on, in parallel.
 template <typename F>
 void for_each_piece(int64_t rows, int64_t n, F f) {
+  const auto even = [&](int64_t i) { return i - i % n % 2; };
   at::parallel_for(0, rows * n, kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end;) {
-      const int64_t column = i % n, length = std::min(end - i, n - column);
+    for (int64_t i = even(begin); i < even(end);) {
+      const int64_t column = i % n, length = std::min(even(end) - i, n - column);
       f(i / n, column, length);
       i += length;
     }
@@ -43,11 +97,11 @@ TP_SIMD void add_partials(const A* __restrict partial, double* __restrict total,
   for (int64_t j = 0; j < n; ++j) total[j] += static_cast<double>(partial[j]);
 }
 
-// Calls f(row, column, length, sums) for pieces of a [rows, n] matrix; f adds to sums[0 .. length)
-// and, when there is more than one group of sums, to sums[k * n + 0 .. length). sums_out [groups *
-// n] gets the totals over the rows. Tiles and the order of the additions depend on the shape alone:
-// the same bits for any number of threads. A tile's sums stay in L1; 32 rows share one row of fp32
-// partial sums, which therefore are accurate and cost 1/32 of a pass, and are added up in fp64.
+// Calls f(row, column, length, sums) for pieces of a [rows, n] matrix; f adds to sums.row(k), the
+// sums of the k-th of `groups` groups. sums_out [groups * n] gets the totals over the rows. Tiles
+// and the order of the additions depend on the shape alone: the same bits for any number of threads.
+// A tile's sums stay in L1; 32 rows share one row of fp32 partial sums, which therefore are accurate
+// and cost 1/32 of a pass, and are added up in fp64.
 template <typename T, typename F>
 void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_out, F f) {
   using A = acc_t<T>;
@@ -56,7 +110,7 @@ void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_o
   const int64_t tile = std::min(n, kTile), tiles = (n + tile - 1) / tile;
   constexpr int64_t kChunk = 32;
   const int64_t chunks = (rows + kChunk - 1) / kChunk;
-  const int64_t width = groups * n;
+  const int64_t size = columns_size<T>(n), width = groups * size;
   const at::Tensor partials =
       at::empty({chunks, width}, at::TensorOptions().dtype(c10::CppTypeToScalarType<A>::value));
   A* const partial = out<A>(partials);
@@ -66,21 +120,31 @@ void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_o
         for (int64_t task = begin; task < end; ++task) {
           const int64_t first_row = task / tiles * kChunk, column = task % tiles * tile;
           const int64_t length = std::min(tile, n - column);
-          A* const sums = partial + task / tiles * width + column;
-          for (int64_t k = 0; k < groups; ++k) std::fill_n(sums + k * n, length, A(0));
+          const MutableColumns<T> sums{partial + task / tiles * width, n};
+          for (int64_t k = 0; k < groups; ++k) {
+            const MutableColumns<T> own = sums.row(k).from(column);
+            const int64_t evens = kPaired<T> ? (length + 1) / 2 : length;
+            std::fill_n(own.data, evens, A(0));
+            if constexpr (kPaired<T>) std::fill_n(own.odd(), evens, A(0));
+          }
           for (int64_t row = first_row; row < std::min(rows, first_row + kChunk); ++row)
-            f(row, column, length, sums);
+            f(row, column, length, sums.from(column));
         }
       });
   at::parallel_for(0, width, std::max<int64_t>(kSumColumns, kGrain / std::max<int64_t>(chunks, 1)),
                    [&](int64_t begin, int64_t end) {
-                     for (int64_t column = begin; column < end; column += kSumColumns) {
-                       const int64_t length = std::min(kSumColumns, end - column);
+                     for (int64_t first = begin; first < end; first += kSumColumns) {
+                       const int64_t length = std::min(kSumColumns, end - first);
                        double total[kSumColumns] = {};
                        for (int64_t c = 0; c < chunks; ++c)
-                         add_partials(partial + c * width + column, total, length);
-                       for (int64_t j = 0; j < length; ++j)
-                         sums_out[column + j] = from_acc<T>(static_cast<A>(total[j]));
+                         add_partials(partial + c * width + first, total, length);
+                       int64_t group = first / size, place = first % size;
+                       for (int64_t j = 0; j < length; ++j) {
+                         const int64_t column = column_at<T>(place, n);
+                         if (column < n)
+                           sums_out[group * n + column] = from_acc<T>(static_cast<A>(total[j]));
+                         if (++place == size) place = 0, ++group;
+                       }
                      }
                    });
 }

@@ -4,6 +4,7 @@
 #include "cpu/convert.h"
 
 #include "cpu/clones.h"
+#include "cpu/pairs.h"
 
 // As TP_SIMD: clang may not know how to ask for f16c
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -27,6 +28,22 @@ TP_SIMD void widen_plain(const Fp16* x, float* y, int64_t n) { widen_loop(x, y, 
 TP_SIMD void narrow_plain(const float* x, Fp16* y, int64_t n) { narrow_loop(x, y, n); }
 
 #ifdef TP_F16C
+__attribute__((target("avx512f"))) void widen_avx512(const Fp16* x, float* y, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_ps(
+        y + i,
+        _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i))));
+  for (; i < n; ++i) y[i] = static_cast<float>(x[i]);
+}
+__attribute__((target("avx512f"))) void narrow_avx512(const float* x, Fp16* y, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256(
+        reinterpret_cast<__m256i*>(y + i),
+        _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i < n; ++i) y[i] = static_cast<Fp16>(x[i]);
+}
 __attribute__((target("avx,f16c"))) void widen_f16c(const Fp16* x, float* y, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8)
@@ -42,6 +59,7 @@ __attribute__((target("avx,f16c"))) void narrow_f16c(const float* x, Fp16* y, in
   for (; i < n; ++i) y[i] = static_cast<Fp16>(x[i]);
 }
 const bool has_f16c = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+const bool has_avx512 = __builtin_cpu_supports("avx512f");
 #endif
 
 }  // namespace
@@ -49,8 +67,17 @@ const bool has_f16c = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("
 TP_SIMD void widen(const Bf16* x, float* y, int64_t n) { widen_loop(x, y, n); }
 TP_SIMD void narrow(const float* x, Bf16* y, int64_t n) { narrow_loop(x, y, n); }
 
+TP_SIMD void widen_pairs(const Bf16* x, float* __restrict y, int64_t n) {
+  const auto* __restrict const pairs = pairs_at(x);
+  float* __restrict const odd = y + (n + 1) / 2;
+  for (int64_t i = 0; i < n / 2; ++i) y[i] = even_of(word_of(pairs[i]));
+  for (int64_t i = 0; i < n / 2; ++i) odd[i] = odd_of(word_of(pairs[i]));
+  if (n % 2) y[n / 2] = static_cast<float>(x[n - 1]), odd[n / 2] = 0.f;
+}
+
 void widen(const Fp16* x, float* y, int64_t n) {
 #ifdef TP_F16C
+  if (has_avx512) return widen_avx512(x, y, n);
   if (has_f16c) return widen_f16c(x, y, n);
 #endif
   widen_plain(x, y, n);
@@ -58,6 +85,7 @@ void widen(const Fp16* x, float* y, int64_t n) {
 
 void narrow(const float* x, Fp16* y, int64_t n) {
 #ifdef TP_F16C
+  if (has_avx512) return narrow_avx512(x, y, n);
   if (has_f16c) return narrow_f16c(x, y, n);
 #endif
   narrow_plain(x, y, n);

@@ -14,6 +14,8 @@ namespace tp_ext {
 
 void widen(const Bf16* x, float* y, int64_t n);
 void widen(const Fp16* x, float* y, int64_t n);
+// The even elements, then the odd ones (pairs.h), as many of both: for odd n a 0 is added
+void widen_pairs(const Bf16* x, float* y, int64_t n);
 void narrow(const float* x, Bf16* y, int64_t n);
 void narrow(const float* x, Fp16* y, int64_t n);
 

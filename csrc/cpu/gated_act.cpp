@@ -6,6 +6,7 @@
 
 #include "activation_check.h"
 #include "cpu/activation_loops.h"
+#include "cpu/fetch.h"
 #include "cpu/simd.h"
 #include "kernels/short.h"
 #include "ops.h"
@@ -13,62 +14,182 @@
 namespace tp_ext {
 namespace {
 
-// One piece of a row, in the type of the arithmetic; bias and sums are null without a bias.
+// One element
 template <typename Act, bool kBias, typename Math, typename A>
-TP_SIMD void forward_loop(const A* __restrict gate, const A* __restrict up,
-                          const A* __restrict bias_gate, const A* __restrict bias_up,
-                          A* __restrict y, int64_t n) {
-  for (int64_t j = 0; j < n; ++j) {
-    A a = gate[j], b = up[j];
-    if constexpr (kBias) a += bias_gate[j], b += bias_up[j];
-    y[j] = static_cast<A>(Act::value(Math(a))) * b;
-  }
+TP_HD A forward_one(A gate, A up, A bias_gate, A bias_up) {
+  if constexpr (kBias) gate += bias_gate, up += bias_up;
+  return static_cast<A>(Act::value(Math(gate))) * up;
+}
+template <typename A>
+struct GateUp {
+  A gate, up;
+};
+template <typename Act, bool kBias, typename Math, typename A>
+TP_HD GateUp<A> backward_one(A grad, A gate, A up, A bias_gate, A bias_up) {
+  if constexpr (kBias) gate += bias_gate, up += bias_up;
+  const ValueSlope<Math> act = Act::value_slope(Math(gate));
+  return {grad * up * static_cast<A>(act.slope), grad * static_cast<A>(act.value)};
 }
 
-template <typename Act, bool kBias, typename A>
+// One piece of a row, in the type of the arithmetic, while memory of the type T is fetched; bias and
+// sums are null without a bias.
+template <typename Act, bool kBias, typename A, typename T>
+TP_SIMD void forward_loop(const A* __restrict gate, const A* __restrict up,
+                          const A* __restrict bias_gate, const A* __restrict bias_up,
+                          A* __restrict y, int64_t n, const T* next_gate, const T* next_up,
+                          T* next_y) {
+  sweep<2>(
+      n,
+      [&](int64_t j) __attribute__((always_inline)) {
+        y[j] = forward_one<Act, kBias, math_t<T>>(gate[j], up[j], kBias ? bias_gate[j] : A(0),
+                                                  kBias ? bias_up[j] : A(0));
+      },
+      next_gate, next_up, next_y);
+}
+
+template <typename Act, bool kBias, typename A, typename T>
 TP_SIMD void backward_loop(const A* __restrict grad, const A* __restrict gate,
                            const A* __restrict up, const A* __restrict bias_gate,
                            const A* __restrict bias_up, A* __restrict dgate, A* __restrict dup,
-                           A* __restrict sums_gate, A* __restrict sums_up, int64_t n) {
-  for (int64_t j = 0; j < n; ++j) {
-    A a = gate[j], b = up[j];
-    if constexpr (kBias) a += bias_gate[j], b += bias_up[j];
-    const A g = grad[j];
-    const ValueSlope<A> act = Act::value_slope(a);
-    const A da = g * b * act.slope, db = g * act.value;
-    dgate[j] = da;
-    dup[j] = db;
-    if constexpr (kBias) sums_gate[j] += da, sums_up[j] += db;
+                           A* __restrict sums_gate, A* __restrict sums_up, int64_t n,
+                           const T* next_grad, const T* next_gate, const T* next_up, T* next_dgate,
+                           T* next_dup) {
+  sweep<2>(
+      n,
+      [&](int64_t j) __attribute__((always_inline)) {
+        const GateUp<A> d = backward_one<Act, kBias, math_t<T>>(
+            grad[j], gate[j], up[j], kBias ? bias_gate[j] : A(0), kBias ? bias_up[j] : A(0));
+        dgate[j] = d.gate;
+        dup[j] = d.up;
+        if constexpr (kBias) sums_gate[j] += d.gate, sums_up[j] += d.up;
+      },
+      next_grad, next_gate, next_up, next_dgate, next_dup);
+}
+
+// The same of n pairs. Of bias and sums those of the even columns; those of the odd ones are `odd`
+// further on.
+template <typename Act, bool kBias>
+TP_SIMD void forward_loop(const Bf16Pair* __restrict gate, const Bf16Pair* __restrict up,
+                          const float* __restrict bias_gate, const float* __restrict bias_up,
+                          int64_t odd, Bf16Pair* __restrict y, int64_t n, int64_t ahead) {
+  using Math = math_t<Bf16>;
+  sweep<2>(
+      n,
+      [&](int64_t j) __attribute__((always_inline)) {
+        const uint32_t a = word_of(gate[j]), b = word_of(up[j]);
+        store_pair(
+            y[j],
+            forward_one<Act, kBias, Math>(even_of(a), even_of(b), kBias ? bias_gate[j] : 0.f,
+                                          kBias ? bias_up[j] : 0.f),
+            forward_one<Act, kBias, Math>(odd_of(a), odd_of(b), kBias ? bias_gate[odd + j] : 0.f,
+                                          kBias ? bias_up[odd + j] : 0.f));
+      },
+      gate + 2 * ahead, up + 2 * ahead, y + ahead);
+}
+
+template <typename Act, bool kBias>
+TP_SIMD void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __restrict gate,
+                           const Bf16Pair* __restrict up, const float* __restrict bias_gate,
+                           const float* __restrict bias_up, int64_t odd, Bf16Pair* __restrict dgate,
+                           Bf16Pair* __restrict dup, float* __restrict sums_gate,
+                           float* __restrict odd_sums_gate, float* __restrict sums_up,
+                           float* __restrict odd_sums_up, int64_t n, int64_t ahead) {
+  using Math = math_t<Bf16>;
+  sweep<2>(
+      n,
+      [&](int64_t j) __attribute__((always_inline)) {
+        const uint32_t g = word_of(grad[j]), a = word_of(gate[j]), b = word_of(up[j]);
+        const GateUp<float> even =
+            backward_one<Act, kBias, Math>(even_of(g), even_of(a), even_of(b),
+                                           kBias ? bias_gate[j] : 0.f, kBias ? bias_up[j] : 0.f);
+        const GateUp<float> last = backward_one<Act, kBias, Math>(odd_of(g), odd_of(a), odd_of(b),
+                                                                  kBias ? bias_gate[odd + j] : 0.f,
+                                                                  kBias ? bias_up[odd + j] : 0.f);
+        store_pair(dgate[j], even.gate, last.gate);
+        store_pair(dup[j], even.up, last.up);
+        if constexpr (kBias) {
+          sums_gate[j] += even.gate, odd_sums_gate[j] += last.gate;
+          sums_up[j] += even.up, odd_sums_up[j] += last.up;
+        }
+      },
+      grad + ahead, gate + 2 * ahead, up + 2 * ahead, dgate + 2 * ahead, dup + 2 * ahead);
+}
+// gate and up, and their parts of bias and sums, are f apart. `ahead`: how many rows on is what is
+// fetched, 0 or 1.
+template <typename Act, bool kBias, typename T>
+void forward_piece(const T* gate, ConstColumns<T> bias, T* y, int64_t f, int64_t n, int64_t ahead) {
+  const T* const up = gate + f;
+  const auto* const bias_gate = bias.data;
+  const auto* const bias_up = kBias ? bias.row(1).data : nullptr;
+  if constexpr (kPaired<T>) {
+    const auto loop = [&](const Bf16Pair* from_gate, const Bf16Pair* from_up, Bf16Pair* to,
+                          int64_t first, int64_t pairs) {
+      forward_loop<Act, kBias>(from_gate, from_up, kBias ? bias_gate + first : nullptr,
+                               kBias ? bias_up + first : nullptr, columns_size<T>(f) / 2, to, pairs,
+                               ahead * f / 2);
+    };
+    loop(pairs_at(gate), pairs_at(up), pairs_at(y), 0, n / 2);
+    if (n % 2 != 0) {
+      const Bf16Pair last_gate = padded(gate[n - 1]), last_up = padded(up[n - 1]);
+      Bf16Pair result;
+      loop(&last_gate, &last_up, &result, n / 2, 1);
+      y[n - 1] = result.even;
+    }
+  } else {
+    Stage<T> from_gate, from_up, to;
+    for_each_stage<T>(n, [&](int64_t i, int64_t m) {
+      const T* const next = gate + i + 2 * f * ahead;
+      forward_loop<Act, kBias>(from_gate.load(gate + i, m), from_up.load(up + i, m),
+                               kBias ? bias_gate + i : nullptr, kBias ? bias_up + i : nullptr,
+                               to.target(y + i), m, next, next + f, y + i + f * ahead);
+      to.store(y + i, m);
+    });
   }
 }
 
-// gate and up, and their halves of bias and sums, are f apart.
 template <typename Act, bool kBias, typename T>
-void forward_piece(const T* gate, const acc_t<T>* bias, T* y, int64_t f, int64_t n) {
-  Stage<T> from_gate, from_up, to;
-  for_each_stage<T>(n, [&](int64_t i, int64_t m) {
-    const acc_t<T>* const bias_gate = kBias ? bias + i : nullptr;
-    forward_loop<Act, kBias, math_t<T>>(from_gate.load(gate + i, m), from_up.load(gate + f + i, m),
-                                        bias_gate, kBias ? bias_gate + f : nullptr,
-                                        to.target(y + i), m);
-    to.store(y + i, m);
-  });
-}
-
-template <typename Act, bool kBias, typename T>
-void backward_piece(const T* grad, const T* gate, const acc_t<T>* bias, T* dgate, acc_t<T>* sums,
-                    int64_t f, int64_t n) {
-  Stage<T> upstream, from_gate, from_up, to_gate, to_up;
-  for_each_stage<T>(n, [&](int64_t i, int64_t m) {
-    const acc_t<T>* const bias_gate = kBias ? bias + i : nullptr;
-    acc_t<T>* const sums_gate = kBias ? sums + i : nullptr;
-    backward_loop<Act, kBias>(
-        upstream.load(grad + i, m), from_gate.load(gate + i, m), from_up.load(gate + f + i, m),
-        bias_gate, kBias ? bias_gate + f : nullptr, to_gate.target(dgate + i),
-        to_up.target(dgate + f + i), sums_gate, kBias ? sums_gate + f : nullptr, m);
-    to_gate.store(dgate + i, m);
-    to_up.store(dgate + f + i, m);
-  });
+void backward_piece(const T* grad, const T* gate, ConstColumns<T> bias, T* dgate,
+                    MutableColumns<T> sums, int64_t f, int64_t n, int64_t ahead) {
+  const T* const up = gate + f;
+  T* const dup = dgate + f;
+  const auto* const bias_gate = bias.data;
+  const auto* const bias_up = kBias ? bias.row(1).data : nullptr;
+  const MutableColumns<T> sums_up = kBias ? sums.row(1) : sums;
+  if constexpr (kPaired<T>) {
+    const auto loop = [&](const Bf16Pair* upstream, const Bf16Pair* from_gate,
+                          const Bf16Pair* from_up, Bf16Pair* to_gate, Bf16Pair* to_up,
+                          int64_t first, int64_t pairs) {
+      backward_loop<Act, kBias>(upstream, from_gate, from_up, kBias ? bias_gate + first : nullptr,
+                                kBias ? bias_up + first : nullptr, columns_size<T>(f) / 2, to_gate,
+                                to_up, kBias ? sums.data + first : nullptr,
+                                kBias ? sums.odd() + first : nullptr,
+                                kBias ? sums_up.data + first : nullptr,
+                                kBias ? sums_up.odd() + first : nullptr, pairs, ahead * f / 2);
+    };
+    loop(pairs_at(grad), pairs_at(gate), pairs_at(up), pairs_at(dgate), pairs_at(dup), 0, n / 2);
+    if (n % 2 != 0) {
+      const Bf16Pair last_grad = padded(grad[n - 1]);
+      const Bf16Pair last_gate = padded(gate[n - 1]), last_up = padded(up[n - 1]);
+      Bf16Pair result_gate, result_up;
+      loop(&last_grad, &last_gate, &last_up, &result_gate, &result_up, n / 2, 1);
+      dgate[n - 1] = result_gate.even;
+      dup[n - 1] = result_up.even;
+    }
+  } else {
+    Stage<T> upstream, from_gate, from_up, to_gate, to_up;
+    for_each_stage<T>(n, [&](int64_t i, int64_t m) {
+      const T* const next = gate + i + 2 * f * ahead;
+      T* const next_to = dgate + i + 2 * f * ahead;
+      backward_loop<Act, kBias>(upstream.load(grad + i, m), from_gate.load(gate + i, m),
+                                from_up.load(up + i, m), kBias ? bias_gate + i : nullptr,
+                                kBias ? bias_up + i : nullptr, to_gate.target(dgate + i),
+                                to_up.target(dup + i), kBias ? sums.data + i : nullptr,
+                                kBias ? sums_up.data + i : nullptr, m, grad + i + f * ahead, next,
+                                next + f, next_to, next_to + f);
+      to_gate.store(dgate + i, m);
+      to_up.store(dup + i, m);
+    });
+  }
 }
 
 Tensor gated_act_fwd(const Tensor& x_any, const OptionalTensor& bias_any,
@@ -81,19 +202,20 @@ Tensor gated_act_fwd(const Tensor& x_any, const OptionalTensor& bias_any,
   const Tensor y = at::empty(shape, x.options());
   dispatch_floating(x.scalar_type(), "gated_act", [&](auto zero) {
     using T = decltype(zero);
-    using A = acc_t<T>;
     const T* const px = in<T>(x);
-    const Tensor wide = bias.defined() ? widened<T>(bias) : bias;
-    const A* const pb = bias.defined() ? in<A>(wide) : nullptr;
+    const Tensor wide = bias.defined() ? columns_of<T>(bias, 2) : bias;
+    const ConstColumns<T> columns{bias.defined() ? in<acc_t<T>>(wide) : nullptr, f};
     T* const py = out<T>(y);
     dispatch_gated_activation(activation, [&](auto act) {
       using Act = decltype(act);
       for_each_piece(rows, f, [&](int64_t row, int64_t column, int64_t length) {
         const T* const gate = px + row * 2 * f + column;
-        if (pb)
-          forward_piece<Act, true, T>(gate, pb + column, py + row * f + column, f, length);
+        T* const to = py + row * f + column;
+        const int64_t ahead = row + 1 < rows;
+        if (columns.data)
+          forward_piece<Act, true, T>(gate, columns.from(column), to, f, length, ahead);
         else
-          forward_piece<Act, false, T>(gate, nullptr, py + row * f + column, f, length);
+          forward_piece<Act, false, T>(gate, columns, to, f, length, ahead);
       });
     });
   });
@@ -119,20 +241,20 @@ std::tuple<Tensor, Tensor> gated_act_bwd(const Tensor& grad_any, const Tensor& x
       if (!bias.defined()) {
         for_each_piece(rows, f, [&](int64_t row, int64_t column, int64_t length) {
           const int64_t i = row * 2 * f + column;
-          backward_piece<Act, false, T>(pg + row * f + column, px + i, nullptr, pd + i, nullptr, f,
-                                        length);
+          backward_piece<Act, false, T>(pg + row * f + column, px + i, {}, pd + i, {}, f, length,
+                                        row + 1 < rows);
         });
         return;
       }
-      const Tensor wide = widened<T>(bias);
-      const acc_t<T>* const pb = in<acc_t<T>>(wide);
-      for_each_piece_with_sums<T>(rows, f, 2, out<T>(dbias),
-                                  [&](int64_t row, int64_t column, int64_t length, acc_t<T>* sums) {
-                                    const int64_t i = row * 2 * f + column;
-                                    backward_piece<Act, true, T>(pg + row * f + column, px + i,
-                                                                 pb + column, pd + i, sums, f,
-                                                                 length);
-                                  });
+      const Tensor wide = columns_of<T>(bias, 2);
+      const ConstColumns<T> columns{in<acc_t<T>>(wide), f};
+      for_each_piece_with_sums<T>(
+          rows, f, 2, out<T>(dbias),
+          [&](int64_t row, int64_t column, int64_t length, MutableColumns<T> sums) {
+            const int64_t i = row * 2 * f + column;
+            backward_piece<Act, true, T>(pg + row * f + column, px + i, columns.from(column),
+                                         pd + i, sums, f, length, row + 1 < rows);
+          });
     });
   });
   return {dx, dbias};
