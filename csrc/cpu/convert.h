@@ -53,14 +53,18 @@ class Stage {
   alignas(64) A buffer_[kIsHalf<T> ? kStage : 1];
 };
 
-// Calls f(start, length) for the chunks of n elements: one where nothing is staged
+// Calls f(start, length) for the chunks of [begin, end): one where nothing is staged
+template <typename T, typename F>
+void for_each_stage(int64_t begin, int64_t end, F f) {
+  if constexpr (kIsHalf<T>) {
+    for (int64_t i = begin; i < end; i += kStage) f(i, std::min(kStage, end - i));
+  } else {
+    f(begin, end - begin);
+  }
+}
 template <typename T, typename F>
 void for_each_stage(int64_t n, F f) {
-  if constexpr (kIsHalf<T>) {
-    for (int64_t i = 0; i < n; i += kStage) f(i, std::min(kStage, n - i));
-  } else {
-    f(int64_t{0}, n);
-  }
+  for_each_stage<T>(0, n, f);
 }
 
 }  // namespace tp_ext

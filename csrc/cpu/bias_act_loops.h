@@ -1,0 +1,198 @@
+// The loops of bias_act on CPU, one for each way in which a type is read and written: as it lies or
+// through a stage (convert.h), in pairs (pairs.h), in lanes (fp16_lanes.h).
+
+#pragma once
+
+#include "cpu/activation_loops.h"
+#include "cpu/fetch.h"
+#include "cpu/fp16_lanes.h"
+#include "cpu/simd.h"
+#include "kernels/short.h"
+
+namespace tp_ext {
+
+// One element
+template <typename Act, bool kBias, typename Math, typename A>
+TP_HD A forward_one(A x, A bias) {
+  if constexpr (kBias) x += bias;
+  return static_cast<A>(Act::value(Math(x)));
+}
+template <typename Act, bool kBias, typename Math, typename A>
+TP_HD A backward_one(A grad, A x, A bias) {
+  if constexpr (kBias) x += bias;
+  return static_cast<A>(Act::backward(Math(grad), Math(x)));
+}
+
+// One piece of a row, in the type of the arithmetic, while memory of the type T is fetched. bias (and
+// sums) is that piece of the bias, or null.
+template <typename Act, bool kBias, typename A, typename T>
+TP_SIMD void forward_loop(const A* __restrict x, const A* __restrict bias, A* __restrict y,
+                          int64_t n, const T* next_x, T* next_y) {
+  sweep<1>(
+      n,
+      [&](int64_t j) __attribute__((always_inline)) {
+        y[j] = forward_one<Act, kBias, math_t<T>>(x[j], kBias ? bias[j] : A(0));
+      },
+      next_x, next_y);
+}
+
+template <typename Act, bool kBias, typename A, typename T>
+TP_SIMD void backward_loop(const A* __restrict grad, const A* __restrict x,
+                           const A* __restrict bias, A* __restrict dx, A* __restrict sums,
+                           int64_t n, const T* next_grad, const T* next_x, T* next_dx) {
+  sweep<2>(
+      n,
+      [&](int64_t j) __attribute__((always_inline)) {
+        const A d = backward_one<Act, kBias, math_t<T>>(grad[j], x[j], kBias ? bias[j] : A(0));
+        dx[j] = d;
+        if constexpr (kBias) sums[j] += d;
+      },
+      next_grad, next_x, next_dx);
+}
+
+// The same of n pairs
+template <typename Act, bool kBias>
+TP_SIMD void forward_loop(const Bf16Pair* __restrict x, const float* __restrict even_bias,
+                          const float* __restrict odd_bias, Bf16Pair* __restrict y, int64_t n,
+                          int64_t ahead) {
+  sweep<1>(
+      n,
+      [&](int64_t j) __attribute__((always_inline)) {
+        using Math = math_t<Bf16>;
+        const uint32_t word = word_of(x[j]);
+        store_pair(y[j], forward_one<Act, kBias, Math>(even_of(word), kBias ? even_bias[j] : 0.f),
+                   forward_one<Act, kBias, Math>(odd_of(word), kBias ? odd_bias[j] : 0.f));
+      },
+      x + ahead, y + ahead);
+}
+
+template <typename Act, bool kBias>
+TP_SIMD void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __restrict x,
+                           const float* __restrict even_bias, const float* __restrict odd_bias,
+                           Bf16Pair* __restrict dx, float* __restrict even_sums,
+                           float* __restrict odd_sums, int64_t n, int64_t ahead) {
+  sweep<2>(
+      n,
+      [&](int64_t j) __attribute__((always_inline)) {
+        using Math = math_t<Bf16>;
+        const uint32_t upstream = word_of(grad[j]), word = word_of(x[j]);
+        const float even = backward_one<Act, kBias, Math>(even_of(upstream), even_of(word),
+                                                          kBias ? even_bias[j] : 0.f);
+        const float odd = backward_one<Act, kBias, Math>(odd_of(upstream), odd_of(word),
+                                                         kBias ? odd_bias[j] : 0.f);
+        store_pair(dx[j], even, odd);
+        if constexpr (kBias) even_sums[j] += even, odd_sums[j] += odd;
+      },
+      grad + ahead, x + ahead, dx + ahead);
+}
+
+// The same of fp16, n being a multiple of kLanes16
+#ifdef TP_FP16_LANES
+template <typename Act, bool kBias>
+TP_FP16_LANES void forward_lanes(const Fp16* __restrict x, const float* __restrict bias,
+                                 Fp16* __restrict y, int64_t n, int64_t ahead) {
+  for (int64_t j = 0; j < n; j += kLanes16) {
+    if (j % kSweep == 0) fetch_sweep<1>(x + j + ahead), fetch_sweep<1>(y + j + ahead);
+    float from[kLanes16], to[kLanes16];
+    load_lanes(x + j, from);
+#pragma GCC unroll 1
+    for (int l = 0; l < kLanes16; ++l)
+      to[l] = forward_one<Act, kBias, math_t<Fp16>>(from[l], kBias ? bias[j + l] : 0.f);
+    store_lanes(y + j, to);
+  }
+}
+
+template <typename Act, bool kBias>
+TP_FP16_LANES void backward_lanes(const Fp16* __restrict grad, const Fp16* __restrict x,
+                                  const float* __restrict bias, Fp16* __restrict dx,
+                                  float* __restrict sums, int64_t n, int64_t ahead) {
+  for (int64_t j = 0; j < n; j += kLanes16) {
+    if (j % kSweep == 0)
+      fetch_sweep<2>(grad + j + ahead), fetch_sweep<2>(x + j + ahead),
+          fetch_sweep<2>(dx + j + ahead);
+    float upstream[kLanes16], from[kLanes16], to[kLanes16];
+    load_lanes(grad + j, upstream);
+    load_lanes(x + j, from);
+#pragma GCC unroll 1
+    for (int l = 0; l < kLanes16; ++l) {
+      to[l] =
+          backward_one<Act, kBias, math_t<Fp16>>(upstream[l], from[l], kBias ? bias[j + l] : 0.f);
+      if constexpr (kBias) sums[j + l] += to[l];
+    }
+    store_lanes(dx + j, to);
+  }
+}
+#endif
+
+// n elements, while those `ahead` of them are fetched
+template <typename Act, bool kBias, typename T>
+void forward_piece(const T* x, ConstColumns<T> bias, T* y, int64_t n, int64_t ahead) {
+  if constexpr (kPaired<T>) {
+    const auto loop = [&](const Bf16Pair* from, Bf16Pair* to, int64_t first, int64_t pairs) {
+      forward_loop<Act, kBias>(from, kBias ? bias.data + first : nullptr,
+                               kBias ? bias.odd() + first : nullptr, to, pairs, ahead / 2);
+    };
+    loop(pairs_at(x), pairs_at(y), 0, n / 2);
+    if (n % 2 != 0) {
+      const Bf16Pair last = padded(x[n - 1]);
+      Bf16Pair result;
+      loop(&last, &result, n / 2, 1);
+      y[n - 1] = result.even;
+    }
+  } else {
+    int64_t done = 0;
+#ifdef TP_FP16_LANES
+    if constexpr (std::is_same_v<T, Fp16>)
+      if (has_fp16_lanes()) {
+        done = n - n % kLanes16;
+        forward_lanes<Act, kBias>(x, bias.data, y, done, ahead);
+      }
+#endif
+    Stage<T> from, to;
+    for_each_stage<T>(done, n, [&](int64_t i, int64_t m) {
+      forward_loop<Act, kBias>(from.load(x + i, m), kBias ? bias.data + i : nullptr,
+                               to.target(y + i), m, x + i + ahead, y + i + ahead);
+      to.store(y + i, m);
+    });
+  }
+}
+
+template <typename Act, bool kBias, typename T>
+void backward_piece(const T* grad, const T* x, ConstColumns<T> bias, T* dx, MutableColumns<T> sums,
+                    int64_t n, int64_t ahead) {
+  if constexpr (kPaired<T>) {
+    const auto loop = [&](const Bf16Pair* upstream, const Bf16Pair* from, Bf16Pair* to,
+                          int64_t first, int64_t pairs) {
+      backward_loop<Act, kBias>(upstream, from, kBias ? bias.data + first : nullptr,
+                                kBias ? bias.odd() + first : nullptr, to,
+                                kBias ? sums.data + first : nullptr,
+                                kBias ? sums.odd() + first : nullptr, pairs, ahead / 2);
+    };
+    loop(pairs_at(grad), pairs_at(x), pairs_at(dx), 0, n / 2);
+    if (n % 2 != 0) {
+      const Bf16Pair last_grad = padded(grad[n - 1]), last = padded(x[n - 1]);
+      Bf16Pair result;
+      loop(&last_grad, &last, &result, n / 2, 1);
+      dx[n - 1] = result.even;
+    }
+  } else {
+    int64_t done = 0;
+#ifdef TP_FP16_LANES
+    if constexpr (std::is_same_v<T, Fp16>)
+      if (has_fp16_lanes()) {
+        done = n - n % kLanes16;
+        backward_lanes<Act, kBias>(grad, x, bias.data, dx, sums.data, done, ahead);
+      }
+#endif
+    Stage<T> upstream, from, to;
+    for_each_stage<T>(done, n, [&](int64_t i, int64_t m) {
+      backward_loop<Act, kBias>(upstream.load(grad + i, m), from.load(x + i, m),
+                                kBias ? bias.data + i : nullptr, to.target(dx + i),
+                                kBias ? sums.data + i : nullptr, m, grad + i + ahead, x + i + ahead,
+                                dx + i + ahead);
+      to.store(dx + i, m);
+    });
+  }
+}
+
+}  // namespace tp_ext
