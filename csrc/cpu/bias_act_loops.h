@@ -11,6 +11,10 @@
 
 namespace tp_ext {
 
+// Into which cache backward fetches: what is a row away, where columns are summed, is used later
+template <bool kBias>
+constexpr int kBackwardCache = kBias ? 2 : 1;
+
 // One element
 template <typename Act, bool kBias, typename Math, typename A>
 TP_HD A forward_one(A x, A bias) {
@@ -40,7 +44,7 @@ template <typename Act, bool kBias, typename A, typename T>
 TP_SIMD void backward_loop(const A* __restrict grad, const A* __restrict x,
                            const A* __restrict bias, A* __restrict dx, A* __restrict sums,
                            int64_t n, const T* next_grad, const T* next_x, T* next_dx) {
-  sweep<2>(
+  sweep<kBackwardCache<kBias>>(
       n,
       [&](int64_t j) __attribute__((always_inline)) {
         const A d = backward_one<Act, kBias, math_t<T>>(grad[j], x[j], kBias ? bias[j] : A(0));
@@ -71,7 +75,7 @@ TP_SIMD void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __re
                            const float* __restrict even_bias, const float* __restrict odd_bias,
                            Bf16Pair* __restrict dx, float* __restrict even_sums,
                            float* __restrict odd_sums, int64_t n, int64_t ahead) {
-  sweep<2>(
+  sweep<kBackwardCache<kBias>>(
       n,
       [&](int64_t j) __attribute__((always_inline)) {
         using Math = math_t<Bf16>;
@@ -108,8 +112,9 @@ TP_FP16_LANES void backward_lanes(const Fp16* __restrict grad, const Fp16* __res
                                   float* __restrict sums, int64_t n, int64_t ahead) {
   for (int64_t j = 0; j < n; j += kLanes16) {
     if (j % kSweep == 0)
-      fetch_sweep<2>(grad + j + ahead), fetch_sweep<2>(x + j + ahead),
-          fetch_sweep<2>(dx + j + ahead);
+      fetch_sweep<kBackwardCache<kBias>>(grad + j + ahead),
+          fetch_sweep<kBackwardCache<kBias>>(x + j + ahead),
+          fetch_sweep<kBackwardCache<kBias>>(dx + j + ahead);
     float upstream[kLanes16], from[kLanes16], to[kLanes16];
     load_lanes(grad + j, upstream);
     load_lanes(x + j, from);

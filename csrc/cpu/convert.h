@@ -1,6 +1,7 @@
-// Half types in fp32: loops over bf16 and fp16 tensors take them a chunk at a time through buffers
-// that stay in the L1 cache, so that the arithmetic is written and compiled for fp32 alone, and
-// conversions are made where they vectorise. fp64 and fp32 are taken as they lie.
+// Half types in fp32: loops that do not read them in a way of their own (pairs.h, fp16_lanes.h) take
+// them a chunk at a time through buffers that stay in the L1 cache, so that the arithmetic is written
+// and compiled for fp32 alone, and conversions are made where they vectorise. fp64 and fp32 are
+// taken as they lie.
 
 #pragma once
 
