@@ -1,5 +1,5 @@
 // CPU: RMSNorm and LayerNorm over the last dim, forward and backward (formulas in kernels/norm.h,
-// loops in norm_loops.h).
+// loops in norm_forward.h and norm_backward.h).
 //
 //   x, residual, sum, y, grad, grad_sum, dx [.., n] in one dtype; weight, bias, dweight, dbias [n],
 //   in x's dtype or, for half types, fp32; mean, rstd [rows] in fp32 (fp64 for fp64). A gradient
@@ -22,7 +22,8 @@
 #include <vector>
 
 #include "norm_args.h"
-#include "cpu/norm_loops.h"
+#include "cpu/norm_backward.h"
+#include "cpu/norm_forward.h"
 #include "cpu/simd.h"
 
 namespace tp_ext {
@@ -58,13 +59,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Te
     using T = decltype(zero);
     using A = acc_t<T>;
     at::parallel_for(0, rows, kGrain / (n + 1) + 1, [&](int64_t begin, int64_t end) {
-      std::vector<A> cache(std::is_same_v<T, A> ? 0 : n);
+      std::vector<A> cache(kWidened<T> ? 3 * n : 0);
       const int64_t first = begin * n;
-      norm_forward_rows<T, kCentred>(in<T>(x) + first, adds ? in<T>(rest) + first : nullptr,
-                                     adds ? out<T>(sum) + first : nullptr, in<A>(w), in<A>(b),
-                                     out<T>(y) + first, kCentred ? out<A>(mean) + begin : nullptr,
-                                     out<A>(rstd) + begin, end - begin, n, static_cast<A>(eps),
-                                     cache.data());
+      norm_forward_rows<T, kCentred>({
+          in<T>(x) + first,
+          adds ? in<T>(rest) + first : nullptr,
+          adds ? out<T>(sum) + first : nullptr,
+          out<T>(y) + first,
+          in<A>(w),
+          in<A>(b),
+          kCentred ? out<A>(mean) + begin : nullptr,
+          out<A>(rstd) + begin,
+          end - begin,
+          n,
+          static_cast<A>(eps),
+          cache.data(),
+      });
     });
   });
   return {y, sum, mean, rstd};
@@ -88,9 +98,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
   const bool dx_wanted = output_mask[0], dw_wanted = has(weight) && output_mask[1],
              db_wanted = has(weight) && kCentred && output_mask[2];
   const bool params = dw_wanted || db_wanted;
-  Tensor dx = at::empty(dx_wanted ? input.sizes() : at::IntArrayRef({0}), input.options());
   const auto none = [&] { return at::empty({0}, (has(weight) ? *weight : input).options()); };
-  if (!dx_wanted && !params) return {dx, none(), none()};
+  if (!dx_wanted && !params) return {at::empty({0}, input.options()), none(), none()};
   const Tensor x = input.contiguous(), g = grad.contiguous();
   const Tensor g_sum = has(grad_sum) ? grad_sum->contiguous() : Tensor();
   const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
@@ -101,17 +110,28 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
   const int64_t chunks = std::clamp<int64_t>(rows / 32, 1, 64),
                 per_chunk = (rows + chunks - 1) / chunks;
   const int64_t sums = kCentred ? 2 : 1;  // dw | db of each chunk
-  const Tensor partial = at::zeros({params ? chunks : 0, sums, n}, acc);
-  const Tensor dw = at::empty({dw_wanted ? n : 0}, acc), db = at::empty({db_wanted ? n : 0}, acc);
+  // One thread adds up the chunks as it goes, in one place that stays in the cache
+  const bool one = at::get_num_threads() == 1 || at::in_parallel_region();
+  const int64_t places = one ? 1 : chunks;
+  const Tensor partial = at::empty({params ? places : 0, sums, n}, acc);
+  const Tensor dw = at::zeros({dw_wanted ? n : 0}, acc), db = at::zeros({db_wanted ? n : 0}, acc);
+  // Last, next to the memory that is still free: what is freed there can be had again as a whole
+  const Tensor dx = at::empty(dx_wanted ? input.sizes() : at::IntArrayRef({0}), input.options());
   dispatch_floating(x.scalar_type(), "norm backward", [&, n = n, rows = rows](auto zero) {
     using T = decltype(zero);
     using A = acc_t<T>;
+    const auto add_up = [&, n = n](int64_t chunks, int64_t begin, int64_t end) {
+      const A* const first = in<A>(partial);
+      if (dw_wanted) norm_sum_chunks(first, out<A>(dw), chunks, sums * n, begin, end);
+      if (db_wanted) norm_sum_chunks(first + n, out<A>(db), chunks, sums * n, begin, end);
+    };
     at::parallel_for(0, chunks, kGrain / (n * per_chunk + 1) + 1, [&](int64_t begin, int64_t end) {
-      std::vector<A> cache(std::is_same_v<T, A> ? 0 : 2 * kNormBlock * n);
+      std::vector<A> cache(kWidened<T> ? 2 * kNormBlock * n : 0);
       for (int64_t c = begin; c < end; ++c) {
         const int64_t first = c * per_chunk, last = std::min(rows, first + per_chunk);
         const int64_t skipped = first * n;
-        A* const sum = params ? out<A>(partial) + c * sums * n : nullptr;
+        A* const sum = params ? out<A>(partial) + (one ? 0 : c * sums * n) : nullptr;
+        if (params) std::fill_n(sum, sums * n, A(0));
         const NormBackward<T> rows_of_chunk = {
             in<T>(g) + skipped,
             in<T>(x) + skipped,
@@ -122,19 +142,19 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
             dx_wanted ? out<T>(dx) + skipped : nullptr,
             sum,
             kCentred && params ? sum + n : nullptr,
+            last - first,
             n,
+            cache.data(),
         };
         dispatch_wanted(dx_wanted, params, [&](auto with_dx, auto with_params) {
-          norm_backward_rows<T, kCentred, with_dx, with_params>(rows_of_chunk, last - first,
-                                                                cache.data());
+          norm_backward_rows<T, kCentred, with_dx, with_params>(rows_of_chunk);
         });
+        if (one) add_up(1, 0, n);
       }
     });
-    if (!params) return;
-    at::parallel_for(0, n, kGrain / chunks + 1, [&](int64_t begin, int64_t end) {
-      if (dw_wanted) norm_sum_chunks(in<A>(partial), out<A>(dw), chunks, sums * n, begin, end);
-      if (db_wanted) norm_sum_chunks(in<A>(partial) + n, out<A>(db), chunks, sums * n, begin, end);
-    });
+    if (one || !params) return;
+    at::parallel_for(0, n, kGrain / chunks + 1,
+                     [&](int64_t begin, int64_t end) { add_up(chunks, begin, end); });
   });
   return {dx, dw_wanted ? dw.to(weight->scalar_type()) : none(),
           db_wanted ? db.to(weight->scalar_type()) : none()};

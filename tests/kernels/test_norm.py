@@ -120,6 +120,32 @@ def test_no_rows_and_one_row(kind: str, shape: tuple[int, ...], device: torch.de
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [24, 32, 160, 200])
+def test_any_number_of_rows(kind: str, dtype: torch.dtype, n: int, device: torch.device) -> None:
+    """On the CPU several rows are under way at once: the first and last ones come out as each does alone."""
+    x, weight, bias = (t if t is None else t.detach() for t in inputs(kind, (6, n), dtype, device))
+    grad, added = torch.randn_like(x), torch.randn_like(x)
+
+    def step(rows: slice, norm) -> list[Tensor]:
+        leaf = x[rows].clone().requires_grad_()
+        y = norm(leaf, added[rows])
+        return [y.detach(), *torch.autograd.grad(y, leaf, grad[rows])]
+
+    def of_sum(t: Tensor, other: Tensor) -> Tensor:
+        params = (weight,) if kind == "rms" else (weight, bias)
+        fused = _ops.rms_norm_residual if kind == "rms" else _ops.layer_norm_residual
+        y, total = fused(t, other, *params, EPS)
+        return y + total
+
+    for norm in (lambda t, other: ours(kind, t, weight, bias), of_sum):
+        alone = [step(slice(i, i + 1), norm) for i in range(len(x))]
+        for count in range(2, len(x) + 1):
+            for got, *want in zip(step(slice(0, count), norm), *alone[:count], strict=True):
+                assert torch.equal(got, torch.cat(want)), count
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_empty_rows(kind: str, device: torch.device) -> None:
     tensors = inputs(kind, (3, 0), torch.float32, device)
     got = results(ours, kind, tensors, torch.empty(3, 0, device=device), torch.float32)

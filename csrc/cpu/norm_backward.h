@@ -1,0 +1,166 @@
+// Backward of RMSNorm and LayerNorm over some rows, two at a time: a pass that adds up, over each row
+// and over the rows, while where dx will be written is fetched; and one that writes dx, while what
+// comes next is fetched.
+
+#pragma once
+
+#include "cpu/norm_rows.h"
+
+namespace tp_ext {
+
+// Rows that are done together
+constexpr int kNormBlock = 2;
+constexpr int kNormBlockLanes = 16;
+
+// x as accumulation type: itself, or converted into cache
+template <typename T>
+TP_INLINE const acc_t<T>* widen(const T* __restrict x, int64_t n, acc_t<T>* __restrict cache) {
+  if constexpr (kWidened<T>) {
+    for (int64_t k = 0; k < n; ++k) cache[k] = to_acc(x[k]);
+    return cache;
+  } else {
+    return x;
+  }
+}
+
+// f(k) for k < n, while the rows `next` of n elements are fetched
+template <typename F, typename... T>
+TP_INLINE void each_while_fetching(int64_t n, F f, const T*... next) {
+  constexpr int kTile = 64;
+  int64_t k = 0;
+  for (; k + kTile <= n; k += kTile) {
+    (fetch<kTile>(next + k), ...);
+    for (int l = 0; l < kTile; ++l) f(k + l);
+  }
+  for (; k < n; ++k) f(k);
+}
+
+// The sums that the backward of kRows rows needs: those over each row, in lanes, and those over the
+// rows, on top of what dw and db (centred only) hold. dx: their place, to be fetched. Pointers are
+// restrict as parameters: as variables gcc would not believe them.
+template <typename T, bool kCentred, bool kDx, bool kParams, int kRows, typename A = acc_t<T>>
+TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRows],
+                             const A* __restrict w, const A (&mean)[kRows], const A (&rstd)[kRows],
+                             A (&sum_gw)[kRows][kNormBlockLanes],
+                             A (&sum_gw_hat)[kRows][kNormBlockLanes], A* __restrict dw,
+                             A* __restrict db, const T* dx, int64_t n) {
+  constexpr int kTile = kNormBlockLanes;
+  // No product is shared: each is fused with its sum or none is, whatever kRows, so that a row gives
+  // the same bits alone and in a block
+  const auto add = [&](int64_t k, auto&& add_gw) TP_INLINED {
+    A dwk = kParams ? dw[k] : A(0), dbk = kParams && kCentred ? db[k] : A(0);
+    const A wk = w[k];
+    const auto row = [&](int q) TP_INLINED {
+      const A hat = norm_hat(r[q][k], mean[q], rstd[q]), uk = u[q][k];
+      if constexpr (kDx) add_gw(q, uk, wk, hat);
+      if constexpr (kParams) dwk += uk * hat;
+      if constexpr (kParams && kCentred) dbk += uk;
+    };
+    row(0);
+    if constexpr (kRows > 1) row(1);
+    if constexpr (kParams) dw[k] = dwk;
+    if constexpr (kParams && kCentred) db[k] = dbk;
+  };
+  int64_t k = 0;
+  for (; k + kTile <= n; k += kTile) {
+    if constexpr (kDx)
+      for (int q = 0; q < kRows; ++q) fetch<kTile, true>(dx + q * n + k);
+    for (int l = 0; l < kTile; ++l)
+      add(k + l, [&](int q, A uk, A wk, A hat) TP_INLINED {
+        sum_gw_hat[q][l] += uk * (wk * hat);
+        if constexpr (kCentred) sum_gw[q][l] += uk * wk;
+      });
+  }
+  if (k == n) return;
+  // The rest of the rows, by way of zeros, so that lanes are counted at compile time
+  A gw[kRows][kTile] = {}, gw_hat[kRows][kTile] = {};
+  for (int l = 0; l < n - k; ++l)
+    add(k + l, [&](int q, A uk, A wk, A hat) TP_INLINED {
+      gw_hat[q][l] = uk * (wk * hat);
+      gw[q][l] = uk * wk;
+    });
+  for (int q = 0; q < kRows; ++q)
+    for (int l = 0; l < kTile; ++l) sum_gw_hat[q][l] += gw_hat[q][l], sum_gw[q][l] += gw[q][l];
+}
+
+// dx of one row, r and u being x and grad widened. `next`: the elements from this row to the one to
+// fetch
+template <typename T>
+TP_INLINE void norm_dx_row(const acc_t<T>* __restrict r, const acc_t<T>* __restrict u,
+                           const acc_t<T>* __restrict w, const T* __restrict grad_sum,
+                           T* __restrict dx, acc_t<T> mean, acc_t<T> rstd, acc_t<T> mean_gw,
+                           acc_t<T> mean_gw_hat, int64_t n, const T* next_x, const T* next_g,
+                           int64_t next) {
+  const auto value = [&](int64_t k) TP_INLINED {
+    return norm_dx(u[k] * w[k], norm_hat(r[k], mean, rstd), rstd, mean_gw, mean_gw_hat);
+  };
+  if (grad_sum != nullptr) {
+    const auto write = [&](int64_t k)
+                           TP_INLINED { dx[k] = from_acc<T>(value(k) + to_acc(grad_sum[k])); };
+    each_while_fetching(n, write, next_x, next_g, grad_sum + next);
+  } else {
+    const auto write = [&](int64_t k) TP_INLINED { dx[k] = from_acc<T>(value(k)); };
+    each_while_fetching(n, write, next_x, next_g);
+  }
+}
+
+// What the backward of some rows reads and writes. grad_sum: added to dx, or null. dx: null if it
+// is not wanted. dw, db (centred only): null if neither is wanted.
+template <typename T>
+struct NormBackward {
+  const T *grad, *x, *grad_sum;
+  const acc_t<T>*w, *means, *rstds;
+  T* dx;
+  acc_t<T>*dw, *db;
+  int64_t rows, n;
+  acc_t<T>* cache;  // 2 * kNormBlock rows, of half types
+};
+
+// The backward of kRows rows at once; `next`: the elements from them to the rows that come next
+template <typename T, bool kCentred, bool kDx, bool kParams, int kRows>
+TP_INLINE void norm_backward_block(const NormBackward<T>& p, int64_t first, int64_t next) {
+  using A = acc_t<T>;
+  const int64_t n = p.n;
+  const T *const x = p.x + first * n, *const g = p.grad + first * n;
+  const A *r[kRows], *u[kRows];
+  A mean[kRows], rstd[kRows];
+  A sum_gw[kRows][kNormBlockLanes] = {}, sum_gw_hat[kRows][kNormBlockLanes] = {};
+  for (int q = 0; q < kRows; ++q) {
+    r[q] = widen(x + q * n, n, p.cache + 2 * q * n);
+    u[q] = widen(g + q * n, n, p.cache + (2 * q + 1) * n);
+    mean[q] = kCentred ? p.means[first + q] : A(0);
+    rstd[q] = p.rstds[first + q];
+  }
+  norm_add_sums<T, kCentred, kDx, kParams, kRows>(r, u, p.w, mean, rstd, sum_gw, sum_gw_hat, p.dw,
+                                                  p.db, kDx ? p.dx + first * n : nullptr, n);
+  if constexpr (!kDx) return;
+  for (int q = 0; q < kRows; ++q) {
+    const A mean_gw = kCentred ? sum_lanes(sum_gw[q]) / static_cast<A>(n) : A(0);
+    const A mean_gw_hat = sum_lanes(sum_gw_hat[q]) / static_cast<A>(n);
+    const int64_t row = (first + q) * n;
+    norm_dx_row(r[q], u[q], p.w, p.grad_sum == nullptr ? nullptr : p.grad_sum + row, p.dx + row,
+                mean[q], rstd[q], mean_gw, mean_gw_hat, n, p.x + row + next, p.grad + row + next,
+                next);
+  }
+}
+
+template <typename T, bool kCentred, bool kDx, bool kParams>
+TP_SIMD void norm_backward_rows(const NormBackward<T>& p) {
+  int64_t i = 0;
+  for (; i + kNormBlock <= p.rows; i += kNormBlock) {
+    const int64_t next = i + 2 * kNormBlock <= p.rows ? kNormBlock * p.n : 0;
+    norm_backward_block<T, kCentred, kDx, kParams, kNormBlock>(p, i, next);
+  }
+  if (i < p.rows) norm_backward_block<T, kCentred, kDx, kParams, 1>(p, i, 0);
+}
+
+// total[k] (+)= the sum of partial[c * stride + k] over the chunks c in order, for columns [begin,
+// end)
+template <typename A>
+TP_SIMD void norm_sum_chunks(const A* __restrict partial, A* __restrict total, int64_t chunks,
+                             int64_t stride, int64_t begin, int64_t end) {
+  for (int64_t c = 0; c < chunks; ++c)
+    for (int64_t k = begin; k < end; ++k) total[k] += partial[c * stride + k];
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,170 @@
+// Forward of RMSNorm and LayerNorm over some rows.
+//
+// A row is loaded, has its squared deviations added up (LayerNorm), and is written. One loop does
+// all of that, each of another row, so that memory always has something to do: while row i is
+// loaded, i - 1 has its deviations added up and i - 2 is written.
+
+#pragma once
+
+#include "cpu/norm_rows.h"
+
+namespace tp_ext {
+
+// Sums run in this many interleaved lanes, then pairwise: vectorised, and more precise than one
+// running sum
+constexpr int kNormLanes = 32;
+
+// With a residual the rows are those of sum = x + residual, written along; else both are null. b and
+// means are LayerNorm's.
+template <typename T>
+struct NormForward {
+  const T *x, *residual;
+  T *sum, *y;
+  const acc_t<T>*w, *b;
+  acc_t<T>*means, *rstds;
+  int64_t rows, n;
+  acc_t<T> eps;
+  acc_t<T>* cache;  // 3 rows, of half types
+};
+
+// A row between its steps
+template <typename T>
+using NormKept = std::conditional_t<kWidened<T>, acc_t<T>, T>;
+
+template <typename A>
+struct NormSums {
+  A loaded[kNormLanes] = {};  // of the elements, without kCentred of their squares
+  A squares[kNormLanes] = {}, rests[kNormLanes] = {};  // of the deviations
+};
+
+// The steps that are wanted: x and residual are loaded, into sum and cache where there are any; the
+// deviations of `squared` from its mean are added up; `row` is written to y. `ahead`: the elements
+// to the row that will be loaded next. No sum is made where the step is not wanted.
+template <typename T, bool kCentred, bool kAdds, bool kLoad, bool kSquare, bool kWrite>
+TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x,
+                                 const T* __restrict residual, T* __restrict sum,
+                                 acc_t<T>* __restrict cache, int64_t ahead,
+                                 const NormKept<T>* __restrict squared, acc_t<T> squared_mean,
+                                 const NormKept<T>* __restrict row, acc_t<T> mean, acc_t<T> rstd,
+                                 const acc_t<T>* __restrict w, const acc_t<T>* __restrict b,
+                                 T* __restrict y, int64_t n) {
+  using A = acc_t<T>;
+  constexpr int kTile = kNormLanes;
+  const auto add = [&](int64_t k)
+                       TP_INLINED { sum[k] = from_acc<T>(to_acc(x[k]) + to_acc(residual[k])); };
+  const auto load = [&](int64_t k) TP_INLINED {
+    const A value = to_acc(kAdds ? sum[k] : x[k]);
+    if constexpr (kWidened<T>) cache[k] = value;
+    return value;
+  };
+  const auto write = [&](int64_t k) TP_INLINED {
+    const A product = norm_hat(row[k], mean, rstd) * w[k];
+    y[k] = from_acc<T>(kCentred ? product + b[k] : product);
+  };
+  const auto add_loaded = [&](A value, int l)
+                              TP_INLINED { sums.loaded[l] += kCentred ? value : value * value; };
+  const auto add_deviation = [&](A d, int l) TP_INLINED {
+    sums.squares[l] += d * d;
+    sums.rests[l] += d;
+  };
+  int64_t k = 0;
+  for (; k + kTile <= n; k += kTile) {
+    if constexpr (kLoad && kWrite) {
+      // One stream less where four are read and written already
+      if constexpr (!kAdds) fetch<kTile>(x + ahead + k);
+      if constexpr (kAdds) fetch<kTile, true>(sum + ahead + k);
+      fetch<kTile, true>(y + n + k);
+    }
+    if constexpr (kLoad && kAdds)
+      for (int l = 0; l < kTile; ++l) add(k + l);
+    if constexpr (kLoad)
+      for (int l = 0; l < kTile; ++l) add_loaded(load(k + l), l);
+    if constexpr (kSquare)
+      for (int l = 0; l < kTile; ++l) add_deviation(squared[k + l] - squared_mean, l);
+    if constexpr (kWrite)
+      for (int l = 0; l < kTile; ++l) write(k + l);
+  }
+  if (k == n) return;
+  // The rest of the row, its sums by way of zeros, so that lanes are counted at compile time
+  const int rest = static_cast<int>(n - k);
+  if constexpr (kLoad) {
+    A values[kTile] = {};
+    if constexpr (kAdds)
+      for (int l = 0; l < rest; ++l) add(k + l);
+    for (int l = 0; l < rest; ++l) values[l] = load(k + l);
+    for (int l = 0; l < kTile; ++l) add_loaded(values[l], l);
+  }
+  if constexpr (kSquare) {
+    A deviations[kTile] = {};
+    for (int l = 0; l < rest; ++l) deviations[l] = squared[k + l] - squared_mean;
+    for (int l = 0; l < kTile; ++l) add_deviation(deviations[l], l);
+  }
+  if constexpr (kWrite)
+    for (int l = 0; l < rest; ++l) write(k + l);
+}
+
+template <typename T, bool kCentred, bool kAdds>
+TP_INLINE void norm_forward_of(const NormForward<T>& p) {
+  using A = acc_t<T>;
+  using Yes = std::true_type;
+  using No = std::false_type;
+  const int64_t n = p.n, rows = p.rows;
+  const A size = static_cast<A>(n);
+  const auto kept = [&](int64_t i) TP_INLINED {
+    if constexpr (kWidened<T>) {
+      return p.cache + i % 3 * n;
+    } else {
+      return (kAdds ? p.sum : p.x) + i * n;
+    }
+  };
+  // Loads row i, adds up the deviations of the one before, writes the one before that
+  const auto step = [&](auto loads, auto squares, auto writes, int64_t i) TP_INLINED {
+    const int64_t previous = i - 1, last = kCentred ? i - 2 : i - 1;
+    NormSums<A> sums;
+    norm_forward_step<T, kCentred, kAdds, loads, squares, writes>(
+        sums, p.x + i * n, kAdds ? p.residual + i * n : nullptr, kAdds ? p.sum + i * n : nullptr,
+        kWidened<T> ? p.cache + i % 3 * n : nullptr, i + 1 < rows ? n : 0,
+        squares ? kept(previous) : nullptr, squares ? p.means[previous] : A(0),
+        writes ? kept(last) : nullptr, writes && kCentred ? p.means[last] : A(0),
+        writes ? p.rstds[last] : A(0), p.w, p.b, p.y + last * n, n);
+    if constexpr (loads) {
+      const A loaded = sum_lanes(sums.loaded);
+      if constexpr (kCentred) {
+        p.means[i] = loaded / size;
+      } else {
+        p.rstds[i] = norm_rstd(loaded, size, p.eps);
+      }
+    }
+    if constexpr (squares) {
+      A total = sum_lanes(sums.squares);
+      norm_correct(p.means[previous], total, sum_lanes(sums.rests), size);
+      p.rstds[previous] = norm_rstd(total, size, p.eps);
+    }
+  };
+  if (rows == 0) return;
+  step(Yes{}, No{}, No{}, 0);
+  if constexpr (kCentred) {
+    if (rows > 1) {
+      step(No{}, Yes{}, No{}, 1);
+      step(Yes{}, No{}, No{}, 1);
+    }
+    for (int64_t i = 2; i < rows; ++i) step(Yes{}, Yes{}, Yes{}, i);
+    step(No{}, Yes{}, No{}, rows);
+    if (rows > 1) step(No{}, No{}, Yes{}, rows);
+    step(No{}, No{}, Yes{}, rows + 1);
+  } else {
+    for (int64_t i = 1; i < rows; ++i) step(Yes{}, No{}, Yes{}, i);
+    step(No{}, No{}, Yes{}, rows);
+  }
+}
+
+template <typename T, bool kCentred>
+TP_SIMD void norm_forward_rows(const NormForward<T>& p) {
+  if (p.residual != nullptr) {
+    norm_forward_of<T, kCentred, true>(p);
+  } else {
+    norm_forward_of<T, kCentred, false>(p);
+  }
+}
+
+}  // namespace tp_ext

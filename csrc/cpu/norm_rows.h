@@ -1,0 +1,46 @@
+// What the loops over rows of norm_forward.h and norm_backward.h share (cpu/norm.cpp; formulas in
+// kernels/norm.h).
+//
+// A row of a half type is widened once, into a buffer that stays in the cache; what comes next from
+// memory, and what is written next, is fetched while there is work to do: hardware looks neither
+// past a page, which a long row is, nor ahead of stores.
+
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cpu/clones.h"
+#include "kernels/half.h"
+#include "kernels/norm.h"
+
+#define TP_INLINE inline __attribute__((always_inline))
+// The same of a lambda
+#define TP_INLINED __attribute__((always_inline))
+
+namespace tp_ext {
+
+// Half types, which are kept widened
+template <typename T>
+constexpr bool kWidened = !std::is_same_v<T, acc_t<T>>;
+
+// The sum of interleaved sums, pairwise. Recursive, so that they stay in registers
+template <int kCount, typename A>
+TP_INLINE A sum_lanes(const A (&lanes)[kCount]) {
+  if constexpr (kCount == 1) {
+    return lanes[0];
+  } else {
+    A half[kCount / 2];
+    for (int l = 0; l < kCount / 2; ++l) half[l] = lanes[l] + lanes[l + kCount / 2];
+    return sum_lanes(half);
+  }
+}
+
+// Fetches kCount elements from p on, to be written if kWrite
+template <int kCount, bool kWrite = false, typename T>
+TP_INLINE void fetch(const T* p) {
+  for (size_t byte = 0; byte < kCount * sizeof(T); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, kWrite, 2);
+}
+
+}  // namespace tp_ext
