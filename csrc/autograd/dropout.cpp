@@ -7,11 +7,11 @@
 // operator.
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/sum.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "ops.h"
+#include "sum_to_last_dim.h"
 
 namespace tp_ext {
 namespace {
@@ -60,7 +60,7 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     if (at::GradMode::is_enabled()) {  // create_graph: differentiable forms of the same
       const Tensor dx = bias_dropout_residual(grad, std::nullopt, std::nullopt, saved[0], p,
                                               local_inner, full_inner, offset);
-      return {dx, bias_wanted ? dx.reshape_symint({-1, dx.sym_size(-1)}).sum(0) : Tensor()};
+      return {dx, bias_wanted ? sum_to_last_dim(dx) : Tensor()};
     }
     if (bias_wanted) return op_with_bias.call(grad, saved[0], p, local_inner, full_inner, offset);
     return {op.call(grad, saved[0], p, local_inner, full_inner, offset), Tensor()};

@@ -18,13 +18,12 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/sum.h>
 
 #include <array>
-#include <numeric>
 #include <tuple>
 
 #include "norm_args.h"
+#include "sum_to_last_dim.h"
 
 namespace tp_ext {
 namespace {
@@ -183,10 +182,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
   // That of a bias which alone is trained, or has no weight beside it
   static Tensor bias_gradient(AutogradContext* ctx, const Tensor& grad) {
     const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["bias_dtype"].toInt());
-    if (grad.dim() == 1) return grad.to(dtype);
-    std::vector<int64_t> rows(grad.dim() - 1);
-    std::iota(rows.begin(), rows.end(), 0);
-    return at::sum(grad, rows, false, dtype);
+    return sum_to_last_dim(grad, dtype);
   }
 };
 

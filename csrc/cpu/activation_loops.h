@@ -101,8 +101,8 @@ TP_SIMD void add_partials(const A* __restrict partial, double* __restrict total,
 // sums of the k-th of `groups` groups. sums_out [groups * n] gets the totals over the rows. Tiles
 // and the order of the additions depend on the shape alone: the same bits for any number of threads.
 // A tile's sums stay in L1; 32 rows share one row of fp32 partial sums, which therefore are accurate
-// and cost 1/32 of a pass, and are added up in fp64.
-template <typename T, typename F>
+// and cost 1/32 of a pass, and are added up in fp64. They are laid out as loops over Laid take them.
+template <typename T, typename Laid = T, typename F>
 void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_out, F f) {
   using A = acc_t<T>;
   if (n == 0) return;
@@ -110,7 +110,7 @@ void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_o
   const int64_t tile = std::min(n, kTile), tiles = (n + tile - 1) / tile;
   constexpr int64_t kChunk = 32;
   const int64_t chunks = (rows + kChunk - 1) / kChunk;
-  const int64_t size = columns_size<T>(n), width = groups * size;
+  const int64_t size = columns_size<Laid>(n), width = groups * size;
   const at::Tensor partials =
       at::empty({chunks, width}, at::TensorOptions().dtype(c10::CppTypeToScalarType<A>::value));
   A* const partial = out<A>(partials);
@@ -120,12 +120,12 @@ void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_o
         for (int64_t task = begin; task < end; ++task) {
           const int64_t first_row = task / tiles * kChunk, column = task % tiles * tile;
           const int64_t length = std::min(tile, n - column);
-          const MutableColumns<T> sums{partial + task / tiles * width, n};
+          const MutableColumns<Laid> sums{partial + task / tiles * width, n};
           for (int64_t k = 0; k < groups; ++k) {
-            const MutableColumns<T> own = sums.row(k).from(column);
-            const int64_t evens = kPaired<T> ? (length + 1) / 2 : length;
+            const MutableColumns<Laid> own = sums.row(k).from(column);
+            const int64_t evens = kPaired<Laid> ? (length + 1) / 2 : length;
             std::fill_n(own.data, evens, A(0));
-            if constexpr (kPaired<T>) std::fill_n(own.odd(), evens, A(0));
+            if constexpr (kPaired<Laid>) std::fill_n(own.odd(), evens, A(0));
           }
           for (int64_t row = first_row; row < std::min(rows, first_row + kChunk); ++row)
             f(row, column, length, sums.from(column));
@@ -140,7 +140,7 @@ void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_o
                          add_partials(partial + c * width + first, total, length);
                        int64_t group = first / size, place = first % size;
                        for (int64_t j = 0; j < length; ++j) {
-                         const int64_t column = column_at<T>(place, n);
+                         const int64_t column = column_at<Laid>(place, n);
                          if (column < n)
                            sums_out[group * n + column] = from_acc<T>(static_cast<A>(total[j]));
                          if (++place == size) place = 0, ++group;

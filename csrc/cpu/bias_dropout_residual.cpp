@@ -80,15 +80,16 @@ std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad_in, const Tensor&
   const PhiloxKeys keys = keys_of(seed);
   dispatch_floating(grad.scalar_type(), "bias_dropout", [&](auto tag) {
     using T = decltype(tag);
-    const Dropout<acc_t<T>> dropout(p);
-    for_each_piece_with_sums<T>(
+    using A = acc_t<T>;
+    const Dropout<A> dropout(p);
+    for_each_piece_with_sums<T, A>(
         rows, n, 1, out<T>(dbias),
-        [&](int64_t row, int64_t column, int64_t length, acc_t<T>* sums) {
+        [&](int64_t row, int64_t column, int64_t length, MutableColumns<A> sums) {
           const int64_t begin = row * n + column;
           for_each_run(index, begin, begin + length, kPassRun,
                        [&](int64_t i, uint64_t first, int64_t m) {
                          dropout_pass<T>({keys, dropout, in<T>(grad) + i, nullptr, nullptr,
-                                          out<T>(dx) + i, sums + (i - begin), m, first});
+                                          out<T>(dx) + i, sums.data + (i - begin), m, first});
                        });
         });
   });

@@ -2,14 +2,13 @@
 // bias [n]. Nothing but the seed is saved; backward draws the same words again.
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/sum.h>
 #include <torch/library.h>
-#include <numeric>
 
 #include "cuda/launch.h"
 #include "kernels/bias_dropout_residual.cuh"
 #include "ops.h"
 #include "random_checks.h"
+#include "sum_to_last_dim.h"
 
 namespace tp_ext {
 namespace {
@@ -48,13 +47,6 @@ Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_
   return y;
 }
 
-// Half types are added up in fp32
-Tensor sum_to_last_dim(const Tensor& x) {
-  std::vector<int64_t> rows(x.dim() - 1);
-  std::iota(rows.begin(), rows.end(), 0);
-  return rows.empty() ? x.clone() : at::sum(x, rows);
-}
-
 Tensor dropout_bwd(const Tensor& grad, const Tensor& seed, double p, int64_t local_inner,
                    int64_t full_inner, int64_t offset) {
   return bias_dropout_residual_fwd(grad, std::nullopt, std::nullopt, seed, p, local_inner,
@@ -66,7 +58,8 @@ std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad, const Tensor& se
                                             int64_t offset) {
   check_bias_rows(grad, "grad");
   const Tensor dx = dropout_bwd(grad, seed, p, local_inner, full_inner, offset);
-  return {dx, sum_to_last_dim(dx)};
+  // A clone where the sum is over nothing: no two results share memory
+  return {dx, dx.dim() == 1 ? dx.clone() : sum_to_last_dim(dx)};
 }
 
 }  // namespace
