@@ -100,14 +100,14 @@ TP_SIMD void add_partials(const A* __restrict partial, double* __restrict total,
 // Calls f(row, column, length, sums) for pieces of a [rows, n] matrix; f adds to sums.row(k), the
 // sums of the k-th of `groups` groups. sums_out [groups * n] gets the totals over the rows. Tiles
 // and the order of the additions depend on the shape alone: the same bits for any number of threads.
-// A tile's sums stay in L1; 32 rows share one row of fp32 partial sums, which therefore are accurate
-// and cost 1/32 of a pass, and are added up in fp64. They are laid out as loops over Laid take them.
+// What a tile's rows share stays in L1; 32 rows share one row of fp32 partial sums, which therefore
+// are accurate and cost 1/32 of a pass, and are added up in fp64. They are laid out as loops over Laid
+// take them.
 template <typename T, typename Laid = T, typename F>
 void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_out, F f) {
   using A = acc_t<T>;
   if (n == 0) return;
-  constexpr int64_t kTile = 2048;
-  const int64_t tile = std::min(n, kTile), tiles = (n + tile - 1) / tile;
+  const int64_t tile = std::min(n, 2048 / groups), tiles = (n + tile - 1) / tile;
   constexpr int64_t kChunk = 32;
   const int64_t chunks = (rows + kChunk - 1) / kChunk;
   const int64_t size = columns_size<Laid>(n), width = groups * size;
