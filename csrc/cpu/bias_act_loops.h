@@ -34,9 +34,8 @@ TP_SIMD void forward_loop(const A* __restrict x, const A* __restrict bias, A* __
                           int64_t n, const T* next_x, T* next_y) {
   sweep<1>(
       n,
-      [&](int64_t j) __attribute__((always_inline)) {
-        y[j] = forward_one<Act, kBias, math_t<T>>(x[j], kBias ? bias[j] : A(0));
-      },
+      [&](int64_t j)
+          TP_INLINED { y[j] = forward_one<Act, kBias, math_t<T>>(x[j], kBias ? bias[j] : A(0)); },
       next_x, next_y);
 }
 
@@ -46,7 +45,7 @@ TP_SIMD void backward_loop(const A* __restrict grad, const A* __restrict x,
                            int64_t n, const T* next_grad, const T* next_x, T* next_dx) {
   sweep<kBackwardCache<kBias>>(
       n,
-      [&](int64_t j) __attribute__((always_inline)) {
+      [&](int64_t j) TP_INLINED {
         const A d = backward_one<Act, kBias, math_t<T>>(grad[j], x[j], kBias ? bias[j] : A(0));
         dx[j] = d;
         if constexpr (kBias) sums[j] += d;
@@ -61,7 +60,7 @@ TP_SIMD void forward_loop(const Bf16Pair* __restrict x, const float* __restrict 
                           int64_t ahead) {
   sweep<1>(
       n,
-      [&](int64_t j) __attribute__((always_inline)) {
+      [&](int64_t j) TP_INLINED {
         using Math = math_t<Bf16>;
         const uint32_t word = word_of(x[j]);
         store_pair(y[j], forward_one<Act, kBias, Math>(even_of(word), kBias ? even_bias[j] : 0.f),
@@ -77,7 +76,7 @@ TP_SIMD void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __re
                            float* __restrict odd_sums, int64_t n, int64_t ahead) {
   sweep<kBackwardCache<kBias>>(
       n,
-      [&](int64_t j) __attribute__((always_inline)) {
+      [&](int64_t j) TP_INLINED {
         using Math = math_t<Bf16>;
         const uint32_t upstream = word_of(grad[j]), word = word_of(x[j]);
         const float even = backward_one<Act, kBias, Math>(even_of(upstream), even_of(word),
@@ -96,7 +95,7 @@ template <typename Act, bool kBias>
 TP_FP16_LANES void forward_lanes(const Fp16* __restrict x, const float* __restrict bias,
                                  Fp16* __restrict y, int64_t n, int64_t ahead) {
   for (int64_t j = 0; j < n; j += kLanes16) {
-    if (j % kSweep == 0) fetch_sweep<1>(x + j + ahead), fetch_sweep<1>(y + j + ahead);
+    if (j % kSweep == 0) fetch<1, kSweep>(x + j + ahead), fetch<1, kSweep>(y + j + ahead);
     float from[kLanes16], to[kLanes16];
     load_lanes(x + j, from);
 #pragma GCC unroll 1
@@ -112,9 +111,9 @@ TP_FP16_LANES void backward_lanes(const Fp16* __restrict grad, const Fp16* __res
                                   float* __restrict sums, int64_t n, int64_t ahead) {
   for (int64_t j = 0; j < n; j += kLanes16) {
     if (j % kSweep == 0)
-      fetch_sweep<kBackwardCache<kBias>>(grad + j + ahead),
-          fetch_sweep<kBackwardCache<kBias>>(x + j + ahead),
-          fetch_sweep<kBackwardCache<kBias>>(dx + j + ahead);
+      fetch<kBackwardCache<kBias>, kSweep>(grad + j + ahead),
+          fetch<kBackwardCache<kBias>, kSweep>(x + j + ahead),
+          fetch<kBackwardCache<kBias>, kSweep>(dx + j + ahead);
     float upstream[kLanes16], from[kLanes16], to[kLanes16];
     load_lanes(grad + j, upstream);
     load_lanes(x + j, from);

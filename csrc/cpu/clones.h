@@ -12,3 +12,7 @@
 #else
 #define TP_SIMD
 #endif
+
+// Inlined whatever the size, so compiled for what the caller is compiled for; the second of a lambda
+#define TP_INLINE inline __attribute__((always_inline))
+#define TP_INLINED __attribute__((always_inline))

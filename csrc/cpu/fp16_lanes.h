@@ -24,13 +24,11 @@ inline bool has_fp16_lanes() {
          __builtin_cpu_supports("fma");
 }
 
-TP_FP16_LANES inline __attribute__((always_inline)) void load_lanes(const Fp16* x,
-                                                                    float (&lanes)[kLanes16]) {
+TP_FP16_LANES TP_INLINE void load_lanes(const Fp16* x, float (&lanes)[kLanes16]) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
   _mm512_storeu_ps(lanes, _mm512_maskz_cvtph_ps(0xffff, half));
 }
-TP_FP16_LANES inline __attribute__((always_inline)) void store_lanes(
-    Fp16* y, const float (&lanes)[kLanes16]) {
+TP_FP16_LANES TP_INLINE void store_lanes(Fp16* y, const float (&lanes)[kLanes16]) {
   const __m512 wide = _mm512_loadu_ps(lanes);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(y),
                       _mm512_maskz_cvtps_ph(0xffff, wide, _MM_FROUND_TO_NEAREST_INT));

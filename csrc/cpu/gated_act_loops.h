@@ -37,7 +37,7 @@ TP_SIMD void forward_loop(const A* __restrict gate, const A* __restrict up,
                           T* next_y) {
   sweep<2>(
       n,
-      [&](int64_t j) __attribute__((always_inline)) {
+      [&](int64_t j) TP_INLINED {
         y[j] = forward_one<Act, kBias, math_t<T>>(gate[j], up[j], kBias ? bias_gate[j] : A(0),
                                                   kBias ? bias_up[j] : A(0));
       },
@@ -53,7 +53,7 @@ TP_SIMD void backward_loop(const A* __restrict grad, const A* __restrict gate,
                            T* next_dup) {
   sweep<2>(
       n,
-      [&](int64_t j) __attribute__((always_inline)) {
+      [&](int64_t j) TP_INLINED {
         const GateUp<A> d = backward_one<Act, kBias, math_t<T>>(
             grad[j], gate[j], up[j], kBias ? bias_gate[j] : A(0), kBias ? bias_up[j] : A(0));
         dgate[j] = d.gate;
@@ -72,7 +72,7 @@ TP_SIMD void forward_loop(const Bf16Pair* __restrict gate, const Bf16Pair* __res
   using Math = math_t<Bf16>;
   sweep<2>(
       n,
-      [&](int64_t j) __attribute__((always_inline)) {
+      [&](int64_t j) TP_INLINED {
         const uint32_t a = word_of(gate[j]), b = word_of(up[j]);
         store_pair(
             y[j],
@@ -94,7 +94,7 @@ TP_SIMD void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __re
   using Math = math_t<Bf16>;
   sweep<2>(
       n,
-      [&](int64_t j) __attribute__((always_inline)) {
+      [&](int64_t j) TP_INLINED {
         const uint32_t g = word_of(grad[j]), a = word_of(gate[j]), b = word_of(up[j]);
         const GateUp<float> even =
             backward_one<Act, kBias, Math>(even_of(g), even_of(a), even_of(b),
@@ -119,8 +119,8 @@ TP_FP16_LANES void forward_lanes(const Fp16* __restrict gate, const Fp16* __rest
                                  Fp16* __restrict y, int64_t n, int64_t ahead) {
   for (int64_t j = 0; j < n; j += kLanes16) {
     if (j % kSweep == 0)
-      fetch_sweep<2>(gate + j + 2 * ahead), fetch_sweep<2>(up + j + 2 * ahead),
-          fetch_sweep<2>(y + j + ahead);
+      fetch<2, kSweep>(gate + j + 2 * ahead), fetch<2, kSweep>(up + j + 2 * ahead),
+          fetch<2, kSweep>(y + j + ahead);
     float a[kLanes16], b[kLanes16], to[kLanes16];
     load_lanes(gate + j, a);
     load_lanes(up + j, b);
@@ -140,9 +140,9 @@ TP_FP16_LANES void backward_lanes(const Fp16* __restrict grad, const Fp16* __res
                                   float* __restrict sums_up, int64_t n, int64_t ahead) {
   for (int64_t j = 0; j < n; j += kLanes16) {
     if (j % kSweep == 0)
-      fetch_sweep<2>(grad + j + ahead), fetch_sweep<2>(gate + j + 2 * ahead),
-          fetch_sweep<2>(up + j + 2 * ahead), fetch_sweep<2>(dgate + j + 2 * ahead),
-          fetch_sweep<2>(dup + j + 2 * ahead);
+      fetch<2, kSweep>(grad + j + ahead), fetch<2, kSweep>(gate + j + 2 * ahead),
+          fetch<2, kSweep>(up + j + 2 * ahead), fetch<2, kSweep>(dgate + j + 2 * ahead),
+          fetch<2, kSweep>(dup + j + 2 * ahead);
     float g[kLanes16], a[kLanes16], b[kLanes16], to_gate[kLanes16], to_up[kLanes16];
     load_lanes(grad + j, g);
     load_lanes(gate + j, a);

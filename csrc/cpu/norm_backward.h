@@ -23,18 +23,6 @@ TP_INLINE const acc_t<T>* widen(const T* __restrict x, int64_t n, acc_t<T>* __re
   }
 }
 
-// f(k) for k < n, while the rows `next` of n elements are fetched
-template <typename F, typename... T>
-TP_INLINE void each_while_fetching(int64_t n, F f, const T*... next) {
-  constexpr int kTile = 64;
-  int64_t k = 0;
-  for (; k + kTile <= n; k += kTile) {
-    (fetch<kTile>(next + k), ...);
-    for (int l = 0; l < kTile; ++l) f(k + l);
-  }
-  for (; k < n; ++k) f(k);
-}
-
 // The sums that the backward of kRows rows needs: those over each row, in lanes, and those over the
 // rows, on top of what dw and db (centred only) hold. dx: their place, to be fetched. Pointers are
 // restrict as parameters: as variables gcc would not believe them.
@@ -43,7 +31,7 @@ TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRo
                              const A* __restrict w, const A (&mean)[kRows], const A (&rstd)[kRows],
                              A (&sum_gw)[kRows][kNormBlockLanes],
                              A (&sum_gw_hat)[kRows][kNormBlockLanes], A* __restrict dw,
-                             A* __restrict db, const T* dx, int64_t n) {
+                             A* __restrict db, T* dx, int64_t n) {
   constexpr int kTile = kNormBlockLanes;
   // No product is shared: each is fused with its sum or none is, whatever kRows, so that a row gives
   // the same bits alone and in a block
@@ -64,7 +52,7 @@ TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRo
   int64_t k = 0;
   for (; k + kTile <= n; k += kTile) {
     if constexpr (kDx)
-      for (int q = 0; q < kRows; ++q) fetch<kTile, true>(dx + q * n + k);
+      for (int q = 0; q < kRows; ++q) fetch<2, kTile>(dx + q * n + k);
     for (int l = 0; l < kTile; ++l)
       add(k + l, [&](int q, A uk, A wk, A hat) TP_INLINED {
         sum_gw_hat[q][l] += uk * (wk * hat);
@@ -97,10 +85,10 @@ TP_INLINE void norm_dx_row(const acc_t<T>* __restrict r, const acc_t<T>* __restr
   if (grad_sum != nullptr) {
     const auto write = [&](int64_t k)
                            TP_INLINED { dx[k] = from_acc<T>(value(k) + to_acc(grad_sum[k])); };
-    each_while_fetching(n, write, next_x, next_g, grad_sum + next);
+    sweep<2>(n, write, next_x, next_g, grad_sum + next);
   } else {
     const auto write = [&](int64_t k) TP_INLINED { dx[k] = from_acc<T>(value(k)); };
-    each_while_fetching(n, write, next_x, next_g);
+    sweep<2>(n, write, next_x, next_g);
   }
 }
 

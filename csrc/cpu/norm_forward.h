@@ -71,9 +71,9 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
   for (; k + kTile <= n; k += kTile) {
     if constexpr (kLoad && kWrite) {
       // One stream less where four are read and written already
-      if constexpr (!kAdds) fetch<kTile>(x + ahead + k);
-      if constexpr (kAdds) fetch<kTile, true>(sum + ahead + k);
-      fetch<kTile, true>(y + n + k);
+      if constexpr (!kAdds) fetch<2, kTile>(x + ahead + k);
+      if constexpr (kAdds) fetch<2, kTile>(sum + ahead + k);
+      fetch<2, kTile>(y + n + k);
     }
     if constexpr (kLoad && kAdds)
       for (int l = 0; l < kTile; ++l) add(k + l);

@@ -11,12 +11,9 @@
 #include <type_traits>
 
 #include "cpu/clones.h"
+#include "cpu/fetch.h"
 #include "kernels/half.h"
 #include "kernels/norm.h"
-
-#define TP_INLINE inline __attribute__((always_inline))
-// The same of a lambda
-#define TP_INLINED __attribute__((always_inline))
 
 namespace tp_ext {
 
@@ -34,13 +31,6 @@ TP_INLINE A sum_lanes(const A (&lanes)[kCount]) {
     for (int l = 0; l < kCount / 2; ++l) half[l] = lanes[l] + lanes[l + kCount / 2];
     return sum_lanes(half);
   }
-}
-
-// Fetches kCount elements from p on, to be written if kWrite
-template <int kCount, bool kWrite = false, typename T>
-TP_INLINE void fetch(const T* p) {
-  for (size_t byte = 0; byte < kCount * sizeof(T); byte += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, kWrite, 2);
 }
 
 }  // namespace tp_ext

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "cpu/clones.h"
 #include "cpu/philox_words.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -14,7 +15,6 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-#define TP_INLINE __attribute__((always_inline)) inline
 #define TP_AVX512F __attribute__((target("avx512f")))
 #define TP_AVX2 __attribute__((target("avx2")))
 
