@@ -103,7 +103,7 @@ def seed_like(x: Tensor) -> Tensor:
     return torch.randint(2**62, (), dtype=torch.int64, device=x.device)
 
 
-def dropped(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+def dropped(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     return _ops.bias_dropout_residual(x, bias, residual, seed_like(x), 0.25, x.numel(), x.numel(), 0)
 
 
@@ -197,6 +197,7 @@ FAMILIES: dict[str, Family] = {
     "rope half": Family(_rope, partial(rope, interleaved=False)),
     "rope interleaved": Family(_rope, partial(rope, interleaved=True)),
     "rope by position": Family(_positions, rope_by_position),
+    "dropout": Family(rows(same), dropped),
     "bias_dropout_residual": Family(rows(same, vector, same), dropped),
     "philox_uniform": Family(rows(same), partial(filled, fill=_ops.philox_uniform_)),
     "philox_normal": Family(rows(same), partial(filled, fill=_ops.philox_normal_)),
