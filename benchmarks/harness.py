@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from report import Record, add_options, draw_bars, line, stamp, write
-from timing import Call, TimeOnCuda, extra_bytes, time_on_cpu
+from timing import Call, TimeOnCuda, extra_bytes, keep_memory, time_on_cpu
 
 Outputs = torch.Tensor | Sequence[torch.Tensor]
 Forward = Callable[..., Outputs]
@@ -238,6 +238,8 @@ def main(cases_factory: Callable[..., Iterable[Case]]) -> None:
     dtypes = (args.dtype or ("float32,bfloat16" if args.full else "float32")).split(",")
     size = (args.size or (64 if args.device == "cuda" else 16)) << 20
     sized = len(inspect.signature(cases_factory).parameters) == 3
+    if args.device == "cpu":
+        keep_memory()
     run_stamp = stamp(args.device)
     print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
     records: list[Record] = []
