@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_philox_words import expected
 
 CSRC = Path(__file__).parents[2] / "csrc"
 GXX = shutil.which(os.environ.get("CXX", "g++"))
@@ -29,6 +30,7 @@ PASS(float, in_vectors) PASS(Bf16, in_vectors) PASS(Fp16, in_vectors)
 TYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 PARTS = [(), ("bias",), ("residual",), ("bias", "residual"), ("sums",)]
 ROOM, BEFORE = 460, 5
+SEED = 0x9E3779B97F4A7C15
 RUNS = [
     (0, 1),
     (3, 1),
@@ -59,14 +61,18 @@ def library(tmp_path_factory):
 
 
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """x has every kind of number: of all sizes, infinities, NaN, zeros, subnormal ones, the largest."""
+    """x has every kind of number: of all sizes, infinities, NaN, zeros, subnormal ones, the largest; and with the bias
+    sums halfway between two numbers of the dtype."""
     torch.manual_seed(3)
     x = torch.randn(ROOM) * torch.randn(ROOM).mul(4).exp()
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e-39, 3e-8, 65504.0, 3e38])
     x[::5] = special.repeat(ROOM)[: len(x[::5])]
+    bias, eps = torch.randn(ROOM), torch.finfo(dtype).eps
+    x[3::5] = 1 + eps * torch.arange(len(x[3::5]))
+    bias[3::5] = eps / 2
     return {
         "x": x.to(dtype),
-        "bias": torch.randn(ROOM),
+        "bias": bias,
         "residual": torch.randn(ROOM).to(dtype),
         "sums": torch.randn(ROOM),
         "y": torch.full((ROOM,), 7.0, dtype=dtype),
@@ -79,7 +85,7 @@ def ran(library, how: str, dtype: torch.dtype, parts: tuple[str, ...], p: float,
         name: ctypes.c_void_p(v[BEFORE:].data_ptr() if name in (*parts, "x", "y") else 0) for name, v in t.items()
     }
     arguments = [pointers[name] for name in ("x", "bias", "residual", "y", "sums")]
-    seed = ctypes.c_uint64(0x9E3779B97F4A7C15)
+    seed = ctypes.c_uint64(SEED)
     getattr(library, f"{how}_{TYPES[dtype]}")(
         seed, ctypes.c_double(p), *arguments, ctypes.c_int64(n), ctypes.c_uint64(first)
     )
@@ -112,6 +118,16 @@ def test_vectors_and_loops_give_the_same_bits(library, dtype, parts):
                 bound = product.abs() / max(1 - p, 0.5) * 2**-23 + want["y"].float().abs() * torch.finfo(dtype).eps
                 same |= (ours["y"].double() - want["y"].double()).abs() <= bound
             assert same[at].all(), (n, first, p)
+
+
+@pytest.mark.parametrize("how", ["in_vectors", "in_loops"])
+def test_a_word_at_the_threshold_keeps_its_element(library, how):
+    first, n = 36, 100
+    for i in (4, 9, 14, 24):
+        word = int(expected(SEED, (first + i) // 4, 1).reshape(-1)[(first + i) % 4])
+        for words, kept in ((word, True), (word + 1, False)):
+            t = ran(library, how, torch.float32, (), words / 2**32, n, first)
+            assert bool(t["y"][BEFORE + i] != 0) == kept
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
