@@ -41,7 +41,7 @@ def test_what_fails_or_hangs_loses_nothing_else(tmp_path):
     stages = [
         Stage("good", [python("one", "print('fine')"), python("two", "pass")], 60),
         Stage("hangs", [python("h", hangs)], 1.5),
-        Stage("crashes", [python("c", "import os; print('so far'); os.abort()"), python("d", "pass")], 60),
+        Stage("crashes", [python("c", "import os; print('so far', flush=True); os.abort()"), python("d", "pass")], 60),
         Stage("fails", [python("f", "raise SystemExit(3)")], 60),
         Stage("missing", [Command("m", ["/no/such/command"])], 60),
         Stage(
