@@ -90,7 +90,6 @@ TP_SIMD void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __re
 }
 
 // The same of fp16, n being a multiple of kLanes16
-#ifdef TP_FP16_LANES
 template <typename Act, bool kBias>
 TP_FP16_LANES void forward_lanes(const Fp16* __restrict x, const float* __restrict bias,
                                  Fp16* __restrict y, int64_t n, int64_t ahead) {
@@ -126,7 +125,6 @@ TP_FP16_LANES void backward_lanes(const Fp16* __restrict grad, const Fp16* __res
     store_lanes(dx + j, to);
   }
 }
-#endif
 
 // n elements, while those `ahead` of them are fetched
 template <typename Act, bool kBias, typename T>
@@ -145,13 +143,10 @@ void forward_piece(const T* x, ConstColumns<T> bias, T* y, int64_t n, int64_t ah
     }
   } else {
     int64_t done = 0;
-#ifdef TP_FP16_LANES
-    if constexpr (std::is_same_v<T, Fp16>)
-      if (has_fp16_lanes()) {
-        done = n - n % kLanes16;
-        forward_lanes<Act, kBias>(x, bias.data, y, done, ahead);
-      }
-#endif
+    if constexpr (std::is_same_v<T, Fp16>) {
+      done = in_fp16_lanes(n);
+      if (done > 0) forward_lanes<Act, kBias>(x, bias.data, y, done, ahead);
+    }
     Stage<T> from, to;
     for_each_stage<T>(done, n, [&](int64_t i, int64_t m) {
       forward_loop<Act, kBias>(from.load(x + i, m), kBias ? bias.data + i : nullptr,
@@ -181,13 +176,10 @@ void backward_piece(const T* grad, const T* x, ConstColumns<T> bias, T* dx, Muta
     }
   } else {
     int64_t done = 0;
-#ifdef TP_FP16_LANES
-    if constexpr (std::is_same_v<T, Fp16>)
-      if (has_fp16_lanes()) {
-        done = n - n % kLanes16;
-        backward_lanes<Act, kBias>(grad, x, bias.data, dx, sums.data, done, ahead);
-      }
-#endif
+    if constexpr (std::is_same_v<T, Fp16>) {
+      done = in_fp16_lanes(n);
+      if (done > 0) backward_lanes<Act, kBias>(grad, x, bias.data, dx, sums.data, done, ahead);
+    }
     Stage<T> upstream, from, to;
     for_each_stage<T>(done, n, [&](int64_t i, int64_t m) {
       backward_loop<Act, kBias>(upstream.load(grad + i, m), from.load(x + i, m),

@@ -16,3 +16,19 @@
 // Inlined whatever the size, so compiled for what the caller is compiled for; the second of a lambda
 #define TP_INLINE inline __attribute__((always_inline))
 #define TP_INLINED __attribute__((always_inline))
+
+namespace tp_ext {
+
+// Whether the machine has AVX-512 as of x86-64-v4, for functions that ask for its instructions
+inline bool has_avx512() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2") &&
+         __builtin_cpu_supports("fma");
+#else
+  return false;
+#endif
+}
+
+}  // namespace tp_ext

@@ -4,6 +4,7 @@
 #include "cpu/convert.h"
 
 #include "cpu/clones.h"
+#include "cpu/fp16_lanes.h"
 #include "cpu/pairs.h"
 
 // As TP_SIMD: clang may not know how to ask for f16c
@@ -27,23 +28,16 @@ inline void narrow_loop(const float* __restrict x, T* __restrict y, int64_t n) {
 TP_SIMD void widen_plain(const Fp16* x, float* y, int64_t n) { widen_loop(x, y, n); }
 TP_SIMD void narrow_plain(const float* x, Fp16* y, int64_t n) { narrow_loop(x, y, n); }
 
+// The whole lanes of n elements
+
+TP_FP16_LANES void widen_lanes(const Fp16* x, float* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes16) load_lanes(x + i, y + i);
+}
+TP_FP16_LANES void narrow_lanes(const float* x, Fp16* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes16) store_lanes(y + i, x + i);
+}
+
 #ifdef TP_F16C
-__attribute__((target("avx512f"))) void widen_avx512(const Fp16* x, float* y, int64_t n) {
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16)
-    _mm512_storeu_ps(
-        y + i,
-        _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i))));
-  for (; i < n; ++i) y[i] = static_cast<float>(x[i]);
-}
-__attribute__((target("avx512f"))) void narrow_avx512(const float* x, Fp16* y, int64_t n) {
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16)
-    _mm256_storeu_si256(
-        reinterpret_cast<__m256i*>(y + i),
-        _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
-  for (; i < n; ++i) y[i] = static_cast<Fp16>(x[i]);
-}
 __attribute__((target("avx,f16c"))) void widen_f16c(const Fp16* x, float* y, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8)
@@ -59,7 +53,6 @@ __attribute__((target("avx,f16c"))) void narrow_f16c(const float* x, Fp16* y, in
   for (; i < n; ++i) y[i] = static_cast<Fp16>(x[i]);
 }
 const bool has_f16c = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-const bool has_avx512 = __builtin_cpu_supports("avx512f");
 #endif
 
 }  // namespace
@@ -76,16 +69,20 @@ TP_SIMD void widen_pairs(const Bf16* x, float* __restrict y, int64_t n) {
 }
 
 void widen(const Fp16* x, float* y, int64_t n) {
+  const int64_t done = in_fp16_lanes(n);
+  if (done > 0) widen_lanes(x, y, done);
+  x += done, y += done, n -= done;
 #ifdef TP_F16C
-  if (has_avx512) return widen_avx512(x, y, n);
   if (has_f16c) return widen_f16c(x, y, n);
 #endif
   widen_plain(x, y, n);
 }
 
 void narrow(const float* x, Fp16* y, int64_t n) {
+  const int64_t done = in_fp16_lanes(n);
+  if (done > 0) narrow_lanes(x, y, done);
+  x += done, y += done, n -= done;
 #ifdef TP_F16C
-  if (has_avx512) return narrow_avx512(x, y, n);
   if (has_f16c) return narrow_f16c(x, y, n);
 #endif
   narrow_plain(x, y, n);

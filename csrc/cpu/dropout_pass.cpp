@@ -187,9 +187,6 @@ TP_V4 void dropout_in_vectors(const DropoutPass<T>& pass) {
   }
 }
 
-const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-
 template <typename T>
 void in_vectors(const DropoutPass<T>& pass) {
   with_parts(pass, [&](auto bias, auto residual, auto sums) {
@@ -206,7 +203,7 @@ template <typename T>
 void dropout_pass(const DropoutPass<T>& pass) {
 #ifdef TP_PHILOX_X86
   if constexpr (!std::is_same_v<T, double>)  // which is bound by memory in loops too
-    if (has_avx512 && !pass.dropout.keeps_all()) return in_vectors(pass);
+    if (has_avx512() && !pass.dropout.keeps_all()) return in_vectors(pass);
 #endif
   in_loops(pass);
 }

@@ -4,35 +4,46 @@
 
 #pragma once
 
+#include "cpu/clones.h"
 #include "cpu/fetch.h"
 #include "kernels/half.h"
 
 // As TP_SIMD. The attribute has to stand on the function that loops; its lambdas would not have it.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define TP_HAS_FP16_LANES 1
 #define TP_FP16_LANES __attribute__((target("arch=x86-64-v4")))
 #include <immintrin.h>
+#else
+#define TP_HAS_FP16_LANES 0
+#define TP_FP16_LANES
+#endif
 
 namespace tp_ext {
 
 constexpr int kLanes16 = 16;
 static_assert(kSweep % kLanes16 == 0);
 
-inline bool has_fp16_lanes() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2") &&
-         __builtin_cpu_supports("fma");
+// How many of n elements go in lanes; with none, no function of lanes may be called
+inline int64_t in_fp16_lanes(int64_t n) {
+  return TP_HAS_FP16_LANES && has_avx512() ? n - n % kLanes16 : 0;
 }
 
-TP_FP16_LANES TP_INLINE void load_lanes(const Fp16* x, float (&lanes)[kLanes16]) {
+TP_FP16_LANES TP_INLINE void load_lanes(const Fp16* x, float* lanes) {
+#if TP_HAS_FP16_LANES
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
   _mm512_storeu_ps(lanes, _mm512_maskz_cvtph_ps(0xffff, half));
+#else
+  for (int l = 0; l < kLanes16; ++l) lanes[l] = static_cast<float>(x[l]);
+#endif
 }
-TP_FP16_LANES TP_INLINE void store_lanes(Fp16* y, const float (&lanes)[kLanes16]) {
+TP_FP16_LANES TP_INLINE void store_lanes(Fp16* y, const float* lanes) {
+#if TP_HAS_FP16_LANES
   const __m512 wide = _mm512_loadu_ps(lanes);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(y),
                       _mm512_maskz_cvtps_ph(0xffff, wide, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int l = 0; l < kLanes16; ++l) y[l] = static_cast<Fp16>(lanes[l]);
+#endif
 }
 
 }  // namespace tp_ext
-#endif

@@ -111,8 +111,8 @@ TP_SIMD void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __re
       },
       grad + ahead, gate + 2 * ahead, up + 2 * ahead, dgate + 2 * ahead, dup + 2 * ahead);
 }
+
 // The same of fp16, n being a multiple of kLanes16; `ahead`, for x twice as far, in elements
-#ifdef TP_FP16_LANES
 template <typename Act, bool kBias>
 TP_FP16_LANES void forward_lanes(const Fp16* __restrict gate, const Fp16* __restrict up,
                                  const float* __restrict bias_gate, const float* __restrict bias_up,
@@ -159,7 +159,6 @@ TP_FP16_LANES void backward_lanes(const Fp16* __restrict grad, const Fp16* __res
     store_lanes(dup + j, to_up);
   }
 }
-#endif
 
 // gate and up, and their parts of bias and sums, are f apart. `ahead`: how many rows on is what is
 // fetched, 0 or 1.
@@ -184,13 +183,10 @@ void forward_piece(const T* gate, ConstColumns<T> bias, T* y, int64_t f, int64_t
     }
   } else {
     int64_t done = 0;
-#ifdef TP_FP16_LANES
-    if constexpr (std::is_same_v<T, Fp16>)
-      if (has_fp16_lanes()) {
-        done = n - n % kLanes16;
-        forward_lanes<Act, kBias>(gate, up, bias_gate, bias_up, y, done, f * ahead);
-      }
-#endif
+    if constexpr (std::is_same_v<T, Fp16>) {
+      done = in_fp16_lanes(n);
+      if (done > 0) forward_lanes<Act, kBias>(gate, up, bias_gate, bias_up, y, done, f * ahead);
+    }
     Stage<T> from_gate, from_up, to;
     for_each_stage<T>(done, n, [&](int64_t i, int64_t m) {
       const T* const next = gate + i + 2 * f * ahead;
@@ -232,14 +228,12 @@ void backward_piece(const T* grad, const T* gate, ConstColumns<T> bias, T* dgate
     }
   } else {
     int64_t done = 0;
-#ifdef TP_FP16_LANES
-    if constexpr (std::is_same_v<T, Fp16>)
-      if (has_fp16_lanes()) {
-        done = n - n % kLanes16;
+    if constexpr (std::is_same_v<T, Fp16>) {
+      done = in_fp16_lanes(n);
+      if (done > 0)
         backward_lanes<Act, kBias>(grad, gate, up, bias_gate, bias_up, dgate, dup, sums.data,
                                    sums_up.data, done, f * ahead);
-      }
-#endif
+    }
     Stage<T> upstream, from_gate, from_up, to_gate, to_up;
     for_each_stage<T>(done, n, [&](int64_t i, int64_t m) {
       const T* const next = gate + i + 2 * f * ahead;

@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Te
     using T = decltype(zero);
     using A = acc_t<T>;
     at::parallel_for(0, rows, kGrain / (n + 1) + 1, [&](int64_t begin, int64_t end) {
-      std::vector<A> cache(kWidened<T> ? 3 * n : 0);
+      std::vector<A> cache(kIsHalf<T> ? 3 * n : 0);
       const int64_t first = begin * n;
       norm_forward_rows<T, kCentred>({
           in<T>(x) + first,
@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
       if (db_wanted) norm_sum_chunks(first + n, out<A>(db), chunks, sums * n, begin, end);
     };
     at::parallel_for(0, chunks, kGrain / (n * per_chunk + 1) + 1, [&](int64_t begin, int64_t end) {
-      std::vector<A> cache(kWidened<T> ? 2 * kNormBlock * n : 0);
+      std::vector<A> cache(kIsHalf<T> ? 2 * kNormBlock * n : 0);
       for (int64_t c = begin; c < end; ++c) {
         const int64_t first = c * per_chunk, last = std::min(rows, first + per_chunk);
         const int64_t skipped = first * n;

@@ -14,9 +14,9 @@ constexpr int kNormBlockLanes = 16;
 
 // x as accumulation type: itself, or converted into cache
 template <typename T>
-TP_INLINE const acc_t<T>* widen(const T* __restrict x, int64_t n, acc_t<T>* __restrict cache) {
-  if constexpr (kWidened<T>) {
-    for (int64_t k = 0; k < n; ++k) cache[k] = to_acc(x[k]);
+TP_INLINE const acc_t<T>* widened_row(const T* x, int64_t n, acc_t<T>* cache) {
+  if constexpr (kIsHalf<T>) {
+    widen(x, cache, n);
     return cache;
   } else {
     return x;
@@ -114,8 +114,8 @@ TP_INLINE void norm_backward_block(const NormBackward<T>& p, int64_t first, int6
   A mean[kRows], rstd[kRows];
   A sum_gw[kRows][kNormBlockLanes] = {}, sum_gw_hat[kRows][kNormBlockLanes] = {};
   for (int q = 0; q < kRows; ++q) {
-    r[q] = widen(x + q * n, n, p.cache + 2 * q * n);
-    u[q] = widen(g + q * n, n, p.cache + (2 * q + 1) * n);
+    r[q] = widened_row(x + q * n, n, p.cache + 2 * q * n);
+    u[q] = widened_row(g + q * n, n, p.cache + (2 * q + 1) * n);
     mean[q] = kCentred ? p.means[first + q] : A(0);
     rstd[q] = p.rstds[first + q];
   }

@@ -27,10 +27,6 @@ struct NormForward {
   acc_t<T>* cache;  // 3 rows, of half types
 };
 
-// A row between its steps
-template <typename T>
-using NormKept = std::conditional_t<kWidened<T>, acc_t<T>, T>;
-
 template <typename A>
 struct NormSums {
   A loaded[kNormLanes] = {};  // of the elements, without kCentred of their squares
@@ -44,8 +40,8 @@ template <typename T, bool kCentred, bool kAdds, bool kLoad, bool kSquare, bool 
 TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x,
                                  const T* __restrict residual, T* __restrict sum,
                                  acc_t<T>* __restrict cache, int64_t ahead,
-                                 const NormKept<T>* __restrict squared, acc_t<T> squared_mean,
-                                 const NormKept<T>* __restrict row, acc_t<T> mean, acc_t<T> rstd,
+                                 const acc_t<T>* __restrict squared, acc_t<T> squared_mean,
+                                 const acc_t<T>* __restrict row, acc_t<T> mean, acc_t<T> rstd,
                                  const acc_t<T>* __restrict w, const acc_t<T>* __restrict b,
                                  T* __restrict y, int64_t n) {
   using A = acc_t<T>;
@@ -54,7 +50,7 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
                        TP_INLINED { sum[k] = from_acc<T>(to_acc(x[k]) + to_acc(residual[k])); };
   const auto load = [&](int64_t k) TP_INLINED {
     const A value = to_acc(kAdds ? sum[k] : x[k]);
-    if constexpr (kWidened<T>) cache[k] = value;
+    if constexpr (kIsHalf<T>) cache[k] = value;
     return value;
   };
   const auto write = [&](int64_t k) TP_INLINED {
@@ -111,7 +107,7 @@ TP_INLINE void norm_forward_of(const NormForward<T>& p) {
   const int64_t n = p.n, rows = p.rows;
   const A size = static_cast<A>(n);
   const auto kept = [&](int64_t i) TP_INLINED {
-    if constexpr (kWidened<T>) {
+    if constexpr (kIsHalf<T>) {
       return p.cache + i % 3 * n;
     } else {
       return (kAdds ? p.sum : p.x) + i * n;
@@ -123,7 +119,7 @@ TP_INLINE void norm_forward_of(const NormForward<T>& p) {
     NormSums<A> sums;
     norm_forward_step<T, kCentred, kAdds, loads, squares, writes>(
         sums, p.x + i * n, kAdds ? p.residual + i * n : nullptr, kAdds ? p.sum + i * n : nullptr,
-        kWidened<T> ? p.cache + i % 3 * n : nullptr, i + 1 < rows ? n : 0,
+        kIsHalf<T> ? p.cache + i % 3 * n : nullptr, i + 1 < rows ? n : 0,
         squares ? kept(previous) : nullptr, squares ? p.means[previous] : A(0),
         writes ? kept(last) : nullptr, writes && kCentred ? p.means[last] : A(0),
         writes ? p.rstds[last] : A(0), p.w, p.b, p.y + last * n, n);

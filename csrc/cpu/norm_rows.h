@@ -8,18 +8,14 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cpu/clones.h"
+#include "cpu/convert.h"
 #include "cpu/fetch.h"
 #include "kernels/half.h"
 #include "kernels/norm.h"
 
 namespace tp_ext {
-
-// Half types, which are kept widened
-template <typename T>
-constexpr bool kWidened = !std::is_same_v<T, acc_t<T>>;
 
 // The sum of interleaved sums, pairwise. Recursive, so that they stay in registers
 template <int kCount, typename A>

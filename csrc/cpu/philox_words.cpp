@@ -42,9 +42,9 @@ TP_AVX2 void draw_avx2(const PhiloxKeys& keys, uint64_t counter, int64_t counter
   }
 }
 
-Draw* const best = __builtin_cpu_supports("avx512f") ? draw_avx512
-                   : __builtin_cpu_supports("avx2")  ? draw_avx2
-                                                     : draw_plain;
+Draw* const best = has_avx512()                     ? draw_avx512
+                   : __builtin_cpu_supports("avx2") ? draw_avx2
+                                                    : draw_plain;
 #else
 constexpr Draw* best = draw_plain;
 #endif
