@@ -11,7 +11,7 @@ namespace tp_ext {
 // y[i] = dropout(x[i] + bias[i]) + residual[i] for n elements that stand side by side in the full
 // tensor, from `first` on, and not across a multiple of kPassRun. Null: no bias, no residual. sums,
 // if there, gets all dropout(x + bias) added.
-constexpr int64_t kPassRun = int64_t{1} << 34;  // the high half of the counters is the same
+constexpr int64_t kPassRun = int64_t{1} << 35;  // the high half of the counters is the same
 template <typename T>
 struct DropoutPass {
   const PhiloxKeys& keys;

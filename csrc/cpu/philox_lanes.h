@@ -13,6 +13,7 @@
 #include <immintrin.h>
 #ifndef __clang__  // gcc 12 takes what its own intrinsics leave undefined for a mistake
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 #define TP_AVX512F __attribute__((target("avx512f")))

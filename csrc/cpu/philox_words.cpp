@@ -51,9 +51,7 @@ constexpr Draw* best = draw_plain;
 
 }  // namespace
 
-void draw_words(const PhiloxKeys& keys, uint64_t first, int64_t n, WordBuffer& buffer) {
-  uint64_t counter = first / 4;
-  int64_t counters = (static_cast<int64_t>(first % 4) + n + 3) / 4;
+void draw_words(const PhiloxKeys& keys, uint64_t counter, int64_t counters, WordBuffer& buffer) {
   uint32_t* words = buffer.words;
   while (counters > 0) {  // counters of one call have the same high half
     const int64_t left = (int64_t{1} << 32) - static_cast<uint32_t>(counter);

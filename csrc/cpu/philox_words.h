@@ -1,4 +1,4 @@
-// Philox words of runs of neighbouring elements, four per counter.
+// Philox words of neighbouring counters, four each, and runs of neighbouring elements.
 
 #pragma once
 
@@ -8,11 +8,11 @@
 
 namespace tp_ext {
 
-// Elements whose words are drawn at once. Few, so that the loop over them finds in the cache what
-// the processor has read ahead meanwhile.
+// Elements that are drawn for at once. Few, so that the loop over them finds in the cache what the
+// processor has read ahead meanwhile.
 constexpr int64_t kWordRun = 256;
 
-// Room for the words of a run, and for the rest of a group of counters that are drawn together
+// Room for a word for each, and for the rest of a group of counters that are drawn together
 struct WordBuffer {
   alignas(64) uint32_t words[kWordRun + 64];
 };
@@ -29,10 +29,14 @@ struct PhiloxKeys {
   uint64_t seed() const { return k0[0] | k1[0] << 32; }
 };
 
-// Fills the buffer with the words of whole counters that cover elements [first, first + n) of the
-// full tensor: the first element's is buffer.words[first % 4], and all n + first % 4 <= kWordRun
-// lie in pairs and quads as in their counters. What stands behind them is overwritten.
-void draw_words(const PhiloxKeys& keys, uint64_t first, int64_t n, WordBuffer& buffer);
+// Fills the buffer with the words of so many counters, at most kWordRun / 4. What stands behind them
+// is overwritten.
+void draw_words(const PhiloxKeys& keys, uint64_t counter, int64_t counters, WordBuffer& buffer);
+
+// The counters that serve n elements from `first` on, `each` by one
+inline int64_t counters_over(uint64_t first, int64_t n, int64_t each) {
+  return (static_cast<int64_t>(first % each) + n + each - 1) / each;
+}
 
 // Calls f(i, first, n) for the runs of the local elements [begin, end), begin < end: n elements from
 // i on, which in the full tensor stand side by side too, from `first` on, and not across a multiple

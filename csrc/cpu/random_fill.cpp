@@ -38,7 +38,7 @@ void fill_range(T* self, const PhiloxKeys& keys, Draw draw, const GlobalIndex& i
   WordBuffer buffer;
   alignas(64) double values[kWordRun];
   for_each_run(index, begin, end, kWordRun, [&](int64_t i, uint64_t first, int64_t n) {
-    draw_words(keys, first, n, buffer);
+    draw_words(keys, first / 4, counters_over(first, n, 4), buffer);
     const int64_t skip = static_cast<int64_t>(first % 4);
     draw_values(draw, buffer.words, skip + n, values);
     round_values(values + skip, self + i, n);

@@ -16,7 +16,7 @@ namespace {
 template <typename T>
 void launch_dropout(const DropoutArgs<T>& args, cudaStream_t stream) {
   if (dropout_vectorisable(args)) {
-    dropout_vector_kernel<T><<<grid_for(args.n / kDropoutVec<T>), kThreads, 0, stream>>>(args);
+    dropout_vector_kernel<T><<<grid_for(args.n / kCounterHalves), kThreads, 0, stream>>>(args);
   } else {
     const int64_t rows = args.n / args.index.local_inner;
     dropout_general_kernel<T>

@@ -1,7 +1,8 @@
 // Counter-based random numbers: every draw is a pure function of (seed, index of the element in the
 // full tensor), so a rank draws exactly its slice. Philox4x32-10, Salmon et al., "Parallel random
-// numbers: as easy as 1, 2, 3", SC'11. One counter gives four 32-bit words; element i owns word i %
-// 4 of counter i / 4.
+// numbers: as easy as 1, 2, 3", SC'11. One counter gives four 32-bit words. What is drawn in whole
+// words, as weights are, has word i % 4 of counter i / 4 for element i; dropout has 16 bits of them
+// (dropout.h).
 
 #pragma once
 
@@ -13,9 +14,10 @@ struct PhiloxWords {
   uint32_t w[4];
 };
 
-TP_HD PhiloxWords philox4x32(uint64_t seed, uint64_t counter) {
-  uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32), c2 = 0,
-           c3 = 0;
+// Another stream gives the same counters other words.
+TP_HD PhiloxWords philox4x32(uint64_t seed, uint64_t counter, uint32_t stream = 0) {
+  uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32),
+           c2 = stream, c3 = 0;
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0;
@@ -38,17 +40,6 @@ struct GlobalIndex {
     return static_cast<uint64_t>((i / local_inner) * full_inner + offset + i % local_inner);
   }
 };
-
-// The 32-bit word of one element
-TP_HD uint32_t philox_word(uint64_t seed, uint64_t index) {
-  return philox4x32(seed, index >> 2).w[index & 3];
-}
-
-// Dropout keeps an element when its word, as a fraction of 2^32, is at least p.
-TP_HD uint32_t dropout_threshold(double p) {
-  const double t = p * 4294967296.0;
-  return t >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(t);
-}
 
 // Uniform on (0, 1): never 0 or 1, so that its logarithm is finite
 TP_HD double unit_uniform(uint32_t word) { return (word + 0.5) * 2.3283064365386963e-10; }

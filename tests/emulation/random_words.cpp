@@ -16,6 +16,20 @@ std::string label(const char* what, const char* type, int64_t n, const GlobalInd
          std::to_string(index.offset);
 }
 
+// The 32 bits that decide on an element
+uint32_t number_of(uint64_t seed, uint64_t index) {
+  const int place = index % kCounterHalves;
+  return half_word(philox4x32(seed, index / kCounterHalves), place) << 16 |
+         half_word(philox4x32(seed, index / kCounterHalves, 1), place);
+}
+
+template <typename A>
+bool kept(const Dropout<A>& dropout, uint64_t seed, uint64_t index) {
+  return number_of(seed, index) >= (dropout.upper << 16 | dropout.lower);
+}
+
+constexpr uint64_t kSeed = 0x123456789abcdef;
+
 template <typename T>
 void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool residual,
              int64_t shift, double p, bool vectors) {
@@ -24,7 +38,7 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
   const auto x = values<T>(n, shift, 1), bias = values<T>(bias_size, shift, 2),
              rest = values<T>(residual ? n : 0, shift, 3);
   Tensor<int64_t> seed(1);
-  seed[0] = 0x123456789abcdef;
+  seed[0] = kSeed;
   const auto arguments = [&](T* y) {
     return DropoutArgs<T>{x,
                           bias_size ? bias.data() : nullptr,
@@ -41,7 +55,7 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
     const DropoutArgs<T> a = arguments(y);
     if (dropout_vectorisable(a) != vectors) wrong("the choice of vectors");
     if (vectors)
-      launch(std::min(grid_for(n / kDropoutVec<T>), 2), kThreads,
+      launch(std::min(grid_for(n / kCounterHalves), 2), kThreads,
              [&] { dropout_vector_kernel<T>(a); });
     const Tensor<T> general(n, shift);
     const DropoutArgs<T> b = arguments(vectors ? general : y);
@@ -55,7 +69,7 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
   for (int64_t i = 0; i < n; ++i) {
     A value = to_acc(x[i]);
     if (bias_size) value += to_acc(bias[i % bias_size]);
-    value *= drop.factor(drop.keeps_all() ? 0 : philox_word(seed[0], index(i)));
+    value *= drop.factor(drop.keeps_all() || kept(drop, seed[0], index(i)));
     if (residual) value += to_acc(rest[i]);
     want[i] = from_acc<T>(value);
   }
@@ -64,14 +78,23 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
 
 template <typename T>
 void dropouts() {
-  constexpr int64_t N = kDropoutVec<T>;
+  constexpr int64_t N = kCounterHalves;
   dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 0, 0.3, true);
   dropout<T>(200, {4 * N, 4 * N, 0}, 2 * N, false, 0, 0.3, true);
   dropout<T>(2, {2 * N, 2 * N, 0}, 0, true, 0, 0, true);
   dropout<T>(2, {2 * N, 2 * N, 0}, 0, false, 0, 1, true);
   dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 1, 0.3, false);  // at an odd address
-  dropout<T>(3, {10 * N, 20 * N + 1, N}, 0, true, 0, 0.3, false);        // quads cut in two
+  dropout<T>(3, {10 * N, 20 * N + 1, N}, 0, true, 0, 0.3, false);        // counters cut in two
   dropout<T>(3, {10 * N, 20 * N, 3}, 5, true, 0, 0.3, false);
+  dropout<T>(3, {10 * N, 20 * N, 4}, 0, true, 0, 0.3, false);
+  dropout<T>(3, {10 * N, 20 * N + 4, 0}, 0, true, 0, 0.3, false);
+  dropout<T>(3, {10 * N + 4, 20 * N, 0}, 0, true, 0, 0.3, false);
+  const GlobalIndex whole{10 * N, 20 * N, 10 * N};
+  for (const int64_t i : {0, 5, 17, 79, 100})  // at the element's own number, and above it
+    for (const int above : {0, 1}) {
+      const double p = (number_of(kSeed, whole(i)) + above) / 4294967296.0;
+      dropout<T>(3, whole, 0, true, 0, p, true);
+    }
   dropout<T>(5, {7, 33, 6}, 7, true, 0, 0.3, false);
   dropout<T>(600, {1, 3, 2}, 1, false, 0, 0.3, false);
 }
@@ -124,12 +147,12 @@ void vast_dropout() {
   for (int64_t i = n - 1024; i < n; ++i) x[i] = T(1.f);
   int64_t seed = 3;
   const DropoutArgs<T> a{x, nullptr, nullptr, y, n, 1, &seed, Dropout<float>(0.5), index};
-  const int64_t items = n / kDropoutVec<T>;
+  const int64_t items = n / kCounterHalves;
   const int grid = grid_for(items);
   launch(grid, kThreads, [&] { dropout_vector_kernel<T>(a); }, 0,
          {dim3(static_cast<unsigned>((items - 1) / kThreads % grid), 0)});
-  for (int64_t i = n - kDropoutVec<T>; i < n; ++i)
-    if (as_double(y[i]) != a.dropout.factor(philox_word(seed, index(i))))
+  for (int64_t i = n - kCounterHalves; i < n; ++i)
+    if (as_double(y[i]) != a.dropout.factor(kept(a.dropout, seed, index(i))))
       wrong("the last elements");
   unmap(x, n), unmap(y, n);
 }

@@ -1,7 +1,11 @@
 """residual + dropout(x + bias): the mask is exactly that of the global index, on every path."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from philox_numpy import dropout_numbers, kept
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
@@ -22,11 +26,10 @@ def whole(x):
     return max(x.numel(), 1), max(x.numel(), 1), 0
 
 
-def mask_of(shape, p, seed, index=None):
-    """Kept elements, through the uniform fill: u = (word + 1/2) / 2^32, drawn by another kernel."""
-    u = torch.empty(shape, dtype=torch.float64, device=seed.device)
-    _ops.philox_uniform_(u, seed, 0.0, 1.0, *(index or whole(u)))
-    return u >= p
+def mask_of(shape, p, seed):
+    """Kept elements of the full tensor, by a generator in numpy."""
+    mask = kept(int(seed), p, np.arange(math.prod(shape)).reshape(shape))
+    return torch.from_numpy(mask).to(seed.device)
 
 
 def reference(x, bias, residual, mask, p):
@@ -113,6 +116,18 @@ def test_rate_and_edges(device):
             assert torch.unique(y).tolist() == pytest.approx([0.0, 1 / (1 - p)])
     a, b = (_ops.bias_dropout_residual(x, None, None, seed_of(s, device), 0.5, *whole(x)) for s in (3, 4))
     assert not torch.equal(a, b)
+
+
+def test_the_probability_is_exact(device):
+    """As far as 32 bits go, of which 16 are drawn at first: masks at, above and below the numbers of some elements, and
+    for probabilities below and between multiples of 2^-16."""
+    n, seed = 1 << 16, seed_of(-9, device)
+    x = torch.ones(n, device=device)
+    numbers = [int(number) + above for number in dropout_numbers(-9, np.arange(0, n, 5001)) for above in (-1, 0, 1)]
+    some = [1, 2**15, 2**16 - 1, 2**16, 2**31 + 1, 2**32 - 2**16 - 1, 2**32 - 2**16, 2**32 - 2, 2**32 - 1]
+    for number in numbers + some:
+        y = _ops.bias_dropout_residual(x, None, None, seed, number / 2**32, *whole(x))
+        assert torch.equal(y != 0, mask_of((n,), number / 2**32, seed))
 
 
 def test_nan_stays_nan(device):

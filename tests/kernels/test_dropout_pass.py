@@ -7,9 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from test_philox_words import expected
+from philox_numpy import dropout_numbers, kept
 
 CSRC = Path(__file__).parents[2] / "csrc"
 GXX = shutil.which(os.environ.get("CXX", "g++"))
@@ -39,9 +40,12 @@ RUNS = [
     (1, 63),
     (2, 64),
     (0, 128),
+    *((8 * k, 129) for k in range(5)),
     (3, 130),
     (1, 400),
-    (2**34 - 300, 300),
+    (5, 250),
+    (7, 121),
+    (2**35 - 300, 300),
     (2**63 + 2, 333),
 ]
 
@@ -120,22 +124,31 @@ def test_vectors_and_loops_give_the_same_bits(library, dtype, parts):
             assert same[at].all(), (n, first, p)
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("how", ["in_vectors", "in_loops"])
-def test_a_word_at_the_threshold_keeps_its_element(library, how):
-    first, n = 36, 100
-    for i in (4, 9, 14, 24):
-        word = int(expected(SEED, (first + i) // 4, 1).reshape(-1)[(first + i) % 4])
-        for words, kept in ((word, True), (word + 1, False)):
-            t = ran(library, how, torch.float32, (), words / 2**32, n, first)
-            assert bool(t["y"][BEFORE + i] != 0) == kept
+def test_the_lower_half_decides_where_the_upper_one_equals_the_threshold(library, how, dtype):
+    """At an element's own number, which keeps it, above and below it: everywhere in a block, at its ends, in one that
+    is cut."""
+    first, n = 36, 390
+    index = first + np.arange(n)
+    numbers = dropout_numbers(SEED, index)
+    for i in (1, 3, 7, 24, 91, 92, 123, 124, 131, 158, 389):
+        for above in (-1, 0, 1):
+            p = (int(numbers[i]) + above) / 2**32
+            t = ran(library, how, dtype, ("bias",), p, n, first)
+            sums, y = t["x"].float()[BEFORE:][:n] + t["bias"][BEFORE:][:n], t["y"][BEFORE:][:n]
+            told = (sums.isfinite() & (sums.abs() > 1e-6)).numpy()
+            want = kept(SEED, p, index)
+            assert want[i] == (above <= 0) and told[i]
+            assert np.array_equal((y != 0).numpy()[told], want[told])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_cutting_a_pass_changes_nothing(library, dtype):
-    n, first = 400, 4 * 77 + 1
+    n, first = 400, 8 * 77 + 1
     for parts in PARTS:
         whole = ran(library, "in_vectors", dtype, parts, 0.3, n, first)
-        for cut in (1, 2, 3, 64, 66, 130, 399):
+        for cut in (1, 2, 3, 64, 66, 127, 130, 258, 399):
             head = ran(library, "in_vectors", dtype, parts, 0.3, cut, first)
             assert same_bits(head["y"][BEFORE:][:cut], whole["y"][BEFORE:][:cut]).all()
             assert same_bits(head["sums"][BEFORE:][:cut], whole["sums"][BEFORE:][:cut]).all()

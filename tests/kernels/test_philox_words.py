@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from philox_numpy import words
 
 CSRC = Path(__file__).parents[2] / "csrc"
 GXX = shutil.which(os.environ.get("CXX", "g++"))
@@ -29,9 +30,10 @@ PATH(avx512)
 #endif
 extern "C" const uint32_t* draw(uint64_t seed, uint64_t first, int64_t n) {
   static WordBuffer buffer;
-  draw_words(PhiloxKeys(seed), first, n, buffer);
+  draw_words(PhiloxKeys(seed), first / 4, counters_over(first, n, 4), buffer);
   return buffer.words + first % 4;
 }
+extern "C" int64_t counters(uint64_t first, int64_t n, int64_t each) { return counters_over(first, n, each); }
 // Writes first and n of each run, and returns how many there are
 extern "C" int64_t runs(int64_t inner, int64_t full, int64_t offset, int64_t begin, int64_t end, int64_t limit,
                         int64_t* found) {
@@ -55,7 +57,7 @@ def library(tmp_path_factory):
     subprocess.run([GXX, *flags, folder / "words.cpp", "-o", folder / "words.so"], check=True, timeout=120)
     library = ctypes.CDLL(str(folder / "words.so"))
     library.draw.restype = ctypes.POINTER(ctypes.c_uint32)
-    library.runs.restype = ctypes.c_int64
+    library.runs.restype = library.counters.restype = ctypes.c_int64
     return library
 
 
@@ -65,17 +67,7 @@ def runs_here(path: str) -> bool:
 
 
 def expected(seed: int, counter: int, n: int) -> np.ndarray:
-    """Philox4x32-10 in numpy's 64-bit integers: 4 n words."""
-    low = np.uint64(0xFFFFFFFF)
-    counters = np.uint64(counter) + np.arange(n, dtype=np.uint64)
-    c = [counters & low, counters >> np.uint64(32), np.zeros_like(counters), np.zeros_like(counters)]
-    k = [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
-        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        high = a >> np.uint64(32), b >> np.uint64(32)
-        c = [high[1] ^ c[1] ^ np.uint64(k[0]), b & low, high[0] ^ c[3] ^ np.uint64(k[1]), a & low]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return np.stack(c, 1).astype(np.uint32).ravel()
+    return words(seed, np.uint64(counter) + np.arange(n, dtype=np.uint64)).ravel()
 
 
 SEEDS = [0, 1, 2**31 + 5, 0x9E3779B97F4A7C15, 2**64 - 1]
@@ -88,19 +80,19 @@ def test_every_path_draws_the_words_of_the_paper(library, path):
     and nothing before the words."""
     if not runs_here(path):
         pytest.skip(f"needs {PATHS[path]}")
-    words = np.zeros(4 * (1 + RUN // 4 + 16), np.uint32)
+    room = np.zeros(4 * (1 + RUN // 4 + 16), np.uint32)
     for seed in SEEDS:
         for high in HIGH:
             for n in range(1, RUN // 4 + 1):
                 for low in (0, 12345, 2**32 - n):
-                    words[:] = 77
+                    room[:] = 77
                     counter = high << 32 | low
-                    at = words.ctypes.data + 16
+                    at = room.ctypes.data + 16
                     getattr(library, path)(
                         *map(ctypes.c_uint64, (seed, counter)), ctypes.c_int64(n), ctypes.c_void_p(at)
                     )
-                    assert np.array_equal(words[4 : 4 + 4 * n], expected(seed, counter, n)), (seed, counter, n)
-                    assert (words[:4] == 77).all() and (words[4 + 4 * ((n + 15) // 16 * 16) :] == 77).all()
+                    assert np.array_equal(room[4 : 4 + 4 * n], expected(seed, counter, n)), (seed, counter, n)
+                    assert (room[:4] == 77).all() and (room[4 + 4 * ((n + 15) // 16 * 16) :] == 77).all()
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 3, 4 * 2**32 - 130, 4 * 2**32 - 17, 2**63 + 5, 2**64 - 300])
@@ -108,15 +100,23 @@ def test_a_run_has_the_words_of_its_elements(library, first):
     """Over the counter at which the high half changes, too."""
     for n in (1, 2, 5, 16, 17, 63, 100, RUN - first % 4):
         for seed in SEEDS:
-            words = library.draw(*map(ctypes.c_uint64, (seed, first)), ctypes.c_int64(n))
+            drawn = library.draw(*map(ctypes.c_uint64, (seed, first)), ctypes.c_int64(n))
             want = expected(seed, first // 4, (first % 4 + n + 3) // 4)[first % 4 :][:n]
-            assert np.array_equal(np.ctypeslib.as_array(words, (n,)), want), (seed, n)
+            assert np.array_equal(np.ctypeslib.as_array(drawn, (n,)), want), (seed, n)
+
+
+@pytest.mark.parametrize("each", [4, 8])
+def test_counters_over_a_run(library, each):
+    for first in (*range(20), 2**63 + 5):
+        for n in range(1, 40):
+            count = library.counters(ctypes.c_uint64(first), *map(ctypes.c_int64, (n, each)))
+            assert count == (first + n - 1) // each - first // each + 1
 
 
 SLICES = [(1000, 1000, 0), (7, 33, 6), (1, 3, 2), (256, 512, 256), (300, 301, 1)]
 
 
-@pytest.mark.parametrize("limit", [4, RUN, 2**34])
+@pytest.mark.parametrize("limit", [4, RUN, 2**35])
 @pytest.mark.parametrize("inner, full, offset", SLICES)
 def test_runs_cover_all_elements(library, inner, full, offset, limit):
     total = 2 * inner if inner > 100 else 40 * inner
