@@ -19,7 +19,7 @@ def words(seed: int, counters: np.ndarray, stream: int = 0) -> np.ndarray:
 
 
 def dropout_numbers(seed: int, index: np.ndarray) -> np.ndarray:
-    """The 32 bits by which dropout decides on the elements i of these indices: 16 of stream 0 above 16 of stream 1, half
+    """The 32 bits by which dropout decides on the elements of indices i: 16 of stream 0 above 16 of stream 1, half
     i % 8 of the words of counter i // 8, the lower half of a word before the upper one."""
     index = np.asarray(index, dtype=np.uint64)
     place = (index % np.uint64(8)).astype(np.int64)
