@@ -2,7 +2,8 @@
 //
 // A row is loaded, has its squared deviations added up (LayerNorm), and is written. One loop does
 // all of that, each of another row, so that memory always has something to do: while row i is
-// loaded, i - 1 has its deviations added up and i - 2 is written.
+// loaded, i - 1 has its deviations added up and i - 2 is written. fp16, whose conversions no plain
+// loop vectorises, is converted a part of the rows at a time (convert.h).
 
 #pragma once
 
@@ -13,6 +14,9 @@ namespace tp_ext {
 // Sums run in this many interleaved lanes, then pairwise: vectorised, and more precise than one
 // running sum
 constexpr int kNormLanes = 32;
+
+template <typename T>
+constexpr bool kStagedRows = std::is_same_v<T, Fp16>;
 
 // With a residual the rows are those of sum = x + residual, written along; else both are null. b and
 // means are LayerNorm's.
@@ -34,8 +38,10 @@ struct NormSums {
 };
 
 // The steps that are wanted: x and residual are loaded, into sum and cache where there are any; the
-// deviations of `squared` from its mean are added up; `row` is written to y. `ahead`: the elements
-// to the row that will be loaded next. No sum is made where the step is not wanted.
+// deviations of `squared` from its mean are added up; `row` is written to y. Of staged rows what is
+// loaded stands in cache already, and what is written goes to `staged`. `ahead`, `to_next`: the
+// elements to the rows that will be loaded and written next. No sum is made where the step is not
+// wanted.
 template <typename T, bool kCentred, bool kAdds, bool kLoad, bool kSquare, bool kWrite>
 TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x,
                                  const T* __restrict residual, T* __restrict sum,
@@ -43,19 +49,30 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
                                  const acc_t<T>* __restrict squared, acc_t<T> squared_mean,
                                  const acc_t<T>* __restrict row, acc_t<T> mean, acc_t<T> rstd,
                                  const acc_t<T>* __restrict w, const acc_t<T>* __restrict b,
-                                 T* __restrict y, int64_t n) {
+                                 T* __restrict y, int64_t to_next, acc_t<T>* __restrict staged,
+                                 int64_t n) {
   using A = acc_t<T>;
   constexpr int kTile = kNormLanes;
+  constexpr bool kConverts = !kStagedRows<T>;
   const auto add = [&](int64_t k)
                        TP_INLINED { sum[k] = from_acc<T>(to_acc(x[k]) + to_acc(residual[k])); };
   const auto load = [&](int64_t k) TP_INLINED {
-    const A value = to_acc(kAdds ? sum[k] : x[k]);
-    if constexpr (kIsHalf<T>) cache[k] = value;
-    return value;
+    if constexpr (kConverts) {
+      const A value = to_acc(kAdds ? sum[k] : x[k]);
+      if constexpr (kIsHalf<T>) cache[k] = value;
+      return value;
+    } else {
+      return cache[k];
+    }
   };
   const auto write = [&](int64_t k) TP_INLINED {
     const A product = norm_hat(row[k], mean, rstd) * w[k];
-    y[k] = from_acc<T>(kCentred ? product + b[k] : product);
+    const A value = kCentred ? product + b[k] : product;
+    if constexpr (kConverts) {
+      y[k] = from_acc<T>(value);
+    } else {
+      staged[k] = value;
+    }
   };
   const auto add_loaded = [&](A value, int l)
                               TP_INLINED { sums.loaded[l] += kCentred ? value : value * value; };
@@ -69,9 +86,9 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
       // One stream less where four are read and written already
       if constexpr (!kAdds) fetch<2, kTile>(x + ahead + k);
       if constexpr (kAdds) fetch<2, kTile>(sum + ahead + k);
-      fetch<2, kTile>(y + n + k);
+      fetch<2, kTile>(y + to_next + k);
     }
-    if constexpr (kLoad && kAdds)
+    if constexpr (kLoad && kAdds && kConverts)
       for (int l = 0; l < kTile; ++l) add(k + l);
     if constexpr (kLoad)
       for (int l = 0; l < kTile; ++l) add_loaded(load(k + l), l);
@@ -85,7 +102,7 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
   const int rest = static_cast<int>(n - k);
   if constexpr (kLoad) {
     A values[kTile] = {};
-    if constexpr (kAdds)
+    if constexpr (kAdds && kConverts)
       for (int l = 0; l < rest; ++l) add(k + l);
     for (int l = 0; l < rest; ++l) values[l] = load(k + l);
     for (int l = 0; l < kTile; ++l) add_loaded(values[l], l);
@@ -97,6 +114,19 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
   }
   if constexpr (kWrite)
     for (int l = 0; l < rest; ++l) write(k + l);
+}
+
+// n elements of x, or of sum, which is written, into the cache; `rest` is room for as many
+template <bool kAdds, typename T>
+TP_INLINE void stage(const T* x, const T* residual, T* sum, float* __restrict cache,
+                     float* __restrict rest, int64_t n) {
+  widen(x, cache, n);
+  if constexpr (kAdds) {
+    widen(residual, rest, n);
+    for (int64_t k = 0; k < n; ++k) cache[k] += rest[k];
+    narrow(cache, sum, n);
+    widen(sum, cache, n);
+  }
 }
 
 template <typename T, bool kCentred, bool kAdds>
@@ -117,12 +147,27 @@ TP_INLINE void norm_forward_of(const NormForward<T>& p) {
   const auto step = [&](auto loads, auto squares, auto writes, int64_t i) TP_INLINED {
     const int64_t previous = i - 1, last = kCentred ? i - 2 : i - 1;
     NormSums<A> sums;
-    norm_forward_step<T, kCentred, kAdds, loads, squares, writes>(
-        sums, p.x + i * n, kAdds ? p.residual + i * n : nullptr, kAdds ? p.sum + i * n : nullptr,
-        kIsHalf<T> ? p.cache + i % 3 * n : nullptr, i + 1 < rows ? n : 0,
-        squares ? kept(previous) : nullptr, squares ? p.means[previous] : A(0),
-        writes ? kept(last) : nullptr, writes && kCentred ? p.means[last] : A(0),
-        writes ? p.rstds[last] : A(0), p.w, p.b, p.y + last * n, n);
+    const auto part = [&](int64_t begin, int64_t m, A* staged) TP_INLINED {
+      const int64_t from = i * n + begin, to = last * n + begin;
+      A* const cache = kIsHalf<T> ? p.cache + i % 3 * n + begin : nullptr;
+      const T* const residual = kAdds ? p.residual + from : nullptr;
+      T* const sum = kAdds ? p.sum + from : nullptr;
+      if constexpr (loads && kStagedRows<T>)
+        stage<kAdds>(p.x + from, residual, sum, cache, staged, m);
+      norm_forward_step<T, kCentred, kAdds, loads, squares, writes>(
+          sums, p.x + from, residual, sum, cache, i + 1 < rows ? n : 0,
+          squares ? kept(previous) + begin : nullptr, squares ? p.means[previous] : A(0),
+          writes ? kept(last) + begin : nullptr, writes && kCentred ? p.means[last] : A(0),
+          writes ? p.rstds[last] : A(0), p.w + begin, p.b + begin, p.y + to, n, staged, m);
+      if constexpr (writes && kStagedRows<T>) narrow(staged, p.y + to, m);
+    };
+    if constexpr (kStagedRows<T>) {
+      alignas(64) A staged[kStage];
+      static_assert(kStage % kNormLanes == 0);
+      for (int64_t k = 0; k < n; k += kStage) part(k, std::min(kStage, n - k), staged);
+    } else {
+      part(0, n, nullptr);
+    }
     if constexpr (loads) {
       const A loaded = sum_lanes(sums.loaded);
       if constexpr (kCentred) {
