@@ -152,12 +152,12 @@ inline uint32_t bits_between(int64_t from, int64_t to) {
   return from > 0 ? below & ~uint32_t{0} << from : below;
 }
 
-// The elements [from, end) of 128, one counter after the other
+// The elements [from, end) of 128, if the lower half of a number has to decide on one
 template <bool kBias, bool kResidual, bool kSums, typename T>
-__attribute__((noinline)) TP_V4 void drop_some(const DropoutPointers<T>& to, int64_t i,
-                                               uint64_t seed, uint64_t counter,
-                                               const Dropout<float>& dropout, int64_t from,
-                                               int64_t end) {
+__attribute__((noinline)) TP_V4 void drop_with_ties(const DropoutPointers<T>& to, int64_t i,
+                                                    uint64_t seed, uint64_t counter,
+                                                    const Dropout<float>& dropout, int64_t from,
+                                                    int64_t end) {
   for (int64_t j = 0; j < 128; j += 32) {
     uint32_t kept = 0;
     for (int c = 0; c < 4; ++c)
@@ -190,9 +190,9 @@ TP_V4 void dropout_in_lanes(const DropoutPass<T>& pass) {
         _mm512_cmpeq_epu16_mask(w.a, upper) | _mm512_cmpeq_epu16_mask(w.b, upper) |
         _mm512_cmpeq_epu16_mask(w.c, upper) | _mm512_cmpeq_epu16_mask(w.d, upper);
     const int64_t from = i ? 0 : skip;
-    if (__builtin_expect(equal != 0, 0)) {  // the lower half of a number has to decide
-      drop_some<kBias, kResidual, kSums>(to, i, keys.seed(), counter + i / kCounterHalves, dropout,
-                                         from, end - i);
+    if (__builtin_expect(equal != 0, 0)) {
+      drop_with_ties<kBias, kResidual, kSums>(to, i, keys.seed(), counter + i / kCounterHalves,
+                                              dropout, from, end - i);
     } else if (from == 0 && i + 128 <= end) {
       drop_32<true, kBias, kResidual, kSums>(to, i, factors_of<T>(w.a, dropout), 0);
       drop_32<true, kBias, kResidual, kSums>(to, i + 32, factors_of<T>(w.b, dropout), 0);
@@ -200,10 +200,12 @@ TP_V4 void dropout_in_lanes(const DropoutPass<T>& pass) {
       drop_32<true, kBias, kResidual, kSums>(to, i + 96, factors_of<T>(w.d, dropout), 0);
     } else {
       const __m512i words[] = {w.a, w.b, w.c, w.d};
-      for (int part = 0; part < 4; ++part)
-        drop_32<false, kBias, kResidual, kSums>(
-            to, i + 32 * part, factors_of<T>(words[part], dropout),
-            bits_between(from - 32 * part, end - i - 32 * part));
+      for (int part = 0; part < 4; ++part) {
+        const __mmask32 mask = bits_between(from - 32 * part, end - i - 32 * part);
+        if (mask == 0) continue;
+        drop_32<false, kBias, kResidual, kSums>(to, i + 32 * part,
+                                                factors_of<T>(words[part], dropout), mask);
+      }
     }
   }
 }

@@ -12,8 +12,8 @@ namespace {
 // The factors of the elements of whole counters, 2 n of them. Returns whether for one the lower half of
 // its number has to decide.
 template <typename A>
-TP_SIMD bool factors_of(const uint32_t* __restrict words, int64_t n, Dropout<A> dropout,
-                        A* __restrict factors) {
+TP_SIMD bool fill_factors(const uint32_t* __restrict words, int64_t n, Dropout<A> dropout,
+                          A* __restrict factors) {
   uint32_t equal = 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t even = words[i] & 0xFFFF, odd = words[i] >> 16;
@@ -29,7 +29,7 @@ void draw_factors(const PhiloxKeys& keys, uint64_t counter, int64_t counters, Dr
                   A* factors) {
   WordBuffer buffer;
   draw_words(keys, counter, counters, buffer);
-  if (!factors_of(buffer.words, 4 * counters, dropout, factors)) return;
+  if (!fill_factors(buffer.words, 4 * counters, dropout, factors)) return;
   for (int64_t c = 0; c < counters; ++c) {
     const uint32_t kept = dropout.kept(keys.seed(), counter + c);
     for (int k = 0; k < kCounterHalves; ++k)

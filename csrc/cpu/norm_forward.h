@@ -118,8 +118,8 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
 
 // n elements of x, or of sum, which is written, into the cache; `rest` is room for as many
 template <bool kAdds, typename T>
-TP_INLINE void stage(const T* x, const T* residual, T* sum, float* __restrict cache,
-                     float* __restrict rest, int64_t n) {
+TP_INLINE void widen_part(const T* x, const T* residual, T* sum, float* __restrict cache,
+                          float* __restrict rest, int64_t n) {
   widen(x, cache, n);
   if constexpr (kAdds) {
     widen(residual, rest, n);
@@ -153,7 +153,7 @@ TP_INLINE void norm_forward_of(const NormForward<T>& p) {
       const T* const residual = kAdds ? p.residual + from : nullptr;
       T* const sum = kAdds ? p.sum + from : nullptr;
       if constexpr (loads && kStagedRows<T>)
-        stage<kAdds>(p.x + from, residual, sum, cache, staged, m);
+        widen_part<kAdds>(p.x + from, residual, sum, cache, staged, m);
       norm_forward_step<T, kCentred, kAdds, loads, squares, writes>(
           sums, p.x + from, residual, sum, cache, i + 1 < rows ? n : 0,
           squares ? kept(previous) + begin : nullptr, squares ? p.means[previous] : A(0),

@@ -16,11 +16,11 @@ namespace {
 template <typename T>
 void launch_dropout(const DropoutArgs<T>& args, cudaStream_t stream) {
   if (dropout_vectorisable(args)) {
-    dropout_vector_kernel<T><<<grid_for(args.n / kCounterHalves), kThreads, 0, stream>>>(args);
+    dropout_vector_kernel<T><<<grid_for(args.n / kDropoutVec<T>), kThreads, 0, stream>>>(args);
   } else {
     const int64_t rows = args.n / args.index.local_inner;
     dropout_general_kernel<T>
-        <<<grid_for(rows * counters_per_row(args.index)), kThreads, 0, stream>>>(args);
+        <<<grid_for(rows * quads_per_row(args.index)), kThreads, 0, stream>>>(args);
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

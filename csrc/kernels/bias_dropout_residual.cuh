@@ -2,10 +2,11 @@
 // materialised: the mask, the sum before dropout. The seed is read on the device, so a CUDA graph
 // replays with new masks.
 //
-// One Philox counter serves eight neighbours of the *full* tensor. Where they are neighbours here
-// too (local_inner, full_inner and offset multiples of 8, pointers aligned) a thread takes them as a
-// vector; elsewhere it takes one counter of one row and those of its elements that are local. Both
-// give element i the same mask.
+// One Philox counter serves eight neighbours of the *full* tensor. Where vectors of the full tensor
+// are vectors here too (local_inner, full_inner and offset whole vectors, pointers aligned) a thread
+// takes one; elsewhere it takes half a counter of one row and those of its elements that are local.
+// Both give element i the same mask. A vector of fp32 is half a counter: another thread draws it
+// again, and accesses stay side by side; memory takes longer than that.
 
 #pragma once
 
@@ -14,6 +15,10 @@
 #include "vec.cuh"
 
 namespace tp_ext {
+
+// Elements of a thread on the vector path: 16 bytes, and at least half a counter
+template <typename T>
+constexpr int kDropoutVec = kVec<T> < 4 ? 4 : kVec<T>;
 
 template <typename T>
 struct DropoutArgs {
@@ -27,22 +32,24 @@ struct DropoutArgs {
 
 template <typename T>
 bool dropout_vectorisable(const DropoutArgs<T>& a) {
-  constexpr int64_t kN = kCounterHalves, kBytes = kN * sizeof(T);
+  constexpr int64_t kN = kDropoutVec<T>, kBytes = kN * sizeof(T);
   const auto aligned = [](const T* p) { return reinterpret_cast<uintptr_t>(p) % kBytes == 0; };
   return a.index.local_inner % kN == 0 && a.index.full_inner % kN == 0 &&
          a.index.offset % kN == 0 && (a.bias == nullptr || a.bias_size % kN == 0) && aligned(a.x) &&
          aligned(a.bias) && aligned(a.residual) && aligned(a.y);
 }
 
+// Bit k: whether element first + k of the full tensor is kept, for the rest of its counter
 template <typename T>
 __device__ __forceinline__ uint32_t dropout_kept(const DropoutArgs<T>& a, uint64_t seed,
-                                                 uint64_t counter) {
-  return a.dropout.keeps_all() ? 0xFF : a.dropout.kept(seed, counter);
+                                                 uint64_t first) {
+  if (a.dropout.keeps_all()) return 0xFF;
+  return a.dropout.kept(seed, first / kCounterHalves) >> first % kCounterHalves;
 }
 
 template <typename T>
 __global__ void dropout_vector_kernel(DropoutArgs<T> a) {
-  constexpr int kN = kCounterHalves;
+  constexpr int kN = kDropoutVec<T>;
   const uint64_t seed = static_cast<uint64_t>(*a.seed);
   grid_stride(a.n, kN, [&](int64_t i) {
     const Vec<T, kN> x = load<kN>(a.x, i);
@@ -52,7 +59,7 @@ __global__ void dropout_vector_kernel(DropoutArgs<T> a) {
     const int64_t row = divide(i, a.index.local_inner);
     const uint64_t first = static_cast<uint64_t>(row * a.index.full_inner + a.index.offset + i -
                                                  row * a.index.local_inner);
-    const uint32_t kept = dropout_kept(a, seed, first / kN);
+    const uint32_t kept = dropout_kept(a, seed, first);
 #pragma unroll
     for (int k = 0; k < kN; ++k) {
       acc_t<T> value = to_acc(x.v[k]);
@@ -65,25 +72,22 @@ __global__ void dropout_vector_kernel(DropoutArgs<T> a) {
   });
 }
 
-// The counters that a row of local_inner elements touches at most
-TP_HD int64_t counters_per_row(const GlobalIndex& index) {
-  return (index.local_inner + 2 * (kCounterHalves - 1)) / kCounterHalves;
-}
+// A row of local_inner elements touches at most this many quads, halves of counters
+TP_HD int64_t quads_per_row(const GlobalIndex& index) { return (index.local_inner + 6) / 4; }
 
 template <typename T>
 __global__ void dropout_general_kernel(DropoutArgs<T> a) {
-  constexpr int kN = kCounterHalves;
   const uint64_t seed = static_cast<uint64_t>(*a.seed);
-  const int64_t counters = counters_per_row(a.index);
-  grid_stride(a.n / a.index.local_inner * counters, 1, [&](int64_t item) {
-    const int64_t row = divide(item, counters), start = row * a.index.local_inner;
+  const int64_t quads = quads_per_row(a.index);
+  grid_stride(a.n / a.index.local_inner * quads, 1, [&](int64_t item) {
+    const int64_t row = divide(item, quads), start = row * a.index.local_inner;
     const int64_t first = row * a.index.full_inner + a.index.offset;
-    const int64_t counter = first / kN + (item - row * counters);
-    if (kN * counter >= first + a.index.local_inner) return;
-    const uint32_t kept = dropout_kept(a, seed, static_cast<uint64_t>(counter));
+    const int64_t quad = first / 4 + (item - row * quads);
+    if (4 * quad >= first + a.index.local_inner) return;
+    const uint32_t kept = dropout_kept(a, seed, static_cast<uint64_t>(4 * quad));
 #pragma unroll
-    for (int k = 0; k < kN; ++k) {
-      const int64_t column = kN * counter + k - first, i = start + column;
+    for (int k = 0; k < 4; ++k) {
+      const int64_t column = 4 * quad + k - first, i = start + column;
       if (column < 0 || column >= a.index.local_inner) continue;
       acc_t<T> value = to_acc(a.x[i]);
       if (a.bias) value += to_acc(a.bias[i - divide(i, a.bias_size) * a.bias_size]);

@@ -55,11 +55,11 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
     const DropoutArgs<T> a = arguments(y);
     if (dropout_vectorisable(a) != vectors) wrong("the choice of vectors");
     if (vectors)
-      launch(std::min(grid_for(n / kCounterHalves), 2), kThreads,
+      launch(std::min(grid_for(n / kDropoutVec<T>), 2), kThreads,
              [&] { dropout_vector_kernel<T>(a); });
     const Tensor<T> general(n, shift);
     const DropoutArgs<T> b = arguments(vectors ? general : y);
-    launch(std::min(grid_for(rows * counters_per_row(index)), 2), kThreads,
+    launch(std::min(grid_for(rows * quads_per_row(index)), 2), kThreads,
            [&] { dropout_general_kernel<T>(b); });
     if (vectors && !general.same_bits(y)) wrong("the two paths disagree");
     return results(y);
@@ -78,7 +78,7 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
 
 template <typename T>
 void dropouts() {
-  constexpr int64_t N = kCounterHalves;
+  constexpr int64_t N = kDropoutVec<T>;
   dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 0, 0.3, true);
   dropout<T>(200, {4 * N, 4 * N, 0}, 2 * N, false, 0, 0.3, true);
   dropout<T>(2, {2 * N, 2 * N, 0}, 0, true, 0, 0, true);
@@ -86,11 +86,14 @@ void dropouts() {
   dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 1, 0.3, false);  // at an odd address
   dropout<T>(3, {10 * N, 20 * N + 1, N}, 0, true, 0, 0.3, false);        // counters cut in two
   dropout<T>(3, {10 * N, 20 * N, 3}, 5, true, 0, 0.3, false);
-  dropout<T>(3, {10 * N, 20 * N, 4}, 0, true, 0, 0.3, false);
-  dropout<T>(3, {10 * N, 20 * N + 4, 0}, 0, true, 0, 0.3, false);
-  dropout<T>(3, {10 * N + 4, 20 * N, 0}, 0, true, 0, 0.3, false);
+  dropout<T>(3, {10 * N, 20 * N, N / 2}, 0, true, 0, 0.3, false);
+  dropout<T>(3, {10 * N, 20 * N + N / 2, 0}, 0, true, 0, 0.3, false);
+  dropout<T>(3, {10 * N + N / 2, 20 * N, 0}, 0, true, 0, 0.3, false);
+  dropout<T>(3, {11 * N, 21 * N, 9 * N}, 0, true, 0, 0.3, true);  // at odd vectors
+  dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, N, 0.3, true);
+  dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, N / 2, 0.3, false);
   const GlobalIndex whole{10 * N, 20 * N, 10 * N};
-  for (const int64_t i : {0, 5, 17, 79, 100})  // at the element's own number, and above it
+  for (const int64_t i : {0, 5, 17, 31, 36, 100})  // at the element's own number, and above it
     for (const int above : {0, 1}) {
       const double p = (number_of(kSeed, whole(i)) + above) / 4294967296.0;
       dropout<T>(3, whole, 0, true, 0, p, true);
@@ -147,11 +150,11 @@ void vast_dropout() {
   for (int64_t i = n - 1024; i < n; ++i) x[i] = T(1.f);
   int64_t seed = 3;
   const DropoutArgs<T> a{x, nullptr, nullptr, y, n, 1, &seed, Dropout<float>(0.5), index};
-  const int64_t items = n / kCounterHalves;
+  const int64_t items = n / kDropoutVec<T>;
   const int grid = grid_for(items);
   launch(grid, kThreads, [&] { dropout_vector_kernel<T>(a); }, 0,
          {dim3(static_cast<unsigned>((items - 1) / kThreads % grid), 0)});
-  for (int64_t i = n - kCounterHalves; i < n; ++i)
+  for (int64_t i = n - kDropoutVec<T>; i < n; ++i)
     if (as_double(y[i]) != a.dropout.factor(kept(a.dropout, seed, index(i))))
       wrong("the last elements");
   unmap(x, n), unmap(y, n);

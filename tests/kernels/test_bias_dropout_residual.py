@@ -109,25 +109,40 @@ def test_rate_and_edges(device):
     x = torch.ones(1 << 20, device=device)
     for p in (0.0, 0.1, 0.5, 0.9, 1.0):
         y = _ops.bias_dropout_residual(x, None, None, seed_of(3, device), p, *whole(x))
-        kept = (y != 0).double().mean().item()
+        rate = (y != 0).double().mean().item()
         # Five standard deviations of the rate of n independent draws
-        assert abs(kept - (1 - p)) <= 5 * (p * (1 - p) / x.numel()) ** 0.5
+        assert abs(rate - (1 - p)) <= 5 * (p * (1 - p) / x.numel()) ** 0.5
         if 0 < p < 1:
             assert torch.unique(y).tolist() == pytest.approx([0.0, 1 / (1 - p)])
     a, b = (_ops.bias_dropout_residual(x, None, None, seed_of(s, device), 0.5, *whole(x)) for s in (3, 4))
     assert not torch.equal(a, b)
 
 
-def test_the_probability_is_exact(device):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_probability_is_exact(dtype, device):
     """As far as 32 bits go, of which 16 are drawn at first: masks at, above and below the numbers of some elements, and
     for probabilities below and between multiples of 2^-16."""
     n, seed = 1 << 16, seed_of(-9, device)
-    x = torch.ones(n, device=device)
+    x = torch.ones(n, dtype=dtype, device=device)
     numbers = [int(number) + above for number in dropout_numbers(-9, np.arange(0, n, 5001)) for above in (-1, 0, 1)]
     some = [1, 2**15, 2**16 - 1, 2**16, 2**31 + 1, 2**32 - 2**16 - 1, 2**32 - 2**16, 2**32 - 2, 2**32 - 1]
     for number in numbers + some:
         y = _ops.bias_dropout_residual(x, None, None, seed, number / 2**32, *whole(x))
         assert torch.equal(y != 0, mask_of((n,), number / 2**32, seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("edge", [2**34, 2**35, 3 * 2**35])
+def test_masks_go_on_where_counters_get_longer(edge, dtype, device):
+    """Counters above 2^32 have two numbers: a row over such an edge, in it or ahead of its middle."""
+    n, p, seed = 1000, 0.4, seed_of(77, device)
+    for before in (n // 2, 3, n - 5):
+        index = (n, 2**38, edge - before)
+        x = torch.ones(n, dtype=dtype, device=device)
+        mask = torch.from_numpy(kept(77, p, edge - before + np.arange(n))).to(device)
+        assert torch.equal(_ops.bias_dropout_residual(x, None, None, seed, p, *index) != 0, mask)
+        dx, _ = _ops.bias_dropout_bwd(x, seed, p, *index)
+        assert torch.equal(dx != 0, mask)
 
 
 def test_nan_stays_nan(device):
