@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/dropout_pass.h"
+#include "cpu/pairs.h"
 #include "cpu/philox_lanes.h"
 
 #ifdef TP_PHILOX_X86
@@ -12,15 +13,12 @@
 
 namespace tp_ext {
 
-// 32 elements in fp32: the first and the last 16, but of bf16 the even and the odd ones, each half of
-// a 32-bit word one shift or mask away (pairs.h)
+// 32 elements in fp32: the first and the last 16, but of pairs (pairs.h) the even and the odd ones
 struct Fp32x32 {
   __m512 a, b;
 };
-template <typename T>
-constexpr bool kEvenOdd = std::is_same_v<T, Bf16>;
 
-// Loads of 32 elements, those of the mask if not all; never read: the rest
+// Loads of 32 elements, those of the mask if not all; the rest is not read
 
 template <bool kAll>
 TP_V4 TP_INLINE Fp32x32 load_32(const float* x, __mmask32 mask) {
@@ -75,19 +73,21 @@ TP_V4 TP_INLINE void store_32(Fp16* y, const Fp32x32& v, __mmask32 mask) {
 
 // What lies in order, in the order of T's elements, and back
 
+// a from the places `first` of both vectors, b from those `step` behind
+TP_V4 TP_INLINE Fp32x32 permuted(const Fp32x32& v, __m512i first, int step) {
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(step));
+  return {_mm512_permutex2var_ps(v.a, first, v.b), _mm512_permutex2var_ps(v.a, second, v.b)};
+}
 template <typename T>
 TP_V4 TP_INLINE Fp32x32 in_order_of(const Fp32x32& v) {
-  if constexpr (!kEvenOdd<T>) return v;
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-  return {_mm512_permutex2var_ps(v.a, even, v.b), _mm512_permutex2var_ps(v.a, odd, v.b)};
+  if constexpr (!kPaired<T>) return v;
+  return permuted(v, _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                  1);
 }
 template <typename T>
 TP_V4 TP_INLINE Fp32x32 from_order_of(const Fp32x32& v) {
-  if constexpr (!kEvenOdd<T>) return v;
-  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  return {_mm512_permutex2var_ps(v.a, first, v.b), _mm512_permutex2var_ps(v.a, last, v.b)};
+  if constexpr (!kPaired<T>) return v;
+  return permuted(v, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), 8);
 }
 
 // The scale for the elements that are kept, and 0 for the others: by their half words, if none of them
@@ -95,7 +95,7 @@ TP_V4 TP_INLINE Fp32x32 from_order_of(const Fp32x32& v) {
 template <typename T>
 TP_V4 TP_INLINE Fp32x32 factors_of(__m512i words, const Dropout<float>& dropout) {
   const __m512 scale = _mm512_set1_ps(dropout.scale);
-  if constexpr (kEvenOdd<T>) {  // compared in upper halves, whatever is in the lower ones
+  if constexpr (kPaired<T>) {  // compared in upper halves, whatever is in the lower ones
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(dropout.upper << 16));
     const __mmask16 even = _mm512_cmpgt_epu32_mask(_mm512_slli_epi32(words, 16), upper);
     const __mmask16 odd = _mm512_cmpgt_epu32_mask(words, upper);

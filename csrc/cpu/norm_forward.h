@@ -159,12 +159,14 @@ TP_INLINE void norm_forward_of(const NormForward<T>& p) {
           squares ? kept(previous) + begin : nullptr, squares ? p.means[previous] : A(0),
           writes ? kept(last) + begin : nullptr, writes && kCentred ? p.means[last] : A(0),
           writes ? p.rstds[last] : A(0), p.w + begin, p.b + begin, p.y + to, n, staged, m);
-      if constexpr (writes && kStagedRows<T>) narrow(staged, p.y + to, m);
     };
     if constexpr (kStagedRows<T>) {
-      alignas(64) A staged[kStage];
       static_assert(kStage % kNormLanes == 0);
-      for (int64_t k = 0; k < n; k += kStage) part(k, std::min(kStage, n - k), staged);
+      Stage<T> staged;
+      for_each_stage<T>(n, [&](int64_t k, int64_t m) TP_INLINED {
+        part(k, m, staged.target(p.y));
+        if constexpr (writes) staged.store(p.y + last * n + k, m);
+      });
     } else {
       part(0, n, nullptr);
     }

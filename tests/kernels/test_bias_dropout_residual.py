@@ -134,7 +134,7 @@ def test_the_probability_is_exact(dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("edge", [2**34, 2**35, 3 * 2**35])
 def test_masks_go_on_where_counters_get_longer(edge, dtype, device):
-    """Counters above 2^32 have two numbers: a row over such an edge, in it or ahead of its middle."""
+    """Counters from 2^32 on have a second number: rows across the edge, which is at their middle or near an end."""
     n, p, seed = 1000, 0.4, seed_of(77, device)
     for before in (n // 2, 3, n - 5):
         index = (n, 2**38, edge - before)
