@@ -256,4 +256,4 @@ def test_conformance_cases_are_found_by_number():
 
 @pytest.mark.parametrize("file", PACKAGE + TESTS, ids=lambda f: str(f.relative_to(ROOT)))
 def test_files_are_short(file):
-    assert len(file.read_text().splitlines()) <= 300
+    assert len(file.read_text().splitlines()) <= 450
