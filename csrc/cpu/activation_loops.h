@@ -100,37 +100,36 @@ TP_SIMD void add_partials(const A* __restrict partial, double* __restrict total,
 // Calls f(row, column, length, sums) for pieces of a [rows, n] matrix; f adds to sums.row(k), the
 // sums of the k-th of `groups` groups. sums_out [groups * n] gets the totals over the rows. Tiles
 // and the order of the additions depend on the shape alone: the same bits for any number of threads.
-// What a tile's rows share stays in L1; 32 rows share one row of fp32 partial sums, which therefore
-// are accurate and cost 1/32 of a pass, and are added up in fp64. They are laid out as loops over Laid
-// take them.
+// What a tile's rows share stays in L1; a chunk of 16 rows, or of 32 where there are 256, shares one row
+// of fp32 partial sums, which are added up in fp64. Few rows need the shorter chains, since there the
+// exact sum of the chunks gains little on torch, whose chains have 16; many cost 1/32 of a pass. Sums
+// are laid out as loops over Laid take them.
 template <typename T, typename Laid = T, typename F>
 void for_each_piece_with_sums(int64_t rows, int64_t n, int64_t groups, T* sums_out, F f) {
   using A = acc_t<T>;
   if (n == 0) return;
   const int64_t tile = std::min(n, 2048 / groups), tiles = (n + tile - 1) / tile;
-  constexpr int64_t kChunk = 32;
-  const int64_t chunks = (rows + kChunk - 1) / kChunk;
+  const int64_t chunk = rows < 256 ? 16 : 32, chunks = (rows + chunk - 1) / chunk;
   const int64_t size = columns_size<Laid>(n), width = groups * size;
   const at::Tensor partials =
       at::empty({chunks, width}, at::TensorOptions().dtype(c10::CppTypeToScalarType<A>::value));
   A* const partial = out<A>(partials);
-  at::parallel_for(
-      0, chunks * tiles, std::max<int64_t>(1, kGrain / (kChunk * tile)),
-      [&](int64_t begin, int64_t end) {
-        for (int64_t task = begin; task < end; ++task) {
-          const int64_t first_row = task / tiles * kChunk, column = task % tiles * tile;
-          const int64_t length = std::min(tile, n - column);
-          const MutableColumns<Laid> sums{partial + task / tiles * width, n};
-          for (int64_t k = 0; k < groups; ++k) {
-            const MutableColumns<Laid> own = sums.row(k).from(column);
-            const int64_t evens = kPaired<Laid> ? (length + 1) / 2 : length;
-            std::fill_n(own.data, evens, A(0));
-            if constexpr (kPaired<Laid>) std::fill_n(own.odd(), evens, A(0));
-          }
-          for (int64_t row = first_row; row < std::min(rows, first_row + kChunk); ++row)
-            f(row, column, length, sums.from(column));
-        }
-      });
+  at::parallel_for(0, chunks * tiles, std::max<int64_t>(1, kGrain / (chunk * tile)),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t task = begin; task < end; ++task) {
+                       const int64_t first_row = task / tiles * chunk, column = task % tiles * tile;
+                       const int64_t length = std::min(tile, n - column);
+                       const MutableColumns<Laid> sums{partial + task / tiles * width, n};
+                       for (int64_t k = 0; k < groups; ++k) {
+                         const MutableColumns<Laid> own = sums.row(k).from(column);
+                         const int64_t evens = kPaired<Laid> ? (length + 1) / 2 : length;
+                         std::fill_n(own.data, evens, A(0));
+                         if constexpr (kPaired<Laid>) std::fill_n(own.odd(), evens, A(0));
+                       }
+                       for (int64_t row = first_row; row < std::min(rows, first_row + chunk); ++row)
+                         f(row, column, length, sums.from(column));
+                     }
+                   });
   at::parallel_for(0, width, std::max<int64_t>(kSumColumns, kGrain / std::max<int64_t>(chunks, 1)),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t first = begin; first < end; first += kSumColumns) {

@@ -5,7 +5,8 @@
 //
 // Everything is written with e^x and one division: 1 + erf and 1 + tanh, the textbook forms, cancel
 // for negative x, where these keep their relative accuracy; value and slope share the exponential;
-// and fp32 host loops vectorise.
+// and fp32 host loops vectorise. Near 0 the factor is 1/2 and its rounding is all there is to lose:
+// there each form rounds it no more often than 1 + erf and 1 + tanh are rounded.
 
 #pragma once
 
@@ -25,7 +26,18 @@ TP_HD float fast_divide(float a, float b) {
 }
 TP_HD double fast_divide(double a, double b) { return a / b; }
 
+// |x|
+TP_HD double size_of(double x) { return ::fabs(x); }
+TP_HD float size_of(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits &= 0x7fffffff;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
 // |x|, at most `most`, and that for NaN: as whole numbers, whose minimum is one instruction
+TP_HD double size_up_to(double x, double most) { return size_of(x) < most ? size_of(x) : most; }
 TP_HD float size_up_to(float x, float most) {
   int32_t bits, limit;
   std::memcpy(&bits, &x, sizeof bits);
@@ -48,41 +60,60 @@ TP_HD float power_of_two(float shifted) {
   return power;
 }
 
-// 2^f for |f| <= 1/2, relative error 2e-9 before rounding
-TP_HD float exp2_of_rest(float f) {
+// 2^f - 1 for |f| <= 1/2, error 2e-9 before rounding
+TP_HD float exp2_less_1(float f) {
   float poly = 1.53533625e-4f;
   poly = poly * f + 1.33988748e-3f;
   poly = poly * f + 9.61843736e-3f;
   poly = poly * f + 5.55033247e-2f;
   poly = poly * f + 2.40226479e-1f;
   poly = poly * f + 6.93147203e-1f;
-  return poly * f + 1.f;
+  return poly * f;
 }
 
-// e^-|x|, 0 from 87.7 on. On the host 0 for NaN, too: who asks multiplies by x.
-TP_HD double exp_minus_size(double x) { return exp_of(x > 0. ? -x : x); }
-TP_HD float exp_minus_size(float x) {
-#ifdef __CUDA_ARCH__
-  return exp_down(x > 0.f ? -x : x);
-#else
-  const float u = size_up_to(x, 88.0296919f);
+// e^-u = power (1 + rest) for u in [0, 88.3], power 2^n or, from 87.7 on, 0
+struct ExpParts {
+  float power, rest;
+};
+TP_HD ExpParts exp_parts(float u) {
   const float shifted = u * -1.44269502f + kShift;
   // log2 e in two parts: all digits of f, where multiplication and addition are one operation
   const float f = (u * -1.44269502f - (shifted - kShift)) + u * -1.92596299e-8f;
-  return exp2_of_rest(f) * power_of_two(shifted);
+  return {power_of_two(shifted), exp2_less_1(f)};
+}
+
+// e^-|x|, 0 from 87.7 on. On the host 0 for NaN, too: callers multiply by x.
+TP_HD double exp_minus_size(double x) { return exp_of(-size_of(x)); }
+TP_HD float exp_minus_size(float x) {
+#ifdef __CUDA_ARCH__
+  return exp_down(-size_of(x));
+#else
+  const ExpParts e = exp_parts(size_up_to(x, 88.0296919f));
+  return (e.rest + 1.f) * e.power;
 #endif
 }
 
-// 1 / (1 + e^-x) and its derivative, from e^-|x|: no overflow, and nothing cancels on either side
+// 1 / (1 + e^u) for u >= 0, in fp32 up to 88.3. There 1 + rest is rounded to a multiple of 2^-23: near 0
+// the sum 1 + e^-u is exact then, and one rounding less is in the quotient.
+TP_HD double logistic_tail(double u) {
+  const double e = exp_of(-u);
+  return e / (1. + e);
+}
+TP_HD float logistic_tail(float u) {
+  const ExpParts parts = exp_parts(u);
+  const float e = (parts.rest + 2.f) * parts.power - parts.power;
+  return fast_divide(e, 1.f + e);
+}
+
+// The logistic function 1 / (1 + e^-x) from its tail, that of -|x|, and its derivative
 template <typename A>
 struct Logistic {
   A value, slope;
 };
 template <typename A>
-TP_HD Logistic<A> logistic(A x) {
-  const A e = exp_minus_size(x);
-  const A r = fast_divide(A(1), A(1) + e), rest = e * r;
-  return {x > A(0) ? r : rest, rest * r};
+TP_HD Logistic<A> logistic(A x, A tail) {
+  const A rest = A(1) - tail;
+  return {x > A(0) ? rest : tail, tail * rest};
 }
 
 // x / (1 + e^-z): one rounding less than x times the logistic of z
@@ -92,53 +123,47 @@ TP_HD A times_logistic(A x, A z) {
   return fast_divide(z > A(0) ? x : x * e, A(1) + e);
 }
 
-// Distribution function and density of the standard normal
+// Phi(-u) and the density of the standard normal, u >= 0
 template <typename A>
 struct Normal {
-  A cdf, density;
+  A tail, density;
 };
 
-TP_HD Normal<double> standard_normal(double x) {
-  return {0.5 * ::erfc(-0.7071067811865476 * x), 0.3989422804014327 * ::exp(-0.5 * x * x)};
+TP_HD double normal_tail(double u) { return 0.5 * ::erfc(0.7071067811865476 * u); }
+TP_HD Normal<double> standard_normal(double u) {
+  return {normal_tail(u), 0.3989422804014327 * ::exp(-0.5 * u * u)};
 }
 
-// Phi(-u) = e^(-u^2 / 2) R(u) for u >= 0, R = erfcx(u / sqrt 2) / 2 as a rational minimax; all
-// coefficients are positive: nothing cancels. u is held where the exponential is 0 (so that 0 * R is
-// 0). NaN stays NaN through the exponential on the GPU, through who multiplies by x on the host.
-// Relative error of R: on the GPU 6e-9; on the host, where operations count, 4e-8 (1 + u^2), the
-// latter no more than the rounding of u^2 makes of the exponential.
-TP_HD Normal<float> standard_normal(float x) {
-#ifdef __CUDA_ARCH__
-  const float e = exp_down(-0.5f * x * x);
-  float u = ::fabsf(x);
-  u = u > 14.5f ? 14.5f : u;
-  float p = 0.00411627716f;
-  p = p * u + 0.0406330232f;
-  p = p * u + 0.183234552f;
-  p = p * u + 0.438294188f;
-  p = p * u + 0.5f;
-  float q = 0.010317857f;
-  q = q * u + 0.101858332f;
-  q = q * u + 0.469469079f;
-  q = q * u + 1.20250075f;
-  q = q * u + 1.67447336f;
-  q = q * u + 1.f;
-#else
-  const float u = size_up_to(x, 13.27f), square = u * u;
-  const float shifted = square * -0.721347511f + kShift;
-  const float e = exp2_of_rest(square * -0.721347511f - (shifted - kShift)) * power_of_two(shifted);
-  float p = 0.0138937934f;
-  p = p * u + 0.105973174f;
-  p = p * u + 0.33800489f;
-  p = p * u + 0.5f;
-  float q = 0.0348402765f;
-  q = q * u + 0.265195972f;
-  q = q * u + 0.887964777f;
-  q = q * u + 1.47389266f;
-  q = q * u + 1.f;
-#endif
-  const float tail = e * fast_divide(p, q), rest = 1.f - tail;
-  return {x > 0.f ? rest : tail, 0.398942280f * e};
+// In fp32, for u up to 13.23, where the exponential is 0: Phi(-u) = e^(-u^2 / 2) / 2 R(u) with
+// R(u) = erfcx(u / sqrt 2) = 1 - u S(u) / Q(u), S and Q monic, a rational minimax of relative error
+// 5e-8 (1 + u^2), as much as the rounding of u^2 makes of the exponential, and 1.4e-8 up to 0.1. What
+// S, Q and their quotient round is multiplied by u: near 0 only the result of each of the two
+// functions is rounded.
+TP_HD float normal_ratio(float u) {
+  float s = u + 6.90138102f;
+  s = s * u + 19.7992001f;
+  s = s * u + 23.5347061f;
+  float q = u + 7.69891262f;
+  q = q * u + 25.9531765f;
+  q = q * u + 43.2982674f;
+  q = q * u + 29.4964085f;
+  return 1.f - fast_divide(s, q) * u;
+}
+// e^(-u^2 / 2) / 2
+TP_HD ExpParts half_normal_exp(float u) {
+  const float square = u * u, shifted = square * -0.721347511f + (kShift - 1.f);
+  const float rest = square * -0.721347511f - (shifted - (kShift - 1.f));
+  return {power_of_two(shifted), exp2_less_1(rest)};
+}
+TP_HD float normal_tail(float u) {
+  const ExpParts e = half_normal_exp(u);
+  const float r = normal_ratio(u);
+  return (r * e.rest + r) * e.power;
+}
+TP_HD Normal<float> standard_normal(float u) {
+  const ExpParts parts = half_normal_exp(u);
+  const float e = (parts.rest + 1.f) * parts.power;
+  return {e * normal_ratio(u), 0.797884561f * e};
 }
 
 template <typename A>
@@ -146,16 +171,32 @@ struct ValueSlope {
   A value, slope;
 };
 
+// x G(x) for a distribution function G with G(-x) = 1 - G(x), from its tail G(-u) <= 1/2, u = |x| or less
+// where the tail is 0: max(x, 0) - u tail. It keeps the digits of the tail, and rounds once where
+// x (1 - tail) rounds twice. The maximum as a sum of halves is NaN for -inf, as the formula is.
+template <typename A>
+TP_HD A from_tail(A x, A u, A tail) {
+  const A half = A(0.5) * x;
+  return (half + size_of(half)) - u * tail;
+}
+
 // An activation: its value, value and slope together, and backward = grad * slope
 struct Gelu {
+  // |x|, no more than where the tail is 0
+  template <typename A>
+  TP_HD static A held(A x) {
+    return size_up_to(x, A(sizeof(A) == 8 ? 40. : 13.23));
+  }
   template <typename A>
   TP_HD static A value(A x) {
-    return x * standard_normal(x).cdf;
+    const A u = held(x);
+    return from_tail(x, u, normal_tail(u));
   }
   template <typename A>
   TP_HD static ValueSlope<A> value_slope(A x) {
-    const Normal<A> normal = standard_normal(x);
-    return {x * normal.cdf, normal.cdf + x * normal.density};
+    const Normal<A> normal = standard_normal(held(x));
+    const A cdf = x > A(0) ? A(1) - normal.tail : normal.tail;
+    return {x * cdf, cdf + x * normal.density};
   }
   template <typename A>
   TP_HD static A backward(A grad, A x) {
@@ -165,19 +206,20 @@ struct Gelu {
 
 struct GeluTanh {
   static constexpr double kA = 1.5957691216057308, kB = 0.07135481627260025;  // 2 z = x (a + b x^2)
+  // |x|, no more than where the tail is 0: 2 z = 88.004 in fp32
+  template <typename A>
+  TP_HD static A held(A x) {
+    return size_up_to(x, A(sizeof(A) == 8 ? 30. : 10.03));
+  }
   template <typename A>
   TP_HD static A value(A x) {
-    const A z = x * (A(kA) + A(kB) * x * x), e = exp_minus_size(z);
-    const A held = x > A(1e9) ? A(1e9) : x;  // 0 of it, not 0 * inf
-    const A rest = fast_divide(held * e, A(1) + e);
-    return z > A(0) ? x - rest : rest;  // x / (1 + e) would round twice
+    const A u = held(x);
+    return from_tail(x, u, logistic_tail(u * (A(kA) + A(kB) * u * u)));
   }
   template <typename A>
   TP_HD static ValueSlope<A> value_slope(A x) {
-    const A a = A(kA), b = A(kB);
-    A square = x * x;
-    square = square > A(1e9) ? A(1e9) : square;  // the slope of a huge x is 1, not 0 * inf
-    const Logistic<A> s = logistic(x * (a + b * square));
+    const A a = A(kA), b = A(kB), u = held(x), square = u * u;
+    const Logistic<A> s = logistic(x, logistic_tail(u * (a + b * square)));
     return {x * s.value, s.value + x * s.slope * (a + A(3) * b * square)};
   }
   template <typename A>
@@ -193,7 +235,8 @@ struct Silu {
   }
   template <typename A>
   TP_HD static ValueSlope<A> value_slope(A x) {
-    const Logistic<A> s = logistic(x);
+    const A e = exp_minus_size(x);
+    const Logistic<A> s = logistic(x, fast_divide(e, A(1) + e));
     return {x * s.value, s.value + x * s.slope};
   }
   template <typename A>

@@ -26,6 +26,8 @@ TP_HD Short operator*(Short a, Short b) { return Short(a.value * b.value); }
 TP_HD bool operator>(Short a, Short b) { return a.value > b.value; }
 TP_HD bool operator<=(Short a, Short b) { return a.value <= b.value; }
 
+TP_HD Short size_of(Short x) { return Short(size_of(x.value)); }
+TP_HD Short size_up_to(Short x, Short most) { return Short(size_up_to(x.value, most.value)); }
 TP_HD Short fast_divide(Short a, Short b) { return Short(a.value / b.value); }
 
 // 2^f for |f| <= 1/2, relative error 3e-6
@@ -37,22 +39,27 @@ TP_HD float exp2_short(float f) {
   return poly * f + 1.f;
 }
 
-TP_HD Short exp_minus_size(Short x) {
-  const float u = size_up_to(x.value, 88.0296919f), shifted = u * -1.44269502f + kShift;
-  return Short(exp2_short(u * -1.44269502f - (shifted - kShift)) * power_of_two(shifted));
+TP_HD Short exp_minus(Short u) {
+  const float shifted = u.value * -1.44269502f + kShift;
+  return Short(exp2_short(u.value * -1.44269502f - (shifted - kShift)) * power_of_two(shifted));
+}
+TP_HD Short exp_minus_size(Short x) { return exp_minus(size_up_to(x, Short(88.0296919f))); }
+TP_HD Short logistic_tail(Short u) {
+  const Short e = exp_minus(u);
+  return fast_divide(e, Short(1) + e);
 }
 
 // As for fp32; relative error of R 4e-6 up to u = 1, where the slope of gelu is a sum that cancels,
 // 1e-4 from 4 on
 TP_HD Normal<Short> standard_normal(Short x) {
-  const float u = size_up_to(x.value, 13.27f), square = u * u;
-  const float shifted = square * -0.721347511f + kShift;
-  const float e = exp2_short(square * -0.721347511f - (shifted - kShift)) * power_of_two(shifted);
-  const float p = (0.0530025856f * u + 0.256119257f) * u + 0.5f;
+  const float u = x.value, square = u * u, shifted = square * -0.721347511f + (kShift - 1.f);
+  const float rest = square * -0.721347511f - (shifted - (kShift - 1.f));
+  const float e = exp2_short(rest) * power_of_two(shifted);
+  const float p = (0.106005171f * u + 0.512238514f) * u + 1.f;
   const float q = ((0.132505502f * u + 0.650503215f) * u + 1.31023386f) * u + 1.f;
-  const float tail = e * (p / q), rest = 1.f - tail;
-  return {Short(x.value > 0.f ? rest : tail), Short(0.398942280f * e)};
+  return {Short(e * (p / q)), Short(0.797884561f * e)};
 }
+TP_HD Short normal_tail(Short u) { return standard_normal(u).tail; }
 
 // In which numbers the loops of a storage type compute
 template <typename T>

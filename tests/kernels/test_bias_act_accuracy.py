@@ -13,13 +13,6 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
-# How many times torch's error in fp32 ours may be, of the output and of the gradient of x: e^x and one division keep
-# the digits of the negative tail, all of which 1 + erf and 1 + tanh lose, and around 0 give a factor of 1/2 that has
-# been rounded once or twice more than theirs.
-LIMITS = {
-    ("gelu", "small"): {0: 1.55},
-    ("gelu_tanh", "small"): {0: 1.1, 1: 1.03},
-}
 SHAPE = (256, 512)
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -36,20 +29,17 @@ def pair(activation):
 def test_errors_are_at_most_torchs(kind, dtype, activation, device):
     x = values(kind, SHAPE, dtype, device)
     bias = values("random" if kind in ("random", "constant") else kind, SHAPE[1:], dtype, device)
-    limits = LIMITS.get((activation, kind)) if dtype == torch.float32 else None
     n = SHAPE[1] if kind == "constant" else None  # columns
-    assert_as_accurate(
-        *pair(activation), [x, bias], values("random", SHAPE, dtype, device), limits=limits, independent=n
-    )
+    assert_as_accurate(*pair(activation), [x, bias], values("random", SHAPE, dtype, device), independent=n)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64, 1000])
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 64, 128, 255, 256, 1000])
 def test_bias_gradient_of_any_number_of_rows(rows, device):
-    """Chains of 32 rows are added up in fp32 and the chains in fp64, torch's are a tree of shorter ones: sums of few
-    rows may be 1.4 times as wrong, sums of many are better."""
-    x, grad = (values("random", (rows, 1024), torch.float32, device) for _ in range(2))
-    bias = values("random", (1024,), torch.float32, device)
-    assert_as_accurate(*pair("relu"), [x, bias], grad, limits={2: 1.4 if 8 < rows < 256 else 1.0})
+    """Chains of 16 rows, of 32 from 256 rows on, are added up in fp32 and the chains in fp64; torch's chains have 16
+    rows and are added up in fp32."""
+    x, grad = (values("random", (rows, 4096), torch.float32, device) for _ in range(2))
+    bias = values("random", (4096,), torch.float32, device)
+    assert_as_accurate(*pair("relu"), [x, bias], grad)
 
 
 @every_activation
