@@ -20,10 +20,10 @@ import peers
 import report
 import torch
 import turns
+from data import batch_of, read_text
 from gpt import GPT, GPTConfig
 from plain_gpt import PlainGPT
 from report import Record
-from train_gpt import batch_of, read_bytes
 from turns import ranks
 
 import tp_ext
@@ -63,7 +63,7 @@ class Training:
 
 @functools.cache
 def text() -> torch.Tensor:
-    return read_bytes(None, 1 << 20)
+    return torch.frombuffer(bytearray(read_text(None, 1 << 20)), dtype=torch.uint8)
 
 
 def our_model(sizes: Sizes, group: Any) -> GPT:

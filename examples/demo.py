@@ -1,8 +1,7 @@
-"""What ``make demo`` runs: the same training on two ranks and on one, how far their losses are apart, and whether the
-trained models write the same text.
+"""``make demo``: trains on two ranks and on one, and compares the losses and the text that the trained models write.
 
-In fp64, since training amplifies rounding about a millionfold in 200 steps: what is left then tells whether both runs
-compute the same thing; in fp32 it would be chaos.
+In fp64: training amplifies rounding errors about a millionfold in 200 steps, so in fp32 the losses of two correct runs
+would differ visibly at the end.
 """
 
 import argparse
@@ -16,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def train(ranks: int, out: Path, steps: int) -> list[float]:
-    """Losses of a run of ``train_gpt.py`` on so many ranks, which share the cores."""
+    """Losses of a run of ``train_gpt.py`` on ``ranks`` ranks, which share the cores."""
     cores = len(os.sched_getaffinity(0))
     environment = os.environ | {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
@@ -24,7 +23,7 @@ def train(ranks: int, out: Path, steps: int) -> list[float]:
     }
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = [str(HERE / "train_gpt.py"), "--steps", str(steps), "--out", str(out)]
-    script += ["--sequence-parallel", "--dtype", "float64"]
+    script += ["--sequence-parallel", "--dtype", "float64", "--overwrite"]
     print(f"\n=== {ranks} rank{'s' * (ranks > 1)}", flush=True)
     subprocess.run(launch + script, env=environment, check=True)
     with (out / "loss.csv").open() as file:

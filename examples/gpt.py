@@ -4,28 +4,14 @@ Every tensor between the blocks is ``[tokens, hidden]``, the batch flattened; un
 its share of the tokens. With ``group=None`` this is an ordinary model on one process.
 """
 
-from dataclasses import dataclass
-
 import torch
+from gpt_config import GPTConfig as GPTConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tp_ext.group import Group
 from tp_ext.random import Normal
-
-
-@dataclass
-class GPTConfig:
-    vocab_size: int = 256
-    hidden_size: int = 192
-    num_layers: int = 4
-    num_heads: int = 6
-    num_kv_heads: int = 2
-    ffn_hidden_size: int = 512
-    dropout: float = 0.1
-    sequence_parallel: bool = False
-    activation_checkpointing: bool = False
 
 
 class Block(nn.Module):
@@ -83,7 +69,8 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor, caches: list[tp_ext.KVCache] | None = None) -> Tensor:
-        """ids ``[batch, seq]``, the text or what follows the caches' -> own logits ``[batch * seq, vocab_local]``."""
+        """ids ``[batch, seq]``, continuing the text in the caches if there are any; returns this rank's columns of the
+        logits, ``[batch * seq, vocab_local]``."""
         (batch, seq), tokens = ids.shape, ids.numel()
         x = self.embedding(ids.flatten())
         positions = torch.arange(seq, device=ids.device) if caches is None else caches[0].positions(seq).flatten()
@@ -104,6 +91,9 @@ class GPT(nn.Module):
     @torch.compiler.set_stance("force_eager")  # every step has another length: not worth compiling
     def generate(self, ids: Tensor, count: int, temperature: float = 0.8, top_k: int | None = 40) -> Tensor:
         """Appends ``count`` sampled tokens to ids ``[batch, seq]``: the same ones on every rank, for every p."""
+        if ids.ndim != 2 or ids.shape[1] == 0:
+            raise ValueError(f"ids: shape {tuple(ids.shape)} must be [batch, seq] with at least one token each")
+        was_training = self.training
         self.eval()
         dtype = torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else None
         length = ids.shape[1] + count
@@ -115,5 +105,5 @@ class GPT(nn.Module):
                 last, self.group, vocab_size=self.config.vocab_size, temperature=temperature, top_k=top_k
             )[:, None]
             ids = torch.cat([ids, new], 1)
-        self.train()
+        self.train(was_training)
         return ids

@@ -4,87 +4,106 @@
 
 ``--data`` is a file or a folder of text; without it, the source of Python's standard library. The losses are the same
 for every number of ranks. Runs on CPU (shared memory on one host, gloo on several) and on GPUs (NCCL; gloo when ranks
-share one).
+share one). Ctrl-C and SIGTERM save a checkpoint and end the run; ``--resume`` continues it, on any number of ranks.
 """
 
+import signal
+
+from data import batch_of, read_text, split
+from options import MODEL, difference, parse_options, saved_form
+
+if __name__ == "__main__":  # before torch is imported: --help and mistakes are answered at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: no traceback
+    OPTIONS = parse_options(__doc__)
+    TEXTS = split(read_text(OPTIONS.data, OPTIONS.max_mib * 2**20), OPTIONS.seq_length)
+
 import argparse
-import csv
+import hashlib
+import math
 import os
 import resource
 import sys
-import sysconfig
+import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
+from run_log import RunLog
 from torch import Tensor
-from tqdm import tqdm
 
 import tp_ext
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a file or folder of text; default: Python's standard library")
-    parser.add_argument("--max-mib", type=int, default=16, help="read at most so many MiB of it")
-    model = GPTConfig()
-    for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(model, name))
-    parser.add_argument("--dropout", type=float, default=model.dropout)
-    parser.add_argument("--sequence-parallel", action="store_true", help="shard activations between blocks, too")
-    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
-    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float64"),
-        default="float32",
-        help="bfloat16: autocast over fp32 parameters",
-    )
-    parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="checkpoint, losses and plot go here")
-    parser.add_argument("--save-every", type=int, default=0, help="a checkpoint every so many steps, and at the end")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, at any rank count")
-    parser.add_argument("--sample-bytes", type=int, default=200)
-    parser.add_argument("--backend", help="of torch.distributed; default: what fits device and hosts")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for another rank")
-    arguments = parser.parse_args()
-    for name in ("seq_length", "batch_size", "steps", "max_mib", "timeout"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: {getattr(arguments, name)} must be at least 1")
-    if arguments.data is not None and not arguments.data.exists():
-        parser.error(f"--data: {arguments.data} must be an existing file or folder")
-    return arguments
+class StopSignals:
+    """Notes SIGINT (Ctrl-C) and SIGTERM; the ranks agree between two steps whether one of them has received one."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received = number
+
+    def on_any_rank(self, device: torch.device) -> int:
+        received = torch.tensor(self.received, device=device)
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        return int(received)
 
 
-def read_bytes(path: Path | None, limit: int) -> Tensor:
-    """The text as one uint8 tensor, files in the order of their names; files with a NUL byte are not text."""
-    root = Path(sysconfig.get_path("stdlib")) if path is None else path
-    files = [root] if root.is_file() else sorted(root.glob("*.py" if path is None else "**/*"))
-    chunks, total = [], 0
-    for file in files:
-        content = file.read_bytes() if file.is_file() else b""
-        if content and b"\0" not in content[:4096]:
-            chunks.append(content[: limit - total])
-            total += len(chunks[-1])
-        if total >= limit:
-            break
-    return torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8)
+def check_output(options: argparse.Namespace, plain_options: dict[str, Any]) -> None:
+    """Ends the job, on all ranks, if ``--out`` cannot be written or holds a run that this one does not continue."""
+    problem, extra = None, options.out / "checkpoint" / "extra.pt"
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
+        if extra.exists() and options.resume:
+            problem = difference(plain_options, torch.load(extra, weights_only=True).get("options", {}))
+        elif extra.exists() and not options.overwrite:
+            problem = f"--out: {options.out} holds a checkpoint: pass --resume, --overwrite, or another --out"
+    except OSError as error:
+        problem = f"--out: {options.out} must be a folder that can be written: {error}"
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if found := next(filter(None, problems), None):
+        sys.exit(found if dist.get_rank() == 0 else 1)
 
 
-def batch_of(text: Tensor, step: int, arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and next bytes ``[batch, seq]``: a function of seed and step only, so that a resumed run sees the same."""
-    generator = torch.Generator().manual_seed(arguments.seed * 1_000_003 + step)
-    starts = torch.randint(len(text) - arguments.seq_length, (arguments.batch_size, 1), generator=generator)
-    windows = text[starts + torch.arange(arguments.seq_length + 1)].long().to(device)
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+def learning_rate(step: int, options: argparse.Namespace) -> float:
+    """Linear warmup, then a cosine from ``--lr`` down to ``--min-lr-ratio`` of it."""
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    progress = min(1.0, (step - options.warmup_steps) / max(1, options.lr_decay_steps - options.warmup_steps))
+    return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def train_step(
+    model: GPT, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], lr: float, precision: Any
+) -> float:
+    """One step of AdamW; returns the loss. ``precision``: the context of the forward."""
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr
+    with precision:
+        loss = model.loss(*batch)
+    optimizer.zero_grad()
+    loss.backward()
+    tp_ext.clip_grad_norm_(model, 1.0, group=model.group)
+    optimizer.step()
+    return loss.item()
+
+
+@torch.no_grad()
+def evaluate(model: GPT, text: Tensor, options: argparse.Namespace, device: torch.device, precision: Any) -> float:
+    """Mean loss of ``--eval-batches`` batches of the held-out text, the same batches every time. The random numbers of
+    the training are left as they were."""
+    model.eval()
+    with precision, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        losses = [model.loss(*batch_of(text, i, options, device)) for i in range(options.eval_batches)]
+    model.train()
+    return torch.stack(losses).mean().item()
 
 
 def peak_memory_mib(device: torch.device) -> float:
@@ -104,96 +123,75 @@ def set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def write_losses(losses: list[float], out: Path) -> None:
-    import matplotlib
+def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch.device) -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    plain_options = saved_form(options, hashlib.sha256(b"".join(texts)).hexdigest())
+    check_output(options, plain_options)
+    train_text, held_out_text = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts)
+    tp_ext.debug.assert_replicated(train_text, group=group)  # hosts that read different files are found here
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with (out / "loss.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("step", "loss"), *enumerate(losses)])
-    figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot(losses)
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
-    axes.grid(alpha=0.3)
-    figure.savefig(out / "loss.png", dpi=120, bbox_inches="tight")
-
-
-def train_step(
-    model: GPT, optimizer: torch.optim.Optimizer, step: int, batch: tuple[Tensor, Tensor], lr: float, precision: Any
-) -> float:
-    """One step of AdamW, the learning rate warmed up over 20 steps; returns the loss. ``precision`` is for forward."""
-    for param_group in optimizer.param_groups:
-        param_group["lr"] = lr * min(1.0, (step + 1) / 20)
-    with precision:
-        loss = model.loss(*batch)
-    optimizer.zero_grad()
-    loss.backward()
-    tp_ext.clip_grad_norm_(model, 1.0, group=model.group)
-    optimizer.step()
-    return loss.item()
-
-
-def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    group, rank, p = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    text = read_bytes(arguments.data, arguments.max_mib * 2**20)
-    if len(text) <= arguments.seq_length:
-        sys.exit(f"--data: {len(text)} bytes of text must be more than --seq-length = {arguments.seq_length}")
-
-    tp_ext.manual_seed(arguments.seed)
-    names = GPTConfig.__dataclass_fields__.keys() & vars(arguments).keys()
-    torch.set_default_dtype(torch.float64 if arguments.dtype == "float64" else torch.float32)
-    model = GPT(GPTConfig(**{name: getattr(arguments, name) for name in names}), group).to(device)
+    tp_ext.manual_seed(options.seed)
+    torch.set_default_dtype(torch.float64 if options.dtype == "float64" else torch.float32)
+    config = GPTConfig(**{name: value for name, value in vars(options).items() if name in MODEL})
+    model = GPT(config, group).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    if arguments.compile:
+    if options.compile:
         for block in model.blocks:
             block.compile(fullgraph=True)
-    checkpoint, losses = arguments.out / "checkpoint", []
-    if arguments.resume:
-        extra = tp_ext.load_checkpoint(checkpoint, model, optimizer, group=group)
-        losses = extra["losses"]
-        set_random_state(extra["random_state"], device)
-    if rank == 0:
-        elements = sum(param.numel() for param in model.parameters())
-        print(f"{elements:,} parameters on each of {p} ranks, {device}; {len(text):,} bytes of text", flush=True)
 
-    def save() -> None:
-        extra = {"losses": losses, "random_state": random_state(device)}
+    checkpoint, first_step = options.out / "checkpoint", 0
+    if options.resume:
+        extra = tp_ext.load_checkpoint(checkpoint, model, optimizer, group=group)
+        first_step = extra["step"]
+        set_random_state(extra["random_state"], device)
+        if first_step >= options.steps:
+            sys.exit(f"--steps: {options.steps} must be more than the {first_step} steps of the checkpoint")
+
+    def save(step: int) -> None:
+        extra = {"step": step, "options": plain_options, "random_state": random_state(device)}
         tp_ext.save_checkpoint(checkpoint, model, optimizer, group=group, **extra)
 
-    precision = torch.autocast(device.type, torch.bfloat16, enabled=arguments.dtype == "bfloat16")
-    with tqdm(total=arguments.steps, initial=len(losses), disable=rank != 0, mininterval=1.0) as bar:
-        for step in range(len(losses), arguments.steps):
-            begin = time.perf_counter()
-            batch = batch_of(text, step, arguments, device)
-            losses.append(train_step(model, optimizer, step, batch, arguments.lr, precision))
-            rate = batch[0].numel() / (time.perf_counter() - begin)
-            bar.set_postfix_str(f"loss {losses[-1]:.4f}, {rate:,.0f} tokens/s, {peak_memory_mib(device):,.0f} MiB")
-            bar.update()
-            if arguments.save_every and (step + 1) % arguments.save_every == 0:
-                save()
-    save()
-    report(model, losses, arguments, device)
+    stop, log = StopSignals(), RunLog(options, first_step, rank)
+    elements = sum(param.numel() for param in model.parameters())
+    log.print(f"{elements:,} parameters on each of {dist.get_world_size()} ranks, {device}")
+    log.print(f"{len(train_text):,} bytes of text, {len(held_out_text):,} held out")
+    precision = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
+    for step in range(first_step, options.steps):
+        begin, lr = time.perf_counter(), learning_rate(step, options)
+        batch = batch_of(train_text, step, options, device)
+        loss = train_step(model, optimizer, batch, lr, precision)
+        rate = batch[0].numel() / (time.perf_counter() - begin)
+
+        done, held_out_loss = step + 1, None
+        if done == options.steps or (options.eval_every and done % options.eval_every == 0):
+            held_out_loss = evaluate(model, held_out_text, options, device, precision)
+        log.step(step, loss, held_out_loss, lr, rate, peak_memory_mib(device))
+        received = stop.on_any_rank(device)
+        if done == options.steps or received or (options.save_every and done % options.save_every == 0):
+            save(done)
+        if received:
+            log.close()
+            log.print(f"stopped by {signal.Signals(received).name} after step {done}: continue with --resume")
+            sys.exit(128 + received)
+    log.close()
+    report(model, log, options, device)
 
 
-def report(model: GPT, losses: list[float], arguments: argparse.Namespace, device: torch.device) -> None:
-    """Loss table and curve, first and last loss, a sample; every rank takes part in drawing it."""
-    drawn = None
-    if arguments.sample_bytes:
-        prompt = torch.tensor([list(b"def ")], device=device)
-        drawn = bytes(model.generate(prompt, arguments.sample_bytes)[0].tolist()).decode("utf-8", "replace")
-    if dist.get_rank() == 0:
-        write_losses(losses, arguments.out)
-        print(f"first loss {losses[0]:.4f}, last loss {losses[-1]:.4f}; checkpoint and plot in {arguments.out}/")
-        if drawn is not None:
-            (arguments.out / "sample.txt").write_text(drawn)
-            print(f"--- sample\n{drawn}\n---")
+def report(model: GPT, log: RunLog, options: argparse.Namespace, device: torch.device) -> None:
+    """First and last loss, the plot, a sample; every rank takes part in sampling."""
+    sample = None
+    if options.sample_bytes:
+        prompt = torch.tensor([list(options.prompt.encode())], device=device)
+        sample = bytes(model.generate(prompt, options.sample_bytes)[0].tolist()).decode("utf-8", "replace")
+    log.print(f"{log.summary()}; checkpoint and plot in {options.out}/" if log.rank == 0 else "")
+    if log.rank == 0:
+        log.plot(options.out / "loss.png")
+        if sample is not None:
+            (options.out / "sample.txt").write_text(sample)
+            print(f"--- sample\n{sample}\n---")
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    if "LOCAL_RANK" not in os.environ:
-        sys.exit("launch with torchrun: torchrun --standalone --nproc-per-node 2 examples/train_gpt.py")
+def main(options: argparse.Namespace, texts: tuple[bytes, bytes]) -> None:
     gpus = torch.cuda.device_count() if tp_ext.build_info()["cuda_available"] else 0
     local = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
@@ -201,10 +199,10 @@ def main() -> None:
         torch.cuda.set_device(device)
     local_ranks, ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     backend = "nccl" if gpus >= local_ranks else "gloo" if gpus or local_ranks < ranks else "tp_shm"
-    dist.init_process_group(arguments.backend or backend, timeout=timedelta(seconds=arguments.timeout))
-    train(arguments, device)
+    dist.init_process_group(options.backend or backend, timeout=timedelta(seconds=options.timeout))
+    train(options, texts, device)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(OPTIONS, TEXTS)

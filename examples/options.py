@@ -1,0 +1,128 @@
+"""The command line of ``train_gpt.py``. It does not import torch, so that ``--help`` and a mistake answer at once."""
+
+import argparse
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from gpt_config import GPTConfig
+
+MODEL = [field.name for field in fields(GPTConfig)]
+# What a resumed run may not change. Everything else may differ: the number of ranks, --steps, --lr, --batch-size, ..
+FIXED = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "dtype", "seed"]
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def number(kind: type, rule: str, valid: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """An argparse type: the number, or the error "must <rule>"."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
+        if not valid(value):
+            raise argparse.ArgumentTypeError(f"{text} must {rule}")
+        return value
+
+    return parse
+
+
+POSITIVE = number(int, "be at least 1", lambda n: n >= 1)
+COUNT = number(int, "be at least 0", lambda n: n >= 0)
+RATE = number(float, "be positive and finite", lambda x: 0 < x < math.inf)
+PROBABILITY = number(float, "be at least 0 and less than 1", lambda x: 0 <= x < 1)
+SHARE = number(float, "be between 0 and 1", lambda x: 0 <= x <= 1)
+
+
+def parse_options(description: str) -> argparse.Namespace:
+    """The options of this run, checked as far as that is possible without torch."""
+    usage = "torchrun --standalone --nproc-per-node RANKS %(prog)s [options]"
+    parser = argparse.ArgumentParser(usage=usage, description=description, formatter_class=_Help)
+    config = GPTConfig()
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", type=Path, help="a file or folder of text; None: Python's standard library")
+    data.add_argument("--max-mib", type=POSITIVE, default=16, help="read at most this many MiB")
+    data.add_argument("--seq-length", type=POSITIVE, default=128, help="bytes in a sequence")
+    data.add_argument("--batch-size", type=POSITIVE, default=16, help="sequences in a step")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--hidden-size", type=POSITIVE, default=config.hidden_size, help="width of the residual stream")
+    model.add_argument("--num-layers", type=POSITIVE, default=config.num_layers, help="number of blocks")
+    model.add_argument("--num-heads", type=POSITIVE, default=config.num_heads, help="query heads, at least one a rank")
+    model.add_argument(
+        "--num-kv-heads",
+        type=POSITIVE,
+        default=config.num_kv_heads,
+        help="key and value heads; fewer than ranks: the number of ranks must be a multiple of them",
+    )
+    model.add_argument("--ffn-hidden-size", type=POSITIVE, default=config.ffn_hidden_size, help="width of the MLP")
+    model.add_argument("--dropout", type=PROBABILITY, default=config.dropout, help="after attention and MLP")
+    model.add_argument("--sequence-parallel", action="store_true", help="shard the activations between blocks, too")
+    model.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
+    model.add_argument("--compile", action="store_true", help="torch.compile each block")
+    dtypes = ("float32", "bfloat16", "float64")
+    model.add_argument("--dtype", choices=dtypes, default="float32", help="bfloat16: autocast over fp32 parameters")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=POSITIVE, default=300, help="number of steps, those before --resume included")
+    training.add_argument("--lr", type=RATE, default=1e-3, help="learning rate after the warmup")
+    training.add_argument("--warmup-steps", type=COUNT, default=20, help="steps of linear warmup")
+    training.add_argument("--lr-decay-steps", type=POSITIVE, help="where the cosine after it ends; None: at --steps")
+    training.add_argument("--min-lr-ratio", type=SHARE, default=0.1, help="last learning rate, as a share of --lr")
+    training.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of checkpoint, losses, plot, sample")
+    output.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, on any ranks")
+    output.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    output.add_argument("--save-every", type=COUNT, default=100, help="steps between checkpoints; 0: only the last one")
+    output.add_argument("--eval-every", type=COUNT, default=100, help="steps between evaluations; 0: only at the end")
+    output.add_argument("--eval-batches", type=POSITIVE, default=8, help="batches of held-out text in an evaluation")
+    output.add_argument("--log-every", type=POSITIVE, default=10, help="steps between lines, where there is no bar")
+    output.add_argument("--quiet", action="store_true", help="no progress bar and no lines but the first and the last")
+    output.add_argument("--prompt", default="def ", help="what the text sampled at the end begins with")
+    output.add_argument("--sample-bytes", type=COUNT, default=200, help="length of the sampled text; 0: none")
+
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument("--backend", help="of torch.distributed; None: what fits the device and the hosts")
+    ranks.add_argument("--timeout", type=POSITIVE, default=300, help="seconds to wait for another rank")
+
+    options = parser.parse_args()
+    if options.lr_decay_steps is None:
+        options.lr_decay_steps = options.steps
+    if options.data is not None and not options.data.exists():
+        parser.error(f"argument --data: {options.data} must be an existing file or folder")
+    if not options.prompt:
+        parser.error("argument --prompt: '' must have at least one character")
+    if options.resume and options.overwrite:
+        parser.error("argument --overwrite: must not be given with --resume")
+    if missing := [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]:
+        parser.exit(1, f"{' and '.join(missing)} must be installed: pip install matplotlib tqdm\n")
+    if "LOCAL_RANK" not in os.environ:
+        parser.exit(1, "launch with torchrun: torchrun --standalone --nproc-per-node 2 examples/train_gpt.py\n")
+    return options
+
+
+def saved_form(options: argparse.Namespace, text_sha256: str) -> dict[str, Any]:
+    """The options as plain values, for the checkpoint."""
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    return plain | {"text_sha256": text_sha256}
+
+
+def difference(now: dict[str, Any], saved: dict[str, Any]) -> str | None:
+    """Why a run with the options ``now`` cannot continue one with the options ``saved``; None if it can."""
+    for name in FIXED:
+        if name in saved and now[name] != saved[name]:
+            return f"--{name.replace('_', '-')}: {now[name]} must be {saved[name]}, as in the run to resume"
+    if saved.get("text_sha256", now["text_sha256"]) != now["text_sha256"]:
+        return f"--data: must be the text of the run to resume, which was read from {saved['data'] or 'the default'}"
+    return None
