@@ -93,8 +93,8 @@ build/config: FORCE
 	@echo '$(BUILD_CONFIG)' | cmp -s - $@ || echo '$(BUILD_CONFIG)' > $@
 
 $(STAMPS)/venv:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' || \
-		{ echo 'tp_ext needs Python >= 3.11: choose one with make PYTHON=python3.13'; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo 'tp_ext needs Python 3.11 to 3.13: choose one with make PYTHON=python3.13'; exit 1; }
 	$(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv $(VENV) || \
 		{ echo 'python3 has neither venv nor virtualenv: install python3-venv'; exit 1; }
 	@mkdir -p $(STAMPS)

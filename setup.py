@@ -22,19 +22,24 @@ import setuptools
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit("tp_ext needs setuptools >= 77.0.3: run 'pip install --upgrade setuptools ninja'.")
 from packaging.version import Version  # setuptools brings it
+from setuptools.command.build_ext import build_ext
 
+# Only the build needs torch. The metadata and the sdist are made without it, as in pip's isolated environment
+PROBLEM = None
 try:
     import torch
-except ImportError as error:
-    sys.exit(
-        f"tp_ext is compiled against the torch of your environment, which has none ({error}): run "
-        "'pip install torch setuptools ninja', then 'pip install --no-build-isolation .'."
-    )
-TORCH = Version(torch.__version__)
-if TORCH.release[:2] < (2, 11):
-    sys.exit(f"tp_ext needs torch >= 2.11, this is {TORCH}: run 'pip install --upgrade torch'.")
+    from torch.utils import cpp_extension
 
-from torch.utils import cpp_extension  # noqa: E402
+    build_ext = cpp_extension.BuildExtension
+    TORCH = Version(torch.__version__)
+    if TORCH.release[:2] < (2, 11):
+        PROBLEM = f"tp_ext needs torch >= 2.11, this is {TORCH}: run 'pip install --upgrade torch'."
+except ImportError as error:
+    PROBLEM = (
+        f"tp_ext is compiled against the torch of your environment, and there is none here ({error}). pip's build "
+        "isolation hides your environment: run 'pip install torch setuptools ninja', then install tp_ext by 'pip "
+        "install --no-build-isolation'."
+    )
 
 DEFAULT_ARCHS = ["8.0", "9.0", "10.0", "12.0"]  # the last one that nvcc knows also as PTX
 # math.h's errno, which nobody reads, would keep square roots out of vector code, and the flags of floating point
@@ -65,6 +70,18 @@ def find_nvcc() -> str | None:
     return nvcc if choice != "0" and torch.version.cuda is not None else None
 
 
+def warn_if_a_gpu_is_left_out() -> None:
+    """TP_EXT_CUDA=auto without nvcc builds for the CPU alone. pip hides this without -v, but the import warns."""
+    automatic = os.environ.get("TP_EXT_CUDA", "auto") == "auto"
+    if automatic and NVCC is None and torch.version.cuda is not None and torch.cuda.is_available():
+        print(
+            f"tp_ext: there is a GPU, but no nvcc in CUDA_HOME={cpp_extension.CUDA_HOME}: building for the CPU only. "
+            f"For CUDA kernels install the CUDA toolkit {torch.version.cuda}, set CUDA_HOME to its folder and "
+            "TP_EXT_CUDA=1.",
+            file=sys.stderr,
+        )
+
+
 def make_extension(nvcc: str | None) -> setuptools.Extension:
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     sources, flags = sorted(glob("csrc/**/*.cpp", recursive=True)), {"cxx": list(CXX_FLAGS)}
@@ -90,10 +107,13 @@ def make_extension(nvcc: str | None) -> setuptools.Extension:
     return make("tp_ext._C", sources, extra_compile_args=flags, **library)
 
 
-class BuildExt(cpp_extension.BuildExtension):
+class BuildExt(build_ext):
     """Torch's build_ext; looks for the compiler first, and notes the torch it compiled against."""
 
     def run(self) -> None:
+        if PROBLEM:
+            sys.exit(PROBLEM)
+        warn_if_a_gpu_is_left_out()
         compiler = os.environ.get("CXX") or "c++"
         if hasattr(cpp_extension, "_wrap_compiler"):  # newer torch puts ccache before CXX, one word, by itself
             os.environ["CXX"] = compiler = compiler.removeprefix("ccache ")
@@ -113,10 +133,15 @@ class BuildExt(cpp_extension.BuildExtension):
         (folder / "_built_for.py").write_text("# Written by setup.py.\n" + built_for)
 
 
-NVCC = find_nvcc()
-requirement = "torch>=2.11" if "sdist" in sys.argv else f"torch=={TORCH.major}.{TORCH.minor}.*"
+requirement, extension, NVCC = "torch>=2.11", setuptools.Extension("tp_ext._C", []), None
+if not PROBLEM:
+    NVCC = find_nvcc()
+    extension = make_extension(NVCC)
+    if "sdist" not in sys.argv:  # a wheel works with the torch minor version that it was compiled for
+        requirement = f"torch=={TORCH.major}.{TORCH.minor}.*"
 setuptools.setup(
-    install_requires=[requirement, "safetensors>=0.4.3"],  # a wheel works with the torch minor that it was compiled for
-    ext_modules=[make_extension(NVCC)],
+    # torch moves objects between ranks by numpy: checkpoints and debug.check need it
+    install_requires=[requirement, "numpy>=1.26", "safetensors>=0.4.3"],
+    ext_modules=[extension],
     cmdclass={"build_ext": BuildExt},
 )

@@ -9,6 +9,9 @@
 // knows them ("0@1/4"); "" stands for no parallelism (one rank). `sizes` holds one length per rank.
 
 #include <torch/library.h>
+#ifndef TP_EXT_WITH_CUDA
+#include <ATen/core/dispatch/Dispatcher.h>
+#endif
 
 TORCH_LIBRARY(tp_ext, m) {
   m.set_python_module("tp_ext._fakes");
@@ -222,3 +225,19 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_multi_tensor_squared_norm(Tensor[] xs) -> Tensor", tags);
   m.def("_multi_tensor_scale_(Tensor(a!)[] xs, Tensor scale) -> ()", tags);
 }
+
+#ifndef TP_EXT_WITH_CUDA
+// A CPU-only build refuses CUDA tensors in a sentence of ours. The dispatcher's own would leave out why.
+static void refuse_cuda(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.schema().name(),
+      ": this is a CPU-only build of tp_ext, it has no CUDA kernels; build it",
+      " with the CUDA toolkit of this torch and TP_EXT_CUDA=1");
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames())
+    if (op.name.rfind("tp_ext::_", 0) == 0)  // the primitive ones
+      m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse_cuda>());
+}
+#endif

@@ -1,10 +1,11 @@
-"""The build says in one sentence what is missing, and the package what it was built for."""
+"""The build says in one sentence what is missing, the package what it was built for; the sdist is whole."""
 
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -22,19 +23,21 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str | Path) -> subprocess
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-def setup_py(tmp_path: Path, **env: str | Path) -> str:
-    """The last line that `setup.py build_ext`, which has to fail, writes."""
+def setup_py(tmp_path: Path, line: int = -1, **env: str | Path) -> str:
+    """The last line, or another one, that `setup.py build_ext`, which has to fail, writes."""
     temp = ("--build-temp", tmp_path / "temp", "--build-lib", tmp_path / "lib")
     result = run(sys.executable, "setup.py", "--quiet", "build_ext", *temp, **env)
     assert result.returncode != 0, result.stdout
     assert not (tmp_path / "temp").exists(), "failed too late"
-    return result.stderr.strip().splitlines()[-1]
+    return result.stderr.strip().splitlines()[line]
 
 
-def fake_torch(path: Path, version: str, cuda: str | None, cuda_home: Path | None = None) -> Path:
+def fake_torch(path: Path, version: str, cuda: str | None, cuda_home: Path | None = None, gpus: int = 0) -> Path:
     """A folder for PYTHONPATH with as much of a torch as the checks look at."""
     (path / "torch/utils").mkdir(parents=True)
-    (path / "torch/__init__.py").write_text(f"class version: cuda = {cuda!r}\n__version__ = {version!r}\n")
+    (path / "torch/__init__.py").write_text(f"from . import cuda, version\n__version__ = {version!r}\n")
+    (path / "torch/version.py").write_text(f"cuda = {cuda!r}\n")
+    (path / "torch/cuda.py").write_text(f"def is_available(): return {gpus > 0}\ndef device_count(): return {gpus}\n")
     (path / "torch/utils/__init__.py").touch()
     (path / "torch/utils/cpp_extension.py").write_text(
         "from setuptools import Extension as CppExtension\n"
@@ -76,6 +79,55 @@ def test_missing_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
     error = setup_py(tmp_path, PYTHONPATH=tmp_path)
     assert "'pip install torch" in error and "--no-build-isolation" in error
+
+
+def isolated(tmp_path: Path) -> Path:
+    """The sources in a folder of their own, beside a torch that cannot be imported: what pip's build isolation sees."""
+    ignored = shutil.ignore_patterns("build", "*.so", "_built_for.py", "__pycache__", "runs", "*.egg-info", ".*")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    return tmp_path / "source"
+
+
+def hook(source: Path, name: str) -> subprocess.CompletedProcess:
+    """A hook of PEP 517, as pip calls it; what it makes lies in the folder out."""
+    (source / "out").mkdir(exist_ok=True)
+    command = f"from setuptools import build_meta; print(build_meta.{name}('out'))"
+    return run(sys.executable, "-c", command, cwd=source, PYTHONPATH=source.parent)
+
+
+def test_sdist_and_metadata_need_no_torch_and_are_whole(tmp_path: Path) -> None:
+    source = isolated(tmp_path)
+    result = hook(source, "build_sdist")
+    assert result.returncode == 0, result.stderr
+    (sdist,) = (source / "out").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive}
+        sizes = sum(member.size for member in archive)
+    for file in ("README.md", "docs/migrating.md", "docs/column_row.svg", "examples/train_gpt.py", "csrc/module.cpp"):
+        assert file in names
+    assert not [name for name in names if name.startswith("benchmarks") and name.endswith(".png")]
+    assert sizes < 3e6
+
+    result = hook(source, "prepare_metadata_for_build_wheel")
+    assert result.returncode == 0, result.stderr
+    (metadata,) = (source / "out").glob("*.dist-info/METADATA")
+    text = metadata.read_text()
+    for line in ("Requires-Dist: torch>=2.11", "Requires-Dist: numpy>=1.26", "Requires-Python: <3.14,>=3.11"):
+        assert line in text.splitlines()
+
+
+def test_a_wheel_in_isolation_names_build_isolation(tmp_path: Path) -> None:
+    error = hook(isolated(tmp_path), "build_wheel").stderr.strip().splitlines()[-1]
+    assert "No module named 'torch'" in error
+    assert "build isolation" in error and "--no-build-isolation" in error
+
+
+def test_a_build_that_leaves_a_gpu_out_says_so(tmp_path: Path) -> None:
+    fake = fake_torch(tmp_path / "fake", "2.11.0", "13.0", cuda_home=tmp_path, gpus=1)
+    note = setup_py(tmp_path, -2, TP_EXT_CUDA="auto", CXX="no-such-compiler", PYTHONPATH=fake)
+    assert note.startswith(f"tp_ext: there is a GPU, but no nvcc in CUDA_HOME={tmp_path}: building for the CPU only.")
+    assert "CUDA toolkit 13.0" in note
 
 
 # 2.9 is less than 2.11 as a version, and greater as a string.
@@ -148,6 +200,43 @@ def test_a_fitting_torch_goes_on_to_open_the_library(
     fake = fake_torch(tmp_path / "fake", *running)
     error = import_error(copy_of_package(tmp_path, *built), fake)
     assert "tp_ext's compiled library does not load (" in error
+
+
+@pytest.mark.parametrize(
+    ("built", "running", "gpus", "warned"),
+    [  # CUDA of the build, of torch
+        (None, "13.2", 1, True),
+        (None, "13.2", 0, False),
+        (None, None, 1, False),
+        ("13.2", "13.2", 1, False),
+    ],
+)
+def test_a_cpu_only_build_on_a_machine_with_a_gpu_warns_once(
+    tmp_path: Path, built: str | None, running: str | None, gpus: int, warned: bool
+) -> None:
+    package, fake = (
+        copy_of_package(tmp_path, "2.15.0", built),
+        fake_torch(tmp_path / "fake", "2.15.0", running, gpus=gpus),
+    )
+    (package / "tp_ext/__init__.py").write_text("")
+    command = "import tp_ext._build, importlib; importlib.import_module('tp_ext._build')"
+    result = run(sys.executable, "-c", command, cwd=package, PYTHONPATH=f"{fake}:{package}")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("CPU-only build of tp_ext on a machine with a GPU") == warned
+    assert not warned or ("CUDA toolkit 13.2" in result.stderr and "TP_EXT_CUDA=1" in result.stderr)
+
+
+@pytest.mark.skipif(tp_build.build_info()["cuda"] is not None, reason="a build with CUDA kernels")
+def test_a_cpu_only_build_refuses_cuda_tensors_in_a_sentence() -> None:
+    import torch
+
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("tp_ext::"):
+            refuses = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+            assert refuses == name.startswith("tp_ext::_"), name
+    operator = torch.ops.tp_ext._multi_tensor_squared_norm.default
+    with pytest.raises(NotImplementedError, match=r"_squared_norm: this is a CPU-only build of tp_ext, it has no CUDA"):
+        operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), [torch.ones(3)])
 
 
 @pytest.mark.parametrize("missing", ["_built_for.py", "_C*.so"])

@@ -8,6 +8,7 @@ library.
 import importlib
 import importlib.util
 import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,13 @@ def _check() -> ModuleType:
         )
     if importlib.util.find_spec("tp_ext._C") is None:
         raise ImportError(f"tp_ext is not built for {sys.implementation.cache_tag}: {_REBUILD}.")
+    # device_count, unlike is_available, does not initialise CUDA, so that the process can still be forked
+    if cuda is None and running_cuda is not None and torch.cuda.device_count() > 0:
+        warnings.warn(
+            "this is a CPU-only build of tp_ext on a machine with a GPU: its operators refuse CUDA tensors. Install "
+            f"the CUDA toolkit {running_cuda}, set CUDA_HOME to its folder and TP_EXT_CUDA=1, then {_REBUILD}.",
+            stacklevel=2,
+        )
     return built_for
 
 
