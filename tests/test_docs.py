@@ -52,6 +52,12 @@ def test_blocks_run_on_two_ranks(page):
     ranks.run(_run, 2, page, timeout=120)
 
 
+def test_the_mesh_of_first_steps_has_two_data_parallel_replicas_on_four_ranks():
+    """Under FSDP2 the weights are those of one process only if all replicas draw the same ones: the page asserts it."""
+    page = ROOT / "docs" / "first_steps.md"
+    ranks.run(_run, 4, page, timeout=120)
+
+
 def test_the_readme_prints_the_same_for_every_p():
     """Ten steps in fp32, whose sums differ by rounding alone; `tensor_split` of 1000 ids at p = 3 is uneven."""
     losses = [[float(line.split()[1]) for line in ranks.run(_run, p, PAGES[0])[0].splitlines()] for p in (1, 2, 3)]
