@@ -1,7 +1,7 @@
 """What runs under what: the communication of the linears beside their GEMMs, on ranks of this machine.
 
     python benchmarks/trace_overlap.py                          # times, in 1, 2, 4 and 8 pieces
-    python benchmarks/trace_overlap.py --png docs/overlap.png   # and a picture of rank 0
+    python benchmarks/trace_overlap.py --png overlap.png   # and a picture of rank 0
     python benchmarks/trace_overlap.py --trace traces           # and chrome traces (json.gz), one per rank and case
 
 Cases: the backward of a column linear (the sum of dx under the GEMM of dw), and what `overlap_chunks` cuts in pieces:
