@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tp_ext
-from tp_ext import replace
+from tp_ext import atomic_directory
 
 STEPS = 1000
 
@@ -40,7 +40,7 @@ def _save_on_and_on(rank, folder, path, exchange, pipe):
 
     torch.set_num_threads(1)
     if not exchange:
-        replace._exchange = lambda a, b: False
+        atomic_directory._exchange = lambda a, b: False
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     group = dist.group.WORLD
     model, optimizer = _model(group)

@@ -32,8 +32,9 @@ LAYERS = [
 ]
 # .. then composition, which knows modules and shardings, never a layer's insides
 COMPOSITION = [
-    {"boxes", "agreement", "checkpoint_reader", "coalesce", "collectives", "replace", "wraps"},
-    {"symmetric_memory", "full_tensor", "grad_norm", "box_tensor", "replication"},
+    {"boxes", "coalesce", "collectives", "wraps"},
+    {"agreement", "atomic_directory", "checkpoint_metadata", "pinned_directory", "write_lock"},
+    {"symmetric_memory", "full_tensor", "grad_norm", "box_tensor", "replication", "checkpoint_reader"},
     {"state_dict", "debug"},
     {"optimizer_state", "safetensors_files", "sharded_state_dict"},
     {"safetensors", "sharded_load"},

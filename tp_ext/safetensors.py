@@ -17,6 +17,7 @@ from tp_ext.boxes import boxes
 from tp_ext.full_tensor import Ranks, any_rank, gather_full, ranks_of, write_full
 from tp_ext.group import Group
 from tp_ext.module import check_positive
+from tp_ext.pinned_directory import open_regular
 from tp_ext.safetensors_files import Export, check_dtype, index_of, shards_of, target_of, weight_map
 from tp_ext.state_dict import Entry, entries_of
 
@@ -28,6 +29,7 @@ def save_safetensors(
     group: Group = None,
     max_shard_size: int | None = None,
     metadata: Mapping[str, str] | None = None,
+    lock_timeout: float = 60.0,
 ) -> None:
     """Exports the unsharded model: the entries of :func:`full_state_dict`, tied ones once, under the first name.
 
@@ -43,12 +45,15 @@ def save_safetensors(
             ``model.safetensors.index.json``. A larger tensor has a file of its own.
         metadata: strings for the head of every file, beside ``format`` (``pt``) and, as ``safetensors.torch`` has it,
             the name of each entry that is not written -> the one that it is tied to.
+        lock_timeout: seconds to wait for another export to the same place. The ranks exchange a number every second
+            meanwhile, so the timeout of the group does not matter.
 
     Communicates as :func:`full_state_dict` with ``rank0_only``; one number per file. Rank 0 holds one full tensor at a
     time, whatever the size of the files.
 
     Raises:
-        OSError: on every rank, if rank 0 could not write; there its cause says why. What was there before still is.
+        OSError: on every rank, if rank 0 could not write; there its cause says why (a TimeoutError: another process,
+            which is named, is still writing there). The export that was there before still is.
         ValueError, TypeError: an entry that safetensors cannot hold (extra state that is no tensor, a dtype), or that
             is on the meta device; max_shard_size, metadata.
     """
@@ -67,6 +72,7 @@ def save_safetensors(
     shards = shards_of([(name, entries[name]) for name in written.values()], max_shard_size)
     export = Export(Path(path), shards, head) if ranks.first else None
     try:
+        _wait_for(export, lock_timeout, ranks, path)
         _together(export.begin if export else None, (), ranks, path)
         for number, shard in enumerate(shards):
             tensors = (gather_full(entry.value, entry.sharding, ranks, rank0_only=True) for _, entry in shard)
@@ -75,6 +81,19 @@ def save_safetensors(
     finally:
         if export is not None:
             export.clean()
+
+
+def _wait_for(export: Export | None, timeout: float, ranks: Ranks, path: str | os.PathLike[str]) -> None:
+    """Waits until rank 0 holds the lock of the place. All ranks meet after each turn, lest a collective time out."""
+    ended = [export is None]
+
+    def turn() -> None:
+        assert export is not None
+        ended[0] = export.wait(timeout)
+
+    _together(turn if export else None, (), ranks, path)
+    while any_rank(not ended[0], ranks):
+        _together(turn if export else None, (), ranks, path)
 
 
 def _together(
@@ -90,7 +109,9 @@ def _together(
     for _ in tensors:  # what is still to come when it failed, and all of them on the other ranks
         pass
     if any_rank(failure is not None, ranks):
-        raise OSError(f"path: {os.fspath(path)!r} could not be written by rank 0, where the cause is told") from failure
+        raise OSError(
+            f"path: {os.fspath(path)!r} could not be written by rank 0, whose error has the cause"
+        ) from failure
 
 
 class _Source(NamedTuple):
@@ -159,6 +180,7 @@ def _sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
     tied: dict[str, str] = {}
     for name in sorted(names):
         try:
+            open_regular(target.with_name(name)).close()  # to open a pipe may block for ever
             file = opened.enter_context(safe_open(target.with_name(name), framework="pt"))
         except SafetensorError as error:
             raise ValueError(

@@ -5,7 +5,9 @@ how an export takes the place of an older one.
 import ctypes
 import json
 import os
+import re
 import secrets
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +16,9 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from tp_ext.pinned_directory import open_regular
 from tp_ext.state_dict import Entry
+from tp_ext.write_lock import WriteLock
 
 DTYPES = {
     torch.float64: "F64",
@@ -30,6 +34,8 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+_LARGEST_INDEX = 1 << 28  # bytes
 
 Shard = list[tuple[str, Entry]]
 """What one file holds."""
@@ -68,11 +74,21 @@ class Export:
         self.suffix = f".{secrets.token_hex(4)}.tmp"
         self.names = [self.target.name]
         self.old: set[str] = set()
+        self.lock = WriteLock(self.target)
+        self.started = time.monotonic()
+
+    def wait(self, timeout: float) -> bool:
+        """One turn of waiting for other exports to the same place; whether it is over."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        return self.lock.take_turn(self.started, timeout)
 
     def begin(self) -> None:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError, ValueError):  # one that cannot be read is no export that we could damage
-            self.old = set(weight_map(self.index).values())
+        temporary = _temporary_names(self.target.stem)
+        for name in os.listdir(self.target.parent):
+            if temporary.fullmatch(name):  # of an export that was killed: we hold the lock
+                self.target.with_name(name).unlink(missing_ok=True)
+        with suppress(OSError, ValueError):  # an index that cannot be read is no export that we could damage
+            self.old = {name for name in weight_map(self.index).values() if _is_shard(name)}
         count = len(self.shards)
         if count > 1:
             for tag in ("-b", ""):
@@ -106,6 +122,7 @@ class Export:
                 file.write((json.dumps(content, indent=2) + "\n").encode())
                 _sync(file)
             names.append(self.index.name)
+        self.lock.check_held()
         for name in names:
             self.temporary(name).replace(self.target.with_name(name))
         for name in sorted((self.old | {self.target.name, self.index.name}) - set(names)):
@@ -123,6 +140,19 @@ class Export:
         for name in (*self.names, self.index.name):
             with suppress(OSError):
                 self.temporary(name).unlink()
+        self.lock.release()
+
+
+def _temporary_names(stem: str) -> re.Pattern[str]:
+    """The names that :meth:`Export.temporary` gives."""
+    return re.compile(
+        rf"{re.escape(stem)}(-b)?(-\d{{5,}}-of-\d{{5,}})?\.safetensors(\.index\.json)?\.[0-9a-f]{{8}}\.tmp"
+    )
+
+
+def _is_shard(name: str) -> bool:
+    """Whether it is a name that an export may give to a file: an index may name any file of its folder."""
+    return name.endswith(".safetensors") and not name.startswith(".")
 
 
 def _put(file: IO[bytes], full: Tensor) -> None:
@@ -147,11 +177,13 @@ def index_of(target: Path) -> Path:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each entry. Raises FileNotFoundError; ValueError: it is no index, or names files elsewhere."""
+    """The file of each entry. Raises OSError: it cannot be read; ValueError: no index, or one with files elsewhere."""
     try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        whole = all(Path(file).name == file for file in places.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        with open_regular(index) as file:
+            content = file.read(_LARGEST_INDEX)
+        places: dict[str, str] = json.loads(content)["weight_map"]
+        whole = all(name == os.path.basename(name) and name not in ("", ".", "..") for name in places.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise ValueError(f"path: {str(index)!r} must be an index, whose weight_map names files in its own folder")

@@ -1,6 +1,8 @@
 """Loading what torch.distributed.checkpoint saved of a sharded state dict, checked before anything is written."""
 
-from typing import Any
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -12,14 +14,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ext.agreement import gathered, plain_failures, together
+from tp_ext.agreement import RetryError, gathered, outcomes, plain_failures, together
 from tp_ext.checkpoint_reader import PlainPlanner
 from tp_ext.group import Group
 from tp_ext.sharded_state_dict import Optimized, optimized_params, sharded_state, sharded_state_dict
 from tp_ext.state_dict import StateDict, entries_of
 
+T = TypeVar("T")
+_ATTEMPTS = 20  # to read one checkpoint, while others take its place
 
-@torch.no_grad()
+
 def load_sharded_state_dict(
     module: nn.Module,
     optimizer: Optimizer | None = None,
@@ -45,23 +49,75 @@ def load_sharded_state_dict(
         KeyError: missing or unexpected keys, all of them named. ValueError, TypeError: an entry has another shape than
             the unsharded tensor (both are named), or one is a tensor and the other none; the parameters of a group were
             saved with different options. On every rank, and nothing has been loaded then.
-        OSError: a file could not be read, on every rank, whichever it was; some tensors may have been loaded then.
-            pickle.UnpicklingError: an entry is more than plain values; no tensor has been loaded then.
+        OSError: a file could not be read, on every rank, whichever it was; some tensors may have been loaded then. The
+            checkpoint was replaced again and again before all ranks had read it; once is no error, they read the new
+            one then. pickle.UnpicklingError: an entry is more than plain values; no tensor has been loaded then.
     """
-    metadata: Metadata = together(process_group, storage_reader.read_metadata)
+    load_from(storage_reader, module, optimizer, group, process_group, lambda: None)
+
+
+@torch.no_grad()
+def load_from(
+    reader: StorageReader,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    group: Group,
+    process_group: ProcessGroup | None,
+    before: Callable[[], T],
+) -> T:
+    """Loads as :func:`load_sharded_state_dict`, and returns what ``before`` has read of the same checkpoint.
+
+    A checkpoint that is replaced before all ranks have opened it, or while they read it, is left for the new one.
+    """
+    replaced: Exception | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            metadata, found = _opened(reader, process_group, before)
+            _load(reader, metadata, module, optimizer, group, process_group)
+            return found
+        except RetryError as error:  # on all ranks
+            replaced = error
+            reader.reset()
+    raise OSError(f"{replaced}; {_ATTEMPTS} attempts") from replaced
+
+
+def _opened(reader: StorageReader, process_group: ProcessGroup | None, before: Callable[[], T]) -> tuple[Metadata, T]:
+    """Metadata of one checkpoint, the same on all ranks."""
+    metadata: Metadata | None = None
+    found: T | None = None
+
+    def read() -> str:
+        nonlocal metadata, found
+        metadata, found = reader.read_metadata(), before()
+        return getattr(reader, "identity", "")
+
+    if len(set(outcomes(process_group, read))) > 1:
+        path = os.fspath(getattr(reader, "path", ""))
+        raise RetryError(f"path: {path!r} must be one checkpoint on all ranks, and was replaced while they opened it")
+    return metadata, found  # type: ignore[return-value]
+
+
+def _load(
+    reader: StorageReader,
+    metadata: Metadata,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    group: Group,
+    process_group: ProcessGroup | None,
+) -> None:
     into = together(process_group, lambda: _Destination(module, optimizer, metadata, group))
     flat: StateDict = into.flat
     parts = ("model.", "optimizer.") if optimizer is not None else ("model.",)
     saved = {key for key in metadata.state_dict_metadata if key.startswith(parts)}
     _check_keys(set(flat), saved, process_group)
     together(process_group, lambda: _check_entries(flat, metadata))
-    # First what is no tensor: should it be refused, no tensor has been written
+    # First entries that are no tensors: should one be refused, no tensor has been written
     plain = {key: value for key, value in flat.items() if not isinstance(value, Tensor)}
     tensors = {key: value for key, value in flat.items() if isinstance(value, Tensor)}
-    _read(plain, storage_reader, process_group)
+    _read(plain, reader, process_group)
     flat |= plain
     together(process_group, into.check_options)
-    _read(tensors, storage_reader, process_group)
+    _read(tensors, reader, process_group)
     together(process_group, into.put_back)
 
 

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from tp_ext import replace as replace_module
-from tp_ext.replace import aside, recover, replace, saving
+from tp_ext import atomic_directory
+from tp_ext.atomic_directory import backup_path, recover, staging_path, swap_in
 
 pytestmark = pytest.mark.core
 
@@ -18,6 +18,12 @@ def written(path, content):
     (path / "file").write_text(content)
 
 
+def put(target, content):
+    staging = staging_path(target)
+    written(staging, content)
+    swap_in(staging, target)
+
+
 def content(path):
     return (path / "file").read_text()
 
@@ -25,23 +31,21 @@ def content(path):
 @pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
 def exchanges(request, monkeypatch):
     if not request.param:
-        monkeypatch.setattr(replace_module, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(atomic_directory, "_exchange", lambda a, b: False)
     return request.param
 
 
 def test_the_new_one_is_there_and_nothing_else(exchanges, tmp_path):
     target = tmp_path / "x"
     for text in ("first", "second", "third"):
-        written(saving(target), text)
-        replace(target)
+        put(target, text)
         assert content(target) == text
         assert os.listdir(tmp_path) == ["x"]
 
 
 def test_an_empty_directory_is_replaced(exchanges, tmp_path):
     (tmp_path / "x").mkdir()
-    written(saving(tmp_path / "x"), "new")
-    replace(tmp_path / "x")
+    put(tmp_path / "x", "new")
     assert content(tmp_path / "x") == "new" and os.listdir(tmp_path) == ["x"]
 
 
@@ -49,10 +53,10 @@ def test_the_two_are_exchanged_in_one_step(tmp_path):
     """Linux can, on the file systems that tests run on."""
     written(tmp_path / "a", "a")
     written(tmp_path / "b", "b")
-    assert replace_module._exchange(tmp_path / "a", tmp_path / "b")
+    assert atomic_directory._exchange(tmp_path / "a", tmp_path / "b")
     assert content(tmp_path / "a") == "b" and content(tmp_path / "b") == "a"
     with pytest.raises(FileNotFoundError, match="nowhere") as raised:
-        replace_module._exchange(tmp_path / "a", tmp_path / "nowhere")
+        atomic_directory._exchange(tmp_path / "a", tmp_path / "nowhere")
     assert raised.value.errno == errno.ENOENT
 
 
@@ -64,8 +68,9 @@ class Killed(BaseException):
 def test_killed_before_any_step_the_old_or_the_new_one_is_found(step, exchanges, tmp_path, monkeypatch):
     """Every call that changes the directory is one step; the kill comes before the step'th one."""
     target, left = tmp_path / "x", step
+    staging = staging_path(target)
     written(target, "old")
-    written(saving(target), "new")
+    written(staging, "new")
 
     def counted(name, module):
         original = getattr(module, name)
@@ -82,14 +87,14 @@ def test_killed_before_any_step_the_old_or_the_new_one_is_found(step, exchanges,
     for name in ("rename", "unlink", "rmdir"):
         counted(name, os)
     if exchanges:
-        counted("_exchange", replace_module)
+        counted("_exchange", atomic_directory)
     try:
-        replace(target)
+        swap_in(staging, target)
         assert left > 0
     except Killed:
         pass
     monkeypatch.undo()
-    found = target if target.exists() else aside(target)
+    found = target if target.exists() else backup_path(target)
     assert content(found) in ("old", "new")
     before = content(found)
     recover(target)

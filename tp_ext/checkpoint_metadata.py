@@ -1,0 +1,291 @@
+"""The metadata of a checkpoint of torch.distributed.checkpoint, rebuilt from its pickle as data and checked.
+
+torch unpickles ``.metadata``, and a pickle may call any function. Here no class and no function that a pickle names is
+called: an unpickler that knows only records and plain values makes data of it. The size of the file bounds its time and
+memory.
+"""
+
+import io
+import os
+import pickle
+import reprlib
+from bisect import bisect_left, insort
+from itertools import pairwise
+from math import prod
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+Box = tuple[tuple[int, int], ...]
+"""Where a chunk begins and ends in each dim of its tensor."""
+
+_MOST_DIMS = 64
+_MOST_CLASSES = 1000  # that a pickle names: each name makes one, and pickle names one once
+
+
+def parse_metadata(content: bytes) -> Metadata:
+    """Metadata from the bytes of ``.metadata``.
+
+    Raises:
+        pickle.UnpicklingError: they name anything that is not of a checkpoint's metadata, or are no whole pickle.
+            ValueError: the metadata is malformed: a field has another type, a chunk reaches beyond its tensor, the
+            chunks of a tensor are no partition of it, or one of them is stored nowhere.
+    """
+    try:
+        raw = _Unpickler(io.BytesIO(content)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # whatever a pickle that is none runs into
+        raise pickle.UnpicklingError(
+            f".metadata: is no whole pickle of a checkpoint's metadata: {type(error).__name__}: {error}"
+        ) from error
+    return _metadata(raw)
+
+
+def file_ends(metadata: Metadata) -> dict[str, int]:
+    """The size that each data file must have at least."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    return ends
+
+
+class _Record:
+    """What a pickle says about an object: the class it names, arguments and state. Stands in for all classes."""
+
+    def __new__(cls, *args: Any) -> "_Record":
+        if len(args) > _MOST_DIMS:
+            raise pickle.UnpicklingError(f".metadata: gives {cls.__name__} {len(args)} arguments")
+        made = super().__new__(cls)
+        made.args, made.state = args, {}
+        return made
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_KNOWN = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}
+
+
+class _Unpickler(pickle._Unpickler):
+    """Gives records, dtypes and plain values: whatever class or function a pickle names, it is not called.
+
+    Written in Python as that of ``torch.load(weights_only=True)``. The one in C allocates as many memo entries as a
+    pickle claims, 64 GiB for six bytes, and hashes keys that are nested tuples, in exponential time.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.classes = 0
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        if name not in _KNOWN.get(module, ()):
+            what = f"{_brief.repr(module)[1:-1]}.{_brief.repr(name)[1:-1]}"
+            raise pickle.UnpicklingError(f".metadata: {what} is not of a checkpoint's metadata; not loaded")
+        self.classes += 1
+        if self.classes > _MOST_CLASSES:
+            raise pickle.UnpicklingError(f".metadata: names more than {_MOST_CLASSES} classes")
+        return type(name, (_Record,), {})  # a new one each time: a pickle may also write to the classes it names
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._put(key, value)
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        for at in range(0, len(items), 2):
+            self._put(items[at], items[at + 1])
+
+    def _put(self, key: Any, value: Any) -> None:
+        into = self.stack[-1]
+        if type(into) is not dict or not isinstance(key, str | int | _Record):
+            raise pickle.UnpicklingError(f".metadata: has {type(key).__name__} for a key")
+        into[key] = value
+
+    dispatch[pickle.SETITEM[0]] = _set_item
+    dispatch[pickle.SETITEMS[0]] = _set_items
+    # In no metadata; BYTEARRAY8 makes as many zeros as it claims to bring bytes
+    for _other in (pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8):
+        del dispatch[_other[0]]
+
+
+class _Brief(reprlib.Repr):
+    """Short, however large or nested a value is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 2, 200, 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"a number of {x.bit_length()} bits"
+
+
+_brief = _Brief()
+
+
+def _malformed(what: str) -> NoReturn:
+    raise ValueError(f".metadata: {what}")
+
+
+def _state(record: Any, name: str) -> Any:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        _malformed(f"{_brief.repr(record)} must be a {name}")
+    return record.state
+
+
+def _fields(record: Any, name: str) -> dict[str, Any]:
+    state = _state(record, name)
+    return state if isinstance(state, dict) else _malformed(f"{name} has no fields")
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """A value of exactly this type; an int is at least 0 and has 63 bits."""
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
+        _malformed(f"{_brief.repr(value)} must be a {kind.__name__}")
+    return value
+
+
+def _size(record: Any) -> torch.Size:
+    _state(record, "Size")
+    if len(record.args) != 1 or not isinstance(record.args[0], tuple | list) or len(record.args[0]) > _MOST_DIMS:
+        _malformed(f"{_brief.repr(record.args)} must be a size")
+    return torch.Size([_typed(n, int) for n in record.args[0]])
+
+
+def _metadata(raw: Any) -> Metadata:
+    fields = _fields(raw, "Metadata")
+    entries = _typed(fields.get("state_dict_metadata"), dict)
+    made = Metadata({_typed(key, str): _entry(key, entry) for key, entry in entries.items()})
+    made.storage_data = {}
+    for index, info in _typed(fields.get("storage_data"), dict).items():
+        made.storage_data[_index(index)] = _place(info)
+    for key, entry in made.state_dict_metadata.items():
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
+        for chunk in chunks:
+            index = MetadataIndex(key, None if chunk is None else chunk.offsets)
+            if index not in made.storage_data:
+                where = "" if chunk is None else f"'s chunk at {tuple(chunk.offsets)}"
+                _malformed(f"{_brief.repr(key)}{where} must have an entry in storage_data")
+    return made
+
+
+def _entry(key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(record).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    key = _brief.repr(key)
+    fields = _fields(record, "TensorStorageMetadata")
+    size = _size(fields.get("size"))
+    chunks: list[ChunkStorageMetadata] = []
+    boxes: list[Box] = []
+    for one in _typed(fields.get("chunks"), list):
+        chunk = _fields(one, "ChunkStorageMetadata")
+        offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+        if len(offsets) != len(size) or len(sizes) != len(size):
+            _malformed(f"{key} has {len(size)} dims, a chunk of it {tuple(offsets)}, {tuple(sizes)}")
+        box = tuple((int(start), int(start) + int(length)) for start, length in zip(offsets, sizes, strict=True))
+        if any(stop > whole for (_, stop), whole in zip(box, size, strict=True)):
+            _malformed(f"{key} has shape {tuple(size)}, a chunk of it reaches beyond: {tuple(offsets)}, {tuple(sizes)}")
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        boxes.append(box)
+    volume, held = prod(size), sum(prod(stop - start for start, stop in box) for box in boxes)
+    if volume != held:
+        _malformed(f"{key} has {volume} elements, its chunks {held}")
+    if volume >= 1 << 63:
+        _malformed(f"{key} has shape {tuple(size)}, which no tensor can have")
+    if pair := overlapping(boxes):
+        _malformed(f"{key} has chunks that overlap: {pair[0]} and {pair[1]} (begin and end in each dim)")
+    properties = _state(fields.get("properties"), "TensorProperties")
+    dtype = properties[0] if isinstance(properties, tuple) and properties else None
+    return TensorStorageMetadata(TensorProperties(dtype=_typed(dtype, torch.dtype)), size, chunks)
+
+
+def overlapping(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, if there are any. O(n log n) for a grid, however irregular its last two dims."""
+    boxes = [box for box in boxes if all(stop > start for start, stop in box)]
+    return _overlapping(boxes, 0) if len(boxes) > 1 else None
+
+
+def _overlapping(boxes: list[Box], dim: int) -> tuple[Box, Box] | None:
+    """The same, of boxes that may differ from this dim on."""
+    if len(boxes) < 2:
+        return None
+    if dim == len(boxes[0]):
+        return boxes[0], boxes[1]
+    rows: dict[tuple[int, int], list[Box]] = {}
+    for box in boxes:
+        rows.setdefault(box[dim], []).append(box)
+    intervals = sorted(rows)
+    if all(stop <= start for (_, stop), (start, _) in pairwise(intervals)):
+        return next((pair for row in rows.values() if (pair := _overlapping(row, dim + 1))), None)
+    return _swept(boxes, dim)
+
+
+def _swept(boxes: list[Box], dim: int) -> tuple[Box, Box] | None:
+    """The same, by a sweep along the dim; the boxes that it crosses are kept in the order of their last dim."""
+    events = [(box[dim][0], 1, box) for box in boxes] + [(box[dim][1], 0, box) for box in boxes]
+    last = len(boxes[0]) - 1
+    crossed: list[tuple[tuple[int, int], Box]] = []
+    for _, begins, box in sorted(events):
+        one = box[last], box
+        at = bisect_left(crossed, one)
+        if not begins:
+            del crossed[at]
+            continue
+        near = crossed[max(at - 1, 0) : at + 1] if dim + 2 > last else crossed
+        for _, other in near:
+            if all(a < d and c < b for (a, b), (c, d) in zip(box[dim + 1 :], other[dim + 1 :], strict=True)):
+                return other, box
+        insort(crossed, one)
+    return None
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    offset = fields.get("offset")
+    return MetadataIndex(_typed(fields.get("fqn"), str), None if offset is None else _size(offset))
+
+
+def _place(record: Any) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    name = _typed(fields.get("relative_path"), str)
+    if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name or len(name) > 255:
+        _malformed(f"{_brief.repr(name)} must be a file of the checkpoint")
+    transforms = fields.get("transform_descriptors")
+    if transforms is not None:
+        transforms = [_typed(one, str) for one in _typed(transforms, list)]
+    return _StorageInfo(name, _typed(fields.get("offset"), int), _typed(fields.get("length"), int), transforms)

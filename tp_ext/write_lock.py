@@ -1,0 +1,209 @@
+"""One writer at a time of what stands at a path, among all processes on all hosts that share the file system.
+
+The writer holds a lock file next to the path, which names its host and process, by ``flock``. That ends with the
+process, so the lock of a killed writer is free at once. On file systems that refuse ``flock`` the existence of the file
+is the lock, and its owner touches it every few seconds: an owner on the same machine is looked up in /proc, one on
+another host has ended if the file's time has not changed for ``_SILENT_SECONDS``.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_REFUSED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+TURN_SECONDS = 1.0
+_POLL_SECONDS = 0.02
+_TOUCH_SECONDS = 3.0
+_SILENT_SECONDS = 30.0
+
+
+class WriteLock:
+    """The right to write at ``target``, and to remove what earlier writers have left next to it.
+
+    While it is held, the writers of all temporary files of ``target`` but its holder's have ended.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.with_name(f".{target.name}.tp_ext-lock")
+        self._descriptor: int | None = None
+        self._close: Callable[[], object] = lambda: None
+        self._released = threading.Event()  # ends the touching
+        self._by_flock = True
+        self._seen: tuple[bytes, int] | None = None  # of a rival: content and time of its file, ..
+        self._seen_at = 0.0  # .. and since when they are these
+
+    def take_turn(self, begin: float, timeout: float) -> bool:
+        """Tries to acquire it, once at least and for ``TURN_SECONDS`` at most; False: another process holds it.
+
+        Callers with other ranks exchange a message after each turn, so that no collective waits longer than a turn.
+        ``begin`` is the time of the first turn. Raises TimeoutError ``timeout`` seconds later, OSError.
+        """
+        end = time.monotonic() + TURN_SECONDS
+        while not self._acquired():
+            now = time.monotonic()
+            if now >= begin + timeout:
+                raise TimeoutError(
+                    f"path: {os.fspath(self.target)!r} is being written by {self.owner()}, which must be done within "
+                    f"lock_timeout = {timeout:g} s"
+                )
+            if now >= end:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def owner(self) -> str:
+        """Names the process that holds it."""
+        record = _parsed(self._content()[0])
+        return f"process {record['pid']} on {record['host']}" if record else "another process"
+
+    def check_held(self) -> None:
+        """Raises OSError if the lock file is no longer this one's: someone has removed it."""
+        if self._descriptor is None or not self._is_ours():
+            raise OSError(f"{self.path.name} was removed, or taken by {self.owner()}, while it was held")
+
+    def release(self) -> None:
+        """Removes the file and lets go, if this one holds it."""
+        if self._descriptor is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._is_ours():
+                os.unlink(self.path)  # while it is held: no other process can hold a file of this name
+        self._let_go()
+
+    def _acquired(self) -> bool:
+        return self._tried() or self._tried()  # again: the first try may have found a lock that it removed
+
+    def _tried(self) -> bool:
+        try:
+            descriptor, new = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), True
+        except FileExistsError:
+            try:
+                descriptor, new = os.open(self.path, os.O_RDWR | os.O_CLOEXEC), False
+            except FileNotFoundError:  # just released
+                return False
+        self._descriptor, self._released = descriptor, threading.Event()
+        self._close = weakref.finalize(self, _close, descriptor, os.getpid(), self._released)  # if it is dropped, too
+        try:
+            if self._locked(descriptor, new):
+                self._take(descriptor)
+                return True
+        except BaseException:
+            self._let_go()
+            raise
+        self._let_go()
+        return False
+
+    def _let_go(self) -> None:
+        self._close()
+        self._descriptor = None
+
+    def _locked(self, descriptor: int, new: bool) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            self._by_flock = False
+            if not new and self._rival_has_ended():
+                self._break()
+            return new
+        self._by_flock = True
+        return self._is_ours()  # not the file of one who has released it since we opened it
+
+    def _take(self, descriptor: int) -> None:
+        record = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+        content = json.dumps(record | {"machine": _machine(), "token": secrets.token_hex(8)}).encode()
+        with contextlib.suppress(OSError):  # the disk is full: only the name is missing
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content, 0)
+        if not self._by_flock:
+            threading.Thread(target=_touch, args=(os.dup(descriptor), self._released), daemon=True).start()
+
+    def _is_ours(self) -> bool:
+        assert self._descriptor is not None
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _content(self) -> tuple[bytes, int]:
+        """Bytes and time of the lock file; none and 0 if it is not there."""
+        try:
+            with open(self.path, "rb") as file:
+                return file.read(4096), os.fstat(file.fileno()).st_mtime_ns
+        except OSError:
+            return b"", 0
+
+    def _rival_has_ended(self) -> bool:
+        seen = self._content()
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, time.monotonic()
+        record = _parsed(seen[0])
+        if record and record["machine"] == _machine():
+            return record["started"] != _started(record["pid"])
+        return time.monotonic() - self._seen_at > _SILENT_SECONDS
+
+    def _break(self) -> None:
+        """Removes the file of a process that has ended. Of several that find it so only one does; if another has made
+        a new one meanwhile, that is put back."""
+        mine = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            self.path.rename(mine)
+            if self._seen is not None and mine.read_bytes() != self._seen[0]:
+                with contextlib.suppress(OSError):
+                    os.link(mine, self.path)
+            mine.unlink()
+
+
+def _touch(descriptor: int, released: threading.Event) -> None:
+    """Keeps the time of the lock file moving until the lock is released."""
+    while not released.wait(_TOUCH_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
+    os.close(descriptor)
+
+
+def _close(descriptor: int, process: int, released: threading.Event) -> None:
+    released.set()
+    if os.getpid() == process:  # a forked child shares the descriptor, and must not unlock it for its parent
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _parsed(content: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(content)
+        return {key: record[key] for key in ("host", "pid", "started", "machine")}
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _machine() -> str:
+    """The same for two processes that find one another in /proc: boot and process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown {secrets.token_hex(8)}"
+
+
+def _started(pid: object) -> str | None:
+    """When a process of this machine began, in ticks since boot; None: it has ended. A number may be used again."""
+    try:
+        return Path(f"/proc/{int(str(pid))}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, ValueError, IndexError):
+        return None
