@@ -2,6 +2,9 @@
 
 import os
 import resource
+import shutil
+import threading
+import time
 
 import pytest
 import ranks
@@ -9,6 +12,8 @@ import torch
 from stateful import assert_same, made, train
 
 import tp_ext
+from tp_ext import checkpoint
+from tp_ext.write_lock import WriteLock
 
 pytestmark = pytest.mark.core
 
@@ -127,13 +132,90 @@ def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_missing_checkpoint(tmp_path):
+    (tmp_path / "empty").mkdir()
+    model, must = tp_ext.ColumnParallelLinear(2, 2, group=None), "must be a checkpoint, a directory with .metadata"
+    with pytest.raises(FileNotFoundError, match=f"nowhere' {must}; it does not exist$"):
+        tp_ext.load_checkpoint(tmp_path / "nowhere", model)
+    with pytest.raises(FileNotFoundError, match=f"empty' {must}$"):
+        tp_ext.load_checkpoint(tmp_path / "empty", model)
+
+
+def test_what_torch_has_left_unfinished_is_replaced(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / ".metadata.tmp").touch()
+    model = tp_ext.ColumnParallelLinear(2, 2, group=None)
+    tp_ext.save_checkpoint(tmp_path / "x", model, step=1)
+    assert tp_ext.load_checkpoint(tmp_path / "x", model) == {"step": 1}
+
+
+# Saves to one path
+
+
+def _save_against(group, path, lock_timeout):
+    tp_ext.save_checkpoint(
+        path, tp_ext.ColumnParallelLinear(2, 2, group=group), group=group, lock_timeout=lock_timeout, step=2
+    )
+
+
+def test_a_second_save_waits_for_its_turn(tmp_path, monkeypatch):
+    """Without end it is an error on all ranks that names the first; when the first is done, the second one saves."""
+    path, model = tmp_path / "saved", tp_ext.ColumnParallelLinear(2, 2, group=None)
+    tp_ext.save_checkpoint(path, model, step=0)
+    first = WriteLock(path)
+    assert first.take_turn(time.monotonic(), 0)
+    message = f"saved' is being written by process {os.getpid()} on .*, which must be done within lock_timeout = 0.1 s"
+    ranks.run_raises(_save_against, 2, TimeoutError, message, path, 0.1, in_turns=False)
+    assert tp_ext.load_checkpoint(path, model) == {"step": 0}
+    threading.Timer(1.5, first.release).start()  # later than the ranks' first message
+    ranks.run(_save_against, 2, path, 60)
+    assert tp_ext.load_checkpoint(path, model) == {"step": 2} and os.listdir(tmp_path) == ["saved"]
+
+
+def _lose_a_file(group, path):
+    original = checkpoint._Writer.finish
+
+    def finish(self, metadata, results):
+        original(self, metadata, results)
+        os.unlink(self.path / "__1_0.distcp")
+
+    checkpoint._Writer.finish = finish
+    try:
+        tp_ext.save_checkpoint(path, made(group)[0], group=group)
+    finally:
+        checkpoint._Writer.finish = original
+
+
+def test_what_is_not_whole_is_not_put_in_place(tmp_path):
+    ranks.run(_save, 2, tmp_path / "saved", {}, 1)
+    before = _files(tmp_path / "saved")
+    ranks.run_raises(_lose_a_file, 2, OSError, "__1_0.distcp", tmp_path / "saved", in_turns=False)
+    assert _files(tmp_path / "saved") == before and os.listdir(tmp_path) == ["saved"]
+
+
+def test_a_save_does_not_make_its_directory_again(tmp_path, monkeypatch):
+    """Where the first rank has died and its leftovers are removed, the others must not leave new ones."""
+    original = checkpoint._Writer.set_up_storage_writer
+
+    def removing(self, *args, **kwargs):
+        shutil.rmtree(self.path)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint._Writer, "set_up_storage_writer", removing)
+    with pytest.raises(OSError, match="could not be written"):
+        tp_ext.save_checkpoint(tmp_path / "saved", tp_ext.ColumnParallelLinear(2, 2, group=None))
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_a_kill_left_beside_it_is_found_and_cleared(tmp_path):
     """On file systems that cannot exchange two directories, a kill may come when the old one stands aside."""
     path = tmp_path / "saved"
     model = tp_ext.ColumnParallelLinear(2, 2, group=None)
     tp_ext.save_checkpoint(path, model, step=1)
     path.rename(tmp_path / ".saved.replaced")
-    (tmp_path / ".saved.saving").mkdir()
+    for left in (".saved.saving", ".saved.0123abcd.saving", ".saved.0123abcd.removing"):
+        (tmp_path / left).mkdir()
+    (tmp_path / ".saved.tp_ext-lock").touch()
     assert tp_ext.load_checkpoint(path, model) == {"step": 1}
     tp_ext.save_checkpoint(path, model, step=2)
     assert tp_ext.load_checkpoint(path, model) == {"step": 2} and os.listdir(tmp_path) == ["saved"]

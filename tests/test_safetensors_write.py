@@ -2,8 +2,12 @@
 new.
 """
 
+import json
 import os
 import resource
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,8 @@ from stateful import made
 from torch import nn
 
 import tp_ext
+from tp_ext import safetensors_files
+from tp_ext.write_lock import WriteLock
 
 pytestmark = pytest.mark.core
 
@@ -143,3 +149,71 @@ def test_wherever_it_is_killed_one_whole_export_is_there(old, new, tmp_path, mon
             assert len(names) == (1 if new is None else 3)
             return
     pytest.fail("never done")
+
+
+# Files of others, and what killed exports leave
+
+
+def test_only_safetensors_files_of_the_folder_are_removed(tmp_path):
+    """An index may name anything: what is no export's file stays, whatever the index says."""
+    kept = ["config.json", "tokenizer.json", ".hidden.safetensors"]
+    for name in (*kept, "old.safetensors"):
+        (tmp_path / name).write_text("mine")
+    places = {str(i): name for i, name in enumerate((*kept, "old.safetensors"))}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    tp_ext.save_safetensors(tmp_path, _fill(1))
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "model.safetensors"])
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": ".."}}')
+    tp_ext.save_safetensors(tmp_path, _fill(1))
+    assert _kept(tmp_path, 1.0)
+
+
+def _save_and_die(path, size):
+    """Killed before the first rename, when all files are written."""
+    safetensors_files.Export.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    tp_ext.save_safetensors(path, _fill(2), max_shard_size=size)
+
+
+def test_temporary_files_of_killed_exports_are_removed_by_the_next_one(tmp_path):
+    for size in (None, 1):
+        with pytest.raises(ranks.RankError, match="exit code -9"):
+            ranks.run_fresh(_save_and_die, tmp_path, size)
+    others = {"other.safetensors.0123abcd.tmp", "model.safetensors.tmp", "model.safetensors.0123abcd.tmp.txt"}
+    for name in others:
+        (tmp_path / name).touch()
+    assert len(list(tmp_path.glob("model*.????????.tmp"))) == 2  # the second one has removed the file of the first
+    tp_ext.save_safetensors(tmp_path, _fill(1))
+    assert set(os.listdir(tmp_path)) == others | {"model.safetensors"}
+
+
+def _save_against(group, path, timeout):
+    tp_ext.save_safetensors(path, _fill(2), group=group, lock_timeout=timeout)
+
+
+def test_exports_to_one_folder_take_turns(tmp_path):
+    first = WriteLock(tmp_path / "model.safetensors")
+    assert first.take_turn(time.monotonic(), 0)
+    message = "could not be written by rank 0"
+    ranks.run_raises(_save_against, 2, OSError, message, tmp_path, 0.1, in_turns=False)
+    with pytest.raises(OSError, match=message) as raised:
+        tp_ext.save_safetensors(tmp_path, _fill(1), lock_timeout=0.0)
+    assert f"is being written by process {os.getpid()} on" in str(raised.value.__cause__)
+    threading.Timer(1.5, first.release).start()  # later than the first turn ends
+    ranks.run(_save_against, 2, tmp_path, 60)
+    assert _kept(tmp_path, 2.0) and os.listdir(tmp_path) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_is_refused_and_not_waited_for(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match=f"path: .*{name}' must be a regular file"):
+        tp_ext.load_safetensors(tmp_path, nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": {"a": ".."}}', '{"weight_map": {"a": 3}}', '{"weight_map": ' + "[" * 10**5, "\xff", ""]
+)
+def test_an_index_that_is_none(text, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"index.json' must be an index"):
+        tp_ext.load_safetensors(tmp_path, nn.Linear(8, 8))

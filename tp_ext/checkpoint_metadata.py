@@ -199,7 +199,7 @@ def _metadata(raw: Any) -> Metadata:
         for chunk in chunks:
             index = MetadataIndex(key, None if chunk is None else chunk.offsets)
             if index not in made.storage_data:
-                where = "" if chunk is None else f"'s chunk at {tuple(chunk.offsets)}"
+                where = "" if chunk is None else f", its chunk at {tuple(chunk.offsets)},"
                 _malformed(f"{_brief.repr(key)}{where} must have an entry in storage_data")
     return made
 

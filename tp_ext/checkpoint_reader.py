@@ -1,5 +1,6 @@
 """Reading a checkpoint from a directory that need not be trusted, and that another process may replace meanwhile."""
 
+import contextlib
 import os
 import pickle
 from collections.abc import Callable
@@ -73,7 +74,10 @@ class CheckpointReader(FileSystemReader):
     def read_extra(self) -> dict[str, Any]:
         """The other values that :func:`save_checkpoint` was given."""
         directory = self._opened()
-        return self._unless_replaced(lambda: _extra(directory))
+        try:
+            return self._unless_replaced(lambda: _extra(directory))
+        except FileNotFoundError:  # a checkpoint of torch.distributed.checkpoint alone
+            return {}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._opened()
@@ -131,6 +135,8 @@ class CheckpointReader(FileSystemReader):
             content = file.read()
         metadata = parse_metadata(content)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        with contextlib.suppress(OSError):
+            directory.size(EXTRA)  # now, so that it stays open with the others
         for name, end in file_ends(metadata).items():
             if (size := directory.size(name)) < end:
                 raise OSError(f"path: {os.fspath(self.path)!r}: {name} has {size} bytes and must have {end}")
@@ -142,8 +148,6 @@ def _extra(directory: PinnedDirectory) -> dict[str, Any]:
     try:
         with directory.opened(EXTRA) as file:
             extra = torch.load(file, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        return {}
     except (OSError, pickle.UnpicklingError):
         raise
     except Exception as error:  # whatever torch.load says of a file that is damaged
