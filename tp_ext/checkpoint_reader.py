@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from tp_ext.agreement import RetryError
@@ -86,9 +86,12 @@ class CheckpointReader(FileSystemReader):
     def _loaded(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             return super().read_data(plan, planner)
-        except (OSError, pickle.UnpicklingError):
+        except OSError:
             raise
         except Exception as error:  # whatever torch.load says of a file that is damaged
+            values = any(item.type is LoadItemType.BYTE_IO for item in plan.items)
+            if values and isinstance(error, pickle.UnpicklingError):  # more than plain values
+                raise
             raise OSError(f"path: {os.fspath(self.path)!r}: a data file cannot be read: {error}") from error
 
     def _places(self) -> tuple[Path, Path]:
