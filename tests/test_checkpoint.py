@@ -67,7 +67,7 @@ def test_training_goes_on_at_another_p_as_if_nothing_had_happened(p, q, options,
 
 
 def _fail(group, path, failing, how):
-    """Saves; on a full disk, if told so: rank `failing` cannot write files of more than a few bytes."""
+    """Saves; if `how` is "full", rank `failing` cannot write files of more than a few bytes."""
     model, optimizer = made(group, seed=8)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -170,6 +170,18 @@ def test_a_second_save_waits_for_its_turn(tmp_path, monkeypatch):
     threading.Timer(1.5, first.release).start()  # later than the ranks' first message
     ranks.run(_save_against, 2, path, 60)
     assert tp_ext.load_checkpoint(path, model) == {"step": 2} and os.listdir(tmp_path) == ["saved"]
+
+
+def _bad_timeout(group, path, value, save):
+    save(path, tp_ext.ColumnParallelLinear(2, 2, group=group), group=group, lock_timeout=value)
+
+
+@pytest.mark.parametrize("save", [tp_ext.save_checkpoint, tp_ext.save_safetensors], ids=["checkpoint", "safetensors"])
+def test_a_lock_timeout_is_a_number_of_seconds(save, tmp_path):
+    for value in (-1, float("nan"), "1", None):
+        message = f"lock_timeout: {value!r} must be a number of seconds, at least 0"
+        ranks.run_raises(_bad_timeout, 2, ValueError, message, tmp_path / "saved", value, save)
+    assert os.listdir(tmp_path) == []
 
 
 def _lose_a_file(group, path):

@@ -35,7 +35,7 @@ def _fill(model, optimizer, step):
 
 
 def _save_on_and_on(rank, folder, path, exchange, pipe):
-    """A rank that saves step after step, from the one after the last, and tells when one is done."""
+    """A rank that saves step after step, from the one after the last, and reports each before it begins."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Directories from anywhere: nothing in them is executed; what is malformed is told before anything is loaded."""
+"""Directories from anywhere: nothing in them is executed; malformed ones are errors before anything is loaded."""
 
 import os
 import pickle

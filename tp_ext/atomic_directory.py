@@ -67,7 +67,8 @@ def swap_in(staging: Path, target: Path) -> None:
 def discard(path: Path, target: Path) -> None:
     """Removes a directory next to ``target``, as far as it can: files that another host has open may stay a while.
 
-    It gets another name first, so that no reader finds half a directory, and nobody puts one in place."""
+    It gets another name first, so that half a directory is never found, nor put in place.
+    """
     condemned = _hidden(target, "removing")
     with contextlib.suppress(FileNotFoundError):
         path.rename(condemned)

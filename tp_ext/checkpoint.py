@@ -26,7 +26,7 @@ from tp_ext.checkpoint_reader import EXTRA, METADATA, CheckpointReader
 from tp_ext.group import Group
 from tp_ext.sharded_load import load_from
 from tp_ext.sharded_state_dict import StateDict, sharded_state_dict
-from tp_ext.write_lock import WriteLock
+from tp_ext.write_lock import WriteLock, check_lock_timeout
 
 
 def save_checkpoint(
@@ -59,8 +59,10 @@ def save_checkpoint(
     Raises:
         OSError: on every rank, if one could not write; the last checkpoint is untouched. FileExistsError: at ``path``
             is something else than a checkpoint. TimeoutError: another process, which is named, is still saving there.
-            TypeError: ``extra`` holds what could not be loaded again. ValueError: see :func:`sharded_state_dict`.
+            TypeError: ``extra`` holds what could not be loaded again. ValueError: lock_timeout; see
+            :func:`sharded_state_dict`.
     """
+    check_lock_timeout(lock_timeout)
     target = Path(os.path.realpath(path))
     first = not dist.is_initialized() or dist.get_rank(process_group) == 0
 
@@ -160,7 +162,7 @@ def _write(
             dcp.save(state, storage_writer=writer, process_group=process_group)
         together(process_group, finish)
         together(process_group, put)
-    except Exception:
+    except BaseException:
         for left in made:
             with contextlib.suppress(OSError):
                 discard(left, target)

@@ -60,7 +60,7 @@ def file_ends(metadata: Metadata) -> dict[str, int]:
 
 
 class _Record:
-    """What a pickle says about an object: the class it names, arguments and state. Stands in for all classes."""
+    """An object of a pickle as data: the class it names, arguments and state. Stands in for all classes."""
 
     def __new__(cls, *args: Any) -> "_Record":
         if len(args) > _MOST_DIMS:

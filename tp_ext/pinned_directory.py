@@ -37,7 +37,7 @@ class PinnedDirectory(FileSystem):
         self.close = weakref.finalize(self, _close, self._descriptor, self._files)
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
-        """Whether this directory is the one at the path now."""
+        """True if this directory is the one at the path now."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
         except OSError:

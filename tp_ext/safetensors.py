@@ -20,6 +20,7 @@ from tp_ext.module import check_positive
 from tp_ext.pinned_directory import open_regular
 from tp_ext.safetensors_files import Export, check_dtype, index_of, shards_of, target_of, weight_map
 from tp_ext.state_dict import Entry, entries_of
+from tp_ext.write_lock import check_lock_timeout
 
 
 def save_safetensors(
@@ -33,17 +34,18 @@ def save_safetensors(
 ) -> None:
     """Exports the unsharded model: the entries of :func:`full_state_dict`, tied ones once, under the first name.
 
-    Every rank calls it, rank 0 writes, all return when the files are there. They are written beside those of an earlier
-    export, then renamed, the index last: whenever it is interrupted, what is there is one whole export, the old one or
-    the new. Files of the old one are then removed. (Shards whose names the old index uses are called
-    ``model-b-00001-of-0000N.safetensors``; the index says so to every reader.)
+    Every rank calls it, rank 0 writes, all return when the files are there. They are written under temporary names and
+    then renamed, the index last: whenever it is interrupted, one whole export is there, the old one or the new. Files
+    of the old one are then removed. (Shards whose names the old index uses are called
+    ``model-b-00001-of-0000N.safetensors``; the index says so to every reader.) Exports to one place run one after the
+    other.
 
     Args:
         path: a folder, for the names that Hugging Face expects (``model.safetensors``), or a file ``*.safetensors``.
         module, group: as :func:`full_state_dict`. Rank 0 is the one that ``rank0_only`` means there.
         max_shard_size: in bytes; more than that go into several files ``model-00001-of-0000N.safetensors``, with
             ``model.safetensors.index.json``. A larger tensor has a file of its own.
-        metadata: strings for the head of every file, beside ``format`` (``pt``) and, as ``safetensors.torch`` has it,
+        metadata: strings for the header of every file, with ``format`` (``pt``) and, as in ``safetensors.torch``,
             the name of each entry that is not written -> the one that it is tied to.
         lock_timeout: seconds to wait for another export to the same place. The ranks exchange a number every second
             meanwhile, so the timeout of the group does not matter.
@@ -55,8 +57,9 @@ def save_safetensors(
         OSError: on every rank, if rank 0 could not write; there its cause says why (a TimeoutError: another process,
             which is named, is still writing there). The export that was there before still is.
         ValueError, TypeError: an entry that safetensors cannot hold (extra state that is no tensor, a dtype), or that
-            is on the meta device; max_shard_size, metadata.
+            is on the meta device; max_shard_size, metadata, lock_timeout.
     """
+    check_lock_timeout(lock_timeout)
     if max_shard_size is not None:
         check_positive(max_shard_size=max_shard_size)
     head = {"format": "pt", **(metadata or {})}
@@ -124,7 +127,7 @@ class _Source(NamedTuple):
         return torch.Size(self.file.get_slice(self.name).get_shape())
 
     def values(self) -> Any:
-        """What slices can be taken of; one number is just read."""
+        """Gives slices of the tensor when it is indexed; one number is just read."""
         return self.file.get_slice(self.name) if self.shape() else self.file.get_tensor(self.name)
 
 
@@ -212,7 +215,7 @@ def _found(entries: Mapping[str, Entry], sources: dict[str, _Source], ranks: Ran
 
 
 def _equal(one: _Source, other: _Source, entry: Entry, ranks: Ranks) -> bool:
-    """Whether two sources of one tensor are equal where this rank holds it."""
+    """True if two sources of one tensor are equal where this rank holds it."""
     for box in boxes(entry.value, entry.sharding, ranks.tp.rank, ranks.tp.size)[1]:
         where = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape, strict=True))
         if not torch.equal(one.values()[where], other.values()[where]):

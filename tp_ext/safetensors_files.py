@@ -38,7 +38,7 @@ DTYPES = {
 _LARGEST_INDEX = 1 << 28  # bytes
 
 Shard = list[tuple[str, Entry]]
-"""What one file holds."""
+"""The entries of one file."""
 
 
 def check_dtype(name: str, entry: Entry) -> None:
@@ -49,7 +49,7 @@ def check_dtype(name: str, entry: Entry) -> None:
 
 
 def shards_of(entries: Shard, max_size: int | None) -> list[Shard]:
-    """What each file holds, in the order of the state dict; in a file wide dtypes first, so that all are aligned."""
+    """The entries of each file, in the order of the state dict; in a file wide dtypes first, for alignment."""
     shards: list[Shard] = [[]]
     size = 0
     for name, entry in entries:
@@ -151,7 +151,7 @@ def _temporary_names(stem: str) -> re.Pattern[str]:
 
 
 def _is_shard(name: str) -> bool:
-    """Whether it is a name that an export may give to a file: an index may name any file of its folder."""
+    """True for names that an export gives to its files: an index may name any file of its folder."""
     return name.endswith(".safetensors") and not name.startswith(".")
 
 

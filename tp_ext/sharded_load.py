@@ -194,7 +194,7 @@ class _Destination:
                         )
 
     def put_back(self) -> None:
-        """What cannot be filled in place: state of the optimizer, options of its groups, extra state."""
+        """Sets values that cannot be filled in place: state of the optimizer, options of its groups, extra state."""
         nested = unflatten_state_dict({key: self.flat[key] for key in self.paths}, self.paths)
         for name, module in self.extra.items():
             if name in nested["model"]:

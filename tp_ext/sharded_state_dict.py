@@ -27,7 +27,7 @@ class Optimized(NamedTuple):
 
 @torch.no_grad()
 def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *, group: Group = None) -> StateDict:
-    """What this rank has of the state, for ``torch.distributed.checkpoint.save`` and ``async_save``.
+    """This rank's part of the state, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     ``{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor, "param_groups.<name>.<key>": value}}``, with
     the names, shapes and layouts of the unsharded model: that one loads it by
@@ -70,7 +70,8 @@ def _sharded(value: Tensor, sharding: Sharding | None, group: Group) -> Tensor:
 
 
 def sharded_state(key: str, value: Any, of: Optimized, group: Group) -> Any:
-    """Of the shape of the parameter: cut as it is. One number: as it is. Else only if nothing is cut."""
+    """State of the parameter's shape is sharded as the parameter; one number, and state of a replicated parameter, is
+    returned as it is."""
     if isinstance(value, dict | list | tuple) or "." in key:
         raise ValueError(f"optimizer: state {key!r} of {of.name!r}, a {type(value).__name__}, must be a tensor")
     if not isinstance(value, Tensor) or (value.dim() == 0 and of.param.dim() > 0):

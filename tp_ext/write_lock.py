@@ -27,6 +27,12 @@ _TOUCH_SECONDS = 3.0
 _SILENT_SECONDS = 30.0
 
 
+def check_lock_timeout(lock_timeout: float) -> None:
+    """ValueError unless it is a number of seconds, of at least 0."""
+    if not isinstance(lock_timeout, int | float) or not lock_timeout >= 0:
+        raise ValueError(f"lock_timeout: {lock_timeout!r} must be a number of seconds, at least 0")
+
+
 class WriteLock:
     """The right to write at ``target``, and to remove what earlier writers have left next to it.
 

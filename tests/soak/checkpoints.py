@@ -146,7 +146,7 @@ def load_on(setting, team, group, rank, draw, report):
 
 
 def agree(flag, group):
-    """Whether the flag is set on any rank."""
+    """True if the flag is set on any rank."""
     if group is None:
         return flag
     number = torch.tensor(float(flag))
@@ -189,7 +189,7 @@ class Soak:
         self.teams += [Team(len(self.teams) + i, size, False) for i, size in enumerate(setting.readers)]
 
     def run(self):
-        """(counts, failures); the path is loaded and saved once more at the end, and nothing else is left beside it."""
+        """(counts, failures); at the end the path is loaded and saved once more, and nothing else is left."""
         setting = self.setting
         model, optimizer = build(None)
         fill(model, optimizer, 0)
@@ -257,7 +257,7 @@ class Soak:
                 self.drain(pipe)
 
     def until_saves(self, count):
-        """Lets them go on until there are so many saves."""
+        """Waits until there are ``count`` saves."""
         end = time.monotonic() + 120
         while self.counts["saves"] < count and not self.failures:
             self.listen(0.2)

@@ -133,7 +133,7 @@ def change_bytes(draw, file):
 
 
 def change_place(draw, file):
-    """What stands at the file's name."""
+    """Puts something else at the file's name."""
     others = sorted(other for other in file.parent.iterdir() if other != file and other.is_file())
     kind = draw.choice(["missing", "pipe", "folder", "dangling", "device", "swapped", "empty", "large", "loop"])
     if kind == "swapped" and others:
