@@ -136,10 +136,11 @@ TORCH_LIBRARY(tp_ext, m) {
 
   // Rotary embedding: x [tokens, heads, head_dim] or [batch, seq, heads, head_dim], cos and sin
   // [positions, rotary_dim / 2], positions [tokens] or [batch, seq], default 0, 1, .. of each
-  // sequence. The tables of positions, computed in fp64: of position * base^(-2 i / rotary_dim)
+  // sequence. The tables of positions, computed in fp64: amplitude times cosine and sine of
+  // position * frequencies[i], default base^(-2 i / rotary_dim)
   m.def(
-      "_rope_tables(Tensor positions, int rotary_dim, float base, ScalarType dtype) -> (Tensor "
-      "cos, Tensor sin)",
+      "_rope_tables(Tensor positions, int rotary_dim, float base, ScalarType dtype, float[]? "
+      "frequencies=None, float amplitude=1.0) -> (Tensor cos, Tensor sin)",
       tags);
   m.def(
       "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved=False, Tensor? positions=None) -> "

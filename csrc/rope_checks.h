@@ -38,8 +38,10 @@ inline void check_rope(const at::Tensor& x, const at::Tensor& cos, const at::Ten
                     positions->sizes(), " must be one for each token of x, of shape ", x.sizes());
 }
 
+using GivenFrequencies = std::optional<at::ArrayRef<double>>;
+
 inline void check_rope_tables(const at::Tensor& positions, int64_t rotary_dim, double base,
-                              at::ScalarType dtype) {
+                              at::ScalarType dtype, const GivenFrequencies& frequencies) {
   TORCH_CHECK_VALUE(positions.dim() == 1, "positions: shape ", positions.sizes(),
                     " must be [positions]");
   TORCH_CHECK_TYPE(!positions.is_complex() && positions.scalar_type() != at::kBool,
@@ -49,6 +51,10 @@ inline void check_rope_tables(const at::Tensor& positions, int64_t rotary_dim, d
   TORCH_CHECK_VALUE(base > 0, "base: ", base, " must be a positive number");
   TORCH_CHECK_TYPE(dtype == at::kDouble || dtype == at::kFloat, "dtype: ", dtype,
                    " must be float32 or float64");
+  if (!frequencies) return;
+  const int64_t given = static_cast<int64_t>(frequencies->size()), most = RopeFrequencies::kMost;
+  TORCH_CHECK_VALUE(2 * given == rotary_dim && given <= most, "frequencies: ", given,
+                    " numbers must be rotary_dim / 2 = ", rotary_dim / 2, ", and at most ", most);
 }
 
 // x itself if the elements of a head are next to each other (a slice of fused q, k, v, say), a

@@ -2,17 +2,64 @@
 from those of the ranks, and what a stretch of code communicated.
 """
 
+import math
+
 import torch
 
 
-def rotate(x, positions, base=10000.0, interleaved=False, rotary_dim=None):
-    """RoPE by complex numbers: pair i of x ``[tokens, heads, head_dim]`` times exp(1j position base^(-2i / dim))."""
+def rope_frequencies(dim, base, scaling, length):
+    """The frequency of each pair, in fp64, and the factor of cosine and sine; ``length``: tokens of the longest text.
+
+    Linear: Chen et al., arXiv:2306.15595. NTK: base^(-2i / dim) with a base such that the last pair is slower by the
+    factor. YaRN: Peng et al., arXiv:2309.00071, section 3.2 and 3.4. Llama 3.1: Meta's reference code.
+    """
+    pair = torch.arange(0, dim, 2).double()
+    plain = base ** (-pair / dim)
+    if scaling is None:
+        return plain, 1.0
+    o = dict(scaling)
+    kind, factor, context = o["rope_type"], o.get("factor"), o.get("original_max_position_embeddings")
+    turns = context * plain / (2 * torch.pi) if context else None  # of each pair over the original context
+    if kind == "linear":
+        return plain / factor, 1.0
+    if kind in ("ntk", "dynamic"):
+        if kind == "dynamic":
+            factor = factor * max(length, context) / context - (factor - 1)
+        return (base * factor ** (dim / (dim - 2))) ** (-pair / dim), 1.0
+    if kind == "llama3":
+        low, high = o["low_freq_factor"], o["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    else:
+        fast, slow = (
+            dim * math.log(context / (2 * torch.pi * n)) / (2 * math.log(base))  # the pair that makes n turns
+            for n in (o.get("beta_fast", 32), o.get("beta_slow", 1))
+        )
+        if o.get("truncate", True):
+            fast, slow = math.floor(fast), math.ceil(slow)
+        fast, slow = max(fast, 0), min(slow, dim - 1)
+        slow += 0.001 * (fast == slow)
+        kept = 1 - ((torch.arange(dim // 2).double() - fast) / (slow - fast)).clamp(0, 1)
+    amplitude = 1.0
+    if kind == "yarn":
+
+        def grown(scale):
+            return 0.1 * scale * math.log(factor) + 1
+
+        both = o.get("mscale") and o.get("mscale_all_dim")
+        amplitude = o.get("attention_factor") or (grown(o["mscale"]) / grown(o["mscale_all_dim"]) if both else grown(1))
+    return plain * kept + plain / factor * (1 - kept), amplitude
+
+
+def rotate(x, positions, base=10000.0, interleaved=False, rotary_dim=None, scaling=None, length=None):
+    """RoPE by complex numbers: pair i of x ``[tokens, heads, head_dim]`` times exp(1j position frequency_i)."""
     dim = x.shape[-1] if rotary_dim is None else rotary_dim
     rotated, rest = x[..., :dim], x[..., dim:]
     pairs = rotated.unflatten(-1, (-1, 2)) if interleaved else rotated.unflatten(-1, (2, -1)).transpose(-1, -2)
-    angles = positions.double()[:, None] * base ** (-torch.arange(0, dim, 2).double() / dim)
-    turned = torch.view_as_complex(pairs.double().contiguous()) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    pairs = torch.view_as_real(turned)
+    length = int(positions.max()) + 1 if length is None and positions.numel() else length
+    frequencies, amplitude = rope_frequencies(dim, base, scaling, length)
+    angles = positions.double()[:, None] * frequencies
+    unit = torch.polar(torch.full_like(angles, amplitude), angles)[:, None]
+    pairs = torch.view_as_real(torch.view_as_complex(pairs.double().contiguous()) * unit)
     rotated = pairs.flatten(-2) if interleaved else pairs.transpose(-1, -2).flatten(-2)
     return torch.cat([rotated.to(x.dtype), rest], -1)
 

@@ -9,6 +9,8 @@ from torch import nn
 
 from tp_ext import RotaryEmbedding, _ops
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 8192
 OPTIONS = [
     {},
     {"interleaved": True},
@@ -16,6 +18,7 @@ OPTIONS = [
     {"rotary_dim": 2, "interleaved": True},
     {"base": 500000.0},
     {"base": 2, "interleaved": True},
+    {"base": 500000.0, "scaling": LLAMA3},
 ]
 POSITIONS = torch.tensor([0, 1, 2, 7, 0, 1, 131071, 3])
 every = pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -134,7 +134,14 @@ def _(
 
 
 @torch.library.register_fake("tp_ext::_rope_tables")
-def _(positions: Tensor, rotary_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _(
+    positions: Tensor,
+    rotary_dim: int,
+    base: float,
+    dtype: torch.dtype,
+    frequencies: Sequence[float] | None = None,
+    amplitude: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     cos = positions.new_empty([positions.shape[0], rotary_dim // 2], dtype=dtype)
     return cos, torch.empty_like(cos)
 

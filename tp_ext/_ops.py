@@ -97,8 +97,9 @@ layer_norm_bwd: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor 
     "_layer_norm_bwd"
 )
 
-# Rotary embedding: x, cos, sin, interleaved (, inverse), positions; tables: positions, rotary_dim, base, dtype
-rope_tables: Callable[[Tensor, int, float, torch.dtype], tuple[Tensor, Tensor]] = _op("_rope_tables")
+# Rotary embedding: x, cos, sin, interleaved (, inverse), positions; tables: positions, rotary_dim, base, dtype (,
+# frequencies, amplitude)
+rope_tables: Callable[..., tuple[Tensor, Tensor]] = _op("_rope_tables")
 rope: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor] = _direct("rope")
 rope_rotate: Callable[[Tensor, Tensor, Tensor, bool, bool, Tensor | None], Tensor] = _op("_rope")
 

@@ -202,6 +202,11 @@ class ParallelAttention(ParallelModule):
             raise ValueError("cache: must not be combined with cu_seqlens; pad prompts on the left: reset(padding=)")
         if not self.causal:
             raise ValueError("cache: causal=False must not be combined with it: what is cached would see later tokens")
+        if self.rope is not None and self.rope.scaling is not None and self.rope.scaling.dynamic:
+            raise ValueError(
+                "cache: must not be combined with dynamic RoPE scaling, which rotates earlier keys anew when the text "
+                "grows; use rope_type 'ntk' with the factor of the longest text"
+            )
         if self.training and self.dropout:
             raise ValueError(f"cache: must not be combined with dropout = {self.dropout} in training mode; call eval()")
         heads = (cache.k.shape[1], cache.k.shape[3])
@@ -227,7 +232,7 @@ class ParallelAttention(ParallelModule):
         if lengths is not None:
             seq, positions = max(lengths), packed_positions(lengths, rows.device)
         places = torch.arange(seq, device=rows.device) if cache is None else cache.positions(seq).flatten()
-        return *rope.cos_sin(places, rows.dtype), positions
+        return *rope.cos_sin(places, rows.dtype, length=seq), positions
 
     def _heads(
         self, rows: Tensor, lead: tuple[int, ...], tables: tuple[Tensor, Tensor, Tensor | None] | None

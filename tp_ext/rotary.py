@@ -1,13 +1,15 @@
 """Rotary position embedding (RoPE). Su et al., "RoFormer" (arXiv:2104.09864)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.module import check_positive
+from tp_ext.rope_scaling import RopeScaling, base_and_rotary_dim
 
 
 class RotaryEmbedding(nn.Module):
@@ -19,24 +21,30 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         head_dim: features of a head.
-        base: of the angles' geometric series.
+        base: of the angles' geometric series; default ``rope_theta`` of ``scaling``, or 10000.
         interleaved: which features make a pair.
-        rotary_dim: rotate only so many leading features, the rest pass through; default all.
+        rotary_dim: rotate only that many leading features, the rest pass through; default as ``partial_rotary_factor``
+            of ``scaling`` says, or all.
+        scaling: Hugging Face's ``config.rope_scaling`` or ``config.rope_parameters``, for contexts longer than those of
+            pretraining: linear, ntk, dynamic, llama3 or yarn, see :class:`tp_ext.rope_scaling.RopeScaling`. At most 512
+            rotated features.
 
     Raises:
-        ValueError: ``rotary_dim`` is odd or larger than ``head_dim``; ``base`` is not positive.
+        ValueError: ``rotary_dim`` is odd or larger than ``head_dim``; ``base`` is not positive; ``scaling`` has an
+            unknown key, or a value outside its range.
     """
 
     def __init__(
         self,
         head_dim: int,
-        base: float = 10000.0,
+        base: float | None = None,
         interleaved: bool = False,
         *,
         rotary_dim: int | None = None,
+        scaling: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        base, rotary_dim = base_and_rotary_dim(scaling, head_dim, base, rotary_dim)
         check_positive(head_dim=head_dim, rotary_dim=rotary_dim)
         if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
             raise ValueError(f"rotary_dim: {rotary_dim} must be even and at most head_dim = {head_dim}")
@@ -46,11 +54,23 @@ class RotaryEmbedding(nn.Module):
         self.base = float(base)
         self.interleaved = interleaved
         self.rotary_dim = rotary_dim
+        scaled = None if scaling is None else RopeScaling(scaling, rotary_dim, self.base)
+        self.scaling = None if scaled is None or scaled.kind == "default" else scaled
 
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, ``[positions, rotary_dim / 2]``, for x of ``dtype``, at integer ``positions``, 1-D."""
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype, *, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, ``[positions, rotary_dim / 2]``, for x of ``dtype``, at integer ``positions``, 1-D.
+
+        ``length``, for dynamic scaling alone: tokens of the longest sequence. Default the largest position + 1, for
+        which the host waits for the device.
+        """
         table = torch.float64 if dtype == torch.float64 else torch.float32
-        return _ops.rope_tables(positions, self.rotary_dim, self.base, table)
+        scaling = self.scaling
+        if scaling is None:
+            return _ops.rope_tables(positions, self.rotary_dim, self.base, table)
+        if length is None:
+            length = int(positions.max()) + 1 if scaling.dynamic and positions.numel() else 0
+        frequencies = scaling.frequencies(length)
+        return _ops.rope_tables(positions, self.rotary_dim, self.base, table, frequencies, scaling.amplitude)
 
     def forward(
         self,
@@ -105,15 +125,19 @@ class RotaryEmbedding(nn.Module):
                 )
             lengths = sequence_lengths(cu_seqlens, seq)
             seq, packed = max(lengths), packed_positions(lengths, x.device)
-        cos, sin = self.cos_sin(torch.arange(offset, offset + seq, device=x.device), x.dtype)
+        places = torch.arange(offset, offset + seq, device=x.device)
+        cos, sin = self.cos_sin(places, x.dtype, length=offset + seq)
         return _ops.rope(x, cos, sin, self.interleaved, packed)
 
     def extra_repr(self) -> str:
-        return f"{self.head_dim}, base={self.base}, interleaved={self.interleaved}, rotary_dim={self.rotary_dim}"
+        scaling = "" if self.scaling is None else f", scaling={self.scaling}"
+        return (
+            f"{self.head_dim}, base={self.base}, interleaved={self.interleaved}, rotary_dim={self.rotary_dim}{scaling}"
+        )
 
 
 def sequence_lengths(cu_seqlens: Tensor | Sequence[int], tokens: int) -> list[int]:
-    """Those of packed sequences, which together have so many tokens."""
+    """Lengths of the packed sequences; they must sum to ``tokens``."""
     ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if not all(isinstance(end, int) for end in ends):
         raise TypeError(f"cu_seqlens: {ends} must be integers")

@@ -90,30 +90,32 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, bool
 }
 
 template <typename A>
-TP_SIMD void fill_row(double position, const double* __restrict frequencies, int64_t half,
-                      A* __restrict cos, A* __restrict sin) {
+TP_SIMD void fill_row(double position, const double* __restrict frequencies, double amplitude,
+                      int64_t half, A* __restrict cos, A* __restrict sin) {
   for (int64_t i = 0; i < half; ++i) {
-    const CosSin turned = cos_sin_of(position * frequencies[i]);
-    cos[i] = static_cast<A>(turned.cos);
-    sin[i] = static_cast<A>(turned.sin);
+    const CosSin unit = cos_sin_of(position * frequencies[i]);
+    cos[i] = static_cast<A>(amplitude * unit.cos);
+    sin[i] = static_cast<A>(amplitude * unit.sin);
   }
 }
 
 std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions_in, int64_t rotary_dim, double base,
-                                       at::ScalarType dtype) {
-  check_rope_tables(positions_in, rotary_dim, base, dtype);
+                                       at::ScalarType dtype, GivenFrequencies given,
+                                       double amplitude) {
+  check_rope_tables(positions_in, rotary_dim, base, dtype, given);
   const Tensor positions = positions_in.to(at::kDouble).contiguous();
   const int64_t rows = positions.size(0), half = rotary_dim / 2;
   const Tensor cos = at::empty({rows, half}, positions.options().dtype(dtype));
   const Tensor sin = at::empty({rows, half}, cos.options());
   std::vector<double> frequencies(half);
-  for (int64_t i = 0; i < half; ++i) frequencies[i] = rope_frequency(base, i, half);
+  for (int64_t i = 0; i < half; ++i)
+    frequencies[i] = given ? (*given)[i] : rope_frequency(base, i, half);
   const auto fill = [&](auto tag) {
     using A = decltype(tag);
     at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / 8 / std::max<int64_t>(half, 1)),
                      [&](int64_t begin, int64_t end) {
                        for (int64_t t = begin; t < end; ++t)
-                         fill_row<A>(in<double>(positions)[t], frequencies.data(), half,
+                         fill_row<A>(in<double>(positions)[t], frequencies.data(), amplitude, half,
                                      out<A>(cos) + t * half, out<A>(sin) + t * half);
                      });
   };

@@ -60,8 +60,9 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, bool
 }
 
 std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions_in, int64_t rotary_dim, double base,
-                                       at::ScalarType dtype) {
-  check_rope_tables(positions_in, rotary_dim, base, dtype);
+                                       at::ScalarType dtype, GivenFrequencies given,
+                                       double amplitude) {
+  check_rope_tables(positions_in, rotary_dim, base, dtype, given);
   const c10::cuda::CUDAGuard guard(positions_in.device());
   const bool whole = positions_in.scalar_type() == at::kLong;
   const Tensor positions = (whole ? positions_in : positions_in.to(at::kDouble)).contiguous();
@@ -69,18 +70,28 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& positions_in, int64_t rotar
   const Tensor cos = at::empty({rows, half}, positions.options().dtype(dtype));
   const Tensor sin = at::empty({rows, half}, cos.options());
   if (cos.numel() == 0) return {cos, sin};
-  const auto fill = [&](auto position, auto entry) {
+  const auto fill = [&](auto position, auto entry, auto frequency) {
     using P = decltype(position);
     using A = decltype(entry);
     rope_tables_kernel<A, P>
         <<<grid_for(rows * half), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-            in<P>(positions), rows, half, base, out<A>(cos), out<A>(sin));
+            in<P>(positions), rows, half, frequency, amplitude, out<A>(cos), out<A>(sin));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   };
-  const auto fill_from = [&](auto position) {
-    dtype == at::kDouble ? fill(position, double{}) : fill(position, float{});
+  const auto fill_of = [&](auto frequency) {
+    const auto fill_from = [&](auto position) {
+      dtype == at::kDouble ? fill(position, double{}, frequency)
+                           : fill(position, float{}, frequency);
+    };
+    whole ? fill_from(int64_t{}) : fill_from(double{});
   };
-  whole ? fill_from(int64_t{}) : fill_from(double{});
+  if (given) {
+    RopeFrequencies frequencies{};
+    std::copy(given->begin(), given->end(), frequencies.values);
+    fill_of(frequencies);
+  } else {
+    fill_of(RopeSeries{base, half});
+  }
   return {cos, sin};
 }
 

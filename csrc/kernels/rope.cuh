@@ -42,16 +42,16 @@ __device__ __forceinline__ void rotate_pairs(const T* x, const acc_t<T>* cos, co
   store(y, high, out[1]);
 }
 
-// cos and sin [rows, half] of positions [rows]; P is int64_t or double
-template <typename A, typename P>
-__global__ void rope_tables_kernel(const P* positions, int64_t rows, int64_t half, double base,
-                                   A* cos, A* sin) {
+// cos and sin [rows, half] of positions [rows]; P is int64_t or double, Frequency RopeSeries or
+// RopeFrequencies
+template <typename A, typename P, typename Frequency>
+__global__ void rope_tables_kernel(const P* positions, int64_t rows, int64_t half,
+                                   const Frequency frequency, double amplitude, A* cos, A* sin) {
   grid_stride(rows * half, 1, [&](int64_t item) {
     const int64_t row = divide(item, half), i = item - row * half;
-    const auto turned =
-        cos_sin_of(static_cast<double>(positions[row]) * rope_frequency(base, i, half));
-    cos[item] = static_cast<A>(turned.cos);
-    sin[item] = static_cast<A>(turned.sin);
+    const auto unit = cos_sin_of(static_cast<double>(positions[row]) * frequency(i));
+    cos[item] = static_cast<A>(amplitude * unit.cos);
+    sin[item] = static_cast<A>(amplitude * unit.sin);
   });
 }
 

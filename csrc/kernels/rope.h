@@ -29,6 +29,20 @@ TP_HD double rope_frequency(double base, int64_t i, int64_t half) {
 #endif
 }
 
+// The frequency of pair i where the caller gives all of them: by value, as an argument of a kernel
+struct RopeFrequencies {
+  static constexpr int64_t kMost = 256;
+  double values[kMost];
+  TP_HD double operator()(int64_t i) const { return values[i]; }
+};
+
+// .. and where they are a geometric series
+struct RopeSeries {
+  double base;
+  int64_t half;
+  TP_HD double operator()(int64_t i) const { return rope_frequency(base, i, half); }
+};
+
 // x [batch, seq, heads, head_dim], its head_dim dense and its other dims strided; y contiguous;
 // half = r / 2; cos and sin [rows, half]. Tokens are counted over batch and seq.
 struct RopeShape {

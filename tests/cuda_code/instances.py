@@ -53,8 +53,9 @@ def ropes():
     for dtype in TYPES:
         for width, interleaved in product(widths(dtype), BOOLS):
             yield Instance("rope", "rope_kernel", (dtype, width, interleaved, "InRange"), 256, dtype)
-    for dtype, positions in product((DOUBLE, FLOAT), ("int64_t", DOUBLE)):
-        yield Instance("rope", "rope_tables_kernel", (dtype, positions), 256, dtype)
+    frequencies = ("RopeSeries", "RopeFrequencies")
+    for dtype, positions, frequency in product((DOUBLE, FLOAT), ("int64_t", DOUBLE), frequencies):
+        yield Instance("rope", "rope_tables_kernel", (dtype, positions, frequency), 256, dtype)
 
 
 def vocabularies():

@@ -91,26 +91,27 @@ void rope(const RopeShape& s, int64_t shift, unsigned blocks = 1000) {
   turn<T, kVec<T>, true>(s, shift, blocks, false);
 }
 
-template <typename A, typename P>
-void tables(int64_t rows, int64_t half) {
+template <typename A, typename P, typename Frequency>
+void tables(int64_t rows, int64_t half, const Frequency& frequency, double amplitude) {
   const auto name = "rope tables of " + std::to_string(rows) + " x " + std::to_string(half);
   Tensor<P> positions(rows);
   for (int64_t r = 0; r < rows; ++r) positions[r] = P(3 * r + 7) / P(2);
   const auto [cos, sin] = run_in_every_order(name, [&] {
     Tensor<A> cos(rows * half), sin(rows * half);
-    launch(std::min(grid_for(rows * half), 2), kThreads,
-           [&] { rope_tables_kernel<A, P>(positions, rows, half, 10000.0, cos, sin); });
+    launch(std::min(grid_for(rows * half), 2), kThreads, [&] {
+      rope_tables_kernel<A, P>(positions, rows, half, frequency, amplitude, cos, sin);
+    });
     return results(cos, sin);
   });
   const auto angle = [&](int64_t i) {
-    return static_cast<double>(positions[i / half]) * rope_frequency(10000.0, i % half, half);
+    return static_cast<double>(positions[i / half]) * frequency(i % half);
   };
   const auto bound = [](int64_t) { return 1e-14; };
   const auto& c = cos;  // a structured binding cannot be captured
   expect_near<A>(
-      "cos", c, [&](int64_t i) { return std::cos(angle(i)); }, bound);
+      "cos", c, [&](int64_t i) { return amplitude * std::cos(angle(i)); }, bound);
   expect_near<A>(
-      "sin", sin, [&](int64_t i) { return std::sin(angle(i)); }, bound);
+      "sin", sin, [&](int64_t i) { return amplitude * std::sin(angle(i)); }, bound);
 }
 
 // The last token of a tensor of more than 2^31 elements
@@ -158,7 +159,12 @@ int main() {
   });
   rope<BFloat16>(packed(4, 10, 5, 128, 64), 0, 2);  // more work than threads, tokens than blocks
   rope<BFloat16>(packed(1, 40, 1, 32, 8), 0, 2);    // several tokens in a block
-  tables<float, int64_t>(3, 5), tables<double, double>(40, 32), tables<double, int64_t>(1, 1);
+  tables<float, int64_t>(3, 5, RopeSeries{10000.0, 5}, 1.0);
+  tables<double, double>(40, 32, RopeSeries{10000.0, 32}, 1.0);
+  tables<double, int64_t>(1, 1, RopeSeries{10000.0, 1}, 1.0);
+  RopeFrequencies given{};
+  for (int i = 0; i < 5; ++i) given.values[i] = 1.0 / (1 + i * i);
+  tables<float, int64_t>(3, 5, given, 1.25), tables<double, double>(7, 5, given, 1.25);
   vast_rope();
   return done();
 }

@@ -167,6 +167,21 @@ def test_tables_are_cosines_and_sines(base, rotary, device):
         assert all(torch.equal(t, full[: len(other)]) for t, full in zip(short, tables, strict=True))
 
 
+def test_tables_of_given_frequencies(device):
+    """Those of the geometric series, given as numbers, are to the bit the default; the amplitude multiplies in fp64."""
+    positions = torch.cat([torch.arange(5000), torch.tensor([131071, -3])]).to(device)
+    frequencies = [1.0, 0.3, 0.0, 1e-5]
+    angles = positions.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64, device=device)
+    unit = _ops.rope_tables(positions, 8, 10000.0, torch.float64, frequencies)
+    for table, want in zip(unit, (angles.cos(), angles.sin()), strict=True):
+        torch.testing.assert_close(table, want, rtol=0, atol=1e-15)
+    for table, half in zip(_ops.rope_tables(positions, 8, 1.0, torch.float32, frequencies, 1.3), unit, strict=True):
+        assert torch.equal(table, (1.3 * half).float())
+    ones = _ops.rope_tables(positions, 8, 1.0, torch.float32)
+    for table, want in zip(_ops.rope_tables(positions, 8, 2.0, torch.float32, [1.0] * 4), ones, strict=True):
+        assert torch.equal(table, want)
+
+
 def test_gradient_may_be_strided_or_expanded(device):
     x = torch.randn(3, 2, 8, device=device, requires_grad=True)
     cos, sin = angles(3, 8, x.dtype, device)
@@ -212,6 +227,7 @@ def test_opcheck_and_compile(device):
     opcheck(torch.ops.tp_ext.rope, (x, cos, sin, False, positions))
     opcheck(torch.ops.tp_ext.rope, (x.detach()[None].requires_grad_(), cos, sin, False, positions[None]))
     opcheck(torch.ops.tp_ext._rope_tables, (positions, 6, 100.0, torch.float32))
+    opcheck(torch.ops.tp_ext._rope_tables, (positions, 6, 100.0, torch.float64, [1.0, 0.5, 0.25], 1.5))
     opcheck(torch.ops.tp_ext._rope, (x.detach().transpose(1, 2).contiguous().transpose(1, 2), cos, sin, False, False))
     compiled = torch.compile(_ops.rope, fullgraph=True)
     for more in ((), (positions,)):
@@ -256,6 +272,12 @@ def test_errors_name_the_positions(device):
         ((torch.zeros(2), 3, 2.0, torch.float32), ValueError, "rotary_dim: 3 must be even"),
         ((torch.zeros(2), 4, 0.0, torch.float32), ValueError, "base: 0"),
         ((torch.zeros(2), 4, 2.0, torch.half), TypeError, "dtype: Half"),
+        (
+            (torch.zeros(2), 4, 2.0, torch.float32, [1.0]),
+            ValueError,
+            "frequencies: 1 numbers must be rotary_dim / 2 = 2",
+        ),
+        ((torch.zeros(2), 514, 2.0, torch.float32, [1.0] * 257), ValueError, "frequencies: 257 .* at most 256"),
     ):
         with pytest.raises(error, match=word):
             _ops.rope_tables(args[0].to(device), *args[1:])
