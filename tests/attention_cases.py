@@ -10,6 +10,7 @@ from tp_ext import ParallelAttention, RotaryEmbedding
 
 HIDDEN, HEAD = 10, 4
 HALF, INTERLEAVED, PARTIAL = {}, {"interleaved": True, "base": 100.0}, {"rotary_dim": 2}
+YARN = {"base": 100.0, "scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}
 CASES = {
     "mha": {"num_heads": 4},
     "gqa": {"num_heads": 8, "num_kv_heads": 4},
@@ -26,8 +27,12 @@ CASES = {
     "qkv_bias": {"num_heads": 6, "num_kv_heads": 2, "bias": False, "qkv_bias": True},
     "out_bias": {"num_heads": 4, "out_bias": True, "bias": False},
     "not_causal": {"num_heads": 4, "causal": False},
+    "window": {"num_heads": 5, "sliding_window": 2, "scale": 0.7, "rope": YARN},
+    "window_not_causal": {"num_heads": 4, "num_kv_heads": 2, "causal": False, "sliding_window": 2},
+    "softcap": {"num_heads": 6, "num_kv_heads": 2, "softcap": 1.5, "sliding_window": 3, "scale": 0.7},
     "all": {"num_heads": 6, "num_kv_heads": 2, "qk_norm": True, "rope": INTERLEAVED},
 }
+KNOWN = ("num_heads", "num_kv_heads", "causal", "rope", "scale", "sliding_window", "softcap")  # to the reference
 PACKED = [5, 0, 3, 1, 2]
 LAYOUTS = {  # the lengths of the sequences, how they come, sequence parallelism
     "batch": ([5, 5], "batch", False),
@@ -85,8 +90,7 @@ def _run(group, options, state, x, g, lengths, how, sp):
 def _dense(options, state, x, g, lengths):
     """Output and gradients of the reference: y, dx, {name: gradient}."""
     x, state = x.double().requires_grad_(), {k: v.double().requires_grad_() for k, v in state.items()}
-    known = ("num_heads", "num_kv_heads", "causal", "rope")
-    y = reference.attention(x, state, lengths, **{k: v for k, v in options.items() if k in known})
+    y = reference.attention(x, state, lengths, **{k: v for k, v in options.items() if k in KNOWN})
     y.backward(g.double())
     return y, x.grad, {k: v.grad for k, v in state.items()}
 

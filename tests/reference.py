@@ -64,11 +64,25 @@ def rotate(x, positions, base=10000.0, interleaved=False, rotary_dim=None, scali
     return torch.cat([rotated.to(x.dtype), rest], -1)
 
 
-def attention(x, weights, lengths, *, num_heads, num_kv_heads=None, causal=True, rope=None):
+def attention(
+    x,
+    weights,
+    lengths,
+    *,
+    num_heads,
+    num_kv_heads=None,
+    causal=True,
+    rope=None,
+    scale=None,
+    sliding_window=None,
+    softcap=None,
+    attn_mask=None,
+):
     """Self-attention of the sequences of ``lengths`` in x ``[tokens, hidden]``, one after the other.
 
     weights: ``qkv.weight`` (rows q | k | v), ``out.weight``, and, if there are any, ``qkv.bias``, ``out.bias``,
-    ``q_norm.weight``, ``k_norm.weight``. rope: arguments of :func:`rotate`.
+    ``q_norm.weight``, ``k_norm.weight``. rope: arguments of :func:`rotate`. attn_mask: bool or added to the scores,
+    broadcastable to ``[len(lengths), num_heads, n, n]``.
     """
     num_kv_heads = num_kv_heads or num_heads
     qkv = x @ weights["qkv.weight"].T + weights.get("qkv.bias", 0)
@@ -83,15 +97,24 @@ def attention(x, weights, lengths, *, num_heads, num_kv_heads=None, causal=True,
         positions = torch.cat([torch.arange(n) for n in lengths])
         q, k = rotate(q, positions, **rope), rotate(k, positions, **rope)
     outputs = []
-    for q1, k1, v1 in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+    for sequence, (q1, k1, v1) in enumerate(zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)):
         n = q1.shape[0]
+        distance = torch.arange(n)[:, None] - torch.arange(n)  # i - j
         per_head = []
         for head in range(num_heads):
             shared = head // (num_heads // num_kv_heads)
-            scores = q1[:, head] @ k1[:, shared].T / q1.shape[-1] ** 0.5
+            scores = q1[:, head] @ k1[:, shared].T * (q1.shape[-1] ** -0.5 if scale is None else scale)
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            if attn_mask is not None:
+                mask = attn_mask.expand(len(lengths), num_heads, n, n)[sequence, head]
+                scores = scores.where(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
             if causal:
-                scores = scores.masked_fill(torch.arange(n) > torch.arange(n)[:, None], float("-inf"))
-            per_head.append(scores.softmax(-1) @ v1[:, shared])
+                scores = scores.masked_fill(distance < 0, float("-inf"))
+            if sliding_window is not None:
+                scores = scores.masked_fill(distance.abs() >= sliding_window, float("-inf"))
+            blind = (scores == float("-inf")).all(-1, keepdim=True)  # may attend to nothing
+            per_head.append(scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0) @ v1[:, shared])
         outputs.append(torch.cat(per_head, -1))
     return torch.cat(outputs) @ weights["out.weight"].T + weights.get("out.bias", 0)
 

@@ -30,7 +30,7 @@ def _dropped(group, options, state, x, sp=False):
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("name", ["mha", "gqa_6_heads_2_kv", "mqa"])
+@pytest.mark.parametrize("name", ["mha", "gqa_6_heads_2_kv", "mqa", "softcap", "window_not_causal"])
 def test_exact_dropout_is_the_same_for_every_p(name, sp):
     state, x = reference.random_state(make(CASES[name])), torch.randn(10, HIDDEN, dtype=torch.float64)
     (want, plain, want_grads, *_) = _dropped(None, CASES[name], state, x)
@@ -92,16 +92,17 @@ def test_sequence_parallel_one_all_gather_and_one_reduce_scatter():
     assert backward == {"all_gather": 2, "reduce_scatter": 1}  # of dy, of x again (kept as a shard); of dx
 
 
-def _wrapped(group, wrap, options, sp):
+def _wrapped(group, wrap, options, sp, masked):
     torch._dynamo.reset()
     module = make(options, group, sequence_parallel=sp)
+    mask = {"attn_mask": torch.randn(6, 5, 5).double().requires_grad_()} if masked else {}
     x = torch.randn(10, HIDDEN, dtype=torch.float64)
     results = []
     for fn in (module, wrap(module)):
         torch.manual_seed(3)
         own = (x.tensor_split(group.size())[group.rank()] if sp else x).clone().requires_grad_()
-        y = fn(own, batch_size=2)
-        results.append((y, *torch.autograd.grad(y.square().sum(), [own, *module.parameters()])))
+        y = fn(own, batch_size=2, **mask)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [own, *mask.values(), *module.parameters()])))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
@@ -115,24 +116,30 @@ def _checkpoint(module):
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.5}], ids=["", "dropout"])
+@pytest.mark.parametrize(
+    ("options", "masked"),
+    [({}, False), ({"dropout": 0.5}, False), ({"sliding_window": 2, "scale": 0.3}, True), ({"softcap": 1.5}, True)],
+    ids=["", "dropout", "window_mask", "softcap_mask"],
+)
 @pytest.mark.parametrize("wrap", [_compile, _checkpoint], ids=["compile", "checkpoint"])
-def test_compiled_and_recomputed_as_eager(wrap, options, sp):
-    ranks.run(_wrapped, 2, wrap, CASES["all"] | options, sp, timeout=120)
+def test_compiled_and_recomputed_as_eager(wrap, options, masked, sp):
+    ranks.run(_wrapped, 2, wrap, CASES["all"] | options, sp, masked, timeout=120)
 
 
 def _autocast(group, options):
     module = make(options, group, dtype=torch.float32)
-    x = torch.randn(2, 5, HIDDEN, requires_grad=True)
-    want = module(x)
+    x, mask = torch.randn(2, 5, HIDDEN, requires_grad=True), torch.randn(6, 5, 5, requires_grad=True)
+    want = module(x, attn_mask=mask)
     with torch.autocast("cpu", torch.bfloat16):
-        y = module(x)
+        y = module(x, attn_mask=mask)
     y.float().square().sum().backward()
-    assert all(p.grad.dtype == torch.float32 for p in module.parameters())
+    assert all(p.grad.dtype == torch.float32 for p in (mask, *module.parameters()))
     return y, want
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 1e-9}], ids=["fused", "exact_dropout"])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 1e-9}, {"softcap": 3.0}], ids=["fused", "exact_dropout", "softcap"]
+)
 @pytest.mark.parametrize("p", [1, 2])
 def test_autocast_gives_the_low_precision(p, options):
     for y, want in ranks.run(_autocast, p, CASES["all"] | options):

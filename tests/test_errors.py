@@ -107,6 +107,28 @@ ATTENTION = [
     ("attention(g, head_dim=0)", ValueError, "head_dim: 0 must be"),
     ("attention(g, dropout=1.0)", ValueError, r"dropout: 1.0 must be a probability, in \[0, 1\)"),
     ('attention(g, dropout="half")', ValueError, "dropout: 'half' must be"),
+    ("attention(g, scale=0)", ValueError, "scale: 0 must be a positive finite number"),
+    ("attention(g, softcap=-1.0)", ValueError, "softcap: -1.0 must be a positive finite number"),
+    ("attention(g, softcap=True)", ValueError, "softcap: True must be"),
+    ("attention(g, sliding_window=0)", ValueError, "sliding_window: 0 must be"),
+    ("attention(g, sliding_window=1.5)", ValueError, "sliding_window: 1.5 must be"),
+    (
+        "attention(g)(ones(1, 4, 8), attn_mask=ones(4, 4).long())",
+        TypeError,
+        "attn_mask: dtype torch.int64 must be .*bool",
+    ),
+    ("attention(g)(ones(1, 4, 8), attn_mask=[1])", TypeError, r"attn_mask: \[1\] must be a tensor"),
+    (
+        "attention(g)(ones(1, 4, 8), attn_mask=ones(2, 4, 4))",  # this rank's heads
+        ValueError,
+        r"attn_mask: shape \(2, 4, 4\) must be broadcastable to .* = \[1, 4, 4, 4\]",
+    ),
+    ("attention(g)(ones(1, 4, 8), attn_mask=ones(1, 1, 1, 1, 1))", ValueError, r"attn_mask: shape \(1, 1, 1, 1, 1\)"),
+    (
+        "attention(g)(ones(4, 8), cu_seqlens=[0, 4], attn_mask=ones(4, 4))",
+        ValueError,
+        "attn_mask: must not be combined",
+    ),
     ("attention(g, rope=True)", ValueError, "rope: True must be a base or a RotaryEmbedding"),
     ("attention(g, rope=RotaryEmbedding(4))", ValueError, "rope: RotaryEmbedding.*of 2"),
     ("attention(g, rope=-1.0)", ValueError, "base: -1.0 must be a positive"),

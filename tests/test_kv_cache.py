@@ -9,7 +9,7 @@ import pytest
 import ranks
 import reference
 import torch
-from attention_cases import CASES, HIDDEN, fits, make
+from attention_cases import CASES, HIDDEN, KNOWN, fits, make
 
 import tp_ext
 
@@ -31,10 +31,10 @@ def close(a, b, relative=1e-12):
     assert (a - b).abs().max() <= relative * b.abs().max()
 
 
-def dense(options, state, x):
+def dense(options, state, x, attn_mask=None):
     """The reference on whole sequences x [batch, seq, hidden]."""
-    known = {k: v for k, v in options.items() if k in ("num_heads", "num_kv_heads", "rope")}
-    y = reference.attention(x.flatten(0, 1), state, [x.shape[1]] * len(x), **known)
+    known = {k: v for k, v in options.items() if k in KNOWN}
+    y = reference.attention(x.flatten(0, 1), state, [x.shape[1]] * len(x), attn_mask=attn_mask, **known)
     return y.view(x.shape)
 
 

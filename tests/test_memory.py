@@ -113,6 +113,10 @@ ATTENTIONS = {
     "gqa_rope": {"num_kv_heads": 2, "rope": 1e4},
     "qk_norm": {"num_kv_heads": 2, "qk_norm": True},
     "qk_norm_rope": {"num_kv_heads": 2, "qk_norm": True, "rope": 1e4},
+    "window": {"sliding_window": 3},
+    "window_gqa": {"num_kv_heads": 2, "sliding_window": 3},
+    "softcap": {"softcap": 2.0},
+    "softcap_gqa_dropout": {"num_kv_heads": 2, "softcap": 2.0, "dropout": 0.1},
     "exact_dropout": {"dropout": 0.1},
     "exact_dropout_gqa": {"num_kv_heads": 2, "dropout": 0.1},
     "exact_dropout_rope": {"dropout": 0.1, "rope": 1e4},
@@ -125,10 +129,15 @@ def attention_bytes(z, options, d=HEAD, heads=HEADS, seq=S):
     total = z.n_sp * z.h * z.e  # the input of qkv
     total += z.n * (a + 2 * k) * d * z.e  # q, k, v: one storage; behind RoPE, q|k and v
     total += z.n * a * d * z.e  # the input of out
+    if options.get("softcap"):
+        total += z.n * a * seq * z.e  # tanh
     if options.get("dropout"):
-        total += 2 * z.n * a * seq * z.e + seq * seq + 8  # softmax, what dropout leaves of it, future, seed
+        total += z.n * a * seq * z.e + 8  # what dropout leaves of the softmax, seed
+    if options.get("softcap") or options.get("dropout"):
+        total += z.n * a * seq * z.e + seq * seq  # softmax, bool mask
     else:
         total += 4 * z.n * a  # log-sum-exp, fp32
+        total += seq * seq * z.e if options.get("sliding_window") else 0  # mask, as torch adds it
     if options.get("qk_norm"):
         total += z.n * (a + k) * (d * z.e + 4)  # normed q and k beside those before; a number per row
     if options.get("rope"):

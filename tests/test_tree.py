@@ -24,7 +24,7 @@ LAYERS = [
     {"_fakes"},
     {"_ops", "group", "sharding", "shm"},
     {"megatron"},
-    {"regions", "random", "rope_scaling"},
+    {"regions", "random", "rope_scaling", "scaled_dot_product"},
     {"module"},
     {"parallel_linear"},
     {"linear", "norm", "dropout", "rotary", "loss", "embedding", "kv_cache"},

@@ -134,6 +134,9 @@ CrossEntropyGrad = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int, int,
 vocab_ce_bwd: CrossEntropyGrad = _op("_vocab_ce_bwd")
 vocab_ce_bwd_: CrossEntropyGrad = _op("_vocab_ce_bwd_")
 
+# torch's softmax that gives 0, not NaN, where all of a row is -inf: scaled_dot_product_attention has it, torch.* not
+safe_softmax: Callable[..., Tensor] = torch.ops.aten._safe_softmax.default
+
 # Of all tensors at once
 multi_tensor_squared_norm: Callable[[Sequence[Tensor]], Tensor] = _op("_multi_tensor_squared_norm")
 multi_tensor_scale_: Callable[[Sequence[Tensor], Tensor], None] = _op("_multi_tensor_scale_")

@@ -1,11 +1,10 @@
-"""Multi-head self-attention with its heads dealt over the ranks."""
+"""Multi-head self-attention with its heads sharded over the ranks."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tp_ext import _ops
@@ -16,11 +15,15 @@ from tp_ext.module import ParallelModule, check_positive
 from tp_ext.norm import RMSNorm
 from tp_ext.random import Init, OwnRandomNumbers, draw_seed
 from tp_ext.rotary import RotaryEmbedding, packed_positions, sequence_lengths
+from tp_ext.scaled_dot_product import explicit_attention, fused_attention, restricted, visible
 from tp_ext.sharding import head_parts
 
 
 class ParallelAttention(ParallelModule):
-    """softmax(q k^T / sqrt(head_dim)) v per head, between a column linear (q | k | v) and a row linear.
+    """softmax(cap(scale q k^T) + mask) v per head, between a column linear (q | k | v) and a row linear.
+
+    ``cap(s) = softcap tanh(s / softcap)``, or s. Query i attends to key j where ``attn_mask`` allows it, and j <= i if
+    ``causal``, and ``i - w < j < i + w`` with ``sliding_window=w``.
 
     Shapes: x ``[batch, seq, hidden]``, or ``[tokens, hidden]`` with ``batch_size=`` or ``cu_seqlens=`` (SP:
     ``[tokens_local, hidden]``, always with one of them) -> y of x's shape. ``qkv.weight`` holds this rank's rows of q,
@@ -28,19 +31,24 @@ class ParallelAttention(ParallelModule):
 
     Communicates: one all-reduce forward, one backward; SP: an all-gather and a reduce-scatter each way. With fewer KV
     heads than ranks, backward, one all-reduce of the gradient of k's and v's weights, and of their bias; with
-    ``qk_norm``, backward, one each of the two norm weights.
+    ``qk_norm``, backward, one each of the two norm weights; of an ``attn_mask`` that requires grad, its gradient.
 
     Args:
         hidden_size, num_heads: of the full block.
         num_kv_heads: fewer make grouped-query (GQA) or, one, multi-query attention; default ``num_heads``.
         head_dim: default ``hidden_size / num_heads``.
         bias: in both linears; ``qkv_bias``, ``out_bias`` override it for one.
-        causal: a token sees itself and those before it.
+        causal: a token attends to itself and those before it.
+        scale: of the scores q k^T; default ``head_dim ** -0.5``.
+        sliding_window: w. If causal a token attends to itself and the w - 1 before it, otherwise also to the w - 1
+            behind it.
+        softcap: bound of the scores, by tanh; needs the explicit attention of ``exact_dropout``.
         rope: a :class:`RotaryEmbedding`, or its base.
         qk_norm: RMSNorm (own weights ``[head_dim]``, eps 1e-6) of each head of q and k, before RoPE.
         dropout: of the attention weights.
         exact_dropout: masks are those of the unsharded model, by an explicit attention that keeps the weights
-            (``seq^2`` numbers a head). False: torch's fused attention, with masks of each rank's own.
+            (``seq^2`` numbers a head). False: torch's fused attention, with masks of each rank's own (with ``softcap``
+            the explicit one all the same).
         group, sequence_parallel, grad_accumulation_fusion, overlap_chunks, init: as :class:`ColumnParallelLinear`.
 
     Raises:
@@ -62,6 +70,9 @@ class ParallelAttention(ParallelModule):
         qk_norm: bool = False,
         dropout: float = 0.0,
         exact_dropout: bool = True,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
         group: Group = None,
         sequence_parallel: bool = False,
         grad_accumulation_fusion: bool = False,
@@ -82,6 +93,12 @@ class ParallelAttention(ParallelModule):
         check_positive(head_dim=head_dim)
         if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
             raise ValueError(f"dropout: {dropout!r} must be a probability, in [0, 1)")
+        for name, value in (("scale", scale), ("softcap", softcap)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ValueError(f"{name}: {value!r} must be a positive finite number, or None")
+        if sliding_window is not None:
+            check_positive(sliding_window=sliding_window)
         if isinstance(rope, int | float) and not isinstance(rope, bool):
             rope = RotaryEmbedding(head_dim, base=rope)
         if rope is not None and (not isinstance(rope, RotaryEmbedding) or rope.head_dim != head_dim):
@@ -95,6 +112,7 @@ class ParallelAttention(ParallelModule):
         start, stop = kv.span(rank, p)
         self.num_kv_heads_local = (stop - start) // head_dim
         self.causal, self.rope = causal, rope
+        self.scale, self.sliding_window, self.softcap = scale, sliding_window, softcap
         self.dropout, self.exact_dropout = dropout, exact_dropout
 
         options: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
@@ -117,11 +135,12 @@ class ParallelAttention(ParallelModule):
         total_tokens: int | None = None,
         cache: KVCache | None = None,
         cos_sin: tuple[Tensor, Tensor] | None = None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
             x: see above.
-            batch_size: x is so many sequences of equal length, one after the other.
+            batch_size: x is that many sequences of equal length, one after the other.
             cu_seqlens: x is packed sequences; sequence i is tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. A list,
                 or an integer tensor (one on a GPU is copied to the host).
             total_tokens: under SP, the tokens of all ranks, if p does not divide their number.
@@ -130,6 +149,10 @@ class ParallelAttention(ParallelModule):
             cos_sin: the tables ``rope.cos_sin(positions, dtype)``, ``[seq, rotary_dim / 2]`` if all sequences have the
                 same positions, else ``[tokens, ..]``. Made once for all layers they are computed and, for backward,
                 saved once; default: made here.
+            attn_mask: bool (True: may attend) or floating (added to the scores), the same on all ranks, broadcastable
+                to ``[batch, num_heads, seq, seq]``: all heads or 1. With ``cache`` the last dim counts the keys, those
+                in the cache and the new ones, or all ``max_seq`` slots of a static one. Not with ``cu_seqlens``. A
+                query that may attend to no key gets 0. Its gradient is the full one, on every rank.
         """
         self._check_layout(x, batch_size, cu_seqlens)
         # Before the first collective, so that no rank waits for one that has raised
@@ -142,6 +165,8 @@ class ParallelAttention(ParallelModule):
             self._check_tables(cos_sin[0], tokens if lengths is not None else seq, tokens)
         if cache is not None:
             self._check_cache(cache, batch, seq, lengths)
+        if attn_mask is not None:
+            self._check_mask(attn_mask, batch, seq, lengths, seq if cache is None else cache.keys_after(seq))
         qkv = self.qkv(x, total_tokens)
         rows = qkv.reshape(-1, qkv.shape[-1])
         tables = None
@@ -150,8 +175,15 @@ class ParallelAttention(ParallelModule):
         same = lengths is None and (tables is None or tables[0].shape[0] == seq)  # positions in all sequences
         q, k, v = self._heads(rows, (batch, seq) if same else (rows.shape[0],), tables)
         if lengths is None:
-            attend = self._attend if cache is None else cache.attend
-            attended = attend(*(t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v)))
+            q, k, v = (t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v))
+            mask = None if attn_mask is None else self._mask_local(attn_mask, q.dtype)
+            if cache is None:
+                attended = self._attend(q, k, v, mask)
+            else:
+                window = self.sliding_window
+                attended = cache.attend(
+                    q, k, v, mask=mask, scale=self.scale, sliding_window=window, softcap=self.softcap
+                )
         else:
             sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
             attended = torch.cat([self._attend(*(t[None] for t in one))[0] for one in sequences])
@@ -223,6 +255,30 @@ class ParallelAttention(ParallelModule):
         if cos.shape[0] not in (seq, tokens):
             raise ValueError(f"cos_sin: {cos.shape[0]} rows must be one for each of {seq} positions or {tokens} tokens")
 
+    def _check_mask(self, mask: Tensor, batch: int, seq: int, lengths: list[int] | None, keys: int) -> None:
+        if lengths is not None:
+            raise ValueError("attn_mask: must not be combined with cu_seqlens; pad the sequences, and mask the padding")
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            what = f"dtype {mask.dtype}" if isinstance(mask, Tensor) else repr(mask)
+            raise TypeError(
+                f"attn_mask: {what} must be a tensor, bool (True: may attend) or floating (added to scores)"
+            )
+        full = (batch, self.num_heads, seq, keys)
+        if mask.dim() > 4 or any(n not in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False)):
+            raise ValueError(
+                f"attn_mask: shape {tuple(mask.shape)} must be broadcastable to [batch, num_heads (of all ranks), "
+                f"queries, keys] = {list(full)}"
+            )
+
+    def _mask_local(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """4-D, of this rank's heads; bool or ``dtype``."""
+        if mask.requires_grad:
+            mask = _ops.copy_to_region(mask, self.tp_group.name)
+        mask = mask[(None,) * (4 - mask.dim())]
+        if mask.shape[1] > 1:
+            mask = mask.narrow(1, self.first_head_local, self.num_heads_local)
+        return mask if mask.dtype == torch.bool else mask.to(dtype)
+
     @staticmethod
     def _tables(
         rope: RotaryEmbedding, rows: Tensor, seq: int, lengths: list[int] | None, cache: KVCache | None
@@ -252,48 +308,49 @@ class ParallelAttention(ParallelModule):
         q, k = rotating[0].split((nq, nkv), -2) if together else rotating
         return q, k, v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """``[batch, seq, heads_local, head_dim]`` each -> the same."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        if dropout and self.exact_dropout:
-            y = self._attend_exact(q, k, v, dropout)
+        explicit = self.softcap is not None or (dropout > 0 and self.exact_dropout)
+        window = self.sliding_window if self.sliding_window is not None and self.sliding_window < q.shape[2] else None
+        blind, causal = mask is not None, self.causal
+        if blind or explicit or window is not None:
+            if causal or window is not None:
+                places = torch.arange(q.shape[2], device=q.device)
+                mask = restricted(mask, visible(places, places, causal, window))
+            causal = False
+        if explicit:
+            drop = self._exact_dropout if dropout else None
+            y = explicit_attention(q, k, v, mask=mask, scale=self.scale, softcap=self.softcap, blind=blind, drop=drop)
         elif dropout:
             with OwnRandomNumbers(self.tp_group.rank, q.device):
-                y = self._fused(q, k, v, dropout)
+                y = fused_attention(q, k, v, mask=mask, causal=causal, scale=self.scale, dropout=dropout)
         else:
-            y = self._fused(q, k, v, 0.0)
+            y = fused_attention(q, k, v, mask=mask, causal=causal, scale=self.scale)
         return y.transpose(1, 2)
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        gqa = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal, enable_gqa=gqa)
-
-    def _attend_exact(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def _exact_dropout(self, weights: Tensor) -> Tensor:
         """Dropout's index is (batch, full head, query, key)."""
-        batch, heads, seq, _ = q.shape
-        q, k, v = (t.contiguous() for t in (q, k, v))  # a view of q | k | v would keep all three until backward
-        # A KV head's query heads are rows of one: no copy of k and v for each
-        shared = (batch, k.shape[1], heads * seq // k.shape[1])
-        scores = q.reshape(*shared, self.head_dim) @ k.transpose(-1, -2)
-        scores = scores.view(batch, heads, seq, seq) * (1 / math.sqrt(self.head_dim))
-        if self.causal:
-            future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(future, float("-inf"))
-        weights = _ops.bias_dropout_residual(
-            scores.softmax(-1, dtype=q.dtype),  # computed in fp32, kept in q's dtype
+        per_head = weights.shape[2] * weights.shape[3]
+        return _ops.bias_dropout_residual(
+            weights,
             None,
             None,
-            draw_seed(q.device),
-            dropout,
-            max(heads * seq * seq, 1),
-            self.num_heads * seq * seq,
-            self.first_head_local * seq * seq,
+            draw_seed(weights.device),
+            self.dropout,
+            max(self.num_heads_local * per_head, 1),
+            self.num_heads * per_head,
+            self.first_head_local * per_head,
         )
-        return (weights.view(*shared, seq) @ v).view(q.shape)
 
     def extra_repr(self) -> str:
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, causal={self.causal}, dropout={self.dropout}"
+            + "".join(
+                f", {name}={value}"
+                for name in ("scale", "sliding_window", "softcap")
+                if (value := getattr(self, name)) is not None
+            )
         )

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext.module import check_positive
+from tp_ext.scaled_dot_product import explicit_attention, fused_attention, restricted, visible
 
 
 class KVCache(nn.Module):
@@ -151,7 +152,7 @@ class KVCache(nn.Module):
         return torch.arange(self._length, self._length + n, device=device)
 
     def check(self, batch: int, n: int) -> None:
-        """Whether n tokens of ``batch`` sequences can follow.
+        """Checks that n tokens of ``batch`` sequences can follow.
 
         Raises:
             RuntimeError: gradients are recorded. With ``static`` in compiled code or on a GPU also too many tokens, on
@@ -176,11 +177,27 @@ class KVCache(nn.Module):
                 "cache, or reset() or truncate() it"
             )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Takes in the next n tokens; each attends to itself and all before it.
+    def keys_after(self, n: int) -> int:
+        """Keys that the next n tokens are compared with: those in the cache and their own; if static all slots."""
+        return self.max_seq if self._static else self._length + n
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Appends the next n tokens; each attends to itself and all before it, or to the last of them.
 
         Args:
             q: ``[batch, n, heads_local, head_dim]``. k, v: ``[batch, n, kv_heads_local, head_dim]``.
+            mask: bool or of q's dtype, 4-D, broadcastable to ``[batch, heads_local, n, keys_after(n)]``.
+            scale, sliding_window, softcap: as :class:`ParallelAttention`.
 
         Returns: ``[batch, n, heads_local, head_dim]``.
 
@@ -193,7 +210,10 @@ class KVCache(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         plain = not self._static and not self._padded
         first, alone = plain and self._length == 0, plain and n == 1
-        slots = None if first or alone else self._slots(n)
+        # The plain causal mask needs no tensor; a single token, with the keys cut to its window, no mask at all
+        fused = first and mask is None and softcap is None and (sliding_window is None or n <= sliding_window)
+        slots = None if fused or alone else self._slots(n)
+        oldest = 0
         if self._static:
             assert slots is not None
             self.k.index_copy_(2, slots, k)
@@ -203,29 +223,39 @@ class KVCache(nn.Module):
         else:
             self.k.narrow(2, self._length, n).copy_(k)
             self.v.narrow(2, self._length, n).copy_(v)
+            if sliding_window is not None:
+                oldest = max(0, self._length + 1 - sliding_window)
             self._length += n
-            keys, values = self.k.narrow(2, 0, self._length), self.v.narrow(2, 0, self._length)
-        if first:
-            gqa = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=gqa).transpose(1, 2)
+            keys, values = (t.narrow(2, oldest, self._length - oldest) for t in (self.k, self.v))
+        if fused:
+            return fused_attention(q, keys, values, mask=None, causal=True, scale=scale).transpose(1, 2)
+        blind = mask is not None
+        if mask is not None and mask.shape[3] > 1:
+            mask = mask.narrow(3, oldest, keys.shape[2])
+        if slots is not None:
+            mask = restricted(mask, self._visible(slots, oldest, keys.shape[2], sliding_window))
+        if softcap is not None:
+            y = explicit_attention(q, keys, values, mask=mask, scale=scale, softcap=softcap, blind=blind)
+            return y.transpose(1, 2)
         # The query heads of a KV head become rows of one head: no copy of k and v for each, on any backend
         batch, heads, _, head_dim = q.shape
-        share = heads // keys.shape[1]
-        rows = q.reshape(batch, keys.shape[1], share * n, head_dim)
-        mask = None if slots is None else self._mask(slots, keys.shape[2])
-        if mask is not None and n > 1:
+        kv_heads = keys.shape[1]
+        share = heads // kv_heads
+        rows = q.reshape(batch, kv_heads, share * n, head_dim)
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.expand(-1, -1, n, -1).reshape(mask.shape[0], kv_heads, share * n, mask.shape[3])
+        elif mask is not None and mask.shape[2] > 1:
             mask = mask.repeat(1, 1, share, 1)
-        y = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        y = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
         return y.reshape(batch, heads, n, head_dim).transpose(1, 2)
 
-    def _mask(self, slots: Tensor, filled: int) -> Tensor:
-        """What the tokens in ``slots`` see of the first ``filled`` ones: ``[batch or 1, 1, n, filled]``. Padding sees
-        itself, lest its softmax be one over nothing."""
-        keys = torch.arange(filled, device=slots.device)
-        own = slots[:, None]
-        seen = (keys <= own)[None, None]
+    def _visible(self, slots: Tensor, oldest: int, count: int, sliding_window: int | None) -> Tensor:
+        """True where the tokens in ``slots`` attend to the ``count`` slots from ``oldest`` on:
+        ``[batch or 1, 1, n, count]``. Padding attends to itself, lest its softmax be one over nothing."""
+        keys = torch.arange(oldest, oldest + count, device=slots.device)
+        seen = visible(slots, keys, True, sliding_window)[None, None]
         if self._padded:
-            seen = seen & ((keys >= self.padding[:, None])[:, None, None] | (keys == own))
+            seen = seen & ((keys >= self.padding[:, None])[:, None, None] | (keys == slots[:, None]))
         return seen
 
     def extra_repr(self) -> str:
