@@ -15,7 +15,7 @@ from tp_ext.module import ParallelModule, check_positive
 from tp_ext.norm import RMSNorm
 from tp_ext.random import Init, OwnRandomNumbers, draw_seed
 from tp_ext.rotary import RotaryEmbedding, packed_positions, sequence_lengths
-from tp_ext.scaled_dot_product import explicit_attention, fused_attention, restricted, visible
+from tp_ext.scaled_dot_product import attention
 from tp_ext.sharding import head_parts
 
 
@@ -312,22 +312,14 @@ class ParallelAttention(ParallelModule):
         """``[batch, seq, heads_local, head_dim]`` each -> the same."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        explicit = self.softcap is not None or (dropout > 0 and self.exact_dropout)
-        window = self.sliding_window if self.sliding_window is not None and self.sliding_window < q.shape[2] else None
-        blind, causal = mask is not None, self.causal
-        if blind or explicit or window is not None:
-            if causal or window is not None:
-                places = torch.arange(q.shape[2], device=q.device)
-                mask = restricted(mask, visible(places, places, causal, window))
-            causal = False
-        if explicit:
-            drop = self._exact_dropout if dropout else None
-            y = explicit_attention(q, k, v, mask=mask, scale=self.scale, softcap=self.softcap, blind=blind, drop=drop)
+        options = (mask, self.causal, self.scale, self.sliding_window, self.softcap)
+        if dropout and (self.exact_dropout or self.softcap is not None):
+            y = attention(q, k, v, *options, drop=self._exact_dropout)
         elif dropout:
             with OwnRandomNumbers(self.tp_group.rank, q.device):
-                y = fused_attention(q, k, v, mask=mask, causal=causal, scale=self.scale, dropout=dropout)
+                y = attention(q, k, v, *options, dropout=dropout)
         else:
-            y = fused_attention(q, k, v, mask=mask, causal=causal, scale=self.scale)
+            y = attention(q, k, v, *options)
         return y.transpose(1, 2)
 
     def _exact_dropout(self, weights: Tensor) -> Tensor:

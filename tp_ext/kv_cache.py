@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext.module import check_positive
-from tp_ext.scaled_dot_product import explicit_attention, fused_attention, restricted, visible
+from tp_ext.scaled_dot_product import attention, explicit_attention, restricted, visible
 
 
 class KVCache(nn.Module):
@@ -210,9 +210,8 @@ class KVCache(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         plain = not self._static and not self._padded
         first, alone = plain and self._length == 0, plain and n == 1
-        # The plain causal mask needs no tensor; a single token, with the keys cut to its window, no mask at all
-        fused = first and mask is None and softcap is None and (sliding_window is None or n <= sliding_window)
-        slots = None if fused or alone else self._slots(n)
+        # The first tokens attend as without a cache; a single one, with the keys cut to its window, needs no mask
+        slots = None if first or alone else self._slots(n)
         oldest = 0
         if self._static:
             assert slots is not None
@@ -227,15 +226,15 @@ class KVCache(nn.Module):
                 oldest = max(0, self._length + 1 - sliding_window)
             self._length += n
             keys, values = (t.narrow(2, oldest, self._length - oldest) for t in (self.k, self.v))
-        if fused:
-            return fused_attention(q, keys, values, mask=None, causal=True, scale=scale).transpose(1, 2)
+        if first:
+            return attention(q, keys, values, mask, True, scale, sliding_window, softcap).transpose(1, 2)
         blind = mask is not None
         if mask is not None and mask.shape[3] > 1:
             mask = mask.narrow(3, oldest, keys.shape[2])
         if slots is not None:
             mask = restricted(mask, self._visible(slots, oldest, keys.shape[2], sliding_window))
         if softcap is not None:
-            y = explicit_attention(q, keys, values, mask=mask, scale=scale, softcap=softcap, blind=blind)
+            y = explicit_attention(q, keys, values, mask, scale=scale, softcap=softcap, blind=blind)
             return y.transpose(1, 2)
         # The query heads of a KV head become rows of one head: no copy of k and v for each, on any backend
         batch, heads, _, head_dim = q.shape

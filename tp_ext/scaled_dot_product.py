@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,41 +26,102 @@ def visible(queries: Tensor, keys: Tensor, causal: bool, sliding_window: int | N
     return seen & (j <= i if causal else j < i + sliding_window)
 
 
-def restricted(mask: Tensor | None, seen: Tensor | None) -> Tensor | None:
+def restricted(mask: Tensor | None, seen: Tensor) -> Tensor:
     """``mask``, bool (True: may attend) or added to the scores, where ``seen`` is True; nothing elsewhere."""
-    if mask is None or seen is None:
-        return seen if mask is None else mask
+    if mask is None:
+        return seen
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(seen.logical_not(), float("-inf"))
 
 
-def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None, dropout: float = 0.0
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    *,
+    dropout: float = 0.0,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """``softmax(scale q k^T + mask) v`` by torch's ``scaled_dot_product_attention``.
+    """``softmax(cap(scale q k^T) + mask) v``, where ``cap(s) = softcap tanh(s / softcap)``, of whole sequences.
+
+    torch's fused function where it can; :func:`explicit_attention` with ``softcap`` or ``drop``.
 
     Args:
-        q: ``[batch, heads, n, head_dim]``. k, v: ``[batch, kv_heads, m, head_dim]``.
-        mask: broadcastable to ``[batch, heads, n, m]``, bool or of q's dtype; not together with ``causal``.
+        q: ``[batch, heads, n, head_dim]``. k, v: ``[batch, kv_heads, n, head_dim]``.
+        mask: 4-D, broadcastable to ``[batch, heads, n, n]``, bool or of q's dtype. A query without a key gets 0.
         scale: default ``head_dim ** -0.5``.
+        causal, sliding_window: as :func:`visible`.
+        dropout: probability, masks by torch. drop: dropout of the weights ``[batch, heads, n, n]``.
     """
-    gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+    n, gqa = q.shape[2], q.shape[1] != k.shape[1]
+    window = sliding_window if sliding_window is not None and sliding_window < n else None
+    explicit = softcap is not None or drop is not None
+    if not explicit and mask is None and window is None:
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale, enable_gqa=gqa)
+    if explicit:
+        attend = partial(explicit_attention, scale=scale, softcap=softcap, blind=mask is not None, drop=drop)
+    else:
+        attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=gqa)
+    if window is not None and drop is None:
+        return _in_blocks(attend, q, k, v, mask, causal, window)
+    if causal or window is not None:
+        places = torch.arange(n, device=q.device)
+        mask = restricted(mask, visible(places, places, causal, window))
+    return attend(q, k, v, attn_mask=mask)
+
+
+def _in_blocks(
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: int,
+    least: int = 512,
+) -> Tensor:
+    """``attend`` for blocks of at least ``least`` queries, each with the keys that its window reaches: time and memory
+    grow with n (window + block), not with n^2."""
+    n, block, outputs = q.shape[2], max(window, least), []
+    places = torch.arange(n, device=q.device)
+    shared: dict[tuple[int, int, int], Tensor] = {}  # of blocks that lie alike
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        first, last = max(0, start - window + 1), stop if causal else min(n, stop + window - 1)
+        alike = (start - first, stop - start, last - first)
+        if alike not in shared:
+            seen = visible(places[start:stop], places[first:last], causal, window)
+            # Added to the scores, as torch would make it for each call anew
+            shared[alike] = seen if mask is not None else q.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        own = shared[alike]
+        if mask is not None:
+            rows = mask if mask.shape[2] == 1 else mask[:, :, start:stop]
+            own = restricted(rows if mask.shape[3] == 1 else rows[..., first:last], own)
+        outputs.append(attend(q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], attn_mask=own))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def explicit_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    attn_mask: Tensor | None,
     *,
-    mask: Tensor | None,
     scale: float | None,
     softcap: float | None,
-    blind: bool = False,
+    blind: bool,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """``drop(softmax(softcap tanh(scale q k^T / softcap) + mask)) v``; keeps ``[batch, heads, n, m]`` for backward.
+    """:func:`attention` written out; keeps ``[batch, heads, n, m]`` weights for backward.
 
-    Shapes as in :func:`fused_attention`. ``blind``: some query may attend to no key; it gets 0, as from torch's.
+    Args:
+        q: ``[batch, heads, n, head_dim]``. k, v: ``[batch, kv_heads, m, head_dim]``.
+        attn_mask: all that hides keys, broadcastable to ``[batch, heads, n, m]``.
+        blind: some query may attend to no key; it gets 0.
     """
     batch, heads, n, head_dim = q.shape
     q, k, v = (t.contiguous() for t in (q, k, v))  # a view of q | k | v would keep all three until backward
@@ -68,9 +130,10 @@ def explicit_attention(
     scores = (q.reshape(*rows, head_dim) @ k.transpose(-1, -2)).view(batch, heads, n, k.shape[2])
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     scores = scores * scale if softcap is None else softcap * torch.tanh(scores * (scale / softcap))
-    if mask is not None:
-        hidden = mask.dtype == torch.bool
-        scores = scores.masked_fill(mask.logical_not(), float("-inf")) if hidden else scores + mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
     softmax = _ops.safe_softmax if blind else torch.softmax
     weights = softmax(scores, -1, dtype=q.dtype)  # computed in fp32, kept in q's dtype
     if drop is not None:
