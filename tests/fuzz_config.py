@@ -30,6 +30,9 @@ def _draw(r, seed, ranks):
     kinds = ["mlp", "pair", "gathered", "exchange"] + ["attention"] * 3 * attention
     blocks = [_block(r, r.choice(kinds), p, hidden, 0.0 if plain else 0.3) for _ in range(r.choice((1, 1, 1, 2, 2, 3)))]
     table = _vocabulary(r, p) if embedding else None
+    for i, block in enumerate(blocks):
+        if block["kind"] == "attention":
+            block |= _scores(random.Random(f"scores {seed} {i}"), layout, block["rope"])
     head = _vocabulary(r, p) | {"bias": r.random() < 0.5, "tied": False} if r.random() < 0.6 else None
     if head and embedding and r.random() < 0.6:
         head |= {"tied": True, **table}
@@ -138,6 +141,28 @@ def _attention(r, p, dropout):
     }
 
 
+def _scores(r, layout, rope):
+    """Options of an attention between its scores and their softmax, from draws of their own."""
+    context = {"original_max_position_embeddings": r.choice((2, 8))}
+    kinds = {
+        "linear": {},
+        "ntk": {},
+        "dynamic": context,
+        "llama3": {**context, "low_freq_factor": 0.5, "high_freq_factor": 2.0},
+        "yarn": {**context, "beta_fast": 4.0, "beta_slow": 0.1, "truncate": r.random() < 0.5},
+    }
+    if isinstance(rope, dict) and r.random() < 0.4:
+        names = [name for name in kinds if rope["rotary_dim"] > 2 or name not in ("ntk", "dynamic")]
+        rope["scaling"] = {"rope_type": (name := r.choice(names)), "factor": r.choice((1.0, 4.0)), **kinds[name]}
+    masks = (None, None, "bool", "learned", "learned_per_head", "learned_per_key")
+    return {
+        "scale": r.choice((None, None, 0.5, 2.0)),
+        "sliding_window": r.choice((None, None, 1, 2, 3, 9)),
+        "softcap": r.choice((None, None, None, 0.5, 20.0)),
+        "mask": None if layout["how"] == "packed" else r.choice(masks),
+    }
+
+
 def _unit_parts(r, p, copies):
     """Parts, each of whole units; with groups, copies and padding where they may be."""
     parts = []
@@ -232,6 +257,10 @@ def _valid_block(block, p, config):
     try:
         if block["kind"] == "attention":
             head_parts(block["heads"], block["kv_heads"], block["head_dim"], p)
+            if block["mask"] and (config["layout"]["how"] == "packed" or 0 in config["layout"]["lengths"]):
+                return False  # refused; torch takes no maximum of an empty gradient
+            if block["mask"] and block["mask"] != "bool" and config["clip"] and config["clip"]["bare"]:
+                return False  # a bare parameter that no module of tp_ext made
             if isinstance(block["rope"], dict):
                 tp_ext.RotaryEmbedding(block["head_dim"], **block["rope"])
             elif block["rope"] is not None:

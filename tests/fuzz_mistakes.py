@@ -4,6 +4,7 @@ shipped, and a few that would be easy to make here."""
 from unittest.mock import patch
 
 from tp_ext import _ops, grad_norm
+from tp_ext.attention import ParallelAttention
 from tp_ext.module import ParallelModule
 
 
@@ -15,6 +16,17 @@ def norm_gradients_unsummed():
 def copied_heads_unsummed():
     """KV heads that several ranks hold, each with the gradient of its own query heads."""
     return patch.object(ParallelModule, "summed_over_copies", lambda self, name, value: value)
+
+
+def mask_gradient_unsummed():
+    """A learned mask of the attention scores, with the gradient of this rank's heads alone."""
+    real = ParallelAttention._mask_local
+
+    def local(self, mask, dtype):
+        with patch.object(_ops, "copy_to_region", lambda x, group: x):
+            return real(self, mask, dtype)
+
+    return patch.object(ParallelAttention, "_mask_local", local)
 
 
 def row_bias_p_times():
@@ -89,6 +101,7 @@ MISTAKES = {
     for function in (
         norm_gradients_unsummed,
         copied_heads_unsummed,
+        mask_gradient_unsummed,
         row_bias_p_times,
         smoothing_over_the_local_vocabulary,
         padding_in_the_loss,

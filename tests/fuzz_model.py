@@ -70,7 +70,7 @@ class Attention(nn.Module):
         super().__init__()
         o, kit = options, place.kit
         rope = kit.RotaryEmbedding(o["head_dim"], **o["rope"]) if isinstance(o["rope"], dict) else o["rope"]
-        names = ("head_dim", "qkv_bias", "out_bias", "causal", "qk_norm")
+        names = ("head_dim", "qkv_bias", "out_bias", "causal", "qk_norm", "scale", "sliding_window", "softcap")
         self.attention = kit.ParallelAttention(
             config["hidden"],
             o["heads"],
@@ -88,9 +88,20 @@ class Attention(nn.Module):
         elif layout["how"] == "packed":
             self.call["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32) if layout["tensor"] else ends
         self.call |= place.tell
+        self.seq, learned = lengths[0], o["mask"] and o["mask"].startswith("learned")
+        self.bool_mask = o["mask"] == "bool"
+        shape = (
+            o["heads"] if o["mask"] == "learned_per_head" else 1,
+            1 if o["mask"] == "learned_per_key" else self.seq,
+        )
+        parallel = {name: place.parallel[name] for name in ("dtype", "device") if name in place.parallel}
+        self.mask = nn.Parameter(torch.zeros(*shape, self.seq, **parallel)) if learned else None
 
     def forward(self, x):
-        return self.attention(x, **self.call), None
+        mask = self.mask
+        if self.bool_mask:  # some query of it may attend to nothing
+            mask = torch.rand(self.seq, self.seq, generator=torch.Generator().manual_seed(self.seq)) < 0.6
+        return self.attention(x, **self.call, **({} if mask is None else {"attn_mask": mask})), None
 
 
 class MLP(nn.Module):

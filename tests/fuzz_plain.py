@@ -61,6 +61,9 @@ class ParallelAttention(nn.Module):
         causal,
         rope,
         qk_norm,
+        scale,
+        sliding_window,
+        softcap,
         dropout,
         dtype,
         device=None,
@@ -69,17 +72,20 @@ class ParallelAttention(nn.Module):
         super().__init__()
         assert not dropout
         self.heads, self.kv_heads, self.head_dim, self.causal = heads, num_kv_heads, head_dim, causal
+        self.scale, self.window, self.softcap = scale or head_dim**-0.5, sliding_window, softcap
         names = ("base", "interleaved", "rotary_dim")
         self.rope = (
             {"base": rope} if isinstance(rope, float) else rope and {name: getattr(rope, name) for name in names}
         )
+        if self.rope is not None and not isinstance(rope, float) and rope.scaling is not None:
+            self.rope["scaling"] = {"rope_type": rope.scaling.kind, **rope.scaling.options}
         self.qkv = nn.Linear(hidden, (heads + 2 * num_kv_heads) * head_dim, qkv_bias, dtype=dtype, device=device)
         self.out = nn.Linear(heads * head_dim, hidden, out_bias, dtype=dtype, device=device)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(head_dim, 1e-6, dtype=dtype, device=device) if qk_norm else nn.Identity() for _ in "qk"
         )
 
-    def forward(self, x, *, batch_size=None, cu_seqlens=None, total_tokens=None):
+    def forward(self, x, *, batch_size=None, cu_seqlens=None, total_tokens=None, attn_mask=None):
         if x.dim() == 3:
             lengths = [x.shape[1]] * x.shape[0]
         elif batch_size is not None:
@@ -94,13 +100,23 @@ class ParallelAttention(nn.Module):
             q, k = rotate(q, positions, **self.rope), rotate(k, positions, **self.rope)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
         sequences = zip(*(t.transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
-        y = [self.attended(*one) for one in sequences]
+        y = [self.attended(*one, attn_mask) for one in sequences]
         return self.out(torch.cat(y, 1).transpose(0, 1).flatten(1)).view(x.shape)
 
-    def attended(self, q, k, v):
-        if q.numel():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return q + 0 * (k.sum() + v.sum())  # torch's takes no empty sequence
+    def attended(self, q, k, v, mask):
+        scores = self.scale * q @ k.mT
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
+        back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        seen = (back >= 0) | (not self.causal)
+        if self.window is not None:
+            seen = seen & (back.abs() < self.window)
+        if mask is not None and mask.dtype == torch.bool:
+            seen = seen & mask
+        elif mask is not None:
+            scores = scores + mask
+        weights = scores.exp().where(seen, 0)  # scores are small
+        return weights @ v / weights.sum(-1, keepdim=True).clamp(min=1e-300)
 
 
 class RMSNorm(nn.RMSNorm):

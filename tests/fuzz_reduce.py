@@ -9,6 +9,7 @@ OFF = {
     "sp": False, "tell": False, "embedding": None, "input_grad": False, "strided": False, "loops": 1, "norm": None,
     "head": None, "loss": None, "frozen": 0, "checkpointing": None, "micro": 1, "backwards": 1, "clip": None,
     "optimizer": {"kind": "SGD", "how": None, "momentum": False},
+    "scale": None, "sliding_window": None, "softcap": None, "mask": None, "scaling": None,
     "rope": None, "qk_norm": False, "causal": False, "qkv_bias": False, "out_bias": False, "attention_dropout": 0.0,
     "dropout": 0.0, "residual": False, "activation": "relu", "bias": False, "column_bias": False, "row_bias": False,
     "column_skip": False, "row_skip": False, "parts": None, "row_parts": None, "tied": False, "pad": None,
@@ -18,6 +19,7 @@ OFF = {
     "main_grad": False, "coalesce": None, "gemm_epilogue": False,
 }  # fmt: skip
 FIXED = ("seed", "plain", "eps", "base", "interleaved", "max", "how", "kind", "momentum")
+FIXED += ("rope_type", "original_max_position_embeddings")
 
 
 def simpler(config):
