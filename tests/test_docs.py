@@ -58,6 +58,11 @@ def test_the_mesh_of_first_steps_has_two_data_parallel_replicas_on_four_ranks():
     ranks.run(_run, 4, page, timeout=120)
 
 
+@pytest.mark.parametrize("name", ["attention.md", "inference.md", "migrating.md"])
+def test_head_counts_of_the_examples_run_on_three_ranks(name):
+    ranks.run(_run, 3, ROOT / "docs" / name, timeout=120)
+
+
 def test_the_readme_prints_the_same_for_every_p():
     """Ten steps in fp32, whose sums differ by rounding alone; `tensor_split` of 1000 ids at p = 3 is uneven."""
     losses = [[float(line.split()[1]) for line in ranks.run(_run, p, PAGES[0])[0].splitlines()] for p in (1, 2, 3)]
