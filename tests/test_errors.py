@@ -181,6 +181,31 @@ VOCABULARY = [
     ("loss(g, vocab_size=8.0)", ValueError, "vocab_size: 8.0 must be an integer"),
     ("CrossEntropy(group=g, reduction='max')(ones(4, 4), ids)", ValueError, "reduction: 'max'"),
 ]
+BY_POSITION = [
+    ("Column(4, 4, g)", TypeError, "bias: a ProcessGroup must not stand here; pass group= by keyword"),
+    ("Column(4, 4, 'yes', group=g)", TypeError, "bias: 'yes' must be True or False"),
+    ("Column(4, g)", TypeError, "out_features: .*pass group= by keyword"),
+    ("Column(4, 4, group=g, sequence_parallel=g)", TypeError, "sequence_parallel: .*pass group= by keyword"),
+    ("Column(4, 4, group=g, gather_output=1)", TypeError, "gather_output: 1 must be True or False"),
+    ("Column(4, 4, group=g, skip_bias_add='')", TypeError, "skip_bias_add: '' must be True or False"),
+    ("Column(4, 4, group=g, grad_accumulation_fusion=None)", TypeError, "grad_accumulation_fusion: None must be"),
+    ("Row(4, 4, g)", TypeError, "bias: .*pass group= by keyword"),
+    ("Row(4, 4, group=g, input_is_parallel=2)", TypeError, "input_is_parallel: 2 must be True or False"),
+    ("MLP(4, 8, bias=g)", TypeError, "bias: .*pass group= by keyword"),
+    ("MLP(4, 8, group=g, gemm_epilogue='no')", TypeError, "gemm_epilogue: 'no' must be"),
+    ("attention(g, bias='no')", TypeError, "bias: 'no' must be True or False"),
+    ("RMSNorm(4, g)", TypeError, "eps: .*pass group= by keyword"),
+    ("RMSNorm(g)", TypeError, "normalized_shape: .*pass group= by keyword"),
+    ("RMSNorm(4, '1e-5', group=g)", TypeError, "eps: '1e-5' must be a number"),
+    ("RMSNorm(4, None, g)", TypeError, "elementwise_affine: .*pass group= by keyword"),
+    ("LayerNorm(4, g)", TypeError, "eps: .*pass group= by keyword"),
+    ("LayerNorm(4, None, group=g)", TypeError, "eps: None must be a number"),
+    ("LayerNorm(4, 1e-5, True, g)", TypeError, "bias: .*pass group= by keyword"),
+    ("Embedding(g, 4)", TypeError, "num_embeddings: .*pass group= by keyword"),
+    ("LMHead(4, 8, bias=g)", TypeError, "bias: .*pass group= by keyword"),
+    ("Dropout(g)", TypeError, "p: .*pass group= by keyword"),
+    ("LoRALinear(Column(4, 4, group=g), g, alpha=1)", TypeError, "r: .*pass group= by keyword"),
+]
 REST = [
     ("RMSNorm((), group=g)", ValueError, r"normalized_shape: \(\) must be one or more integers"),
     ("LayerNorm([4, 0], group=g)", ValueError, r"normalized_shape: \[4, 0\] must be"),
@@ -268,7 +293,10 @@ def _call(group, text):
 
 @pytest.mark.parametrize(
     ("text", "exception", "match"),
-    [pytest.param(*case, id=case[0]) for case in GROUPS + REGIONS + LINEARS + ATTENTION + VOCABULARY + REST],
+    [
+        pytest.param(*case, id=case[0])
+        for case in GROUPS + REGIONS + LINEARS + ATTENTION + VOCABULARY + BY_POSITION + REST
+    ],
 )
 def test_bad_input(text, exception, match):
     ranks.run_raises(_call, 2, exception, match, text)

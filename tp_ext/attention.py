@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
-from tp_ext.group import Group
+from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.kv_cache import KVCache
 from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.module import ParallelModule, check_positive
@@ -73,7 +73,7 @@ class ParallelAttention(ParallelModule):
         scale: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
-        group: Group = None,
+        group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,

@@ -23,7 +23,7 @@ from tp_ext.agreement import outcomes, plain_failures, together
 from tp_ext.atomic_directory import discard, recover, staging_path, swap_in, sync
 from tp_ext.checkpoint_metadata import file_ends
 from tp_ext.checkpoint_reader import EXTRA, METADATA, CheckpointReader
-from tp_ext.group import Group
+from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.sharded_load import load_from
 from tp_ext.sharded_state_dict import StateDict, sharded_state_dict
 from tp_ext.write_lock import WriteLock, check_lock_timeout
@@ -34,7 +34,7 @@ def save_checkpoint(
     module: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     process_group: ProcessGroup | None = None,
     lock_timeout: float = 60.0,
     **extra: Any,
@@ -92,7 +92,7 @@ def load_checkpoint(
     module: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     process_group: ProcessGroup | None = None,
 ) -> StateDict:
     """Loads a checkpoint of :func:`save_checkpoint`, or of ``torch.distributed.checkpoint`` and a

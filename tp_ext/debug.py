@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tp_ext.agreement import gathered
 from tp_ext.collectives import CollectiveCount, CollectiveCounts, count_collectives
-from tp_ext.group import Group, global_ranks, parallel_group, process_group
-from tp_ext.module import ParallelModule
+from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
+from tp_ext.module import ParallelModule, model_group
 from tp_ext.replication import (
     Entry,
     Held,
@@ -48,7 +48,7 @@ EXPLAINED = 8
 """Of so many tensors that differ the values are exchanged; the others are named."""
 
 
-def check(model: nn.Module, *, group: Group = None) -> None:
+def check(model: nn.Module, *, group: Group = NOT_GIVEN) -> None:
     """Raises if :func:`findings` finds anything.
 
     Communicates as :func:`findings`. Raises:
@@ -59,7 +59,7 @@ def check(model: nn.Module, *, group: Group = None) -> None:
         raise RuntimeError(f"model: {len(found)} findings\n" + "\n".join(f"- {sentence}" for sentence in found))
 
 
-def findings(model: nn.Module, *, group: Group = None) -> list[str]:
+def findings(model: nn.Module, *, group: Group = NOT_GIVEN) -> list[str]:
     """What is wrong with the model over the ranks of its group, a sentence each; the same list on every rank.
 
     - parameters, buffers and gradients that should be replicated and differ: which, on which rank, where, both values
@@ -84,23 +84,16 @@ def findings(model: nn.Module, *, group: Group = None) -> list[str]:
     Raises:
         ValueError: without ``group``, the layers of the model are of several.
     """
-    groups = {
-        tuple(global_ranks(module.tp_group.name)): module.tp_group.name
-        for module in model.modules()
-        if isinstance(module, ParallelModule) and module.tp_group.size > 1
-    }
-    if group is None and len(groups) > 1:
-        sizes = sorted(len(ranks) for ranks in groups)
-        raise ValueError(f"group: must be given, for the layers of the model are of several groups, of {sizes} ranks")
-    name, p, _ = parallel_group(group if group is not None else next(iter(groups.values()), None))
+    forgotten = _forgotten(model) if group is NOT_GIVEN else []
+    name = model_group(model) if group is NOT_GIVEN or group is None else group_name(group)
+    p = parallel_group(name).size
     table = entries(model, name)
-    own = tuple(global_ranks(name)) in groups
-    alone = [*mixing_wraps(model), *_wrong_shapes(table), *_came_apart(model, table)]
+    alone = [*forgotten, *mixing_wraps(model), *_wrong_shapes(table), *_came_apart(model, table)]
     if p == 1:
         return alone
     pieces = {key: piece for entry in table for key, piece in replicated_pieces(entry, name)}
     held = dict(zip(pieces, held_pieces(pieces.values()), strict=True))
-    mine = _Report(alone, _facts(model, table, own), _slices(table, name), held)
+    mine = _Report(alone, _facts(model, table, _is_sharded_over(model, name)), _slices(table, name), held)
     reports = gathered(mine, process_group(name))
     all_held = [one.held for one in reports]
     facts = [one.facts for one in reports]
@@ -110,6 +103,23 @@ def findings(model: nn.Module, *, group: Group = None) -> list[str]:
     different = differences(all_held)
     found += explain(different[:EXPLAINED], pieces, all_held, name) if different else []
     return found + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
+
+
+def _forgotten(model: nn.Module) -> list[str]:
+    """A sentence if no layer has a group though the job has several ranks."""
+    ranks = job_ranks()
+    if ranks == 1 or any(module.tp_group.name for module in _layers(model)):
+        return []
+    return [f"model: no layer is sharded, in a job of {ranks} ranks: pass group= to the layers, or to this function"]
+
+
+def _layers(model: nn.Module) -> Iterator[ParallelModule]:
+    return (module for module in model.modules() if isinstance(module, ParallelModule))
+
+
+def _is_sharded_over(model: nn.Module, group: str) -> bool:
+    ranks = global_ranks(group)
+    return any(global_ranks(layer.tp_group.name) == ranks for layer in _layers(model) if layer.tp_group.size > 1)
 
 
 class _Report(NamedTuple):

@@ -3,15 +3,17 @@
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tp_ext import _ops
-from tp_ext.group import Group, parallel_group
-from tp_ext.module import ParallelModule
+from tp_ext.group import NOT_GIVEN, Group, layer_group
+from tp_ext.module import ParallelModule, refuse_group
 from tp_ext.random import draw_seed
 
 
 def _check_p(p: float) -> None:
+    refuse_group(p=p)
     if not isinstance(p, int | float) or not 0 <= p <= 1:
         raise ValueError(f"p: {p!r} must be a probability, in [0, 1]")
 
@@ -23,7 +25,7 @@ def dropout(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     dim: int | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
@@ -33,7 +35,7 @@ def dropout(
     Args:
         x: ``[.., n]``.
         p: the probability of dropping an element.
-        training: False: nothing is dropped or scaled.
+        training: False: nothing is dropped, scaled or drawn from torch's generator; nor with ``p = 0``.
         bias: ``[n]``. residual: the shape of x.
         group: the ranks that hold the other slices.
         dim: the dim of the full tensor of which x is this rank's slice; None: x is replicated, and so is the mask.
@@ -49,11 +51,12 @@ def dropout(
     if dim is not None:
         if not -x.dim() <= dim < x.dim():
             raise IndexError(f"dim: {dim} must be in [{-x.dim()}, {x.dim()}) for x of {x.dim()} dims")
-        index = _index(x, parallel_group(group), dim % x.dim(), sizes)
+        index = _index(x, layer_group(group, "dropout"), dim % x.dim(), sizes)
     if not training or p == 0:
         if bias is None and residual is None:
             return x
-        p = 0.0
+        no_seed = torch.zeros((), dtype=torch.int64, device=x.device)  # torch's generator stays where it is
+        return _ops.bias_dropout_residual(x, bias, residual, no_seed, 0.0, *index)
     return _ops.bias_dropout_residual(x, bias, residual, draw_seed(x.device), p, *index)
 
 
@@ -79,7 +82,7 @@ class Dropout(ParallelModule):
         ValueError: ``p`` is no probability.
     """
 
-    def __init__(self, p: float = 0.5, *, group: Group = None, sequence_parallel: bool = False) -> None:
+    def __init__(self, p: float = 0.5, *, group: Group = NOT_GIVEN, sequence_parallel: bool = False) -> None:
         super().__init__(group, sequence_parallel=sequence_parallel)
         _check_p(p)
         self.p = p

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.group import Group
-from tp_ext.module import ParallelModule, check_positive
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.module import ParallelModule, check_flags, check_positive
 from tp_ext.parallel_linear import main_grad_of
 from tp_ext.random import Init, Normal, torch_linear_init
 from tp_ext.sharding import Part, Sharding
@@ -90,7 +90,7 @@ class VocabParallelEmbedding(_VocabParallel):
         num_embeddings: int,
         embedding_dim: int,
         *,
-        group: Group = None,
+        group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
         pad_to_multiple_of: int | None = None,
         init: Init | None = None,
@@ -153,7 +153,7 @@ class VocabParallelLMHead(_VocabParallel):
         vocab_size: int,
         *,
         bias: bool = False,
-        group: Group = None,
+        group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
         grad_accumulation_fusion: bool = False,
         pad_to_multiple_of: int | None = None,
@@ -162,6 +162,7 @@ class VocabParallelLMHead(_VocabParallel):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(hidden_size=hidden_size, vocab_size=vocab_size)
+        check_flags(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
         default = torch_linear_init(hidden_size)
         super().__init__(
             vocab_size,

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_ext import _ops
 from tp_ext.boxes import boxes
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
+from tp_ext.module import model_group
 from tp_ext.sharding import Sharding
 
 T = TypeVar("T")
@@ -42,14 +43,15 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(module: nn.Module, group: Group) -> Ranks:
-    """The ranks over which the module's state is spread: ``group``, the meshes of its DTensors, the groups of DDP."""
+    """The ranks over which the module's state is spread: its tensor-parallel group (``group``, if given, must be that
+    one), the meshes of its DTensors, the groups of DDP."""
     groups = [axis for mesh in _meshes(module) for axis in mesh.get_all_groups()]
     groups += [wrap.process_group for wrap in module.modules() if isinstance(wrap, DistributedDataParallel)]
     # Two groups of the same ranks are one axis
     axes = tuple({tuple(dist.get_process_group_ranks(axis)): axis for axis in groups}.values())
     devices = (_device(tensor) for tensor in _tensors(module))
     device = next(devices, torch.device("cpu"))
-    return Ranks(parallel_group(group), axes, all(axis.rank() == 0 for axis in axes), device)
+    return Ranks(parallel_group(model_group(module, group)), axes, all(axis.rank() == 0 for axis in axes), device)
 
 
 def check_one_mesh(module: nn.Module) -> None:

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from tp_ext import _ops
 from tp_ext._build import load
 from tp_ext.boxes import boxes
-from tp_ext.group import Group, global_ranks, group_name, parallel_group
-from tp_ext.module import shardings
+from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
+from tp_ext.module import model_group, shardings
 from tp_ext.sharding import Sharding
 
 Given = nn.Module | Iterable[Tensor] | Tensor
@@ -37,7 +37,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     *,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     extra_groups: Groups = (),
     exclude: Iterable[Tensor] = (),
     error_if_nonfinite: bool = False,
@@ -59,7 +59,7 @@ def clip_grad_norm_(
     max_norm = float(max_norm)  # as torch, "inf" too
     if not max_norm >= 0:
         raise ValueError(f"max_norm: {max_norm} must be at least 0")
-    table = _table(parameters_or_module, parallel_group(group).size)
+    group, table = _table(parameters_or_module, group)
     exact = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
     total = _checked(exact, table, norm_type, error_if_nonfinite)
     # Each once, also if it was given twice: the kernel works on all at the same time
@@ -73,7 +73,7 @@ def grad_norm(
     parameters_or_module: Given,
     norm_type: float = 2.0,
     *,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     extra_groups: Groups = (),
     exclude: Iterable[Tensor] = (),
     error_if_nonfinite: bool = False,
@@ -87,7 +87,7 @@ def grad_norm(
         parameters_or_module: the module; or parameters that still carry ``tp_sharding``. The gradient of a parameter
             is its ``.grad`` plus its ``main_grad``, if it has one (``grad_accumulation_fusion``).
         norm_type: positive, also infinite.
-        group: the tensor-parallel group.
+        group: the tensor-parallel group; default: that of the module's layers. With parameters it must be given.
         extra_groups: one or several other groups whose ranks hold different parameters, a pipeline's, say:
             ``mesh["pp"]``. FSDP2's data axes are known from its parameters; DDP's are none of these.
         exclude: parameters that do not count here, since a rank of ``extra_groups`` counts them: the second of two
@@ -103,11 +103,12 @@ def grad_norm(
     Communicates: one all-reduce of one number over ``group``, over every axis of FSDP2's mesh and every extra group.
 
     Raises:
-        ValueError: a bare parameter without ``tp_sharding`` (pass the module); a norm_type that is not positive.
+        ValueError: a bare parameter without ``tp_sharding`` (pass the module), or a shard without ``group``; a group
+            that is not that of the module's layers; a norm_type that is not positive.
         TypeError: what is no parameter.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
     """
-    table = _table(parameters_or_module, parallel_group(group).size)
+    group, table = _table(parameters_or_module, group)
     total = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
     return _checked(total, table, norm_type, error_if_nonfinite)
 
@@ -187,6 +188,11 @@ def _counts_all(shape: torch.Size, sharding: Sharding, rank: int, p: int) -> boo
     return fits and all(part.padding == 0 and part.copies == 1 for part in sharding.parts)
 
 
+def _is_full(param: Tensor, sharding: Sharding) -> bool:
+    """Whether the parameter is the full tensor, as without parallelism."""
+    return all(part.copies == 1 for part in sharding.parts) and param.shape[sharding.dim] == sharding.local_size(0, 1)
+
+
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | None:
     """The tensors of each device, or None if not all of them are such as our kernels take."""
     if not {Tensor}.issuperset(map(type, tensors)) or not _DTYPES.issuperset([tensor.dtype for tensor in tensors]):
@@ -259,19 +265,30 @@ def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
     return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
 
 
-def _table(given: Given, p: int) -> list[_Row]:
+def _table(given: Given, group: Group) -> tuple[str, list[_Row]]:
+    """The name of the group that ``given`` is sharded over, and the rows."""
     if isinstance(given, nn.Module):
         params = dict(given.named_parameters())
-        return [(params[name], sharding, _addends(params[name])) for name, sharding in shardings(given)]
+        rows: list[_Row] = [(params[name], sharding, _addends(params[name])) for name, sharding in shardings(given)]
+        return model_group(given, group), rows
+    name, p, _ = parallel_group(group)
     table: list[_Row] = []
     for param in [given] if isinstance(given, Tensor) else given:
         if not isinstance(param, Tensor):
             raise TypeError(f"parameters_or_module: {param!r} must be a module, a parameter or several")
         sharding = getattr(param, "tp_sharding", _UNKNOWN)
-        if p > 1 and sharding is _UNKNOWN:
+        if sharding is _UNKNOWN:
+            if p > 1:
+                raise ValueError(
+                    f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding, "
+                    "which tells how it is cut; pass the module instead"
+                )
+            layer_group(group, "grad_norm of parameters")  # for its warning
+        elif sharding is not None and group is NOT_GIVEN and not _is_full(param, sharding):
             raise ValueError(
-                f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding, "
-                "which tells how it is cut; pass the module instead"
+                f"group: must be given with parameters instead of a module: one of shape {tuple(param.shape)} is a "
+                f"shard of {sharding.size} elements in dim {sharding.dim}; pass group=, or the module, whose layers "
+                "have it"
             )
         table.append((param, None if sharding is _UNKNOWN else sharding, _addends(param)))
-    return table
+    return name, table

@@ -1,7 +1,11 @@
-"""A tensor-parallel group as the layers hold it: its name, its size, the own rank. No process group object is kept, so
+"""A tensor-parallel group as the layers hold it: its name, its size, this rank. No process group object is kept, so
 modules can be copied and pickled, and nothing outlives ``destroy_process_group``.
 """
 
+import enum
+import os
+import sys
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +18,23 @@ Group = ProcessGroup | DeviceMesh | str | None
 """What every ``group`` argument takes: a process group, a 1-D mesh, a group's name, or None (no parallelism)."""
 
 
+class _NotGiven(enum.Enum):
+    NOT_GIVEN = enum.auto()
+
+    def __repr__(self) -> str:
+        return "None"  # in signatures: without it nothing is sharded
+
+
+NOT_GIVEN: Any = _NotGiven.NOT_GIVEN
+"""Default of every optional ``group``. Accepted wherever None is; it differs from a None that the caller wrote."""
+
+
+class ForgottenGroupWarning(UserWarning):
+    """A layer has no group though the job has several ranks: every rank trains a model of its own."""
+
+
 class ParallelGroup(NamedTuple):
-    """``name``: how operators find the group, "" without parallelism (:func:`group_name`); ``size`` p; own ``rank``."""
+    """``name``: how operators find the group, "" without parallelism (:func:`group_name`); ``size`` p; its ``rank``."""
 
     name: str
     size: int
@@ -37,7 +56,7 @@ class ParallelGroup(NamedTuple):
 
 
 def group_name(group: Group) -> str:
-    """What operators take for a group: its name, own rank and size, as in "0@1/4"; "" stands for no parallelism.
+    """The group as operators take it: name, this rank and size, as in "0@1/4"; "" stands for no parallelism.
 
     Rank and size are part of it because what ``torch.compile`` makes of an operator depends on them, and the caches of
     compiled code, which the ranks share, tell graphs apart by what stands in them. A name with more numbers behind
@@ -60,13 +79,15 @@ def group_name(group: Group) -> str:
                 "slice it, as in mesh['tp']"
             )
         return group_name(group.get_group())
+    if group is NOT_GIVEN:
+        return ""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError("group: this rank is not a member of the process group")
     raise TypeError(f"group: {group!r} must be a ProcessGroup, a DeviceMesh of one axis, a group's name or None")
 
 
 def parallel_group(group: Group) -> ParallelGroup:
-    """Name, size and own rank of the group.
+    """Name, size and this rank of the group.
 
     Raises:
         TypeError, ValueError: see :func:`group_name`.
@@ -76,6 +97,55 @@ def parallel_group(group: Group) -> ParallelGroup:
         return ParallelGroup("", 1, 0)
     rank, size = name.rpartition("@")[2].split("/")[:2]
     return ParallelGroup(name, int(size), int(rank))
+
+
+def layer_group(group: Group, layer: str) -> ParallelGroup:
+    """:func:`parallel_group` of the ``group`` that ``layer`` was given; warns if there should be one.
+
+    A job of several ranks (``torch.distributed`` is initialised with them, or ``WORLD_SIZE`` says so) in which a layer
+    was given no ``group`` trains one whole model per rank. Said once per process. ``group=None``, written out, is
+    silent, except before ``init_process_group``, where ``dist.group.WORLD`` is None too.
+
+    Raises:
+        TypeError, ValueError: see :func:`group_name`.
+    """
+    resolved = parallel_group(group)
+    if not resolved.name and not _Warned.yet:
+        _warn_if_forgotten(group, layer)
+    return resolved
+
+
+def job_ranks() -> int:
+    """The number of ranks of the job: of ``torch.distributed``, or before it is initialised as its launcher says."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 1
+
+
+class _Warned:
+    yet = False
+
+
+def _warn_if_forgotten(group: Group, layer: str) -> None:
+    ranks = job_ranks()
+    if ranks < 2 or (group is not NOT_GIVEN and dist.is_initialized()):
+        return
+    _Warned.yet = True
+    if group is NOT_GIVEN:
+        text = f"{layer}: group was not given in a job of {ranks} ranks"
+        advice = "pass group=, as in group=mesh['tp'], or write group=None if that is meant"
+    else:
+        text = f"{layer}: group is None in a job of WORLD_SIZE = {ranks} ranks"
+        advice = "call init_process_group first (until then dist.group.WORLD is None)"
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "tp_ext":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"{text}: it is not sharded, and each rank computes a whole one of its own; {advice}",
+        ForgottenGroupWarning,
+        stacklevel=level,
+    )
 
 
 def process_group(group: Group) -> ProcessGroup:
@@ -91,7 +161,7 @@ def process_group(group: Group) -> ProcessGroup:
 
 
 def global_ranks(group: Group) -> list[int]:
-    """The group's ranks as the whole world numbers them; of no group, none."""
+    """Ranks of the group, as the whole world numbers them; an empty list for no group."""
     return dist.get_process_group_ranks(process_group(group)) if group_name(group) else []
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
-from tp_ext.group import Group
-from tp_ext.module import check_positive
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.module import check_flags, check_positive
 from tp_ext.parallel_linear import ParallelLinear, linear_sharding
 from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
@@ -35,7 +35,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     Args:
         in_features, out_features, bias: as ``nn.Linear``, of the full layer.
-        group: process group, 1-D mesh, group name or None (unsharded).
+        group: process group, 1-D mesh, group name or None (unsharded). Left out in a job of several ranks, it warns.
         parts: the output features as consecutive parts that are cut each on its own (q | k | v, gate | up);
             :class:`Part` or int, their sum ``out_features``.
         unit: without ``parts``, output features that stay together.
@@ -60,7 +60,7 @@ class ColumnParallelLinear(ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        group: Group = None,
+        group: Group = NOT_GIVEN,
         parts: Iterable[Part | int] | None = None,
         unit: int = 1,
         gather_output: bool = False,
@@ -73,6 +73,7 @@ class ColumnParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
+        check_flags(gather_output=gather_output)
         if skip_bias_add and gather_output:
             raise ValueError(
                 "skip_bias_add: True must not be combined with gather_output=True: the bias returned would be a shard"
@@ -166,7 +167,7 @@ class RowParallelLinear(ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        group: Group = None,
+        group: Group = NOT_GIVEN,
         parts: Iterable[Part | int] | None = None,
         unit: int = 1,
         input_is_parallel: bool = True,
@@ -179,6 +180,7 @@ class RowParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
+        check_flags(input_is_parallel=input_is_parallel)
         if sequence_parallel and not input_is_parallel:
             raise ValueError(
                 "input_is_parallel: False must not be combined with sequence_parallel=True: the tokens are sharded"

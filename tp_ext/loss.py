@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.group import Group, ParallelGroup, check_place, parallel_group
+from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.module import check_positive
 from tp_ext.sharding import split_sizes
 
@@ -104,7 +104,7 @@ class VocabParallelCrossEntropy(nn.Module):
     def __init__(
         self,
         *,
-        group: Group = None,
+        group: Group = NOT_GIVEN,
         vocab_size: int | None = None,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -113,7 +113,7 @@ class VocabParallelCrossEntropy(nn.Module):
         inplace_backward: bool = False,
     ) -> None:
         super().__init__()
-        self.tp_group = parallel_group(group)
+        self.tp_group = layer_group(group, type(self).__name__)
         self.vocab_size = vocab_size
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from tp_ext import _ops
-from tp_ext.group import Group
+from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
-from tp_ext.module import ParallelModule, check_positive
+from tp_ext.module import ParallelModule, check_flags, check_positive
 from tp_ext.parallel_linear import ParallelLinear
 from tp_ext.random import Init
 
@@ -54,7 +54,7 @@ class ParallelMLP(ParallelModule):
         *,
         activation: str = "gelu",
         bias: bool = True,
-        group: Group = None,
+        group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
@@ -67,6 +67,7 @@ class ParallelMLP(ParallelModule):
         if activation not in ACTIVATIONS + GATED_ACTIVATIONS:
             raise ValueError(f"activation: {activation!r} must be one of {ACTIVATIONS + GATED_ACTIVATIONS}")
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        check_flags(bias=bias, gemm_epilogue=gemm_epilogue)
         if gemm_epilogue:
             _check_epilogue(activation, bias, overlap_chunks)
         self.activation = activation

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from tp_ext import _ops
-from tp_ext.group import Group, check_place, parallel_group
+from tp_ext.group import NOT_GIVEN, Group, check_place, global_ranks, group_name, layer_group
 from tp_ext.random import Init, initialise_
 from tp_ext.sharding import Pieces, Sharding, split_sizes
 
@@ -31,7 +32,8 @@ class ParallelModule(nn.Module):
 
     def __init__(self, group: Group, *, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.tp_group = parallel_group(group)
+        check_flags(sequence_parallel=sequence_parallel)
+        self.tp_group = layer_group(group, type(self).__name__)
         self.tp_shardings: dict[str, Sharding | None] = {}
         self.sequence_parallel = sequence_parallel
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
@@ -182,11 +184,69 @@ class ParallelModule(nn.Module):
         return f"p={self.tp_group.size}, rank={self.tp_group.rank}{sp}"
 
 
+def refuse_group(**values: object) -> None:
+    """Raises a TypeError that names the first of ``values`` that is a group, given by position as in Megatron-LM."""
+    for name, value in values.items():
+        if isinstance(value, ProcessGroup | DeviceMesh):
+            raise TypeError(f"{name}: a {type(value).__name__} must not stand here; pass group= by keyword")
+
+
 def check_positive(**numbers: int) -> None:
     """Raises a ValueError that names the first of ``numbers`` that is not an integer of at least 1."""
+    refuse_group(**numbers)
     for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: {value!r} must be an integer of at least 1")
+
+
+def check_flags(**flags: bool) -> None:
+    """Raises a TypeError that names the first of ``flags`` that is not True or False."""
+    refuse_group(**flags)
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {value!r} must be True or False")
+
+
+def check_epsilon(eps: float) -> None:
+    """Raises a TypeError unless ``eps`` is a number."""
+    refuse_group(eps=eps)
+    if not isinstance(eps, int | float) or isinstance(eps, bool):
+        raise TypeError(f"eps: {eps!r} must be a number")
+
+
+def model_group(model: nn.Module, group: Group = NOT_GIVEN) -> str:
+    """Name of the group over which the model is sharded: that of its layers. ``group``, if given, must be the same.
+
+    Raises:
+        ValueError: ``group`` has other ranks than the layers' group; or it is not given, and the layers are of several.
+        TypeError: ``group`` is none of the accepted kinds.
+    """
+    layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
+    names = dict.fromkeys(layer.tp_group.plain().name for layer in layers if layer.tp_group.size > 1)
+    by_ranks = {tuple(global_ranks(name)): name for name in names}
+    if group is NOT_GIVEN:
+        if len(by_ranks) > 1:
+            sizes = sorted(len(ranks) for ranks in by_ranks)
+            raise ValueError(
+                f"group: must be given, for the layers of the model are of several groups, of {sizes} ranks"
+            )
+        return next(iter(by_ranks.values()), "")
+    given = group_name(group)
+    ranks = tuple(global_ranks(given))
+    if by_ranks and ranks not in by_ranks:
+        theirs = " or ".join(_shown(one) for one in by_ranks)
+        raise ValueError(
+            f"group: {_shown(ranks)} must be that of the model's layers, {theirs}; without group= it is taken from them"
+        )
+    if not by_ranks and len(ranks) > 1 and any(s is not None for one in layers for s in one.tp_shardings.values()):
+        raise ValueError(f"group: {_shown(ranks)} must be that of the model's layers, which were made without one")
+    return given
+
+
+def _shown(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return "None"
+    return f"the group of ranks {list(ranks)}" if len(ranks) <= 16 else f"a group of {len(ranks)} ranks"
 
 
 def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.group import Group
-from tp_ext.module import ParallelModule
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.module import ParallelModule, check_epsilon, check_flags, refuse_group
 from tp_ext.random import Constant
 
 EPSILON_32, EPSILON_64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
@@ -29,6 +29,7 @@ class _Norm(ParallelModule):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
+        refuse_group(normalized_shape=normalized_shape)
         super().__init__(group, sequence_parallel=sequence_parallel)
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if not shape or any(not isinstance(n, int) or n < 1 for n in shape):
@@ -82,11 +83,14 @@ class RMSNorm(_Norm):
         eps: float | None = None,
         elementwise_affine: bool = True,
         *,
-        group: Group = None,
+        group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if eps is not None:
+            check_epsilon(eps)
+        check_flags(elementwise_affine=elementwise_affine)
         super().__init__(
             normalized_shape,
             {"weight": 1.0} if elementwise_affine else {},
@@ -144,11 +148,13 @@ class LayerNorm(_Norm):
         elementwise_affine: bool = True,
         bias: bool = True,
         *,
-        group: Group = None,
+        group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_epsilon(eps)
+        check_flags(elementwise_affine=elementwise_affine, bias=bias)
         wanted = {"weight": elementwise_affine, "bias": elementwise_affine and bias}
         super().__init__(
             normalized_shape,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.full_tensor import check_one_mesh, deal_full, from_first, gather_full, ranks_of, write_full
-from tp_ext.group import Group
+from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.module import Place, locate
 from tp_ext.state_dict import StateDict, check_full, full_shape
 
@@ -16,7 +16,7 @@ def full_optimizer_state_dict(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     rank0_only: bool = False,
     cpu_offload: bool = False,
 ) -> StateDict:
@@ -54,7 +54,7 @@ def load_full_optimizer_state_dict(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     *,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     broadcast_from_rank0: bool = False,
 ) -> None:
     """The inverse of :func:`full_optimizer_state_dict`, at any number of ranks.

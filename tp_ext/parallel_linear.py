@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.group import Group
-from tp_ext.module import ParallelModule
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.module import ParallelModule, check_flags
 from tp_ext.random import Init, torch_linear_init
 from tp_ext.sharding import Part, Sharding
 
@@ -70,6 +70,7 @@ class ParallelLinear(ParallelModule):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
+        check_flags(bias=bias, skip_bias_add=skip_bias_add, grad_accumulation_fusion=grad_accumulation_fusion)
         super().__init__(group, sequence_parallel=sequence_parallel)
         self.in_features = in_features
         self.out_features = out_features
@@ -92,7 +93,7 @@ class ParallelLinear(ParallelModule):
             self.register_parameter("bias", None)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, group: Group = None, **options: Any) -> Self:
+    def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
         """The layer with the weights of ``linear``, of which this rank keeps its shard.
 
         Args:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tp_ext.boxes import boxes
 from tp_ext.full_tensor import Ranks, any_rank, gather_full, ranks_of, write_full
-from tp_ext.group import Group
+from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.module import check_positive
 from tp_ext.pinned_directory import open_regular
 from tp_ext.safetensors_files import Export, check_dtype, index_of, shards_of, target_of, weight_map
@@ -27,7 +27,7 @@ def save_safetensors(
     path: str | os.PathLike[str],
     module: nn.Module,
     *,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     max_shard_size: int | None = None,
     metadata: Mapping[str, str] | None = None,
     lock_timeout: float = 60.0,
@@ -133,7 +133,7 @@ class _Source(NamedTuple):
 
 @torch.no_grad()
 def load_safetensors(
-    path: str | os.PathLike[str], module: nn.Module, *, group: Group = None, strict: bool = True
+    path: str | os.PathLike[str], module: nn.Module, *, group: Group = NOT_GIVEN, strict: bool = True
 ) -> None:
     """Loads an export of any number of ranks, or of an unsharded model by anyone else; each rank reads the slices that
     it holds, and no more.

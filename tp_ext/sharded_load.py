@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from tp_ext.agreement import RetryError, gathered, outcomes, plain_failures, together
 from tp_ext.checkpoint_reader import PlainPlanner
-from tp_ext.group import Group
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.module import model_group
 from tp_ext.sharded_state_dict import Optimized, optimized_params, sharded_state, sharded_state_dict
 from tp_ext.state_dict import StateDict, entries_of
 
@@ -29,7 +30,7 @@ def load_sharded_state_dict(
     optimizer: Optimizer | None = None,
     *,
     storage_reader: StorageReader,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Loads what ``torch.distributed.checkpoint`` saved of :func:`sharded_state_dict`, at any number of ranks, straight
@@ -153,6 +154,7 @@ class _Destination:
     """Where the entries of a checkpoint go."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, metadata: Metadata, group: Group) -> None:
+        group = model_group(module, group)
         self.flat, self.paths = flatten_state_dict(sharded_state_dict(module, group=group))
         self.extra = {name: entry.owner for name, entry in entries_of(module).items() if entry.extra}
         self.optimizer = optimizer

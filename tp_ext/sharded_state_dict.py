@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from tp_ext.box_tensor import BoxTensor
 from tp_ext.boxes import boxes
-from tp_ext.group import Group, parallel_group
-from tp_ext.module import locate
+from tp_ext.group import NOT_GIVEN, Group, parallel_group
+from tp_ext.module import locate, model_group
 from tp_ext.sharding import Sharding
 from tp_ext.state_dict import StateDict, entries_of
 
@@ -26,7 +26,7 @@ class Optimized(NamedTuple):
 
 
 @torch.no_grad()
-def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *, group: Group = None) -> StateDict:
+def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *, group: Group = NOT_GIVEN) -> StateDict:
     """This rank's part of the state, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     ``{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor, "param_groups.<name>.<key>": value}}``, with
@@ -36,16 +36,19 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *,
     the values at the moment of saving; of the call, by ``async_save``.
 
     Args:
-        module: with parameters sharded over ``group``; it may be wrapped by FSDP2 or DistributedDataParallel over data
-            axes, and be one stage of a pipeline whose stages use different names.
+        module: with sharded parameters; it may be wrapped by FSDP2 or DistributedDataParallel over data axes, and be
+            one stage of a pipeline whose stages use different names.
         optimizer: of parameters of this module.
+        group: the tensor-parallel group; default: that of the module's layers.
 
     Communicates nothing.
 
     Raises:
         ValueError: a parameter has another shape than its sharding says or is on the meta device, the optimizer holds a
-            parameter that is not the module's, or state of a sharded parameter that has another shape than it.
+            parameter that is not the module's, or state of a sharded parameter that has another shape than it;
+            ``group`` is not that of the module's layers.
     """
+    group = model_group(module, group)
     state: StateDict = {"model": {}}
     for name, entry in entries_of(module).items():
         state["model"][name] = entry.value if entry.extra else _sharded(entry.value, entry.sharding, group)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.full_tensor import check_one_mesh, deal_full, from_first, gather_full, ranks_of, write_full
-from tp_ext.group import Group
+from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.module import locate
 from tp_ext.sharding import Sharding
 
@@ -54,13 +54,14 @@ def entries_of(module: nn.Module) -> dict[str, Entry]:
 
 
 def full_state_dict(
-    module: nn.Module, *, group: Group = None, rank0_only: bool = False, cpu_offload: bool = False
+    module: nn.Module, *, group: Group = NOT_GIVEN, rank0_only: bool = False, cpu_offload: bool = False
 ) -> StateDict:
     """The state dict of the unsharded model. Tied entries are one tensor there, too.
 
     Args:
-        module: with parameters sharded over ``group``. Under FSDP2, DDP, ``torch.compile`` or checkpoint wrappers it
+        module: with sharded parameters. Under FSDP2, DDP, ``torch.compile`` or checkpoint wrappers it
             gives what it gives without, without their prefixes.
+        group: the tensor-parallel group; default: that of the module's layers.
         rank0_only: the other ranks take part and return an empty dict. Rank 0 is that of ``group``, on the first rank
             of every data axis. Of DDP only its wrapper knows the data axis: without it, every replica's rank 0.
         cpu_offload: tensors are moved to the CPU as they come, else they stay on the module's device.
@@ -70,7 +71,8 @@ def full_state_dict(
         ranks never hold one; with ``cpu_offload`` no device holds more than one and the pieces it is made of.
 
     Raises:
-        ValueError: an entry is on the meta device; its sharding cannot be told.
+        ValueError: an entry is on the meta device; its sharding cannot be told; ``group`` is not that of the module's
+            layers.
     """
     entries = entries_of(module)
     ranks = ranks_of(module, group)
@@ -92,14 +94,14 @@ def load_full_state_dict(
     module: nn.Module,
     state: Mapping[str, Any],
     *,
-    group: Group = None,
+    group: Group = NOT_GIVEN,
     strict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
     """Keeps this rank's pieces of each entry of an unsharded model's state dict.
 
     Args:
-        module: as in :func:`full_state_dict`.
+        module, group: as in :func:`full_state_dict`.
         state: given on every rank, on any device.
         strict: missing or unexpected keys are an error; else they are passed over.
         broadcast_from_rank0: ``state`` is given on rank 0 (as ``rank0_only`` means it) alone, passed over elsewhere.

@@ -1,0 +1,195 @@
+"""A group that was forgotten is said; functions of a model take the group from its layers."""
+
+import inspect
+import os
+import warnings
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tp_ext
+from tp_ext import debug
+from tp_ext.group import ForgottenGroupWarning
+
+pytestmark = pytest.mark.core
+
+MAKE = {
+    "column": lambda **o: tp_ext.ColumnParallelLinear(4, 6, **o),
+    "row": lambda **o: tp_ext.RowParallelLinear(4, 6, **o),
+    "from_linear": lambda **o: tp_ext.RowParallelLinear.from_linear(nn.Linear(4, 6), **o),
+    "mlp": lambda **o: tp_ext.ParallelMLP(4, 6, **o),
+    "attention": lambda **o: tp_ext.ParallelAttention(4, 2, **o),
+    "norm": lambda **o: tp_ext.RMSNorm(4, **o),
+    "layer norm": lambda **o: tp_ext.LayerNorm(4, **o),
+    "dropout": lambda **o: tp_ext.Dropout(0.5, **o),
+    "dropout of a slice": lambda **o: tp_ext.dropout(torch.ones(4), dim=0, **o),
+    "embedding": lambda **o: tp_ext.VocabParallelEmbedding(4, 6, **o),
+    "head": lambda **o: tp_ext.VocabParallelLMHead(4, 6, **o),
+    "loss": lambda **o: tp_ext.VocabParallelCrossEntropy(**o),
+}
+
+
+def _said(make):
+    """What it warns of, and in which file."""
+    tp_ext.group._Warned.yet = False
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        make()
+    return [(type(w.message).__name__, str(w.message), os.path.basename(w.filename)) for w in seen]
+
+
+def _forgotten(group):
+    found = {name: _said(make) for name, make in MAKE.items()}
+    assert all(_said(lambda make=make: make(group=None)) == [] for make in MAKE.values()), "None was written out"
+    assert all(_said(lambda make=make: make(group=group)) == [] for make in MAKE.values())
+    assert _said(lambda: tp_ext.dropout(torch.ones(4))) == [], "replicated: no group is needed"
+    twice = _said(lambda: [MAKE["mlp"](), MAKE["norm"]()])
+    return found, twice
+
+
+def test_a_forgotten_group_is_said_once_and_one_written_out_is_not():
+    for found, twice in ranks.run(_forgotten, 2):
+        for name, said in found.items():
+            (kind, text, file) = said[0]
+            assert len(said) == 1 and kind == "ForgottenGroupWarning" and file == "test_group.py", (name, said)
+            assert "group was not given in a job of 2 ranks" in text and "group=None" in text
+        assert found["mlp"][0][1].startswith("ParallelMLP: ")
+        assert twice == found["mlp"]
+    (found, twice), *_ = ranks.run(_forgotten, 1)
+    assert not any(found.values()) and not twice
+
+
+def _launched(size, initialise):
+    """A process of a launcher, which has not called init_process_group: dist.group.WORLD is None."""
+    os.environ["WORLD_SIZE"] = size
+    assert dist.group.WORLD is None
+    return _said(lambda: tp_ext.RMSNorm(4, group=dist.group.WORLD)), _said(lambda: tp_ext.RMSNorm(4))
+
+
+def test_init_process_group_was_forgotten():
+    written, left_out = ranks.run_fresh(_launched, "4", False)
+    assert len(written) == 1 and "init_process_group first" in written[0][1] and "WORLD_SIZE = 4" in written[0][1]
+    assert len(left_out) == 1 and "group was not given in a job of 4 ranks" in left_out[0][1]
+    for size in ("1", "", "many"):
+        assert ranks.run_fresh(_launched, size, False) == ([], [])
+
+
+def test_the_default_reads_as_none():
+    assert issubclass(ForgottenGroupWarning, UserWarning)
+    for name in ("ColumnParallelLinear", "LayerNorm", "clip_grad_norm_", "full_state_dict", "save_checkpoint"):
+        assert str(inspect.signature(getattr(tp_ext, name)).parameters["group"]).endswith("= None")
+
+
+# The group of a model
+
+
+def _model(group):
+    torch.manual_seed(0)
+    return nn.Sequential(tp_ext.RMSNorm(4, group=group), tp_ext.ParallelMLP(4, 7, group=group), nn.Linear(4, 4))
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _train(model, optimizer):
+    model(torch.ones(3, 4)).square().sum().backward()
+    norm = tp_ext.clip_grad_norm_(model, 0.5), tp_ext.grad_norm(model)
+    optimizer.step()
+    return norm
+
+
+def _without_group(group, path):
+    model = _model(group)
+    optimizer = _sgd(model)
+    norms = _train(model, optimizer)
+    debug.check(model)
+    full, states = tp_ext.full_state_dict(model), tp_ext.full_optimizer_state_dict(model, optimizer)
+    tp_ext.save_checkpoint(path / "checkpoint", model, optimizer)
+    tp_ext.save_safetensors(path / "tensors", model)
+    for how in ("full", "safetensors", "checkpoint"):
+        other = _model(group)
+        others = _sgd(other)
+        with torch.no_grad():
+            for param in other.parameters():
+                param.zero_()
+        if how == "full":
+            tp_ext.load_full_state_dict(other, full)
+            tp_ext.load_full_optimizer_state_dict(other, others, states)
+        elif how == "safetensors":
+            tp_ext.load_safetensors(path / "tensors", other)
+        else:
+            tp_ext.load_checkpoint(path / "checkpoint", other, others)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)), how
+    return norms, full, states["state"], dict.fromkeys(tp_ext.sharded_state_dict(model)["model"], ())
+
+
+def test_functions_of_a_model_take_its_group(tmp_path):
+    """At p = 3 they give what they give at p = 1, where there is none."""
+    want = ranks.run(_without_group, 1, tmp_path / "1")[0]
+    for got in ranks.run(_without_group, 3, tmp_path / "3"):
+        torch.testing.assert_close(got, want)
+
+
+def _call(group, what, given):
+    model = _model(None if what == "made without" else group)
+    wrong = {"whole": group, "none": None, "other": _alone(group)}
+    options = {} if given == "left out" else {"group": wrong[given]}
+    if what == "list":
+        tp_ext.clip_grad_norm_(model.parameters(), 1.0, **options)
+    if what == "two groups":
+        model.append(tp_ext.ColumnParallelLinear(4, 4, group=_pair(group)))
+        tp_ext.clip_grad_norm_(model, 1.0, **options)
+    for call in (tp_ext.grad_norm, tp_ext.full_state_dict, tp_ext.sharded_state_dict):
+        call(model, **options)
+
+
+def _alone(group):
+    return _subgroups(group, 1)
+
+
+def _pair(group):
+    return _subgroups(group, 2)
+
+
+_made = {}
+
+
+def _subgroups(group, size):
+    if size not in _made:
+        groups = [dist.new_group(list(range(at, at + size))) for at in range(0, group.size(), size)]
+        _made[size] = groups[group.rank() // size]
+    return _made[size]
+
+
+@pytest.mark.parametrize(
+    ("what", "given", "match"),
+    [
+        ("model", "none", r"group: None must be that of the model's layers, the group of ranks \[0, 1, 2, 3\]"),
+        ("model", "other", r"group: the group of ranks \[\d\] must be .*, the group of ranks \[0, 1, 2, 3\]"),
+        ("made without", "whole", r"group: the group of ranks \[0, 1, 2, 3\] must be .*, which were made without one"),
+        ("two groups", "left out", r"group: must be given, .* of several groups, of \[2, 4\] ranks"),
+        ("list", "left out", r"group: must be given with parameters instead of a module: .*\(\d, 4\) is a shard of 7"),
+    ],
+)
+def test_a_group_that_contradicts_or_cannot_be_known(what, given, match):
+    ranks.run_raises(_call, 4, ValueError, match, what, given, in_turns=False)
+
+
+def _unsharded(group):
+    return (
+        debug.findings(_model(None)),
+        debug.findings(nn.Linear(2, 2)),
+        debug.findings(_model(None), group=group),
+        debug.findings(_model(group)),
+    )
+
+
+def test_check_says_that_no_layer_is_sharded():
+    for plain, torchs, given, sharded in ranks.run(_unsharded, 2):
+        assert len(plain) == 1 and "no layer is sharded, in a job of 2 ranks" in plain[0] and plain == torchs
+        assert given == [] and sharded == []
+    assert ranks.run(_unsharded, 1) == [([],) * 4]
