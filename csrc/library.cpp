@@ -204,7 +204,7 @@ TORCH_LIBRARY(tp_ext, m) {
       tags);
   m.def(
       "_vocab_ce_stats(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_local, "
-      "SymInt vocab_size, int ignore_index) -> Tensor",
+      "SymInt vocab_size, int ignore_index, bool shard_row=False) -> Tensor",
       tags);
   m.def(
       "_vocab_ce_loss(Tensor stats, Tensor target, SymInt vocab_size, int ignore_index, float "

@@ -50,10 +50,16 @@ inline void check_ce_stats(const at::Tensor& stats, const at::Tensor& target) {
   check_same_device(target, "target", stats, "stats");
   TORCH_CHECK_TYPE(stats.scalar_type() == at::kFloat || stats.scalar_type() == at::kDouble,
                    "stats: dtype ", stats.scalar_type(), " must be float32 or float64");
-  TORCH_CHECK_VALUE(stats.dim() == 3 && stats.size(0) >= 1 && stats.size(1) == target.numel() &&
-                        stats.size(2) == 4,
-                    "stats: shape ", stats.sizes(), " must be [ranks, rows, 4] with ",
-                    target.numel(), " rows");
+  const int64_t rows = target.numel();
+  TORCH_CHECK_VALUE(stats.dim() == 3 && stats.size(0) >= 1 && stats.size(2) == 4 &&
+                        (stats.size(1) == rows || stats.size(1) == rows + 1),
+                    "stats: shape ", stats.sizes(), " must be [ranks, rows, 4] with ", rows,
+                    " rows, or one more, that of the shard");
+}
+
+// Whether the row of the shard follows the others
+inline bool has_shard_row(const at::Tensor& stats, const at::Tensor& target) {
+  return stats.size(1) == target.numel() + 1;
 }
 
 inline void check_ce_grad(const at::Tensor& grad, const at::Tensor& lse, const at::Tensor& logits,

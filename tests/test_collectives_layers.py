@@ -120,12 +120,16 @@ CASES = {
     "head sp": Case(
         _module(tp_ext.VocabParallelLMHead, H, V, own=True, **SP), [(AG, N * H * E)], [(AG, N * H * E), (RS, N * H * E)]
     ),
-    "loss": Case(_logits(_loss), lambda p: [(AG, p * N * 4 * E)]),
-    "loss smoothed": Case(_logits(_loss, label_smoothing=0.1, z_loss=0.1), lambda p: [(AG, p * N * 4 * E)]),
-    "argmax": Case(_logits(tp_ext.vocab_parallel_argmax), lambda p: [(AG, p * N * 2 * 8)]),
-    "sample": Case(_logits(tp_ext.vocab_parallel_sample), lambda p: [(AG, p * N * 2 * 8)]),
+    "loss": Case(_logits(_loss), lambda p: [(AG, p * (N + 1) * 4 * E)]),
+    "loss smoothed": Case(_logits(_loss, label_smoothing=0.1, z_loss=0.1), lambda p: [(AG, p * (N + 1) * 4 * E)]),
+    "argmax": Case(_logits(tp_ext.vocab_parallel_argmax), lambda p: [(AG, p * (N + 1) * 2 * 8)]),
+    "sample": Case(_logits(tp_ext.vocab_parallel_sample), lambda p: [(AG, p * (N + 1) * 2 * 8)]),
     "sample top_k": Case(
-        _logits(tp_ext.vocab_parallel_sample, top_k=3), lambda p: [(AG, p * N * 2 * 8), (AG, p * N * (3 + 1) * E)]
+        _logits(tp_ext.vocab_parallel_sample, top_k=3), lambda p: [(AG, p * (N + 1) * 2 * 8), (AG, p * N * (3 + 1) * E)]
+    ),
+    "sample top_p": Case(
+        _logits(tp_ext.vocab_parallel_sample, top_p=0.9),
+        lambda p: [(AG, p * (N + 1) * 2 * 8), (AG, p * 2 * 8), (AG, N * V * E)],
     ),
     "rms norm": Case(_module(tp_ext.RMSNorm, H), []),
     "rms norm sp": Case(_module(tp_ext.RMSNorm, H, own=True, **SP), [], [(AR, H * E)]),

@@ -22,13 +22,13 @@ LAYERS = [
     {"_version"},
     {"_build"},
     {"_fakes"},
-    {"_ops", "group", "sharding", "shm"},
-    {"megatron"},
+    {"_ops", "checksum", "group", "sharding", "shm"},
+    {"megatron", "same_input"},
     {"regions", "random", "rope_scaling", "scaled_dot_product"},
     {"module"},
-    {"parallel_linear"},
-    {"linear", "norm", "dropout", "rotary", "loss", "embedding", "kv_cache"},
-    {"mlp", "attention", "lora", "sampling"},
+    {"parallel_linear", "loss"},
+    {"linear", "norm", "dropout", "rotary", "sampling", "kv_cache"},
+    {"mlp", "attention", "lora", "embedding"},
 ]
 # .. then composition, which knows modules and shardings, never a layer's insides
 COMPOSITION = [

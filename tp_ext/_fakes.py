@@ -234,8 +234,9 @@ def _(
     vocab_local: int,
     vocab_size: int,
     ignore_index: int,
+    shard_row: bool = False,
 ) -> Tensor:
-    return logits.new_empty([target.numel(), 4], dtype=_acc_dtype(logits.dtype))
+    return logits.new_empty([target.numel() + shard_row, 4], dtype=_acc_dtype(logits.dtype))
 
 
 @torch.library.register_fake("tp_ext::_vocab_ce_loss")

@@ -1,13 +1,18 @@
-"""The two ends of a language model with their vocabulary dealt over the ranks: embedding and output head."""
+"""The two ends of a language model with their vocabulary sharded over the ranks: embedding and output head."""
+
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.loss import vocab_parallel_cross_entropy
 from tp_ext.module import ParallelModule, check_flags, check_positive
 from tp_ext.parallel_linear import main_grad_of
 from tp_ext.random import Init, Normal, torch_linear_init
+from tp_ext.same_input import DebugMode, compare_input
+from tp_ext.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from tp_ext.sharding import Part, Sharding
 
 
@@ -25,7 +30,7 @@ def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> S
 
 
 class _VocabParallel(ParallelModule):
-    """What both ends share: a weight ``[vocab_local, n]`` that may be tied to the other's."""
+    """Base of both ends: a weight ``[vocab_local, n]`` that may be tied to the other's."""
 
     weight: nn.Parameter
 
@@ -77,12 +82,14 @@ class VocabParallelEmbedding(_VocabParallel):
     Args:
         num_embeddings, embedding_dim: of the full table.
         group, sequence_parallel: as everywhere.
+        padding_idx: as ``nn.Embedding``: this row starts at zero and gets no gradient from here.
         pad_to_multiple_of: all ranks hold equally many rows, a multiple of this; the rows beyond the vocabulary are
             never looked up and never in a full state dict. Default: split as ``torch.tensor_split``.
         init: default N(0, 1), as ``nn.Embedding``.
 
     Raises:
-        ValueError: fewer rows than ranks. IndexError (CPU; a device assert on CUDA): an id outside the vocabulary.
+        ValueError: fewer rows than ranks; ``padding_idx`` outside the vocabulary. IndexError (CPU; a device assert on
+            CUDA): an id outside the vocabulary.
     """
 
     def __init__(
@@ -90,6 +97,7 @@ class VocabParallelEmbedding(_VocabParallel):
         num_embeddings: int,
         embedding_dim: int,
         *,
+        padding_idx: int | None = None,
         group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
         pad_to_multiple_of: int | None = None,
@@ -98,6 +106,11 @@ class VocabParallelEmbedding(_VocabParallel):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        if padding_idx is not None and not (
+            isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings
+        ):
+            raise ValueError(f"padding_idx: {padding_idx!r} must be in [{-num_embeddings}, {num_embeddings}), or None")
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -111,8 +124,44 @@ class VocabParallelEmbedding(_VocabParallel):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
 
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
+        """The layer with the table of ``embedding``, of which this rank keeps its shard.
+
+        Args:
+            embedding: the dense layer, with the same values on all ranks; it is not changed.
+            options: as in the constructor; ``padding_idx``, ``device`` and ``dtype`` are those of ``embedding``.
+
+        A head that is tied to it: make both with the same ``pad_to_multiple_of``, then
+        ``head.weight = embedding.weight``.
+
+        Raises:
+            TypeError: ``embedding`` is not an ``nn.Embedding``. ValueError: it has ``max_norm``,
+                ``scale_grad_by_freq`` or ``sparse``.
+        """
+        if not isinstance(embedding, nn.Embedding):
+            raise TypeError(f"embedding: {type(embedding).__name__} must be an nn.Embedding")
+        for name, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+            if getattr(embedding, name) != default:
+                raise ValueError(
+                    f"embedding.{name}: {getattr(embedding, name)!r} must be {default}: there is no such option"
+                )
+        layer = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            padding_idx=embedding.padding_idx,
+            group=group,
+            device="meta",
+            dtype=embedding.weight.dtype,
+            **options,
+        ).to_empty(device=embedding.weight.device)
+        layer.copy_shards(embedding)
+        return layer
+
     def forward(self, ids: Tensor) -> Tensor:
-        return _ops.vocab_parallel_embedding(
+        if DebugMode.on:
+            compare_input("ids", ids, self.tp_group)
+        y = _ops.vocab_parallel_embedding(
             ids,
             self._checked(self.weight),
             self.tp_group.name,
@@ -122,16 +171,34 @@ class VocabParallelEmbedding(_VocabParallel):
             self.sequence_parallel,
             None,
         )
+        return y if self.padding_idx is None else self._without_gradient_of_padding(y, ids)
+
+    def _without_gradient_of_padding(self, y: Tensor, ids: Tensor) -> Tensor:
+        assert self.padding_idx is not None
+        padding = ids.eq(self.padding_idx)
+        if self.sequence_parallel:
+            padding = padding.flatten().tensor_split(self.tp_group.size)[self.tp_group.rank]
+        return torch.where(padding[..., None], y.detach(), y)
+
+    def after_init(self, name: str, shard: Tensor) -> None:
+        if self.padding_idx is not None and not shard.is_meta:
+            row = self.padding_idx - self.vocab_start
+            if 0 <= row < self.vocab_local:
+                shard[row].zero_()
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, {self.parallel_repr()}"
+        padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, {padding}local={tuple(self.weight.shape)}, "
+            f"{self.parallel_repr()}"
+        )
 
 
 class VocabParallelLMHead(_VocabParallel):
     """logits_local = x weight^T (+ bias): the output head, its vocabulary sharded, its logits never gathered.
 
-    Shapes: x ``[.., hidden]`` (SP: ``[tokens_local, hidden]``) -> ``[.., vocab_local]``, for
-    :func:`vocab_parallel_cross_entropy`. Tied to an embedding by ``head.weight = embedding.weight``.
+    Shapes: x ``[.., hidden]`` (SP: ``[tokens_local, hidden]``) -> ``[.., vocab_local]``, of which :meth:`loss`,
+    :meth:`sample` and :meth:`argmax` make a loss or ids. Tied to an embedding by ``head.weight = embedding.weight``.
 
     Communicates as :class:`ColumnParallelLinear`.
 
@@ -181,6 +248,33 @@ class VocabParallelLMHead(_VocabParallel):
         else:
             self.register_parameter("bias", None)
 
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
+        """The head with the weights of ``linear``, of which this rank keeps its shard.
+
+        Args:
+            linear: the dense layer, with the same values on all ranks; it is not changed.
+            options: as in the constructor; ``device`` and ``dtype`` are those of ``linear``.
+
+        Tied weights stay tied only if they are tied again: ``head.weight = embedding.weight``.
+
+        Raises:
+            TypeError: ``linear`` is not an ``nn.Linear``.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            group=group,
+            device="meta",
+            dtype=linear.weight.dtype,
+            **options,
+        ).to_empty(device=linear.weight.device)
+        layer.copy_shards(linear)
+        return layer
+
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
         """
         Args:
@@ -201,5 +295,53 @@ class VocabParallelLMHead(_VocabParallel):
             1,
         )
 
+    def loss(
+        self,
+        x: Tensor,
+        target: Tensor,
+        total_tokens: int | None = None,
+        *,
+        weight: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """:func:`vocab_parallel_cross_entropy` of this head's logits of x, over its group and its vocabulary.
+
+        Args:
+            x, total_tokens, weight: as :meth:`forward`.
+            target: ``[..]``, of all tokens also under SP, where the logits are those of all tokens.
+            options: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction``, ``inplace_backward``.
+
+        Communicates and raises as the two of them.
+        """
+        logits = self(x, total_tokens, weight=weight)
+        return vocab_parallel_cross_entropy(logits, target, self.tp_group.name, vocab_size=self.vocab_size, **options)
+
+    @torch.no_grad()
+    def sample(
+        self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """:func:`vocab_parallel_sample` from this head's logits of x: ids ``[..]``, the same on all ranks.
+
+        Args:
+            x, total_tokens, weight: as :meth:`forward`; of the last token of each sequence, ``h[:, -1]``, for the next.
+            options: ``temperature``, ``top_k``, ``top_p``.
+
+        Communicates and raises as the two of them.
+        """
+        logits = self(x, total_tokens, weight=weight)
+        return vocab_parallel_sample(logits, self.tp_group.name, vocab_size=self.vocab_size, **options)
+
+    @torch.no_grad()
+    def argmax(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+        """:func:`vocab_parallel_argmax` of this head's logits of x: ids ``[..]``, the same on all ranks.
+
+        Args and communication as :meth:`sample`.
+        """
+        logits = self(x, total_tokens, weight=weight)
+        return vocab_parallel_argmax(logits, self.tp_group.name, vocab_size=self.vocab_size)
+
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, {self.vocab_size}, bias={self.bias is not None}, {self.parallel_repr()}"
+        return (
+            f"{self.hidden_size}, {self.vocab_size}, bias={self.bias is not None}, local={tuple(self.weight.shape)}, "
+            f"{self.parallel_repr()}"
+        )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.module import check_positive
+from tp_ext.same_input import DebugMode, compare_input
 from tp_ext.sharding import split_sizes
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -29,12 +30,14 @@ def vocab_parallel_cross_entropy(
     With x the logits of a row, V the vocabulary, t the target, e the smoothing:
     ``(1 - e) (logsumexp(x) - x[t]) + e (logsumexp(x) - sum(x) / V) + z_loss logsumexp(x)^2``.
 
+    :meth:`VocabParallelLMHead.loss` knows group and vocabulary and needs neither.
+
     Args:
         logits_local: ``[.., vocab_local]``, this rank's columns: either ``torch.tensor_split`` of ``vocab_size``, or of
             equal width w with p w >= ``vocab_size``, the columns from ``vocab_size`` on being padding.
         target: ``[..]``, int64, ids in the full vocabulary, the same on all ranks.
         group: the ranks that hold the other columns.
-        vocab_size: V; default p w.
+        vocab_size: V; default p w. It must be given where the ranks' widths differ: where p does not divide V.
         ignore_index: rows with this target have no loss and no gradient.
         label_smoothing: e, over the *full* vocabulary.
         z_loss: its weight (Chowdhery et al., "PaLM", arXiv:2204.02311); 0 at ignored rows too.
@@ -44,19 +47,24 @@ def vocab_parallel_cross_entropy(
     A row that is -inf in every column has no softmax: its loss and its gradient are NaN, as in torch; so are those of a
     row with a NaN or +inf in it. Ignored rows are 0 whatever is in them.
 
-    Communicates: forward, one all-gather of four numbers per row; backward, nothing. Saved: logits and two numbers per
+    Communicates: forward, one all-gather of four numbers per row, and of four more in which the ranks compare their
+    widths and vocabularies; backward, nothing. Saved: logits and two numbers per
     row; no softmax is kept.
 
     Raises:
-        ValueError: widths that fit no vocabulary of ``vocab_size``, full logits at p > 1, shapes that do not match,
-            an unknown reduction, a smoothing outside [0, 1].
-        IndexError: a target outside the vocabulary (CPU; a device assert on CUDA).
+        ValueError: full logits at p > 1, shapes that do not match, an unknown reduction, a smoothing outside [0, 1].
+            On every rank, after the exchange: widths or ``vocab_size`` that make up no one vocabulary (CPU; a device
+            assert on CUDA).
+        IndexError: a target outside the vocabulary (CPU; a device assert on CUDA). One beyond it is looked at when it
+            is known that all ranks mean one vocabulary.
     """
     resolved = parallel_group(group)
     if logits_local.dim() < 1:
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r} must be one of {REDUCTIONS}")
+    if DebugMode.on:
+        compare_input("target", target, resolved)
     start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved)
     return _ops.vocab_parallel_cross_entropy(
         logits_local,
@@ -74,7 +82,11 @@ def vocab_parallel_cross_entropy(
 
 
 def vocab_columns(width: int, vocab_size: int | None, group: ParallelGroup) -> tuple[int, int, int]:
-    """First column, number of real columns, size of the full vocabulary."""
+    """First column, number of real columns and size of the full vocabulary, as this rank sees them.
+
+    Widths that no rank can have are refused here, on all ranks alike. What may be right on another rank is not: the
+    ranks compare widths and sizes when they exchange.
+    """
     _, p, rank = group
     if vocab_size is None:
         return rank * width, width, p * width
@@ -89,7 +101,7 @@ def vocab_columns(width: int, vocab_size: int | None, group: ParallelGroup) -> t
             f"logits_local: {width} columns must be this rank's shard of vocab_size = {vocab_size}, "
             f"not the gathered logits, at p = {p}"
         )
-    if p * width < vocab_size:
+    if p * (width + (p > 1)) < vocab_size:  # widths of one tensor differ by one at most
         raise ValueError(
             f"logits_local: {width} columns on rank {rank} must be {sizes[rank]}, its share of "
             f"vocab_size = {vocab_size} at p = {p}, or equally many, at least {sizes[0]}, on all ranks"

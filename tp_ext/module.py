@@ -83,12 +83,26 @@ class ParallelModule(nn.Module):
         dealt = isinstance(param, DTensor)  # by FSDP2: a slice of the shard, that of what the shard would be
         whole = torch.empty(param.shape, dtype=param.dtype, device=param.device) if computed or dealt else param
         initialise_(whole, init, self.tp_shardings[name], shape, rank, p)
+        self.after_init(name, whole)
         if computed:
             setattr(self, name, whole)
         elif isinstance(param, DTensor) and not param.is_meta:
             own = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
             param.to_local().copy_(own.to_local())
         self.mirror_shardings()
+
+    def after_init(self, name: str, shard: Tensor) -> None:
+        """Changes the shard that ``init`` has just drawn. A hook for layers; here it does nothing."""
+
+    @torch.no_grad()
+    def copy_shards(self, dense: nn.Module) -> None:
+        """Takes this rank's shard of each parameter of ``dense``, which has the full ones under the same names, and its
+        ``requires_grad``."""
+        _, p, rank = self.tp_group
+        for name, full in dense.named_parameters():
+            sharding, local = self.tp_shardings[name], getattr(self, name)
+            local.copy_(full if sharding is None else sharding.shard(full, rank, p))
+            local.requires_grad_(full.requires_grad)
 
     def mirror_shardings(self) -> None:
         """Sets ``tp_sharding`` on the parameters, for people who look at them."""

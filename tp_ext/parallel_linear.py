@@ -115,13 +115,7 @@ class ParallelLinear(ParallelModule):
             dtype=linear.weight.dtype,
             **options,
         ).to_empty(device=linear.weight.device)
-        _, p, rank = layer.tp_group
-        with torch.no_grad():
-            for name, full in linear.named_parameters():
-                sharding = layer.tp_shardings[name]
-                local = getattr(layer, name)
-                local.copy_(full if sharding is None else sharding.shard(full, rank, p))
-                local.requires_grad_(full.requires_grad)
+        layer.copy_shards(linear)
         return layer
 
     def used_weight(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tp_ext.agreement import gathered
+from tp_ext.checksum import bits_of, checksum
 from tp_ext.group import Group, global_ranks, parallel_group, process_group
 from tp_ext.module import ParallelModule, sharding_of, shardings
 from tp_ext.sharding import Sharding
@@ -126,7 +127,7 @@ def dealt(tensor: Tensor, group: Group) -> bool:
 def held_pieces(pieces: Iterable[Tensor]) -> list[Held]:
     """Checksums of all, with one copy to the host per device."""
     pieces = list(pieces)
-    numbers = [_checksum(_bits(piece)) for piece in pieces]
+    numbers = [checksum(bits_of(piece)) for piece in pieces]
     on_host: dict[int, list[int]] = {}
     for device in {piece.device for piece in pieces}:
         here = [i for i, piece in enumerate(pieces) if piece.device == device]
@@ -134,29 +135,6 @@ def held_pieces(pieces: Iterable[Tensor]) -> list[Held]:
     return [
         Held(on_host[i][0], tuple(piece.shape), str(piece.dtype), bool(on_host[i][1])) for i, piece in enumerate(pieces)
     ]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Flat, as integers."""
-    flat = tensor.contiguous().reshape(-1)
-    size = flat.element_size()
-    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
-
-
-def _checksum(bits: Tensor) -> Tensor:
-    """[sum of a mixing of (bits, index) modulo 2^64 (the finaliser of splitmix64), whether not all bits are alike]."""
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    length = 1 << (16 if bits.device.type == "cpu" else 24)  # what fits into a core's cache; few launches
-    step = torch.arange(1, min(length, bits.numel()) + 1, device=bits.device) * -0x61C8864680B583EB
-    for number, chunk in enumerate(bits.split(length)):
-        mixed = step[: chunk.numel()] + ((number * 0x632BE59BD9B4E019 + (1 << 63)) % (1 << 64) - (1 << 63))
-        mixed += chunk
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-            mixed ^= mixed >> shift
-            mixed *= factor
-        total += mixed.sum()
-    varied = (bits != bits[:1]).any().long()
-    return torch.stack([total, varied])
 
 
 def missing(held: list[dict[Key, Held]]) -> list[str]:
@@ -194,14 +172,14 @@ def _sentence(key: Key, values: dict[int, Tensor], held: list[dict[Key, Held]]) 
     a, b = values[other[0]], values[same[0]]
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{start}: {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"
-    wide = _bits(a).numel() // max(a.numel(), 1)
-    first = int((_bits(a) != _bits(b)).nonzero()[0]) // wide
+    wide = bits_of(a).numel() // max(a.numel(), 1)
+    first = int((bits_of(a) != bits_of(b)).nonzero()[0]) // wide
     index = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)] if a.dim() else []
     x, y = (t.reshape(-1)[first] for t in (a, b))
     shown = [repr(t.item()) for t in (x, y)]
     if shown[0] == shown[1]:  # NaNs of different bits
-        shown = [f"{text} (bits {_bits(t).tolist()})" for text, t in zip(shown, (x, y), strict=True)]
-    count = int((_bits(a) != _bits(b)).view(-1, wide).any(1).sum())
+        shown = [f"{text} (bits {bits_of(t).tolist()})" for text, t in zip(shown, (x, y), strict=True)]
+    count = int((bits_of(a) != bits_of(b)).view(-1, wide).any(1).sum())
     return (
         f"{start}, first at index {tuple(index)}: {shown[0]}, not {shown[1]} ({count} of {math.prod(a.shape)} elements)"
     )

@@ -2,7 +2,8 @@
 // full logits on every rank, the gradient of the local columns. Formulas:
 // kernels/vocab_cross_entropy.h.
 //
-//   forward   four statistics of each row over the local columns, one all-gather, the loss
+//   forward   four statistics of each row over the local columns, and a row with this rank's width
+//             and vocabulary; one all-gather; the loss
 //   backward  local: no communication, one read and one write of the logits
 //
 // Saved: logits, target and the log-sum-exp of each row; no softmax. With inplace_backward the
@@ -46,11 +47,14 @@ struct Arguments {
   }
 };
 
+// Several ranks add a row that says how each sees the vocabulary: no rank can check that alone, so
+// _vocab_ce_loss does when all rows are gathered
 Tensor local_stats(const Tensor& logits, const Tensor& target, const Arguments& a) {
   static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt, int64_t)>(
+      find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt, int64_t, bool)>(
           "tp_ext::_vocab_ce_stats");
-  return op.call(logits, target, a.vocab_start, a.vocab_local, a.vocab_size, a.ignore_index);
+  return op.call(logits, target, a.vocab_start, a.vocab_local, a.vocab_size, a.ignore_index,
+                 comm::size(a.group) > 1);
 }
 
 std::tuple<Tensor, Tensor> row_losses(const Tensor& stats, const Tensor& target,

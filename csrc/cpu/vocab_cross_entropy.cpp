@@ -6,7 +6,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
+#include <numeric>
 #include <type_traits>
+#include <vector>
 
 #include "cpu/convert.h"
 #include "cpu/simd.h"
@@ -77,29 +80,60 @@ void row_grad(const T* x, T* dx, int64_t n, CeRowGrad<acc_t<T>> row) {
 
 int64_t rows_per_thread(int64_t width) { return std::max<int64_t>(1, kGrain / (width + 1)); }
 
-// Every rank looks at every target, so that all of them raise, before any has sent anything.
-void check_target_values(const at::Tensor& target, int64_t vocab_size, int64_t ignore_index) {
+// Every rank looks at every target, so that all of them raise. Without exact_size vocab_size is what
+// this rank takes it for: whether a target is too large is known after the exchange.
+void check_target_values(const at::Tensor& target, int64_t vocab_size, int64_t ignore_index,
+                         bool exact_size) {
   const int64_t* t = in<int64_t>(target);
+  const int64_t end = exact_size ? vocab_size : std::numeric_limits<int64_t>::max();
   for (int64_t i = 0; i < target.numel(); ++i) {
-    TORCH_CHECK_INDEX((t[i] >= 0 && t[i] < vocab_size) || t[i] == ignore_index, "target: ", t[i],
+    TORCH_CHECK_INDEX((t[i] >= 0 && t[i] < end) || t[i] == ignore_index, "target: ", t[i],
                       " must be in [0, vocab_size), [0, ", vocab_size, "), or ignore_index, ",
                       ignore_index);
   }
 }
 
+template <typename A>
+void check_shards(const A* stats, int64_t ranks, int64_t rows) {
+  if (shards_agree(stats, ranks, rows)) return;
+  std::vector<int64_t> widths, sizes, split;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const CeShard shard = shard_of(stats, rows, rank);
+    widths.push_back(shard.width), sizes.push_back(shard.vocab_size);
+    split.push_back(sizes[0] / ranks + (rank < sizes[0] % ranks));
+  }
+  bool given = false, same = true;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    given = given || sizes[rank] != ranks * widths[rank];
+    same = same && sizes[rank] == sizes[0];
+  }
+  TORCH_CHECK_VALUE(
+      given, "vocab_size: must be given where ranks hold different numbers of columns, ",
+      at::IntArrayRef(widths), "; ", std::accumulate(widths.begin(), widths.end(), int64_t{0}),
+      " if none of them are padding, p = ", ranks);
+  TORCH_CHECK_VALUE(same, "vocab_size: ", at::IntArrayRef(sizes),
+                    " on the ranks must be the same number on all, p = ", ranks);
+  TORCH_CHECK_VALUE(false, "logits_local: ", at::IntArrayRef(widths),
+                    " columns on the ranks must be ", at::IntArrayRef(split),
+                    ", the shards of vocab_size = ", sizes[0], " at p = ", ranks,
+                    ", or equally many, at least ", split[0]);
+}
+
 at::Tensor stats_cpu(const at::Tensor& logits, const at::Tensor& target_any, int64_t vocab_start,
-                     int64_t vocab_local, int64_t vocab_size, int64_t ignore_index) {
+                     int64_t vocab_local, int64_t vocab_size, int64_t ignore_index,
+                     bool shard_row) {
   check_ce_logits(logits, target_any, vocab_start, vocab_local, vocab_size);
   const at::Tensor target = target_any.contiguous();
-  check_target_values(target, vocab_size, ignore_index);
+  check_target_values(target, vocab_size, ignore_index, !shard_row);
   const Rows rows = rows_of(logits);
   const at::Tensor stats =
-      at::empty({rows.count, 4}, logits.options().dtype(ce_stats_dtype(logits)));
+      at::empty({rows.count + shard_row, 4}, logits.options().dtype(ce_stats_dtype(logits)));
   dispatch_floating(logits.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
     using T = decltype(type);
     const T* x = in<T>(rows.tensor);
     const int64_t* t = in<int64_t>(target);
     auto* result = reinterpret_cast<CeStats<acc_t<T>>*>(out<acc_t<T>>(stats));
+    if (shard_row) put_shard_row(&result[rows.count].max, {rows.width, vocab_size});
     at::parallel_for(0, rows.count, rows_per_thread(vocab_local), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const T* row = x + r * rows.stride;
@@ -118,16 +152,20 @@ std::tuple<at::Tensor, at::Tensor> loss_cpu(const at::Tensor& stats_any,
                                             double z_loss) {
   check_ce_stats(stats_any, target_any);
   const at::Tensor stats = stats_any.contiguous(), target = target_any.contiguous();
-  const int64_t ranks = stats.size(0), count = stats.size(1);
+  const int64_t ranks = stats.size(0), count = target.numel(), rank_rows = stats.size(1);
   const at::Tensor loss = at::empty({count}, stats.options());
   const at::Tensor lse = at::empty({count, 2}, stats.options());
   dispatch_floating(stats.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
     using A = acc_t<decltype(type)>;
+    if (has_shard_row(stats, target)) {
+      check_shards(in<A>(stats), ranks, count);
+      check_target_values(target, vocab_size, ignore_index, true);
+    }
     const auto* parts = reinterpret_cast<const CeStats<A>*>(in<A>(stats));
     const CeOptions<A> options{A(label_smoothing), A(z_loss), A(vocab_size)};
     for (int64_t r = 0; r < count; ++r) {
       CeStats<A> row = parts[r];
-      for (int64_t rank = 1; rank < ranks; ++rank) merge(row, parts[rank * count + r]);
+      for (int64_t rank = 1; rank < ranks; ++rank) merge(row, parts[rank * rank_rows + r]);
       const bool ignored = in<int64_t>(target)[r] == ignore_index;
       out<A>(loss)[r] = ignored ? A(0) : ce_loss(row, options);
       out<A>(lse)[2 * r] = row.max;

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "cuda/launch.h"
 #include "kernels/vocab_cross_entropy.cuh"
 #include "vocab.h"
@@ -18,21 +20,30 @@ struct TargetInRange {
   }
 };
 
+struct ShardsAgree {
+  __device__ void operator()(bool ok) const {
+    CUDA_KERNEL_ASSERT(ok &&
+                       "the ranks' logits_local must make up one vocabulary: pass vocab_size");
+  }
+};
+
 at::Tensor stats_cuda(const at::Tensor& logits, const at::Tensor& target_any, int64_t vocab_start,
-                      int64_t vocab_local, int64_t vocab_size, int64_t ignore_index) {
+                      int64_t vocab_local, int64_t vocab_size, int64_t ignore_index,
+                      bool shard_row) {
   check_ce_logits(logits, target_any, vocab_start, vocab_local, vocab_size);
   const c10::cuda::CUDAGuard guard(logits.device());
   const at::Tensor target = target_any.contiguous();
   const Rows rows = rows_of(logits);
   const at::Tensor stats =
-      at::empty({rows.count, 4}, logits.options().dtype(ce_stats_dtype(logits)));
-  if (rows.count == 0) return stats;
+      at::empty({rows.count + shard_row, 4}, logits.options().dtype(ce_stats_dtype(logits)));
+  if (stats.numel() == 0) return stats;
   dispatch_floating(logits.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
     using T = decltype(type);
-    ce_stats_kernel<<<ce_blocks(rows.count), ce_threads<T>(vocab_local), 0,
+    ce_stats_kernel<<<ce_blocks(std::max<int64_t>(rows.count, 1)), ce_threads<T>(vocab_local), 0,
                       c10::cuda::getCurrentCUDAStream()>>>(
         in<T>(rows.tensor), rows.stride, rows.count, vocab_local, in<int64_t>(target), vocab_start,
-        vocab_size, ignore_index, out<acc_t<T>>(stats), TargetInRange());
+        vocab_size, ignore_index, out<acc_t<T>>(stats), TargetInRange(),
+        shard_row ? rows.width : -1);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return stats;
@@ -45,15 +56,22 @@ std::tuple<at::Tensor, at::Tensor> loss_cuda(const at::Tensor& stats_any,
   check_ce_stats(stats_any, target_any);
   const c10::cuda::CUDAGuard guard(stats_any.device());
   const at::Tensor stats = stats_any.contiguous(), target = target_any.contiguous();
-  const int64_t ranks = stats.size(0), count = stats.size(1);
+  const int64_t ranks = stats.size(0), count = target.numel();
   const at::Tensor loss = at::empty({count}, stats.options());
   const at::Tensor lse = at::empty({count, 2}, stats.options());
-  if (count == 0) return {loss, lse};
   const auto launch = [&](auto type) {
     using A = decltype(type);
+    if (has_shard_row(stats, target)) {
+      ce_check_kernel<<<grid_for(count), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          in<A>(stats), ranks, count, in<int64_t>(target), vocab_size, ignore_index, ShardsAgree(),
+          TargetInRange());
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+    if (count == 0) return;
     ce_loss_kernel<<<grid_for(count), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         in<A>(stats), ranks, count, in<int64_t>(target), ignore_index,
-        CeOptions<A>{A(label_smoothing), A(z_loss), A(vocab_size)}, out<A>(loss), out<A>(lse));
+        CeOptions<A>{A(label_smoothing), A(z_loss), A(vocab_size)}, out<A>(loss), out<A>(lse),
+        has_shard_row(stats, target));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   };
   stats.scalar_type() == at::kDouble ? launch(double{}) : launch(float{});

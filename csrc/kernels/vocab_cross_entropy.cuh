@@ -67,15 +67,20 @@ __device__ __forceinline__ CeStats<A> block_merge(const CeStats<A>& mine, A* scr
   return {max, sum_exp, A(0), block_reduce(mine.sum, Sum(), A(0), scratch)};
 }
 
-// stats [rows, 4]. in_range(ok) asserts that a target is valid or ignored.
+// stats [rows, 4]. in_range(ok) asserts that a target is valid or ignored. With width >= 0 stats is
+// [rows + 1, 4], the last row that of the shard, and ce_check_kernel finds targets that are too large.
 template <typename T, typename InRange>
 __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride, int64_t rows,
                                 int64_t vocab_local, const int64_t* __restrict__ target,
                                 int64_t vocab_start, int64_t vocab_size, int64_t ignore_index,
-                                acc_t<T>* __restrict__ stats, InRange in_range) {
+                                acc_t<T>* __restrict__ stats, InRange in_range,
+                                int64_t width = -1) {
   using A = acc_t<T>;
   constexpr int N = kVec<T>;
   __shared__ A scratch[33];
+  if (width >= 0 && blockIdx.x == 0 && threadIdx.x == 0) {
+    put_shard_row(stats + 4 * rows, {width, vocab_size});
+  }
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
     const T* row = logits + r * row_stride;
     const RowCut cut = cut_row(row, vocab_local);
@@ -101,7 +106,7 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
     const CeStats<A> all = block_merge(mine, scratch);
     if (threadIdx.x == 0) {
       const int64_t t = target[r], hit = t - vocab_start;
-      in_range((t >= 0 && t < vocab_size) || t == ignore_index);
+      in_range((t >= 0 && (t < vocab_size || width >= 0)) || t == ignore_index);
       const bool here = hit >= 0 && hit < vocab_local;
       stats[4 * r] = all.max;
       stats[4 * r + 1] = all.sum_exp;
@@ -111,15 +116,31 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
   }
 }
 
-// stats [ranks, rows, 4] -> loss [rows], lse [rows, 2]; a thread per row
+// Of stats [ranks, rows + 1, 4]: agree(ok) asserts that the ranks' columns make up one vocabulary,
+// in_range(ok) that a target is in it or ignored. A thread per row.
+template <typename A, typename Agree, typename InRange>
+__global__ void ce_check_kernel(const A* __restrict__ stats, int64_t ranks, int64_t rows,
+                                const int64_t* __restrict__ target, int64_t vocab_size,
+                                int64_t ignore_index, Agree agree, InRange in_range) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) agree(shards_agree(stats, ranks, rows));
+  grid_stride(rows, 1, [&](int64_t r) {
+    const int64_t t = target[r];
+    const bool ok = (t >= 0 && t < vocab_size) || t == ignore_index;
+    if (!ok) agree(shards_agree(stats, ranks, rows));  // the cause, where both are wrong
+    in_range(ok);
+  });
+}
+
+// stats [ranks, rows + shard_rows, 4] -> loss [rows], lse [rows, 2]; a thread per row
 template <typename A>
 __global__ void ce_loss_kernel(const A* __restrict__ stats, int64_t ranks, int64_t rows,
                                const int64_t* __restrict__ target, int64_t ignore_index,
-                               CeOptions<A> options, A* __restrict__ loss, A* __restrict__ lse) {
+                               CeOptions<A> options, A* __restrict__ loss, A* __restrict__ lse,
+                               int64_t shard_rows = 0) {
   grid_stride(rows, 1, [&](int64_t r) {
     CeStats<A> row = no_columns<A>();
     for (int64_t rank = 0; rank < ranks; ++rank) {
-      const A* s = stats + 4 * (rank * rows + r);
+      const A* s = stats + 4 * (rank * (rows + shard_rows) + r);
       merge(row, CeStats<A>{s[0], s[1], s[2], s[3]});
     }
     loss[r] = target[r] == ignore_index ? A(0) : ce_loss(row, options);

@@ -21,6 +21,47 @@ struct CeStats {
   A max, sum_exp, target, sum;
 };
 
+// A row that follows those of each rank when several exchange them: the number of columns that the
+// rank holds, and the size of the full vocabulary as it was given there. So a vocabulary sharded or
+// given differently on some rank is an error on all of them. Each number in two halves, which fp32
+// holds exactly.
+constexpr int64_t kCeHalf = int64_t{1} << 20;
+
+struct CeShard {
+  int64_t width, vocab_size;
+};
+
+template <typename A>
+TP_HD void put_shard_row(A* row, CeShard shard) {
+  row[0] = static_cast<A>(shard.width / kCeHalf);
+  row[1] = static_cast<A>(shard.width % kCeHalf);
+  row[2] = static_cast<A>(shard.vocab_size / kCeHalf);
+  row[3] = static_cast<A>(shard.vocab_size % kCeHalf);
+}
+
+// The row of one rank, behind its `rows` others: stats [ranks, rows + 1, 4]
+template <typename A>
+TP_HD CeShard shard_of(const A* stats, int64_t rows, int64_t rank) {
+  const A* row = stats + 4 * (rank * (rows + 1) + rows);
+  return {static_cast<int64_t>(row[0]) * kCeHalf + static_cast<int64_t>(row[1]),
+          static_cast<int64_t>(row[2]) * kCeHalf + static_cast<int64_t>(row[3])};
+}
+
+// Whether the ranks' columns make up one vocabulary: of one size, and either in the widths of
+// torch.tensor_split or in equal ones
+template <typename A>
+TP_HD bool shards_agree(const A* stats, int64_t ranks, int64_t rows) {
+  const CeShard first = shard_of(stats, rows, 0);
+  bool split = true, equal = ranks * first.width >= first.vocab_size;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const CeShard s = shard_of(stats, rows, rank);
+    if (s.vocab_size != first.vocab_size) return false;
+    split = split && s.width == s.vocab_size / ranks + (rank < s.vocab_size % ranks ? 1 : 0);
+    equal = equal && s.width == first.width;
+  }
+  return split || equal;
+}
+
 template <typename A>
 TP_HD A minus_inf() {
   return static_cast<A>(-HUGE_VAL);

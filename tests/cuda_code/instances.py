@@ -69,6 +69,7 @@ def vocabularies():
             yield Instance("vocab_embedding", "embedding_bwd_kernel", (width, dtype), 256, dtype)
     for dtype in (DOUBLE, FLOAT):
         yield Instance("vocab_cross_entropy", "ce_loss_kernel", (dtype,), 256, dtype)
+        yield Instance("vocab_cross_entropy", "ce_check_kernel", (dtype, "InRange", "InRange"), 256, dtype)
     for ids in ("int64_t", "int32_t"):
         yield Instance("vocab_embedding", "embedding_rows_kernel", (ids,), 256, ids)
 

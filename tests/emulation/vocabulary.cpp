@@ -129,6 +129,60 @@ void cross_entropies() {
   cross_entropy<T>({1, 2, 2, 2, N - 1}, 2, N - 1, 1);  // ends before the first boundary
 }
 
+struct Noted {
+  bool* all;
+  void operator()(bool ok) const { *all = *all && ok; }
+};
+
+// What three ranks that exchange their rows find, each with its width and vocabulary in one row more
+void shards_of_a_vocabulary(const std::vector<CeShard>& shards, int64_t last_target,
+                            bool expect_agree, bool expect_in_range) {
+  using T = float;
+  const int64_t ranks = 3, rows = 5;
+  Tensor<int64_t> target(rows);
+  for (int64_t r = 0; r < rows; ++r)
+    target[r] = r == rows - 1 ? last_target : r == 1 ? kIgnored : r;
+  const CeOptions<T> options{0, 0, T(shards[0].vocab_size)};
+  bool agree = true, in_range = true;
+  const auto [stats, loss, lse] = run_in_every_order("shards of a vocabulary", [&] {
+    Tensor<T> stats(ranks * (rows + 1) * 4), loss(rows), lse(rows * 2);
+    for (int64_t rank = 0, start = 0; rank < ranks; start += shards[rank++].width) {
+      const int64_t n = shards[rank].width;
+      const auto x = values<T>(rows * n, 0, 3 + rank, -2, 2);
+      launch(2, ce_threads<T>(n), [&] {
+        ce_stats_kernel<T>(x, n, rows, n, target, start, shards[rank].vocab_size, kIgnored,
+                           stats + rank * (rows + 1) * 4, InRange(), n);
+      });
+    }
+    launch(1, kThreads, [&] {
+      ce_check_kernel<T>(stats, ranks, rows, target, shards[0].vocab_size, kIgnored, Noted{&agree},
+                         Noted{&in_range});
+    });
+    launch(1, kThreads,
+           [&] { ce_loss_kernel<T>(stats, ranks, rows, target, kIgnored, options, loss, lse, 1); });
+    return results(stats, loss, lse);
+  });
+  if (agree != expect_agree) wrong("whether the shards agree");
+  if (in_range != expect_in_range) wrong("whether the targets are in the vocabulary");
+  for (int64_t r = 0; r < rows; ++r) {
+    CeStats<T> merged = no_columns<T>();
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      const auto at = [&](int64_t i) { return stats[4 * (rank * (rows + 1) + r) + i]; };
+      merge(merged, CeStats<T>{at(0), at(1), at(2), at(3)});
+    }
+    if (loss[r] != (target[r] == kIgnored ? T(0) : ce_loss(merged, options))) wrong("the loss");
+  }
+}
+
+void shards() {
+  shards_of_a_vocabulary({{4, 10}, {3, 10}, {3, 10}}, 9, true, true);
+  shards_of_a_vocabulary({{4, 10}, {3, 10}, {3, 10}}, 10, true, false);
+  shards_of_a_vocabulary({{4, 10}, {4, 10}, {4, 10}}, 9, true, true);
+  shards_of_a_vocabulary({{4, 12}, {3, 9}, {3, 9}}, 9, false, true);
+  shards_of_a_vocabulary({{3, 10}, {3, 10}, {3, 10}}, 9, false, true);
+  shards_of_a_vocabulary({{4, 10}, {4, 10}, {3, 10}}, 9, false, true);
+}
+
 // The last row of logits of more than 2^31 elements
 void vast_cross_entropy() {
   using T = BFloat16;
@@ -258,6 +312,7 @@ int main() {
   cross_entropy<float>({1, 9001, 9001, 9001, 1}, 9001, 1, 1);
   cross_entropy<float>({1, 7001, 7001, 7001, 1}, 7001, 1, 1);
   embeddings<float>(), embeddings<BFloat16>();
+  shards();
   vast_cross_entropy();
   vast_embedding();
   return done();
