@@ -7,16 +7,18 @@ little off: see docs/debugging.md.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from tp_ext.agreement import gathered
 from tp_ext.collectives import CollectiveCount, CollectiveCounts, count_collectives
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
+from tp_ext.model_rules import foreign_parameters, misplaced
 from tp_ext.module import ParallelModule, model_group
 from tp_ext.replication import (
     Entry,
@@ -33,6 +35,7 @@ from tp_ext.replication import (
     own_pieces,
     replicated_pieces,
 )
+from tp_ext.same_input import enable
 from tp_ext.wraps import mixing_wraps
 
 __all__ = [
@@ -41,26 +44,33 @@ __all__ = [
     "assert_replicated",
     "check",
     "count_collectives",
+    "enable",
     "findings",
 ]
+
+Batch = Any  # a tensor, or dicts, lists and tuples of them; anything else in it is passed over
 
 EXPLAINED = 8
 """Of so many tensors that differ the values are exchanged; the others are named."""
 
 
-def check(model: nn.Module, *, group: Group = NOT_GIVEN) -> None:
+def check(
+    model: nn.Module, *, group: Group = NOT_GIVEN, optimizer: Optimizer | None = None, batch: Batch = None
+) -> None:
     """Raises if :func:`findings` finds anything.
 
     Communicates as :func:`findings`. Raises:
         RuntimeError: the same on every rank, with all findings. ValueError: see :func:`findings`.
     """
-    found = findings(model, group=group)
+    found = findings(model, group=group, optimizer=optimizer, batch=batch)
     if found:
         raise RuntimeError(f"model: {len(found)} findings\n" + "\n".join(f"- {sentence}" for sentence in found))
 
 
-def findings(model: nn.Module, *, group: Group = NOT_GIVEN) -> list[str]:
-    """What is wrong with the model over the ranks of its group, a sentence each; the same list on every rank.
+def findings(
+    model: nn.Module, *, group: Group = NOT_GIVEN, optimizer: Optimizer | None = None, batch: Batch = None
+) -> list[str]:
+    """Mistakes of the model over the ranks of its group, a sentence each; the same list on every rank.
 
     - parameters, buffers and gradients that should be replicated and differ: which, on which rank, where, both values
       (:func:`assert_replicated`);
@@ -71,12 +81,19 @@ def findings(model: nn.Module, *, group: Group = NOT_GIVEN) -> list[str]:
     - DDP or FSDP2 over ranks that hold different shards (:mod:`tp_ext.wraps`);
     - weights tied on some ranks only, or that were tied and came apart;
     - generators in different states: torch's default generator of each device that holds parameters must agree, or
-      dropout masks and initial weights differ.
+      dropout masks and initial weights differ;
+    - no layer with a group in a job of several ranks;
+    - a dropout of torch between a column and a row linear, ``sequence_parallel`` in some linears only;
+    - parameters of ``optimizer`` that are not the model's: it was made before layers were replaced;
+    - a ``batch`` that differs over the ranks.
 
     Args:
         model: the whole model, wrapped or not, called on every rank of the group at the same point of the program.
         group: default the group of the model's layers. With another one, the data axis, say, everything is taken as
             replicated over it, and generators may differ.
+        optimizer: of the model's parameters.
+        batch: what the model is given: a tensor, or dicts, lists and tuples of tensors. Nothing of it is kept between
+            calls, so no batch is known that is not given here; :class:`enable` compares all of them.
 
     Communicates: one exchange of some 200 bytes a parameter; a second one, of values, if there are differences.
     Under FSDP2 see :func:`assert_replicated`.
@@ -88,12 +105,16 @@ def findings(model: nn.Module, *, group: Group = NOT_GIVEN) -> list[str]:
     name = model_group(model) if group is NOT_GIVEN or group is None else group_name(group)
     p = parallel_group(name).size
     table = entries(model, name)
-    alone = [*forgotten, *mixing_wraps(model), *_wrong_shapes(table), *_came_apart(model, table)]
+    alone = [*forgotten, *misplaced(model), *(foreign_parameters(model, optimizer) if optimizer is not None else ())]
+    alone += [*mixing_wraps(model), *_wrong_shapes(table), *_came_apart(model, table)]
     if p == 1:
         return alone
     pieces = {key: piece for entry in table for key, piece in replicated_pieces(entry, name)}
+    given = dict(_tensors("batch", batch))
+    pieces |= {(one, -1, 0): local(tensor) for one, tensor in given.items()}
     held = dict(zip(pieces, held_pieces(pieces.values()), strict=True))
-    mine = _Report(alone, _facts(model, table, _is_sharded_over(model, name)), _slices(table, name), held)
+    facts_here = _facts(model, table, _is_sharded_over(model, name)) | dict.fromkeys(given, "given")
+    mine = _Report(alone, facts_here, _slices(table, name), held)
     reports = gathered(mine, process_group(name))
     all_held = [one.held for one in reports]
     facts = [one.facts for one in reports]
@@ -103,6 +124,17 @@ def findings(model: nn.Module, *, group: Group = NOT_GIVEN) -> list[str]:
     different = differences(all_held)
     found += explain(different[:EXPLAINED], pieces, all_held, name) if different else []
     return found + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
+
+
+def _tensors(name: str, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(batch, Tensor):
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _tensors(f"{name}[{key!r}]", value)
+    elif isinstance(batch, list | tuple):
+        for i, value in enumerate(batch):
+            yield from _tensors(f"{name}[{i}]", value)
 
 
 def _forgotten(model: nn.Module) -> list[str]:
