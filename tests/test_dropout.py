@@ -208,3 +208,19 @@ def test_more_arguments_that_do_not_fit():
             dropout(torch.ones(4, 6), **options)
     with pytest.raises(TypeError):
         tp_ext.dropout(torch.ones(4, dtype=torch.int64))
+
+
+def test_nothing_is_drawn_where_nothing_is_dropped():
+    """As torch's: an evaluation between two steps of a training leaves the masks of the second as they were."""
+    x, residual, bias = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6)
+    state = torch.get_rng_state()
+    for y in (
+        tp_ext.Dropout(0.5).eval()(x, residual=residual),
+        tp_ext.Dropout(0.0)(x, residual=residual),
+        tp_ext.dropout(x, 0.5, False, residual=residual, group=None),
+    ):
+        assert torch.equal(y, residual + x)
+    assert torch.equal(tp_ext.dropout(x, 0.0, bias=bias), x + bias)
+    assert torch.equal(torch.get_rng_state(), state)
+    tp_ext.Dropout(0.5)(x, residual=residual)
+    assert not torch.equal(torch.get_rng_state(), state)

@@ -32,7 +32,7 @@ LAYERS = [
 ]
 # .. then composition, which knows modules and shardings, never a layer's insides
 COMPOSITION = [
-    {"boxes", "coalesce", "collectives", "model_rules", "wraps"},
+    {"boxes", "coalesce", "collectives", "model_rules", "profiling", "wraps"},
     {"agreement", "atomic_directory", "checkpoint_metadata", "pinned_directory", "write_lock"},
     {"symmetric_memory", "full_tensor", "grad_norm", "box_tensor", "replication", "checkpoint_reader"},
     {"state_dict", "debug"},

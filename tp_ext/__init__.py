@@ -67,6 +67,7 @@ __all__ = [
     "clip_grad_norm_",
     "coalesce_gradients",
     "copy_to_region",
+    "debug",
     "dropout",
     "full_optimizer_state_dict",
     "full_state_dict",
@@ -86,7 +87,15 @@ __all__ = [
     "scatter_to_region",
     "sharded_state_dict",
     "shardings",
+    "shm",
+    "symmetric_memory",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_sample",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and the modules with public names of their own; not the modules that they come from."""
+    public = {*__all__, "group", "megatron", "random", "regions", "sharding"}
+    return sorted(name for name in globals() if name in public or name.startswith("__"))

@@ -20,6 +20,7 @@ from tp_ext.collectives import CollectiveCount, CollectiveCounts, count_collecti
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
 from tp_ext.model_rules import foreign_parameters, misplaced
 from tp_ext.module import ParallelModule, model_group
+from tp_ext.profiling import annotate
 from tp_ext.replication import (
     Entry,
     Held,
@@ -41,6 +42,7 @@ from tp_ext.wraps import mixing_wraps
 __all__ = [
     "CollectiveCount",
     "CollectiveCounts",
+    "annotate",
     "assert_replicated",
     "check",
     "count_collectives",

@@ -13,9 +13,9 @@ from tp_ext.random import draw_seed
 
 
 def _check_p(p: float) -> None:
-    refuse_group(p=p)
     if not isinstance(p, int | float) or not 0 <= p <= 1:
-        raise ValueError(f"p: {p!r} must be a probability, in [0, 1]")
+        refuse_group(p=p)
+        raise ValueError(f"p: {p!r} must be a probability, in [0, 1]: that of dropping an element")
 
 
 def dropout(

@@ -12,6 +12,7 @@ Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), figure 3; Korthikanti et al. (
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,10 +97,9 @@ class ColumnParallelLinear(ParallelLinear):
         )
         self.gather_output = gather_output
 
-    def forward(
-        self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
+        """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
+
         Args:
             x: ``[.., in]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
@@ -205,10 +205,9 @@ class RowParallelLinear(ParallelLinear):
         )
         self.input_is_parallel = input_is_parallel
 
-    def forward(
-        self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
+        """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
+
         Args:
             x: ``[.., in_local]``.
             total_tokens: accepted like the column layer's; x has them all, so it is only checked.

@@ -126,10 +126,9 @@ class LoRALinear(ParallelModule):
             )
             self.lora_B = _ReplicatedLinear(r, base.out_features, init=last, **options)
 
-    def forward(
-        self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
+        """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
+
         Args:
             x, total_tokens, weight: as the base layer's.
         """
@@ -240,8 +239,11 @@ def add_lora(
     ]
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in chosen):
+            kinds = ColumnParallelLinear | RowParallelLinear
+            linears = {name.rpartition(".")[2] for name, m in model.named_modules() if name and isinstance(m, kinds)}
             raise ValueError(
-                f"targets: {pattern!r} must name a ColumnParallelLinear or RowParallelLinear inside the model"
+                f"targets: {pattern!r} must name a ColumnParallelLinear or RowParallelLinear inside the model; "
+                f"it has {sorted(linears)}"
             )
     if freeze:
         adapters = {p for _, layer in _lora_layers(model) for n, p in layer.named_parameters() if n.startswith("lora_")}

@@ -207,24 +207,24 @@ def refuse_group(**values: object) -> None:
 
 def check_positive(**numbers: int) -> None:
     """Raises a ValueError that names the first of ``numbers`` that is not an integer of at least 1."""
-    refuse_group(**numbers)
     for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            refuse_group(**{name: value})
             raise ValueError(f"{name}: {value!r} must be an integer of at least 1")
 
 
 def check_flags(**flags: bool) -> None:
     """Raises a TypeError that names the first of ``flags`` that is not True or False."""
-    refuse_group(**flags)
     for name, value in flags.items():
         if not isinstance(value, bool):
+            refuse_group(**{name: value})
             raise TypeError(f"{name}: {value!r} must be True or False")
 
 
 def check_epsilon(eps: float) -> None:
     """Raises a TypeError unless ``eps`` is a number."""
-    refuse_group(eps=eps)
     if not isinstance(eps, int | float) or isinstance(eps, bool):
+        refuse_group(eps=eps)
         raise TypeError(f"eps: {eps!r} must be a number")
 
 
