@@ -7,6 +7,8 @@ checkpoint, with all numbers and ``extra`` of one step, on all ranks of the read
 """
 
 import argparse
+import errno
+import fcntl
 import os
 import random
 import resource
@@ -46,6 +48,7 @@ class Setting:
     kills: bool = True
     full_disks: bool = True
     exchange: bool = True  # renameat2, or two renames as on file systems that lack it
+    flock: bool = True  # or the existence of the lock file, as on file systems that refuse flock
     lock_timeout: float = 60.0
 
     @property
@@ -158,10 +161,7 @@ def work(setting, team, size, saves, rank, store, seed, pipe):
     """A process of a team. It sends pairs of what happened and, of errors that must not be, the traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    if not setting.exchange:
-        from tp_ext import atomic_directory
-
-        atomic_directory._exchange = lambda a, b: False
+    limit(setting)
     draw = random.Random(f"{seed} {rank if saves else 0}")
     try:
         group = None
@@ -177,6 +177,20 @@ def work(setting, team, size, saves, rank, store, seed, pipe):
     except BaseException as error:
         pipe.send((f"{'savers' if saves else 'readers'}: {type(error).__name__}", traceback.format_exc()))
     pipe.close()
+
+
+def limit(setting):
+    """Makes this process's file system one without what the setting leaves out."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not setting.exchange:
+        from tp_ext import atomic_directory
+
+        atomic_directory._exchange = lambda a, b: False
+    if not setting.flock:
+        fcntl.flock = refuse
 
 
 class Soak:
@@ -293,10 +307,12 @@ class Soak:
 
 
 def soak(**options):
-    """Runs a soak in a directory of its own, which is removed."""
+    """Runs a soak in a directory of its own, which is removed. It limits this process, too."""
     folder = Path(tempfile.mkdtemp(prefix="soak_checkpoints_"))
+    setting = Setting(folder / "saved", **options)
+    limit(setting)
     try:
-        return Soak(Setting(folder / "saved", **options)).run()
+        return Soak(setting).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -310,6 +326,7 @@ def main():
     parser.add_argument("--no-kills", action="store_true")
     parser.add_argument("--no-full-disks", action="store_true")
     parser.add_argument("--two-renames", action="store_true", help="as on file systems without renameat2")
+    parser.add_argument("--no-flock", action="store_true", help="as on file systems that refuse flock")
     parser.add_argument("--lock-timeout", type=float, default=60.0)
     arguments = parser.parse_args()
     counts, failures = soak(
@@ -320,6 +337,7 @@ def main():
         kills=not arguments.no_kills,
         full_disks=not arguments.no_full_disks,
         exchange=not arguments.two_renames,
+        flock=not arguments.no_flock,
         lock_timeout=arguments.lock_timeout,
     )
     print(f"seed {arguments.seed}: " + ", ".join(f"{count} {what}" for what, count in sorted(counts.items())))

@@ -1,11 +1,17 @@
-"""Short soaks of tests/soak/checkpoints.py: everything at once, and readers of a path that is saved all the time."""
+"""Short soaks of tests/soak/checkpoints.py, everything at once, with and without renameat2 and flock."""
+
+import fcntl
 
 import checkpoints
 import pytest
 
+from tp_ext import atomic_directory
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_every_load_is_of_one_whole_checkpoint_whatever_is_killed(exchange):
-    counts, failures = checkpoints.soak(seed=exchange, seconds=4, exchange=exchange)
+
+@pytest.mark.parametrize("able", [True, False], ids=["renameat2, flock", "two renames, lock file"])
+def test_every_load_is_of_one_whole_checkpoint_whatever_is_killed(able, monkeypatch):
+    for module, name in ((fcntl, "flock"), (atomic_directory, "_exchange")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
+    counts, failures = checkpoints.soak(seed=able, seconds=4, exchange=able, flock=able)
     assert not failures, failures
     assert counts["loads"] > 5 and counts["saves"] > 5 and counts["kills"] > 2, counts
