@@ -200,11 +200,12 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def(
       "vocab_parallel_cross_entropy(Tensor logits, Tensor target, str group, SymInt vocab_start, "
       "SymInt vocab_local, SymInt vocab_size, int ignore_index, float label_smoothing, float "
-      "z_loss, str reduction, bool inplace_backward) -> Tensor",
+      "z_loss, str reduction, bool inplace_backward, bool vocab_size_given=True) -> Tensor",
       tags);
   m.def(
       "_vocab_ce_stats(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_local, "
-      "SymInt vocab_size, int ignore_index, bool shard_row=False) -> Tensor",
+      "SymInt vocab_size, int ignore_index, bool shard_row=False, bool vocab_size_given=True) -> "
+      "Tensor",
       tags);
   m.def(
       "_vocab_ce_loss(Tensor stats, Tensor target, SymInt vocab_size, int ignore_index, float "

@@ -169,6 +169,7 @@ VOCABULARY = [
     ("loss(g, ones(4, 4).long())", TypeError, "logits: dtype Long must be a floating"),
     ("loss(g, target=ids.int())", TypeError, "target: dtype Int must be int64"),
     ("loss(g, target=ids[:3])", ValueError, r"target: shape \[3\] must be that of logits, \[4, 4\]"),
+    ("loss(g, target=ids + 6, vocab_size=8)", IndexError, r"target: 8 must be in .*8"),
     ("loss(g, target=ids - 1)", IndexError, "target: -1 must be in"),
     ("loss(g, reduction='average')", ValueError, "reduction: 'average' must be one of"),
     ("loss(g, label_smoothing=1.5)", ValueError, r"label_smoothing: 1.5 must be in \[0, 1\]"),

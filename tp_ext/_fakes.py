@@ -235,6 +235,7 @@ def _(
     vocab_size: int,
     ignore_index: int,
     shard_row: bool = False,
+    vocab_size_given: bool = True,
 ) -> Tensor:
     return logits.new_empty([target.numel() + shard_row, 4], dtype=_acc_dtype(logits.dtype))
 

@@ -125,9 +125,9 @@ vocab_parallel_embedding: Callable[[Tensor, Tensor, str, int, int, int, bool, Si
 )
 vocab_embedding_fwd: Callable[[Tensor, Tensor, int, int, int], Tensor] = _op("_vocab_embedding_fwd")
 vocab_embedding_bwd: Callable[[Tensor, Tensor, int, int, int], Tensor] = _op("_vocab_embedding_bwd")
-vocab_parallel_cross_entropy: Callable[[Tensor, Tensor, str, int, int, int, int, float, float, str, bool], Tensor] = (
-    _op("vocab_parallel_cross_entropy")
-)
+vocab_parallel_cross_entropy: Callable[
+    [Tensor, Tensor, str, int, int, int, int, float, float, str, bool, bool], Tensor
+] = _op("vocab_parallel_cross_entropy")
 vocab_ce_stats: Callable[[Tensor, Tensor, int, int, int, int], Tensor] = _op("_vocab_ce_stats")
 vocab_ce_loss: Callable[[Tensor, Tensor, int, int, float, float], tuple[Tensor, Tensor]] = _op("_vocab_ce_loss")
 CrossEntropyGrad = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int, int, float, float], Any]

@@ -55,8 +55,8 @@ def vocab_parallel_cross_entropy(
         ValueError: full logits at p > 1, shapes that do not match, an unknown reduction, a smoothing outside [0, 1].
             On every rank, after the exchange: widths or ``vocab_size`` that make up no one vocabulary (CPU; a device
             assert on CUDA).
-        IndexError: a target outside the vocabulary (CPU; a device assert on CUDA). One beyond it is looked at when it
-            is known that all ranks mean one vocabulary.
+        IndexError: a target outside the vocabulary (CPU; a device assert on CUDA); without ``vocab_size`` after the
+            exchange, when all ranks' widths are known.
     """
     resolved = parallel_group(group)
     if logits_local.dim() < 1:
@@ -78,6 +78,7 @@ def vocab_parallel_cross_entropy(
         z_loss,
         reduction,
         inplace_backward,
+        vocab_size is not None,
     )
 
 

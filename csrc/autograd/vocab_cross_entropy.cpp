@@ -29,6 +29,7 @@ using torch::autograd::variable_list;
 struct Arguments {
   std::string group;
   SymInt vocab_start, vocab_local, vocab_size;
+  bool vocab_size_given;
   int64_t ignore_index;
   double label_smoothing, z_loss;
   std::string reduction;
@@ -51,10 +52,10 @@ struct Arguments {
 // _vocab_ce_loss does when all rows are gathered
 Tensor local_stats(const Tensor& logits, const Tensor& target, const Arguments& a) {
   static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt, int64_t, bool)>(
+      find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt, int64_t, bool, bool)>(
           "tp_ext::_vocab_ce_stats");
   return op.call(logits, target, a.vocab_start, a.vocab_local, a.vocab_size, a.ignore_index,
-                 comm::size(a.group) > 1);
+                 comm::size(a.group) > 1, a.vocab_size_given);
 }
 
 std::tuple<Tensor, Tensor> row_losses(const Tensor& stats, const Tensor& target,
@@ -166,10 +167,12 @@ Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& target,
                                     const std::string& group, SymInt vocab_start,
                                     SymInt vocab_local, SymInt vocab_size, int64_t ignore_index,
                                     double label_smoothing, double z_loss,
-                                    const std::string& reduction, bool inplace_backward) {
-  return cross_entropy(logits, target,
-                       {group, vocab_start, vocab_local, vocab_size, ignore_index, label_smoothing,
-                        z_loss, reduction, inplace_backward, logits.scalar_type()});
+                                    const std::string& reduction, bool inplace_backward,
+                                    bool vocab_size_given) {
+  return cross_entropy(
+      logits, target,
+      {group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index, label_smoothing,
+       z_loss, reduction, inplace_backward, logits.scalar_type()});
 }
 
 // The loss is fp32 as that of torch's cross_entropy. The logits need no cast for it: the arithmetic
@@ -179,12 +182,12 @@ Tensor vocab_parallel_cross_entropy_autocast(const Tensor& logits, const Tensor&
                                              SymInt vocab_local, SymInt vocab_size,
                                              int64_t ignore_index, double label_smoothing,
                                              double z_loss, const std::string& reduction,
-                                             bool inplace_backward) {
+                                             bool inplace_backward, bool vocab_size_given) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto loss_dtype = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return cross_entropy(logits, target,
-                       {group, vocab_start, vocab_local, vocab_size, ignore_index, label_smoothing,
-                        z_loss, reduction, inplace_backward, loss_dtype});
+                       {group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index,
+                        label_smoothing, z_loss, reduction, inplace_backward, loss_dtype});
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {

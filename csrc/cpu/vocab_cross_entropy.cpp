@@ -80,8 +80,9 @@ void row_grad(const T* x, T* dx, int64_t n, CeRowGrad<acc_t<T>> row) {
 
 int64_t rows_per_thread(int64_t width) { return std::max<int64_t>(1, kGrain / (width + 1)); }
 
-// Every rank looks at every target, so that all of them raise. Without exact_size vocab_size is what
-// this rank takes it for: whether a target is too large is known after the exchange.
+// Every rank looks at every target, so that all of them raise. Without exact_size vocab_size is p
+// times this rank's width: only the exchange shows whether it is that on all ranks, and whether a
+// target is too large.
 void check_target_values(const at::Tensor& target, int64_t vocab_size, int64_t ignore_index,
                          bool exact_size) {
   const int64_t* t = in<int64_t>(target);
@@ -120,11 +121,11 @@ void check_shards(const A* stats, int64_t ranks, int64_t rows) {
 }
 
 at::Tensor stats_cpu(const at::Tensor& logits, const at::Tensor& target_any, int64_t vocab_start,
-                     int64_t vocab_local, int64_t vocab_size, int64_t ignore_index,
-                     bool shard_row) {
+                     int64_t vocab_local, int64_t vocab_size, int64_t ignore_index, bool shard_row,
+                     bool vocab_size_given) {
   check_ce_logits(logits, target_any, vocab_start, vocab_local, vocab_size);
   const at::Tensor target = target_any.contiguous();
-  check_target_values(target, vocab_size, ignore_index, !shard_row);
+  check_target_values(target, vocab_size, ignore_index, vocab_size_given || !shard_row);
   const Rows rows = rows_of(logits);
   const at::Tensor stats =
       at::empty({rows.count + shard_row, 4}, logits.options().dtype(ce_stats_dtype(logits)));

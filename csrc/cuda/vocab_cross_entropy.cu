@@ -28,8 +28,8 @@ struct ShardsAgree {
 };
 
 at::Tensor stats_cuda(const at::Tensor& logits, const at::Tensor& target_any, int64_t vocab_start,
-                      int64_t vocab_local, int64_t vocab_size, int64_t ignore_index,
-                      bool shard_row) {
+                      int64_t vocab_local, int64_t vocab_size, int64_t ignore_index, bool shard_row,
+                      bool /* vocab_size_given */) {
   check_ce_logits(logits, target_any, vocab_start, vocab_local, vocab_size);
   const c10::cuda::CUDAGuard guard(logits.device());
   const at::Tensor target = target_any.contiguous();
