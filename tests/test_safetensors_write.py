@@ -217,3 +217,13 @@ def test_an_index_that_is_none(text, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"index.json' must be an index"):
         tp_ext.load_safetensors(tmp_path, nn.Linear(8, 8))
+
+
+def test_an_index_of_a_terabyte_is_not_read(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.touch()
+    os.truncate(index, 1 << 40)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"index.json' must be an index"):
+        tp_ext.load_safetensors(tmp_path, nn.Linear(8, 8))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10

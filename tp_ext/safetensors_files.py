@@ -35,7 +35,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 
-_LARGEST_INDEX = 1 << 28  # bytes
+_LARGEST_INDEX = 1 << 26  # bytes: some 500,000 entries
 
 Shard = list[tuple[str, Entry]]
 """The entries of one file."""
@@ -180,8 +180,9 @@ def weight_map(index: Path) -> dict[str, str]:
     """The file of each entry. Raises OSError: it cannot be read; ValueError: no index, or one with files elsewhere."""
     try:
         with open_regular(index) as file:
-            content = file.read(_LARGEST_INDEX)
-        places: dict[str, str] = json.loads(content)["weight_map"]
+            if os.fstat(file.fileno()).st_size > _LARGEST_INDEX:
+                raise ValueError
+            places: dict[str, str] = json.loads(file.read())["weight_map"]
         whole = all(name == os.path.basename(name) and name not in ("", ".", "..") for name in places.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
