@@ -211,13 +211,13 @@ class Soak:
         try:
             for team in self.teams:
                 self.start(team)
-            self.until_saves(1)
+            self.go_on()
             end = time.monotonic() + setting.seconds
             while not self.failures and (left := end - time.monotonic()) > 0:
                 self.listen(min(left, self.draw.random() * 1.5))
                 if setting.kills:
                     self.kill(self.draw.choice(self.teams))
-            self.until_saves(self.counts["saves"] + 1)
+            self.go_on()
             setting.stop.touch()
             for team in self.teams:
                 self.finish(team)
@@ -270,13 +270,13 @@ class Soak:
             for pipe in connection.wait(pipes, left):
                 self.drain(pipe)
 
-    def until_saves(self, count):
-        """Waits until there are ``count`` saves."""
-        end = time.monotonic() + 120
-        while self.counts["saves"] < count and not self.failures:
+    def go_on(self):
+        """Waits for another save and another load."""
+        before, end = self.counts.copy(), time.monotonic() + 120
+        while any(self.counts[what] == before[what] for what in ("saves", "loads")) and not self.failures:
             self.listen(0.2)
             if time.monotonic() > end:
-                self.failures.append("no save within two minutes")
+                self.failures.append("no save, or no load, within two minutes")
 
     def drain(self, pipe, dying=False):
         while True:

@@ -14,4 +14,4 @@ def test_every_load_is_of_one_whole_checkpoint_whatever_is_killed(able, monkeypa
         monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
     counts, failures = checkpoints.soak(seed=able, seconds=4, exchange=able, flock=able)
     assert not failures, failures
-    assert counts["loads"] > 5 and counts["saves"] > 5 and counts["kills"] > 2, counts
+    assert counts["loads"] > 1 and counts["saves"] > 1 and counts["kills"], counts
