@@ -35,7 +35,7 @@ import tp_ext
 
 ALLOWED = (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
 MARKER = -12345.0
-SECONDS = 5.0  # of the processor, for one load; a load that waits is ended after a minute
+SECONDS = 5.0  # of the processor, for one load; a load that waits is ended after four minutes
 MEBIBYTES = 256  # of growth of the resident set, over all rounds
 SHAPE = (12, 10)
 
@@ -335,7 +335,7 @@ def soak(seed, rounds, first=0):
         make_checkpoint(folder / "checkpoint")
         make_exports(folder)
         for number in range(first, first + rounds):
-            faulthandler.dump_traceback_later(60, exit=True)
+            faulthandler.dump_traceback_later(240, exit=True)
             try:
                 how, outcome = Round(folder, folder / "work", f"{seed} {number}").run()
                 counts[f"{how.partition(':')[0]} {outcome}"] += 1
