@@ -115,11 +115,17 @@ def _checkpoint(module):
     return lambda *args, **kwargs: checkpoint(module, *args, use_reentrant=False, **kwargs)
 
 
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize(
-    ("options", "masked"),
-    [({}, False), ({"dropout": 0.5}, False), ({"sliding_window": 2, "scale": 0.3}, True), ({"softcap": 1.5}, True)],
-    ids=["", "dropout", "window_mask", "softcap_mask"],
+    ("options", "masked", "sp"),
+    [
+        ({}, False, False),
+        ({}, False, True),
+        ({"dropout": 0.5}, False, False),
+        ({"dropout": 0.5}, False, True),
+        ({"sliding_window": 2, "scale": 0.3}, True, True),
+        ({"softcap": 1.5}, True, False),
+    ],
+    ids=["", "sp", "dropout", "dropout-sp", "window_mask-sp", "softcap_mask"],
 )
 @pytest.mark.parametrize("wrap", [_compile, _checkpoint], ids=["compile", "checkpoint"])
 def test_compiled_and_recomputed_as_eager(wrap, options, masked, sp):

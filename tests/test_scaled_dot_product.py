@@ -11,7 +11,7 @@ from tp_ext.scaled_dot_product import explicit_attention, visible
 
 pytestmark = pytest.mark.core
 
-N = 11
+N = 12
 MASKS = {
     "none": None,
     "bool": torch.rand(2, 1, N, N, generator=torch.Generator().manual_seed(1)) < 0.7,

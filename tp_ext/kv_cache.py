@@ -25,6 +25,8 @@ class KVCache(nn.Module):
     Prompts of different lengths are padded on the *left*: ``reset(padding=counts)``. Padding is never attended to, and
     positions (RoPE) count from behind it, so every sequence comes out as it would alone.
 
+    A sliding window bounds the slots that are read (all of a static cache, under a mask), not those that are kept.
+
     Holds no gradients: forward with a cache is refused where they are recorded. Its buffers are in no state dict.
 
     Args:
