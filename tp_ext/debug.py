@@ -1,5 +1,5 @@
-"""Is the model on all ranks what it should be? For tests, and for a training script to ask once in a while. And what do
-the ranks send each other: :func:`count_collectives`.
+"""Checks of a model over its ranks, for tests and for a training script once in a while; counts of collectives; names
+in profiles; a mode in which every batch is compared.
 
 ``tp_ext.debug.check(model)`` after wrapping and after the first step finds what otherwise shows as a loss that is a
 little off: see docs/debugging.md.

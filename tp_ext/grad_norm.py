@@ -281,7 +281,7 @@ def _table(given: Given, group: Group) -> tuple[str, list[_Row]]:
             if p > 1:
                 raise ValueError(
                     f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding, "
-                    "which tells how it is cut; pass the module instead"
+                    "its sharding; pass the module instead"
                 )
             layer_group(group, "grad_norm of parameters")  # for its warning
         elif sharding is not None and group is NOT_GIVEN and not _is_full(param, sharding):

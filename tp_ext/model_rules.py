@@ -1,6 +1,6 @@
 """Mistakes in how a model is put together that show without running it and without communication.
 
-Layers are told apart by what they have, since composition knows no layer: a column linear has ``gather_output``, a row
+Layers are recognised by their options, since composition imports no layer: a column linear has ``gather_output``, a row
 linear ``input_is_parallel``.
 """
 

@@ -71,7 +71,7 @@ def full_state_dict(
         ranks never hold one; with ``cpu_offload`` no device holds more than one and the pieces it is made of.
 
     Raises:
-        ValueError: an entry is on the meta device; its sharding cannot be told; ``group`` is not that of the module's
+        ValueError: an entry is on the meta device; its sharding is not known; ``group`` is not that of the module's
             layers.
     """
     entries = entries_of(module)
