@@ -58,9 +58,9 @@ class ParallelGroup(NamedTuple):
 def group_name(group: Group) -> str:
     """The group as operators take it: name, this rank and size, as in "0@1/4"; "" stands for no parallelism.
 
-    Rank and size are part of it because what ``torch.compile`` makes of an operator depends on them, and the caches of
-    compiled code, which the ranks share, tell graphs apart by what stands in them. A name with more numbers behind
-    the size is one of :func:`tp_ext.symmetric_memory.enable`.
+    Rank and size are part of it because compiled code depends on them, and the caches of ``torch.compile``, which the
+    ranks share, distinguish graphs by their contents. A name with more numbers behind the size is one of
+    :func:`tp_ext.symmetric_memory.enable`.
 
     Raises:
         TypeError: group is none of the accepted kinds, or this rank is not in it.

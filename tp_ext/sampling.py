@@ -123,6 +123,8 @@ def _real_columns(logits_local: Tensor, vocab_size: int | None, group: ParallelG
 
 def _argmax(scores: Tensor, shard: _Shard, group: ParallelGroup) -> Tensor:
     """The id of the largest score over all ranks. fp64 holds every id, and every score of any dtype, exactly."""
+    if group.size == 1 and scores.shape[-1]:
+        return scores.argmax(-1)
     shape = scores.shape[:-1]
     rows = math.prod(shape)
     best = scores.new_empty((2, rows + 1), dtype=torch.float64)  # the last column: how this rank sees the vocabulary
@@ -144,7 +146,7 @@ def _argmax(scores: Tensor, shard: _Shard, group: ParallelGroup) -> Tensor:
 
 
 def _agreed(ids: Tensor, shards: Tensor, full: int) -> Tensor:
-    """ids, if the ranks' widths and vocabularies, ``[p, 2]``, make up one vocabulary.
+    """Returns ids if the ranks' widths and vocabularies, ``[p, 2]``, make up one vocabulary.
 
     Compared by the operator that compares them for the loss, given no rows: it raises on every rank, and waits for no
     GPU. In compiled code the result has to depend on it.
