@@ -90,7 +90,7 @@ def train_step(
         loss = model.loss(*batch)
     optimizer.zero_grad()
     loss.backward()
-    tp_ext.clip_grad_norm_(model, 1.0, group=model.group)
+    tp_ext.clip_grad_norm_(model, 1.0)
     optimizer.step()
     return loss.item()
 
