@@ -61,8 +61,13 @@ def run(fn: Callable, p: int, *args: Any, timeout: float = 60, **kwargs: Any) ->
 
 def run_fresh(fn: Callable, *args: Any, timeout: float = 60, **kwargs: Any) -> Any:
     """The result of fn(*args, **kwargs) in a new process that has no process group."""
-    with contextlib.closing(_Pool(0)) as pool:
-        return pool.run(pickle.dumps((sys.path, pickle.dumps((fn, args, kwargs)))), timeout)[0]
+    return run_apart(fn, 1, *args, timeout=timeout, **kwargs)[0]
+
+
+def run_apart(fn: Callable, processes: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list:
+    """The results of fn(*args, **kwargs) in that many new processes at once, none with a process group."""
+    with contextlib.closing(_Pool(0, processes)) as pool:
+        return pool.run(pickle.dumps((sys.path, pickle.dumps((fn, args, kwargs)))), timeout)
 
 
 def run_raises(
@@ -101,7 +106,7 @@ atexit.register(close)
 
 
 class _Pool:
-    def __init__(self, p: int):
+    def __init__(self, p: int, processes: int = 1):
         self.p, self.pipes, self.processes = p, [], []
         self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         before = dict(os.environ)
@@ -109,7 +114,7 @@ class _Pool:
         forkserver.ensure_running()  # the moment at which it takes over our environment
         os.environ.clear()
         os.environ.update(before)
-        for rank in range(max(p, 1)):
+        for rank in range(p or processes):
             here, there = _context.Pipe()
             process = _context.Process(target=_work, args=(rank, p, self.folder, there), daemon=True)
             process.start()

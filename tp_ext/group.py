@@ -152,12 +152,21 @@ def process_group(group: Group) -> ProcessGroup:
     """The process group itself, for torch.distributed.
 
     Raises:
-        TypeError, ValueError: see :func:`group_name`; there must be a group.
+        TypeError, ValueError: see :func:`group_name`; there must be a group, and it must be the one that ``group``
+            names: one created again under its name with another rank or size is refused, as by every operator.
     """
-    name = group_name(group)
-    if not name:
+    tp = parallel_group(group)
+    if not tp.name:
         raise ValueError(f"group: {group!r} must be a group of ranks")
-    return dist.distributed_c10d._resolve_process_group(name.rpartition("@")[0])  # type: ignore[arg-type]
+    name = tp.name.rpartition("@")[0]
+    found = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    if (found.rank(), found.size()) != (tp.rank, tp.size):
+        raise ValueError(  # the words of csrc/comm/comm.cpp
+            f"group: {name!r} was rank {tp.rank} of {tp.size} when the module was built, and is rank {found.rank()} of "
+            f"{found.size()} now: the process group was created again; build the modules anew on it (and load a "
+            "full_state_dict or a checkpoint)"
+        )
+    return found
 
 
 def global_ranks(group: Group) -> list[int]:

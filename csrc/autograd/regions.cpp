@@ -72,6 +72,7 @@ struct ReduceFrom : Function<ReduceFrom> {
 
 // Own slice of dim, a copy: a view would keep the full tensor alive and alias the input
 Tensor slice(const Tensor& x, const std::string& group, int64_t dim, const Split& split) {
+  comm::check_place(group);  // nothing is communicated that would
   const int64_t rank = comm::rank(group);
   return x.narrow_symint(dim, split.start(rank), split.sizes[rank])
       .clone(at::MemoryFormat::Contiguous);

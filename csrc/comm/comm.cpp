@@ -39,13 +39,24 @@ struct GroupKey {
 
 std::string bare_name(const std::string& group) { return std::string(GroupKey(group).name); }
 
+// The process group of that name, which must have the rank and the size that the key says: slices
+// and blocks are cut by the key, and c10d goes by the group.
 ProcessGroup resolve(const std::string& group) {
-  const std::string name = bare_name(group);
+  const GroupKey key(group);
+  const std::string name(key.name);
+  ProcessGroup found;
   try {
-    return c10d::resolve_process_group(name);
+    found = c10d::resolve_process_group(name);
   } catch (const c10::Error&) {
     TORCH_CHECK_VALUE(false, "group: '", name, "' must be the name of a process group");
   }
+  TORCH_CHECK_VALUE(key.size < 0 || (key.rank == found->getRank() && key.size == found->getSize()),
+                    "group: '", name, "' was rank ", key.rank, " of ", key.size,
+                    " when the module was built, and is rank ", found->getRank(), " of ",
+                    found->getSize(),
+                    " now: the process group was created again; build the modules anew on it (and "
+                    "load a full_state_dict or a checkpoint)");
+  return found;
 }
 
 // Calls a _c10d_functional operator, boxed: its group argument is `str` or `Any`, depending on
@@ -108,6 +119,10 @@ bool traced(const Tensor& x) {
          x.key_set().has(c10::DispatchKey::Python);
 }
 
+void check_place(const std::string& group) {
+  if (!group.empty()) resolve(group);
+}
+
 int64_t size(const std::string& group) {
   if (group.empty()) return 1;
   const GroupKey key(group);
@@ -151,6 +166,7 @@ Tensor all_reduce(const Tensor& x, const std::string& group) {
 Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
   if (fresh.sym_numel() == 0 || size(group) == 1) return fresh;
   if (traced(fresh)) {
+    check_place(group);
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
     return functional(op, fresh.contiguous(), std::string("sum"), bare_name(group));

@@ -25,6 +25,11 @@ namespace tp_ext::comm {
 // checkpointing) or a tensor subclass. What they have seen must not be written to.
 bool traced(const at::Tensor& x);
 
+// Raises if the process group of that name has another rank or size than the key says: it was
+// created again. Every collective does this first; a function that only reads rank() or size() and
+// communicates nothing must call it.
+void check_place(const std::string& group);
+
 int64_t size(const std::string& group);  // 1 for ""
 int64_t rank(const std::string& group);  // 0 for ""
 

@@ -93,7 +93,9 @@ Tensor buffer_like(const Tensor& x, const Limits& limits) {
 std::optional<Limits> fusable(const Tensor& x, const std::string& group, const Split& tokens) {
   if (traced(x) || !tokens.even() || x.dim() < 2 || x.sym_numel() == 0) return std::nullopt;
   auto limits = limits_of(group);
-  return limits.has_value() && limits->fused ? limits : std::nullopt;
+  if (!limits.has_value() || !limits->fused) return std::nullopt;
+  check_place(group);
+  return limits;
 }
 
 }  // namespace
@@ -114,6 +116,7 @@ std::optional<Tensor> symmetric_all_reduce(const Tensor& x, const std::string& g
                                                      : "symm_mem::two_shot_all_reduce_out",
                        x);
   if (!op) return std::nullopt;
+  check_place(group);
   at::AutoDispatchBelowADInplaceOrView below;
   const Tensor in = aligned(x);
   Tensor buffer = buffer_like(in, *limits);
