@@ -5,7 +5,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 
 namespace tp_ext {
 
@@ -31,13 +30,6 @@ inline int64_t check_dim(int64_t dim, int64_t ndim, const char* name) {
   TORCH_CHECK_INDEX(-ndim <= dim && dim < ndim, name, ": ", dim, " must be in [", -ndim, ", ", ndim,
                     ") for a tensor of ", ndim, " dims");
   return dim < 0 ? dim + ndim : dim;
-}
-
-// A fused backward has no derivative of its own. Called first thing in its backward.
-inline void refuse_double_backward(const char* op) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "tp_ext: ", op,
-                              " has no second derivative: backward(create_graph=True) cannot go "
-                              "through this fused kernel");
 }
 
 }  // namespace tp_ext

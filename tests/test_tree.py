@@ -23,7 +23,7 @@ LAYERS = [
     {"_build"},
     {"_fakes"},
     {"_ops", "checksum", "group", "sharding", "shm"},
-    {"megatron", "same_input"},
+    {"megatron", "same_input", "_batching"},
     {"regions", "random", "rope_scaling", "scaled_dot_product"},
     {"module"},
     {"parallel_linear", "loss"},

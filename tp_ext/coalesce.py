@@ -47,8 +47,8 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
     Works on forward hooks: for calls of ``module`` itself, recomputed ones included (activation checkpointing), also
     after ``deepcopy``. A layer that is called in another way, added later (LoRA: coalesce after ``add_lora``), or whose
     parameters FSDP2 gathers later than those of ``module`` sums its own; so do all layers where a call of ``module`` is
-    compiled: the hooks leave marks, which ``torch.compile`` does not allow under checkpointing. No parallelism: nothing
-    is done.
+    compiled (the hooks leave marks, which ``torch.compile`` does not allow under checkpointing) or transformed by
+    ``torch.func``. No parallelism: nothing is done.
 
     Args:
         module: contains layers of this package; a transformer block, say.
@@ -75,6 +75,12 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
 Entry = tuple[ParallelModule, str, list[int]]  # a layer, its parameter, and which rows of that are summed
 
 
+def _in_transform() -> bool:
+    """Under a transform of torch.func: each layer sums its own there."""
+    level: int | None = torch._C._functorch.maybe_current_level()
+    return level is not None
+
+
 class _Hooks:
     """Of one module: its parameters, found once. One that is gone or new does no harm: layers can do without."""
 
@@ -83,7 +89,7 @@ class _Hooks:
         self.entered: list[tuple[ParallelModule, str]] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_transform():
             return
         for group, entries in self.groups.items():
             names, values, pieces = [], [], []

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -60,6 +61,7 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ValueError(f"max_norm: {max_norm} must be at least 0")
     group, table = _table(parameters_or_module, group)
+    _refuse_tangents(table)
     exact = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
     total = _checked(exact, table, norm_type, error_if_nonfinite)
     # Each once, also if it was given twice: the kernel works on all at the same time
@@ -107,8 +109,10 @@ def grad_norm(
             that is not that of the module's layers; a norm_type that is not positive.
         TypeError: what is no parameter.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
+        NotImplementedError: a gradient has a tangent (forward-mode AD).
     """
     group, table = _table(parameters_or_module, group)
+    _refuse_tangents(table)
     total = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
     return _checked(total, table, norm_type, error_if_nonfinite)
 
@@ -263,6 +267,14 @@ def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
     if math.isinf(norm_type):
         return _ops.all_gather_region(norm.reshape(1), axis, 0, None).amax()
     return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
+
+
+def _refuse_tangents(table: list[_Row]) -> None:
+    """The kernels would drop them."""
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(grad).tangent is not None for _, _, addends in table for grad in addends):
+        raise NotImplementedError("tp_ext: grad_norm has no forward-mode derivative; use reverse mode")
 
 
 def _table(given: Given, group: Group) -> tuple[str, list[_Row]]:

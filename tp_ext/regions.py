@@ -12,9 +12,10 @@ reduce_scatter_region    reduce-scatter                  all-gather      partial
 all_to_all_region        split, exchange, concatenate    the inverse     sharded on one dim -> on another
 =======================  ==============================  ==============  ====================================
 
-Rows 1-2, 3-4 and 5-6 are conjugate pairs: each backward applies the other, so that double backward works. Inputs and
-upstream gradients are never written; at p = 1 nothing is communicated and the input itself is returned. Any strides,
-any floating dtype, 0 rows. ``group`` is a ``ProcessGroup``, a 1-D ``DeviceMesh``, a group's name or None (p = 1).
+Rows 1-2, 3-4 and 5-6 are conjugate pairs: each backward applies the other, so that double backward works. All are
+linear: in forward-mode AD the tangent of a region is the region of the tangent. Inputs and upstream gradients are never
+written; at p = 1 nothing is communicated and the input itself is returned. Any strides, any floating dtype, 0 rows.
+``group`` is a ``ProcessGroup``, a 1-D ``DeviceMesh``, a group's name or None (p = 1).
 
 A dim that p does not divide splits like ``torch.tensor_split``, or as ``sizes`` (one length per rank) says. Where
 shards are put together nobody knows the others' lengths: without ``sizes`` they are all equal to the own one.
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tp_ext import _batching as _batching  # registers the rules of torch.vmap
 from tp_ext import _ops
 from tp_ext.group import Group, group_name
 

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/differentiation.h"
 #include "check.h"
 #include "ops.h"
 
@@ -62,7 +63,7 @@ struct Activation : torch::autograd::Function<Activation<Op>> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(Op::kName);
+    refuse_double_backward(Op::kName, grads);
     const variable_list saved = ctx->get_saved_variables();
     const Tensor& bias = saved[1];
     auto [dx, dbias] = Op::backward().call(grads[0], saved[0],
@@ -77,6 +78,7 @@ struct Activation : torch::autograd::Function<Activation<Op>> {
 
 template <typename Op>
 Tensor composite(const Tensor& x, const OptionalTensor& bias, std::string_view activation) {
+  refuse_forward_mode(Op::kName, x, bias);
   return Activation<Op>::apply(x, bias, std::string(activation));
 }
 
@@ -91,18 +93,18 @@ Tensor autocast(const Tensor& x, const OptionalTensor& bias, std::string_view ac
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  m.impl("bias_act", composite<BiasAct>);
-  m.impl("gated_act", composite<GatedAct>);
+  impl_composite<composite<BiasAct>>(m, "bias_act");
+  impl_composite<composite<GatedAct>>(m, "gated_act");
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  m.impl("bias_act", autocast<BiasAct, at::kCPU>);
-  m.impl("gated_act", autocast<GatedAct, at::kCPU>);
+  impl_composite<autocast<BiasAct, at::kCPU>>(m, "bias_act");
+  impl_composite<autocast<GatedAct, at::kCPU>>(m, "gated_act");
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  m.impl("bias_act", autocast<BiasAct, at::kCUDA>);
-  m.impl("gated_act", autocast<GatedAct, at::kCUDA>);
+  impl_composite<autocast<BiasAct, at::kCUDA>>(m, "bias_act");
+  impl_composite<autocast<GatedAct, at::kCUDA>>(m, "gated_act");
 }
 
 }  // namespace tp_ext

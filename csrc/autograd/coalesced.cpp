@@ -17,13 +17,12 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "autograd/regions.h"
+#include "autograd/differentiation.h"
 #include "comm/comm.h"
 
 namespace tp_ext {
 namespace {
 
-using at::Tensor;
 using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
@@ -175,19 +174,56 @@ struct ReduceCoalesced : Function<ReduceCoalesced> {
   }
 };
 
+// A region of both: of the primals, and of those tangents that are there
+template <typename Region>
+variable_list on_duals(const variable_list& xs, const Layout& layout, const Region& region) {
+  variable_list primals, tangents;
+  Layout theirs;
+  for (size_t i = 0; i < xs.size(); ++i) {
+    primals.push_back(primal_of(xs[i]));
+    if (!has_tangent(xs[i])) continue;
+    tangents.push_back(tangent_of(xs[i]));
+    theirs.push_back(layout[i]);
+  }
+  auto results = region(primals, layout);
+  const auto result_tangents = region(tangents, theirs);
+  for (size_t i = 0, k = 0; i < xs.size(); ++i)
+    if (has_tangent(xs[i])) results[i] = make_dual(results[i], result_tangents[k++]);
+  return results;
+}
+
+bool any_has_tangent(const variable_list& xs) {
+  for (const auto& x : xs)
+    if (has_tangent(x)) return true;
+  return false;
+}
+
 variable_list copy_coalesced(const variable_list& xs, const std::string& group,
                              const Layout& layout) {
+  if (any_has_tangent(xs))
+    return on_duals(xs, layout, [&](const variable_list& some, const Layout& theirs) {
+      return copy_coalesced(some, group, theirs);
+    });
   return any_needs_graph(xs) ? CopyCoalesced::apply(at::TensorList(xs), group, layout) : xs;
 }
 
 variable_list reduce_coalesced(const variable_list& xs, const std::string& group,
                                const Layout& layout) {
+  if (any_has_tangent(xs))
+    return on_duals(xs, layout, [&](const variable_list& some, const Layout& theirs) {
+      return reduce_coalesced(some, group, theirs);
+    });
   return any_needs_graph(xs) ? ReduceCoalesced::apply(at::TensorList(xs), group, layout)
                              : sums(xs, group, layout);
 }
 
 variable_list copy_to_region_coalesced(at::TensorList xs, const std::string& group,
                                        at::IntArrayRef pieces) {
+  // torch's functorch loses count of an operator that returns a list of its inputs
+  for (const auto& x : xs)
+    TORCH_CHECK_NOT_IMPLEMENTED(!x.key_set().has(c10::DispatchKey::FuncTorchGradWrapper),
+                                "tp_ext: copy_to_region_coalesced does not work under the "
+                                "transforms of torch.func; copy_to_region does");
   const auto layout = checked_layout(pieces, xs.size());
   for (size_t k = 0; k < xs.size(); ++k) {
     for (int64_t i = 0; i < count(layout[k]); ++i) {

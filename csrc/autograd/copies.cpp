@@ -14,13 +14,13 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/differentiation.h"
 #include "autograd/regions.h"
 #include "comm/comm.h"
 
 namespace tp_ext {
 namespace {
 
-using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
@@ -86,11 +86,20 @@ struct ReducePieces : Function<ReducePieces> {
   }
 };
 
+Tensor on_dual_pieces(const char* op, const Tensor& x, const std::string& group,
+                      const Pieces& pieces) {
+  return on_dual<PiecesRegion>(op, x, group, at::IntArrayRef(pieces.local_starts),
+                               at::IntArrayRef(pieces.lengths), at::IntArrayRef(pieces.full_starts),
+                               pieces.full_size);
+}
+
 Tensor copy_pieces_to(const Tensor& x, const std::string& group, const Pieces& pieces) {
+  if (has_tangent(x)) return on_dual_pieces("tp_ext::copy_pieces_to_region", x, group, pieces);
   return needs_graph(x) ? CopyPieces::apply(x, group, pieces) : x;
 }
 
 Tensor reduce_pieces_from(const Tensor& x, const std::string& group, const Pieces& pieces) {
+  if (has_tangent(x)) return on_dual_pieces("tp_ext::reduce_pieces_from_region", x, group, pieces);
   return needs_graph(x) ? ReducePieces::apply(x, group, pieces) : sum_pieces(x, group, pieces);
 }
 
@@ -125,8 +134,8 @@ Tensor reduce_pieces_from_region(const Tensor& x, const std::string& group,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  m.impl("copy_pieces_to_region", copy_pieces_to_region);
-  m.impl("reduce_pieces_from_region", reduce_pieces_from_region);
+  impl_composite<copy_pieces_to_region>(m, "copy_pieces_to_region");
+  impl_composite<reduce_pieces_from_region>(m, "reduce_pieces_from_region");
 }
 
 }  // namespace tp_ext

@@ -4,12 +4,13 @@
 //   dx = dropout(dy) with the same mask    dbias = sum of dx over rows    dresidual = dy itself
 //
 // Saved: the seed. Dropout is linear and its own transpose: a derivative of dx is the same
-// operator.
+// operator, and so is the tangent in forward mode.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/differentiation.h"
 #include "ops.h"
 #include "sum_to_last_dim.h"
 
@@ -92,6 +93,18 @@ Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
   const bool has_bias = bias && bias->defined(), has_residual = residual && residual->defined();
   const auto dtype =
       has_residual ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
+  if (any_tangent(x, bias, residual)) {
+    static const auto op =
+        find_op<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                       double, SymInt, SymInt, SymInt)>("tp_ext::bias_dropout_residual");
+    const auto tangent = [](const OptionalTensor& t) {
+      return has_tangent(t) ? OptionalTensor(tangent_of(*t)) : std::nullopt;
+    };
+    return make_dual(op.call(primal_of(x), primal_of(bias), primal_of(residual), seed, p,
+                             local_inner, full_inner, offset),
+                     op.call(tangent_of(x).to(dtype), tangent(bias), tangent(residual), seed, p,
+                             local_inner, full_inner, offset));
+  }
   return BiasDropoutResidual::apply(
       x.to(dtype), has_bias ? OptionalTensor(bias->to(dtype)) : std::nullopt,
       has_residual ? OptionalTensor(residual->to(dtype)) : std::nullopt, seed, p, local_inner,
@@ -101,7 +114,7 @@ Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  m.impl("bias_dropout_residual", bias_dropout_residual);
+  impl_composite<bias_dropout_residual>(m, "bias_dropout_residual");
 }
 
 }  // namespace tp_ext

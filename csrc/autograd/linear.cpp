@@ -24,6 +24,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/differentiation.h"
 #include "autograd/linear_checks.h"
 #include "autograd/main_grad.h"
 #include "autograd/pipelined.h"
@@ -114,10 +115,10 @@ variable_list gradients(Tensor dx, Tensor dw, Tensor db) {
   return grads;
 }
 
-// Whether the backward is to be differentiated in its turn
-bool double_backward(const Saved& s) {
-  if (s.main_grad.defined()) refuse_double_backward("a linear with grad_accumulation_fusion");
-  return at::GradMode::is_enabled();
+// Whether the backward is to be differentiated in its turn, by either mode
+bool differentiated(const Tensor& dy, const Saved& s) {
+  if (s.main_grad.defined()) refuse_double_backward("a linear with grad_accumulation_fusion", {dy});
+  return at::GradMode::is_enabled() || has_tangent(dy);
 }
 
 struct ColumnLinear : Function<ColumnLinear> {
@@ -141,7 +142,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     const auto s = Saved::get(ctx);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
-    if (double_backward(s)) return differentiable(dy, s, wants_x, wants_w, wants_b);
+    if (differentiated(dy, s)) return differentiable(dy, s, wants_x, wants_w, wants_b);
 
     const Unrecorded guard(dy);
     std::optional<comm::Pending> x_full, dx;
@@ -207,7 +208,7 @@ struct RowLinear : Function<RowLinear> {
     const auto s = Saved::get(ctx);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
-    if (double_backward(s)) return differentiable(grads[0], s, wants_x, wants_w, wants_b);
+    if (differentiated(grads[0], s)) return differentiable(grads[0], s, wants_x, wants_w, wants_b);
 
     const Unrecorded guard(grads[0]);
     std::optional<comm::Pending> dy_full, db;
@@ -249,6 +250,40 @@ bool is_plain(int64_t p, const OptionalTensor& main_grad) {
   return p == 1 && !main_grad.has_value();
 }
 
+// Forward mode: the same by regions and torch's linear, which knows the product rule. Regions
+// through the dispatcher, since an input may belong to a level of torch.func further out.
+Tensor by_region(const char* op, const Tensor& x, const std::string& group) {
+  return find_op<Region>(op).call(x, group);
+}
+Tensor by_region(const char* op, const Tensor& x, const std::string& group, const Split& tokens) {
+  return find_op<DimRegion>(op).call(x, group, 0, c10::SymIntArrayRef(tokens.sizes));
+}
+Tensor accumulating(const Tensor& weight, const OptionalTensor& main_grad) {
+  if (!main_grad.has_value()) return weight;
+  return find_op<Tensor(const Tensor&, const Tensor&)>("tp_ext::accumulate_grad_into")
+      .call(weight, *main_grad);
+}
+
+Tensor column_by_regions(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                         const std::string& group, bool sequence_parallel, const Split& tokens,
+                         const OptionalTensor& main_grad) {
+  const Tensor x_full = sequence_parallel ? by_region("tp_ext::all_gather_region", x, group, tokens)
+                                          : by_region("tp_ext::copy_to_region", x, group);
+  return at::linear(x_full, accumulating(weight, main_grad), bias);
+}
+
+Tensor row_by_regions(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                      const std::string& group, bool sequence_parallel, const Split& tokens,
+                      const OptionalTensor& main_grad, bool sum_bias_grad) {
+  const Tensor addend = at::linear(x, accumulating(weight, main_grad));
+  const Tensor y = sequence_parallel
+                       ? by_region("tp_ext::reduce_scatter_region", addend, group, tokens)
+                       : by_region("tp_ext::reduce_from_region", addend, group);
+  if (!bias.has_value()) return y;
+  const bool sum = sequence_parallel && sum_bias_grad;
+  return at::add(y, sum ? by_region("tp_ext::copy_to_region", *bias, group) : *bias);
+}
+
 Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                               const std::string& group, bool sequence_parallel, Sizes sizes,
                               const OptionalTensor& main_grad, int64_t overlap_chunks) {
@@ -258,6 +293,8 @@ Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const Optio
   sequence_parallel = sequence_parallel && p > 1;
   const Split tokens =
       sequence_parallel ? split_local(tokens_of(x), comm::rank(group), p, sizes) : Split();
+  if (any_tangent(x, weight, bias))
+    return column_by_regions(x, weight, bias, group, sequence_parallel, tokens, main_grad);
   return ColumnLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad,
                              overlap_chunks, false);
 }
@@ -271,6 +308,9 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
   if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
   sequence_parallel = sequence_parallel && p > 1;
   const Split tokens = sequence_parallel ? split_full(tokens_of(x), p, sizes) : Split();
+  if (any_tangent(x, weight, bias))
+    return row_by_regions(x, weight, bias, group, sequence_parallel, tokens, main_grad,
+                          sum_bias_grad);
   return RowLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad,
                           p > 1 ? overlap_chunks : 1, sum_bias_grad);
 }
@@ -291,20 +331,24 @@ Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  m.impl("column_parallel_linear", column_parallel_linear);
-  m.impl("row_parallel_linear", row_parallel_linear);
+  impl_composite<column_parallel_linear>(m, "column_parallel_linear");
+  impl_composite<row_parallel_linear>(m, "row_parallel_linear");
 }
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  m.impl("column_parallel_linear",
-         autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, column_parallel_linear, int64_t>);
-  m.impl("row_parallel_linear",
-         autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, row_parallel_linear, int64_t, bool>);
+  impl_composite<
+      autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, column_parallel_linear, int64_t>>(
+      m, "column_parallel_linear");
+  impl_composite<
+      autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, row_parallel_linear, int64_t, bool>>(
+      m, "row_parallel_linear");
 }
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  m.impl("column_parallel_linear",
-         autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, column_parallel_linear, int64_t>);
-  m.impl("row_parallel_linear",
-         autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, row_parallel_linear, int64_t, bool>);
+  impl_composite<
+      autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, column_parallel_linear, int64_t>>(
+      m, "column_parallel_linear");
+  impl_composite<
+      autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, row_parallel_linear, int64_t, bool>>(
+      m, "row_parallel_linear");
 }
 
 }  // namespace tp_ext

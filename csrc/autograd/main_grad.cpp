@@ -1,10 +1,9 @@
 #include "autograd/main_grad.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "autograd/regions.h"
+#include "autograd/differentiation.h"
 #include "check.h"
 #include "ops.h"
 
@@ -38,7 +37,7 @@ struct AccumulateGrad : Function<AccumulateGrad> {
     return x;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward("gradient accumulation into main_grad");
+    refuse_double_backward("gradient accumulation into main_grad", grads);
     ctx->saved_data["main_grad"].toTensor().add_(grads[0]);
     return {Tensor(), Tensor()};
   }
@@ -46,13 +45,17 @@ struct AccumulateGrad : Function<AccumulateGrad> {
 
 Tensor accumulate_grad_into(const Tensor& x, const Tensor& main_grad) {
   check_main_grad(main_grad, x);
+  if (has_tangent(x)) {  // the gradient of the tangent is not one of x
+    const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("tp_ext::accumulate_grad_into");
+    return make_dual(op.call(primal_of(x), main_grad), tangent_of(x));
+  }
   return needs_graph(x) ? AccumulateGrad::apply(x, main_grad) : x;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  m.impl("accumulate_grad_into", accumulate_grad_into);
+  impl_composite<accumulate_grad_into>(m, "accumulate_grad_into");
 }
 
 }  // namespace tp_ext

@@ -24,6 +24,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/differentiation.h"
 #include "autograd/linear_checks.h"
 #include "autograd/main_grad.h"
 #include "autograd/pipelined.h"
@@ -107,7 +108,7 @@ struct ParallelMlp : Function<ParallelMlp> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward("parallel_mlp (gemm_epilogue)");
+    refuse_double_backward("parallel_mlp (gemm_epilogue)", grads);
     std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
     if (!comm::traced(grads[0])) guard.emplace();
     const auto saved = ctx->get_saved_variables();
@@ -155,6 +156,7 @@ Tensor parallel_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_b
                     const Tensor& down_weight, const Tensor& down_bias, const std::string& group,
                     bool sequence_parallel, Sizes sizes, const OptionalTensor& up_main_grad,
                     const OptionalTensor& down_main_grad, bool sum_bias_grad) {
+  refuse_forward_mode("parallel_mlp", x, up_weight, up_bias, down_weight, down_bias);
   check_mlp(x, up_weight, up_bias, down_weight, down_bias, up_main_grad, down_main_grad);
   const int64_t p = comm::size(group);
   sequence_parallel = sequence_parallel && p > 1;
@@ -180,12 +182,14 @@ Tensor autocast(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) { m.impl("parallel_mlp", parallel_mlp); }
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  impl_composite<parallel_mlp>(m, "parallel_mlp");
+}
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  m.impl("parallel_mlp", autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>);
+  impl_composite<autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>>(m, "parallel_mlp");
 }
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  m.impl("parallel_mlp", autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>);
+  impl_composite<autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>>(m, "parallel_mlp");
 }
 
 }  // namespace tp_ext

@@ -22,6 +22,7 @@
 #include <array>
 #include <tuple>
 
+#include "autograd/differentiation.h"
 #include "norm_args.h"
 #include "sum_to_last_dim.h"
 
@@ -129,7 +130,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
       asked.give(asked.grad_sum, result);
       return result;
     }
-    refuse_double_backward("rms_norm");
+    refuse_double_backward("rms_norm", grads);
     const auto [dx, dweight] =
         rms_norm_bwd(asked.grad, saved[0], optional(saved[1]), saved[2], optional(asked.grad_sum),
                      {asked.x || asked.r, asked.weight});
@@ -165,7 +166,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
       asked.give(asked.grad_sum, result);
       return result;
     }
-    refuse_double_backward("layer_norm");
+    refuse_double_backward("layer_norm", grads);
     const bool dx_asked = asked.x || asked.r;
     if (saved[0].defined()) {
       const auto [dx, dweight, dbias] =
@@ -187,22 +188,26 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
 };
 
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
+  refuse_forward_mode("rms_norm", x, weight);
   return RmsNorm::apply(x, std::nullopt, weight, eps)[0];
 }
 
 Two rms_norm_residual(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                       double eps) {
+  refuse_forward_mode("rms_norm", x, residual, weight);
   const auto both = RmsNorm::apply(x, residual, weight, eps);
   return {both[0], both[1]};
 }
 
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                   double eps) {
+  refuse_forward_mode("layer_norm", x, weight, bias);
   return LayerNorm::apply(x, std::nullopt, weight, bias, eps)[0];
 }
 
 Two layer_norm_residual(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps) {
+  refuse_forward_mode("layer_norm", x, residual, weight, bias);
   const auto both = LayerNorm::apply(x, residual, weight, bias, eps);
   return {both[0], both[1]};
 }
@@ -252,22 +257,22 @@ Two layer_norm_residual_cpu(const Tensor& x, const Tensor& residual, const Optio
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  m.impl("rms_norm", rms_norm);
-  m.impl("rms_norm_residual", rms_norm_residual);
-  m.impl("layer_norm", layer_norm);
-  m.impl("layer_norm_residual", layer_norm_residual);
+  impl_composite<rms_norm>(m, "rms_norm");
+  impl_composite<rms_norm_residual>(m, "rms_norm_residual");
+  impl_composite<layer_norm>(m, "layer_norm");
+  impl_composite<layer_norm_residual>(m, "layer_norm_residual");
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  m.impl("rms_norm", rms_norm_cuda);
-  m.impl("rms_norm_residual", rms_norm_residual_cuda);
-  m.impl("layer_norm", layer_norm_cuda);
-  m.impl("layer_norm_residual", layer_norm_residual_cuda);
+  impl_composite<rms_norm_cuda>(m, "rms_norm");
+  impl_composite<rms_norm_residual_cuda>(m, "rms_norm_residual");
+  impl_composite<layer_norm_cuda>(m, "layer_norm");
+  impl_composite<layer_norm_residual_cuda>(m, "layer_norm_residual");
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  m.impl("rms_norm_residual", rms_norm_residual_cpu);
-  m.impl("layer_norm_residual", layer_norm_residual_cpu);
+  impl_composite<rms_norm_residual_cpu>(m, "rms_norm_residual");
+  impl_composite<layer_norm_residual_cpu>(m, "layer_norm_residual");
 }
 
 }  // namespace tp_ext

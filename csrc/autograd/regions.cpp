@@ -10,6 +10,8 @@
 //   reduce_scatter  own slice of sum   all_gather
 //   all_to_all      exchange           the inverse exchange
 //
+// All are linear: in forward mode the region of a tangent is the tangent of the region.
+//
 // Which of two gathers is right depends on who consumes the result: replicated work (every rank
 // computes the same gradient: take the own slice of it) or sharded work (gradients are addends: sum
 // them).
@@ -19,12 +21,12 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/differentiation.h"
 #include "check.h"
 #include "comm/comm.h"
 
 namespace tp_ext {
 
-using at::Tensor;
 using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
@@ -147,11 +149,13 @@ struct AllToAll : Function<AllToAll> {
 
 Tensor copy_to_region(const Tensor& x, const std::string& group) {
   if (comm::size(group) == 1 || !needs_graph(x)) return x;
+  if (has_tangent(x)) return on_dual<Region>("tp_ext::copy_to_region", x, group);
   return CopyTo::apply(x, group);
 }
 
 Tensor reduce_from_region(const Tensor& x, const std::string& group) {
   if (comm::size(group) == 1) return x;
+  if (has_tangent(x)) return on_dual<Region>("tp_ext::reduce_from_region", x, group);
   return needs_graph(x) ? ReduceFrom::apply(x, group) : comm::all_reduce(x, group);
 }
 
@@ -159,6 +163,7 @@ Tensor scatter_to_region(const Tensor& x, const std::string& group, int64_t dim,
   dim = check_dim(dim, x.dim(), "dim");
   const auto split = split_full(x.sym_size(dim), comm::size(group), sizes);
   if (split.sizes.size() == 1) return x;
+  if (has_tangent(x)) return on_dual<DimRegion>("tp_ext::scatter_to_region", x, group, dim, sizes);
   return needs_graph(x) ? ScatterTo::apply(x, group, dim, split) : slice(x, group, dim, split);
 }
 
@@ -166,6 +171,7 @@ Tensor gather_from_region(const Tensor& x, const std::string& group, int64_t dim
   dim = check_dim(dim, x.dim(), "dim");
   const auto split = split_local(x.sym_size(dim), comm::rank(group), comm::size(group), sizes);
   if (split.sizes.size() == 1) return x;
+  if (has_tangent(x)) return on_dual<DimRegion>("tp_ext::gather_from_region", x, group, dim, sizes);
   return needs_graph(x) ? GatherFrom::apply(x, group, dim, split)
                         : comm::all_gather(x, group, dim, split);
 }
@@ -174,6 +180,7 @@ Tensor all_gather_region(const Tensor& x, const std::string& group, int64_t dim,
   dim = check_dim(dim, x.dim(), "dim");
   const auto split = split_local(x.sym_size(dim), comm::rank(group), comm::size(group), sizes);
   if (split.sizes.size() == 1) return x;
+  if (has_tangent(x)) return on_dual<DimRegion>("tp_ext::all_gather_region", x, group, dim, sizes);
   return needs_graph(x) ? AllGather::apply(x, group, dim, split)
                         : comm::all_gather(x, group, dim, split);
 }
@@ -182,6 +189,8 @@ Tensor reduce_scatter_region(const Tensor& x, const std::string& group, int64_t 
   dim = check_dim(dim, x.dim(), "dim");
   const auto split = split_full(x.sym_size(dim), comm::size(group), sizes);
   if (split.sizes.size() == 1) return x;
+  if (has_tangent(x))
+    return on_dual<DimRegion>("tp_ext::reduce_scatter_region", x, group, dim, sizes);
   return needs_graph(x) ? ReduceScatter::apply(x, group, dim, split)
                         : comm::reduce_scatter(x, group, dim, split);
 }
@@ -196,18 +205,21 @@ Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t spli
   const auto own = split_dim == concat_dim ? split.sizes[rank] : x.sym_size(concat_dim);
   const auto concat = split_local(own, rank, p, concat_sizes, "concat_sizes");
   if (p == 1) return x;
+  if (has_tangent(x))
+    return on_dual<ExchangeRegion>("tp_ext::all_to_all_region", x, group, split_dim, concat_dim,
+                                   split_sizes, concat_sizes);
   return needs_graph(x) ? AllToAll::apply(x, group, split_dim, concat_dim, split, concat)
                         : comm::all_to_all(x, group, split_dim, concat_dim, split, concat);
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  m.impl("copy_to_region", copy_to_region);
-  m.impl("reduce_from_region", reduce_from_region);
-  m.impl("scatter_to_region", scatter_to_region);
-  m.impl("gather_from_region", gather_from_region);
-  m.impl("all_gather_region", all_gather_region);
-  m.impl("reduce_scatter_region", reduce_scatter_region);
-  m.impl("all_to_all_region", all_to_all_region);
+  impl_composite<copy_to_region>(m, "copy_to_region");
+  impl_composite<reduce_from_region>(m, "reduce_from_region");
+  impl_composite<scatter_to_region>(m, "scatter_to_region");
+  impl_composite<gather_from_region>(m, "gather_from_region");
+  impl_composite<all_gather_region>(m, "all_gather_region");
+  impl_composite<reduce_scatter_region>(m, "reduce_scatter_region");
+  impl_composite<all_to_all_region>(m, "all_to_all_region");
 }
 
 }  // namespace tp_ext

@@ -1,18 +1,21 @@
-// The regions as C++ functions, for the layers; formulas in regions.cpp.
+// The regions as C++ functions, for the layers, and the signatures of their operators; formulas in
+// regions.cpp.
 
 #pragma once
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/core/Tensor.h>
 #include <string>
 
 #include "comm/split.h"
 
 namespace tp_ext {
 
-// Whether an operation on x has to be recorded
-inline bool needs_graph(const at::Tensor& x) {
-  return at::GradMode::is_enabled() && x.requires_grad();
-}
+using Region = at::Tensor(const at::Tensor&, const std::string&);
+using DimRegion = at::Tensor(const at::Tensor&, const std::string&, int64_t, Sizes);
+using ExchangeRegion = at::Tensor(const at::Tensor&, const std::string&, int64_t, int64_t, Sizes,
+                                  Sizes);
+using PiecesRegion = at::Tensor(const at::Tensor&, const std::string&, at::IntArrayRef,
+                                at::IntArrayRef, at::IntArrayRef, int64_t);
 
 at::Tensor copy_to_region(const at::Tensor& x, const std::string& group);
 at::Tensor reduce_from_region(const at::Tensor& x, const std::string& group);

@@ -1,6 +1,6 @@
 // Rotary embedding: forward turns each pair of x by the angles of its token; backward turns the
 // gradient by the negative angles, through the same Function, so it is differentiable any number of
-// times. Saved: cos, sin and positions, which are constants and get no gradient.
+// times, and the tangent of x by the same angles as x in forward mode. Saved: cos, sin and positions, which are constants and get no gradient.
 // x [tokens, heads, head_dim] or [batch, seq, heads, head_dim], cos and sin [positions, rotary_dim /
 // 2], positions one for each token; without them token t of a sequence uses row t.
 
@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/differentiation.h"
 #include "ops.h"
 
 namespace tp_ext {
@@ -45,11 +46,16 @@ struct Rope : Function<Rope> {
 
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved,
             const OptionalTensor& positions) {
+  refuse_forward_mode("rope: the table of angles", cos, sin);
+  if (has_tangent(x))
+    return on_dual<Tensor(const Tensor&, const Tensor&, const Tensor&, bool,
+                          const OptionalTensor&)>("tp_ext::rope", x, cos, sin, interleaved,
+                                                  positions);
   return Rope::apply(x, cos.detach(), sin.detach(), interleaved, false, positions);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) { m.impl("rope", rope); }
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) { impl_composite<rope>(m, "rope"); }
 
 }  // namespace tp_ext

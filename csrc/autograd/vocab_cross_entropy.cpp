@@ -9,11 +9,11 @@
 // Saved: logits, target and the log-sum-exp of each row; no softmax. With inplace_backward the
 // gradient takes the place of the logits, and a second backward is refused.
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/ne.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/differentiation.h"
 #include "check.h"
 #include "comm/comm.h"
 #include "ops.h"
@@ -106,7 +106,7 @@ struct CrossEntropy : Function<CrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward("vocab_parallel_cross_entropy");
+    refuse_double_backward("vocab_parallel_cross_entropy", grads);
     auto& data = ctx->saved_data;
     TORCH_CHECK(data.count("overwritten") == 0,
                 "vocab_parallel_cross_entropy: a second backward through a loss with "
@@ -157,10 +157,10 @@ void check_arguments(const Tensor& logits, const Tensor& target, const Arguments
 }
 
 Tensor cross_entropy(const Tensor& logits, const Tensor& target, const Arguments& a) {
+  refuse_forward_mode("vocab_parallel_cross_entropy", logits);
   check_arguments(logits, target, a);
-  return at::GradMode::is_enabled() && logits.requires_grad()
-             ? CrossEntropy::apply(logits, target, a)
-             : loss_and_lse(logits, target, a).first;
+  return needs_graph(logits) ? CrossEntropy::apply(logits, target, a)
+                             : loss_and_lse(logits, target, a).first;
 }
 
 Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& target,
@@ -191,13 +191,13 @@ Tensor vocab_parallel_cross_entropy_autocast(const Tensor& logits, const Tensor&
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  m.impl("vocab_parallel_cross_entropy", vocab_parallel_cross_entropy);
+  impl_composite<vocab_parallel_cross_entropy>(m, "vocab_parallel_cross_entropy");
 }
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  m.impl("vocab_parallel_cross_entropy", vocab_parallel_cross_entropy_autocast);
+  impl_composite<vocab_parallel_cross_entropy_autocast>(m, "vocab_parallel_cross_entropy");
 }
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  m.impl("vocab_parallel_cross_entropy", vocab_parallel_cross_entropy_autocast);
+  impl_composite<vocab_parallel_cross_entropy_autocast>(m, "vocab_parallel_cross_entropy");
 }
 
 }  // namespace

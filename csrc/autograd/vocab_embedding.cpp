@@ -5,12 +5,13 @@
 //             under sequence parallelism (SP) summed and scattered: own slice of [tokens, h]
 //   backward  the conjugate region, then each id's gradient rows added up into the local weight's
 //
-// Saved: ids. The sum runs in a fixed order: same bits on every run.
+// Saved: ids. The sum runs in a fixed order: same bits on every run. Linear in weight: in forward
+// mode the tangent is the embedding by the tangent of weight.
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "autograd/differentiation.h"
 #include "autograd/regions.h"
 #include "check.h"
 #include "ops.h"
@@ -43,7 +44,7 @@ struct Lookup : Function<Lookup> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward("vocab_parallel_embedding");
+    refuse_double_backward("vocab_parallel_embedding", grads);
     static const auto op = find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt)>(
         "tp_ext::_vocab_embedding_bwd");
     auto& data = ctx->saved_data;
@@ -58,7 +59,17 @@ Tensor vocab_parallel_embedding(const Tensor& ids, const Tensor& weight, const s
                                 bool sequence_parallel, Sizes sizes) {
   TORCH_CHECK_VALUE(weight.dim() == 2, "weight: shape ", weight.sym_sizes(),
                     " must be [rows, hidden]");
-  const Tensor y = at::GradMode::is_enabled() && weight.requires_grad()
+  if (has_tangent(weight)) {
+    const auto embed = [&](const Tensor& w) {
+      static const auto op =
+          find_op<Tensor(const Tensor&, const Tensor&, const std::string&, SymInt, SymInt, SymInt,
+                         bool, Sizes)>("tp_ext::vocab_parallel_embedding");
+      return op.call(ids, w, group, vocab_start, vocab_local, vocab_size, sequence_parallel, sizes);
+    };
+    const Tensor y = embed(primal_of(weight));
+    return make_dual(y, embed(tangent_of(weight)));
+  }
+  const Tensor y = needs_graph(weight)
                        ? Lookup::apply(weight, ids, vocab_start, vocab_local, vocab_size)
                        : lookup(weight, ids, vocab_start, vocab_local, vocab_size);
   if (!sequence_parallel) return reduce_from_region(y, group);
@@ -67,7 +78,7 @@ Tensor vocab_parallel_embedding(const Tensor& ids, const Tensor& weight, const s
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  m.impl("vocab_parallel_embedding", vocab_parallel_embedding);
+  impl_composite<vocab_parallel_embedding>(m, "vocab_parallel_embedding");
 }
 
 }  // namespace

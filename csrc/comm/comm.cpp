@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -59,12 +60,24 @@ ProcessGroup resolve(const std::string& group) {
   return found;
 }
 
+// Whether make_fx traces a tangent on real tensors, as torch.func.linearize does. Its constant folding
+// runs a collective of constants, keeps the result and drops the wait.
+bool linearizing(const Tensor& x) {
+  using c10::impl::TorchDispatchModeTLS;
+  return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr &&
+         TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value() &&
+         !x.key_set().has(c10::DispatchKey::Python);
+}
+
 // Calls a _c10d_functional operator, boxed: its group argument is `str` or `Any`, depending on
 // torch's version
 template <typename... Args>
-Tensor functional(const c10::OperatorHandle& op, Args&&... args) {
+Tensor functional(const c10::OperatorHandle& op, const Tensor& x, Args&&... args) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!linearizing(x),
+                              "tp_ext: torch.func.linearize cannot trace a collective; use "
+                              "torch.func.jvp, or forward_ad.make_dual");
   torch::jit::Stack stack;
-  torch::jit::push(stack, std::forward<Args>(args)...);
+  torch::jit::push(stack, x, std::forward<Args>(args)...);
   op.callBoxed(stack);
   static const auto wait =
       c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::wait_tensor", "");

@@ -4,7 +4,7 @@ import pytest
 import ranks
 import torch
 from makers import CASES, HIDDEN, TOKENS, build, caller, own_input, own_upstream
-from torch.func import functional_call, grad, jvp, stack_module_state, vjp, vmap
+from torch.func import functional_call, grad, hessian, jvp, stack_module_state, vjp, vmap
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:There is a performance drop")]
 
@@ -98,7 +98,7 @@ def test_vmap_over_masks_asks_for_randomness_as_torch_does():
 TRANSFORMS = {
     "grad": lambda call, x: grad(lambda x: call(x).sum())(x),
     "vjp": lambda call, x: vjp(call, x),
-    "jvp": lambda call, x: jvp(call, (x,), (x,)),
+    "hessian": lambda call, x: hessian(lambda x: call(x).sum())(x),
 }
 
 
@@ -115,11 +115,20 @@ def test_transforms_of_autograd_are_refused_before_anything_is_sent(name, how):
 
 
 def _forward_mode(group):
-    module = build("column", group, False)
-    x = own_input("column", module, group, False).detach()
-    with torch.autograd.forward_ad.dual_level():
-        module(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+    """Of modules that are linear in their input: the tangent is what is left without the bias."""
+    for name in ("column", "row", "dropout", "head"):
+        module = build(name, group, False)
+        x = own_input(name, module, group, False).detach()
+        call = caller(name, module)
+
+        def seeded(x, call=call):
+            torch.manual_seed(14)
+            return call(x)
+
+        y, tangent = jvp(seeded, (x,), (x,))
+        torch.testing.assert_close(y, seeded(x))
+        torch.testing.assert_close(tangent, seeded(x) - seeded(torch.zeros_like(x)))
 
 
-def test_forward_mode_is_refused():
-    ranks.run_raises(_forward_mode, 2, RuntimeError, "jvp is not implemented", in_turns=False)
+def test_forward_mode_of_linear_modules():
+    ranks.run(_forward_mode, 2)

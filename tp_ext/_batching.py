@@ -1,0 +1,88 @@
+"""Batching rules of torch.vmap for the regions: one collective for all slices, the batch being one more dim.
+
+An operator without a rule runs once per slice, its collectives too: torch's fallback, slow and right. It refuses views,
+which is how the schema of a region declares that the input itself may be returned; hence a rule for each of these.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_ext import _ops
+
+_Result = tuple[Tensor, int]
+
+
+def _inner(dim: int, x: Tensor, name: str = "dim") -> int:
+    """``dim`` of a slice as a dim of ``x``, whose dim 0 is the batch."""
+    ndim = x.dim() - 1
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"{name}: {dim} must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims")
+    return 1 + dim % ndim
+
+
+def _register(name: str, rule: Callable[..., Any]) -> None:
+    torch.library.register_vmap(f"tp_ext::{name}", rule)
+
+
+def _register_elementwise(name: str) -> None:
+    region = getattr(_ops, name)
+
+    def rule(info: Any, in_dims: Sequence[int], x: Tensor, group: str) -> _Result:
+        return region(x, group), in_dims[0]
+
+    _register(name, rule)
+
+
+def _register_dim(name: str, default: int) -> None:
+    region = getattr(_ops, name)
+
+    def rule(
+        info: Any, in_dims: Sequence[int], x: Tensor, group: str, dim: int = default, sizes: _ops.Sizes = None
+    ) -> _Result:
+        x = x.movedim(in_dims[0], 0)
+        return region(x, group, _inner(dim, x), sizes), 0
+
+    _register(name, rule)
+
+
+def _register_pieces(name: str) -> None:
+    region = getattr(_ops, name)
+
+    def rule(info: Any, in_dims: Sequence[int], x: Tensor, *arguments: Any) -> _Result:
+        return region(x.movedim(in_dims[0], -1), *arguments), x.dim() - 1  # pieces are rows of dim 0
+
+    _register(name, rule)
+
+
+def _all_to_all(
+    info: Any,
+    in_dims: Sequence[int],
+    x: Tensor,
+    group: str,
+    split_dim: int,
+    concat_dim: int,
+    split_sizes: _ops.Sizes = None,
+    concat_sizes: _ops.Sizes = None,
+) -> _Result:
+    x = x.movedim(in_dims[0], 0)
+    dims = _inner(split_dim, x, "split_dim"), _inner(concat_dim, x, "concat_dim")
+    return _ops.all_to_all_region(x, group, *dims, split_sizes, concat_sizes), 0
+
+
+def _refuse_accumulation(*_: Any) -> _Result:
+    raise NotImplementedError("tp_ext: gradients of parameters under torch.vmap cannot be added to main_grad")
+
+
+for _name in ("copy_to_region", "reduce_from_region"):
+    _register_elementwise(_name)
+for _name in ("scatter_to_region", "gather_from_region"):
+    _register_dim(_name, -1)
+for _name in ("all_gather_region", "reduce_scatter_region"):
+    _register_dim(_name, 0)
+for _name in ("copy_pieces_to_region", "reduce_pieces_from_region"):
+    _register_pieces(_name)
+_register("all_to_all_region", _all_to_all)
+_register("accumulate_grad_into", _refuse_accumulation)
