@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 BLOCK = re.compile(r"^```python(| theirs)\n(.*?)^```$", re.M | re.S)
 
