@@ -1,7 +1,9 @@
 """Initial weights and seeds: torch's distributions, any callable, seeds per mesh axis. That weights are the same bits
 for every number of ranks: conformance case 31."""
 
+import contextlib
 import math
+from unittest import mock
 
 import pytest
 import ranks
@@ -11,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tp_ext
 from tp_ext import Part, Sharding
-from tp_ext.random import Constant, Normal, TruncatedNormal, Uniform, initialise_, torch_linear_init
+from tp_ext.random import Constant, Normal, OwnRandomNumbers, TruncatedNormal, Uniform, initialise_, torch_linear_init
 
 pytestmark = pytest.mark.core
 
@@ -248,3 +250,30 @@ def _bad_axis(group, axes):
 @pytest.mark.parametrize("axes", [None, ("dp",)])
 def test_mesh_without_that_axis(axes):
     ranks.run_raises(_bad_axis, 2, ValueError, "tp_axis: 'tp' must be an axis of the mesh", axes, in_turns=False)
+
+
+def test_own_random_numbers_seed_no_other_device():
+    """Of two CUDA devices, here replaced, device 1 is seeded alone; on a CPU none is."""
+    seeded, current = [], [0]
+
+    @contextlib.contextmanager
+    def on_device(device):
+        current[0] = device.index
+        yield
+        current[0] = 0
+
+    changes = {
+        "torch.random.fork_rng": lambda devices: contextlib.nullcontext(),
+        "torch.cuda.device": on_device,
+        "torch.cuda.manual_seed": lambda seed: seeded.append(current[0]),
+        "torch.cuda.manual_seed_all": lambda seed: seeded.append("all"),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, change in changes.items():
+            stack.enter_context(mock.patch(name, change))
+        with OwnRandomNumbers(1, torch.device("cuda", 1)):
+            first = torch.rand(4)
+        assert seeded == [1]
+        with OwnRandomNumbers(1, torch.device("cpu")):
+            assert not torch.equal(first, torch.rand(4))
+        assert seeded == [1]

@@ -59,17 +59,23 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 class OwnRandomNumbers:
-    """Random numbers of this rank's own, from a seed that all ranks draw alike; torch's generator goes on as after one
-    draw."""
+    """Random numbers of this rank alone, from a seed that is the same on all ranks.
+
+    Seeds the generators of the CPU and of ``device``, and no other; afterwards they go on as after one draw.
+    """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         seed = int(draw_seed(torch.device("cpu")))
         self._fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        self._device = device
         self._seed = seed + rank
 
     def __enter__(self) -> None:
         self._fork.__enter__()
-        torch.manual_seed(self._seed)
+        torch.default_generator.manual_seed(self._seed)
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(self._seed)
 
     def __exit__(self, *error: Any) -> None:
         self._fork.__exit__(*error)
