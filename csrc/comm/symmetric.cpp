@@ -3,12 +3,17 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <cstdlib>
+#include <mutex>
+#include <unordered_map>
 
 #include "comm/blocks.h"
 #include "comm/comm.h"
+#include "comm/stream_order.h"
 
 namespace tp_ext::comm {
 namespace {
@@ -89,6 +94,56 @@ Tensor buffer_like(const Tensor& x, const Limits& limits) {
       .view(x.sizes());
 }
 
+// Whether a CUDA graph is being captured on the stream; a torch before 2.12 or so does not say
+template <typename S>
+auto is_capturing(const S& stream, int) -> decltype(stream.is_capturing()) {
+  return stream.is_capturing();
+}
+template <typename S>
+bool is_capturing(const S&, long) {
+  return false;
+}
+
+// One use of a group's memory, on the current stream
+class Use {
+ public:
+  Use(const Tensor& x, const Limits& limits)
+      : group_(std::hash<std::string>()(limits.name)),
+        stream_(c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device())),
+        capturing_(is_capturing(stream_, 0)),
+        ordered_(!x.is_cpu()) {
+    if (!ordered_) return;
+    const std::lock_guard lock(mutex());
+    allowed_ = orders()[group_].begin(stream_, capturing_);
+  }
+  ~Use() {
+    if (!ordered_ || !allowed_) return;
+    const std::lock_guard lock(mutex());
+    orders()[group_].end(stream_, capturing_);
+  }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+
+  bool allowed() const { return allowed_; }
+
+ private:
+  using Orders = std::unordered_map<size_t, StreamOrder<c10::Stream, c10::Event>>;
+  static std::mutex& mutex() {
+    static auto& mutex = *new std::mutex;
+    return mutex;
+  }
+  // Lives to the end of the process, as the buffers do: by then there may be no driver for events
+  static Orders& orders() {
+    static auto& orders = *new Orders;
+    return orders;
+  }
+
+  const size_t group_;
+  const c10::Stream stream_;
+  const bool capturing_, ordered_;
+  bool allowed_ = true;
+};
+
 // GEMMs in pieces: nothing to gain without rows, and torch cuts them evenly
 std::optional<Limits> fusable(const Tensor& x, const std::string& group, const Split& tokens) {
   if (traced(x) || !tokens.even() || x.dim() < 2 || x.sym_numel() == 0) return std::nullopt;
@@ -118,6 +173,8 @@ std::optional<Tensor> symmetric_all_reduce(const Tensor& x, const std::string& g
   if (!op) return std::nullopt;
   check_place(group);
   at::AutoDispatchBelowADInplaceOrView below;
+  const Use use(x, *limits);
+  if (!use.allowed()) return std::nullopt;
   const Tensor in = aligned(x);
   Tensor buffer = buffer_like(in, *limits);
   if (chosen == Algorithm::one_shot)  // its kernel copies, too
@@ -134,6 +191,8 @@ std::optional<GatherMatmul> fused_all_gather_matmul(const Tensor& x, const Tenso
   const auto op = find("symm_mem::fused_all_gather_matmul", x);
   if (!op) return std::nullopt;
   at::AutoDispatchBelowADInplaceOrView below;
+  const Use use(x, *limits);
+  if (!use.allowed()) return std::nullopt;
   const std::vector<Tensor> factors{transposed ? w.t() : w};
   const auto results = call(*op, x.contiguous(), factors, int64_t{0}, limits->name, wants_x);
   return GatherMatmul{results[1].toTensorVector()[0], wants_x ? results[0].toTensor() : Tensor()};
@@ -146,6 +205,8 @@ std::optional<Tensor> fused_matmul_reduce_scatter(const Tensor& x, const Tensor&
   const auto op = find("symm_mem::fused_matmul_reduce_scatter", x);
   if (!op) return std::nullopt;
   at::AutoDispatchBelowADInplaceOrView below;
+  const Use use(x, *limits);
+  if (!use.allowed()) return std::nullopt;
   return call(*op, x.contiguous(), w.t(), std::string("sum"), int64_t{0}, limits->name)
       .back()
       .toTensor();

@@ -5,8 +5,9 @@
 //   name@rank/size/one_shot_bytes/max_bytes/buffer/fused
 //
 // Each function returns nothing where the group's backend is to do the work. What decides (name,
-// dtype, size, device type) is the same on every rank. Nothing is kept here: torch holds the
-// buffer, which it calls a persistent allocation, by its number.
+// dtype, size, device type, streams of captures) is the same on every rank. torch holds the buffer,
+// which it calls a persistent allocation, by its number; here is only kept which stream used a
+// group's memory last, since uses on several streams wait for each other (stream_order.h).
 
 #pragma once
 
