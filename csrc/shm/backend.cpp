@@ -31,9 +31,12 @@ Operation operation_of(const c10d::ReduceOp& op) {
     case c10d::ReduceOp::BXOR:
       return Operation::kXor;
     default:
-      TORCH_CHECK_VALUE(false,
-                        "op: ReduceOp.PREMUL_SUM must be one of SUM, AVG, MIN, MAX, PRODUCT, "
-                        "BAND, BOR and BXOR");
+      const auto type = static_cast<c10d::ReduceOp::RedOpType>(op);
+      const std::string name = type == c10d::ReduceOp::PREMUL_SUM
+                                   ? "ReduceOp.PREMUL_SUM"
+                                   : "number " + std::to_string(static_cast<int>(type));
+      TORCH_CHECK_VALUE(false, "op: ", name,
+                        " must be one of SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR and BXOR");
   }
 }
 

@@ -16,7 +16,8 @@ ShmBackend::Work ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOp
   Buffers buffers{{}, tensors, {}};
   const Tensor dense = buffers.outputs.add(only(tensors), root == getRank());
   buffers.keep.push_back(dense);
-  auto call = std::make_unique<Broadcast>(party(), data(dense), bytes_of(dense), root);
+  auto call =
+      std::make_unique<Broadcast>(party(), data(dense), bytes_of(dense), type_of(dense), root);
   return run(std::move(call), std::move(buffers), terms(opts, OpType::BROADCAST));
 }
 
@@ -70,7 +71,7 @@ ShmBackend::Work ShmBackend::gather_all(const Tensor& out, const Tensor& in, con
   for (int rank = 0; rank < getSize(); ++rank)
     pieces.push_back(static_cast<char*>(data(to)) + rank * bytes);
   auto call = std::make_unique<AllGather>(party(), data(from), std::move(pieces),
-                                          std::vector<int64_t>(getSize(), bytes));
+                                          std::vector<int64_t>(getSize(), bytes), type_of(in));
   return run(std::move(call), std::move(buffers), terms);
 }
 
@@ -92,7 +93,7 @@ ShmBackend::Work ShmBackend::gather_all(const Tensors& out, const Tensor& in, in
     check_numel(in, out[getRank()].numel(), "tensor");
   }
   auto call = std::make_unique<AllGather>(party(), data(buffers.keep[0]), std::move(pieces),
-                                          std::move(bytes), to);
+                                          std::move(bytes), type_of(in), to);
   return run(std::move(call), std::move(buffers), terms);
 }
 
@@ -115,8 +116,8 @@ ShmBackend::Work ShmBackend::scatter(Tensors& out, std::vector<Tensors>& in,
       pieces.push_back(data(buffers.keep.back()));
     }
   }
-  auto call =
-      std::make_unique<Scatter>(party(), std::move(pieces), data(dense), bytes_of(dense), from);
+  auto call = std::make_unique<Scatter>(party(), std::move(pieces), data(dense), bytes_of(dense),
+                                        type_of(dense), from);
   return run(std::move(call), std::move(buffers), terms(opts, OpType::SCATTER));
 }
 
@@ -131,7 +132,7 @@ ShmBackend::Work ShmBackend::alltoall_base(Tensor& out, Tensor& in, std::vector<
   Pieces received = divide(to, out_sizes, getSize(), "output_split_sizes");
   auto call = std::make_unique<AllToAll>(
       party(), std::vector<const void*>(sent.at.begin(), sent.at.end()), std::move(sent.bytes),
-      std::move(received.at), std::move(received.bytes));
+      std::move(received.at), std::move(received.bytes), type_of(from));
   return run(std::move(call), std::move(buffers), terms(opts, OpType::ALLTOALL_BASE));
 }
 
@@ -144,7 +145,8 @@ ShmBackend::Work ShmBackend::alltoall(Tensors& out, Tensors& in,
   Pieces received;
   std::vector<int64_t> bytes;
   for (int rank = 0; rank < getSize(); ++rank) {
-    check_same(out[rank], in[rank]);
+    check_same(out[rank], in[0]);
+    check_same(in[rank], in[0]);
     buffers.keep.push_back(buffers.outputs.add(out[rank], false));
     received.at.push_back(data(buffers.keep.back()));
     received.bytes.push_back(bytes_of(out[rank]));
@@ -152,8 +154,9 @@ ShmBackend::Work ShmBackend::alltoall(Tensors& out, Tensors& in,
     sent.push_back(data(buffers.keep.back()));
     bytes.push_back(bytes_of(in[rank]));
   }
-  auto call = std::make_unique<AllToAll>(party(), std::move(sent), std::move(bytes),
-                                         std::move(received.at), std::move(received.bytes));
+  auto call =
+      std::make_unique<AllToAll>(party(), std::move(sent), std::move(bytes), std::move(received.at),
+                                 std::move(received.bytes), type_of(in[0]));
   return run(std::move(call), std::move(buffers), terms(opts, OpType::ALLTOALL));
 }
 
@@ -178,7 +181,7 @@ ShmBackend::Work ShmBackend::transfer(int peer, int tag, Buffers buffers, OpType
   auto task = std::make_shared<Task>();
   const Tensor dense = buffers.keep[0];
   task->message = std::make_shared<Message>(
-      Message{peer, tag, static_cast<char*>(data(dense)), bytes_of(dense)});
+      Message{peer, tag, static_cast<char*>(data(dense)), bytes_of(dense), type_of(dense)});
   task->receives = type != OpType::SEND;
   task->deadline = deadline_in(timeout_);
   Tensors results = std::move(buffers.results);

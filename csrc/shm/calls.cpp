@@ -8,15 +8,6 @@
 namespace tp_ext::shm {
 namespace {
 
-// By c10's numbers
-const char* type_name(uint32_t type) {
-  constexpr const char* kNames[] = {"uint8",     "int8",      "int16",      "int32",
-                                    "int64",     "float16",   "float32",    "float64",
-                                    "complex32", "complex64", "complex128", "bool"};
-  if (type < std::size(kNames)) return kNames[type];
-  return type == 15 ? "bfloat16" : "elements of another dtype";
-}
-
 const char* operation_name(uint32_t op) {
   constexpr const char* kNames[] = {"SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"};
   return op < std::size(kNames) ? kNames[op] : "another operation";
@@ -27,16 +18,28 @@ std::string described(const Signature& s) {
   std::string text = std::string(name_of(kind)) + " (call " + std::to_string(s.call);
   if (kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter)
     text += ", " + std::to_string(s.count) + " " + type_name(s.type) + ", " + operation_name(s.op);
-  else if (kind != Kind::kBarrier && kind != Kind::kAllToAll)
-    text += ", " + std::to_string(s.count) + " bytes";
+  else if (kind == Kind::kAllToAll)
+    text += std::string(", ") + type_name(s.type);
+  else if (kind != Kind::kBarrier)
+    text += ", " + std::to_string(s.count) + " bytes of " + type_name(s.type);
   if (kind == Kind::kReduce || kind == Kind::kBroadcast || kind == Kind::kGather ||
       kind == Kind::kScatter)
     text += ", root " + std::to_string(s.root);
-  if (s.parts != 0) text += ", divided as #" + std::to_string(s.parts % 10000);
+  if (s.parts != 0)
+    text += (kind == Kind::kReduceScatter ? ", divided as #" : ", shape #") +
+            std::to_string(s.parts % 10000);
   return text + ")";
 }
 
 }  // namespace
+
+const char* type_name(uint32_t type) {
+  constexpr const char* kNames[] = {"uint8",     "int8",      "int16",      "int32",
+                                    "int64",     "float16",   "float32",    "float64",
+                                    "complex32", "complex64", "complex128", "bool"};
+  if (type < std::size(kNames)) return kNames[type];
+  return type == 15 ? "bfloat16" : "elements of another dtype";
+}
 
 const char* name_of(Kind kind) {
   switch (kind) {
@@ -109,7 +112,7 @@ bool Steps::advance() {
     }
     const bool may_read = read_ < (writes_ ? written_ : steps_);
     if (may_read && std::all_of(sources_.begin(), sources_.end(),
-                                [this](int rank) { return lane().posted(base_ + read_, rank); })) {
+                                [this](int rank) { return lane().arrived(base_ + read_, rank); })) {
       for (const int rank : sources_) {
         Signature want = expected(rank);
         want.kind = signature_.kind;

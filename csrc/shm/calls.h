@@ -7,17 +7,12 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "shm/shared.h"
 
 namespace tp_ext::shm {
-
-struct Failure : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 enum class Kind : uint32_t {
   kAllReduce = 1,
@@ -31,6 +26,7 @@ enum class Kind : uint32_t {
   kBarrier,
 };
 const char* name_of(Kind kind);
+const char* type_name(uint32_t type);  // of c10's dtype with this number
 
 // Who takes part
 struct Party {

@@ -73,7 +73,7 @@ Engine::Engine(Shared shared, int rank, std::string name, std::shared_ptr<Segmen
       rank_(rank),
       name_(std::move(name)),
       segment_(std::move(segment)),
-      process_(getpid()),
+      process_(process_generation()),
       lanes_{{shared_, 0, rank}, {shared_, 1, rank}},
       messages_(shared_, rank, [this](int64_t offset, int64_t bytes) {
         if (segment_) segment_->reserve(offset, bytes);
@@ -82,7 +82,7 @@ Engine::Engine(Shared shared, int rank, std::string name, std::shared_ptr<Segmen
 }
 
 Engine::~Engine() {
-  if (getpid() != process_) {  // forked: the group goes on in the parent, as if we had never been
+  if (forked()) {  // the group goes on in the parent, as if this child had never been
     static_cast<void>(service_.release());
     return;
   }
@@ -107,14 +107,19 @@ std::string Engine::prefix() const {
          " in group '" + name_ + "': ";
 }
 
+void Engine::refuse_fork() const {
+  if (forked()) throw Failure(prefix() + "this process was forked from the one that is the rank");
+}
+
+// In a forked child nobody may ever unlock the mutex again
 uint64_t Engine::calls() const {
+  if (forked()) return number_;
   const std::lock_guard lock(mutex_);
   return number_;
 }
 
 void Engine::start(const TaskPtr& task, bool background) {
-  if (getpid() != process_)
-    throw Failure(prefix() + "this process was forked from the one that is the rank");
+  refuse_fork();
   std::unique_lock lock(mutex_);
   if (!failure_) check_given_up();  // who comes late would find all that it needs, and go on alone
   tell(lock);
@@ -146,6 +151,7 @@ bool Engine::needs_service() const {
 void Engine::wait(const TaskPtr& task, Clock::time_point deadline) {
   Patience patience(shared_.ranks());
   uint64_t before = 0;
+  if (!task->done.load(std::memory_order_acquire)) refuse_fork();
   while (!task->done.load(std::memory_order_acquire)) {
     std::unique_lock lock(mutex_);
     if (task->done) break;
@@ -171,6 +177,7 @@ void Engine::wait(const TaskPtr& task, Clock::time_point deadline) {
 
 bool Engine::poll(const TaskPtr& task) {
   if (task->done.load(std::memory_order_acquire)) return true;
+  refuse_fork();
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   advance();
@@ -179,6 +186,8 @@ bool Engine::poll(const TaskPtr& task) {
 }
 
 void Engine::on_done(const TaskPtr& task, std::function<void()> notify) {
+  if (task->done.load(std::memory_order_acquire)) return notify();
+  refuse_fork();
   std::unique_lock lock(mutex_);
   if (!task->done) {
     task->notify = std::move(notify);

@@ -3,8 +3,6 @@
 
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -20,6 +18,7 @@
 
 #include "shm/calls.h"
 #include "shm/messages.h"
+#include "shm/process.h"
 #include "shm/segment.h"
 
 namespace tp_ext::shm {
@@ -69,6 +68,12 @@ class Engine {
   void on_done(const TaskPtr& task, std::function<void()> notify);
   void give_up(const std::string& reason);
 
+  // Whether this is a child that was forked from the rank. There the group is out of reach: what is
+  // done is known, all else raises Failure and leaves shared memory alone; give_up and the
+  // destructor do nothing.
+  bool forked() const { return process_generation() != process_; }
+  void refuse_fork() const;  // raises Failure there
+
  private:
   class Patience;
   // Apart, so that a forked child, which has its parent's handles but not its threads, can leave
@@ -96,7 +101,7 @@ class Engine {
   const int rank_;
   const std::string name_;
   const std::shared_ptr<Segment> segment_;
-  const pid_t process_;
+  const uint64_t process_;  // its generation
   Lane lanes_[kLanes];
   Messages messages_;
 

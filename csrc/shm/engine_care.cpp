@@ -22,22 +22,19 @@ std::string listed(const std::vector<int>& ranks) {
 
 void Engine::fail_all(const std::string& reason, bool timed_out) {
   if (!failure_) {
-    Header& header = shared_.header();
-    uint32_t nobody = 0;
-    if (!stop_ && header.given_up.compare_exchange_strong(nobody, uint32_t(rank_) + 1)) {
-      std::strncpy(header.reason, reason.c_str(), sizeof header.reason - 1);
-      header.reason_ready.store(1, std::memory_order_release);
-    }
+    if (!stop_) shm::give_up(shared_.header(), rank_, reason);
     failure_ = timed_out ? std::make_exception_ptr(TimedOut(prefix() + reason))
                          : std::make_exception_ptr(Failure(prefix() + reason));
   }
   for (const auto& task : calls_) end(task, failure_);
   for (const auto& task : transfers_) end(task, failure_);
   calls_.clear();
+  begun_ = false;
   transfers_.clear();
 }
 
 void Engine::give_up(const std::string& reason) {
+  if (forked()) return;
   std::unique_lock lock(mutex_);
   fail_all(reason);
   tell(lock);
@@ -49,11 +46,13 @@ void Engine::check_given_up() {
   const Header& header = shared_.header();
   const uint32_t who = header.given_up.load(std::memory_order_acquire);
   if (who == 0) return;
-  std::string reason = "it died before it could say why";
-  if (header.reason_ready.load(std::memory_order_acquire))
-    reason = header.reason;
-  else if (alive(static_cast<int>(who) - 1))
-    return;  // it is about to say why
+  if (who > static_cast<uint32_t>(shared_.ranks()))
+    return fail_all("the shared memory is damaged: rank " + std::to_string(who - 1) + " gave up");
+  std::string reason = reason_of(header);
+  if (reason.empty()) {
+    if (alive(static_cast<int>(who) - 1)) return;  // it is about to say why
+    reason = "it died before it could say why";
+  }
   fail_all("rank " + std::to_string(who - 1) + " gave up: " + reason);
 }
 

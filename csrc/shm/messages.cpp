@@ -8,6 +8,10 @@
 namespace tp_ext::shm {
 namespace {
 
+std::string described(const char* what, uint64_t bytes, uint32_t type) {
+  return std::string(what) + " of " + std::to_string(bytes) + " bytes of " + type_name(type);
+}
+
 // Bytes at a position of the stream, which wraps around the ring
 void put(char* ring, int64_t size, uint64_t position, const void* from, int64_t bytes) {
   const int64_t at = static_cast<int64_t>(position % size), first = std::min(bytes, size - at);
@@ -54,22 +58,22 @@ void Messages::deliver(Kept& kept) {
 }
 
 void Messages::check(const Head& head, const Message& message, int from) {
-  if (head.bytes != static_cast<uint64_t>(message.bytes))
-    throw Failure("send of " + std::to_string(head.bytes) + " bytes by rank " +
-                  std::to_string(from) + " with tag " + std::to_string(head.tag) +
-                  " meets a recv of " + std::to_string(message.bytes));
+  if (head.bytes != static_cast<uint64_t>(message.bytes) || head.type != message.type)
+    throw Failure(described("send", head.bytes, head.type) + " by rank " + std::to_string(from) +
+                  " with tag " + std::to_string(head.tag) + " meets a " +
+                  described("recv", static_cast<uint64_t>(message.bytes), message.type));
 }
 
 bool Messages::push(int to, Message& message) {
   Ring& ring = shared_->ring(rank_, to);
   char* bytes = shared_->ring_bytes(rank_, to);
   const int64_t size = shared_->geometry().ring_bytes;
-  const uint64_t start = ring.written.value.load(std::memory_order_relaxed);
-  uint64_t at = start;
-  const uint64_t read = ring.read.value.load(std::memory_order_acquire);
+  uint64_t& at = written_[to];
+  const uint64_t start = at, read = ring.read.value.load(std::memory_order_acquire);
+  if (at - read > static_cast<uint64_t>(size)) damaged("the number of bytes read", to, read);
   auto room = [&] { return size - static_cast<int64_t>(at - read); };
   if (message.moved < 0) {
-    const Head head{static_cast<uint64_t>(message.bytes), message.tag};
+    const Head head{static_cast<uint64_t>(message.bytes), message.tag, message.type};
     if (room() < static_cast<int64_t>(sizeof head)) return false;
     put(bytes, size, at, &head, sizeof head);
     at += sizeof head;
@@ -105,7 +109,6 @@ bool Messages::open(int from, Stream& stream) {
   stream.kept = &kept_.back();
   stream.kept->from = from;
   stream.kept->head = stream.head;
-  stream.kept->data.resize(stream.head.bytes);
   return true;
 }
 
@@ -114,9 +117,10 @@ bool Messages::pull(int from) {
   const char* bytes = shared_->ring_bytes(from, rank_);
   const int64_t size = shared_->geometry().ring_bytes;
   Stream& stream = streams_[from];
-  const uint64_t start = ring.read.value.load(std::memory_order_relaxed);
-  const uint64_t written = ring.written.value.load(std::memory_order_acquire);
-  uint64_t at = start;
+  uint64_t& at = stream.read;
+  const uint64_t start = at, written = ring.written.value.load(std::memory_order_acquire);
+  if (written - at > static_cast<uint64_t>(size))
+    damaged("the number of bytes written", from, written);
   if (!stream.inside) {
     if (written - at < sizeof(Head)) return false;
     take(bytes, size, at, &stream.head, sizeof(Head));
@@ -127,6 +131,7 @@ bool Messages::pull(int from) {
   }
   const auto piece =
       static_cast<int64_t>(std::min<uint64_t>(written - at, stream.head.bytes - stream.position));
+  if (stream.kept) stream.kept->data.resize(stream.position + static_cast<uint64_t>(piece));
   char* to = stream.kept ? stream.kept->data.data() : stream.message->data;
   if (piece > 0) take(bytes, size, at, to + stream.position, piece);
   at += static_cast<uint64_t>(piece);
@@ -142,7 +147,9 @@ bool Messages::pull(int from) {
     } else {
       stream.message->done = true;
     }
-    stream = Stream();
+    stream.inside = false;
+    stream.message = nullptr;
+    stream.kept = nullptr;
   }
   return at != start;
 }

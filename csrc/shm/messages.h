@@ -19,9 +19,10 @@ namespace tp_ext::shm {
 
 struct Message {
   int peer;  // receiver or sender; of a receive -1: any
-  int64_t tag;
+  int tag;
   char* data;
   int64_t bytes;
+  uint32_t type;  // dtype of the elements by c10's number, which both ends compare
   bool done = false;
   int64_t moved = -1;  // of a send: bytes in the ring so far, -1 without the head
 };
@@ -34,12 +35,13 @@ class Messages {
         rank_(rank),
         reserve_(std::move(reserve)),
         reserved_(shared.ranks()),
+        written_(shared.ranks()),
         sends_(shared.ranks()),
         streams_(shared.ranks()) {}
 
   void send(std::shared_ptr<Message> message);
   void receive(std::shared_ptr<Message> message);
-  void advance();                    // raises Failure if lengths differ
+  void advance();                    // raises Failure if lengths or dtypes differ
   std::vector<int> missing() const;  // the peers of what is not done
   int lost(uint64_t gone,
            uint64_t died) const;  // one of those ranks (bits) without which it never will; or -1
@@ -48,16 +50,19 @@ class Messages {
  private:
   struct Head {
     uint64_t bytes;
-    int64_t tag;
+    int32_t tag;
+    uint32_t type;
   };
+  static_assert(sizeof(Head) == kMessageHead);
   struct Kept {  // came before it was asked for
     int from;
     Head head;
-    std::vector<char> data;
+    std::vector<char> data;          // grows as it comes in: the head's length is only a claim
     std::shared_ptr<Message> taker;  // asked for while it comes in
     bool complete = false;
   };
-  struct Stream {  // what comes in from one rank
+  struct Stream {       // what comes in from one rank
+    uint64_t read = 0;  // bytes of the ring since the beginning
     bool inside = false;
     uint64_t position = 0;  // bytes of the message so far
     Head head{};
@@ -75,6 +80,7 @@ class Messages {
   int rank_;
   std::function<void(int64_t, int64_t)> reserve_;
   std::vector<bool> reserved_;
+  std::vector<uint64_t> written_;  // bytes of each ring since the beginning
   std::vector<std::deque<std::shared_ptr<Message>>> sends_;
   std::list<std::shared_ptr<Message>> receives_;
   std::vector<Stream> streams_;

@@ -5,15 +5,21 @@
 #include "shm/pieces.h"
 
 namespace tp_ext::shm {
+namespace {
+
+constexpr int64_t kMostBytes = int64_t(1) << 62;  // steps that follow from it can be counted
+
+}  // namespace
 
 AllGather::AllGather(const Party& party, const void* in, std::vector<void*> out,
-                     std::vector<int64_t> bytes, int root)
+                     std::vector<int64_t> bytes, uint32_t type, int root)
     : Steps(party, root < 0 ? Kind::kAllGather : Kind::kGather,
             steps_for(largest(bytes), party.slot_bytes()),
-            signature_of(bytes[party.rank], std::max(root, 0))),
+            signature_of(bytes[party.rank], type, std::max(root, 0))),
       in_(static_cast<const char*>(in)),
       out_(std::move(out)),
       bytes_(std::move(bytes)),
+      type_(type),
       root_(root) {
   if (root < 0) return;
   for (const int64_t n : bytes_)
@@ -24,7 +30,7 @@ AllGather::AllGather(const Party& party, const void* in, std::vector<void*> out,
 }
 
 Signature AllGather::expected(int rank) const {
-  return signature_of(bytes_[rank], std::max(root_, 0));
+  return signature_of(bytes_[rank], type_, std::max(root_, 0));
 }
 
 // Without the length, which differs from rank to rank
@@ -47,9 +53,9 @@ void AllGather::read(int64_t step) {
   }
 }
 
-Broadcast::Broadcast(const Party& party, void* data, int64_t bytes, int root)
+Broadcast::Broadcast(const Party& party, void* data, int64_t bytes, uint32_t type, int root)
     : Steps(party, Kind::kBroadcast, steps_for(bytes, party.slot_bytes()),
-            signature_of(bytes, root)),
+            signature_of(bytes, type, root)),
       data_(static_cast<char*>(data)),
       bytes_(bytes),
       root_(root) {
@@ -68,9 +74,9 @@ void Broadcast::read(int64_t step) {
 }
 
 Scatter::Scatter(const Party& party, std::vector<const void*> in, void* out, int64_t bytes,
-                 int root)
+                 uint32_t type, int root)
     : Steps(party, Kind::kScatter, steps_for(bytes, share_of(party.slot_bytes(), party.ranks())),
-            signature_of(bytes, root)),
+            signature_of(bytes, type, root)),
       in_(std::move(in)),
       out_(static_cast<char*>(out)),
       bytes_(bytes),
@@ -94,8 +100,8 @@ void Scatter::read(int64_t step) {
 }
 
 AllToAll::AllToAll(const Party& party, std::vector<const void*> in, std::vector<int64_t> in_bytes,
-                   std::vector<void*> out, std::vector<int64_t> out_bytes)
-    : Steps(party, Kind::kAllToAll, 1, {}),
+                   std::vector<void*> out, std::vector<int64_t> out_bytes, uint32_t type)
+    : Steps(party, Kind::kAllToAll, 1, signature_of(0, type)),
       in_(std::move(in)),
       in_bytes_(std::move(in_bytes)),
       out_(std::move(out)),
@@ -118,13 +124,16 @@ void AllToAll::read(int64_t step) {
   if (step == 0) {
     int64_t most = 0;
     for (int rank = 0; rank < party_.ranks(); ++rank) {
-      const auto* sent = reinterpret_cast<const int64_t*>(of(0, rank));
-      if (sent[own] != out_bytes_[rank])
-        throw Failure("all_to_all: rank " + std::to_string(rank) + " sends " +
-                      std::to_string(sent[own]) + " bytes to rank " + std::to_string(own) +
-                      ", which expects " + std::to_string(out_bytes_[rank]));
-      for (int to = 0; to < party_.ranks(); ++to)
-        if (to != rank) most = std::max(most, sent[to]);
+      for (int to = 0; to < party_.ranks(); ++to) {
+        const auto bytes = read_once<int64_t>(of(0, rank) + to * sizeof(int64_t));
+        if (bytes < 0 || bytes > kMostBytes)
+          damaged("a size in an all_to_all", rank, static_cast<uint64_t>(bytes));
+        if (to == own && bytes != out_bytes_[rank])
+          throw Failure("all_to_all: rank " + std::to_string(rank) + " sends " +
+                        std::to_string(bytes) + " bytes to rank " + std::to_string(own) +
+                        ", which expects " + std::to_string(out_bytes_[rank]));
+        if (to != rank) most = std::max(most, bytes);
+      }
     }
     steps_ = 1 + divide_up(most, share_);
     sized_ = true;

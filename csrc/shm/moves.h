@@ -1,4 +1,5 @@
-// Calls that move bytes from rank to rank as they are.
+// Calls that move bytes from rank to rank as they are. `type` is the elements' dtype by c10's number,
+// which the ranks compare.
 
 #pragma once
 
@@ -14,7 +15,7 @@ class AllGather : public Steps {
  public:
   // root: gather to it, equal lengths (others' are known to nobody else); -1: to all
   AllGather(const Party& party, const void* in, std::vector<void*> out, std::vector<int64_t> bytes,
-            int root = -1);
+            uint32_t type, int root = -1);
 
  protected:
   void write(int64_t step, char* slot) override;
@@ -26,13 +27,14 @@ class AllGather : public Steps {
   const char* in_;
   const std::vector<void*> out_;
   const std::vector<int64_t> bytes_;  // of each rank
+  const uint32_t type_;
   const int root_;
 };
 
 // data of root -> data of all
 class Broadcast : public Steps {
  public:
-  Broadcast(const Party& party, void* data, int64_t bytes, int root);
+  Broadcast(const Party& party, void* data, int64_t bytes, uint32_t type, int root);
 
  protected:
   void write(int64_t step, char* slot) override;
@@ -47,7 +49,8 @@ class Broadcast : public Steps {
 // in[r] of root -> out of rank r
 class Scatter : public Steps {
  public:
-  Scatter(const Party& party, std::vector<const void*> in, void* out, int64_t bytes, int root);
+  Scatter(const Party& party, std::vector<const void*> in, void* out, int64_t bytes, uint32_t type,
+          int root);
 
  protected:
   void write(int64_t step, char* slot) override;
@@ -64,7 +67,7 @@ class Scatter : public Steps {
 class AllToAll : public Steps {
  public:
   AllToAll(const Party& party, std::vector<const void*> in, std::vector<int64_t> in_bytes,
-           std::vector<void*> out, std::vector<int64_t> out_bytes);
+           std::vector<void*> out, std::vector<int64_t> out_bytes, uint32_t type);
 
  protected:
   void write(int64_t step, char* slot) override;

@@ -42,9 +42,10 @@ inline int64_t largest(const std::vector<int64_t>& values) {
   return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
 }
 
-// What the ranks compare: of bytes
-inline Signature signature_of(int64_t bytes, int root = 0) {
+// Signature of a call that moves bytes of elements of c10's dtype `type`
+inline Signature signature_of(int64_t bytes, uint32_t type, int root = 0) {
   Signature s;
+  s.type = type;
   s.root = static_cast<uint32_t>(root);
   s.count = static_cast<uint64_t>(bytes);
   return s;

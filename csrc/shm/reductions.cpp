@@ -13,6 +13,7 @@ Signature signature_of(const Elements& elements, int root = 0) {
   s.op = elements.op;
   s.root = static_cast<uint32_t>(root);
   s.count = static_cast<uint64_t>(elements.count);
+  s.parts = elements.shape;
   return s;
 }
 
@@ -128,11 +129,12 @@ bool ChunkedAllReduce::advance() {
       moved = ++moves_;
     }
     const auto next = static_cast<uint64_t>(combined_);
-    if (combined_ < written_ && addends.all_posted(base_[0] + next) && sums.free(base_[1] + next)) {
+    if (combined_ < written_ && addends.all_arrived(base_[0] + next) &&
+        sums.free(base_[1] + next)) {
       combine(combined_++);
       moved = ++moves_;
     }
-    if (spread_ < combined_ && sums.all_posted(base_[1] + static_cast<uint64_t>(spread_))) {
+    if (spread_ < combined_ && sums.all_arrived(base_[1] + static_cast<uint64_t>(spread_))) {
       spread(spread_++);
       moved = ++moves_;
     }

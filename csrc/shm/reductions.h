@@ -15,7 +15,8 @@ using Combine = void (*)(void* out, const void* const* in, int n, int64_t count)
 struct Elements {
   int64_t count, size;  // number, bytes of one
   Combine combine;
-  uint32_t type, op;  // for the signature
+  uint32_t type, op;   // for the signature
+  uint64_t shape = 0;  // likewise, a hash
 
   int64_t bytes() const { return count * size; }
 };

@@ -1,4 +1,19 @@
-// How the ranks of a new group find each other: over torch's store, once.
+// How the ranks of a new group find each other, over torch's store.
+//
+// The store may have served groups of the same name before, and ranks that were killed on the way.
+// So no key of it is believed by its presence alone: rank 0 makes new memory and offers it under a
+// key that holds the other rank's random number, which only a rank that lives now waits for; who
+// has joined is said in that memory, not in the store.
+//
+//   tp_shm/rank/R     rank R's number; empty when it does not wait; "!", its number and a reason
+//                     when it cannot join
+//   tp_shm/offer/N    rank 0's answer to the number N: host and name of the memory, or "!" and why
+//                     there is none. Removed by who reads it.
+//
+// A store may take a set for done before others see it, as TCPStore does. So a key is only ever
+// written by one rank, and a rank that empties its own asks the store something after that.
+//
+// Three round trips for each rank with a TCPStore, however many ranks there are.
 
 #pragma once
 

@@ -39,15 +39,13 @@ std::string pid_namespace() {
 std::string name_start() { return kPrefix + pid_namespace() + "."; }
 
 std::string new_name() {
-  unsigned char random[16];
-  if (getrandom(random, sizeof random, 0) != sizeof random)
-    throw Failure("shared memory: the system gives no random bytes");
-  std::string name = "/" + name_start() + std::to_string(getpid()) + ".";
-  for (const unsigned char byte : random) {
-    constexpr char kDigits[] = "0123456789abcdef";
-    name += {kDigits[byte >> 4], kDigits[byte & 15]};
-  }
-  return name;
+  return "/" + name_start() + std::to_string(getpid()) + "." + random_number();
+}
+
+bool may_be_ours(const std::string& name) {
+  const std::string start = std::string("/") + kPrefix;
+  return name.rfind(start, 0) == 0 && name.size() <= NAME_MAX &&
+         name.find_first_not_of("0123456789abcdef.", start.size()) == std::string::npos;
 }
 
 // What jobs of this user left that were killed before all their ranks had opened it. Only names:
@@ -106,22 +104,16 @@ Segment Segment::create(int64_t bytes, int64_t reserved) {
   const std::string name = new_name();
   File file(shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
   if (file.get() < 0) fail("cannot create", name, errno);
-  try {
-    if (fchmod(file.get(), 0600) != 0 || ftruncate(file.get(), bytes) != 0)
-      fail("cannot give it " + std::to_string(bytes) + " bytes", name, errno);
-    void* base = map(file.get(), bytes, name);
-    Segment segment(name, file.take(), base, bytes);
-    segment.reserve(0, reserved);
-    return segment;
-  } catch (...) {
-    shm_unlink(name.c_str());
-    throw;
-  }
+  Segment segment(name, file.take(), nullptr, bytes, true);
+  if (fchmod(segment.file_, 0600) != 0 || ftruncate(segment.file_, bytes) != 0)
+    fail("cannot give it " + std::to_string(bytes) + " bytes", name, errno);
+  segment.base_ = map(segment.file_, bytes, name);
+  segment.reserve(0, reserved);
+  return segment;
 }
 
 Segment Segment::open(const std::string& name, int64_t bytes) {
-  if (name.rfind(std::string("/") + kPrefix, 0) != 0 || name.find('/', 1) != std::string::npos)
-    throw Failure("shared memory " + name + ": no name of ours");
+  if (!may_be_ours(name)) throw Failure("shared memory " + name + ": no name of ours");
   File file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
   if (file.get() < 0) fail("cannot open", name, errno);
   struct stat status;
@@ -132,16 +124,18 @@ Segment Segment::open(const std::string& name, int64_t bytes) {
     throw Failure("shared memory " + name + ": is not this user's alone, or not of " +
                   std::to_string(bytes) + " bytes");
   void* base = map(file.get(), bytes, name);
-  return Segment(name, file.take(), base, bytes);
+  return Segment(name, file.take(), base, bytes, false);
 }
 
 Segment::Segment(Segment&& other) noexcept
     : name_(std::move(other.name_)),
       file_(std::exchange(other.file_, -1)),
       base_(std::exchange(other.base_, nullptr)),
-      bytes_(other.bytes_) {}
+      bytes_(other.bytes_),
+      named_(std::exchange(other.named_, false)) {}
 
 Segment::~Segment() {
+  if (named_) unlink();
   if (base_ != nullptr) munmap(base_, bytes_);
   if (file_ >= 0) ::close(file_);
 }
@@ -155,7 +149,10 @@ void Segment::reserve(int64_t offset, int64_t bytes) const {
          error);
 }
 
-void Segment::unlink() { shm_unlink(name_.c_str()); }
+void Segment::unlink() {
+  shm_unlink(name_.c_str());
+  named_ = false;
+}
 
 // The lock is the process's, not the open file's: a forked child that lives on does not keep it
 void Segment::mark_alive(int rank) const {
@@ -167,6 +164,18 @@ void Segment::mark_alive(int rank) const {
 bool Segment::alive(int rank) const {
   struct flock lock = mark_of(rank);
   return fcntl(file_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+std::string random_number() {
+  unsigned char random[16];
+  if (getrandom(random, sizeof random, 0) != sizeof random)
+    throw Failure("shared memory: the system gives no random bytes");
+  std::string digits;
+  for (const unsigned char byte : random) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    digits += {kDigits[byte >> 4], kDigits[byte & 15]};
+  }
+  return digits;
 }
 
 std::string host_identity() {

@@ -39,17 +39,29 @@ void check_lists(const Tensors& out, const Tensors& in) {
 
 Tensor as_reals(const Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
 
+namespace {
+
+uint64_t shape_hash(const Tensor& t) {
+  uint64_t hash = 14695981039346656037u;  // FNV-1a
+  for (const int64_t n : t.sizes())
+    if (n != 1) hash = (hash ^ static_cast<uint64_t>(n)) * 1099511628211u;
+  return hash;
+}
+
+}  // namespace
+
 Elements elements_of(const Tensor& t, Operation operation) {
   if (t.is_complex())
     TORCH_CHECK_VALUE(operation == Operation::kSum || operation == Operation::kAverage,
                       "op: must be SUM or AVG for complex tensors");
   const auto dtype = c10::toRealValueType(t.scalar_type());
   const int64_t reals = t.is_complex() ? 2 : 1;
-  return {t.numel() * reals, t.element_size() / reals, combine_for(dtype, operation),
-          static_cast<uint32_t>(t.scalar_type()), static_cast<uint32_t>(operation)};
+  return {t.numel() * reals, t.element_size() / reals,         combine_for(dtype, operation),
+          type_of(t),        static_cast<uint32_t>(operation), shape_hash(t)};
 }
 
 int64_t bytes_of(const Tensor& t) { return t.numel() * t.element_size(); }
+uint32_t type_of(const Tensor& t) { return static_cast<uint32_t>(t.scalar_type()); }
 void* data(const Tensor& t) { return t.mutable_data_ptr(); }
 
 Tensor Outputs::add(const Tensor& t, bool load) {

@@ -20,11 +20,13 @@ void check_same(const at::Tensor& a, const at::Tensor& b);
 void check_numel(const at::Tensor& t, int64_t numel, const char* name);
 void check_lists(const Tensors& out, const Tensors& in);
 
-// Complex numbers are pairs of reals, to sums and to copies alike
+// Complex numbers are pairs of reals, to sums and to copies alike. Shapes that differ in dims of 1
+// are one: a 0-d tensor may meet one of shape [1].
 at::Tensor as_reals(const at::Tensor& t);
 Elements elements_of(const at::Tensor& t, Operation operation);
 
 int64_t bytes_of(const at::Tensor& t);
+uint32_t type_of(const at::Tensor& t);  // c10's number of its dtype
 void* data(const at::Tensor& t);
 
 // Contiguous stand-ins for tensors that are not, and their way back

@@ -24,6 +24,7 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
+  engine_->refuse_fork();  // where the mutex may be locked for ever
   const std::lock_guard lock(mutex_);
   if (future_) return future_;
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));

@@ -37,15 +37,13 @@ void run(Engine& engine, std::unique_ptr<Call> call, std::chrono::milliseconds l
 void barrier(Engine& engine, std::chrono::milliseconds limit = 20s) {
   run(engine, std::make_unique<Barrier>(engine.party()), limit);
 }
-TaskPtr send(Engine& engine, int to, int64_t tag, Bytes& data,
-             std::chrono::milliseconds limit = 20s) {
-  const auto task = task_of(Message{to, tag, data.data(), int64_t(data.size())}, false, limit);
+TaskPtr send(Engine& engine, int to, int tag, Bytes& data, uint32_t type = 0) {
+  const auto task = task_of(Message{to, tag, data.data(), int64_t(data.size()), type}, false, 20s);
   engine.start(task, true);
   return task;
 }
-TaskPtr receive(Engine& engine, int from, int64_t tag, Bytes& data,
-                std::chrono::milliseconds limit = 20s) {
-  const auto task = task_of(Message{from, tag, data.data(), int64_t(data.size())}, true, limit);
+TaskPtr receive(Engine& engine, int from, int tag, Bytes& data, uint32_t type = 0) {
+  const auto task = task_of(Message{from, tag, data.data(), int64_t(data.size()), type}, true, 20s);
   engine.start(task, true);
   return task;
 }
@@ -101,10 +99,11 @@ void different_parts_are_found() {
     const Memory own(kSmall);
     const auto engine = own.engine(0);
     Bytes data(40);
-    expect_in(raised([&] {
-                AllGather(engine->party(), data.data(), {data.data(), data.data()}, {10, 20}, rank);
-              }),
-              "gather: 20 bytes");
+    expect_in(
+        raised([&] {
+          AllGather(engine->party(), data.data(), {data.data(), data.data()}, {10, 20}, 0, rank);
+        }),
+        "gather: 20 bytes");
   });
 }
 
@@ -117,7 +116,7 @@ void all_to_all_sizes_are_compared() {
       run(*engine, std::make_unique<AllToAll>(
                        engine->party(), std::vector<const void*>{in.data(), in.data()},
                        std::vector<int64_t>{20, 20}, std::vector<void*>{out.data(), out.data()},
-                       std::vector<int64_t>{20, rank == 0 ? 19 : 20}));
+                       std::vector<int64_t>{20, rank == 0 ? 19 : 20}, 0));
     });
     expect_in(error, "all_to_all: rank 1 sends 20 bytes to rank 0, which expects 19");
   });
@@ -167,11 +166,12 @@ void a_background_call_has_a_deadline() {
 void who_has_left_is_named_but_what_it_said_counts() {
   const Memory memory(of_ranks(3));
   std::atomic<bool> left{false};
+  std::atomic<int> received{0};
   on_threads(3, [&](int rank) {
     auto engine = memory.engine(rank);
     Bytes data(100, static_cast<char>(rank == 0 ? 7 : 0));
     const auto broadcast = [&] {
-      return std::make_unique<Broadcast>(engine->party(), data.data(), int64_t(data.size()), 0);
+      return std::make_unique<Broadcast>(engine->party(), data.data(), int64_t(data.size()), 0, 0);
     };
     if (rank == 0) {
       run(*engine, broadcast());
@@ -189,6 +189,7 @@ void who_has_left_is_named_but_what_it_said_counts() {
       engine->wait(receive(*engine, 0, 5, message));
       EXPECT(message[99] == 7, "not what rank 0 sent");
     }
+    for (++received; received < 2;) std::this_thread::yield();  // the first to find out tells all
     expect_in(raised([&] { barrier(*engine); }), "rank 0 has left the group");
   });
 }
@@ -231,9 +232,21 @@ void lengths_of_messages_are_compared() {
       if (kept) engine->wait(receive(*engine, 0, 2, third));  // the first one is kept, meanwhile
       const auto wrong = receive(*engine, 0, 1, other);
       expect_in(raised([&] { engine->wait(wrong); }),
-                "send of 20 bytes by rank 0 with tag 1 meets a recv of 30");
+                "send of 20 bytes of uint8 by rank 0 with tag 1 meets a recv of 30");
     });
   }
+}
+
+void dtypes_of_messages_are_compared() {
+  const Memory memory(kSmall);
+  on_threads(2, [&](int rank) {
+    const auto engine = memory.engine(rank);
+    Bytes data(20);
+    if (rank == 0) return engine->wait(send(*engine, 1, 1, data, 3));
+    const auto wrong = receive(*engine, 0, 1, data, 6);
+    expect_in(raised([&] { engine->wait(wrong); }),
+              "20 bytes of int32 by rank 0 with tag 1 meets a recv of 20 bytes of float32");
+  });
 }
 
 void what_is_under_way_ends_with_its_engine() {
@@ -329,13 +342,14 @@ void geometry_is_checked() {
 int main() {
   using namespace tp_ext::shm::test;
 #define CASE(name) {#name, name}
-  run_all(
-      {CASE(different_calls_are_named_by_all), CASE(different_sizes_are_named),
-       CASE(different_parts_are_found), CASE(all_to_all_sizes_are_compared),
-       CASE(a_late_rank_is_named), CASE(a_waiter_may_have_less_time),
-       CASE(a_background_call_has_a_deadline), CASE(who_has_left_is_named_but_what_it_said_counts),
-       CASE(receives_from_any_outlive_one_rank), CASE(lengths_of_messages_are_compared),
-       CASE(what_is_under_way_ends_with_its_engine), CASE(an_engine_is_destroyed_by_its_own_thread),
-       CASE(a_callback_may_use_the_engine), CASE(a_failing_finish_is_its_tasks_alone),
-       CASE(buffers_are_let_go_without_the_lock), CASE(geometry_is_checked)});
+  run_all({CASE(different_calls_are_named_by_all), CASE(different_sizes_are_named),
+           CASE(different_parts_are_found), CASE(all_to_all_sizes_are_compared),
+           CASE(a_late_rank_is_named), CASE(a_waiter_may_have_less_time),
+           CASE(a_background_call_has_a_deadline),
+           CASE(who_has_left_is_named_but_what_it_said_counts),
+           CASE(receives_from_any_outlive_one_rank), CASE(lengths_of_messages_are_compared),
+           CASE(dtypes_of_messages_are_compared), CASE(what_is_under_way_ends_with_its_engine),
+           CASE(an_engine_is_destroyed_by_its_own_thread), CASE(a_callback_may_use_the_engine),
+           CASE(a_failing_finish_is_its_tasks_alone), CASE(buffers_are_let_go_without_the_lock),
+           CASE(geometry_is_checked)});
 }

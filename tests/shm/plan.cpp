@@ -83,7 +83,7 @@ class Follower {
     int64_t due;
     Engine* engine;
     int from;
-    int64_t tag;
+    int tag;
     uint64_t key;
     int64_t bytes;
     bool any;
@@ -128,7 +128,7 @@ class Follower {
           out = divided<void*>(b->out.data(), b->out_sizes);
         }
         return start(
-            std::make_unique<AllGather>(party, b->in.data(), out, b->out_sizes, all ? -1 : root),
+            std::make_unique<AllGather>(party, b->in.data(), out, b->out_sizes, 0, all ? -1 : root),
             b);
       }
       case Kind::kReduceScatter: {
@@ -165,14 +165,15 @@ class Follower {
         auto in = divided<const void*>(b->in.data(), b->in_sizes);
         auto out = divided<void*>(b->out.data(), b->out_sizes);
         return start(std::make_unique<AllToAll>(party, std::move(in), b->in_sizes, std::move(out),
-                                                b->out_sizes),
+                                                b->out_sizes, 0),
                      b);
       }
       case Kind::kBroadcast: {
         b->expected = data(key, root, 0, count * size);
         b->out.resize(b->expected.size());
         if (rank_ == root) b->out = b->expected;
-        return start(std::make_unique<Broadcast>(party, b->out.data(), count * size, root), b);
+        return start(std::make_unique<Broadcast>(party, b->out.data(), count * size, type, root),
+                     b);
       }
       case Kind::kReduce: {
         b->in = data(key, rank_, type, count);
@@ -191,8 +192,8 @@ class Follower {
         b->out.resize(b->expected.size());
         auto in = rank_ == root ? divided<const void*>(b->in.data(), b->in_sizes)
                                 : std::vector<const void*>();
-        return start(std::make_unique<Scatter>(party, std::move(in), b->out.data(), bytes, root),
-                     b);
+        return start(
+            std::make_unique<Scatter>(party, std::move(in), b->out.data(), bytes, type, root), b);
       }
       case Kind::kBarrier:
         return start(std::make_unique<Barrier>(party), b);
@@ -207,10 +208,10 @@ class Follower {
     const bool late = drawn_.one_in(3), any = drawn_.one_in(4);
     const int64_t due = number_ + (late ? 1 + drawn_.below(12) : 0);
     // Any sender will do: the tag tells which it is
-    const int64_t tag = any ? 1000 + number_ : drawn_.below(3);
+    const auto tag = static_cast<int>(any ? 1000 + number_ : drawn_.below(3));
     if (rank_ == from) {
       b->in = data(key, 0, 0, bytes);
-      TaskPtr task = task_of(Message{to, tag, b->in.data(), bytes}, false, kLimit);
+      TaskPtr task = task_of(Message{to, tag, b->in.data(), bytes, 0}, false, kLimit);
       finish(task, b);
       engine_->start(task, true);
       sends_.emplace_back(engine_, task);  // the receive may be far off: not to be waited for yet
@@ -242,8 +243,8 @@ class Follower {
     auto b = std::make_shared<Buffers>();
     b->expected = data(late.key, 0, 0, late.bytes);
     b->out.resize(b->expected.size());
-    TaskPtr task = task_of(Message{late.any ? -1 : late.from, late.tag, b->out.data(), late.bytes},
-                           true, kLimit);
+    TaskPtr task = task_of(
+        Message{late.any ? -1 : late.from, late.tag, b->out.data(), late.bytes, 0}, true, kLimit);
     finish(task, b);
     late.engine->start(task, true);
     pending_.emplace_back(late.engine, task);

@@ -236,7 +236,17 @@ void the_others_learn_who_was_killed() {
   for (uint64_t seed = 0; seed < 8; ++seed) one_is_killed(seed);
 }
 
-// A child that a rank forks, its engine's thread alive: it may let the engine go, not use it
+bool refuses(const std::function<void()>& use) {
+  try {
+    use();
+    return false;
+  } catch (const Failure& error) {
+    return std::strstr(error.what(), "forked") != nullptr;
+  }
+}
+
+// A child that a rank forks, its engine's thread alive: it may let the engine go, and ask for what
+// was done before; all else is refused, and the parent's group knows nothing of it
 void a_forked_child_leaves_the_group_alone() {
   Meeting& meet = meeting();
   const Geometry geometry{2, 256, 256};
@@ -245,18 +255,25 @@ void a_forked_child_leaves_the_group_alone() {
     pids.push_back(child([&] {
       auto engine = join(meet, geometry, rank);
       Bytes data(4000);
-      const auto task = task_of(Message{1 - rank, 0, data.data(), 4000}, rank == 0, 30s);
+      const auto task = task_of(Message{1 - rank, 0, data.data(), 4000, 0}, rank == 0, 30s);
+      const auto done = task_of(std::make_unique<Barrier>(engine->party()), 30s);
+      engine->start(done, false);
+      engine->wait(done);
       if (rank == 0) engine->start(task, true);  // its thread is at work
       std::this_thread::sleep_for(5ms);
       const pid_t pid = child([&] {
-        try {
-          barrier(*engine);
-        } catch (const Failure& error) {
-          const bool told = std::strstr(error.what(), "forked") != nullptr;
-          engine.reset();
-          if (told) return;
+        bool notified = false;
+        engine->wait(done);
+        engine->on_done(done, [&] { notified = true; });
+        EXPECT(notified && engine->poll(done) && engine->calls() == 1, "what is done");
+        EXPECT(refuses([&] { barrier(*engine); }), "a call");
+        if (rank == 0) {
+          EXPECT(refuses([&] { engine->wait(task); }), "wait");
+          EXPECT(refuses([&] { engine->poll(task); }), "poll");
+          EXPECT(refuses([&] { engine->on_done(task, [] {}); }), "on_done");
         }
-        throw std::runtime_error("used in a forked child");
+        engine->give_up("a child is to have no say");
+        engine.reset();
       });
       EXPECT(status_of(pid) == 0, "the forked child");
       if (rank == 1) engine->start(task, true);

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,30 @@ def _loads(rank, p, folder, backend):
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:tp_shm"])
 def test_forked_workers_of_a_data_loader_do_no_harm(backend):
     assert results(launch(_loads, 2, backend)) == [2.0 * sum(i * i for i in range(16))] * 2
+
+
+def _forked(rank, p, folder):
+    """What a forked child does to the groups, works and futures of its parent."""
+    world = start(rank, p, folder, "cpu:tp_shm")
+    x, y = torch.ones(3), torch.ones(3)
+    work = dist.all_reduce(x, async_op=True) if rank == 0 else None
+    child = os.fork()
+    if child == 0:
+        # Uses of what is under way are refused; abort does nothing
+        uses = [lambda: dist.all_reduce(y)]
+        if rank == 0:
+            uses += [work.wait, work.is_completed, work.get_future, lambda: work.wait(timedelta(seconds=1))]
+        refused = ["forked" in told(use)[1] for use in uses]
+        world._get_backend(torch.device("cpu")).abort()
+        os._exit(0 if all(refused) else 1 + refused.index(False))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.all_reduce(x) if rank == 1 else work.wait()
+    dist.all_reduce(y)
+    return x.tolist() + y.tolist()
+
+
+def test_a_forked_child_does_no_harm_to_its_parents_group():
+    assert results(launch(_forked, 2)) == [[2.0] * 6] * 2
 
 
 # Another host

@@ -11,7 +11,35 @@ from backends import launch, results, start, told
 
 pytestmark = pytest.mark.core
 
+
+# Dtypes of one size, so that the bytes alone would pass
+MIXED = {
+    "all_gather": lambda g, x: dist.all_gather([torch.empty_like(x) for _ in range(3)], x, group=g),
+    "all_gather_into_tensor": lambda g, x: dist.all_gather_into_tensor(x.new_empty(12), x, group=g),
+    "broadcast": lambda g, x: dist.broadcast(x, 0, group=g),
+    "scatter": lambda g, x: dist.scatter(x, [x, x, x] if g.rank() == 0 else None, 0, group=g),
+    "gather": lambda g, x: dist.gather(x, [x, x, x] if g.rank() == 0 else None, 0, group=g),
+    "all_to_all": lambda g, x: dist.all_to_all([torch.empty_like(x) for _ in range(3)], [x, x, x], group=g),
+    "all_to_all_single": lambda g, x: dist.all_to_all_single(x.new_empty(3), x[:3], group=g),
+    "reduce_scatter": lambda g, x: dist.reduce_scatter(x, [x, x, x], group=g),
+    "reduce_scatter_tensor": lambda g, x: dist.reduce_scatter_tensor(x.new_empty(4), x.new_ones(12), group=g),
+    "reduce": lambda g, x: dist.reduce(x, 0, group=g),
+    "batch": lambda g, x: [
+        work.wait()
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, (g.rank() + 1) % 3, g),
+                dist.P2POp(dist.irecv, torch.empty_like(x), (g.rank() + 2) % 3, g),
+            ]
+        )
+    ],
+}
 MISMATCHES = {
+    f"dtypes of {name}": lambda g, r, call=call: call(g, torch.ones(4, dtype=torch.int32 if r == 1 else torch.float32))
+    for name, call in MIXED.items()
+} | {
+    "shapes": lambda g, r: dist.all_reduce(torch.ones((3, 2) if r == 1 else (2, 3)), group=g),
+    "shapes of reduce": lambda g, r: dist.reduce(torch.ones(6 if r == 1 else (2, 3)), 0, group=g),
     "sizes": lambda g, r: dist.all_reduce(torch.ones(3 + (r == 1)), group=g),
     "large sizes": lambda g, r: dist.all_reduce(torch.ones(2_000_000 + (r == 1)), group=g),
     "dtypes": lambda g, r: dist.all_reduce(torch.ones(4, dtype=torch.int32 if r == 1 else torch.float32), group=g),
@@ -54,7 +82,8 @@ def _mismatch(rank, p, folder):
 
 
 def test_a_mismatch_raises_on_every_rank_and_says_what():
-    words = {"dtypes": "int|dtype", "collectives": "barrier.*all_reduce|all_reduce.*barrier"}
+    words = {name: "int32.*float32|float32.*int32" for name in MISMATCHES if name.startswith("dtypes")}
+    words |= {"shapes": "shape #", "collectives": "barrier.*all_reduce|all_reduce.*barrier"}
     wrong = []
     for rank, errors in enumerate(results(launch(_mismatch, 3))):
         for name, (seconds, message) in errors.items():

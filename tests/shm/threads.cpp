@@ -12,7 +12,8 @@ int main(int, char** args) {
   Random random(plan.seed);
   std::vector<std::unique_ptr<Memory>> groups;
   for (int64_t n = 1 + random.below(2); n > 0; --n) {
-    const int64_t slot = kLine * (ranks + random.below(12)), ring = 16 + random.below(300);
+    const int64_t slot = kLine * (ranks + random.below(12)),
+                  ring = kMessageHead + random.below(300);
     groups.push_back(std::make_unique<Memory>(Geometry{ranks, slot, ring}));
   }
   on_threads(ranks, [&](int rank) {

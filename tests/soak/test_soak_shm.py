@@ -1,7 +1,8 @@
-"""A short soak of tests/soak_shm.py over gloo and tp_shm, and that it finds a wrong result."""
+"""Short soaks of tp_shm: random operations, also over gloo, and that a wrong result is found; groups over one store."""
 
 import pytest
-import soak_shm
+import shm_groups
+import shm_operations
 import torch
 from ranks import RankError, run
 
@@ -9,13 +10,13 @@ from ranks import RankError, run
 @pytest.mark.core
 @pytest.mark.parametrize("p, backend, count", [(2, "gloo", 400), (2, "tp_shm", 4000), (3, "tp_shm", 4000)])
 def test_random_operations_on_several_groups(p, backend, count):
-    answers = run(soak_shm.soak, p, backend, 3, count)
+    answers = run(shm_operations.soak, p, backend, 3, count)
     assert sum(checked for checked, _, _ in answers) > count
 
 
 def _broken(world):
     """One value of one result of one rank is another one."""
-    issue = soak_shm.issue
+    issue = shm_operations.issue
 
     def wrong(rank, op):
         work, wanted = issue(rank, op)
@@ -23,14 +24,20 @@ def _broken(world):
             wanted[0][1].view(-1)[-1] += 1
         return work, wanted
 
-    soak_shm.issue = wrong
+    shm_operations.issue = wrong
     try:
-        soak_shm.soak(world, "gloo", 3, 200)
+        shm_operations.soak(world, "gloo", 3, 200)
     finally:
-        soak_shm.issue = issue
+        shm_operations.issue = issue
 
 
 def test_one_wrong_value_is_found():
     with pytest.raises(RankError, match=r"rank 1 of 2: Operation\(number=1\d\d.* differs at"):
         run(_broken, 2)
     assert not torch.distributed.is_initialized()
+
+
+def test_groups_come_and_go_over_one_store():
+    """The long form: tests/soak/shm_groups.py."""
+    rounds, groups, _ = shm_groups.soak(3, 40, seed=5)
+    assert rounds == 40 and groups > 60
