@@ -41,6 +41,7 @@ def _models(group):
         "gathered": Block(group, nn.Dropout(0.1), gather_output=True),
         "unsharded": Block(None, nn.Dropout(0.1), sp=(True, False)),
         "both": Block(group, sp=(True, True)),
+        "another": nn.Sequential(Block(group, sp=(True, True)), tp_ext.ColumnParallelLinear(4, 4, group=group)),
         "attention": tp_ext.ParallelAttention(4, 4, qk_norm=True, **options),
         "head outside": nn.Sequential(
             tp_ext.ParallelMLP(4, 8, sequence_parallel=True, **options), tp_ext.VocabParallelLMHead(4, 8, **options)
@@ -59,8 +60,10 @@ def test_what_is_found_and_what_is_not():
         assert all(len(sentences) == 1 for sentences in wrong.values())
         assert wrong["between"][0].startswith("between: torch's dropout between column linear up and row linear down")
         assert wrong["sequential"][0].startswith("0.2: torch's dropout between column linear 0 and row linear 3")
-        assert wrong["row only"][0].startswith("sequence_parallel: True in down and False in up")
-        assert wrong["column only"][0].startswith("sequence_parallel: True in up and False in down")
+        assert wrong["row only"][0].startswith("up: sequence_parallel=False must be that of the row linear down, True")
+        assert wrong["column only"][0].startswith(
+            "up: sequence_parallel=True must be that of the row linear down, False"
+        )
     assert not any(ranks.run(_found, 1)[0].values())
 
 

@@ -85,7 +85,7 @@ def findings(
     - generators in different states: torch's default generator of each device that holds parameters must agree, or
       dropout masks and initial weights differ;
     - no layer with a group in a job of several ranks;
-    - a dropout of torch between a column and a row linear, ``sequence_parallel`` in some linears only;
+    - a dropout of torch between a column and a row linear, ``sequence_parallel`` in one of the two only;
     - parameters of ``optimizer`` that are not the model's: it was made before layers were replaced;
     - a ``batch`` that differs over the ranks.
 

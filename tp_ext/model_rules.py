@@ -14,29 +14,37 @@ from tp_ext.module import ParallelModule
 
 
 def misplaced(model: nn.Module) -> Iterator[str]:
-    """One sentence for each torch dropout on sharded features, and one if sequence parallelism is on in some linears
-    only."""
-    for name, module in model.named_modules():
-        yield from _dropouts_between(name, module)
-    yield from _mixed_sequence_parallel(model)
+    """One sentence for each torch dropout on sharded features, and for each pair of linears of which one has
+    ``sequence_parallel``.
+
+    A pair is a column linear and the next row linear among the children of one module, in order of their registration:
+    in ``nn.Sequential`` that is the order of the calls, elsewhere the usual one.
+    """
+    for prefix, module in model.named_modules():
+        column, dropouts = "", list[str]()
+        for name, child in module.named_children():
+            if _is_column(child):
+                column, dropouts = name, []
+            elif isinstance(child, _DropoutNd) and child.p > 0:
+                dropouts.append(name)
+            elif _is_row(child) and column:
+                yield from _wrong_pair(prefix, module, column, name, dropouts)
+                column = ""
 
 
-def _dropouts_between(prefix: str, module: nn.Module) -> Iterator[str]:
-    """Among the children of a module in order of their registration: dropout after a column linear and before the row
-    linear that takes its shards. In ``nn.Sequential`` that is the order of the calls, elsewhere the usual one."""
-    column, found = "", list[str]()
-    for name, child in module.named_children():
-        if _is_column(child):
-            column, found = name, []
-        elif isinstance(child, _DropoutNd) and child.p > 0 and column:
-            found.append(name)
-        elif _is_row(child):
-            for dropout in found if column else ():
-                yield (
-                    f"{_joined(prefix, dropout)}: torch's dropout between column linear {column} and row linear {name} "
-                    "has the same mask on every shard; take tp_ext.dropout(x, p, training, group=group, dim=-1)"
-                )
-            column, found = "", []
+def _wrong_pair(prefix: str, module: nn.Module, column: str, row: str, dropouts: list[str]) -> Iterator[str]:
+    """Sentences about the children ``column`` and ``row`` of a module, and the torch dropouts between them."""
+    first, last = (module.get_submodule(name).sequence_parallel for name in (column, row))
+    if first != last:
+        yield (
+            f"{_joined(prefix, column)}: sequence_parallel={first} must be that of the row linear {row}, {last}: one "
+            "takes tokens for sharded that the other takes for replicated"
+        )
+    for name in dropouts:
+        yield (
+            f"{_joined(prefix, name)}: torch's dropout between column linear {column} and row linear {row} "
+            "has the same mask on every shard; take tp_ext.dropout(x, p, training, group=group, dim=-1)"
+        )
 
 
 def _is_column(module: nn.Module) -> bool:
@@ -50,18 +58,6 @@ def _is_row(module: nn.Module) -> bool:
 def _is_sharded_linear(module: nn.Module) -> bool:
     linear = hasattr(module, "gather_output") or hasattr(module, "input_is_parallel")
     return linear and isinstance(module, ParallelModule) and module.tp_group.size > 1
-
-
-def _mixed_sequence_parallel(model: nn.Module) -> Iterator[str]:
-    names: dict[bool, list[str]] = {True: [], False: []}
-    for name, module in model.named_modules():
-        if isinstance(module, ParallelModule) and _is_sharded_linear(module):
-            names[module.sequence_parallel].append(name or "model")
-    if names[True] and names[False]:
-        yield (
-            f"sequence_parallel: True in {_some(names[True])} and False in {_some(names[False])}; one takes tokens for "
-            "sharded that the other takes for replicated"
-        )
 
 
 def foreign_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
