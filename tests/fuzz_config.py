@@ -151,8 +151,8 @@ def _scores(r, layout, rope):
         "llama3": {**context, "low_freq_factor": 0.5, "high_freq_factor": 2.0},
         "yarn": {**context, "beta_fast": 4.0, "beta_slow": 0.1, "truncate": r.random() < 0.5},
     }
-    if isinstance(rope, dict) and r.random() < 0.6:
-        names = [*kinds, "ntk", "dynamic"] if rope["rotary_dim"] > 2 else ["linear", "llama3", "yarn"]
+    if isinstance(rope, dict) and r.random() < 0.8:
+        names = [*kinds, "ntk", "ntk", "dynamic"] if rope["rotary_dim"] > 2 else ["linear", "llama3", "yarn"]
         rope["scaling"] = {"rope_type": (name := r.choice(names)), "factor": r.choice((1.0, 4.0)), **kinds[name]}
     masks = (None, None, "bool", "learned", "learned_per_head", "learned_per_key")
     return {
