@@ -93,7 +93,12 @@ LINEARS = [
     ("Column.from_linear(nn.Conv1d(1, 1, 1), group=g)", TypeError, "linear: Conv1d must be an nn.Linear"),
     ("Row(4, 4, input_is_parallel=False, **sp, group=g)", ValueError, "input_is_parallel: .*sequence_parallel"),
     ("Row(4, 4, parts=(Part(4, copies=2),), group=g)", ValueError, "parts: .*must not have copies"),
-    ("Row(4, 4, group=g)(ones(3, 4))", ValueError, r"x: shape \[3, 4\] must end in the 2"),
+    (
+        "Row(4, 4, group=g)(ones(3, 4))",
+        ValueError,
+        r"x: shape \[3, 4\] must end in the 2.*needs input_is_parallel=False",
+    ),
+    ("Row(4, 4, group=g)(ones(3, 1))", ValueError, r"x: shape \[3, 1\] must end in the 2 .* on this rank$"),
     ("Row(4, 4, input_is_parallel=False, group=g)(ones(3, 2))", ValueError, r"x: shape \(3, 2\) .*in_features = 4"),
     ("Row(4, 4, **sp, group=g)(ones(6, 2), total_tokens=5)", ValueError, "sizes: .*"),
     ('MLP(4, 8, activation="tanh", group=g)', ValueError, "activation: 'tanh' must be one of .*swiglu"),

@@ -303,7 +303,7 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
                            const std::string& group, bool sequence_parallel, Sizes sizes,
                            const OptionalTensor& main_grad, int64_t overlap_chunks,
                            bool sum_bias_grad) {
-  check_linear(x, weight, bias, main_grad, overlap_chunks);
+  check_linear(x, weight, bias, main_grad, overlap_chunks, true);
   const int64_t p = comm::size(group);
   if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
   sequence_parallel = sequence_parallel && p > 1;
