@@ -53,7 +53,7 @@ class Setting:
 
     @property
     def stop(self):
-        return self.path.parent / "stop"
+        return self.path.parents[1] / "stop"
 
 
 @dataclass
@@ -224,7 +224,6 @@ class Soak:
         finally:
             for worker in (worker for team in self.teams for worker in team.workers):
                 worker.kill()
-        setting.stop.unlink(missing_ok=True)
         step = tp_ext.load_checkpoint(setting.path, model, optimizer)["step"]
         if numbers(model, optimizer) != {float(step)}:
             self.failures.append("the last checkpoint is torn")
@@ -235,7 +234,7 @@ class Soak:
         return self.counts, self.failures
 
     def start(self, team):
-        folder = tempfile.mkdtemp(prefix="soak_")
+        folder = tempfile.mkdtemp(dir=self.setting.path.parents[1])
         seed = self.draw.getrandbits(32)
         team.workers, team.pipes = [], []
         for rank in range(team.size):
@@ -309,7 +308,7 @@ class Soak:
 def soak(**options):
     """Runs a soak in a directory of its own, which is removed. It limits this process, too."""
     folder = Path(tempfile.mkdtemp(prefix="soak_checkpoints_"))
-    setting = Setting(folder / "saved", **options)
+    setting = Setting(folder / "place" / "saved", **options)
     limit(setting)
     try:
         return Soak(setting).run()
