@@ -220,7 +220,7 @@ def _is_op(node):
 def test_tests_and_benchmarks_mirror_what_they_test():
     """tests/test_x_more.py tests x: a module of the package, a family of kernels, or the ranks themselves."""
     others = {"benchmarks", "docs", "endurance", "errors", "fuzz", "memory"}
-    others |= {"ranks", "region", "torchrun", "training", "tree"}
+    others |= {"forward_mode", "ranks", "region", "rules", "torchrun", "training", "tree"}
     known = {f.stem.strip("_") for f in PACKAGE} | others
     for file in (ROOT / "tests").glob("test_*.py"):
         name = file.stem.removeprefix("test_")

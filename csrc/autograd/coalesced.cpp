@@ -219,7 +219,7 @@ variable_list reduce_coalesced(const variable_list& xs, const std::string& group
 
 variable_list copy_to_region_coalesced(at::TensorList xs, const std::string& group,
                                        at::IntArrayRef pieces) {
-  // torch's functorch loses count of an operator that returns a list of its inputs
+  // coalesce_gradients leaves each layer to sum its own there
   for (const auto& x : xs)
     TORCH_CHECK_NOT_IMPLEMENTED(!x.key_set().has(c10::DispatchKey::FuncTorchGradWrapper),
                                 "tp_ext: copy_to_region_coalesced does not work under the "
