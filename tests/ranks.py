@@ -6,7 +6,8 @@ done nothing else (no thread, no CUDA context): a pool costs tens of millisecond
 
 `fn` is a function at the top of a module, since it travels by name; arguments and results travel
 by plain pickle. Every run starts from the same seed and ends with a sum over the ranks, so that a
-collective too many or too few fails its own test, not the next. A failure throws the pool away.
+collective too many or too few fails its own test, not the next. A failure throws the pool away, and
+so does the number of process groups that its runs have left.
 """
 
 import atexit
@@ -36,6 +37,7 @@ _ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no processes of the ranks' own
 }
 _GRACE_SECONDS = 1.0  # for the other ranks to tell their own error, once one has failed
+_MOST_GROUPS = 24  # in a worker: each of gloo has a thread that wakes up a hundred times a second
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -55,7 +57,10 @@ def run(fn: Callable, p: int, *args: Any, timeout: float = 60, **kwargs: Any) ->
         on_error.callback(pool.close)
         results = pool.run(task, timeout)
         on_error.pop_all()
-    _pools[p] = pool
+    if pool.groups <= _MOST_GROUPS:
+        _pools[p] = pool
+    else:
+        pool.close()
     return results
 
 
@@ -107,7 +112,7 @@ atexit.register(close)
 
 class _Pool:
     def __init__(self, p: int, processes: int = 1):
-        self.p, self.pipes, self.processes = p, [], []
+        self.p, self.pipes, self.processes, self.groups = p, [], [], 0
         self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         before = dict(os.environ)
         os.environ.update(_ENVIRONMENT)
@@ -133,7 +138,7 @@ class _Pool:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    results[rank], failure = pickle.loads(pipe.recv_bytes())
+                    results[rank], failure, self.groups = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):  # time 0: a death comes before the errors it causes
                     self.processes[rank].join(1)
                     code = self.processes[rank].exitcode
@@ -186,18 +191,25 @@ def _work(rank: int, p: int, folder: Path, pipe: connection.Connection) -> None:
             result = torch.utils._pytree.tree_map_only(  # clone: the values, not all of a storage
                 torch.Tensor, lambda t: t.detach().cpu().clone(), fn(*group, *args, **kwargs)
             )
-            answer = pickle.dumps((result, None))
+            answer = pickle.dumps((result, None, _groups()))
             for g in group:
                 _check(g)
         except BaseException as e:
             text = traceback.format_exc()
-            answer = pickle.dumps((None, (time.monotonic(), rank, type(e).__name__, text)))
+            answer = pickle.dumps((None, (time.monotonic(), rank, type(e).__name__, text), 0))
         pipe.send_bytes(answer)
 
 
 def _end_with_parent() -> None:
     connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
+
+
+def _groups() -> int:
+    """How many process groups this worker has."""
+    from torch import distributed as dist
+
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def _check(group: Any) -> None:
