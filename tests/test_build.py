@@ -103,11 +103,10 @@ def test_sdist_and_metadata_need_no_torch_and_are_whole(tmp_path: Path) -> None:
     (sdist,) = (source / "out").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive}
-        sizes = sum(member.size for member in archive)
     for file in ("README.md", "docs/migrating.md", "docs/column_row.svg", "examples/train_gpt.py", "csrc/module.cpp"):
         assert file in names
     assert not [name for name in names if name.startswith("benchmarks") and name.endswith(".png")]
-    assert sizes < 3e6
+    assert sdist.stat().st_size < 1.2e6  # with plots 3.4e6
 
     result = hook(source, "prepare_metadata_for_build_wheel")
     assert result.returncode == 0, result.stderr
