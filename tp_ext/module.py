@@ -214,9 +214,9 @@ def check_positive(**numbers: int) -> None:
 
 
 def check_flags(**flags: bool) -> None:
-    """Raises a TypeError that names the first of ``flags`` that is not True or False."""
+    """Raises a TypeError that names the first of ``flags`` that is not True or False, or 1 or 0."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, int) or value not in (0, 1):  # a bool is an int
             refuse_group(**{name: value})
             raise TypeError(f"{name}: {value!r} must be True or False")
 
