@@ -1,5 +1,6 @@
 """docs/develop/rules.md is true: every public name has a row, and each cell that a CPU can show is executed."""
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -39,7 +40,8 @@ def names(column: str, verdict: str) -> list[str]:
 
 
 def test_every_public_name_has_a_row():
-    assert set(table()) == set(tp_ext.__all__)
+    modules = {name for name in tp_ext.__all__ if inspect.ismodule(getattr(tp_ext, name))}
+    assert set(table()) == set(tp_ext.__all__) - modules
 
 
 def test_every_cell_is_a_verdict_and_what_is_not_detectable_is_explained():
