@@ -29,9 +29,8 @@ def held() -> dict[str, int]:
     """Counts what this process holds of the system."""
     with open("/proc/self/maps") as maps:
         mapped = sum("tp_shm." in line for line in maps)
-    names = sum(name.startswith("tp_shm.") for name in os.listdir("/dev/shm"))
     tasks, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-    return {"threads": tasks, "descriptors": files, "mappings": mapped, "names": names}
+    return {"threads": tasks, "descriptors": files, "mappings": mapped}
 
 
 def traffic(group: Any, drawn: random.Random) -> None:
@@ -104,11 +103,17 @@ def rounds(rank: int, p: int, folder: Path, count: int, seed: int, minutes: floa
 
 def soak(p: int, count: int, seed: int, minutes: float = 60) -> tuple[int, int, int]:
     """Rounds, groups of rank 0 and keys in the store at the end, over p ranks."""
-    names = {name for name in os.listdir("/dev/shm") if name.startswith("tp_shm.")}
+    before = abandoned()
     answers = results(launch(rounds, p, count, seed, minutes, timeout=60 * minutes + 60))
-    left = {name for name in os.listdir("/dev/shm") if name.startswith("tp_shm.")} - names
+    left = abandoned() - before
     assert not left, left
     return answers[0]
+
+
+def abandoned() -> set[str]:
+    """Names in /dev/shm whose process, the number in them, has ended; other jobs may have names of their own there."""
+    names = (name for name in os.listdir("/dev/shm") if name.startswith("tp_shm."))
+    return {name for name in names if not Path("/proc", name.split(".")[2]).exists()}
 
 
 def main() -> None:
