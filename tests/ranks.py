@@ -206,7 +206,7 @@ def _end_with_parent() -> None:
 
 
 def _groups() -> int:
-    """How many process groups this worker has."""
+    """The number of process groups in this worker."""
     from torch import distributed as dist
 
     return len(dist.distributed_c10d._world.pg_map)

@@ -82,7 +82,7 @@ def test_missing_torch(tmp_path: Path) -> None:
 
 
 def isolated(tmp_path: Path) -> Path:
-    """The sources in a folder of their own, beside a torch that cannot be imported: what pip's build isolation sees."""
+    """The sources in a folder of their own, next to a torch that cannot be imported, as under pip's build isolation."""
     ignored = shutil.ignore_patterns("build", "*.so", "_built_for.py", "__pycache__", "runs", "*.egg-info", ".*")
     shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")

@@ -313,7 +313,7 @@ def test_a_linears_backward_passes_a_tangent_on():
 
 
 def _constant(group):
-    """What jvp does not differentiate, a norm of constants here, is computed as ever, and recorded for backward."""
+    """A norm of constants, which jvp does not differentiate, is computed as ever, and recorded for backward."""
     norm = tp_ext.RMSNorm(4, dtype=torch.float64)
     x = torch.randn(3, 4, dtype=torch.float64)
     scale = torch.randn(3, 4, dtype=torch.float64)

@@ -33,7 +33,7 @@ MAKE = {
 
 
 def _said(make):
-    """What it warns of, and in which file."""
+    """The warnings of a call, and the file that each names."""
     tp_ext.group._Warned.yet = False
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -18,7 +18,7 @@ def _start(folder, name, rank, p):
 
 
 class _Built:
-    """What holds a group: layers, a loss and regions of a group's key."""
+    """Layers, a loss and regions, all of which hold a group's key."""
 
     def __init__(self, p):
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 
 
 def _ask(group, what, width, given, target):
-    """What `what` makes of logits of this rank's width; `given`: each rank's vocab_size."""
+    """The result of `what` for logits of this rank's width; `given`: each rank's vocab_size."""
     torch.manual_seed(group.rank())
     rank = group.rank()
     logits = torch.randn(3, width[rank], dtype=torch.float64)

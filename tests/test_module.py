@@ -1,4 +1,4 @@
-"""What a user's tools show of the package: names, types, printed modules."""
+"""The package as a user's tools show it: names, types, printed modules."""
 
 import types
 import typing

@@ -253,7 +253,7 @@ def test_mesh_without_that_axis(axes):
 
 
 def test_own_random_numbers_seed_no_other_device():
-    """Of two CUDA devices, here replaced, device 1 is seeded alone; on a CPU none is."""
+    """Seeds device 1 alone of two CUDA devices, here replaced; on a CPU none."""
     seeded, current = [], [0]
 
     @contextlib.contextmanager

@@ -42,7 +42,7 @@ void expect(const char* text) {
 
 int main() {
   Order order;
-  use(order, 'a'), use(order, 'a');  // one stream waits for nobody
+  use(order, 'a'), use(order, 'a');  // one stream waits for no other
   expect(" use a record a use a record a");
   use(order, 'b'), use(order, 'b'), use(order, 'a');
   expect(" block b use b record b use b record b block a use a record a");

@@ -138,7 +138,7 @@ SAVED = {"num_heads": 6, "num_kv_heads": 3, "lr": 1.0, "data": "a.txt", "text_sh
 
 
 def _check_output(group, out: Path, now: dict, **flags: bool) -> str | None:
-    """What the job ends with on this rank."""
+    """The end of the job on this rank."""
     options = Namespace(out=out, **{"resume": False, "overwrite": False} | flags)
     names = dict.fromkeys(("hidden_size", "num_layers", "ffn_hidden_size", "dtype"))
     try:

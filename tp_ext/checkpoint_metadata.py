@@ -44,7 +44,7 @@ def parse_metadata(content: bytes) -> Metadata:
         raw = _Unpickler(io.BytesIO(content)).load()
     except pickle.UnpicklingError:
         raise
-    except Exception as error:  # whatever a pickle that is none runs into
+    except Exception as error:  # the errors that a damaged pickle runs into
         raise pickle.UnpicklingError(
             f".metadata: is no whole pickle of a checkpoint's metadata: {type(error).__name__}: {error}"
         ) from error

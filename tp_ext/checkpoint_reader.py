@@ -88,7 +88,7 @@ class CheckpointReader(FileSystemReader):
             return super().read_data(plan, planner)
         except OSError:
             raise
-        except Exception as error:  # whatever torch.load says of a file that is damaged
+        except Exception as error:  # any error of torch.load for a damaged file
             values = any(item.type is LoadItemType.BYTE_IO for item in plan.items)
             if values and isinstance(error, pickle.UnpicklingError):  # more than plain values
                 raise
@@ -153,7 +153,7 @@ def _extra(directory: PinnedDirectory) -> dict[str, Any]:
             extra = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, pickle.UnpicklingError):
         raise
-    except Exception as error:  # whatever torch.load says of a file that is damaged
+    except Exception as error:  # any error of torch.load for a damaged file
         raise ValueError(f"{EXTRA}: cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(extra, dict):
         raise ValueError(f"{EXTRA}: must hold a dict, not {type(extra).__name__}")

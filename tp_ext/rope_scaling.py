@@ -146,7 +146,7 @@ class RopeScaling:
         o, d = self.options, self.rotary_dim
 
         def pair_of(turns: float) -> float:
-            """The i, not whole, of the pair that makes so many turns over the original context."""
+            """The (fractional) index i of the pair that makes `turns` turns over the original context."""
             ratio = o["original_max_position_embeddings"] / (2 * math.pi * turns)
             return d * math.log(ratio) / (2 * math.log(self.base))
 

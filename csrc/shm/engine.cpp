@@ -111,7 +111,7 @@ void Engine::refuse_fork() const {
   if (forked()) throw Failure(prefix() + "this process was forked from the one that is the rank");
 }
 
-// In a forked child nobody may ever unlock the mutex again
+// In a forked child no thread may be left to unlock the mutex
 uint64_t Engine::calls() const {
   if (forked()) return number_;
   const std::lock_guard lock(mutex_);

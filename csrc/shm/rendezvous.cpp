@@ -91,7 +91,7 @@ class Rendezvous {
   std::vector<Peer> peers_;
 };
 
-// Of the ranks from 1 on, "" where a rank has never had one; waits for nobody
+// The keys of ranks 1 and up, "" where a rank has never had one; does not wait
 std::vector<std::string> Rendezvous::words_now() {
   std::vector<std::string> words;
   for (const auto& key : words_)

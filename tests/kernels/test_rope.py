@@ -168,7 +168,7 @@ def test_tables_are_cosines_and_sines(base, rotary, device):
 
 
 def test_tables_of_given_frequencies(device):
-    """Those of the geometric series, given as numbers, are to the bit the default; the amplitude multiplies in fp64."""
+    """Frequencies of the geometric series, when given, yield the default's bits; the amplitude multiplies in fp64."""
     positions = torch.cat([torch.arange(5000), torch.tensor([131071, -3])]).to(device)
     frequencies = [1.0, 0.3, 0.0, 1e-5]
     angles = positions.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64, device=device)

@@ -116,7 +116,7 @@ def test_transforms_of_autograd_are_refused_before_anything_is_sent(name, how):
 
 
 def _forward_mode(group):
-    """Of modules that are linear in their input: the tangent is what is left without the bias."""
+    """The tangent of a module that is linear in its input is its output without the bias."""
     for name in ("column", "row", "dropout", "head"):
         module = build(name, group, False)
         x = own_input(name, module, group, False).detach()

@@ -182,7 +182,7 @@ def test_forked_workers_of_a_data_loader_do_no_harm(backend):
 
 
 def _forked(rank, p, folder):
-    """What a forked child does to the groups, works and futures of its parent."""
+    """A forked child uses the groups, works and futures of its parent."""
     world = start(rank, p, folder, "cpu:tp_shm")
     x, y = torch.ones(3), torch.ones(3)
     work = dist.all_reduce(x, async_op=True) if rank == 0 else None

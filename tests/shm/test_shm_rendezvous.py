@@ -1,4 +1,4 @@
-"""How ranks of tp_shm meet over a store that has served other groups of that name, or that fails on the way."""
+"""The rendezvous of tp_shm over a store that has served other groups of that name, or that fails on the way."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ def _meet(store, rank, p, seconds=20.0):
 
 
 def _on_threads(*calls):
-    """What each call returns or raises, from a thread each."""
+    """The result or error of each call, from a thread each."""
     answers = [None] * len(calls)
 
     def run(i):

@@ -34,7 +34,7 @@ def held() -> dict[str, int]:
 
 
 def traffic(group: Any, drawn: random.Random) -> None:
-    """A few calls, some of which nobody waits for before the group is destroyed."""
+    """A few calls; some are not waited for before the group is destroyed."""
     rank, p = group.rank(), group.size()
     for _ in range(drawn.randrange(4)):
         dist.all_reduce(x := torch.full((drawn.choice((1, 40_000)),), rank + 1.0), group=group)

@@ -20,7 +20,7 @@ constexpr auto kHang = 30s;    // for all of a round
 constexpr int kGroups = 6;     // side by side: most of the time is spent in waiting for the limit
 constexpr int kOperations = 24;
 
-// Like Memory, with pages before and behind that nobody may touch
+// Like Memory, with protected pages before and after it
 class GuardedMemory {
  public:
   explicit GuardedMemory(const Geometry& geometry) : geometry_(geometry) {
