@@ -116,7 +116,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self.ends = file_ends(metadata)  # on the first rank
+        self.ends = file_ends(one.storage_data for of_rank in results for one in of_rank)  # on the first rank
 
 
 def _wait_for(lock: WriteLock | None, timeout: float, process_group: ProcessGroup | None) -> None:

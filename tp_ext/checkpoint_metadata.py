@@ -10,6 +10,7 @@ import os
 import pickle
 import reprlib
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar, NoReturn
@@ -51,10 +52,10 @@ def parse_metadata(content: bytes) -> Metadata:
     return _metadata(raw)
 
 
-def file_ends(metadata: Metadata) -> dict[str, int]:
-    """The size that each data file must have at least."""
+def file_ends(stored: Iterable[_StorageInfo]) -> dict[str, int]:
+    """The size that each data file must have at least, from the places of all that is stored."""
     ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
+    for info in stored:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     return ends
 

@@ -140,7 +140,7 @@ class CheckpointReader(FileSystemReader):
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         with contextlib.suppress(OSError):
             directory.size(EXTRA)  # now, so that it stays open with the others
-        for name, end in file_ends(metadata).items():
+        for name, end in file_ends(metadata.storage_data.values()).items():
             if (size := directory.size(name)) < end:
                 raise OSError(f"path: {os.fspath(self.path)!r}: {name} has {size} bytes and must have {end}")
         self._identity = sha256(content).hexdigest()
