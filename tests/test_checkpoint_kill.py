@@ -9,29 +9,12 @@ import time
 import pytest
 import ranks
 import torch
-from torch import nn
+from numbered import build, fill
 
 import tp_ext
 from tp_ext import atomic_directory
 
 STEPS = 1000
-
-
-def _model(group):
-    model = nn.Sequential(
-        tp_ext.ColumnParallelLinear(24, 32, group=group), tp_ext.RowParallelLinear(32, 24, group=group)
-    )
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def _fill(model, optimizer, step):
-    """Everything that is saved says which step it is of."""
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(step)
-            optimizer.state[param] = {name: torch.full_like(param, step) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[param]["step"] = torch.tensor(float(step))
-    optimizer.param_groups[0]["lr"] = float(step)
 
 
 def _save_on_and_on(rank, folder, path, exchange, pipe):
@@ -43,17 +26,17 @@ def _save_on_and_on(rank, folder, path, exchange, pipe):
         atomic_directory._exchange = lambda a, b: False
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     group = dist.group.WORLD
-    model, optimizer = _model(group)
+    model, optimizer = build(group)
     start = tp_ext.load_checkpoint(path, model, optimizer, group=group)["step"] + 1
     for step in range(start, start + STEPS):
-        _fill(model, optimizer, step)
+        fill(model, optimizer, step)
         pipe.send(step)
         tp_ext.save_checkpoint(path, model, optimizer, group=group, step=step)
 
 
 def _loaded(path):
     """The step that the checkpoint is of, by every number in it."""
-    model, optimizer = _model(None)
+    model, optimizer = build(None)
     step = tp_ext.load_checkpoint(path, model, optimizer)["step"]
     values = [*model.state_dict().values(), *(v for state in optimizer.state.values() for v in state.values())]
     assert all(bool((value == step).all()) for value in values)
@@ -75,8 +58,8 @@ def test_a_whole_checkpoint_is_there_whenever_the_ranks_are_killed(exchange, tmp
     """10 kills each way, of rank 0, of rank 1 or of both; what a kill left is where the next ranks begin."""
     random_moment = random.Random(7 + exchange)
     path = tmp_path / "saved"
-    model, optimizer = _model(None)
-    _fill(model, optimizer, 0)
+    model, optimizer = build(None)
+    fill(model, optimizer, 0)
     tp_ext.save_checkpoint(path, model, optimizer, step=0)
     reached = []
     for _ in range(10):

@@ -115,7 +115,7 @@ def _coalesced(group: Any) -> nn.Module:
 
 
 def _embedding(group: Any) -> Callable[[Tensor], Tensor]:
-    """Of the weight; of a weight with its rows twice, the lookup of twice the ids."""
+    """The embedding as a function of its weight; of a weight that holds each row twice, a lookup of twice the ids."""
     module = tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, group=group)
     rows = len(module.weight)
 

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # as a script
 import ranks
 import torch
 import torch.distributed as dist
-from torch import nn
+from numbered import build, fill
 
 import tp_ext
 
@@ -65,21 +65,6 @@ class Team:
     saves: bool
     workers: list = field(default_factory=list)
     pipes: list = field(default_factory=list)
-
-
-def build(group):
-    layers = tp_ext.ColumnParallelLinear(24, 32, group=group), tp_ext.RowParallelLinear(32, 24, group=group)
-    model = nn.Sequential(*layers)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def fill(model, optimizer, step):
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(step)
-            optimizer.state[param] = {name: torch.full_like(param, step) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[param]["step"] = torch.tensor(float(step))
-    optimizer.param_groups[0]["lr"] = float(step)
 
 
 def numbers(model, optimizer):
