@@ -208,7 +208,7 @@ BY_POSITION = [
     ("Column(4, 4, 'yes', group=g)", TypeError, "bias: 'yes' must be True or False"),
     ("Column(4, g)", TypeError, "out_features: .*pass group= by keyword"),
     ("Column(4, 4, group=g, sequence_parallel=g)", TypeError, "sequence_parallel: .*pass group= by keyword"),
-    ("Column(4, 4, group=g, gather_output=1)", TypeError, "gather_output: 1 must be True or False"),
+    ("Column(4, 4, group=g, gather_output=2)", TypeError, "gather_output: 2 must be True or False"),
     ("Column(4, 4, group=g, skip_bias_add='')", TypeError, "skip_bias_add: '' must be True or False"),
     ("Column(4, 4, group=g, grad_accumulation_fusion=None)", TypeError, "grad_accumulation_fusion: None must be"),
     ("Row(4, 4, g)", TypeError, "bias: .*pass group= by keyword"),

@@ -99,6 +99,12 @@ std::vector<std::string> Rendezvous::words_now() {
   return words;
 }
 
+// Of an error of the store; torch's own have a stack of calls after it
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
 std::vector<int> silent(const std::vector<std::string>& words) {
   std::vector<int> ranks;
   for (size_t i = 0; i < words.size(); ++i)
@@ -128,7 +134,7 @@ void Rendezvous::wait_for_words() {
   try {
     store_.wait(words_, timeout_);
   } catch (const std::exception& error) {
-    throw Failure(waited(silent(words_now()), std::string(": ") + error.what()));
+    throw Failure(waited(silent(words_now()), ": " + first_line(error)));
   }
 }
 
@@ -215,7 +221,7 @@ std::string Rendezvous::await_offer(const std::string& number) {
   } catch (const std::exception& error) {
     std::vector<int> ranks = silent(words_now());
     if (ranks.empty()) ranks.push_back(0);
-    throw Failure(waited(ranks, std::string(": ") + error.what()));
+    throw Failure(waited(ranks, ": " + first_line(error)));
   }
   const std::string offer = text_of(store_.get(key));
   store_.set(word_key(rank_), bytes_of(""));

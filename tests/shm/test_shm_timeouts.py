@@ -1,5 +1,6 @@
 """Ranks that are late: timeouts of the group, of a wait, of the start; they name who is missing."""
 
+import re
 import time
 from datetime import timedelta
 
@@ -82,7 +83,9 @@ def test_a_rank_that_never_comes(backend):
     *errors, _ = results(launch(_alone, 3, backend))
     for seconds, message in errors:
         assert 0 < seconds < 12 and message
-        assert backend == "cpu:gloo" or "rank 2" in message, message
+        # on a slow machine another rank may be missing still when the first gives up
+        assert backend == "cpu:gloo" or re.search(r"for ranks? ([01], )*2, which", message), message
+        assert backend == "cpu:gloo" or "\n" not in message, message
 
 
 def _monitored(world, backend):
