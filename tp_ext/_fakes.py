@@ -237,7 +237,7 @@ def _(
     shard_row: bool = False,
     vocab_size_given: bool = True,
 ) -> Tensor:
-    return logits.new_empty([target.numel() + shard_row, 4], dtype=_acc_dtype(logits.dtype))
+    return logits.new_empty([target.numel() + int(shard_row), 4], dtype=_acc_dtype(logits.dtype))
 
 
 @torch.library.register_fake("tp_ext::_vocab_ce_loss")
