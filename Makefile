@@ -63,16 +63,16 @@ lint: $(STAMPS)/torch-$(TORCH) $(STAMPS)/lint
 	$(BIN)/python -m mypy
 
 bench: $(BUILT) $(STAMPS)/bench
-	@for script in benchmarks/bench_*.py; do \
-		echo "== $$script"; $(BIN)/python $$script --csv $(BENCH_OUT) $(BENCH_ARGS) || exit 1; done
-	$(BIN)/python benchmarks/cpu_results.py $(BENCH_OUT)
+	@for script in benchmarks/*/bench_*.py; do echo "== $$script"; module=$${script%.py}; \
+		$(BIN)/python -m $${module//\//.} --csv $(BENCH_OUT) $(BENCH_ARGS) || exit 1; done
+	$(BIN)/python -m benchmarks.cpu_results $(BENCH_OUT)
 
 # It builds by itself, for the GPU that is there
 gpu-check: $(STAMPS)/torch-$(TORCH) $(STAMPS)/test
-	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
+	$(BIN)/python -m benchmarks.gpu.check $(GPU_CHECK_ARGS)
 
 cuda-check:
-	@$(PYTHON) tests/cuda_code/check.py
+	@$(PYTHON) -m tests.machine_code.check
 
 build: $(BUILT)
 

@@ -1,7 +1,7 @@
 """How many times as fast as torch's operators the CPU kernels are, by family, from the CSV files of a run.
 
-    python benchmarks/cpu_results.py benchmarks/results              # the table, the goals, and the rows below them
-    python benchmarks/cpu_results.py benchmarks/results --markdown   # the table as docs/performance.md shows it
+    python -m benchmarks.cpu_results benchmarks/results              # the table, the goals, and the rows below them
+    python -m benchmarks.cpu_results benchmarks/results --markdown   # the table as docs/performance.md shows it
 
 Of each file the rows of its newest commit count, the last of each case, and of several peers the fastest. A ratio is
 that of two medians in one run; a cell of the table has the median of a family's ratios and the lowest.
@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness import what
-from report import print_table, text
+from benchmarks.lib.harness import what
+from benchmarks.lib.report import print_table, text
 
 Row = dict[str, str]
 OURS = {"without gemm_epilogue"}  # peers that are ours, too

@@ -3,7 +3,7 @@
 // Public operators are composite: autograd/ implements them over torch::autograd::Function, so that
 // their collectives are visible to torch.compile, CommDebugMode and activation checkpointing.
 // Primitive operators (leading underscore) are opaque kernels: cpu/, cuda/ and a fake in
-// tp_ext/_fakes.py, without communication and without autograd of their own.
+// tp_ext/_ops/fakes.py, without communication and without autograd of their own.
 //
 // `group` is the name of a process group, with the own rank and its size behind it if the caller
 // knows them ("0@1/4"); "" stands for no parallelism (one rank). `sizes` holds one length per rank.
@@ -14,7 +14,7 @@
 #endif
 
 TORCH_LIBRARY(tp_ext, m) {
-  m.set_python_module("tp_ext._fakes");
+  m.set_python_module("tp_ext._ops.fakes");
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
   // Regions: identity | sum, slice | concatenate, concatenate | summed slice, exchange
@@ -56,7 +56,7 @@ TORCH_LIBRARY(tp_ext, m) {
         tags);
 
   // Linear layers; under sequence_parallel x (column) or the result (row) is sharded on dim 0. With
-  // main_grad the gradient of weight is added to it. overlap_chunks: see pipelined.h; without
+  // main_grad the gradient of weight is added to it. overlap_chunks: see linear_overlap.h; without
   // sum_bias_grad the gradient of a row's bias under sequence_parallel is this rank's addend
   m.def(
       "column_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "

@@ -3,16 +3,12 @@
 import collections
 import os
 import random
-import sys
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # `import ranks` from all folders, workers too
-
-import ranks
+from tests.helpers import ranks
 
 _skips: collections.Counter[str] = collections.Counter()
 

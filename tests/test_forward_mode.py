@@ -3,15 +3,15 @@ what has no forward-mode derivative says so on every rank, before anything is co
 """
 
 import pytest
-import ranks
 import torch
-from region_maps import Case, cases, simple_cases
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, jacfwd, jvp, linearize, vmap
 from torch.nn import functional as F
 
 import tp_ext
+from tests.helpers import ranks
+from tests.helpers.region_maps import Case, cases, simple_cases
 
 P = pytest.mark.parametrize("p", [1, 2, 3, 4])
 

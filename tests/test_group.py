@@ -5,12 +5,12 @@ import os
 import warnings
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import tp_ext
+from tests.helpers import ranks
 from tp_ext import debug
 from tp_ext.group import ForgottenGroupWarning
 

@@ -3,13 +3,13 @@ others every operator that was built on the old one raises, before anything is c
 """
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from region_maps import simple_cases
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
+from tests.helpers import ranks
+from tests.helpers.region_maps import simple_cases
 
 
 def _start(folder, name, rank, p):

@@ -4,10 +4,10 @@
 
 import pytest
 import torch
-from dense import full_gradients, gradients, own_tokens
-from megatron_on_cpu import MISSING, block, megatron, run
 
 import tp_ext
+from tests.helpers.dense import full_gradients, gradients, own_tokens
+from tests.helpers.megatron_on_cpu import MISSING, block, megatron, run
 from tp_ext.megatron import from_megatron_gated, from_megatron_qkv, to_megatron_qkv
 
 pytestmark = pytest.mark.skipif(MISSING, reason="needs megatron-core")

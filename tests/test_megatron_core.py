@@ -6,11 +6,11 @@ fp64 within 1e-12, as both sum the same short rows in some order; cross-entropy 
 
 import pytest
 import torch
-from dense import own_tokens
-from megatron_on_cpu import MISSING, fill, layer_config, megatron, run
 from torch import nn
 
 import tp_ext
+from tests.helpers.dense import own_tokens
+from tests.helpers.megatron_on_cpu import MISSING, fill, layer_config, megatron, run
 from tp_ext import ColumnParallelLinear, RowParallelLinear, Sharding
 
 pytestmark = pytest.mark.skipif(MISSING, reason="needs megatron-core")

@@ -4,14 +4,14 @@ which lists them, has to follow.
 """
 
 import pytest
-import ranks
 import torch
 import torch.nn.functional as F
-from dense import own_tokens
-from megatron_on_cpu import MISSING, VERSION, fill, layer_config, megatron, run
 from torch import nn
 
 import tp_ext
+from tests.helpers import ranks
+from tests.helpers.dense import own_tokens
+from tests.helpers.megatron_on_cpu import MISSING, VERSION, fill, layer_config, megatron, run
 
 pytestmark = pytest.mark.skipif(MISSING, reason="needs megatron-core")
 

@@ -6,9 +6,9 @@ checked in kernels/.
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_fresh
 
 import tp_ext._ops  # noqa: F401, defines them
+from tests.helpers.ranks import run_fresh
 
 pytestmark = pytest.mark.core
 

@@ -1,4 +1,4 @@
-"""Operators that Python calls without boxing (csrc/direct_call.h): what torch.ops does, for whoever watches."""
+"""Operators that Python calls without boxing (csrc/python/direct_call.h): what torch.ops does, for whoever watches."""
 
 import pytest
 import torch

@@ -6,12 +6,12 @@ import math
 from unittest import mock
 
 import pytest
-import ranks
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tp_ext
+from tests.helpers import ranks
 from tp_ext import Part, Sharding
 from tp_ext.random import Constant, Normal, OwnRandomNumbers, TruncatedNormal, Uniform, initialise_, torch_linear_init
 

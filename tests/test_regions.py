@@ -2,12 +2,13 @@
 where sums of small whole numbers are exact and within rounding elsewhere."""
 
 import pytest
-import ranks
 import torch
-from region_maps import NAMES, Case, cases, simple_cases
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.helpers import ranks
+from tests.helpers.region_maps import NAMES, Case, cases, simple_cases
 
 pytestmark = pytest.mark.core
 

@@ -10,9 +10,9 @@ import re
 from unittest import mock
 
 import pytest
-import ranks
 import torch
 
+from tests.helpers import ranks
 from tp_ext import symmetric_memory
 from tp_ext.group import parallel_group
 

@@ -3,11 +3,11 @@
 import os
 
 import pytest
-import ranks
 import torch
 from torch import nn
 
 import tp_ext
+from tests.helpers import ranks
 from tp_ext import symmetric_memory
 
 pytestmark = [pytest.mark.cuda, pytest.mark.core]

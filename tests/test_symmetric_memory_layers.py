@@ -7,12 +7,12 @@ import copy
 import pickle
 
 import pytest
-import ranks
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
+from tests.helpers import ranks
 from tp_ext import symmetric_memory
 from tp_ext.group import parallel_group
 

@@ -2,11 +2,11 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers.paths import ROOT
+
 PROGRAM = r"""
 #include "comm/stream_order.h"
 

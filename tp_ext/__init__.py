@@ -8,21 +8,27 @@ from tp_ext import debug as debug
 from tp_ext import shm as shm
 from tp_ext import symmetric_memory as symmetric_memory
 from tp_ext._build import __version__, build_info
-from tp_ext.attention import ParallelAttention
-from tp_ext.checkpoint import load_checkpoint, save_checkpoint
-from tp_ext.checkpoint_reader import CheckpointReader
-from tp_ext.coalesce import coalesce_gradients
-from tp_ext.dropout import Dropout, dropout
-from tp_ext.embedding import VocabParallelEmbedding, VocabParallelLMHead
-from tp_ext.grad_norm import clip_grad_norm_, grad_norm
-from tp_ext.kv_cache import KVCache
-from tp_ext.linear import ColumnParallelLinear, RowParallelLinear
-from tp_ext.lora import LoRALinear, add_lora, merge_lora
-from tp_ext.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
-from tp_ext.mlp import ParallelMLP
-from tp_ext.module import ParallelModule, shardings
-from tp_ext.norm import LayerNorm, RMSNorm
-from tp_ext.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
+from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
+from tp_ext.checkpoint.full import full_state_dict, load_full_state_dict
+from tp_ext.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
+from tp_ext.checkpoint.reader import CheckpointReader
+from tp_ext.checkpoint.safetensors import load_safetensors, save_safetensors
+from tp_ext.checkpoint.sharded import sharded_state_dict
+from tp_ext.checkpoint.sharded_load import load_sharded_state_dict
+from tp_ext.nn.attention import ParallelAttention
+from tp_ext.nn.coalesce import coalesce_gradients
+from tp_ext.nn.dropout import Dropout, dropout
+from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
+from tp_ext.nn.kv_cache import KVCache
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.lora import LoRALinear, add_lora, merge_lora
+from tp_ext.nn.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from tp_ext.nn.mlp import ParallelMLP
+from tp_ext.nn.module import ParallelModule, shardings
+from tp_ext.nn.norm import LayerNorm, RMSNorm
+from tp_ext.nn.rotary import RotaryEmbedding
+from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
+from tp_ext.parallel.grad_norm import clip_grad_norm_, grad_norm
 from tp_ext.random import manual_seed
 from tp_ext.regions import (
     all_gather_region,
@@ -33,13 +39,7 @@ from tp_ext.regions import (
     reduce_scatter_region,
     scatter_to_region,
 )
-from tp_ext.rotary import RotaryEmbedding
-from tp_ext.safetensors import load_safetensors, save_safetensors
-from tp_ext.sampling import vocab_parallel_argmax, vocab_parallel_sample
-from tp_ext.sharded_load import load_sharded_state_dict
-from tp_ext.sharded_state_dict import sharded_state_dict
 from tp_ext.sharding import Part, Sharding
-from tp_ext.state_dict import full_state_dict, load_full_state_dict
 
 __all__ = [
     "CheckpointReader",

@@ -161,7 +161,7 @@ def process_group(group: Group) -> ProcessGroup:
     name = tp.name.rpartition("@")[0]
     found = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     if (found.rank(), found.size()) != (tp.rank, tp.size):
-        raise ValueError(  # the words of csrc/comm/comm.cpp
+        raise ValueError(  # the words of csrc/comm/collectives.cpp
             f"group: {name!r} was rank {tp.rank} of {tp.size} when the module was built, and is rank {found.rank()} of "
             f"{found.size()} now: the process group was created again; build the modules anew on it (and load a "
             "full_state_dict or a checkpoint)"

@@ -28,8 +28,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tp_ext import _batching as _batching  # registers the rules of torch.vmap
 from tp_ext import _ops
+from tp_ext._ops import batching as batching  # registers the rules of torch.vmap
 from tp_ext.group import Group, group_name
 
 

@@ -32,7 +32,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from tp_ext._build import load
-from tp_ext.agreement import gathered
+from tp_ext._object_collectives import gathered
 from tp_ext.group import Group, ParallelGroup, group_name, parallel_group, process_group
 
 MOST_RANKS = 8  # one-shot reads p times the bytes; torch chose the sizes, and tests its kernels, up to 8 ranks

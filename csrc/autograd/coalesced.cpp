@@ -18,7 +18,7 @@
 #include <torch/library.h>
 
 #include "autograd/differentiation.h"
-#include "comm/comm.h"
+#include "comm/collectives.h"
 
 namespace tp_ext {
 namespace {

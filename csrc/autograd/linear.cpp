@@ -13,7 +13,7 @@
 // GEMM of dx. Row backward under SP: the sum of db runs under both GEMMs. Backward of backward is
 // made of regions and matmuls, by the same table. With main_grad, dw is added to it and autograd
 // gets none. overlap_chunks cuts into pieces what communicates without such a GEMM beside it
-// (pipelined.h). Without sum_bias_grad the caller sums db over the ranks.
+// (linear_overlap.h). Without sum_bias_grad the caller sums db over the ranks.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -27,10 +27,10 @@
 #include "autograd/differentiation.h"
 #include "autograd/linear_checks.h"
 #include "autograd/main_grad.h"
-#include "autograd/pipelined.h"
+#include "autograd/linear_overlap.h"
 #include "autograd/regions.h"
-#include "comm/comm.h"
-#include "comm/symmetric.h"
+#include "comm/collectives.h"
+#include "comm/symmetric_memory.h"
 #include "ops.h"
 
 namespace tp_ext {

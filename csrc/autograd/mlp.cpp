@@ -27,9 +27,9 @@
 #include "autograd/differentiation.h"
 #include "autograd/linear_checks.h"
 #include "autograd/main_grad.h"
-#include "autograd/pipelined.h"
+#include "autograd/linear_overlap.h"
 #include "autograd/regions.h"
-#include "comm/comm.h"
+#include "comm/collectives.h"
 #include "ops.h"
 
 namespace tp_ext {

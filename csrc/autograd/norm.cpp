@@ -23,8 +23,8 @@
 #include <tuple>
 
 #include "autograd/differentiation.h"
-#include "norm_args.h"
-#include "sum_to_last_dim.h"
+#include "args/norm.h"
+#include "rows.h"
 
 namespace tp_ext {
 namespace {

@@ -23,7 +23,7 @@
 
 #include "autograd/differentiation.h"
 #include "check.h"
-#include "comm/comm.h"
+#include "comm/collectives.h"
 
 namespace tp_ext {
 

@@ -15,7 +15,7 @@
 
 #include "autograd/differentiation.h"
 #include "check.h"
-#include "comm/comm.h"
+#include "comm/collectives.h"
 #include "ops.h"
 
 namespace tp_ext {

@@ -6,9 +6,9 @@
 #include <ATen/ops/empty.h>
 #include <algorithm>
 
-#include "cpu/convert.h"
-#include "cpu/pairs.h"
-#include "cpu/simd.h"
+#include "cpu/half_convert.h"
+#include "cpu/bf16_pairs.h"
+#include "cpu/dispatch.h"
 
 namespace tp_ext {
 
@@ -29,7 +29,7 @@ at::Tensor widened(const at::Tensor& bias) {
 }
 
 // Numbers that belong to the n columns of a row, a bias or sums, in the order in which the loops
-// over T take them: one after the other, or the even columns and then as many odd ones (pairs.h)
+// over T take them: one after the other, or the even columns and then as many odd ones (bf16_pairs.h)
 template <typename T>
 constexpr int64_t columns_size(int64_t n) {
   return kPaired<T> ? n + n % 2 : n;

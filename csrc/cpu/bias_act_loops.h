@@ -1,13 +1,13 @@
 // The loops of bias_act on CPU, one for each way in which a type is read and written: as it lies or
-// through a stage (convert.h), in pairs (pairs.h), in lanes (fp16_lanes.h).
+// through a stage (half_convert.h), in pairs (bf16_pairs.h), in lanes (fp16_avx512.h).
 
 #pragma once
 
 #include "cpu/activation_loops.h"
-#include "cpu/fetch.h"
-#include "cpu/fp16_lanes.h"
-#include "cpu/simd.h"
-#include "kernels/short.h"
+#include "cpu/prefetch.h"
+#include "cpu/fp16_avx512.h"
+#include "cpu/dispatch.h"
+#include "kernels/half_math.h"
 
 namespace tp_ext {
 

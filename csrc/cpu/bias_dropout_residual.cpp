@@ -8,7 +8,7 @@
 #include "cpu/activation_loops.h"
 #include "cpu/dropout_pass.h"
 #include "ops.h"
-#include "random_checks.h"
+#include "args/random.h"
 
 namespace tp_ext {
 namespace {

@@ -2,9 +2,9 @@
 
 #include "cpu/dropout_pass.h"
 
-#include "cpu/clones.h"
-#include "cpu/convert.h"
-#include "cpu/dropout_lanes.h"
+#include "cpu/multiversion.h"
+#include "cpu/half_convert.h"
+#include "cpu/dropout_avx512.h"
 
 namespace tp_ext {
 namespace {

@@ -4,7 +4,7 @@
 #include <torch/library.h>
 #include <ATen/ops/empty.h>
 
-#include "activation_check.h"
+#include "args/activation.h"
 #include "cpu/gated_act_loops.h"
 #include "ops.h"
 

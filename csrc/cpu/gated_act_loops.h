@@ -4,10 +4,10 @@
 #pragma once
 
 #include "cpu/activation_loops.h"
-#include "cpu/fetch.h"
-#include "cpu/fp16_lanes.h"
-#include "cpu/simd.h"
-#include "kernels/short.h"
+#include "cpu/prefetch.h"
+#include "cpu/fp16_avx512.h"
+#include "cpu/dispatch.h"
+#include "kernels/half_math.h"
 
 namespace tp_ext {
 

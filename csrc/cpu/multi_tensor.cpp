@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "cpu/simd.h"
-#include "multi_tensor_list.h"
+#include "cpu/dispatch.h"
+#include "args/multi_tensor.h"
 #include "ops.h"
 
 namespace tp_ext {

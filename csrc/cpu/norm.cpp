@@ -21,10 +21,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "norm_args.h"
+#include "args/norm.h"
 #include "cpu/norm_backward.h"
 #include "cpu/norm_forward.h"
-#include "cpu/simd.h"
+#include "cpu/dispatch.h"
 
 namespace tp_ext {
 namespace {

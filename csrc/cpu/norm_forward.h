@@ -3,7 +3,7 @@
 // A row is loaded, has its squared deviations added up (LayerNorm), and is written. One loop does
 // all of that, each of another row, so that memory always has something to do: while row i is
 // loaded, i - 1 has its deviations added up and i - 2 is written. fp16, whose conversions no plain
-// loop vectorises, is converted a part of the rows at a time (convert.h).
+// loop vectorises, is converted a part of the rows at a time (half_convert.h).
 
 #pragma once
 

@@ -9,9 +9,9 @@
 
 #include <cstdint>
 
-#include "cpu/clones.h"
-#include "cpu/convert.h"
-#include "cpu/fetch.h"
+#include "cpu/multiversion.h"
+#include "cpu/half_convert.h"
+#include "cpu/prefetch.h"
 #include "kernels/half.h"
 #include "kernels/norm.h"
 

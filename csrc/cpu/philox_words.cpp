@@ -1,6 +1,6 @@
 // Draws Philox words by the widest instructions that the machine has.
 
-#include "cpu/philox_lanes.h"
+#include "cpu/philox_simd.h"
 
 namespace tp_ext {
 namespace {

@@ -5,11 +5,11 @@
 #include <torch/library.h>
 
 #include "cpu/philox_words.h"
-#include "cpu/simd.h"
+#include "cpu/dispatch.h"
 #include "kernels/random_fill.h"
 #include "ops.h"
-#include "random_checks.h"
-#include "truncation_checks.h"
+#include "args/random.h"
+#include "args/truncated_normal.h"
 
 namespace tp_ext {
 namespace {

@@ -10,10 +10,10 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/simd.h"
+#include "cpu/dispatch.h"
 #include "kernels/rope.h"
 #include "ops.h"
-#include "rope_checks.h"
+#include "args/rope.h"
 
 namespace tp_ext {
 namespace {

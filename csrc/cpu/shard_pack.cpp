@@ -9,9 +9,9 @@
 #include <emmintrin.h>
 #endif
 
-#include "cpu/simd.h"
+#include "cpu/dispatch.h"
 #include "ops.h"
-#include "shard_pack_plan.h"
+#include "args/shard_pack.h"
 
 namespace tp_ext {
 namespace {

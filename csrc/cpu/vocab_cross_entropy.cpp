@@ -11,10 +11,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu/convert.h"
-#include "cpu/simd.h"
+#include "cpu/half_convert.h"
+#include "cpu/dispatch.h"
 #include "kernels/vocab_cross_entropy.h"
-#include "vocab.h"
+#include "args/vocab.h"
 
 namespace tp_ext {
 namespace {

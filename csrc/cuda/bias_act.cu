@@ -3,7 +3,7 @@
 #include <torch/library.h>
 #include <ATen/ops/empty.h>
 
-#include "activation_check.h"
+#include "args/activation.h"
 #include "cuda/column_launch.h"
 #include "cuda/launch.h"
 #include "kernels/bias_act.cuh"

@@ -7,8 +7,8 @@
 #include "cuda/launch.h"
 #include "kernels/bias_dropout_residual.cuh"
 #include "ops.h"
-#include "random_checks.h"
-#include "sum_to_last_dim.h"
+#include "args/random.h"
+#include "rows.h"
 
 namespace tp_ext {
 namespace {

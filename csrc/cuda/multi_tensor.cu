@@ -6,7 +6,7 @@
 
 #include "cuda/launch.h"
 #include "kernels/multi_tensor.cuh"
-#include "multi_tensor_list.h"
+#include "args/multi_tensor.h"
 #include "ops.h"
 
 namespace tp_ext {

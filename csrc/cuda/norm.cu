@@ -11,9 +11,9 @@
 #include <tuple>
 #include <type_traits>
 
-#include "norm_args.h"
+#include "args/norm.h"
 #include "cuda/launch.h"
-#include "kernels/norm.cuh"
+#include "kernels/norm_fwd.cuh"
 #include "kernels/norm_bwd.cuh"
 
 namespace tp_ext {

@@ -7,8 +7,8 @@
 #include "cuda/launch.h"
 #include "kernels/random_fill.cuh"
 #include "ops.h"
-#include "random_checks.h"
-#include "truncation_checks.h"
+#include "args/random.h"
+#include "args/truncated_normal.h"
 
 namespace tp_ext {
 namespace {

@@ -12,7 +12,7 @@
 #include "cuda/launch.h"
 #include "kernels/rope.cuh"
 #include "ops.h"
-#include "rope_checks.h"
+#include "args/rope.h"
 
 namespace tp_ext {
 namespace {

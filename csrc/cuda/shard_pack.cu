@@ -6,7 +6,7 @@
 #include "cuda/launch.h"
 #include "kernels/shard_pack.cuh"
 #include "ops.h"
-#include "shard_pack_plan.h"
+#include "args/shard_pack.h"
 
 namespace tp_ext {
 namespace {

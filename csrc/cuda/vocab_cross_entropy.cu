@@ -8,7 +8,7 @@
 
 #include "cuda/launch.h"
 #include "kernels/vocab_cross_entropy.cuh"
-#include "vocab.h"
+#include "args/vocab.h"
 
 namespace tp_ext {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "cuda/launch.h"
 #include "kernels/vocab_embedding.cuh"
-#include "vocab.h"
+#include "args/vocab.h"
 
 namespace tp_ext {
 namespace {

@@ -1,5 +1,5 @@
 // Scalars on host and device: the accumulation type of each storage type, conversions, exp.
-// Host code in this folder is written in plain loops that the compiler vectorises (cpu/simd.h).
+// Host code in this folder is written in plain loops that the compiler vectorises (cpu/multiversion.h).
 
 #pragma once
 
@@ -13,7 +13,7 @@
 #define TP_HD __host__ __device__ __forceinline__
 #elif defined(__GNUC__)
 // Inlined for certain: a function that is not would miss the vector clones of its caller
-// (cpu/simd.h)
+// (cpu/multiversion.h)
 #define TP_HD inline __attribute__((always_inline))
 #else
 #define TP_HD inline

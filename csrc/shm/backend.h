@@ -9,7 +9,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "shm/engine.h"
+#include "shm/core/engine.h"
 #include "shm/tensors.h"
 
 namespace tp_ext::shm {

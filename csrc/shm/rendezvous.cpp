@@ -4,7 +4,7 @@
 #include <memory>
 #include <thread>
 
-#include "shm/engine.h"
+#include "shm/core/engine.h"
 
 namespace tp_ext::shm {
 namespace {

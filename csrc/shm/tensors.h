@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "shm/combine.h"
+#include "shm/reduce_op.h"
 
 namespace tp_ext::shm {
 

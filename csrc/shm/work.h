@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "shm/engine.h"
+#include "shm/core/engine.h"
 
 namespace tp_ext::shm {
 

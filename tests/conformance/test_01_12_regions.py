@@ -5,9 +5,9 @@ strided inputs (case 13); each works in any group (case 17).
 """
 
 import pytest
-import ranks
 import torch
 
+from tests.helpers import ranks
 from tp_ext import (
     all_gather_region,
     all_to_all_region,

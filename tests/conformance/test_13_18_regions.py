@@ -1,11 +1,11 @@
 """Conformance cases 13 to 18: regions with odd strides, aliases, uneven shards, other groups, shapes and dtypes."""
 
 import pytest
-import ranks
 import torch
-from test_01_12_regions import CASES, check, every_p, ramp, spread
 from torch import distributed as dist
 
+from tests.conformance.test_01_12_regions import CASES, check, every_p, ramp, spread
+from tests.helpers import ranks
 from tp_ext import (
     ParallelAttention,
     VocabParallelEmbedding,

@@ -4,12 +4,12 @@ Bounds: fp32 1e-6 and fp64 1e-12, sums of a few dozen products in another order.
 """
 
 import pytest
-import ranks
 import torch
 import torch.nn.functional as F
-from dense import own_tokens
 from torch import nn
 
+from tests.helpers import ranks
+from tests.helpers.dense import own_tokens
 from tp_ext import ColumnParallelLinear, RowParallelLinear, full_state_dict
 
 pytestmark = pytest.mark.core

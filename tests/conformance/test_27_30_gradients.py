@@ -1,16 +1,16 @@
 """Conformance cases 27 to 30: gradients that add up, and what is kept for them (docs/correctness.md)."""
 
 import pytest
-import ranks
 import torch
-from dense import own_input, own_output, own_tokens
-from small_gpt import batches, make
-from test_19_26_linears import EVERY, FP64, SP, slices
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from vocabulary import columns, make_rows
 
 import tp_ext
+from tests.conformance.test_19_26_linears import EVERY, FP64, SP, slices
+from tests.helpers import ranks
+from tests.helpers.dense import own_input, own_output, own_tokens
+from tests.helpers.small_gpt import batches, make
+from tests.helpers.vocabulary import columns, make_rows
 from tp_ext import ColumnParallelLinear, RowParallelLinear, Sharding, VocabParallelLMHead
 
 pytestmark = pytest.mark.core

@@ -1,15 +1,15 @@
 """Conformance cases 31 to 33: the weights that ranks draw and hold, and how bf16 rounds (docs/correctness.md)."""
 
 import pytest
-import ranks
 import torch
 import torch.nn.functional as F
-from test_19_26_linears import EVERY, FP64, SP, run, slices
-from test_mlp import GATED, DenseMLP, assert_as_dense, make_mlp
-from test_random import comparable, full_state, one_of_each
 from torch import nn
 
 import tp_ext
+from tests.conformance.test_19_26_linears import EVERY, FP64, SP, run, slices
+from tests.helpers import ranks
+from tests.nn.test_mlp import GATED, DenseMLP, assert_as_dense, make_mlp
+from tests.test_random import comparable, full_state, one_of_each
 from tp_ext import ColumnParallelLinear, RowParallelLinear, Sharding, full_state_dict, shardings
 from tp_ext.random import Normal, TruncatedNormal, Uniform
 

@@ -7,14 +7,14 @@ import itertools
 import math
 
 import pytest
-import ranks
 import torch
 import torch.nn.functional as F
-from dense import own_tokens
-from reference import gathered, local_grads
-from vocabulary import assert_dense, assert_embedded, close, make_rows, run_loss
 
 import tp_ext
+from tests.helpers import ranks
+from tests.helpers.dense import own_tokens
+from tests.helpers.reference import gathered, local_grads
+from tests.helpers.vocabulary import assert_dense, assert_embedded, close, make_rows, run_loss
 from tp_ext import (
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,

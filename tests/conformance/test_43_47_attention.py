@@ -5,15 +5,14 @@ explicit one. There is no mask argument: what a fully masked row stands for is a
 """
 
 import pytest
-import ranks
-import reference
 import torch
-from attention_cases import CASES, HALF, HIDDEN, assert_dense, call, fits, make
-from dense import own_tokens
-from reference import gathered
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
+from tests.helpers import ranks, reference
+from tests.helpers.attention_cases import CASES, HALF, HIDDEN, assert_dense, call, fits, make
+from tests.helpers.dense import own_tokens
+from tests.helpers.reference import gathered
 from tp_ext import Dropout, RotaryEmbedding, dropout
 
 pytestmark = pytest.mark.core

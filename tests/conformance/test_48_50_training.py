@@ -5,12 +5,12 @@ import random
 import time
 
 import pytest
-import ranks
 import torch
-from reference import gathered
-from small_gpt import CONFIG, batches, make, train
 
 import tp_ext
+from tests.helpers import ranks
+from tests.helpers.reference import gathered
+from tests.helpers.small_gpt import CONFIG, batches, make, train
 from tp_ext.sharding import split_sizes
 
 pytestmark = pytest.mark.core

@@ -4,15 +4,15 @@ Recorded from one batch, run on another, with another seed: what a recording had
 """
 
 import pytest
-import ranks
 import torch
-from small_gpt import batches, make
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.helpers import ranks
+from tests.helpers.small_gpt import batches, make
 from tp_ext import Dropout
 
 EVERY = pytest.mark.parametrize("p", [1, 2, 3, 4])

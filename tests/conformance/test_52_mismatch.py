@@ -6,13 +6,13 @@ import datetime
 import time
 
 import pytest
-import ranks
 import torch
-from region_maps import cases
-from small_gpt import batches, make
 from torch import distributed as dist
 
 import tp_ext
+from tests.helpers import ranks
+from tests.helpers.region_maps import cases
+from tests.helpers.small_gpt import batches, make
 from tp_ext import (
     ColumnParallelLinear,
     LayerNorm,

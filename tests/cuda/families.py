@@ -1,25 +1,19 @@
 """Every family of kernels as one training step, small: what capture, streams, synchronisation and memory are tested on.
 
-    compute-sanitizer python tests/cuda/families.py --device cuda
+    compute-sanitizer python -m tests.cuda.families --device cuda
 
 runs all of them once, on shapes that take the wide path, the tail and the unaligned path.
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-if __name__ == "__main__":  # pytest has done so
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-
-import small_gpt
-
+from tests.helpers import small_gpt
 from tp_ext import _ops
 
 ROWS, EPS, VOCAB = 33, 1e-5, 41

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-import families
 import pytest
 import torch
-from families import DTYPES, FAMILIES
 from torch import Tensor
 
+from tests.cuda import families
+from tests.cuda.families import DTYPES, FAMILIES
 from tp_ext import _ops
 
 pytestmark = pytest.mark.core

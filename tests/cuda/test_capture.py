@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import DTYPES, FAMILIES, Family, block
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.cuda.families import DTYPES, FAMILIES, Family, block
 
 pytestmark = pytest.mark.core
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import DTYPES, FAMILIES, WIDTHS, Family, block
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cuda.families import DTYPES, FAMILIES, WIDTHS, Family, block
+from tests.helpers.paths import CSRC
+
 pytestmark = pytest.mark.core
 
-CSRC = Path(__file__).parents[2] / "csrc"
 EVERY = pytest.mark.parametrize("name", [*FAMILIES, "block"])
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

@@ -4,13 +4,13 @@ On the CPU the same body runs over gloo, and the steps have the same bits.
 """
 
 import pytest
-import ranks
 import torch
-from region_maps import cases
-from small_gpt import batches, make
 from torch import distributed as dist
 
 import tp_ext
+from tests.helpers import ranks
+from tests.helpers.region_maps import cases
+from tests.helpers.small_gpt import batches, make
 
 pytestmark = pytest.mark.core
 

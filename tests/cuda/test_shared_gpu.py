@@ -3,20 +3,15 @@
 On the CPU the same bodies run, too: what fails on a GPU alone is the GPU's.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
-import ranks
 import torch
-from dense import gradients
-from small_gpt import batches
-from small_gpt import make as make_gpt
 
 import tp_ext
-
-sys.path.append(str(Path(__file__).parents[1] / "machinery"))
-from makers import CASES, assert_parity, build, caller, gathered, outcome
+from tests.helpers import ranks
+from tests.helpers.dense import gradients
+from tests.helpers.makers import CASES, assert_parity, build, caller, gathered, outcome
+from tests.helpers.small_gpt import batches
+from tests.helpers.small_gpt import make as make_gpt
 
 pytestmark = pytest.mark.core
 

@@ -1,4 +1,4 @@
-// cublasLt on host memory: the entry points that csrc/kernels/gemm.cuh calls, by NVIDIA's
+// cublasLt on host memory: the entry points that csrc/kernels/linear_gelu.cuh calls, by NVIDIA's
 // documentation of them. A plain loop per element in fp64, so whoever passes a wrong layout,
 // transpose, leading dimension, epilogue, aux, bias, type or beta gets wrong numbers; and whoever
 // breaks a rule (sizes that do not fit, an aux leading dimension that is no multiple of 8, an

@@ -3,7 +3,7 @@
 
 #include "harness.h"
 
-#include "kernels/norm.cuh"
+#include "kernels/norm_fwd.cuh"
 #include "kernels/norm_bwd.cuh"
 
 using namespace emulation;

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from philox_numpy import dropout_numbers, kept
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
+from tests.helpers.philox_numpy import dropout_numbers, kept
 from tp_ext import _ops
 
 pytestmark = pytest.mark.core

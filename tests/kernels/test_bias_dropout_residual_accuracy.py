@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values, with_specials
 
+from tests.helpers.accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values, with_specials
 from tp_ext import _ops
 
 SHAPE, P = (256, 512), 0.3

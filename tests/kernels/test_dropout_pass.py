@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from philox_numpy import dropout_numbers, kept
 
-CSRC = Path(__file__).parents[2] / "csrc"
+from tests.helpers.paths import CSRC
+from tests.helpers.philox_numpy import dropout_numbers, kept
+
 GXX = shutil.which(os.environ.get("CXX", "g++"))
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 SOURCE = """
@@ -56,7 +57,7 @@ def library(tmp_path_factory):
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("dropout")
     (folder / "pass.cpp").write_text(SOURCE)
-    sources = [folder / "pass.cpp", CSRC / "cpu" / "convert.cpp", CSRC / "cpu" / "philox_words.cpp"]
+    sources = [folder / "pass.cpp", CSRC / "cpu" / "half_convert.cpp", CSRC / "cpu" / "philox_words.cpp"]
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", f"-I{CSRC}"]
     subprocess.run([GXX, *flags, *sources, "-o", folder / "pass.so"], check=True, timeout=120)
     return ctypes.CDLL(str(folder / "pass.so"))

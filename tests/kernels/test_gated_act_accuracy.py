@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values, with_specials
 
+from tests.helpers.accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values, with_specials
 from tp_ext import _ops
 
 GATES = {"swiglu": F.silu, "geglu": F.gelu}

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values
 
+from tests.helpers.accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values
 from tp_ext import _ops
 
 SHAPE, ROTARY = (128, 8, 64), 48

@@ -3,12 +3,12 @@
 import itertools
 
 import pytest
-import ranks
 import torch
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tp_ext
+from tests.helpers import ranks
 from tp_ext import _ops
 
 pytestmark = pytest.mark.core

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values
 
+from tests.helpers.accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values
 from tp_ext import _ops
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

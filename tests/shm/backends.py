@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 
 import tp_ext  # noqa: F401, registers tp_shm
+from tests.helpers import ranks
 
 both_backends = pytest.mark.parametrize("backend", ["gloo", "tp_shm"])
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

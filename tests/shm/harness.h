@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "shm/engine.h"
-#include "shm/moves.h"
-#include "shm/reductions.h"
+#include "shm/core/engine.h"
+#include "shm/core/data_movement.h"
+#include "shm/core/reductions.h"
 
 namespace tp_ext::shm::test {
 

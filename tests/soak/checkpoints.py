@@ -3,7 +3,7 @@
 Every save fills model and optimizer with its step, so a load of two checkpoints shows. Every load must find a whole
 checkpoint, with all numbers and ``extra`` of one step, on all ranks of the reader:
 
-    .venv/bin/python tests/soak/checkpoints.py --minutes 5 --seed 1 --teams 2,1 --readers 1,1,2
+    .venv/bin/python -m tests.soak.checkpoints --minutes 5 --seed 1 --teams 2,1 --readers 1,1,2
 """
 
 import argparse
@@ -23,14 +23,12 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # as a script
-
-import ranks
 import torch
 import torch.distributed as dist
-from numbered import build, fill
 
 import tp_ext
+from tests.helpers import ranks
+from tests.helpers.numbered import build, fill
 
 TEAMS = 8  # a step is the number of a save times this, plus the number of its team
 MARKER = -1.0
@@ -171,7 +169,7 @@ def limit(setting):
         raise OSError(errno.ENOLCK, "No locks available")
 
     if not setting.exchange:
-        from tp_ext import atomic_directory
+        from tp_ext.checkpoint import atomic_directory
 
         atomic_directory._exchange = lambda a, b: False
     if not setting.flock:

@@ -5,7 +5,7 @@ TypeError or UnpicklingError; of a module that it has left untouched, unless a d
 succeeds, it has written every number, and with the right ones if the damage was elsewhere. A changed bit inside the
 numbers of a safetensors file cannot be seen. Time and memory of each round are bounded:
 
-    .venv/bin/python tests/soak/malformed.py --rounds 10000 --seed 0
+    .venv/bin/python -m tests.soak.malformed --rounds 10000 --seed 0
 """
 
 import argparse
@@ -23,8 +23,6 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1]))  # as a script
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -60,8 +58,8 @@ def trained(value):
 
 def in_chunks(model, rows):
     """Its weights in chunks of some rows, as several ranks write them."""
-    from tp_ext.box_tensor import BoxTensor
-    from tp_ext.boxes import Box
+    from tp_ext.checkpoint.chunked_tensor import BoxTensor
+    from tp_ext.chunks import Box
 
     state = {}
     for name, value in model.state_dict().items():

@@ -1,7 +1,7 @@
 """Groups of tp_shm made and destroyed over one store that lives on: default groups and others, with and without
 traffic, one rank late. Afterwards nothing is left: no name in /dev/shm, no descriptor, no thread, no key in the store.
 
-    .venv/bin/python tests/soak/shm_groups.py --rounds 3000 --ranks 2,3 --seed 1
+    .venv/bin/python -m tests.soak.shm_groups --rounds 3000 --ranks 2,3 --seed 1
 
 Its short form is in test_soak_shm.py.
 """
@@ -9,20 +9,16 @@ Its short form is in test_soak_shm.py.
 import argparse
 import os
 import random
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "shm"))
-
 import torch
 import torch.distributed as dist
-from backends import launch, results
 
 import tp_ext  # noqa: F401, registers tp_shm
+from tests.shm.backends import launch, results
 
 
 def held() -> dict[str, int]:

@@ -1,19 +1,16 @@
 """Compiles shm_liars.cpp, in which shared memory of tp_shm is overwritten at random, with sanitizers, and runs it long.
 
-    .venv/bin/python tests/soak/shm_liars.py --corruptions 1000000 --seed 1
+    .venv/bin/python -m tests.soak.shm_liars --corruptions 1000000 --seed 1
 
-Its short form is test_liars of tests/shm/test_shm_core.py.
+Its short form is test_liars of tests/shm/test_core.py.
 """
 
 import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import shm_core
+from tests.shm import core_programs
 
 
 def main() -> None:
@@ -24,9 +21,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if reason := shm_core.why_not("address,undefined", folder):
+        if reason := core_programs.why_not("address,undefined", folder):
             parser.error(reason)
-        run = shm_core.build(folder, "address,undefined", [Path(__file__).with_suffix(".cpp")])
+        run = core_programs.build(folder, "address,undefined", [Path(__file__).with_suffix(".cpp")])
         begin = time.monotonic()
         text = run("shm_liars", arguments.corruptions, arguments.seed, timeout=60 * arguments.minutes)
         print(text.splitlines()[-1], f"in {time.monotonic() - begin:.0f} s")

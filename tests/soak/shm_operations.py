@@ -3,7 +3,7 @@
 All ranks draw the same operations from the seed, each its own delays and order of waits. Inputs are small integers,
 other ones for every rank and operation, so that every result is exact and known to all:
 
-    .venv/bin/python tests/soak/shm_operations.py --operations 10000000 --ranks 2,3,4
+    .venv/bin/python -m tests.soak.shm_operations --operations 10000000 --ranks 2,3,4
 """
 
 import argparse
@@ -14,16 +14,13 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import ranks
 import torch
 import torch.distributed as dist
 
 import tp_ext  # noqa: F401, registers tp_shm
+from tests.helpers import ranks
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]

@@ -1,0 +1,158 @@
+"""An MLP on two ranks, forward and backward with the input's gradient: ours, the peers, and one process.
+
+y = gelu(x W^T + b) V^T + c with hidden 512, ffn 2048 and 512 tokens in fp32. "half" is the ceiling: each rank runs an
+MLP of half the width and sends nothing. "dense" is plain torch in one process while the ranks rest. Output, input
+gradient and all weights' gradients are compared with dense before any timing. "pinned": all threads of a rank on one
+core of its own (dense with 1 thread: on one, with 2: on all).
+"""
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import tp_ext
+from benchmarks.lib import interleave, report
+from benchmarks.lib.harness import TOLERANCE
+from benchmarks.lib.report import Record
+from benchmarks.peers import layers as peers
+
+HIDDEN, FFN, TOKENS, RANKS = 512, 2048, 512, 2
+Results = list[Tensor]
+
+
+@functools.cache
+def weights() -> tuple[Tensor, ...]:
+    """up.weight, up.bias, down.weight, down.bias of the full MLP, then x and the gradient of y."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(FFN, HIDDEN), (FFN,), (HIDDEN, FFN), (HIDDEN,), (TOKENS, HIDDEN), (TOKENS, HIDDEN)]
+    scales = [HIDDEN**-0.5, 0.1, FFN**-0.5, 0.1, 1.0, 1.0]
+    return tuple(torch.randn(shape, generator=generator) * scale for shape, scale in zip(shapes, scales, strict=True))
+
+
+def step_of(mlp: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> Callable[[], Results]:
+    """Forward and backward: y, dx, and the gradients of the parameters."""
+    x, grad = weights()[4].clone().requires_grad_(), weights()[5]
+
+    def step() -> Results:
+        y = mlp(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, *parameters], grad)]
+
+    return step
+
+
+def from_pieces(pieces: peers.Plain, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Any:
+    column, row = pieces.column(up, up_bias), pieces.row(down, down_bias)
+    return step_of(lambda x: row(F.gelu(column(x))), [*column.parameters(), *row.parameters()])
+
+
+@functools.cache
+def dense() -> Callable[[], Results]:
+    return from_pieces(peers.Plain(), *weights()[:4])
+
+
+def own_slices(full: Results) -> Results:
+    """The part of each of dense's results that a rank holds."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    y, dx, up, up_bias, down, down_bias = full
+    return [y, dx, up.chunk(p)[rank], up_bias.chunk(p)[rank], down.chunk(p, 1)[rank], down_bias]
+
+
+def check(results: Results) -> None:
+    """This rank's results against those of the dense MLP."""
+    names = ("y", "dx", "up.weight", "up.bias", "down.weight", "down.bias")
+    for name, got, want in zip(names, results, own_slices(dense()()), strict=True):
+        error = ((peers.local(got) - want).norm() / want.norm()).item()
+        assert error <= TOLERANCE[torch.float32], f"{name} is off by {error:.1e} of its norm"
+
+
+@functools.cache
+def ours(backend: str) -> Callable[[], Results]:
+    group = interleave.group_on(backend)
+    mlp = tp_ext.ParallelMLP(HIDDEN, FFN, group=group)
+    full = dict(zip(("up.weight", "up.bias", "down.weight", "down.bias"), weights(), strict=False))
+    tp_ext.load_full_state_dict(mlp, full, group=group)
+    parameters = [mlp.up.weight, mlp.up.bias, mlp.down.weight, mlp.down.bias]
+    return step_of(mlp, parameters)
+
+
+PEERS = {"python": peers.InPython, "megatron-core": peers.WithMegatron, "DTensor": peers.WithDTensor}
+
+
+@functools.cache
+def on_rank(name: str, backend: str) -> Callable[[], Results]:
+    """On a rank: a step of "half", "ours" or a peer, known to be right."""
+    if name == "half":
+        up, up_bias, down, down_bias = weights()[:4]
+        return from_pieces(peers.Plain(), up.chunk(2)[0], up_bias.chunk(2)[0], down.chunk(2, 1)[0], down_bias)
+    step = ours(backend) if name == "ours" else from_pieces(PEERS[name](interleave.group_on(backend)), *weights()[:4])
+    check(step())
+    return step
+
+
+def subjects(cores: list[int], pinned: bool) -> dict[str, interleave.Block]:
+    result = {
+        "dense, 1 thread": interleave.here(dense(), 1, cores[:1] if pinned else cores),
+        "dense, 2 threads": interleave.here(dense(), 2, cores),
+    }
+    ways = [("half", ""), ("python", "gloo"), ("megatron-core", "gloo"), ("DTensor", "gloo")]
+    ways += [("python", "tp_shm"), ("DTensor", "tp_shm")]
+    ways += [("ours", backend) for backend in interleave.BACKENDS]
+    for name, backend in ways:
+        result[f"{name}, {backend or 'sends nothing'}"] = interleave.on_ranks(RANKS, on_rank, name, backend)
+    return result
+
+
+def measure(pinned: bool, seconds: float, block: float) -> list[Record]:
+    cores = interleave.cores()
+    interleave.pin_ranks(RANKS, cores, pinned)
+    times = interleave.take(subjects(cores, pinned), seconds, block, turns=3 if seconds else 1)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    minima = {name: min(values) for name, values in times.items()}
+    return [
+        {
+            "case": name,
+            "pinned": "pinned" if pinned else "not pinned",
+            "median_ms": medians[name] * 1e3,
+            "min_ms": minima[name] * 1e3,
+            "speedup": medians["dense, 1 thread"] / medians[name],
+            "min_speedup": minima["dense, 1 thread"] / minima[name],
+            "share_of_ceiling": medians["half, sends nothing"] / medians[name],
+            "steps": len(times[name]),
+        }
+        for name in times
+    ]
+
+
+def draw(figure: Any, records: list[Record]) -> None:
+    panels: dict[str, dict[str, Any]] = {}
+    for r in records:
+        panels.setdefault(f"MLP on {RANKS} ranks, {r['pinned']}", {})[str(r["case"])] = r["speedup"]
+    report.draw_bars(figure, panels, "times as fast as dense with 1 thread, medians", mark=1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    report.add_options(parser)
+    args = parser.parse_args()
+    seconds, block = (0.0, 0.0) if args.quick else (60.0, 0.5) if args.full else (16.0, 0.25)
+    run_stamp = report.stamp("cpu", "megatron-core")
+    print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
+    records: list[Record] = []
+    for pinned in [False] if args.quick or len(interleave.cores()) < RANKS else [True, False]:
+        rows = measure(pinned, seconds, block)
+        report.print_table(rows)
+        records += rows
+    if args.csv:
+        report.write(args.csv, Path(__file__).stem, run_stamp, records, lambda figure: draw(figure, records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Training the GPT of examples/gpt.py on two ranks: ours, the peers, and one process; tokens a second, equal losses.
+
+4 layers, hidden 256, 4 heads, ffn 1024, sequences of 256 bytes of Python's standard library, 8 a step, AdamW, fp32, no
+dropout. The peers' model is the same in plain torch (plain_gpt.py), from the same weights on the same batches; "dense"
+is that one in one process, while the ranks rest, "ours, 1 thread" our model there. Every loss of every case has to be
+dense's within 1e-4, else nothing is reported. "pinned" as in bench_mlp.py.
+"""
+
+import argparse
+import contextlib
+import functools
+import statistics
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import batch_of, read_text
+from gpt import GPT, GPTConfig
+
+import tp_ext
+from benchmarks.lib import interleave, report
+from benchmarks.lib.interleave import ranks
+from benchmarks.lib.report import Record
+from benchmarks.peers import layers as peers
+from benchmarks.peers.plain_gpt import PlainGPT
+
+RANKS = 2
+PEERS = {"megatron-core": peers.WithMegatron, "DTensor": peers.WithDTensor}
+TOLERANCE = 1e-4  # of the loss, in fp32 from equal weights: measured 1e-5 over some tens of steps
+
+
+@dataclass(frozen=True)
+class Sizes:
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    ffn: int = 1024
+    seq: int = 256
+    batch: int = 8
+
+
+class Training:
+    """``training()`` does one step and keeps its loss."""
+
+    def __init__(self, model: torch.nn.Module, sizes: Sizes, around: Callable[[], Any]) -> None:
+        self.model, self.around, self.losses = model, around, list[float]()
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        self.data = Namespace(seed=0, seq_length=sizes.seq, batch_size=sizes.batch)
+
+    def __call__(self) -> None:
+        batch = batch_of(text(), len(self.losses), self.data, torch.device("cpu"))
+        with self.around():
+            loss = self.model.loss(*batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+        self.optimizer.step()
+        self.losses.append(peers.local(loss.detach()).item())
+
+
+@functools.cache
+def text() -> torch.Tensor:
+    return torch.frombuffer(bytearray(read_text(None, 1 << 20)), dtype=torch.uint8)
+
+
+def our_model(sizes: Sizes, group: Any) -> GPT:
+    tp_ext.manual_seed(0)
+    config = GPTConfig(
+        hidden_size=sizes.hidden,
+        num_layers=sizes.layers,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.heads,
+        ffn_hidden_size=sizes.ffn,
+        dropout=0.0,
+    )
+    return GPT(config, group)
+
+
+def plain_model(sizes: Sizes, pieces: peers.Plain) -> PlainGPT:
+    state = {name: value.detach() for name, value in our_model(sizes, None).state_dict().items()}
+    return PlainGPT(pieces, state, sizes.layers, sizes.heads, sizes.seq)
+
+
+@functools.cache
+def training(name: str, backend: str, sizes: Sizes, threads: int = 1) -> Training:
+    """On a rank, or with backend "" in this process."""
+    group = interleave.group_on(backend) if backend else None
+    if name == "ours":
+        return Training(our_model(sizes, group), sizes, contextlib.nullcontext)
+    pieces = PEERS[name](group) if name in PEERS else peers.Plain()
+    return Training(plain_model(sizes, pieces), sizes, pieces.training)
+
+
+def losses_on_rank(_: Any, *case: Any) -> list[float]:
+    return training(*case).losses
+
+
+def check(cases: dict[str, tuple], want: list[float]) -> dict[str, float]:
+    """The largest difference of each case's losses, on any rank, from those wanted; raises if one is too large."""
+    found = {}
+    for name, case in cases.items():
+        each = ranks.run(losses_on_rank, RANKS, *case) if case[1] else [training(*case).losses]
+        assert all(len(losses) == len(want) for losses in each), f"{name}: another number of steps"
+        found[name] = max(abs(a - b) for losses in each for a, b in zip(losses, want, strict=True))
+        assert found[name] <= TOLERANCE, f"{name}: losses {each} differ by {found[name]:.1e} from dense's {want}"
+    return found
+
+
+def measure(sizes: Sizes, pinned: bool, rounds: int, steps: int) -> list[Record]:
+    cores = interleave.cores()
+    interleave.pin_ranks(RANKS, cores, pinned)
+    one = cores[:1] if pinned else cores
+    cases: dict[str, tuple] = {
+        "dense, 1 thread": ("dense", "", sizes, 1),
+        "dense, 2 threads": ("dense", "", sizes, 2),
+        "ours, 1 thread": ("ours", "", sizes, 1),
+        "megatron-core, gloo": ("megatron-core", "gloo", sizes),
+        **{f"{name}, {over}": (name, over, sizes) for name in ("DTensor", "ours") for over in interleave.BACKENDS},
+    }
+    blocks = {
+        name: interleave.on_ranks(RANKS, training, *case)
+        if case[1]
+        else interleave.here(training(*case), case[3], one if case[3] == 1 else cores)
+        for name, case in cases.items()
+    }
+    dense = training(*cases["dense, 1 thread"]).losses
+    for block in blocks.values():
+        block(1)
+    check(cases, dense)
+    times = interleave.take(blocks, 0, turns=rounds, count=steps)
+    apart = check(cases, dense)
+    tokens = sizes.seq * sizes.batch
+    rates = {name: tokens / statistics.median(values) for name, values in times.items()}
+    return [
+        {
+            "case": name,
+            "pinned": "pinned" if pinned else "not pinned",
+            "tokens_per_s": rates[name],
+            "best_tokens_per_s": tokens / min(times[name]),
+            "speedup": rates[name] / rates["dense, 1 thread"],
+            "to_2_threads": rates[name] / rates["dense, 2 threads"],
+            "to_megatron": rates[name] / rates["megatron-core, gloo"],
+            "to_dtensor": rates[name] / rates["DTensor, gloo"],
+            "loss": training(*cases["dense, 1 thread"]).losses[-1],
+            "loss_difference": f"{apart[name]:.1e}",
+            "steps": len(times[name]),
+        }
+        for name in cases
+    ]
+
+
+def draw(figure: Any, records: list[Record]) -> None:
+    panels: dict[str, dict[str, Any]] = {}
+    for r in records:
+        panels.setdefault(f"GPT on {RANKS} ranks, {r['pinned']}", {})[str(r["case"])] = r["tokens_per_s"]
+    report.draw_bars(figure, panels, "tokens a second, median")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    report.add_options(parser)
+    args = parser.parse_args()
+    sizes = Sizes(layers=1, hidden=32, heads=2, ffn=64, seq=32, batch=2) if args.quick else Sizes()
+    rounds, steps = (1, 1) if args.quick else (12, 3) if args.full else (4, 2)
+    run_stamp = report.stamp("cpu", "megatron-core")
+    print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
+    records: list[Record] = []
+    for pinned in [False] if args.quick or len(interleave.cores()) < RANKS else [True, False]:
+        rows = measure(sizes, pinned, rounds, steps)
+        report.print_table(rows)
+        records += rows
+    if args.csv:
+        report.write(args.csv, Path(__file__).stem, run_stamp, records, lambda figure: draw(figure, records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+// y = residual + dropout(x + bias), fused: x and residual [.., n], bias [n] or None. The mask is a
+// pure function of seed and global index, so backward draws it again:
+//
+//   dx = dropout(dy) with the same mask    dbias = sum of dx over rows    dresidual = dy itself
+//
+// Saved: the seed. Dropout is linear and its own transpose: a derivative of dx is the same
+// operator, and so is the tangent in forward mode.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "autograd/differentiation.h"
+#include "ops.h"
+#include "rows.h"
+
+namespace tp_ext {
+namespace {
+
+using c10::SymInt;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
+                             const OptionalTensor& residual, const Tensor& seed, double p,
+                             SymInt local_inner, SymInt full_inner, SymInt offset);
+
+struct BiasDropoutResidual : Function<BiasDropoutResidual> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& bias,
+                        const OptionalTensor& residual, const Tensor& seed, double p,
+                        const SymInt& local_inner, const SymInt& full_inner, const SymInt& offset) {
+    static const auto op =
+        find_op<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                       double, SymInt, SymInt, SymInt)>("tp_ext::_bias_dropout_residual_fwd");
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({seed});
+    ctx->saved_data["has_bias"] = bias.has_value();
+    ctx->saved_data["has_residual"] = residual.has_value();
+    ctx->saved_data["p"] = p;
+    ctx->saved_data["local_inner"] = local_inner;
+    ctx->saved_data["full_inner"] = full_inner;
+    ctx->saved_data["offset"] = offset;
+    return op.call(x, bias, residual, seed, p, local_inner, full_inner, offset);
+  }
+
+  // dx, and the gradient of the bias if it is wanted
+  static std::tuple<Tensor, Tensor> dropout_again(AutogradContext* ctx, const Tensor& grad,
+                                                  bool bias_wanted) {
+    static const auto op =
+        find_op<Tensor(const Tensor&, const Tensor&, double, SymInt, SymInt, SymInt)>(
+            "tp_ext::_dropout_bwd");
+    static const auto op_with_bias = find_op<std::tuple<Tensor, Tensor>(
+        const Tensor&, const Tensor&, double, SymInt, SymInt, SymInt)>("tp_ext::_bias_dropout_bwd");
+    const auto saved = ctx->get_saved_variables();
+    auto& data = ctx->saved_data;
+    const double p = data["p"].toDouble();
+    const SymInt local_inner = data["local_inner"].toSymInt();
+    const SymInt full_inner = data["full_inner"].toSymInt();
+    const SymInt offset = data["offset"].toSymInt();
+    if (at::GradMode::is_enabled()) {  // create_graph: differentiable forms of the same
+      const Tensor dx = bias_dropout_residual(grad, std::nullopt, std::nullopt, saved[0], p,
+                                              local_inner, full_inner, offset);
+      return {dx, bias_wanted ? sum_to_last_dim(dx) : Tensor()};
+    }
+    if (bias_wanted) return op_with_bias.call(grad, saved[0], p, local_inner, full_inner, offset);
+    return {op.call(grad, saved[0], p, local_inner, full_inner, offset), Tensor()};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(8);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return result;
+    // needs_input_grad counts the tensors that are there
+    const bool has_bias = ctx->saved_data["has_bias"].toBool();
+    const bool bias_wanted = has_bias && ctx->needs_input_grad(1);
+    const bool residual_wanted =
+        ctx->saved_data["has_residual"].toBool() && ctx->needs_input_grad(has_bias ? 2 : 1);
+    if (ctx->needs_input_grad(0) || bias_wanted) {
+      Tensor dx;
+      std::tie(dx, result[1]) = dropout_again(ctx, grad, bias_wanted);
+      if (ctx->needs_input_grad(0)) result[0] = dx;
+    }
+    if (residual_wanted) result[2] = grad;
+    return result;
+  }
+};
+
+// Dtypes as in torch's composition: the bias follows x, x and the residual their common type
+Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
+                             const OptionalTensor& residual, const Tensor& seed, double p,
+                             SymInt local_inner, SymInt full_inner, SymInt offset) {
+  const bool has_bias = bias && bias->defined(), has_residual = residual && residual->defined();
+  const auto dtype =
+      has_residual ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
+  if (any_tangent(x, bias, residual)) {
+    static const auto op =
+        find_op<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                       double, SymInt, SymInt, SymInt)>("tp_ext::bias_dropout_residual");
+    const auto tangent = [](const OptionalTensor& t) {
+      return has_tangent(t) ? OptionalTensor(tangent_of(*t)) : std::nullopt;
+    };
+    return make_dual(op.call(primal_of(x), primal_of(bias), primal_of(residual), seed, p,
+                             local_inner, full_inner, offset),
+                     op.call(tangent_of(x).to(dtype), tangent(bias), tangent(residual), seed, p,
+                             local_inner, full_inner, offset));
+  }
+  return BiasDropoutResidual::apply(
+      x.to(dtype), has_bias ? OptionalTensor(bias->to(dtype)) : std::nullopt,
+      has_residual ? OptionalTensor(residual->to(dtype)) : std::nullopt, seed, p, local_inner,
+      full_inner, offset);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  impl_composite<bias_dropout_residual>(m, "bias_dropout_residual");
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,178 @@
+#include "autograd/linear_overlap.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+#include <algorithm>
+#include <deque>
+#include <vector>
+
+#include "comm/collectives.h"
+
+namespace tp_ext {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Plain numbers: nothing here is traced
+std::vector<int64_t> lengths_of(const Split& split) {
+  std::vector<int64_t> lengths;
+  for (const auto& size : split.sizes) lengths.push_back(size.expect_int());
+  return lengths;
+}
+
+struct Range {
+  int64_t start, length;
+};
+// Chunk i of n elements, cut like torch.tensor_split
+Range chunk_of(int64_t n, int64_t i, int64_t chunks) {
+  const auto longer = std::min(i, n % chunks);
+  return {i * (n / chunks) + longer, n / chunks + (i < n % chunks)};
+}
+
+// Chunk i of every rank's tokens: where it begins in the full tensor and in the chunk of all ranks
+struct Chunk {
+  Split tokens;
+  std::vector<Range> full, gathered;
+
+  Chunk(const std::vector<int64_t>& lengths, int64_t i, int64_t chunks) {
+    int64_t start = 0, at = 0;
+    for (const auto n : lengths) {
+      const auto own = chunk_of(n, i, chunks);
+      tokens.sizes.emplace_back(own.length);
+      full.push_back({start + own.start, own.length});
+      gathered.push_back({at, own.length});
+      start += n;
+      at += own.length;
+    }
+  }
+};
+
+Tensor tokens_of(const Tensor& x, Range range) { return x.narrow(0, range.start, range.length); }
+
+Tensor empty_output(const Tensor& x, int64_t tokens, int64_t features) {
+  auto shape = x.sizes().vec();
+  shape.front() = tokens;
+  shape.back() = features;
+  return x.new_empty(shape);
+}
+
+// y = x factor + bias, y being rows of a larger tensor
+void multiply(const Tensor& x, const Tensor& factor, const OptionalTensor& bias, Tensor y) {
+  if (y.numel() == 0) return;
+  Tensor out = y.view({-1, y.size(-1)});
+  if (bias.has_value())
+    at::addmm_out(out, *bias, as_rows(x), factor);
+  else
+    at::mm_out(out, as_rows(x), factor);
+}
+
+// y = (concatenation of the ranks' x) factor + bias; x_full, if defined, gets the concatenation
+Tensor gather_multiply(const Tensor& x, const Tensor& factor, const OptionalTensor& bias,
+                       const std::string& group, const Split& tokens, int64_t chunks,
+                       Tensor x_full) {
+  const auto lengths = lengths_of(tokens);
+  const int64_t p = static_cast<int64_t>(lengths.size()), rank = comm::rank(group);
+  Tensor y = empty_output(x, tokens.total().expect_int(), factor.size(1));
+  std::deque<std::pair<Chunk, comm::Pending>> coming;
+  auto top_up = [&, issued = int64_t{0}]() mutable {
+    for (; issued < chunks && coming.size() < 2; ++issued) {
+      const Tensor own = tokens_of(x, chunk_of(lengths[rank], issued, chunks));
+      const Chunk chunk(lengths, issued, chunks);
+      coming.emplace_back(chunk, comm::all_gather_async(own, group, 0, chunk.tokens));
+    }
+  };
+  top_up();
+  const Range own{tokens.start(rank).expect_int(), lengths[rank]};
+  multiply(x, factor, bias, tokens_of(y, own));
+  if (x_full.defined()) tokens_of(x_full, own).copy_(x);
+  while (!coming.empty()) {
+    const Chunk chunk = coming.front().first;
+    const Tensor there = coming.front().second.wait();
+    coming.pop_front();
+    top_up();
+    for (int64_t k = 0; k < p; ++k) {
+      if (k == rank) continue;
+      const Tensor block = tokens_of(there, chunk.gathered[k]);
+      multiply(block, factor, bias, tokens_of(y, chunk.full[k]));
+      if (x_full.defined()) tokens_of(x_full, chunk.full[k]).copy_(block);
+    }
+  }
+  return y;
+}
+
+}  // namespace
+
+Tensor as_rows(const Tensor& x) {
+  if (x.dim() == 2) return x;
+  c10::SymInt rows = 1;  // -1 would be ambiguous where a rank has no features
+  for (int64_t dim = 0; dim < x.dim() - 1; ++dim) rows *= x.sym_size(dim);
+  return x.reshape_symint({rows, x.sym_size(-1)});
+}
+
+int64_t chunks_of(const Tensor& x, const c10::SymInt& tokens, int64_t chunks) {
+  constexpr int64_t fewest = 64;  // tokens worth a collective: decoding goes in one piece
+  if (chunks <= 1 || comm::traced(x)) return 1;
+  return std::clamp<int64_t>(tokens.expect_int() / fewest, 1, chunks);
+}
+
+Tensor gather_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const std::string& group, const Split& tokens, int64_t chunks) {
+  return gather_multiply(x, weight.t(), bias, group, tokens, chunks, Tensor());
+}
+
+std::pair<Tensor, Tensor> gather_mm(const Tensor& dy, const Tensor& weight,
+                                    const std::string& group, const Split& tokens, int64_t chunks,
+                                    bool keep) {
+  const Tensor dy_full =
+      keep ? empty_output(dy, tokens.total().expect_int(), dy.size(-1)) : Tensor();
+  Tensor dx = gather_multiply(dy, weight, std::nullopt, group, tokens, chunks, dy_full);
+  return {std::move(dx), dy_full};
+}
+
+Tensor linear_reduce_scatter(const Tensor& x, const Tensor& weight, const std::string& group,
+                             const Split& tokens, int64_t chunks) {
+  const auto lengths = lengths_of(tokens);
+  const int64_t p = static_cast<int64_t>(lengths.size()), rank = comm::rank(group);
+  Tensor y = empty_output(x, lengths[rank], weight.size(0));
+  std::deque<std::pair<comm::Pending, Range>> coming;
+  const auto take = [&] {
+    tokens_of(y, coming.front().second).copy_(coming.front().first.wait());
+    coming.pop_front();
+  };
+  for (int64_t i = 0; i < chunks; ++i) {
+    if (coming.size() == 2) take();
+    const Chunk chunk(lengths, i, chunks);
+    Tensor addends = empty_output(x, chunk.tokens.total().expect_int(), weight.size(0));
+    for (int64_t k = 0; k < p; ++k)
+      multiply(tokens_of(x, chunk.full[k]), weight.t(), std::nullopt,
+               tokens_of(addends, chunk.gathered[k]));
+    coming.emplace_back(comm::reduce_scatter_async(addends, group, 0, chunk.tokens),
+                        chunk_of(lengths[rank], i, chunks));
+  }
+  while (!coming.empty()) take();
+  return y;
+}
+
+Tensor linear_all_reduce(const Tensor& x, const Tensor& weight, const std::string& group,
+                         int64_t chunks) {
+  auto shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  Tensor y = x.new_empty(shape);
+  const Tensor x_rows = as_rows(x), y_rows = y.view({x_rows.size(0), weight.size(0)});
+  std::deque<comm::Pending> coming;
+  for (int64_t i = 0; i < chunks; ++i) {
+    if (coming.size() == 2) {
+      coming.front().wait();
+      coming.pop_front();
+    }
+    const auto range = chunk_of(x_rows.size(0), i, chunks);
+    const Tensor part = tokens_of(y_rows, range);  // contiguous: summed where it is
+    multiply(tokens_of(x_rows, range), weight.t(), std::nullopt, part);
+    coming.push_back(comm::all_reduce_async(part, group));
+  }
+  for (auto& one : coming) one.wait();
+  return y;
+}
+
+}  // namespace tp_ext

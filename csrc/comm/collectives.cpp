@@ -1,0 +1,331 @@
+#include "comm/collectives.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <charconv>
+#include <string_view>
+
+#include "comm/pack.h"
+#include "comm/symmetric_memory.h"
+
+namespace tp_ext::comm {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+// "name" or "name@rank/size"; nothing is copied
+struct GroupKey {
+  std::string_view name;
+  int64_t rank = -1, size = -1;  // -1: not told
+
+  explicit GroupKey(const std::string& group) : name(group) {
+    const auto at = name.rfind('@');
+    if (at == std::string_view::npos) return;
+    const char *place = group.data() + at + 1, *const end = group.data() + group.size();
+    const auto after_rank = std::from_chars(place, end, rank);
+    TORCH_CHECK_VALUE(after_rank.ptr < end && *after_rank.ptr == '/', "group: '", group,
+                      "' must be a name, or name@rank/size");
+    std::from_chars(after_rank.ptr + 1, end, size);
+    name = name.substr(0, at);
+  }
+};
+
+std::string bare_name(const std::string& group) { return std::string(GroupKey(group).name); }
+
+// The process group of that name, which must have the rank and the size that the key says: slices
+// and blocks are cut by the key, and c10d goes by the group.
+ProcessGroup resolve(const std::string& group) {
+  const GroupKey key(group);
+  const std::string name(key.name);
+  ProcessGroup found;
+  try {
+    found = c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    TORCH_CHECK_VALUE(false, "group: '", name, "' must be the name of a process group");
+  }
+  TORCH_CHECK_VALUE(key.size < 0 || (key.rank == found->getRank() && key.size == found->getSize()),
+                    "group: '", name, "' was rank ", key.rank, " of ", key.size,
+                    " when the module was built, and is rank ", found->getRank(), " of ",
+                    found->getSize(),
+                    " now: the process group was created again; build the modules anew on it (and "
+                    "load a full_state_dict or a checkpoint)");
+  return found;
+}
+
+// Whether make_fx traces a tangent on real tensors, as torch.func.linearize does. Its constant folding
+// runs a collective of constants, keeps the result and drops the wait.
+bool linearizing(const Tensor& x) {
+  using c10::impl::TorchDispatchModeTLS;
+  return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr &&
+         TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value() &&
+         !x.key_set().has(c10::DispatchKey::Python);
+}
+
+// Calls a _c10d_functional operator, boxed: its group argument is `str` or `Any`, depending on
+// torch's version
+template <typename... Args>
+Tensor functional(const c10::OperatorHandle& op, const Tensor& x, Args&&... args) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!linearizing(x),
+                              "tp_ext: torch.func.linearize cannot trace a collective; use "
+                              "torch.func.jvp, or forward_ad.make_dual");
+  torch::jit::Stack stack;
+  torch::jit::push(stack, x, std::forward<Args>(args)...);
+  op.callBoxed(stack);
+  static const auto wait =
+      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::wait_tensor", "");
+  wait.callBoxed(stack);
+  return torch::jit::pop(stack).toTensor();
+}
+
+// NCCL gives no Work for a call on the current stream; gloo always gives one
+void finish(const Work& work) {
+  if (work) work->wait();
+}
+
+// The buffers are ours and carry no graph
+struct BelowAutograd {
+  at::AutoDispatchBelowADInplaceOrView guard;
+};
+
+Work issue_all_reduce(const ProcessGroup& group, Tensor& x, bool async) {
+  c10d::AllreduceOptions options;
+  options.asyncOp = async;
+  std::vector<Tensor> tensors{x};
+  return group->allreduce(tensors, options);
+}
+
+// The names without underscore are newer than the oldest torch supported; these forward to them.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+Work issue_all_gather(const ProcessGroup& group, Tensor& out, Tensor& x, bool async) {
+  c10d::AllgatherOptions options;
+  options.asyncOp = async;
+  return group->_allgather_base(out, x, options);
+}
+
+Work issue_reduce_scatter(const ProcessGroup& group, Tensor& out, Tensor& x, bool async) {
+  c10d::ReduceScatterOptions options;
+  options.asyncOp = async;
+  return group->_reduce_scatter_base(out, x, options);
+}
+
+Work issue_all_to_all(const ProcessGroup& group, Tensor& out, Tensor& x,
+                      std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
+  c10d::AllToAllOptions options;
+  options.asyncOp = false;
+  return group->alltoall_base(out, x, out_sizes, in_sizes, options);
+}
+#pragma GCC diagnostic pop
+
+}  // namespace
+
+bool traced(const Tensor& x) {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         x.key_set().has(c10::DispatchKey::Python);
+}
+
+void check_place(const std::string& group) {
+  if (!group.empty()) resolve(group);
+}
+
+int64_t size(const std::string& group) {
+  if (group.empty()) return 1;
+  const GroupKey key(group);
+  return key.size > 0 ? key.size : resolve(group)->getSize();
+}
+int64_t rank(const std::string& group) {
+  if (group.empty()) return 0;
+  const GroupKey key(group);
+  return key.rank >= 0 ? key.rank : resolve(group)->getRank();
+}
+
+Pending::Pending(Tensor result, c10::intrusive_ptr<c10::intrusive_ptr_target> work,
+                 std::function<Tensor(const Tensor&)> finish)
+    : result_(std::move(result)), work_(std::move(work)), finish_(std::move(finish)) {}
+
+Pending::~Pending() {
+  if (!work_) return;
+  try {
+    static_cast<c10d::Work*>(work_.get())->wait();
+  } catch (...) {  // the exception under way says more
+  }
+}
+
+Tensor Pending::wait() {
+  BelowAutograd below;
+  if (work_) {
+    const auto work = std::move(work_);
+    work_.reset();
+    static_cast<c10d::Work*>(work.get())->wait();
+  }
+  return finish_ ? finish_(result_) : result_;
+}
+
+Tensor all_reduce(const Tensor& x, const std::string& group) {
+  if (traced(x)) return all_reduce_fresh(x, group);
+  if (auto sum = symmetric_all_reduce(x, group)) return *sum;
+  BelowAutograd below;
+  return all_reduce_fresh(fresh_contiguous(x), group);
+}
+
+Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
+  if (fresh.sym_numel() == 0 || size(group) == 1) return fresh;
+  if (traced(fresh)) {
+    check_place(group);
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
+    return functional(op, fresh.contiguous(), std::string("sum"), bare_name(group));
+  }
+  if (auto sum = symmetric_all_reduce(fresh, group)) return *sum;
+  BelowAutograd below;
+  Tensor x = fresh.contiguous();
+  finish(issue_all_reduce(resolve(group), x, false));
+  return x;
+}
+
+Pending all_reduce_async(const Tensor& fresh, const std::string& group) {
+  if (fresh.sym_numel() == 0 || size(group) == 1 || traced(fresh))
+    return Pending(all_reduce_fresh(fresh, group), nullptr);
+  BelowAutograd below;
+  Tensor x = fresh.contiguous();
+  auto work = issue_all_reduce(resolve(group), x, true);
+  return Pending(std::move(x), std::move(work));
+}
+
+namespace {
+
+using Finish = std::function<Tensor(const Tensor&)>;
+
+// The blocks of all ranks, [p, *x.shape], x contiguous
+Pending gather_blocks(const Tensor& x, const std::string& group, bool async, Finish then) {
+  const auto pg = resolve(group);
+  const int64_t p = pg->getSize();
+  const auto shape = stacked(p, x.sym_sizes());
+  if (is_empty(shape)) return Pending(x.new_empty_symint(shape), nullptr, std::move(then));
+  if (traced(x)) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        "_c10d_functional::all_gather_into_tensor", "");
+    const auto flat = x.dim() == 0 ? x.unsqueeze(0) : x;  // it gathers along dim 0
+    return Pending(functional(op, flat, p, bare_name(group)).reshape_symint(shape), nullptr,
+                   std::move(then));
+  }
+  BelowAutograd below;
+  Tensor in = x.view(-1), out = x.new_empty_symint({p * x.sym_numel()});  // gloo compares shapes
+  auto work = issue_all_gather(pg, out, in, async);
+  if (!async) {
+    finish(work);
+    work.reset();
+  }
+  return Pending(out.view_symint(shape), std::move(work), std::move(then));
+}
+
+Pending gather(const Tensor& x, const std::string& group, int64_t dim, const Split& split,
+               bool async) {
+  return gather_blocks(
+      padded(x, dim, split.longest()), group, async,
+      [dim, split](const Tensor& blocks) { return concatenate(blocks, dim, split); });
+}
+
+Pending scatter_sum(const Tensor& x, const std::string& group, int64_t dim, const Split& split,
+                    bool fresh, bool async) {
+  const auto pg = resolve(group);
+  const int64_t p = pg->getSize();
+  const auto own = split.sizes[pg->getRank()];
+  const auto then = [dim, own](const Tensor& block) { return own_part(block, dim, own); };
+  Tensor blocks = blocks_of(x, dim, split);
+  auto shape = blocks.sym_sizes().vec();
+  shape.erase(shape.begin());
+  if (is_empty(shape)) return Pending(x.new_empty_symint(shape), nullptr, then);
+  if (traced(x)) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        "_c10d_functional::reduce_scatter_tensor", "");
+    return Pending(
+        functional(op, blocks, std::string("sum"), p, bare_name(group)).reshape_symint(shape),
+        nullptr, then);
+  }
+  BelowAutograd below;
+  if (!fresh && blocks.is_alias_of(x))  // a backend may sum in its input
+    blocks = fresh_contiguous(blocks);
+  Tensor in = blocks.view(-1), out = x.new_empty_symint({blocks.sym_numel() / p});
+  auto work = issue_reduce_scatter(pg, out, in, async);
+  if (!async) {
+    finish(work);
+    work.reset();
+  }
+  return Pending(out.view_symint(shape), std::move(work), then);
+}
+
+}  // namespace
+
+Tensor all_gather_stack(const Tensor& x, const std::string& group) {
+  if (size(group) == 1) return x.unsqueeze(0);
+  return gather_blocks(x.contiguous(), group, false, nullptr).wait();
+}
+
+Tensor all_gather(const Tensor& x, const std::string& group, int64_t dim, const Split& split) {
+  return gather(x, group, dim, split, false).wait();
+}
+Pending all_gather_async(const Tensor& x, const std::string& group, int64_t dim,
+                         const Split& split) {
+  return gather(x, group, dim, split, true);
+}
+
+Tensor reduce_scatter(const Tensor& x, const std::string& group, int64_t dim, const Split& split) {
+  return scatter_sum(x, group, dim, split, false, false).wait();
+}
+Tensor reduce_scatter_fresh(const Tensor& fresh, const std::string& group, int64_t dim,
+                            const Split& split) {
+  return scatter_sum(fresh, group, dim, split, true, false).wait();
+}
+Pending reduce_scatter_async(const Tensor& fresh, const std::string& group, int64_t dim,
+                             const Split& split) {
+  return scatter_sum(fresh, group, dim, split, true, true);
+}
+
+Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, int64_t concat_dim,
+                  const Split& split, const Split& concat) {
+  const auto pg = resolve(group);
+  const int64_t p = pg->getSize();
+  auto shape = with_dim(x, split_dim, split.sizes[pg->getRank()]);  // of what comes in
+  shape[concat_dim] = concat.total();
+  std::vector<SymInt> sent, received;  // elements
+  for (int64_t k = 0; k < p; ++k) {
+    SymInt to = split.sizes[k], from = concat.sizes[k];
+    for (int64_t d = 0; d < x.dim(); ++d) {
+      if (d != split_dim) to = to * x.sym_size(d);
+      if (d != concat_dim) from = from * shape[d];
+    }
+    sent.push_back(to);
+    received.push_back(from);
+  }
+  const Tensor in = flat_blocks_of(x, split_dim, split);
+  Tensor out;
+  if (traced(x)) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_to_all_single", "");
+    out = functional(op, in, received, sent, bare_name(group));
+  } else {
+    BelowAutograd below;
+    std::vector<int64_t> received_ints, sent_ints;
+    int64_t incoming = 0;
+    for (int64_t k = 0; k < p; ++k) {
+      received_ints.push_back(received[k].guard_int(__FILE__, __LINE__));
+      sent_ints.push_back(sent[k].guard_int(__FILE__, __LINE__));
+      incoming += received_ints.back();
+    }
+    out = at::empty({incoming}, x.options());
+    Tensor from = in;
+    finish(issue_all_to_all(pg, out, from, received_ints, sent_ints));
+  }
+  return concatenate_flat(out, shape, concat_dim, concat);
+}
+
+}  // namespace tp_ext::comm

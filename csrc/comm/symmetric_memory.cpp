@@ -1,0 +1,215 @@
+#include "comm/symmetric_memory.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <cstdlib>
+#include <mutex>
+#include <unordered_map>
+
+#include "comm/pack.h"
+#include "comm/collectives.h"
+#include "comm/stream_order.h"
+
+namespace tp_ext::comm {
+namespace {
+
+using at::Tensor;
+
+// What the group's name says
+struct Limits {
+  std::string name;
+  int64_t rank, size, one_shot_bytes, max_bytes;
+  uint64_t buffer;
+  bool fused;
+};
+
+std::optional<Limits> limits_of(const std::string& group) {
+  const auto at = group.rfind('@');
+  if (at == std::string::npos) return std::nullopt;
+  uint64_t numbers[6];
+  const char* text = group.c_str() + at;  // each number follows an '@' or a '/'
+  for (auto& number : numbers) {
+    if (*text != (text == group.c_str() + at ? '@' : '/')) return std::nullopt;
+    char* end = nullptr;
+    number = std::strtoull(text + 1, &end, 10);
+    text = end;
+  }
+  return Limits{group.substr(0, at),
+                static_cast<int64_t>(numbers[0]),
+                static_cast<int64_t>(numbers[1]),
+                static_cast<int64_t>(numbers[2]),
+                static_cast<int64_t>(numbers[3]),
+                numbers[4],
+                numbers[5] != 0};
+}
+
+constexpr int64_t kAccess = 16;  // bytes that a thread of torch's kernels moves at once
+
+enum class Algorithm { backend, one_shot, two_shot };
+
+Algorithm choose(at::ScalarType dtype, int64_t numel, const Limits& limits) {
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  const bool kernels = dtype == at::kFloat || dtype == at::kBFloat16;
+  if (!kernels || bytes == 0 || bytes % kAccess != 0) return Algorithm::backend;
+  if (bytes <= limits.one_shot_bytes) return Algorithm::one_shot;
+  const bool two_shot = limits.size == 2 || limits.size == 4 || limits.size == 8;
+  return two_shot && bytes <= limits.max_bytes ? Algorithm::two_shot : Algorithm::backend;
+}
+
+// An operator of torch's, if there is one for the device of x: some are defined by a Python module,
+// some builds lack the kernels
+std::optional<c10::OperatorHandle> find(const char* name, const Tensor& x) {
+  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+  const auto key = x.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  return op.has_value() && op->hasKernelForDispatchKey(key) ? op : std::nullopt;
+}
+
+template <typename... Args>
+torch::jit::Stack call(const c10::OperatorHandle& op, Args&&... args) {
+  torch::jit::Stack stack;
+  torch::jit::push(stack, std::forward<Args>(args)...);
+  op.callBoxed(stack);
+  return stack;
+}
+
+// Own alignment must not decide, since other ranks may have another; so it is put right
+Tensor aligned(const Tensor& x) {
+  const Tensor y = x.contiguous();
+  const auto offset = y.storage_offset() * static_cast<int64_t>(y.element_size());
+  const bool is = offset % kAccess == 0 && reinterpret_cast<uintptr_t>(y.data_ptr()) % kAccess == 0;
+  return is ? y : fresh_contiguous(y);
+}
+
+// The group's buffer, as a tensor like x. Nobody else may hold it at the same time.
+Tensor buffer_like(const Tensor& x, const Limits& limits) {
+  const auto bytes = c10d::symmetric_memory::empty_strided_p2p(
+      {limits.max_bytes}, {1}, at::kByte, x.device(), limits.name, limits.buffer);
+  return bytes.narrow(0, 0, x.numel() * static_cast<int64_t>(x.element_size()))
+      .view(x.scalar_type())
+      .view(x.sizes());
+}
+
+// Whether a CUDA graph is being captured on the stream; a torch before 2.12 or so does not say
+template <typename S>
+auto is_capturing(const S& stream, int) -> decltype(stream.is_capturing()) {
+  return stream.is_capturing();
+}
+template <typename S>
+bool is_capturing(const S&, long) {
+  return false;
+}
+
+// One use of a group's memory, on the current stream
+class Use {
+ public:
+  Use(const Tensor& x, const Limits& limits)
+      : group_(std::hash<std::string>()(limits.name)),
+        stream_(c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device())),
+        capturing_(is_capturing(stream_, 0)),
+        ordered_(!x.is_cpu()) {
+    if (!ordered_) return;
+    const std::lock_guard lock(mutex());
+    allowed_ = orders()[group_].begin(stream_, capturing_);
+  }
+  ~Use() {
+    if (!ordered_ || !allowed_) return;
+    const std::lock_guard lock(mutex());
+    orders()[group_].end(stream_, capturing_);
+  }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+
+  bool allowed() const { return allowed_; }
+
+ private:
+  using Orders = std::unordered_map<size_t, StreamOrder<c10::Stream, c10::Event>>;
+  static std::mutex& mutex() {
+    static auto& mutex = *new std::mutex;
+    return mutex;
+  }
+  // Lives to the end of the process, as the buffers do: by then there may be no driver for events
+  static Orders& orders() {
+    static auto& orders = *new Orders;
+    return orders;
+  }
+
+  const size_t group_;
+  const c10::Stream stream_;
+  const bool capturing_, ordered_;
+  bool allowed_ = true;
+};
+
+// GEMMs in pieces: nothing to gain without rows, and torch cuts them evenly
+std::optional<Limits> fusable(const Tensor& x, const std::string& group, const Split& tokens) {
+  if (traced(x) || !tokens.even() || x.dim() < 2 || x.sym_numel() == 0) return std::nullopt;
+  auto limits = limits_of(group);
+  if (!limits.has_value() || !limits->fused) return std::nullopt;
+  check_place(group);
+  return limits;
+}
+
+}  // namespace
+
+const char* all_reduce_algorithm(at::ScalarType dtype, int64_t numel, const std::string& group) {
+  const auto limits = limits_of(group);
+  const auto chosen = limits ? choose(dtype, numel, *limits) : Algorithm::backend;
+  if (chosen == Algorithm::backend) return "backend";
+  return chosen == Algorithm::one_shot ? "one_shot" : "two_shot";
+}
+
+std::optional<Tensor> symmetric_all_reduce(const Tensor& x, const std::string& group) {
+  const auto limits = limits_of(group);
+  if (!limits) return std::nullopt;
+  const auto chosen = choose(x.scalar_type(), x.numel(), *limits);
+  if (chosen == Algorithm::backend) return std::nullopt;
+  const auto op = find(chosen == Algorithm::one_shot ? "symm_mem::one_shot_all_reduce_copy"
+                                                     : "symm_mem::two_shot_all_reduce_out",
+                       x);
+  if (!op) return std::nullopt;
+  check_place(group);
+  at::AutoDispatchBelowADInplaceOrView below;
+  const Use use(x, *limits);
+  if (!use.allowed()) return std::nullopt;
+  const Tensor in = aligned(x);
+  Tensor buffer = buffer_like(in, *limits);
+  if (chosen == Algorithm::one_shot)  // its kernel copies, too
+    return call(*op, buffer, in, std::string("sum"), limits->name).back().toTensor();
+  buffer.copy_(in);
+  return call(*op, buffer, std::string("sum"), limits->name, at::empty_like(in)).back().toTensor();
+}
+
+std::optional<GatherMatmul> fused_all_gather_matmul(const Tensor& x, const Tensor& w,
+                                                    bool transposed, const std::string& group,
+                                                    const Split& tokens, bool wants_x) {
+  const auto limits = fusable(x, group, tokens);
+  if (!limits) return std::nullopt;
+  const auto op = find("symm_mem::fused_all_gather_matmul", x);
+  if (!op) return std::nullopt;
+  at::AutoDispatchBelowADInplaceOrView below;
+  const Use use(x, *limits);
+  if (!use.allowed()) return std::nullopt;
+  const std::vector<Tensor> factors{transposed ? w.t() : w};
+  const auto results = call(*op, x.contiguous(), factors, int64_t{0}, limits->name, wants_x);
+  return GatherMatmul{results[1].toTensorVector()[0], wants_x ? results[0].toTensor() : Tensor()};
+}
+
+std::optional<Tensor> fused_matmul_reduce_scatter(const Tensor& x, const Tensor& w,
+                                                  const std::string& group, const Split& tokens) {
+  const auto limits = fusable(x, group, tokens);
+  if (!limits) return std::nullopt;
+  const auto op = find("symm_mem::fused_matmul_reduce_scatter", x);
+  if (!op) return std::nullopt;
+  at::AutoDispatchBelowADInplaceOrView below;
+  const Use use(x, *limits);
+  if (!use.allowed()) return std::nullopt;
+  return call(*op, x.contiguous(), w.t(), std::string("sum"), int64_t{0}, limits->name)
+      .back()
+      .toTensor();
+}
+
+}  // namespace tp_ext::comm

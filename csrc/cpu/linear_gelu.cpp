@@ -1,0 +1,36 @@
+// linear_gelu and the accumulation of a weight's gradient on CPU: ATen's products, and for the
+// activation our kernel.
+
+#include <torch/library.h>
+
+#include "args/linear_gelu.h"
+
+namespace tp_ext {
+namespace {
+
+std::tuple<Tensor, Tensor> linear_gelu_fwd(const Tensor& x, const Tensor& weight,
+                                           const Tensor& bias, bool keep_pre) {
+  composed::check_linear_gelu(x, weight, bias);
+  return composed::linear_gelu_fwd(x, weight, bias, keep_pre);
+}
+
+std::tuple<Tensor, Tensor> linear_dgelu_bwd(const Tensor& dy, const Tensor& weight,
+                                            const Tensor& pre) {
+  composed::check_linear_dgelu(dy, weight, pre);
+  return composed::linear_dgelu_bwd(dy, weight, pre);
+}
+
+void add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
+  composed::check_add_weight_grad(main_grad, dy, x);
+  composed::add_weight_grad_(main_grad, dy, x);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  m.impl("_linear_gelu_fwd", linear_gelu_fwd);
+  m.impl("_linear_dgelu_bwd", linear_dgelu_bwd);
+  m.impl("_add_weight_grad_", add_weight_grad_);
+}
+
+}  // namespace tp_ext

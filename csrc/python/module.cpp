@@ -1,0 +1,49 @@
+// The Python extension module: importing it loads the operators; it tells how it was built, size and
+// rank of a group by its name, and what has been counted of collectives; Python functions that call
+// operators without boxing; the backend of shared memory.
+
+#include <pybind11/chrono.h>
+#include <torch/extension.h>
+#include <torch/version.h>
+
+#include "comm/collectives.h"
+#include "comm/counter.h"
+#include "comm/symmetric_memory.h"
+#include "shm/backend.h"
+
+namespace tp_ext {
+PyObject* direct_call(const std::string& name, PyObject* overload);
+}
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Operators of tp_ext (torch.ops.tp_ext) and how they were built.";
+  m.def("build_info", [] {
+    pybind11::dict info;
+    info["torch"] = TORCH_VERSION;
+#ifdef TP_EXT_WITH_CUDA
+    info["cuda"] = TP_EXT_CUDA_VERSION;
+    info["cuda_archs"] = TP_EXT_CUDA_ARCHS;
+#else
+    info["cuda"] = pybind11::none();
+    info["cuda_archs"] = "";
+#endif
+    info["compiler"] = __VERSION__;
+    return info;
+  });
+  m.def("group_size", &tp_ext::comm::size);
+  m.def("group_rank", &tp_ext::comm::rank);
+  m.def("all_reduce_algorithm", &tp_ext::comm::all_reduce_algorithm);
+  m.def("create_shm_backend", &tp_ext::shm::create_backend,
+        pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("direct_call", [](const std::string& name, const pybind11::object& overload) {
+    return pybind11::reinterpret_steal<pybind11::object>(tp_ext::direct_call(name, overload.ptr()));
+  });
+  m.def("open_counter", &tp_ext::comm::open_counter);
+  m.def("close_counter", &tp_ext::comm::close_counter);
+  m.def("read_counter", [](int64_t id) {
+    pybind11::list counts;
+    for (const auto& c : tp_ext::comm::read_counter(id))
+      counts.append(pybind11::make_tuple(c.group, c.group_size, c.kind, c.full, c.own, c.number));
+    return counts;
+  });
+}

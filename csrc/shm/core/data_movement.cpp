@@ -1,0 +1,149 @@
+#include "shm/core/data_movement.h"
+
+#include <algorithm>
+
+#include "shm/core/chunking.h"
+
+namespace tp_ext::shm {
+namespace {
+
+constexpr int64_t kMostBytes = int64_t(1) << 62;  // steps that follow from it can be counted
+
+}  // namespace
+
+AllGather::AllGather(const Party& party, const void* in, std::vector<void*> out,
+                     std::vector<int64_t> bytes, uint32_t type, int root)
+    : Steps(party, root < 0 ? Kind::kAllGather : Kind::kGather,
+            steps_for(largest(bytes), party.slot_bytes()),
+            signature_of(bytes[party.rank], type, std::max(root, 0))),
+      in_(static_cast<const char*>(in)),
+      out_(std::move(out)),
+      bytes_(std::move(bytes)),
+      type_(type),
+      root_(root) {
+  if (root < 0) return;
+  for (const int64_t n : bytes_)
+    if (n != bytes_[party.rank])
+      throw Failure("gather: " + std::to_string(n) + " bytes of one rank and " +
+                    std::to_string(bytes_[party.rank]) + " of another must be the same");
+  if (root != party.rank) sources_.clear();
+}
+
+Signature AllGather::expected(int rank) const {
+  return signature_of(bytes_[rank], type_, std::max(root_, 0));
+}
+
+// Without the length, which differs from rank to rank
+Signature AllGather::common() const {
+  Signature common = signature();
+  common.count = 0;
+  return common;
+}
+
+void AllGather::write(int64_t step, char* slot) {
+  const Piece piece(step, party_.slot_bytes(), bytes_[party_.rank]);
+  copy(slot, in_ + piece.begin, piece.length);
+}
+
+void AllGather::read(int64_t step) {
+  for (const int rank : sources_) {
+    const Piece piece(step, party_.slot_bytes(), bytes_[rank]);
+    const char* from = rank == party_.rank ? in_ + piece.begin : of(step, rank);
+    copy(static_cast<char*>(out_[rank]) + piece.begin, from, piece.length);
+  }
+}
+
+Broadcast::Broadcast(const Party& party, void* data, int64_t bytes, uint32_t type, int root)
+    : Steps(party, Kind::kBroadcast, steps_for(bytes, party.slot_bytes()),
+            signature_of(bytes, type, root)),
+      data_(static_cast<char*>(data)),
+      bytes_(bytes),
+      root_(root) {
+  only_from(root);
+}
+
+void Broadcast::write(int64_t step, char* slot) {
+  const Piece piece(step, party_.slot_bytes(), bytes_);
+  copy(slot, data_ + piece.begin, piece.length);
+}
+
+void Broadcast::read(int64_t step) {
+  if (party_.rank == root_) return;
+  const Piece piece(step, party_.slot_bytes(), bytes_);
+  copy(data_ + piece.begin, of(step, root_), piece.length);
+}
+
+Scatter::Scatter(const Party& party, std::vector<const void*> in, void* out, int64_t bytes,
+                 uint32_t type, int root)
+    : Steps(party, Kind::kScatter, steps_for(bytes, share_of(party.slot_bytes(), party.ranks())),
+            signature_of(bytes, type, root)),
+      in_(std::move(in)),
+      out_(static_cast<char*>(out)),
+      bytes_(bytes),
+      share_(share_of(party.slot_bytes(), party.ranks())),
+      root_(root) {
+  only_from(root);
+}
+
+void Scatter::write(int64_t step, char* slot) {
+  const Piece piece(step, share_, bytes_);
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    const char* from = static_cast<const char*>(in_[rank]) + piece.begin;
+    copy(rank == root_ ? out_ + piece.begin : slot + rank * share_, from, piece.length);
+  }
+}
+
+void Scatter::read(int64_t step) {
+  if (party_.rank == root_) return;
+  const Piece piece(step, share_, bytes_);
+  copy(out_ + piece.begin, of(step, root_) + party_.rank * share_, piece.length);
+}
+
+AllToAll::AllToAll(const Party& party, std::vector<const void*> in, std::vector<int64_t> in_bytes,
+                   std::vector<void*> out, std::vector<int64_t> out_bytes, uint32_t type)
+    : Steps(party, Kind::kAllToAll, 1, signature_of(0, type)),
+      in_(std::move(in)),
+      in_bytes_(std::move(in_bytes)),
+      out_(std::move(out)),
+      out_bytes_(std::move(out_bytes)),
+      share_(share_of(party.slot_bytes(), party.ranks())) {
+  sized_ = false;
+}
+
+void AllToAll::write(int64_t step, char* slot) {
+  if (step == 0) return copy(slot, in_bytes_.data(), party_.ranks() * int64_t(sizeof(int64_t)));
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    if (rank == party_.rank) continue;
+    const Piece piece(step - 1, share_, in_bytes_[rank]);
+    copy(slot + rank * share_, static_cast<const char*>(in_[rank]) + piece.begin, piece.length);
+  }
+}
+
+void AllToAll::read(int64_t step) {
+  const int own = party_.rank;
+  if (step == 0) {
+    int64_t most = 0;
+    for (int rank = 0; rank < party_.ranks(); ++rank) {
+      for (int to = 0; to < party_.ranks(); ++to) {
+        const auto bytes = read_once<int64_t>(of(0, rank) + to * sizeof(int64_t));
+        if (bytes < 0 || bytes > kMostBytes)
+          damaged("a size in an all_to_all", rank, static_cast<uint64_t>(bytes));
+        if (to == own && bytes != out_bytes_[rank])
+          throw Failure("all_to_all: rank " + std::to_string(rank) + " sends " +
+                        std::to_string(bytes) + " bytes to rank " + std::to_string(own) +
+                        ", which expects " + std::to_string(out_bytes_[rank]));
+        if (to != rank) most = std::max(most, bytes);
+      }
+    }
+    steps_ = 1 + divide_up(most, share_);
+    sized_ = true;
+    return copy(out_[own], in_[own], out_bytes_[own]);
+  }
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    if (rank == own) continue;
+    const Piece piece(step - 1, share_, out_bytes_[rank]);
+    copy(static_cast<char*>(out_[rank]) + piece.begin, of(step, rank) + own * share_, piece.length);
+  }
+}
+
+}  // namespace tp_ext::shm

@@ -1,0 +1,212 @@
+#include "shm/core/reductions.h"
+
+#include <algorithm>
+
+#include "shm/core/chunking.h"
+
+namespace tp_ext::shm {
+namespace {
+
+Signature signature_of(const Elements& elements, int root = 0) {
+  Signature s;
+  s.type = elements.type;
+  s.op = elements.op;
+  s.root = static_cast<uint32_t>(root);
+  s.count = static_cast<uint64_t>(elements.count);
+  s.parts = elements.shape;
+  return s;
+}
+
+// Ranks that divide differently would read what nobody wrote for them
+Signature signature_of(const Elements& elements, const std::vector<int64_t>& parts) {
+  Signature s = signature_of(elements);
+  s.parts = 14695981039346656037u;  // FNV-1a
+  for (const int64_t n : parts) s.parts = (s.parts ^ static_cast<uint64_t>(n)) * 1099511628211u;
+  return s;
+}
+
+}  // namespace
+
+AllReduce::AllReduce(const Party& party, const void* in, void* out, const Elements& elements)
+    : Steps(party, Kind::kAllReduce, 1, signature_of(elements)),
+      in_(static_cast<const char*>(in)),
+      out_(static_cast<char*>(out)),
+      elements_(elements) {
+  if (elements.bytes() > party.slot_bytes())
+    throw Failure("all_reduce: " + std::to_string(elements.bytes()) + " bytes in one step");
+}
+
+void AllReduce::write(int64_t, char* slot) { copy(slot, in_, elements_.bytes()); }
+
+void AllReduce::read(int64_t step) {
+  const void* in[kMaxRanks];
+  for (int rank = 0; rank < party_.ranks(); ++rank) in[rank] = of(step, rank);
+  elements_.combine(out_, in, party_.ranks(), elements_.count);
+}
+
+ChunkedAllReduce::ChunkedAllReduce(const Party& party, const void* in, void* out,
+                                   const Elements& elements)
+    : Call(party, Kind::kAllReduce),
+      in_(static_cast<const char*>(in)),
+      out_(static_cast<char*>(out)),
+      elements_(elements),
+      per_chunk_(party.slot_bytes() / elements.size),
+      chunks_(divide_up(elements.count, per_chunk_)),
+      signature_(signature_of(elements)) {
+  signature_.kind = static_cast<uint32_t>(Kind::kAllReduce);
+}
+
+void ChunkedAllReduce::begin(uint64_t number, uint64_t history) {
+  signature_.call = number;
+  signature_.history = history;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    base_[lane] = party_.lanes[lane].begun;
+    party_.lanes[lane].begun += static_cast<uint64_t>(chunks_);
+  }
+}
+
+ChunkedAllReduce::Range ChunkedAllReduce::chunk(int64_t index) const {
+  return {index * per_chunk_, std::min((index + 1) * per_chunk_, elements_.count)};
+}
+
+// In whole lines, so that no two ranks write into one
+ChunkedAllReduce::Range ChunkedAllReduce::part(int64_t index, int rank) const {
+  const Range all = chunk(index);
+  const int64_t n = all.end - all.begin, line = kLine / elements_.size;
+  const int64_t each = divide_up(divide_up(n, party_.ranks()), line) * line;
+  return {all.begin + std::min(rank * each, n), all.begin + std::min((rank + 1) * each, n)};
+}
+
+// The others' parts of the chunk: the own one is combined from the input itself
+void ChunkedAllReduce::write(int64_t index) {
+  const Lane& lane = party_.lanes[0];
+  const uint64_t step = base_[0] + static_cast<uint64_t>(index);
+  const Range all = chunk(index), own = part(index, party_.rank);
+  const int64_t size = elements_.size;
+  char* slot = lane.own(step);
+  copy(slot, in_ + all.begin * size, (own.begin - all.begin) * size);
+  copy(slot + (own.end - all.begin) * size, in_ + own.end * size, (all.end - own.end) * size);
+  lane.post(step, signature_);
+}
+
+void ChunkedAllReduce::combine(int64_t index) {
+  const Lane &addends = party_.lanes[0], &sums = party_.lanes[1];
+  const uint64_t from = base_[0] + static_cast<uint64_t>(index),
+                 to = base_[1] + static_cast<uint64_t>(index);
+  const Range all = chunk(index), own = part(index, party_.rank);
+  const int64_t size = elements_.size, offset = (own.begin - all.begin) * size;
+  const void* in[kMaxRanks];
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    check(rank, addends.signature(from, rank), signature_);
+    in[rank] = rank == party_.rank ? in_ + own.begin * size : addends.of(from, rank) + offset;
+  }
+  char* result = out_ + own.begin * size;
+  elements_.combine(result, in, party_.ranks(), own.end - own.begin);
+  copy(sums.own(to), result, (own.end - own.begin) * size);
+  sums.post(to, signature_);
+  addends.finish(from);
+}
+
+void ChunkedAllReduce::spread(int64_t index) {
+  const Lane& sums = party_.lanes[1];
+  const uint64_t step = base_[1] + static_cast<uint64_t>(index);
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    const Range theirs = part(index, rank);
+    if (rank != party_.rank)
+      copy(out_ + theirs.begin * elements_.size, sums.of(step, rank),
+           (theirs.end - theirs.begin) * elements_.size);
+  }
+  sums.finish(step);
+}
+
+bool ChunkedAllReduce::advance() {
+  const Lane &addends = party_.lanes[0], &sums = party_.lanes[1];
+  for (bool moved = true; moved;) {
+    moved = false;
+    if (written_ < std::min(chunks_, combined_ + kAhead) &&
+        addends.free(base_[0] + static_cast<uint64_t>(written_))) {
+      write(written_++);
+      moved = ++moves_;
+    }
+    const auto next = static_cast<uint64_t>(combined_);
+    if (combined_ < written_ && addends.all_arrived(base_[0] + next) &&
+        sums.free(base_[1] + next)) {
+      combine(combined_++);
+      moved = ++moves_;
+    }
+    if (spread_ < combined_ && sums.all_arrived(base_[1] + static_cast<uint64_t>(spread_))) {
+      spread(spread_++);
+      moved = ++moves_;
+    }
+  }
+  return spread_ == chunks_;
+}
+
+std::vector<int> ChunkedAllReduce::missing() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    const bool late = spread_ < combined_
+                          ? !party_.lanes[1].posted(base_[1] + uint64_t(spread_), rank)
+                          : !party_.lanes[0].posted(base_[0] + uint64_t(combined_), rank);
+    if (late) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+ReduceScatter::ReduceScatter(const Party& party, std::vector<const void*> in, void* out,
+                             std::vector<int64_t> counts, const Elements& like)
+    : Steps(party, Kind::kReduceScatter,
+            steps_for(largest(counts), share_of(party.slot_bytes(), party.ranks()) / like.size),
+            signature_of(like, counts)),
+      in_(std::move(in)),
+      out_(static_cast<char*>(out)),
+      counts_(std::move(counts)),
+      like_(like),
+      share_(share_of(party.slot_bytes(), party.ranks()) / like.size) {}
+
+void ReduceScatter::write(int64_t step, char* slot) {
+  for (int rank = 0; rank < party_.ranks(); ++rank) {
+    if (rank == party_.rank) continue;
+    const Piece piece(step, share_, counts_[rank]);
+    copy(slot + rank * share_ * like_.size,
+         static_cast<const char*>(in_[rank]) + piece.begin * like_.size, piece.length * like_.size);
+  }
+}
+
+void ReduceScatter::read(int64_t step) {
+  const int own = party_.rank;
+  const Piece piece(step, share_, counts_[own]);
+  const void* in[kMaxRanks];
+  for (int rank = 0; rank < party_.ranks(); ++rank)
+    in[rank] = rank == own ? static_cast<const char*>(in_[own]) + piece.begin * like_.size
+                           : of(step, rank) + own * share_ * like_.size;
+  like_.combine(out_ + piece.begin * like_.size, in, party_.ranks(), piece.length);
+}
+
+Reduce::Reduce(const Party& party, const void* in, void* out, const Elements& elements, int root)
+    : Steps(party, Kind::kReduce, steps_for(elements.count, party.slot_bytes() / elements.size),
+            signature_of(elements, root)),
+      in_(static_cast<const char*>(in)),
+      out_(static_cast<char*>(out)),
+      elements_(elements),
+      root_(root),
+      share_(party.slot_bytes() / elements.size) {
+  if (party.rank != root) sources_.clear();
+}
+
+void Reduce::write(int64_t step, char* slot) {
+  if (party_.rank == root_) return;
+  const Piece piece(step, share_, elements_.count);
+  copy(slot, in_ + piece.begin * elements_.size, piece.length * elements_.size);
+}
+
+void Reduce::read(int64_t step) {
+  if (party_.rank != root_) return;
+  const Piece piece(step, share_, elements_.count);
+  const void* in[kMaxRanks];
+  for (int rank = 0; rank < party_.ranks(); ++rank)
+    in[rank] = rank == root_ ? in_ + piece.begin * elements_.size : of(step, rank);
+  elements_.combine(out_ + piece.begin * elements_.size, in, party_.ranks(), piece.length);
+}
+
+}  // namespace tp_ext::shm

@@ -1,0 +1,156 @@
+"""A checkpoint that does not fit is an error on every rank, the same one, before anything is written."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import tp_ext
+from tests.helpers import ranks
+from tests.helpers.stateful import made, train
+
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+def _saved(path, change):
+    """What the unsharded model and its optimizer would save, changed."""
+    model, optimizer = made(None)
+    train(model, optimizer, None, 1)
+    state = tp_ext.sharded_state_dict(model, optimizer)
+    state["model"] = {k: v + 1 for k, v in model.state_dict().items()}
+    change(state)
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def _put(part, key, value):
+    return lambda state: state[part].__setitem__(key, value)
+
+
+def _remove(state):
+    del state["model"]["mlp.up.weight"]
+    for key in [key for key in state["optimizer"] if "column.bias" in key]:
+        del state["optimizer"][key]
+    state["model"]["mlp.sideways.weight"] = torch.ones(1)
+    state["optimizer"]["state.mlp.sideways.weight.exp_avg"] = torch.ones(1)
+
+
+WRONG = {
+    "shape": (_put("model", "last.weight", torch.ones(9)), ValueError, r"'model.last.weight' has .*\(9,\).*\(8,\)"),
+    "sharded": (
+        _put("model", "mlp.up.weight", torch.ones(24, 8)),
+        ValueError,
+        r"'model.mlp.up.weight' has shape \(24, 8\) and must have \(22, 8\)",
+    ),
+    "vocabulary": (
+        _put("model", "embedding.weight", torch.ones(14, 8)),
+        ValueError,
+        r"'model.embedding.weight' has shape \(14, 8\).* must have \(13, 8\), that of the unsharded module",
+    ),
+    "keys": (
+        _remove,
+        KeyError,
+        r"missing keys \['model.mlp.up.weight', 'optimizer.param_groups.column.bias.lr'\], unexpected keys "
+        r"\['model.mlp.sideways.weight', 'optimizer.state.mlp.sideways.weight.exp_avg'\]",
+    ),
+    "no optimizer": (lambda state: state.pop("optimizer"), KeyError, r"missing keys \['optimizer.param_groups"),
+    "kind": (_put("model", "norm.bias", 3), TypeError, "'model.norm.bias' is no tensor and must be one"),
+    "state": (
+        _put("optimizer", "state.mlp.up.weight.exp_avg", torch.ones(3, 8)),
+        ValueError,
+        r"exp_avg' has shape \(3, 8\).*\(22, 8\)",
+    ),
+    "options": (
+        _put("optimizer", "param_groups.mlp.up.weight.betas", (0.1, 0.2)),
+        ValueError,
+        r"its group 0 must have been saved with one betas: .* is \(0.9, 0.999\), .*up.weight.betas' is \(0.1, 0.2\)",
+    ),
+}
+
+
+def _load(group, path, options):
+    model, optimizer = made(group, **options)
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        tp_ext.load_checkpoint(path, model, optimizer, group=group)
+    finally:
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(same) and not optimizer.state, "something was loaded"
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_fit_is_told_and_nothing_is_loaded(what, tmp_path):
+    change, error, message = WRONG[what]
+    _saved(tmp_path / "saved", change)
+    for p, options in ((1, {}), (2, {"pad": 4}), (3, {})):
+        ranks.run_raises(_load, p, error, message, tmp_path / "saved", options, in_turns=False)
+
+
+def _load_some(group, path):
+    model, _ = made(group)
+    tp_ext.load_checkpoint(path, model, group=group)
+    return tp_ext.full_state_dict(model, group=group)
+
+
+def test_the_unsharded_model_saves_by_torch_alone(tmp_path):
+    """Its optimizer is not asked for; what others have saved beside it is their own."""
+    _saved(tmp_path / "saved", lambda state: state.update(epoch=3))
+    model, optimizer = made(None)
+    train(model, optimizer, None, 1)
+    for state in ranks.run(_load_some, 2, tmp_path / "saved"):
+        for name, value in model.state_dict().items():
+            assert torch.equal(state[name], value + 1), name
+
+
+class _Failing(tp_ext.CheckpointReader):
+    def read_data(self, plan, planner):
+        raise OSError("the disk is gone")
+
+
+def _one_fails(group, path, failing, where):
+    model, _ = made(group)
+    reader = _Failing(path) if where == "data" and group.rank() == failing else tp_ext.CheckpointReader(path)
+    if where == "metadata" and group.rank() == failing:
+        reader = tp_ext.CheckpointReader(path / "nowhere")
+    tp_ext.load_sharded_state_dict(model, storage_reader=reader, group=group)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("where", ["metadata", "data"])
+def test_what_one_rank_cannot_read_is_the_error_of_all(where, failing, tmp_path):
+    _saved(tmp_path / "saved", lambda state: None)
+    error, message = (OSError, "disk is gone") if where == "data" else (FileNotFoundError, "nowhere")
+    ranks.run_raises(_one_fails, 2, error, message, tmp_path / "saved", failing, where, in_turns=False)
+
+
+def _group_of_two(group, path):
+    """Options of a group that was cut otherwise: those of its first parameter, if they are the same for all."""
+    model = tp_ext.ColumnParallelLinear(3, 4, group=group)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.25}], lr=0.5)
+    if path:
+        tp_ext.save_checkpoint(path, model, optimizer, group=group)
+    return model, optimizer
+
+
+def _regrouped(group, path):
+    _group_of_two(group, path)
+    model, _ = _group_of_two(group, None)
+    optimizer = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=9.0)
+    tp_ext.load_checkpoint(path, model, optimizer, group=group)
+    return [g["lr"] for g in optimizer.param_groups]
+
+
+def test_options_go_by_the_names_of_parameters(tmp_path):
+    assert ranks.run(_regrouped, 2, tmp_path / "saved") == [[0.25, 0.5]] * 2
+
+
+def test_other_modules_are_named(tmp_path):
+    _saved(tmp_path / "saved", lambda state: None)
+    with pytest.raises(KeyError, match=re.escape("missing keys ['model.bias', 'model.weight'], unexpected")):
+        tp_ext.load_checkpoint(tmp_path / "saved", nn.Linear(2, 2))
+    with pytest.raises(FileNotFoundError, match=r"path: .*nowhere' must be a checkpoint, a directory with .metadata"):
+        tp_ext.load_checkpoint(tmp_path / "nowhere", nn.Linear(2, 2))

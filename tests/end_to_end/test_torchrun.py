@@ -1,0 +1,237 @@
+"""examples/train_gpt.py as a user starts it: whole runs under torchrun, resumed, misused, and killed in the middle."""
+
+import csv
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import train_gpt
+from gpt import GPT, GPTConfig
+
+from tests.helpers import ranks
+from tests.helpers.paths import ROOT
+
+SIZES = {"hidden-size": 24, "num-layers": 1, "num-heads": 4, "num-kv-heads": 2, "ffn-hidden-size": 40}
+SIZES |= {"seq-length": 15, "batch-size": 3, "max-mib": 1, "timeout": 20}
+SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+
+
+def _launch(p: int, out: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(p)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*command, str(ROOT / "examples" / "train_gpt.py"), *SMALL, "--out", str(out), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=out.parent,
+    )
+
+
+def _train(p: int, out: Path, *arguments: str) -> list[float]:
+    process = _launch(p, out, *arguments)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    with (out / "loss.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    (folder / "b.bin").write_bytes(b"\0\1\2" * 100)  # not text: left out
+    (folder / "deep").mkdir()
+    (folder / "deep" / "c.txt").write_text("pack my box with five dozen liquor jugs. " * 50)
+    return folder
+
+
+def test_resumed_at_another_p_goes_on_as_if_uninterrupted(text, tmp_path):
+    """8 steps on one rank = 5 on two, then 3 on one: weights, AdamW's state, dropout and batches all go on."""
+    options = ["--data", str(text), "--dtype", "float64", "--sample-bytes", "0", "--lr-decay-steps", "8"]
+    whole = _train(1, tmp_path / "whole", "--steps", "8", *options)
+    begun = _train(2, tmp_path / "parts", "--steps", "5", "--sequence-parallel", *options)
+    assert begun == pytest.approx(whole[:5], abs=1e-9, rel=0)
+    resumed = _train(1, tmp_path / "parts", "--steps", "8", "--resume", *options)
+    assert resumed[:5] == begun
+    assert resumed == pytest.approx(whole, abs=1e-9, rel=0)
+
+
+def test_output_files_lines_and_sample(text, tmp_path):
+    options = ["--data", str(text), "--steps", "4", "--eval-every", "2", "--log-every", "3", "--sample-bytes", "8"]
+    process = _launch(2, tmp_path / "run", *options)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert re.search(r"first loss \d\.\d+, last loss \d\.\d+, held-out loss \d\.\d+", output)
+    assert re.findall(r"^step (\d)/4: loss \d", output, re.M) == ["2", "3", "4"] and "\r" not in output
+    assert "--- sample\ndef " in output
+    assert (tmp_path / "run" / "sample.txt").read_text().startswith("def ")
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "run" / "loss.csv").open() as file:
+        assert [bool(row["held_out_loss"]) for row in csv.DictReader(file)] == [False, True, False, True]
+    assert [file.name for file in (tmp_path / "run").glob("*.tmp")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--help"], "Trains a byte-level language model with tensor parallelism:"),
+        (["--data", "/nowhere"], "--data: /nowhere must be an existing file or folder"),
+        (["--data", "EMPTY"], "--data: must hold text; there is no file, or all are empty or binary"),
+        (["--data", "BINARY"], "--data: must hold text; there is no file, or all are empty or binary"),
+        (["--data", "SHORT"], "--data: 10 bytes of text must be at least 258, for a training and a held-out sequence"),
+        (["--steps", "0"], "--steps: 0 must be at least 1"),
+        (["--num-layers", "0"], "--num-layers: 0 must be at least 1"),
+        (["--lr", "-1"], "--lr: -1 must be positive and finite"),
+        (["--save-every", "-3"], "--save-every: -3 must be at least 0"),
+        (["--sample-bytes", "-1"], "--sample-bytes: -1 must be at least 0"),
+        (["--dropout", "1"], "--dropout: 1 must be at least 0 and less than 1"),
+        (["--batch-size", "many"], "--batch-size: 'many' must be a number"),
+    ],
+    ids=lambda value: "-".join(value).strip("-") if isinstance(value, list) else "",
+)
+def test_help_and_mistakes_are_answered_before_torch_is_imported(arguments, message, tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch is imported')")
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "BINARY").write_bytes(b"\0" * 1000)
+    (tmp_path / "SHORT").write_text("ten bytes\n")
+    paths = [str(tmp_path / word) if word.isupper() else word for word in arguments]
+    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *paths]
+    environment = os.environ | {"LOCAL_RANK": "0", "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (result.returncode == 0) == (arguments == ["--help"])
+    output = result.stdout + result.stderr
+    assert message in output and "torch is imported" not in output
+    assert len(output.splitlines()) < 5 or arguments == ["--help"]
+
+
+def test_every_option_has_help():
+    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--help"]
+    page = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "1000"}).stdout
+    entries = re.findall(r"^  (--[\w-]+)(.*\n(?:   .*\n)*)", page, re.M)
+    assert len(entries) > 25
+    for name, rest in entries:
+        assert re.search(r"\s{2,}\w.*\(default: .+\)$", rest), f"{name}: no help or no default"
+
+
+def test_wrong_heads_are_named(tmp_path):
+    process = _launch(2, tmp_path / "run", "--num-kv-heads", "3")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "num_kv_heads: must divide num_heads; num_heads = 4, num_kv_heads = 3, p = 2" in output
+
+
+# What --out holds is looked at before anything is computed
+
+SAVED = {"num_heads": 6, "num_kv_heads": 3, "lr": 1.0, "data": "a.txt", "text_sha256": "1", "seed": 0}
+
+
+def _check_output(group, out: Path, now: dict, **flags: bool) -> str | None:
+    """The end of the job on this rank."""
+    options = Namespace(out=out, **{"resume": False, "overwrite": False} | flags)
+    names = dict.fromkeys(("hidden_size", "num_layers", "ffn_hidden_size", "dtype"))
+    try:
+        train_gpt.check_output(options, SAVED | names | now)
+    except SystemExit as error:
+        return error.code
+    return None
+
+
+@pytest.mark.parametrize(
+    ("out", "now", "flags", "message"),
+    [
+        ("new/deep", {}, {}, None),
+        ("file", {}, {}, "--out: .*file must be a folder that can be written: .*File exists"),
+        ("run", {}, {}, "--out: .*run holds a checkpoint: pass --resume, --overwrite, or another --out"),
+        ("run", {}, {"overwrite": True}, None),
+        ("run", {"lr": 2.0, "data": "b.txt"}, {"resume": True}, None),
+        ("run", {"num_heads": 3}, {"resume": True}, "--num-heads: 3 must be 6, as in the run to resume"),
+        ("run", {"text_sha256": "2"}, {"resume": True}, "--data: must be the text of the run .* read from a.txt"),
+    ],
+)
+def test_output_is_checked_first(out, now, flags, message, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    torch.save({"options": SAVED}, tmp_path / "run" / "checkpoint" / "extra.pt")
+    first, second = ranks.run(_check_output, 2, tmp_path / out, now, **flags)
+    assert (first is None and second is None) if message is None else (re.search(message, first) and second == 1)
+    assert message is not None or list((tmp_path / out).glob("*")) == list((tmp_path / out).glob("checkpoint"))
+
+
+def test_learning_rate_is_warmed_up_and_decays_by_a_cosine():
+    options = Namespace(lr=2.0, warmup_steps=4, lr_decay_steps=12, min_lr_ratio=0.1)
+    rates = [train_gpt.learning_rate(step, options) for step in (0, 3, 4, 8, 12, 100)]
+    assert rates == pytest.approx([0.5, 2.0, 2.0, 1.1, 0.2, 0.2])
+    options.warmup_steps = 0
+    assert train_gpt.learning_rate(0, options) == 2.0 and math.isfinite(train_gpt.learning_rate(12, options))
+
+
+def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(text, tmp_path):
+    """kill -9 of one rank in the middle of a step: the launcher ends within the timeout, says which rank and why."""
+    out = tmp_path / "run"
+    options = ["--data", str(text), "--save-every", "3", "--sample-bytes", "0"]
+    process = _launch(2, out, "--steps", "100000", *options)
+    deadline = time.monotonic() + 90
+    while not (out / "checkpoint").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    begin = time.monotonic()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - begin < 40
+    assert "SIGKILL" in output and "Root Cause" in output
+    steps = torch.load(out / "checkpoint" / "extra.pt", weights_only=True)["step"]
+    assert steps and steps % 3 == 0
+    assert len((out / "loss.csv").read_text().splitlines()) > steps  # a header and a row for each step
+    resumed = _train(2, out, "--steps", str(steps + 2), "--resume", *options)
+    assert len(resumed) == steps + 2
+
+
+def test_a_signal_saves_a_checkpoint_and_ends_without_tracebacks_of_the_ranks(text, tmp_path):
+    out = tmp_path / "run"
+    process = _launch(2, out, "--steps", "100000", "--data", str(text), "--save-every", "0", "--quiet")
+    deadline = time.monotonic() + 90
+    while not (out / "loss.csv").exists() or len((out / "loss.csv").read_text().splitlines()) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()  # torchrun passes it on to the ranks
+    output, _ = process.communicate(timeout=30)
+    steps = int(re.search(r"stopped by SIGTERM after step (\d+): continue with --resume", output)[1])
+    assert torch.load(out / "checkpoint" / "extra.pt", weights_only=True)["step"] == steps
+    assert len((out / "loss.csv").read_text().splitlines()) == steps + 1
+    assert output.count("Traceback") == 1, output  # torchrun's own
+
+
+def _build_default(p):
+    """The sizes of the defaults on any rank of p, without communication."""
+    for rank in range(p):
+        dist.init_process_group("fake", rank=rank, world_size=p, store=dist.HashStore())
+        with torch.device("meta"):
+            GPT(GPTConfig(), dist.group.WORLD)
+        dist.destroy_process_group()
+
+
+def test_the_default_sizes_fit_these_numbers_of_ranks():
+    for p in (1, 2, 3, 4, 5, 6, 12):
+        ranks.run_fresh(_build_default, p)
+
+
+def test_generate_restores_the_mode_and_refuses_an_empty_prompt():
+    model = GPT(GPTConfig(hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_hidden_size=8))
+    for training in (True, False):
+        assert model.train(training).generate(torch.ones(1, 2, dtype=torch.long), 3).shape == (1, 5)
+        assert all(module.training == training for module in model.modules())
+    with pytest.raises(ValueError, match=r"ids: shape \(1, 0\) must be \[batch, seq\] with at least one token"):
+        model.generate(torch.ones(1, 0, dtype=torch.long), 3)

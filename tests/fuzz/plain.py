@@ -1,0 +1,193 @@
+"""tp_ext's names in plain torch: what the fuzzer's models are built of when no line of the library must take part.
+
+Same constructors, calls and state-dict keys; the weights are whole, and what only cuts (``group``, ``parts``, ..) is
+taken and passed over. No dropout: its masks are the library's own.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.helpers.reference import rotate
+from tp_ext import Part, RotaryEmbedding  # values, without computation
+
+__all__ = ["Part", "RotaryEmbedding"]
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "geglu": lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+}
+
+
+class ColumnParallelLinear(nn.Linear):
+    def __init__(self, n, m, bias=True, *, skip_bias_add=False, dtype=None, device=None, **_cut):
+        super().__init__(n, m, bias, dtype=dtype, device=device)
+        self.skip_bias_add = skip_bias_add
+
+    def forward(self, x, total_tokens=None, weight=None):
+        weight = self.weight if weight is None else weight
+        return (F.linear(x, weight), self.bias) if self.skip_bias_add else F.linear(x, weight, self.bias)
+
+
+RowParallelLinear = ColumnParallelLinear
+
+
+class ParallelMLP(nn.Module):
+    def __init__(self, hidden, ffn, *, activation="gelu", bias=True, dtype=None, device=None, **_cut):
+        super().__init__()
+        self.activation = activation
+        width = ffn * (2 if activation in ("swiglu", "geglu") else 1)
+        self.up = nn.Linear(hidden, width, bias, dtype=dtype, device=device)
+        self.down = nn.Linear(ffn, hidden, bias, dtype=dtype, device=device)
+
+    def forward(self, x, total_tokens=None):
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+
+
+class ParallelAttention(nn.Module):
+    def __init__(
+        self,
+        hidden,
+        heads,
+        *,
+        num_kv_heads,
+        head_dim,
+        qkv_bias,
+        out_bias,
+        causal,
+        rope,
+        qk_norm,
+        scale,
+        sliding_window,
+        softcap,
+        dropout,
+        dtype,
+        device=None,
+        **_cut,
+    ):
+        super().__init__()
+        assert not dropout
+        self.heads, self.kv_heads, self.head_dim, self.causal = heads, num_kv_heads, head_dim, causal
+        self.scale, self.window, self.softcap = scale or head_dim**-0.5, sliding_window, softcap
+        names = ("base", "interleaved", "rotary_dim")
+        self.rope = (
+            {"base": rope} if isinstance(rope, float) else rope and {name: getattr(rope, name) for name in names}
+        )
+        if self.rope is not None and not isinstance(rope, float) and rope.scaling is not None:
+            self.rope["scaling"] = {"rope_type": rope.scaling.kind, **rope.scaling.options}
+        self.qkv = nn.Linear(hidden, (heads + 2 * num_kv_heads) * head_dim, qkv_bias, dtype=dtype, device=device)
+        self.out = nn.Linear(heads * head_dim, hidden, out_bias, dtype=dtype, device=device)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(head_dim, 1e-6, dtype=dtype, device=device) if qk_norm else nn.Identity() for _ in "qk"
+        )
+
+    def forward(self, x, *, batch_size=None, cu_seqlens=None, total_tokens=None, attn_mask=None):
+        if x.dim() == 3:
+            lengths = [x.shape[1]] * x.shape[0]
+        elif batch_size is not None:
+            lengths = [x.shape[0] // batch_size] * batch_size
+        else:
+            lengths = torch.as_tensor(cu_seqlens).diff().tolist()
+        heads = self.qkv(x.flatten(0, -2)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None and q.numel():
+            positions = torch.cat([torch.arange(n) for n in lengths])
+            q, k = rotate(q, positions, **self.rope), rotate(k, positions, **self.rope)
+        k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
+        sequences = zip(*(t.transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
+        y = [self.attended(*one, attn_mask) for one in sequences]
+        return self.out(torch.cat(y, 1).transpose(0, 1).flatten(1)).view(x.shape)
+
+    def attended(self, q, k, v, mask):
+        scores = self.scale * q @ k.mT
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
+        back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        seen = (back >= 0) | (not self.causal)
+        if self.window is not None:
+            seen = seen & (back.abs() < self.window)
+        if mask is not None and mask.dtype == torch.bool:
+            seen = seen & mask
+        elif mask is not None:
+            scores = scores + mask
+        weights = scores.exp().where(seen, 0)  # scores are small
+        return weights @ v / weights.sum(-1, keepdim=True).clamp(min=1e-300)
+
+
+class RMSNorm(nn.RMSNorm):
+    def __init__(self, n, eps=None, elementwise_affine=True, *, dtype=None, device=None, **_cut):
+        super().__init__(n, eps, elementwise_affine, dtype=dtype, device=device)
+
+
+class LayerNorm(nn.LayerNorm):
+    def __init__(self, n, eps=1e-5, elementwise_affine=True, bias=True, *, dtype=None, device=None, **_cut):
+        super().__init__(n, eps, elementwise_affine, bias, dtype=dtype, device=device)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    def __init__(self, vocab, hidden, *, sequence_parallel=False, dtype=None, device=None, **_cut):
+        super().__init__(vocab, hidden, dtype=dtype, device=device)
+        self.flat = sequence_parallel
+
+    def forward(self, ids):
+        return super().forward(ids.flatten() if self.flat else ids)
+
+
+class VocabParallelLMHead(nn.Linear):
+    def __init__(self, hidden, vocab, *, bias=False, dtype=None, device=None, **_cut):
+        super().__init__(hidden, vocab, bias, dtype=dtype, device=device)
+
+    def forward(self, x, total_tokens=None):
+        return super().forward(x)
+
+
+class Dropout(nn.Module):
+    def __init__(self, p, **_cut):
+        super().__init__()
+        assert not p
+
+    def forward(self, x, residual=None, total_tokens=None):
+        return x if residual is None else x + residual
+
+
+def dropout(x, p, training=True, *, bias=None, residual=None, **_cut):
+    assert not p
+    x = x if bias is None else x + bias
+    return x if residual is None else x + residual
+
+
+def vocab_parallel_cross_entropy(
+    logits, target, group, *, vocab_size, ignore_index, label_smoothing, z_loss, reduction, inplace_backward
+):
+    rows, ids = logits.flatten(0, -2), target.flatten()
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+    kept = ids != ignore_index
+    losses = F.cross_entropy(rows, ids, **options) + z_loss * rows.logsumexp(-1).square() * kept
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum() / (kept.sum().clamp(min=1) if reduction == "mean" else 1)
+
+
+def scatter_to_region(x, group, dim=-1, sizes=None):
+    return x
+
+
+gather_from_region = scatter_to_region
+
+
+def all_to_all_region(x, group, split_dim, concat_dim, split_sizes=None, concat_sizes=None):
+    return x
+
+
+def clip_grad_norm_(module_or_parameters, max_norm, norm_type, *, group, foreach):
+    params = module_or_parameters.parameters() if isinstance(module_or_parameters, nn.Module) else module_or_parameters
+    return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+
+def coalesce_gradients(module):
+    pass

@@ -1,0 +1,196 @@
+"""Every module, small, with what it takes and gives, so that one test of a piece of machinery can go through all.
+
+Weights depend on the seed only, not on the number of ranks: the same case at p = 1 is the oracle. 6 tokens, 10 features
+of the linears, 13 words and, of the multi-query attention, the copied key and value heads are uneven or copied at most
+p that are tested.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpt import GPT, Block, GPTConfig
+from torch import Tensor, nn
+
+import tp_ext
+from tests.helpers import ranks
+from tests.helpers.dense import full_gradients, gradients, own_tokens
+from tp_ext import Sharding
+
+HIDDEN, FFN, VOCAB, BATCH, SEQ = 8, 10, 13, 2, 3
+TOKENS = BATCH * SEQ
+
+
+@dataclass(frozen=True)
+class Case:
+    """make(**parallel) -> module; takes "tokens", "features" or "ids"; gives "tokens" or "features"; keywords of
+    forward; dropout: it draws masks."""
+
+    make: Callable[..., nn.Module]
+    takes: str = "tokens"
+    gives: str = "tokens"
+    call: tuple[tuple[str, int | None], ...] = (("total_tokens", TOKENS),)
+    dropout: bool = False
+
+
+def config(**options) -> GPTConfig:
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_layers": 2}
+    return GPTConfig(**sizes | {"num_heads": 4, "num_kv_heads": 1, "dropout": 0.2} | options)
+
+
+def gpt(group, sequence_parallel=False, **options) -> GPT:
+    return GPT(config(sequence_parallel=sequence_parallel, **options), group)
+
+
+class RichBlock(nn.Module):
+    """What the example's Block has not: LayerNorm, biases, query and key norm, dropout of the attention weights."""
+
+    def __init__(self, hidden: int = HIDDEN, heads: int = 4, kv_heads: int = 1, ffn: int = FFN, **parallel: Any):
+        super().__init__()
+        self.norm1, self.norm2 = tp_ext.LayerNorm(hidden, **parallel), tp_ext.LayerNorm(hidden, **parallel)
+        options = {"num_kv_heads": kv_heads, "qk_norm": True, "rope": 100.0, "dropout": 0.25}
+        self.attention = tp_ext.ParallelAttention(hidden, heads, **options, **parallel)
+        self.mlp = tp_ext.ParallelMLP(hidden, ffn, activation="gelu_tanh", **parallel)
+        self.dropout = tp_ext.Dropout(0.2, **parallel)
+
+    def forward(self, x: Tensor, batch_size: int = BATCH, tokens: int = TOKENS) -> Tensor:
+        attended = self.attention(self.norm1(x), batch_size=batch_size, total_tokens=tokens)
+        x = self.dropout(attended, residual=x, total_tokens=tokens)
+        return self.dropout(self.mlp(self.norm2(x), tokens), residual=x, total_tokens=tokens)
+
+
+def _attention(**options: Any) -> Callable[..., nn.Module]:
+    return lambda **parallel: tp_ext.ParallelAttention(HIDDEN, 4, rope=100.0, **options, **parallel)
+
+
+_SEQUENCES = (("batch_size", BATCH), ("total_tokens", TOKENS))
+CASES = {
+    "column": Case(lambda **k: tp_ext.ColumnParallelLinear(HIDDEN, FFN, **k), gives="features"),
+    "row": Case(lambda **k: tp_ext.RowParallelLinear(FFN, HIDDEN, **k), takes="features"),
+    "mlp": Case(lambda **k: tp_ext.ParallelMLP(HIDDEN, FFN, **k)),
+    "mlp_gated": Case(lambda **k: tp_ext.ParallelMLP(HIDDEN, FFN, activation="swiglu", bias=False, **k)),
+    "attention": Case(_attention(), call=_SEQUENCES),
+    "attention_mqa": Case(_attention(num_kv_heads=1, qk_norm=True), call=_SEQUENCES),
+    "attention_dropout": Case(_attention(dropout=0.25), call=_SEQUENCES, dropout=True),
+    "embedding": Case(lambda **k: tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, **k), takes="ids", call=()),
+    "head": Case(lambda **k: tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, bias=True, **k), gives="features"),
+    "rms_norm": Case(lambda **k: tp_ext.RMSNorm(HIDDEN, **k), call=()),
+    "layer_norm": Case(lambda **k: tp_ext.LayerNorm(HIDDEN, **k), call=()),
+    "dropout": Case(lambda **k: tp_ext.Dropout(0.3, **k), dropout=True),
+    "block": Case(
+        lambda **k: Block(config(sequence_parallel=k["sequence_parallel"]), k["group"]),
+        call=(("batch_size", BATCH), ("tokens", TOKENS), ("cos_sin", None)),
+        dropout=True,
+    ),
+    "rich_block": Case(lambda **k: RichBlock(**k), call=(), dropout=True),
+    "gpt": Case(lambda **k: gpt(**k), takes="ids", gives="features", call=(), dropout=True),
+}
+
+
+def build(name: str, group: Any, sp: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(11)
+    module = CASES[name].make(group=group, sequence_parallel=sp).to(dtype)
+    module.tested_dtype = dtype  # Dropout has no parameter that tells
+    return module
+
+
+def _columns(module: nn.Module) -> Sharding:
+    head = module.head if isinstance(module, GPT) else module
+    return Sharding(-1, head.tp_shardings["weight"].parts)
+
+
+def _place(group: Any) -> tuple[int, int]:
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def own_input(name: str, module: nn.Module, group: Any, sp: bool, dtype: torch.dtype = torch.float64) -> Tensor:
+    """What this rank feeds the module; a leaf, unless it is ids."""
+    case, generator = CASES[name], torch.Generator().manual_seed(12)
+    if case.takes == "ids":
+        ids = torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
+        return ids if name == "gpt" else ids.flatten()
+    width = FFN if case.takes == "features" else HIDDEN
+    x = torch.randn(TOKENS, width, generator=generator, dtype=torch.float64).to(dtype)
+    if case.takes == "features":
+        x = Sharding(-1, (FFN,)).shard(x, *_place(group))
+    elif sp and group is not None:
+        x = own_tokens(x, group)
+    return x.clone().requires_grad_()
+
+
+def own_upstream(name: str, module: nn.Module, group: Any, sp: bool, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The gradient at this rank's output."""
+    generator = torch.Generator().manual_seed(13)
+    width = {"column": FFN, "head": VOCAB, "gpt": VOCAB}.get(name, HIDDEN)
+    dy = torch.randn(TOKENS, width, generator=generator, dtype=torch.float64).to(dtype)
+    if CASES[name].gives == "features":
+        return _columns(module).shard(dy, *_place(group))
+    return own_tokens(dy, group) if sp and group is not None else dy
+
+
+def caller(name: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
+    keywords = dict(CASES[name].call)
+    return lambda x: module(x, **keywords)
+
+
+def outcome(name: str, module: nn.Module, group: Any, sp: bool, call=None, seed: int = 14) -> list[Tensor | None]:
+    """This rank's y, dx (None for ids) and gradients of a step: fixed input, upstream gradient and masks."""
+    dtype = module.tested_dtype
+    x = own_input(name, module, group, sp, dtype)
+    module.zero_grad()
+    torch.manual_seed(seed)
+    y = (call or caller(name, module))(x)
+    y.backward(own_upstream(name, module, group, sp, dtype).to(y.dtype))
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def same(got: list[Tensor | None], want: list[Tensor | None]) -> bool:
+    """To the last bit."""
+    return len(got) == len(want) and all(
+        a is b is None or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
+        for a, b in zip(got, want, strict=True)
+    )
+
+
+# The unsharded model's results from those of the ranks
+
+
+def step(group: Any, name: str, sp: bool, dtype: torch.dtype = torch.float64) -> tuple:
+    """On one rank: y, dx and the gradients with their shardings."""
+    module = build(name, group, sp, dtype)
+    y, dx, *_ = outcome(name, module, group, sp)
+    return y, dx, gradients(module)
+
+
+def gathered(name: str, sp: bool, per_rank: list[tuple]) -> dict[str, Tensor | None]:
+    """{"y", "dx", parameter names} of the unsharded model from what each rank's (y, dx, gradients) say."""
+    module = build(name, None, sp)
+    case = CASES[name]
+    full = full_gradients([r[2] for r in per_rank])
+    ys, dxs = [r[0] for r in per_rank], [r[1] for r in per_rank]
+
+    def tokens(pieces):
+        if pieces[0] is None:
+            return None
+        if sp:
+            return torch.cat(pieces)
+        assert all(torch.equal(piece, pieces[0]) for piece in pieces), "replicated, and yet not the same"
+        return pieces[0]
+
+    full["y"] = _columns(module).unshard(ys) if case.gives == "features" else tokens(ys)
+    full["dx"] = torch.cat(dxs, -1) if case.takes == "features" else tokens(dxs)
+    return full
+
+
+def assert_parity(fn: Callable, name: str, p: int, sp: bool, want: dict, bound: float, *args: Any) -> None:
+    """fn(group, name, sp, ..) on p ranks gives ``want``, {"y", "dx", parameter names}, within bound * its largest."""
+    got = gathered(name, sp, ranks.run(fn, p, name, sp, *args))
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        if value is None or got[key] is None:
+            assert value is got[key] is None, (name, key)
+            continue
+        assert got[key].dtype == value.dtype, (name, key)
+        scale = max(1.0, float(value.abs().max()))
+        torch.testing.assert_close(got[key], value, rtol=0, atol=bound * scale, msg=lambda m, k=key: f"{name} {k}: {m}")

@@ -1,0 +1,147 @@
+"""What the tests of models under DDP and FSDP2 share: meshes, models of everything we have, their training on a batch
+of which each data-parallel rank holds its share, and the same training in one process.
+"""
+
+import functools
+
+import torch
+from gpt import GPT, GPTConfig
+from torch import nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tp_ext
+
+VOCAB, BATCH, SEQ = 31, 2, 5  # of one microbatch of one data-parallel rank
+
+
+@functools.cache
+def mesh(dp, tp):
+    """One for the life of the ranks."""
+    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+class Zoo(nn.Module):
+    """What the GPT of the examples has not: biases, LayerNorm, plain and attention dropout, an ungated MLP, single
+    linears, norms of q and k, one KV head for all ranks, a padded vocabulary, a head of its own, a module of torch."""
+
+    def __init__(self, group, sequence_parallel):
+        super().__init__()
+        options = {"group": group, "sequence_parallel": sequence_parallel}
+        self.embedding = tp_ext.VocabParallelEmbedding(VOCAB, 12, pad_to_multiple_of=4, **options)
+        self.norm = tp_ext.LayerNorm(12, **options)
+        self.attention = tp_ext.ParallelAttention(
+            12, 3, num_kv_heads=1, rope=100.0, qk_norm=True, dropout=0.2, **options
+        )
+        self.mlp = tp_ext.ParallelMLP(12, 9, **options)
+        self.column = tp_ext.ColumnParallelLinear(12, 7, **options)
+        self.row = tp_ext.RowParallelLinear(7, 12, **options)
+        self.dropout = tp_ext.Dropout(0.2, **options)
+        self.head = tp_ext.VocabParallelLMHead(12, VOCAB, bias=True, pad_to_multiple_of=4, **options)
+        self.scale = nn.Parameter(torch.ones(1))  # FSDP2 takes no 0-d ones
+
+    def forward(self, ids):
+        tokens = ids.numel()
+        x = self.embedding(ids.flatten())
+        attended = self.attention(self.norm(x), batch_size=ids.shape[0], total_tokens=tokens)
+        x = self.dropout(attended, residual=x, total_tokens=tokens)
+        x = x + self.mlp(x, tokens)
+        x = x + self.row(self.column(x, tokens).tanh(), tokens)
+        # A parameter of the user's own, on replicated activations, so that its gradient is complete
+        logits = self.head(x, tokens)
+        return logits * tp_ext.copy_to_region(self.scale, self.embedding.tp_group.name)
+
+
+def make(kind, group, sequence_parallel):
+    tp_ext.manual_seed(3)
+    if kind == "zoo":
+        return Zoo(group, sequence_parallel)
+    sizes = {"hidden_size": 12, "num_layers": 2, "num_heads": 3, "num_kv_heads": 1, "ffn_hidden_size": 10}
+    return GPT(GPTConfig(VOCAB, **sizes, dropout=0.2, sequence_parallel=sequence_parallel), group)
+
+
+def wrap(model, how, data_mesh, **options):
+    if how == "ddp":
+        return DistributedDataParallel(model, process_group=data_mesh.get_group(), **options)
+    for child in model.children():
+        for one in child if isinstance(child, nn.ModuleList) else [child]:
+            if any(True for _ in one.parameters()) and one not in (getattr(model, "head", None), model.embedding):
+                fully_shard(one, mesh=data_mesh, **options)
+    return fully_shard(model, mesh=data_mesh, **options)
+
+
+def batch(step, part):
+    """ids and targets, the same for whoever asks."""
+    windows = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(100 * step + part))
+    return windows[:, :-1].contiguous(), windows[:, 1:].flatten()
+
+
+def loss_of(model, group, step, part):
+    """The loss of one microbatch; masks are drawn from a seed of its own."""
+    ids, target = batch(step, part)
+    torch.manual_seed(1000 + 100 * step + part)
+    return tp_ext.vocab_parallel_cross_entropy(model(ids), target, group, vocab_size=VOCAB)
+
+
+def optimizer_of(model):
+    """eps keeps a gradient that is zero but for rounding from being a whole step."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+
+def dense_training(kind, parts, steps=3, prepare=None):
+    """Losses of all microbatches of the joined batch, and the state in the end, of one process without any group."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = make(kind, None, False)
+        if prepare:
+            prepare(model)
+        optimizer, losses = optimizer_of(model), []
+        for step in range(steps):
+            optimizer.zero_grad()
+            for part in range(parts):
+                loss = loss_of(model, None, step, part)
+                (loss / parts).backward()
+                losses.append(loss.item())
+            optimizer.step()
+        return losses, tp_ext.full_state_dict(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def wrapped_training(group, kind, how, dp, tp, sequence_parallel, micro, steps=3, prepare=None, **options):
+    """(part, loss) of this rank's microbatches in order, and the state in the end. With ``micro`` > 1 microbatches a
+    step the gradients are accumulated without communication over the data axis, but for the last."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        axes = mesh(dp, tp)
+        model = make(kind, axes["tp"], sequence_parallel)
+        if prepare:
+            prepare(model)
+        model = wrap(model, how, axes["dp"], **options)
+        optimizer, losses = optimizer_of(model), []
+        mine = axes["dp"].get_local_rank()
+        for step in range(steps):
+            optimizer.zero_grad()
+            for index in range(micro):
+                part, last = mine * micro + index, index == micro - 1
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(last)
+                    loss = _one(model, axes["tp"], step, part, micro)
+                elif last:
+                    loss = _one(model, axes["tp"], step, part, micro)
+                else:
+                    with model.no_sync():
+                        loss = _one(model, axes["tp"], step, part, micro)
+                losses.append((step, part, loss))
+            optimizer.step()
+        tp_ext.debug.check(model, group=axes["tp"])
+        return losses, tp_ext.full_state_dict(model, group=axes["tp"])
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _one(model, group, step, part, micro):
+    loss = loss_of(model, group, step, part)
+    (loss / micro).backward()
+    return loss.item()

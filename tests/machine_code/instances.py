@@ -1,0 +1,98 @@
+"""Every kernel of csrc/kernels with the template arguments that its launcher gives it, and its block's threads."""
+
+from dataclasses import dataclass
+from itertools import product
+
+DOUBLE, FLOAT, BFLOAT16, HALF = "double", "float", "__nv_bfloat16", "__half"
+TYPES = (DOUBLE, FLOAT, BFLOAT16, HALF)
+VECTOR = {DOUBLE: 2, FLOAT: 4, BFLOAT16: 8, HALF: 8}  # elements of 16 bytes
+BOOLS = ("false", "true")
+
+
+@dataclass(frozen=True)
+class Instance:
+    header: str  # of csrc/kernels
+    kernel: str
+    arguments: tuple
+    threads: int  # of the largest block that it is launched with
+    dtype: str
+
+    def __str__(self) -> str:
+        return self.kernel + (f"<{', '.join(map(str, self.arguments))}>" if self.arguments else "")
+
+
+def widths(dtype: str) -> tuple[int, int]:
+    """Elements per access: a vector where all is aligned, else one."""
+    return VECTOR[dtype], 1
+
+
+def columns():
+    for dtype, bias in product(TYPES, BOOLS):
+        for width, way in product(widths(dtype), ("forward", "backward")):
+            for act in ("Gelu", "GeluTanh", "Relu", "Silu"):
+                yield Instance("bias_act", f"bias_act_{way}_kernel", (act, bias, width, dtype), 256, dtype)
+            for act in ("Gelu", "Silu"):
+                yield Instance("gated_act", f"gated_act_{way}_kernel", (act, bias, width, dtype), 256, dtype)
+    for dtype in TYPES:
+        yield Instance("column_sum", "sum_partials_kernel", (dtype,), 256, dtype)
+
+
+def norms():
+    parameters = [(t, t) for t in TYPES] + [(BFLOAT16, FLOAT), (HALF, FLOAT)]
+    for (dtype, weight), centred in product(parameters, BOOLS):
+        many = VECTOR[dtype]
+        for shape in ((many, 4), (many, 0), (1, 0)):
+            yield Instance("norm_fwd", "norm_fwd_kernel", (dtype, weight, centred, *shape), 512, dtype)
+        for shape in ((many, 4, "true"), (many, 4, "false"), (many, 0, "true"), (1, 0, "true")):
+            yield Instance("norm_bwd", "norm_bwd_kernel", (dtype, weight, centred, *shape), 512, dtype)
+    for dtype in TYPES:
+        yield Instance("norm_bwd", "norm_sum_kernel", (DOUBLE if dtype == DOUBLE else FLOAT, dtype), 512, dtype)
+
+
+def ropes():
+    for dtype in TYPES:
+        for width, interleaved in product(widths(dtype), BOOLS):
+            yield Instance("rope", "rope_kernel", (dtype, width, interleaved, "InRange"), 256, dtype)
+    frequencies = ("RopeSeries", "RopeFrequencies")
+    for dtype, positions, frequency in product((DOUBLE, FLOAT), ("int64_t", DOUBLE), frequencies):
+        yield Instance("rope", "rope_tables_kernel", (dtype, positions, frequency), 256, dtype)
+
+
+def vocabularies():
+    for dtype in TYPES:
+        yield Instance("vocab_cross_entropy", "ce_stats_kernel", (dtype, "InRange"), 512, dtype)
+        yield Instance("vocab_cross_entropy", "ce_bwd_kernel", (dtype,), 512, dtype)
+        for width in widths(dtype):
+            for ids in ("int64_t", "int32_t"):
+                arguments = (width, dtype, ids, "InRange")
+                yield Instance("vocab_embedding", "embedding_fwd_kernel", arguments, 256, dtype)
+            yield Instance("vocab_embedding", "embedding_bwd_kernel", (width, dtype), 256, dtype)
+    for dtype in (DOUBLE, FLOAT):
+        yield Instance("vocab_cross_entropy", "ce_loss_kernel", (dtype,), 256, dtype)
+        yield Instance("vocab_cross_entropy", "ce_check_kernel", (dtype, "InRange", "InRange"), 256, dtype)
+    for ids in ("int64_t", "int32_t"):
+        yield Instance("vocab_embedding", "embedding_rows_kernel", (ids,), 256, ids)
+
+
+def random_words():
+    for dtype in TYPES:
+        yield Instance("bias_dropout_residual", "dropout_vector_kernel", (dtype,), 256, dtype)
+        yield Instance("bias_dropout_residual", "dropout_general_kernel", (dtype,), 256, dtype)
+        truncated = [f"TruncatedDraw<(Truncation){by}>" for by in range(3)]  # as the compiler calls it
+        for draw in ("Uniform", "Normal", *truncated):
+            yield Instance("random_fill", "random_fill_kernel", (dtype, draw), 256, dtype)
+
+
+def shards():
+    for unit, way in product(("uint4", "uint2", "unsigned int", "unsigned short", "unsigned char"), ("unpack", "pack")):
+        yield Instance("shard_pack", f"{way}_shards_kernel", (unit,), 256, unit)
+
+
+def lists():
+    for dtype in TYPES:
+        for kernel in ("squared_norm_kernel", "multi_tensor_scale_kernel"):
+            yield Instance("multi_tensor", kernel, (dtype,), 256, dtype)
+    yield Instance("multi_tensor", "sum_of_partials_kernel", (), 1024, DOUBLE)
+
+
+INSTANCES = [*columns(), *norms(), *ropes(), *vocabularies(), *random_words(), *shards(), *lists()]

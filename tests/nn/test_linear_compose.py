@@ -1,0 +1,270 @@
+"""Linears under everything of torch that wraps, traces, counts, copies or replays them; and their errors."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch._dynamo import compiled_autograd
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import ranks
+from tests.helpers.dense import (
+    full_gradients,
+    gradients,
+    heard,
+    own_input,
+    own_output,
+    results,
+    small_input,
+    small_layer,
+    small_linear,
+)
+from tp_ext import ColumnParallelLinear, Part, RowParallelLinear
+
+pytestmark = pytest.mark.core
+
+KINDS = [
+    pytest.param(kind, sp, id=f"{kind.__name__[:3]}{'-sp' * sp}")
+    for kind in (ColumnParallelLinear, RowParallelLinear)
+    for sp in (False, True)
+]
+BOTH = pytest.mark.parametrize(("kind", "sp"), KINDS)
+
+
+# Double backward
+
+
+def _second_order(y, inputs, w, us):
+    """Second derivatives, to the inputs and to w, of a curved function of everything that backward returns."""
+    first = torch.autograd.grad((y.sin() * w).sum(), inputs, create_graph=True)
+    return torch.autograd.grad(sum((g.sin() * u).sum() for g, u in zip(first, us, strict=True)), [*inputs, w])
+
+
+def _second_order_rank(group, kind, sp, x, w, us):
+    rank, p = group.rank(), group.size()
+    layer = small_layer(group, kind, sp)
+    x = own_input(x, layer, group).contiguous().requires_grad_()
+    w = own_output(w, layer, group).contiguous().requires_grad_()
+    u = [own_input(us[0], layer, group)]
+    for u_param, sharding in zip(us[1:], layer.tp_shardings.values(), strict=True):
+        u.append(u_param if sharding is None else sharding.shard(u_param, rank, p))
+    dx, dweight, dbias, dw = _second_order(layer(x, 5), [x, layer.weight, layer.bias], w, u)
+    layer.weight.grad, layer.bias.grad = dweight, dbias
+    return dx, dw, gradients(layer)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@BOTH
+def test_second_order_is_that_of_the_dense_layer(kind, sp, p):
+    dense = small_linear()
+    x, w = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    us = [torch.randn_like(t) for t in (x, dense.weight, dense.bias)]
+    seconds = ranks.run(_second_order_rank, p, kind, sp, x, w, us)
+    x.requires_grad_(), w.requires_grad_()
+    dx, dweight, dbias, dw = _second_order(dense(x), [x, dense.weight, dense.bias], w, us)
+
+    def close(got, want):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    split_x, split_w = (1, 0) if kind is RowParallelLinear else (0, 1)
+    if kind is RowParallelLinear or sp:
+        close(torch.cat([r[0] for r in seconds], split_x), dx)
+    else:
+        [close(r[0], dx) for r in seconds]
+    if kind is ColumnParallelLinear or sp:
+        close(torch.cat([r[1] for r in seconds], split_w), dw)
+    else:
+        [close(r[1], dw) for r in seconds]
+    full = full_gradients([r[2] for r in seconds])
+    close(full["weight"], dweight)
+    close(full["bias"], dbias)
+
+
+# Communication
+
+COUNTS = {
+    (ColumnParallelLinear, False): ({}, {"all_reduce": 1}),
+    (RowParallelLinear, False): ({"all_reduce": 1}, {}),
+    (ColumnParallelLinear, True): ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1}),
+    (RowParallelLinear, True): ({"reduce_scatter": 1}, {"all_gather": 1, "all_reduce": 1}),
+}
+
+
+def _counts(group, kind, sp, frozen=(), x_needs_grad=True, **options):
+    layer = small_layer(group, kind, sp, **options)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    x = small_input(layer, group) if options.get("input_is_parallel", True) else torch.randn(4, 6, dtype=torch.float64)
+    x.requires_grad_(x_needs_grad)
+    y = []
+    return heard(lambda: y.append(layer(x))), heard(lambda: y[0].sum().backward())
+
+
+@BOTH
+def test_collectives(kind, sp):
+    assert ranks.run(_counts, 2, kind, sp) == [COUNTS[kind, sp]] * 2
+    assert ranks.run(_counts, 1, kind, sp) == [({}, {})]
+
+
+def test_collectives_that_nobody_needs_are_not_sent():
+    column, row = ColumnParallelLinear, RowParallelLinear
+    for kind, sp, options, want in (
+        (column, False, {"x_needs_grad": False}, ({}, {})),
+        (column, True, {"x_needs_grad": False}, ({"all_gather": 1}, {"all_gather": 1})),
+        (column, True, {"frozen": ["weight"]}, ({"all_gather": 1}, {"reduce_scatter": 1})),
+        (row, True, {"frozen": ["bias"]}, ({"reduce_scatter": 1}, {"all_gather": 1})),
+        (row, True, {"frozen": ["weight"], "x_needs_grad": False}, ({"reduce_scatter": 1}, {"all_reduce": 1})),
+        (column, False, {"gather_output": True}, ({"all_gather": 1}, {"all_reduce": 1})),
+        (row, False, {"input_is_parallel": False}, ({"all_reduce": 1}, {"all_gather": 1})),
+    ):
+        assert ranks.run(_counts, 2, kind, sp, **options) == [want] * 2, (kind, sp, options)
+
+
+# Wrapped
+
+
+def _compiled(group, kind, sp, options):
+    torch._dynamo.reset()
+    layer = small_layer(group, kind, sp, **options)
+    x = small_input(layer, group)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(results(layer, x, compiled), results(layer, x), rtol=1e-12, atol=1e-12)
+    if sp:  # tokens that p does not divide
+        x = own_input(torch.randn(5, 6, dtype=torch.float64), layer, group).contiguous().requires_grad_()
+        got, want = (results(layer, x, lambda x, f=f: f(x, total_tokens=5)) for f in (compiled, layer))
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@BOTH
+def test_compile_without_graph_breaks(kind, sp):
+    ranks.run(_compiled, 2, kind, sp, {}, timeout=120)
+
+
+def test_compile_gather_output_with_copies():
+    parts = (Part(4, groups=2), Part(4, unit=2, copies=2))
+    ranks.run(_compiled, 2, ColumnParallelLinear, False, {"parts": parts, "gather_output": True}, timeout=120)
+
+
+def _compiled_autograd(group, kind, sp):
+    torch._dynamo.reset()
+    layer = small_layer(group, kind, sp)
+    x = small_input(layer, group)
+    want = results(layer, x)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        got = results(layer, x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@BOTH
+def test_compiled_autograd(kind, sp):
+    """torch compiles the backward of a forward that ran as ever."""
+    ranks.run(_compiled_autograd, 2, kind, sp, timeout=120)
+
+
+def _checkpointed(group, kind, sp):
+    layer = small_layer(group, kind, sp)
+    x = small_input(layer, group)
+    want, got = results(layer, x), []
+
+    def call(x):
+        return checkpoint(lambda x: layer(x).sin(), x, use_reentrant=False)
+
+    counts = heard(lambda: got.extend(results(layer, x, call)))
+    want = results(layer, x, lambda x: layer(x).sin())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    forward, backward = COUNTS[kind, sp]
+    assert counts == {k: 2 * forward.get(k, 0) + backward.get(k, 0) for k in forward | backward}
+
+
+@BOTH
+def test_activation_checkpointing(kind, sp):
+    ranks.run(_checkpointed, 2, kind, sp)
+
+
+def _autocast(group, kind, sp):
+    layer = small_layer(group, kind, sp, torch.float32)
+    x = small_input(layer, group, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = results(layer, x)
+    assert low[0].dtype == torch.bfloat16
+    assert all(g.dtype == torch.float32 for g in low[1:])
+    # each of the p addends is rounded to bf16 (2^-9), as are inputs, results and gradients
+    for got, want in zip(low, results(layer, x), strict=True):
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=(group.size() + 4) * 2**-8 * float(want.abs().max()))
+        assert not torch.equal(got.float(), want), "nothing was computed in bf16"
+
+
+@BOTH
+def test_autocast(kind, sp):
+    dense, x = small_linear(torch.float32), torch.randn(4, 6, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, *grads = results(dense, x)
+    assert y.dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in grads)
+    for p in (1, 2):
+        ranks.run(_autocast, p, kind, sp)
+
+
+def _copies(group, kind, sp):
+    layer = small_layer(group, kind, sp, torch.float32)
+    x = small_input(layer, group, torch.float32)
+    want = results(layer, x)
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(saved, weights_only=False)]
+    copies.append(copy.deepcopy(layer).to_empty(device="cpu"))
+    copies[-1].load_state_dict(layer.state_dict())
+    copies.append(copy.deepcopy(layer).double().float())
+    for copied in copies:
+        assert copied.tp_shardings == layer.tp_shardings
+        assert copied.tp_group == layer.tp_group
+        for name, param in copied.named_parameters():
+            assert param is not getattr(layer, name)
+            assert param.tp_sharding == layer.tp_shardings[name]
+        assert all(torch.equal(a, b) for a, b in zip(results(copied, x), want, strict=True))
+
+
+@BOTH
+def test_copied_pickled_and_moved_layers_know_their_shardings(kind, sp):
+    ranks.run(_copies, 2, kind, sp)
+
+
+def _functional(group, kind, sp):
+    layer = small_layer(group, kind, sp)
+    x = small_input(layer, group)
+    doubled = {name: (2 * p).detach().requires_grad_() for name, p in layer.named_parameters()}
+    y = functional_call(layer, doubled, x)
+    torch.testing.assert_close(y, 2 * layer(x), rtol=1e-12, atol=1e-12)
+    y.sum().backward()
+    assert all(p.grad is None for p in layer.parameters())
+    layer(x).sum().backward()
+    for name, param in layer.named_parameters():
+        torch.testing.assert_close(doubled[name].grad, param.grad, rtol=1e-12, atol=1e-12)
+
+
+@BOTH
+def test_functional_call(kind, sp):
+    ranks.run(_functional, 2, kind, sp)
+
+
+# Copies
+
+
+def _clones(group, kind, sp):
+    """Copies that a linear makes itself, not torch inside its GEMMs or a backend of its own accord."""
+    layer = small_layer(group, kind, sp)
+    x = small_input(layer, group)
+    with torch.profiler.profile() as profile:
+        y = layer(x)
+        torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+    parents = ((event.name, event.cpu_parent) for event in profile.events())
+    return [name for name, parent in parents if name == "aten::clone" and parent and "inear" in parent.name]
+
+
+@BOTH
+def test_nothing_is_copied(kind, sp):
+    """What a rank sends is contiguous already, and its own to overwrite."""
+    assert ranks.run(_clones, 2, kind, sp) == [[], []]

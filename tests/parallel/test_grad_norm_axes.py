@@ -1,0 +1,192 @@
+"""The norm over several axes: FSDP2, DDP and pipelines beside tensor parallelism, in fp64 within 1e-12 of the unsharded
+model's, whatever is cut, copied, padded, replicated or tied.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+import tp_ext
+from tests.helpers import ranks
+from tests.helpers.reference import talk
+from tests.helpers.stateful import made
+from tp_ext.checkpoint.gather import gather_full, ranks_of
+
+pytestmark = pytest.mark.core
+
+close = {"rtol": 1e-12, "atol": 1e-12}
+NORMS = [1, 2, 3.5, float("inf")]
+STAGES = (("embedding", "norm", "attention"), ("mlp", "last", "column", "back", "head"))
+IDS = torch.arange(14).view(2, 7) * 5 % 13
+
+
+def backward(model, group=None):
+    tp_ext.vocab_parallel_cross_entropy(model(IDS), IDS.roll(1).flatten(), group, vocab_size=13).backward()
+
+
+def dense():
+    """The unsharded model after backward, and its gradients."""
+    model, _ = made(None)
+    backward(model)
+    return model, {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def full_grads(module, tp):
+    ranks_ = ranks_of(module, tp)
+    table = dict(tp_ext.shardings(module))
+    return {
+        name: gather_full(param.grad, table[name], ranks_)
+        for name, param in module.named_parameters()
+        if param.grad is not None
+    }
+
+
+def _trained(group, how, max_norm, norm_type, foreach):
+    shape = {"HSDP": (2, 2, 1), "FSDP2 over all": (1, 4, 1)}.get(how, (1, 2, 2))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp"))
+    tp = mesh["tp"]
+    model, _ = made(tp, pad=4)
+    if how == "DDP":
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    elif how == "partly":  # what FSDP2 does not hold the data ranks hold alike
+        wrapped = model
+        fully_shard(model.mlp, mesh=mesh["dp"])
+    else:
+        data = mesh["replicas", "dp"] if how == "HSDP" else mesh["dp"]
+        wrapped = model
+        for part in (model.mlp, model.attention, model):
+            fully_shard(part, mesh=data)
+    backward(wrapped, tp)
+    if how == "DDP":  # padding must not count
+        model.embedding.weight.grad[model.embedding.vocab_local :] = 1e9
+    norm = tp_ext.clip_grad_norm_(wrapped, max_norm, norm_type, group=tp, foreach=foreach)
+    return norm, full_grads(model, tp)
+
+
+@pytest.mark.parametrize("how", ["FSDP2", "HSDP", "FSDP2 over all", "partly", "DDP"])
+def test_data_axes(how):
+    for norm_type, foreach in itertools.product(NORMS, (None, False)):
+        model, _ = dense()
+        want = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+        results = ranks.run(_trained, 4, how, 0.1, norm_type, foreach)
+        assert len({float(norm) for norm, _ in results}) == 1
+        for norm, grads in results:
+            assert type(norm) is torch.Tensor
+            torch.testing.assert_close(norm, want, **close)
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(grads[name], param.grad, **close)
+
+
+def stage_of(group, grads, axes):
+    """This rank's stage of two, under FSDP2, with its pieces of `grads`; the stages hold each a copy of the tied
+    weight, with the same gradient, as they have once it is summed over both."""
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "pp", "tp"))
+    tp, stage = mesh["tp"], mesh["pp"].get_local_rank()
+    whole, _ = made(tp)
+    whole.head.weight = nn.Parameter(whole.embedding.weight.detach().clone())
+    model = nn.ModuleDict({name: getattr(whole, name) for name in STAGES[stage]})
+    for part in model.values():
+        fully_shard(part, mesh=mesh["dp"])
+    table = dict(tp_ext.shardings(model))
+    for name, param in model.named_parameters():
+        full = grads["embedding.weight" if name == "head.weight" else name]
+        local = full if table[name] is None else table[name].shard(full, tp.get_local_rank(), tp.size())
+        param.grad = distribute_tensor(local.clone(), param.device_mesh, param.placements, src_data_rank=None)
+    return mesh, model, stage
+
+
+def _pipelined(group, grads, axes, norm_type):
+    mesh, model, stage = stage_of(group, grads, axes)
+    exclude = [model["head"].weight] if stage else []
+    norm = tp_ext.clip_grad_norm_(model, 0.1, norm_type, group=mesh["tp"], extra_groups=mesh["pp"], exclude=exclude)
+    twice = tp_ext.grad_norm(model, norm_type, group=mesh["tp"], extra_groups=[mesh["pp"]])
+    again = tp_ext.grad_norm(
+        model, norm_type, group=mesh["tp"], extra_groups=(mesh["dp"].get_group(), mesh["pp"]), exclude=exclude
+    )
+    return norm, twice, again, full_grads(model, mesh["tp"])
+
+
+@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 2, 2), (2, 2, 1)], ids=str)
+def test_pipelines(axes):
+    """The second copy of a tied weight counts unless it is excluded, and is scaled either way."""
+    p = axes[0] * axes[1] * axes[2]
+    for norm_type in NORMS[1:] if p < 8 else [2]:
+        model, grads = dense()
+        want = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+        clipped = {name: param.grad for name, param in model.named_parameters()}
+        clipped["head.weight"] = clipped["embedding.weight"]
+        tied = grads["embedding.weight"]
+        ends = torch.cat([*(g.flatten() for g in grads.values()), tied.flatten()])
+        for norm, twice, again, stage in ranks.run(_pipelined, p, grads, axes, norm_type):
+            torch.testing.assert_close(norm, want, **close)
+            torch.testing.assert_close(again, torch.clamp(want, max=0.1), rtol=1e-4, atol=0)
+            scale = torch.clamp(0.1 / (want + 1e-6), max=1)
+            torch.testing.assert_close(twice, torch.linalg.vector_norm(ends, norm_type) * scale, **close)
+            for name, grad in stage.items():
+                torch.testing.assert_close(grad, clipped[name], **close)
+
+
+def _count(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, _ = made(mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    backward(model, mesh["tp"])
+    with CommDebugMode() as counts:
+        tp_ext.clip_grad_norm_(model, 1.0, group=mesh["tp"])
+    return talk(counts)
+
+
+def test_one_number_per_axis_is_sent():
+    assert ranks.run(_count, 4) == [{"all_reduce": 2}] * 4
+
+
+def _over_the_group_itself(group):
+    """A DTensor of torch's own tensor parallelism beside our layers."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.ModuleDict({"ours": tp_ext.ColumnParallelLinear(3, 4, False, group=mesh), "cut": nn.Linear(3, 4)})
+    weight, bias = model["cut"].weight.detach(), model["cut"].bias.detach()
+    model["cut"].weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    model["cut"].bias = nn.Parameter(distribute_tensor(bias, mesh, [Replicate()]))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return tp_ext.grad_norm(model, 2, group=mesh)
+
+
+def test_dtensors_over_the_tensor_parallel_group_itself():
+    for norm in ranks.run(_over_the_group_itself, 2):
+        torch.testing.assert_close(norm, torch.tensor((12 + 12 + 4) ** 0.5))
+
+
+def _main_grad(group):
+    layer = tp_ext.ColumnParallelLinear(3, 4, group=group, grad_accumulation_fusion=True)
+    layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=torch.float64)
+    layer(torch.ones(1, 3)).sum().backward()
+    norm = tp_ext.clip_grad_norm_(layer, 1.0, group=group)
+    return norm, layer.weight.main_grad
+
+
+def test_main_grad():
+    for norm, grad in ranks.run(_main_grad, 2):
+        assert norm.dtype == torch.float64
+        torch.testing.assert_close(norm, torch.tensor(4.0).double())  # 12 weights and 4 biases, ones
+        torch.testing.assert_close(grad, torch.full((2, 3), 0.25).double(), rtol=1e-5, atol=0)
+
+
+def _both(group):
+    layer = tp_ext.ColumnParallelLinear(3, 4, False, group=group)
+    layer.weight.grad, layer.weight.main_grad = torch.ones(2, 3), torch.ones(2, 3)  # of a tied weight's two layers
+    norm = tp_ext.clip_grad_norm_(layer, 1.0, group=group)
+    return norm, layer.weight.grad + layer.weight.main_grad
+
+
+def test_grad_beside_main_grad_is_added():
+    for norm, grad in ranks.run(_both, 2):
+        torch.testing.assert_close(norm, torch.tensor(48.0).sqrt())
+        torch.testing.assert_close(grad, torch.full((2, 3), 2 / 48**0.5), rtol=1e-5, atol=0)

@@ -1,0 +1,96 @@
+"""What the pages say: their Python blocks run on two ranks, the tests and files that they name are there."""
+
+import ast
+import contextlib
+import io
+import re
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.helpers import ranks
+from tests.helpers.paths import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+BLOCK = re.compile(r"^```python(| theirs)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(page):
+    """(whose, line, code) of each Python block; `theirs` is the code of a peer, for comparison only."""
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        yield found[1].strip() or "ours", text.count("\n", 0, found.start()) + 2, found[2]
+
+
+def _run(group, page):
+    """Runs the page's blocks one after the other, as a reader would; what they print. The process group is ours."""
+    printed, names = io.StringIO(), {"__name__": "__main__"}
+    with mock.patch.object(dist, "init_process_group"), contextlib.redirect_stdout(printed):
+        for whose, line, code in blocks(page):
+            if whose == "ours":  # empty lines above, so that a traceback tells the line of the page
+                exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+    return printed.getvalue()
+
+
+@EVERY
+def test_every_block_is_python(page):
+    text = page.read_text()
+    assert len(re.findall(r"^\s*```py", text, re.M)) == len(list(blocks(page))), "a block of another form"
+    for _, line, code in blocks(page):
+        try:
+            ast.parse(code)
+        except SyntaxError as error:
+            pytest.fail(f"{page.name}, block at line {line}: {error}")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(w == "ours" for w, *_ in blocks(p))], ids=lambda p: p.name)
+def test_blocks_run_on_two_ranks(page):
+    ranks.run(_run, 2, page, timeout=120)
+
+
+def test_the_mesh_of_first_steps_has_two_data_parallel_replicas_on_four_ranks():
+    """Under FSDP2 the weights are those of one process only if all replicas draw the same ones: the page asserts it."""
+    page = ROOT / "docs" / "first_steps.md"
+    ranks.run(_run, 4, page, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["attention.md", "inference.md", "migrating.md"])
+def test_head_counts_of_the_examples_run_on_three_ranks(name):
+    ranks.run(_run, 3, ROOT / "docs" / name, timeout=120)
+
+
+def test_the_readme_prints_the_same_for_every_p():
+    """Ten steps in fp32, whose sums differ by rounding alone; `tensor_split` of 1000 ids at p = 3 is uneven."""
+    losses = [[float(line.split()[1]) for line in ranks.run(_run, p, PAGES[0])[0].splitlines()] for p in (1, 2, 3)]
+    assert len(losses[0]) == 10
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(losses[:1]).expand(3, -1), rtol=1e-4, atol=0)
+
+
+@cache
+def _tests_in(file):
+    """Names of the test functions in a file."""
+    names = (node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef))
+    return {name for name in names if name.startswith("test_")}
+
+
+@EVERY
+def test_tests_that_are_named_are_there(page):
+    """`tests/test_x.py::test_y`, or a test's name alone."""
+    text = page.read_text()
+    for path, name in re.findall(r"\b(tests/[\w/]+\.py)(?:::(\w+))?", text):
+        assert (ROOT / path).exists(), path
+        assert not name or name in _tests_in(ROOT / path), f"{path}::{name}"
+    every = set().union(*(_tests_in(file) for file in (ROOT / "tests").rglob("test_*.py")))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert named <= every, named - every
+
+
+@EVERY
+def test_links_within_the_repository_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path = target.partition("#")[0]
+        assert target.startswith(("https:", "http:")) or not path or (page.parent / path).exists(), target

@@ -1,0 +1,269 @@
+"""The arrows of the design: who may include, import or name what; every operator complete; names that mirror; sizes."""
+
+import ast
+import graphlib
+import re
+import sys
+from functools import cache
+
+import pytest
+import torch
+
+import tp_ext._ops  # noqa: F401, registers the fakes
+from tests.helpers.paths import ROOT
+
+PACKAGE = sorted((ROOT / "tp_ext").rglob("*.py"))
+PACKAGE = [file for file in PACKAGE if file.name != "_built_for.py"]  # written by the build
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+SOURCES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".h", ".cu", ".cuh"))
+
+# Python, from the bottom: a file may import those of the lines above its own, and of its own folder without a cycle.
+# "": what all parts use, beside the package's __init__
+ORDER = [{"_version", "_build"}, {"_ops"}, {""}, {"nn"}, {"checkpoint", "parallel"}, {"debug"}, {"__init__"}]
+# Composition knows modules and shardings, never a layer's insides
+COMPOSITION, OF_LAYERS = {"checkpoint", "parallel", "debug"}, {"tp_ext.nn.module", "tp_ext.nn.same_input"}
+
+
+@cache
+def tree(file):
+    return ast.parse(file.read_text(), str(file))
+
+
+def imports(file):
+    """Full names of what a file imports, wherever in it."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file.name}: a relative import"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def module_name(file):
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in PACKAGE}
+
+
+def imported_modules(file):
+    """Names of the modules of tp_ext that a file of it imports."""
+    names = {name if name in MODULES else name.rpartition(".")[0] for name in imports(file)}
+    return (names & MODULES.keys()) - {"tp_ext"}
+
+
+def level(name):
+    """Of a module: the place in ORDER of itself or of its folder."""
+    first, *rest = name.split(".")[1:] or ["__init__"]
+    places = [i for i, names in enumerate(ORDER) if first in names]
+    return places[0] if places else -1 if rest else ORDER.index({""})
+
+
+def path(file):
+    return str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("file", PACKAGE, ids=path)
+def test_python_imports_go_down(file):
+    name = module_name(file)
+    assert level(name) >= 0, f"say in ORDER where the folder of {name} belongs"
+    for other in imported_modules(file):
+        same = MODULES[other].parent == file.parent
+        assert level(other) < level(name) or same, f"{name} imports {other}, which is not below it"
+        of_a_layer = other.startswith("tp_ext.nn.") and other not in OF_LAYERS
+        assert not of_a_layer or name.split(".")[1:2] not in [[c] for c in COMPOSITION], f"{name}: a layer's insides"
+
+
+def test_imports_have_no_cycle():
+    graphlib.TopologicalSorter({name: imported_modules(file) for name, file in MODULES.items()}).prepare()
+
+
+@pytest.mark.parametrize("file", PACKAGE, ids=path)
+def test_imports_are_at_the_top(file):
+    """A lazy import hides an arrow. The build information loads _C, by name, when it must."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.FunctionDef):
+            assert not [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
+
+
+def test_only_ops_names_torch_ops():
+    for file in PACKAGE:
+        names = {ast.unparse(node) for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)}
+        named = any(name == "torch.ops" or name.startswith("torch.ops.") for name in names)
+        assert named == (path(file) == "tp_ext/_ops/__init__.py"), path(file)
+
+
+def test_only_benchmarks_import_tests():
+    helpers = {f.stem for f in TESTS}
+    for folder in ("tp_ext", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert not {name.split(".")[0] for name in imports(file)} & (helpers | {"tests"}), file
+
+
+def test_only_the_package_is_imported_by_the_package():
+    allowed = {"torch", "safetensors", "tp_ext"}
+    for file in PACKAGE:
+        for name in imports(file):
+            top = name.split(".")[0]
+            assert top in allowed or top in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+
+# C++
+
+
+def code(file):
+    """Without comments."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", file.read_text(), flags=re.S)
+
+
+def includes(file):
+    return re.findall(r'#\s*include\s*[<"]([^">]+)[">]', code(file))
+
+
+def folder(file):
+    parts = file.relative_to(ROOT / "csrc").parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+TORCH = ("ATen/", "c10/", "torch/")
+CUDA = ("cuda", "c10/cuda", "ATen/cuda", "cub/", "thrust/")
+FORBIDDEN = {  # what a folder's files must not include
+    "kernels": (*TORCH, "args/", "autograd/", "comm/", "cuda/", "cpu/", "ops.h", "check.h"),
+    "args": ("autograd/", "comm/", "cpu/", *CUDA),
+    "cuda": ("autograd/", "comm/", "cpu/", "torch/csrc/distributed"),
+    "cpu": ("autograd/", "comm/", *CUDA),
+    "autograd": (*CUDA, "cpu/", "kernels/", "torch/csrc/distributed"),
+    "comm": (*CUDA, "args/", "autograd/", "kernels/", "cpu/"),
+    "shm": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "ops.h"),
+    "python": ("args/", "autograd/", "kernels/", "cpu/", *CUDA),
+    "": ("args/", "autograd/", "cpu/", *CUDA),
+}
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT / "csrc")))
+def test_cpp_includes(file):
+    for name in includes(file):
+        assert not name.startswith(FORBIDDEN[folder(file)]), f"{file.name} includes {name}"
+        assert name != "ATen/ATen.h", "few ATen headers: they take most of the compile time"
+
+
+def test_only_comm_and_the_backend_name_c10d():
+    named = {str(file.relative_to(ROOT / "csrc").with_suffix("")) for file in SOURCES if "c10d" in code(file)}
+    comm = {"comm/collectives", "comm/counter", "comm/symmetric_memory"}
+    assert named == comm | {"shm/backend", "shm/backend_data_movement", "shm/rendezvous", "shm/work"}
+
+
+def test_the_core_of_shared_memory_is_torch_free():
+    """So that it can be built alone, and run under a race detector with threads for ranks."""
+    core = [f for f in SOURCES if f.parent.name == "core"]
+    assert len(core) > 10
+    for file in core:
+        assert all(name.startswith(("shm/core/", "sys/")) or "/" not in name for name in includes(file))
+
+
+def test_no_backend_is_included():
+    for file in SOURCES:
+        assert not [name for name in includes(file) if re.search(r"nccl|gloo|mpi\.h", name, re.I)], file.name
+
+
+def test_no_static_holds_a_group_a_tensor_or_a_stream():
+    for file in SOURCES:
+        found = re.findall(r"\b(?:static|thread_local)\s+(?!const\b|inline\b|constexpr\b)(.*)", code(file))
+        variables = [text for text in found if re.match(r"[\w:<>&*, ]+\s\w+\s*(=|;|\{)", text)]
+        assert not [v for v in variables if re.search("Tensor|ProcessGroup|Stream|string", v)], file.name
+
+
+# Operators
+
+SCHEMAS = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "library.cpp").read_text())
+
+
+def test_there_are_schemas():
+    registered = {
+        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "tp_ext::" in name
+    }
+    assert set(SCHEMAS) == registered and len(SCHEMAS) == len(set(SCHEMAS)) > 30
+
+
+def registrations(key):
+    """Operators with an m.impl in a block of the dispatch key, in the sources: so that no GPU is needed to know."""
+    names = set()
+    for file in SOURCES:
+        for block in re.findall(rf"TORCH_LIBRARY_IMPL\(tp_ext, {key}, \w+\) \{{(.*?)\n\}}", code(file), re.S):
+            names |= set(re.findall(r'm\.impl\(\s*"(\w+)"', block))
+    return names
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_operator_is_complete(name):
+    """A primitive one: CPU, CUDA and a fake, nothing of autograd. A public one: composite, and that alone."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    full = f"tp_ext::{name}"
+    if not name.startswith("_"):
+        assert has(full, "CompositeImplicitAutograd")
+        return
+    assert has(full, "CPU") and name in registrations("CPU")
+    assert name in registrations("CUDA")
+    assert torch._library.simple_registry.singleton.find(full).fake_impl.kernel is not None
+    assert not has(full, "CompositeImplicitAutograd") and not has(full, "Autograd")
+    bound = {ast.unparse(n.args[0]) for n in ast.walk(tree(ROOT / "tp_ext/_ops/__init__.py")) if _is_op(n)}
+    assert repr(name) in bound
+
+
+def _is_op(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "_op" and isinstance(node.args[0], ast.Constant)
+
+
+# Names and sizes
+
+
+@pytest.mark.parametrize("name", ["", "nn", "checkpoint", "parallel", "debug"])
+def test_tests_mirror_the_package(name):
+    """tests/nn/test_x_more.py tests tp_ext/nn/x.py."""
+    known = {file.stem for file in PACKAGE if file.parent == ROOT / "tp_ext" / name}
+    known |= {"forward_mode", "ops"} if name == "" else set()
+    for file in (ROOT / "tests" / name).glob("test_*.py"):
+        tested = file.stem.removeprefix("test_")
+        assert any(tested == k or tested.startswith(k + "_") for k in known), f"what does {path(file)} test?"
+
+
+@pytest.mark.parametrize("files", ["tests/kernels/test_*.py", "benchmarks/kernels/bench_*.py"])
+def test_kernels_have_one_name(files):
+    """The operator's, in all folders."""
+    kernels = {f.stem for f in SOURCES if folder(f) in ("kernels", "cpu", "autograd")}
+    for file in ROOT.glob(files):
+        name = file.stem.partition("_")[2]
+        assert any(name == k or name.startswith(k + "_") for k in kernels), path(file)
+
+
+def test_pieces_of_training_have_a_line_in_the_guide():
+    page = (ROOT / "docs" / "training.md").read_text()
+    for file in (ROOT / "tests" / "training").glob("test_*.py"):
+        assert f"{path(file)}::" in page, file.name
+
+
+def test_conformance_cases_are_found_by_number():
+    """conformance/test_01_12_regions.py has cases 1 to 12, test_case_01_.. and so on; docs/correctness.md lists all."""
+    found, folder = [], ROOT / "tests" / "conformance"
+    for file in TESTS:
+        named = re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+        cases = [name for name in named if re.match(r"test_case_\d\d_\w+$", name)]
+        if file.parent != folder or file.name == "__init__.py":
+            assert not cases, f"{file.name}: conformance cases lie in tests/conformance"
+            continue
+        first, last = re.fullmatch(r"test_(\d\d)_(?:(\d\d)_)?[a-z]+", file.stem).groups()
+        assert cases == named, f"{file.name}: not all are test_case_NN_.."
+        assert {int(name[10:12]) for name in cases} == set(range(int(first), int(last or first) + 1)), file.name
+        found += cases
+    assert {int(name[10:12]) for name in found} == set(range(1, 53)) and len(found) == len(set(found))
+    listed = re.findall(
+        r"^\| (\d+) \| .*`(test_case_(\d\d)_\w+)` \|", (ROOT / "docs" / "correctness.md").read_text(), re.M
+    )
+    assert all(int(row) == int(number) for row, _, number in listed)
+    assert sorted(name for _, name, _ in listed) == sorted(found)
+
+
+@pytest.mark.parametrize("file", PACKAGE + TESTS, ids=lambda f: str(f.relative_to(ROOT)))
+def test_files_are_short(file):
+    assert len(file.read_text().splitlines()) <= 450

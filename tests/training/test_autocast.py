@@ -1,0 +1,177 @@
+"""Autocast on CPU: dtypes and values of every module as those of its torch counterpart under the same autocast."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tp_ext
+from tests.helpers import ranks
+from tests.helpers.dense import gradients
+from tests.helpers.makers import (
+    BATCH,
+    CASES,
+    FFN,
+    HIDDEN,
+    SEQ,
+    assert_parity,
+    build,
+    gathered,
+    outcome,
+    own_input,
+    own_upstream,
+    same,
+    step,
+)
+from tests.helpers.reference import rotate
+
+pytestmark = pytest.mark.core
+
+LOW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # and their units in the last place
+BOTH = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+WITH_TWINS = [name for name in CASES if name not in ("block", "rich_block", "gpt", "attention_dropout", "dropout")]
+
+
+class Twin(nn.Module):
+    """The torch module, or composition of them, of a case, with the case's weights."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name, self.weights = name, nn.ParameterDict()
+        for key, value in tp_ext.full_state_dict(build(name, None, False, torch.float32)).items():
+            self.weights[key.replace(".", "/")] = nn.Parameter(value)
+
+    def _linear(self, x, layer=""):
+        return F.linear(x, self.weights[f"{layer}weight"], self.weights.get(f"{layer}bias"))
+
+    def forward(self, x):
+        weights, name = self.weights, self.name
+        if name in ("column", "row", "head"):
+            return self._linear(x)
+        if name == "embedding":
+            return F.embedding(x, weights["weight"])
+        if name == "rms_norm":
+            return F.rms_norm(x, (HIDDEN,), weights["weight"])
+        if name == "layer_norm":
+            return F.layer_norm(x, (HIDDEN,), weights["weight"], weights["bias"])
+        if name == "mlp":
+            return self._linear(F.gelu(self._linear(x, "up/")), "down/")
+        if name == "mlp_gated":
+            gate, up = self._linear(x, "up/").chunk(2, -1)
+            return self._linear(F.silu(gate) * up, "down/")
+        kv = 1 if name == "attention_mqa" else 4
+        heads = self._linear(x, "qkv/").unflatten(-1, (4 + 2 * kv, -1))
+        q, k, v = heads.split([4, kv, kv], 1)
+        if kv == 1:
+            q, k = (F.rms_norm(t, (2,), weights[f"{n}_norm/weight"], 1e-6) for t, n in ((q, "q"), (k, "k")))
+        q, k = (rotate(t, torch.arange(SEQ).repeat(BATCH), 100.0) for t in (q, k))
+        q, k, v = (t.unflatten(0, (BATCH, SEQ)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv == 1)
+        return self._linear(y.transpose(1, 2).reshape(BATCH * SEQ, -1), "out/")
+
+
+def _twin_step(name, low):
+    twin = Twin(name)
+    x = own_input(name, twin, None, False, torch.float32)
+    with torch.autocast("cpu", low):
+        y = twin(x)
+    y.backward(own_upstream(name, build(name, None, False), None, False, torch.float32).to(y.dtype))
+    grads = {key.replace("/", "."): value.grad for key, value in twin.weights.items()}
+    return {**grads, "y": y.detach(), "dx": x.grad}
+
+
+def _autocast_step(group, name, sp, low):
+    module = build(name, group, sp, torch.float32)
+    with torch.autocast("cpu", low):
+        y, dx, *_ = outcome(name, module, group, sp)
+    return y, dx, gradients(module)
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+@BOTH
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_dtypes_and_values_of_torchs_modules(p, sp, low):
+    """Inputs, weights, each of the p addends and every result in between are rounded once to the low precision, here
+    and there at other places: at most (p + 12) half units of the largest value."""
+    for name in WITH_TWINS:
+        bound = (p + 12) * LOW[low] / 2
+        assert_parity(_autocast_step, name, p, sp, _twin_step(name, low), bound, low)
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_blocks_and_the_gpt(p, low):
+    """Composed, with dropout, against themselves in fp32 at p = 1: the masks are the same, whatever the dtype."""
+    for name in ("attention_dropout", "dropout", "block", "rich_block", "gpt"):
+        want = gathered(name, False, [step(None, name, False, torch.float32)])
+        low_y = _autocast_step(None, name, False, low)[0].dtype
+        want["y"] = want["y"].to(low_y)
+        assert_parity(_autocast_step, name, p, True, want, (p + 24) * LOW[low], low)
+
+
+def _nested(group, sp):
+    for name in CASES:
+        module = build(name, group, sp, torch.float32)
+        want = outcome(name, module, group, sp)
+        with torch.autocast("cpu", torch.bfloat16):
+            bf16 = outcome(name, module, group, sp)
+            with torch.autocast("cpu", enabled=False):
+                assert same(outcome(name, module, group, sp), want), f"{name}: disabled inside"
+            with torch.autocast("cpu", torch.float16, cache_enabled=False):  # torch's cache forgets the dtype
+                fp16 = outcome(name, module, group, sp)
+            assert same(outcome(name, module, group, sp), bf16), f"{name}: after the inner ones"
+        with torch.autocast("cpu", torch.float16):
+            assert same(outcome(name, module, group, sp), fp16), f"{name}: nested"
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            assert same(outcome(name, module, group, sp), bf16), f"{name}: without the cache of casts"
+        assert same(outcome(name, module, group, sp), want), f"{name}: after all"
+        keep = ("embedding", "rms_norm", "layer_norm", "dropout", "block", "rich_block")  # the blocks by their residual
+        assert (bf16[0].dtype, fp16[0].dtype) == ((torch.float32,) * 2 if name in keep else tuple(LOW)), name
+
+
+@BOTH
+def test_nested_disabled_and_uncached(sp):
+    ranks.run(_nested, 2, sp)
+
+
+def _low_module(group, name, sp, low):
+    module = build(name, group, sp, low)
+    assert all(q.dtype == low for q in module.parameters())
+    y, dx, *_ = outcome(name, module, group, sp)
+    assert y.dtype == low and (dx is None or dx.dtype == low)
+    return y.float(), None if dx is None else dx.float(), {k: (g.float(), s) for k, (g, s) in gradients(module).items()}
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+@BOTH
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_modules_that_are_low_themselves(p, sp, low):
+    """module.bfloat16(), module.half(): weights rounded, too, so blocks are a few units further off."""
+    for name in CASES:
+        want = gathered(name, False, [step(None, name, False, torch.float32)])
+        assert_parity(_low_module, name, p, sp, want, (p + 30) * LOW[low], low)
+
+
+def _made(group, low):
+    """dtype= at construction is the rounded fp32 weight, and what .to(dtype) gives."""
+    for make in (
+        lambda **k: tp_ext.ColumnParallelLinear(HIDDEN, FFN, **k),
+        lambda **k: tp_ext.RowParallelLinear(FFN, HIDDEN, **k),
+        lambda **k: tp_ext.ParallelMLP(HIDDEN, FFN, **k),
+        lambda **k: tp_ext.ParallelAttention(HIDDEN, 4, num_kv_heads=1, qk_norm=True, **k),
+        lambda **k: tp_ext.VocabParallelEmbedding(13, HIDDEN, **k),
+        lambda **k: tp_ext.VocabParallelLMHead(HIDDEN, 13, bias=True, **k),
+        lambda **k: tp_ext.RMSNorm(HIDDEN, **k),
+        lambda **k: tp_ext.LayerNorm(HIDDEN, **k),
+    ):
+        torch.manual_seed(3)
+        made = make(group=group, dtype=low)
+        torch.manual_seed(3)
+        cast = make(group=group).to(low)
+        for (name, a), b in zip(made.named_parameters(), cast.parameters(), strict=True):
+            assert a.dtype == low and torch.equal(a, b), (type(made).__name__, name)
+
+
+@pytest.mark.parametrize("low", [*LOW, torch.float32], ids=str)
+def test_dtype_at_construction(low):
+    ranks.run(_made, 2, low)

@@ -1,0 +1,1 @@
+"""State of models and optimizers: full and sharded state dicts, checkpoints, safetensors files."""

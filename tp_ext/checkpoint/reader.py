@@ -1,0 +1,170 @@
+"""Reading a checkpoint from a directory that need not be trusted, and that another process may replace meanwhile."""
+
+import contextlib
+import os
+import pickle
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from tp_ext._object_collectives import RetryError
+from tp_ext.checkpoint.atomic_directory import backup_path
+from tp_ext.checkpoint.metadata import file_ends, parse_metadata
+from tp_ext.checkpoint.pinned_directory import PinnedDirectory
+
+METADATA, EXTRA = ".metadata", "extra.pt"
+_LARGEST = 1 << 30  # bytes of .metadata: some ten million chunks
+T = TypeVar("T")
+
+
+class ReplacedError(RetryError):
+    """A checkpoint could not be read to its end, and another one, or none, is at its path now: start over."""
+
+
+class CheckpointReader(FileSystemReader):
+    """torch's ``FileSystemReader`` for directories that are not trusted, and that may be replaced while they are read.
+
+    The metadata are read as data, rebuilt field by field and checked; a data file that is shorter than they say is an
+    error before anything is loaded. The directory is opened at the first use and everything is read through its
+    descriptor: one reader reads one checkpoint, whatever is put at the path meanwhile. ``reset`` makes it open the path
+    anew. :func:`load_sharded_state_dict` sees to it that all ranks read the same checkpoint.
+
+    Raises:
+        FileNotFoundError: no such checkpoint. OSError: a data file is missing, too short or no regular file; the
+            checkpoint was replaced before it could be read.
+        pickle.UnpicklingError: ``.metadata`` names anything that is not of a checkpoint's metadata, or is no whole
+            pickle. ValueError: the metadata is malformed.
+    """
+
+    _directory: PinnedDirectory | None = None
+    _metadata: Metadata | None = None
+    _identity = ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.close()
+        super().reset(checkpoint_id)
+
+    def close(self) -> None:
+        """Closes the files; what is read next opens the path anew."""
+        if self._directory is not None:
+            self._directory.close()
+        self._directory = self._metadata = None
+        self.fs = FileSystem()
+
+    @property
+    def identity(self) -> str:
+        """A digest of ``.metadata``, the same on every host: each save writes a random number into it."""
+        self.read_metadata()
+        return self._identity
+
+    def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
+        if self._metadata is None:
+            directory = self._opened()
+            self._metadata = self._unless_replaced(lambda: self._checked(directory))
+        return self._metadata
+
+    def read_extra(self) -> dict[str, Any]:
+        """The other values that :func:`save_checkpoint` was given."""
+        directory = self._opened()
+        try:
+            return self._unless_replaced(lambda: _extra(directory))
+        except FileNotFoundError:  # a checkpoint of torch.distributed.checkpoint alone
+            return {}
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._opened()
+        return self._unless_replaced(lambda: self._loaded(plan, planner))
+
+    def _loaded(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except OSError:
+            raise
+        except Exception as error:  # any error of torch.load for a damaged file
+            values = any(item.type is LoadItemType.BYTE_IO for item in plan.items)
+            if values and isinstance(error, pickle.UnpicklingError):  # more than plain values
+                raise
+            raise OSError(f"path: {os.fspath(self.path)!r}: a data file cannot be read: {error}") from error
+
+    def _places(self) -> tuple[Path, Path]:
+        target = Path(os.path.realpath(self.path))
+        return target, backup_path(target)
+
+    def _opened(self) -> PinnedDirectory:
+        if self._directory is None:
+            self._directory = self.fs = self._find()
+        return self._directory
+
+    def _find(self) -> PinnedDirectory:
+        for place in self._places() * 3:  # where a saver needs two renames, it may be between them at each look
+            try:
+                directory = PinnedDirectory(place)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            try:
+                directory.size(METADATA)
+                return directory
+            except OSError as error:
+                stays = directory.is_at(place) and not isinstance(error, FileNotFoundError)
+                directory.close()
+                if stays:
+                    raise
+        why = "" if os.path.exists(self.path) else "; it does not exist"
+        raise FileNotFoundError(
+            f"path: {os.fspath(self.path)!r} must be a checkpoint, a directory with {METADATA}{why}"
+        )
+
+    def _unless_replaced(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except Exception as error:
+            directory = self._opened()
+            if any(directory.is_at(place) for place in self._places()):
+                raise
+            raise ReplacedError(f"path: {os.fspath(self.path)!r} was replaced while it was read") from error
+
+    def _checked(self, directory: PinnedDirectory) -> Metadata:
+        if (size := directory.size(METADATA)) > _LARGEST:
+            raise ValueError(f"{METADATA}: has {size} bytes and must have at most {_LARGEST}")
+        with directory.opened(METADATA) as file:
+            content = file.read()
+        metadata = parse_metadata(content)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        with contextlib.suppress(OSError):
+            directory.size(EXTRA)  # now, so that it stays open with the others
+        for name, end in file_ends(metadata.storage_data.values()).items():
+            if (size := directory.size(name)) < end:
+                raise OSError(f"path: {os.fspath(self.path)!r}: {name} has {size} bytes and must have {end}")
+        self._identity = sha256(content).hexdigest()
+        return metadata
+
+
+def _extra(directory: PinnedDirectory) -> dict[str, Any]:
+    try:
+        with directory.opened(EXTRA) as file:
+            extra = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, pickle.UnpicklingError):
+        raise
+    except Exception as error:  # any error of torch.load for a damaged file
+        raise ValueError(f"{EXTRA}: cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(extra, dict):
+        raise ValueError(f"{EXTRA}: must hold a dict, not {type(extra).__name__}")
+    return extra
+
+
+class PlainPlanner(DefaultLoadPlanner):
+    """Loads a flat state dict; of entries that are no tensors nothing but plain values and tensors is unpickled."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)

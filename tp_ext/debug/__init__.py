@@ -1,0 +1,22 @@
+"""Checks of a model over its ranks, counts of collectives, names in profiles, a mode that compares every batch.
+
+``tp_ext.debug.check(model)`` after wrapping and after the first step finds what otherwise shows as a loss that is a
+little off: see docs/debugging.md.
+"""
+
+from tp_ext.debug.collective_counts import CollectiveCount, CollectiveCounts, count_collectives
+from tp_ext.debug.model_check import check, findings
+from tp_ext.debug.profiling import annotate
+from tp_ext.debug.replication import assert_replicated
+from tp_ext.nn.same_input import enable
+
+__all__ = [
+    "CollectiveCount",
+    "CollectiveCounts",
+    "annotate",
+    "assert_replicated",
+    "check",
+    "count_collectives",
+    "enable",
+    "findings",
+]

@@ -1,0 +1,82 @@
+"""Mistakes in how a model is put together that show without running it and without communication.
+
+Layers are recognised by their options, since composition imports no layer: a column linear has ``gather_output``, a row
+linear ``input_is_parallel``.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+
+from tp_ext.nn.module import ParallelModule
+
+
+def misplaced(model: nn.Module) -> Iterator[str]:
+    """One sentence for each torch dropout on sharded features, and for each pair of linears of which one has
+    ``sequence_parallel``.
+
+    A pair is a column linear and the next row linear among the children of one module, in order of their registration:
+    in ``nn.Sequential`` that is the order of the calls, elsewhere the usual one.
+    """
+    for prefix, module in model.named_modules():
+        column, dropouts = "", list[str]()
+        for name, child in module.named_children():
+            if _is_column(child):
+                column, dropouts = name, []
+            elif isinstance(child, _DropoutNd) and child.p > 0:
+                dropouts.append(name)
+            elif _is_row(child) and column:
+                yield from _wrong_pair(prefix, module, column, name, dropouts)
+                column = ""
+
+
+def _wrong_pair(prefix: str, module: nn.Module, column: str, row: str, dropouts: list[str]) -> Iterator[str]:
+    """Sentences about the children ``column`` and ``row`` of a module, and the torch dropouts between them."""
+    first, last = (module.get_submodule(name).sequence_parallel for name in (column, row))
+    if first != last:
+        yield (
+            f"{_joined(prefix, column)}: sequence_parallel={first} must be that of the row linear {row}, {last}: one "
+            "takes tokens for sharded that the other takes for replicated"
+        )
+    for name in dropouts:
+        yield (
+            f"{_joined(prefix, name)}: torch's dropout between column linear {column} and row linear {row} "
+            "has the same mask on every shard; take tp_ext.dropout(x, p, training, group=group, dim=-1)"
+        )
+
+
+def _is_column(module: nn.Module) -> bool:
+    return _is_sharded_linear(module) and getattr(module, "gather_output", None) is False
+
+
+def _is_row(module: nn.Module) -> bool:
+    return _is_sharded_linear(module) and getattr(module, "input_is_parallel", None) is True
+
+
+def _is_sharded_linear(module: nn.Module) -> bool:
+    linear = hasattr(module, "gather_output") or hasattr(module, "input_is_parallel")
+    return linear and isinstance(module, ParallelModule) and module.tp_group.size > 1
+
+
+def foreign_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """A sentence if the optimizer holds parameters that are not the model's, whose steps change nothing."""
+    known = {id(param) for param in model.parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    foreign = [param for param in params if id(param) not in known]
+    if foreign:
+        shapes = _some([str(tuple(param.shape)) for param in foreign])
+        yield (
+            f"optimizer: {len(foreign)} of its {len(params)} parameters, of shapes {shapes}, are not the model's; "
+            "make it after layers were replaced, and after fully_shard"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,348 @@
+"""Multi-head self-attention with its heads sharded over the ranks."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_ext import _ops
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.kv_cache import KVCache
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.module import ParallelModule, check_positive
+from tp_ext.nn.norm import RMSNorm
+from tp_ext.nn.rotary import RotaryEmbedding, packed_positions, sequence_lengths
+from tp_ext.nn.scaled_dot_product import attention
+from tp_ext.random import Init, OwnRandomNumbers, draw_seed
+from tp_ext.sharding import head_parts
+
+
+class ParallelAttention(ParallelModule):
+    """softmax(cap(scale q k^T) + mask) v per head, between a column linear (q | k | v) and a row linear.
+
+    ``cap(s) = softcap tanh(s / softcap)``, or s. Query i attends to key j where ``attn_mask`` allows it, and j <= i if
+    ``causal``, and ``i - w < j < i + w`` with ``sliding_window=w``.
+
+    Shapes: x ``[batch, seq, hidden]``, or ``[tokens, hidden]`` with ``batch_size=`` or ``cu_seqlens=`` (SP:
+    ``[tokens_local, hidden]``, always with one of them) -> y of x's shape. ``qkv.weight`` holds this rank's rows of q,
+    then k, then v; ``out.weight`` ``[hidden, q_local]``.
+
+    Communicates: one all-reduce forward, one backward; SP: an all-gather and a reduce-scatter each way. With fewer KV
+    heads than ranks, backward, one all-reduce of the gradient of k's and v's weights, and of their bias; with
+    ``qk_norm``, backward, one each of the two norm weights; of an ``attn_mask`` that requires grad, its gradient.
+
+    Args:
+        hidden_size, num_heads: of the full block.
+        num_kv_heads: fewer make grouped-query (GQA) or, one, multi-query attention; default ``num_heads``.
+        head_dim: default ``hidden_size / num_heads``.
+        bias: in both linears; ``qkv_bias``, ``out_bias`` override it for one.
+        causal: a token attends to itself and those before it.
+        scale: of the scores q k^T; default ``head_dim ** -0.5``.
+        sliding_window: w. If causal a token attends to itself and the w - 1 before it, otherwise also to the w - 1
+            behind it.
+        softcap: bound of the scores, by tanh; needs the explicit attention of ``exact_dropout``.
+        rope: a :class:`RotaryEmbedding`, or its base.
+        qk_norm: RMSNorm (own weights ``[head_dim]``, eps 1e-6) of each head of q and k, before RoPE.
+        dropout: of the attention weights.
+        exact_dropout: masks are those of the unsharded model, by an explicit attention that keeps the weights
+            (``seq^2`` numbers a head). False: torch's fused attention, with masks of each rank's own (with ``softcap``
+            the explicit one all the same).
+        group, sequence_parallel, grad_accumulation_fusion, overlap_chunks, init: as :class:`ColumnParallelLinear`.
+
+    Raises:
+        ValueError: see :func:`tp_ext.sharding.head_parts`; sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        qkv_bias: bool | None = None,
+        out_bias: bool | None = None,
+        causal: bool = True,
+        rope: RotaryEmbedding | float | None = None,
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+        exact_dropout: bool = True,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        group: Group = NOT_GIVEN,
+        sequence_parallel: bool = False,
+        grad_accumulation_fusion: bool = False,
+        overlap_chunks: int = 1,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, sequence_parallel=sequence_parallel)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"hidden_size: {hidden_size} must be a multiple of num_heads = {num_heads}, or head_dim be given"
+                )
+            head_dim = hidden_size // num_heads
+        check_positive(head_dim=head_dim)
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout: {dropout!r} must be a probability, in [0, 1)")
+        for name, value in (("scale", scale), ("softcap", softcap)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ValueError(f"{name}: {value!r} must be a positive finite number, or None")
+        if sliding_window is not None:
+            check_positive(sliding_window=sliding_window)
+        if isinstance(rope, int | float) and not isinstance(rope, bool):
+            rope = RotaryEmbedding(head_dim, base=rope)
+        if rope is not None and (not isinstance(rope, RotaryEmbedding) or rope.head_dim != head_dim):
+            raise ValueError(f"rope: {rope!r} must be a base or a RotaryEmbedding of {head_dim}")
+
+        _, p, rank = self.tp_group
+        q, kv = head_parts(num_heads, num_kv_heads, head_dim, p)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        first, last = (end // head_dim for end in q.span(rank, p))
+        self.first_head_local, self.num_heads_local = first, last - first
+        start, stop = kv.span(rank, p)
+        self.num_kv_heads_local = (stop - start) // head_dim
+        self.causal, self.rope = causal, rope
+        self.scale, self.sliding_window, self.softcap = scale, sliding_window, softcap
+        self.dropout, self.exact_dropout = dropout, exact_dropout
+
+        options: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
+        linear = {"init": init, "sequence_parallel": sequence_parallel, "overlap_chunks": overlap_chunks, **options}
+        linear["grad_accumulation_fusion"] = grad_accumulation_fusion
+        qkv_bias, out_bias = (bias if one is None else one for one in (qkv_bias, out_bias))
+        self.qkv = ColumnParallelLinear(hidden_size, q.size + 2 * kv.size, qkv_bias, parts=(q, kv, kv), **linear)
+        self.out = RowParallelLinear(q.size, hidden_size, out_bias, parts=(q,), **linear)
+        # Each rank norms other heads: their weights are replicated parameters of sharded work, as under SP
+        options["sequence_parallel"] = True
+        self.q_norm = RMSNorm(head_dim, eps=1e-6, **options) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps=1e-6, **options) if qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        batch_size: int | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        total_tokens: int | None = None,
+        cache: KVCache | None = None,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            x: see above.
+            batch_size: x is that many sequences of equal length, one after the other.
+            cu_seqlens: x is packed sequences; sequence i is tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. A list,
+                or an integer tensor (one on a GPU is copied to the host).
+            total_tokens: under SP, the tokens of all ranks, if p does not divide their number.
+            cache: of this layer, from :meth:`new_cache`: x is what follows the tokens in it, and is taken in. Not with
+                ``cu_seqlens``, not where gradients are recorded; see :class:`KVCache` for its errors.
+            cos_sin: the tables ``rope.cos_sin(positions, dtype)``, ``[seq, rotary_dim / 2]`` if all sequences have the
+                same positions, else ``[tokens, ..]``. Made once for all layers they are computed and, for backward,
+                saved once; default: made here.
+            attn_mask: bool (True: may attend) or floating (added to the scores), the same on all ranks, broadcastable
+                to ``[batch, num_heads, seq, seq]``: all heads or 1. With ``cache`` the last dim counts the keys, those
+                in the cache and the new ones, or all ``max_seq`` slots of a static one. Not with ``cu_seqlens``. A
+                query that may attend to no key gets 0. Its gradient is the full one, on every rank.
+        """
+        self._check_layout(x, batch_size, cu_seqlens)
+        # Before the first collective, so that no rank waits for one that has raised
+        tokens = self._tokens(x, total_tokens)
+        lengths = None if cu_seqlens is None else sequence_lengths(cu_seqlens, tokens)
+        if batch_size is not None and tokens % batch_size:
+            raise ValueError(f"batch_size: {batch_size} must divide the number of tokens, {tokens}")
+        batch, seq = x.shape[:2] if x.dim() == 3 else (batch_size or 1, tokens // (batch_size or 1))
+        if cos_sin is not None:
+            self._check_tables(cos_sin[0], tokens if lengths is not None else seq, tokens)
+        if cache is not None:
+            self._check_cache(cache, batch, seq, lengths)
+        if attn_mask is not None:
+            self._check_mask(attn_mask, batch, seq, lengths, seq if cache is None else cache.keys_after(seq))
+        qkv = self.qkv(x, total_tokens)
+        rows = qkv.reshape(-1, qkv.shape[-1])
+        tables = None
+        if self.rope is not None:
+            tables = self._tables(self.rope, rows, seq, lengths, cache) if cos_sin is None else (*cos_sin, None)
+        same = lengths is None and (tables is None or tables[0].shape[0] == seq)  # positions in all sequences
+        q, k, v = self._heads(rows, (batch, seq) if same else (rows.shape[0],), tables)
+        if lengths is None:
+            q, k, v = (t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v))
+            mask = None if attn_mask is None else self._mask_local(attn_mask, q.dtype)
+            if cache is None:
+                attended = self._attend(q, k, v, mask)
+            else:
+                window = self.sliding_window
+                attended = cache.attend(
+                    q, k, v, mask=mask, scale=self.scale, sliding_window=window, softcap=self.softcap
+                )
+        else:
+            sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            attended = torch.cat([self._attend(*(t[None] for t in one))[0] for one in sequences])
+        features = self.num_heads_local * self.head_dim
+        y: Tensor = self.out(attended.reshape(*qkv.shape[:-1], features), total_tokens)
+        return y
+
+    def _tokens(self, x: Tensor, total_tokens: int | None) -> int:
+        """How many tokens all ranks together have."""
+        if not self.sequence_parallel:
+            return x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
+        sizes = self.token_sizes(total_tokens)
+        return x.shape[0] * self.tp_group.size if sizes is None else sum(sizes)
+
+    def _check_layout(self, x: Tensor, batch_size: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> None:
+        given = (batch_size is not None) + (cu_seqlens is not None)
+        if x.dim() == 3 and given == 0 and not self.sequence_parallel:
+            return
+        if x.dim() != 2 or given != 1:
+            allowed = (
+                "[tokens_local, hidden] under sequence_parallel"
+                if self.sequence_parallel
+                else ("[batch, seq, hidden], or [tokens, hidden]")
+            )
+            raise ValueError(
+                f"x: shape {tuple(x.shape)} must be {allowed}, the 2-D one with exactly one of batch_size = "
+                f"{batch_size} and cu_seqlens = {cu_seqlens}"
+            )
+        if batch_size is not None:
+            check_positive(batch_size=batch_size)
+
+    def new_cache(
+        self, batch_size: int, max_seq: int, *, static: bool = False, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """An empty cache for this layer, on its device; of ``dtype``, default that of its weights."""
+        return KVCache(
+            batch_size,
+            max_seq,
+            self.num_kv_heads_local,
+            self.head_dim,
+            static=static,
+            device=self.qkv.weight.device,
+            dtype=self.qkv.weight.dtype if dtype is None else dtype,
+        )
+
+    def _check_cache(self, cache: KVCache, batch: int, seq: int, lengths: list[int] | None) -> None:
+        if lengths is not None:
+            raise ValueError("cache: must not be combined with cu_seqlens; pad prompts on the left: reset(padding=)")
+        if not self.causal:
+            raise ValueError("cache: causal=False must not be combined with it: what is cached would see later tokens")
+        if self.rope is not None and self.rope.scaling is not None and self.rope.scaling.dynamic:
+            raise ValueError(
+                "cache: must not be combined with dynamic RoPE scaling, which rotates earlier keys anew when the text "
+                "grows; use rope_type 'ntk' with the factor of the longest text"
+            )
+        if self.training and self.dropout:
+            raise ValueError(f"cache: must not be combined with dropout = {self.dropout} in training mode; call eval()")
+        heads = (cache.k.shape[1], cache.k.shape[3])
+        if heads != (self.num_kv_heads_local, self.head_dim):
+            raise ValueError(
+                f"cache: {heads[0]} heads of {heads[1]} must be this layer's {self.num_kv_heads_local} of "
+                f"{self.head_dim}: new_cache() makes it"
+            )
+        cache.check(batch, seq)
+
+    def _check_tables(self, cos: Tensor, seq: int, tokens: int) -> None:
+        if self.rope is None:
+            raise ValueError("cos_sin: must not be given to a layer without rope")
+        if cos.shape[0] not in (seq, tokens):
+            raise ValueError(f"cos_sin: {cos.shape[0]} rows must be one for each of {seq} positions or {tokens} tokens")
+
+    def _check_mask(self, mask: Tensor, batch: int, seq: int, lengths: list[int] | None, keys: int) -> None:
+        if lengths is not None:
+            raise ValueError("attn_mask: must not be combined with cu_seqlens; pad the sequences, and mask the padding")
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            what = f"dtype {mask.dtype}" if isinstance(mask, Tensor) else repr(mask)
+            raise TypeError(
+                f"attn_mask: {what} must be a tensor, bool (True: may attend) or floating (added to scores)"
+            )
+        full = (batch, self.num_heads, seq, keys)
+        if mask.dim() > 4 or any(n not in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False)):
+            raise ValueError(
+                f"attn_mask: shape {tuple(mask.shape)} must be broadcastable to [batch, num_heads (of all ranks), "
+                f"queries, keys] = {list(full)}"
+            )
+
+    def _mask_local(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """4-D, of this rank's heads; bool or ``dtype``."""
+        if mask.requires_grad:
+            mask = _ops.copy_to_region(mask, self.tp_group.name)
+        mask = mask[(None,) * (4 - mask.dim())]
+        if mask.shape[1] > 1:
+            mask = mask.narrow(1, self.first_head_local, self.num_heads_local)
+        return mask if mask.dtype == torch.bool else mask.to(dtype)
+
+    @staticmethod
+    def _tables(
+        rope: RotaryEmbedding, rows: Tensor, seq: int, lengths: list[int] | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Cosine and sine, a row for each position, and which row each token uses if the sequences differ in that."""
+        positions = None
+        if lengths is not None:
+            seq, positions = max(lengths), packed_positions(lengths, rows.device)
+        places = torch.arange(seq, device=rows.device) if cache is None else cache.positions(seq).flatten()
+        return *rope.cos_sin(places, rows.dtype, length=seq), positions
+
+    def _heads(
+        self, rows: Tensor, lead: tuple[int, ...], tables: tuple[Tensor, Tensor, Tensor | None] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v ``[*lead, heads_local, head_dim]``, normed and rotated; lead is (batch, seq) or (tokens,)."""
+        nq, nkv = self.num_heads_local, self.num_kv_heads_local
+        heads = rows.view(*lead, nq + 2 * nkv, self.head_dim)
+        together = self.rope is not None and self.q_norm is None  # q and k side by side: one kernel rotates both
+        *rotating, v = heads.split((nq + nkv, nkv) if together else (nq, nkv, nkv), -2)
+        if self.q_norm is not None and self.k_norm is not None:
+            rotating = [self.q_norm(rotating[0]), self.k_norm(rotating[1])]
+        if self.rope is not None and tables is not None:
+            if rows.requires_grad and self.q_norm is None:
+                v = v.contiguous()  # as a view it would keep the q and k that are rotated here until backward
+            cos, sin, positions = tables
+            rotating = [_ops.rope(t, cos, sin, self.rope.interleaved, positions) for t in rotating]
+        q, k = rotating[0].split((nq, nkv), -2) if together else rotating
+        return q, k, v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``[batch, seq, heads_local, head_dim]`` each -> the same."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        options = (mask, self.causal, self.scale, self.sliding_window, self.softcap)
+        if dropout and (self.exact_dropout or self.softcap is not None):
+            y = attention(q, k, v, *options, drop=self._exact_dropout)
+        elif dropout:
+            with OwnRandomNumbers(self.tp_group.rank, q.device):
+                y = attention(q, k, v, *options, dropout=dropout)
+        else:
+            y = attention(q, k, v, *options)
+        return y.transpose(1, 2)
+
+    def _exact_dropout(self, weights: Tensor) -> Tensor:
+        """Dropout's index is (batch, full head, query, key)."""
+        per_head = weights.shape[2] * weights.shape[3]
+        return _ops.bias_dropout_residual(
+            weights,
+            None,
+            None,
+            draw_seed(weights.device),
+            self.dropout,
+            max(self.num_heads_local * per_head, 1),
+            self.num_heads * per_head,
+            self.first_head_local * per_head,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, causal={self.causal}, dropout={self.dropout}"
+            + "".join(
+                f", {name}={value}"
+                for name in ("scale", "sliding_window", "softcap")
+                if (value := getattr(self, name)) is not None
+            )
+        )

@@ -1,0 +1,347 @@
+"""The two ends of a language model with their vocabulary sharded over the ranks: embedding and output head."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext import _ops
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.loss import vocab_parallel_cross_entropy
+from tp_ext.nn.module import ParallelModule, check_flags, check_positive
+from tp_ext.nn.parallel_linear import main_grad_of
+from tp_ext.nn.same_input import DebugMode, compare_input
+from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
+from tp_ext.random import Init, Normal, torch_linear_init
+from tp_ext.sharding import Part, Sharding
+
+
+def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> Sharding:
+    """How ``[vocab_size, ..]`` is cut: like ``tensor_split``, or equal lengths that are multiples of
+    ``pad_to_multiple_of``, the last rows being padding."""
+    check_positive(vocab_size=vocab_size)
+    if vocab_size < p:
+        raise ValueError(f"vocab_size: {vocab_size} must be at least the number of ranks, p = {p}")
+    if pad_to_multiple_of is None:
+        return Sharding(0, (Part(vocab_size),))
+    check_positive(pad_to_multiple_of=pad_to_multiple_of)
+    width = -(-vocab_size // (p * pad_to_multiple_of)) * pad_to_multiple_of
+    return Sharding(0, (Part(vocab_size, padding=p * width - vocab_size),))
+
+
+class _VocabParallel(ParallelModule):
+    """Base of both ends: a weight ``[vocab_local, n]`` that may be tied to the other's."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        vocab_size: int,
+        features: int,
+        init: Init,
+        pad_to_multiple_of: int | None,
+        *,
+        group: Group,
+        sequence_parallel: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(group, sequence_parallel=sequence_parallel)
+        _, p, rank = self.tp_group
+        self.vocab_size = vocab_size
+        self.sharding = vocab_sharding(vocab_size, p, pad_to_multiple_of)
+        (rows,) = self.sharding.slices(rank, p)
+        self.vocab_start, self.vocab_local = rows.start, rows.stop - rows.start
+        self.add_parameter(
+            "weight",
+            (vocab_size, features),
+            init,
+            sharding=self.sharding,
+            device=device,
+            dtype=dtype,
+        )
+        self._weight_shape = self.local_shape("weight")
+
+    def _checked(self, weight: Tensor) -> Tensor:
+        if weight.shape != self._weight_shape:
+            raise ValueError(
+                f"weight: shape {tuple(weight.shape)} must be {tuple(self._weight_shape)}, this rank's rows of a "
+                f"vocabulary of {self.vocab_size}; tied layers need the same pad_to_multiple_of"
+            )
+        return weight
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """y = weight[ids]; the rows of the table are sharded, each rank looks up its own and the ranks add.
+
+    Shapes: ids of any shape, integers, the same on all ranks -> y ``[*ids.shape, dim]`` (SP: ``[tokens_local, dim]``,
+    ids flattened). weight ``[vocab_local, dim]``. Exactly ``nn.Embedding``: one addend is not zero.
+
+    Communicates: forward, one all-reduce of y (SP: reduce-scatter, and backward an all-gather).
+
+    Args:
+        num_embeddings, embedding_dim: of the full table.
+        group, sequence_parallel: as everywhere.
+        padding_idx: as ``nn.Embedding``: this row starts at zero and gets no gradient from here.
+        pad_to_multiple_of: all ranks hold equally many rows, a multiple of this; the rows beyond the vocabulary are
+            never looked up and never in a full state dict. Default: split as ``torch.tensor_split``.
+        init: default N(0, 1), as ``nn.Embedding``.
+
+    Raises:
+        ValueError: fewer rows than ranks; ``padding_idx`` outside the vocabulary. IndexError (CPU; a device assert on
+            CUDA): an id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        group: Group = NOT_GIVEN,
+        sequence_parallel: bool = False,
+        pad_to_multiple_of: int | None = None,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        if padding_idx is not None and not (
+            isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings
+        ):
+            raise ValueError(f"padding_idx: {padding_idx!r} must be in [{-num_embeddings}, {num_embeddings}), or None")
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            Normal() if init is None else init,
+            pad_to_multiple_of,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
+        """The layer with the table of ``embedding``, of which this rank keeps its shard.
+
+        Args:
+            embedding: the dense layer, with the same values on all ranks; it is not changed.
+            options: as in the constructor; ``padding_idx``, ``device`` and ``dtype`` are those of ``embedding``.
+
+        A head that is tied to it: make both with the same ``pad_to_multiple_of``, then
+        ``head.weight = embedding.weight``.
+
+        Raises:
+            TypeError: ``embedding`` is not an ``nn.Embedding``. ValueError: it has ``max_norm``,
+                ``scale_grad_by_freq`` or ``sparse``.
+        """
+        if not isinstance(embedding, nn.Embedding):
+            raise TypeError(f"embedding: {type(embedding).__name__} must be an nn.Embedding")
+        for name, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+            if getattr(embedding, name) != default:
+                raise ValueError(
+                    f"embedding.{name}: {getattr(embedding, name)!r} must be {default}: there is no such option"
+                )
+        layer = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            padding_idx=embedding.padding_idx,
+            group=group,
+            device="meta",
+            dtype=embedding.weight.dtype,
+            **options,
+        ).to_empty(device=embedding.weight.device)
+        layer.copy_shards(embedding)
+        return layer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if DebugMode.on:
+            compare_input("ids", ids, self.tp_group)
+        y = _ops.vocab_parallel_embedding(
+            ids,
+            self._checked(self.weight),
+            self.tp_group.name,
+            self.vocab_start,
+            self.vocab_local,
+            self.vocab_size,
+            self.sequence_parallel,
+            None,
+        )
+        return y if self.padding_idx is None else self._without_gradient_of_padding(y, ids)
+
+    def _without_gradient_of_padding(self, y: Tensor, ids: Tensor) -> Tensor:
+        assert self.padding_idx is not None
+        padding = ids.eq(self.padding_idx)
+        if self.sequence_parallel:
+            padding = padding.flatten().tensor_split(self.tp_group.size)[self.tp_group.rank]
+        return torch.where(padding[..., None], y.detach(), y)
+
+    def after_init(self, name: str, shard: Tensor) -> None:
+        if self.padding_idx is not None and not shard.is_meta:
+            row = self.padding_idx - self.vocab_start
+            if 0 <= row < self.vocab_local:
+                shard[row].zero_()
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, {padding}local={tuple(self.weight.shape)}, "
+            f"{self.parallel_repr()}"
+        )
+
+
+class VocabParallelLMHead(_VocabParallel):
+    """logits_local = x weight^T (+ bias): the output head, its vocabulary sharded, its logits never gathered.
+
+    Shapes: x ``[.., hidden]`` (SP: ``[tokens_local, hidden]``) -> ``[.., vocab_local]``, of which :meth:`loss`,
+    :meth:`sample` and :meth:`argmax` make a loss or ids. Tied to an embedding by ``head.weight = embedding.weight``.
+
+    Communicates as :class:`ColumnParallelLinear`.
+
+    Args:
+        hidden_size, vocab_size, bias: of the full layer.
+        group, sequence_parallel, pad_to_multiple_of: as :class:`VocabParallelEmbedding`.
+        grad_accumulation_fusion: as :class:`ColumnParallelLinear`.
+        init: of the weight; default and bias as ``nn.Linear``.
+
+    Raises:
+        ValueError: fewer entries than ranks; in forward, a tied weight of another shape.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        group: Group = NOT_GIVEN,
+        sequence_parallel: bool = False,
+        grad_accumulation_fusion: bool = False,
+        pad_to_multiple_of: int | None = None,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_positive(hidden_size=hidden_size, vocab_size=vocab_size)
+        check_flags(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
+        default = torch_linear_init(hidden_size)
+        super().__init__(
+            vocab_size,
+            hidden_size,
+            default if init is None else init,
+            pad_to_multiple_of,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
+        self.hidden_size = hidden_size
+        self.grad_accumulation_fusion = grad_accumulation_fusion
+        if bias:
+            self.add_parameter("bias", (vocab_size,), default, sharding=self.sharding, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
+        """The head with the weights of ``linear``, of which this rank keeps its shard.
+
+        Args:
+            linear: the dense layer, with the same values on all ranks; it is not changed.
+            options: as in the constructor; ``device`` and ``dtype`` are those of ``linear``.
+
+        Tied weights stay tied only if they are tied again: ``head.weight = embedding.weight``.
+
+        Raises:
+            TypeError: ``linear`` is not an ``nn.Linear``.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            group=group,
+            device="meta",
+            dtype=linear.weight.dtype,
+            **options,
+        ).to_empty(device=linear.weight.device)
+        layer.copy_shards(linear)
+        return layer
+
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x: ``[.., hidden]``.
+            total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
+            weight: used instead of the layer's own, ``[vocab_local, hidden]``: the embedding's, on another pipeline
+                stage, say.
+        """
+        weight = self._checked(self.weight if weight is None else weight)
+        return _ops.column_parallel_linear(
+            x,
+            weight,
+            self.bias,
+            self.tp_group.name,
+            self.sequence_parallel,
+            self.token_sizes(total_tokens),
+            main_grad_of(weight) if self.grad_accumulation_fusion else None,
+            1,
+        )
+
+    def loss(
+        self,
+        x: Tensor,
+        target: Tensor,
+        total_tokens: int | None = None,
+        *,
+        weight: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """:func:`vocab_parallel_cross_entropy` of this head's logits of x, over its group and its vocabulary.
+
+        Args:
+            x, total_tokens, weight: as :meth:`forward`.
+            target: ``[..]``, of all tokens also under SP, where the logits are those of all tokens.
+            options: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction``, ``inplace_backward``.
+
+        Communicates and raises as the two of them.
+        """
+        logits = self(x, total_tokens, weight=weight)
+        return vocab_parallel_cross_entropy(logits, target, self.tp_group.name, vocab_size=self.vocab_size, **options)
+
+    @torch.no_grad()
+    def sample(
+        self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """:func:`vocab_parallel_sample` from this head's logits of x: ids ``[..]``, the same on all ranks.
+
+        Args:
+            x, total_tokens, weight: as :meth:`forward`; of the last token of each sequence, ``h[:, -1]``, for the next.
+            options: ``temperature``, ``top_k``, ``top_p``.
+
+        Communicates and raises as the two of them.
+        """
+        logits = self(x, total_tokens, weight=weight)
+        return vocab_parallel_sample(logits, self.tp_group.name, vocab_size=self.vocab_size, **options)
+
+    @torch.no_grad()
+    def argmax(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+        """:func:`vocab_parallel_argmax` of this head's logits of x: ids ``[..]``, the same on all ranks.
+
+        Args and communication as :meth:`sample`.
+        """
+        logits = self(x, total_tokens, weight=weight)
+        return vocab_parallel_argmax(logits, self.tp_group.name, vocab_size=self.vocab_size)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.hidden_size}, {self.vocab_size}, bias={self.bias is not None}, local={tuple(self.weight.shape)}, "
+            f"{self.parallel_repr()}"
+        )

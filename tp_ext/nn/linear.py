@@ -1,0 +1,252 @@
+"""The two tensor-parallel linears. Together they make a block with one collective forward and one backward:
+
+::
+
+    x [.., in]  replicated    -> Column: y_local = x @ W_local^T + b_local    [.., out_local]
+    y_local                   -> anything elementwise
+    y_local     [.., out_local] -> Row:  z = sum over ranks of y_local @ V_local^T, + c   [.., out] replicated
+
+Under sequence parallelism (SP) x and z are sharded on dim 0, the tokens: Column gathers, Row reduce-scatters.
+
+Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), figure 3; Korthikanti et al. (arXiv:2205.05198) for SP.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_ext import _ops
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.module import check_flags, check_positive
+from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding
+from tp_ext.random import Init
+from tp_ext.sharding import Part, Sharding
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y_local = x W_local^T + b_local: the output features are sharded.
+
+    Shapes: x ``[.., in]`` replicated (SP: ``[tokens_local, .., in]``) -> y ``[.., out_local]`` (with
+    ``gather_output``: ``[.., out]``). weight ``[out_local, in]``, bias ``[out_local]``.
+
+    Communicates: backward, one all-reduce of dx, under the GEMM of dw. SP: forward, one all-gather of x; backward, one
+    reduce-scatter of dx and one all-gather of x, each under a GEMM.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``, of the full layer.
+        group: process group, 1-D mesh, group name or None (unsharded). Left out in a job of several ranks, it warns.
+        parts: the output features as consecutive parts that are cut each on its own (q | k | v, gate | up);
+            :class:`Part` or int, their sum ``out_features``.
+        unit: without ``parts``, output features that stay together.
+        gather_output: returns all output features, in the order of the unsharded layer.
+        sequence_parallel: x is sharded on dim 0.
+        skip_bias_add: returns ``(y, bias)`` and leaves the addition to the caller.
+        grad_accumulation_fusion: backward adds the gradient of the weight to ``weight.main_grad``, in the dtype of
+            that, multiplied and added in one; ``weight.grad`` stays None and hooks on the weight are not called.
+        overlap_chunks: under SP, the all-gather of x comes in so many pieces, each under the GEMM of another; for
+            thousands of tokens, see docs/performance.md. In one piece where operators are traced, and where a piece
+            would have fewer than 64 tokens.
+        init: initialiser of the weight (:mod:`tp_ext.random`, or a callable on the full tensor); default and bias as
+            ``nn.Linear``.
+
+    Raises:
+        ValueError: parts that do not make up ``out_features``; ``skip_bias_add`` with ``gather_output``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group = NOT_GIVEN,
+        parts: Iterable[Part | int] | None = None,
+        unit: int = 1,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        skip_bias_add: bool = False,
+        grad_accumulation_fusion: bool = False,
+        overlap_chunks: int = 1,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_positive(in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
+        check_flags(gather_output=gather_output)
+        if skip_bias_add and gather_output:
+            raise ValueError(
+                "skip_bias_add: True must not be combined with gather_output=True: the bias returned would be a shard"
+            )
+        sharding = linear_sharding(0, out_features, parts, unit, "out_features")
+        super().__init__(
+            in_features,
+            out_features,
+            sharding,
+            sharding,
+            bias=bias,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            skip_bias_add=skip_bias_add,
+            grad_accumulation_fusion=grad_accumulation_fusion,
+            overlap_chunks=overlap_chunks,
+            init=init,
+            device=device,
+            dtype=dtype,
+        )
+        self.gather_output = gather_output
+
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
+        """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
+
+        Args:
+            x: ``[.., in]``.
+            total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
+            weight: used instead of the layer's own, ``[out_local, in]``.
+        """
+        own, main_grad = self.__dict__, None  # each self.name is a failed look-up of the class first
+        group, skip_bias_add, parameters = own["tp_group"], own["skip_bias_add"], own["_parameters"]
+        if weight is None:
+            weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401, computed
+            weight = own["entered"].get("weight", weight)
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, where parametrized
+        if own["_copied"] or own["grad_accumulation_fusion"] or weight.shape != own["_weight_shape"]:
+            weight, main_grad = self.used_weight(weight)
+            bias = self.sharded_parameter("bias")
+        y = _ops.column_parallel_linear(
+            x,
+            weight,
+            None if skip_bias_add else bias,
+            group.name,
+            own["sequence_parallel"],
+            None if total_tokens is None else self.token_sizes(total_tokens),
+            main_grad,
+            own["overlap_chunks"],
+        )
+        if own["gather_output"] and (group.size > 1 or self.has_padding("weight")):
+            y = self.gathered(y)
+        return (y, bias) if skip_bias_add else y
+
+    def gathered(self, y: Tensor) -> Tensor:
+        """All output features of ``[.., out_local]``, in the order of the unsharded layer."""
+        sharding = self.tp_shardings["weight"]
+        assert sharding is not None
+        sizes = sharding.local_sizes(self.tp_group.size)
+        full = _ops.gather_from_region(y, self.tp_group.name, -1, sizes)
+        if len(sharding.parts) == 1 and sharding.parts[0].copies == 1 and not self.has_padding("weight"):
+            return full
+        return Sharding(-1, sharding.parts).unshard(full.split(sizes, -1))
+
+
+class RowParallelLinear(ParallelLinear):
+    """y = sum over ranks of x_local W_local^T, + b: the input features are sharded.
+
+    Shapes: x ``[.., in_local]`` -> y ``[.., out]`` replicated (SP: ``[tokens_local, .., out]``).
+    weight ``[out, in_local]``; bias ``[out]``, replicated, added once, after the sum.
+
+    Communicates: forward, one all-reduce of y. SP: forward, one reduce-scatter of y; backward, one all-gather of dy and
+    one all-reduce of db.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``, of the full layer.
+        group, skip_bias_add, grad_accumulation_fusion, init: as :class:`ColumnParallelLinear`.
+        parts, unit: as there, of the input features.
+        input_is_parallel: x is this rank's slice of the features; False: x is replicated and sliced here.
+        sequence_parallel: y is sharded on dim 0.
+        overlap_chunks: y is computed and summed in so many pieces, the sum of one under the GEMM of the next; under SP
+            also the all-gather of dy, under the GEMM of dx. When not: as :class:`ColumnParallelLinear`.
+
+    Raises:
+        ValueError: parts that do not make up ``in_features``; ``input_is_parallel=False`` with SP.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group = NOT_GIVEN,
+        parts: Iterable[Part | int] | None = None,
+        unit: int = 1,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        skip_bias_add: bool = False,
+        grad_accumulation_fusion: bool = False,
+        overlap_chunks: int = 1,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_positive(in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
+        check_flags(input_is_parallel=input_is_parallel)
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "input_is_parallel: False must not be combined with sequence_parallel=True: the tokens are sharded"
+            )
+        sharding = linear_sharding(1, in_features, parts, unit, "in_features")
+        if any(part.copies > 1 for part in sharding.parts):
+            raise ValueError(f"parts: {sharding.parts} must not have copies: the sum would count them twice")
+        super().__init__(
+            in_features,
+            out_features,
+            sharding,
+            None,
+            bias=bias,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            skip_bias_add=skip_bias_add,
+            grad_accumulation_fusion=grad_accumulation_fusion,
+            overlap_chunks=overlap_chunks,
+            init=init,
+            device=device,
+            dtype=dtype,
+        )
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
+        """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
+
+        Args:
+            x: ``[.., in_local]``.
+            total_tokens: accepted like the column layer's; x has them all, so it is only checked.
+            weight: used instead of the layer's own, ``[out, in_local]``.
+        """
+        own, main_grad = self.__dict__, None  # as in the column layer
+        group, skip_bias_add, parameters = own["tp_group"], own["skip_bias_add"], own["_parameters"]
+        if weight is None:
+            weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401, computed
+        if own["grad_accumulation_fusion"] or weight.shape != own["_weight_shape"]:
+            weight, main_grad = self.used_weight(weight)
+        if not own["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
+            x = self.scattered(x)
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, where parametrized
+        summed = "bias" in own["entered"]  # together with others
+        if summed:
+            bias = own["entered"]["bias"]
+        skipped = self.replicated_parameter("bias") if skip_bias_add else None
+        y = _ops.row_parallel_linear(
+            x,
+            weight,
+            None if skip_bias_add else bias,
+            group.name,
+            own["sequence_parallel"],
+            None if total_tokens is None else self.token_sizes(total_tokens),
+            main_grad,
+            own["overlap_chunks"],
+            not summed,
+        )
+        return (y, skipped) if skip_bias_add else y
+
+    def scattered(self, x: Tensor) -> Tensor:
+        """This rank's slice ``[.., in_local]`` of the replicated ``[.., in]``."""
+        sharding = self.tp_shardings["weight"]
+        assert sharding is not None
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
+        p = self.tp_group.size
+        if len(sharding.parts) > 1 or self.has_padding("weight"):  # into the order of the ranks, zeros for padding
+            last = Sharding(-1, sharding.parts)
+            x = torch.cat([last.shard(x, rank, p) for rank in range(p)], -1)
+        return _ops.scatter_to_region(x, self.tp_group.name, -1, sharding.local_sizes(p))

@@ -1,0 +1,294 @@
+"""Low-rank adapters on tensor-parallel linears: y = x W^T + b + (alpha / r) x A^T B^T, with W and b frozen.
+
+======  ==================  ==================  ==================================  =================================
+base    A ``[r, in]``       B ``[out, r]``      added forward                       added backward
+======  ==================  ==================  ==================================  =================================
+column  replicated          as W, dim 0         nothing                             all-reduce of tokens x r
+row     as W, dim 1         replicated          all-reduce of tokens x r            nothing
+column  the same under SP                       all-gather of tokens x r            reduce-scatter and all-gather of
+                                                                                    tokens x r, all-reduce of dA
+row     the same under SP                       reduce-scatter of tokens x r        all-gather of tokens x r,
+                                                                                    all-reduce of dB
+======  ==================  ==================  ==================================  =================================
+
+Both factors are layers of ours: every gradient is complete when ``backward()`` returns, and whatever is sent is r wide.
+
+Hu et al., "LoRA: Low-rank adaptation of large language models" (arXiv:2106.09685).
+"""
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tp_ext.nn.dropout import dropout
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.module import ParallelModule, check_positive
+from tp_ext.random import Constant, Init, torch_linear_init
+from tp_ext.sharding import Sharding
+
+
+class _ReplicatedLinear(ParallelModule):
+    """y = x W^T, W ``[out, in]`` the same on all ranks; under SP on sharded tokens, so that dW is summed over them."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: str | None,
+        sequence_parallel: bool,
+        init: Init,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(group, sequence_parallel=sequence_parallel)
+        self.add_parameter("weight", (out_features, in_features), init, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
+        weight = self.replicated_parameter("weight")
+        assert weight is not None
+        return F.linear(x, weight)
+
+    def extra_repr(self) -> str:
+        return f"local={tuple(self.weight.shape)}, {self.parallel_repr()}"
+
+
+class LoRALinear(ParallelModule):
+    """A column or row linear with an adapter, in its place: y = base(x) + (alpha / r) B(A(dropout(x))).
+
+    Shapes, options and what is returned (``skip_bias_add``, ``gather_output``, ``input_is_parallel=False``) are the
+    base layer's. State-dict names are peft's: ``base_layer.weight``, ``lora_A.weight`` ``[r, in]``, ``lora_B.weight``
+    ``[out, r]``. B follows the parts of the base (q | k | v, copied KV heads).
+
+    Communicates what the base layer does, and r-wide tensors: see :mod:`tp_ext.nn.lora`. No activation is saved for the
+    frozen weight.
+
+    Args:
+        base: the layer; its parameters are frozen. Device and dtype of the adapter are its weight's.
+        r: the rank.
+        alpha: the adapter is scaled by alpha / r.
+        dropout: of the adapter's input; the masks are those of the unsharded model.
+
+    A starts as ``nn.Linear`` does (Kaiming-uniform with a = sqrt(5), as peft), the same for every p; B with zeros.
+
+    Raises:
+        TypeError: ``base`` is no column or row linear. ValueError: ``r`` is no positive integer, ``alpha`` is not
+            positive, ``dropout`` no probability below 1.
+    """
+
+    def __init__(
+        self, base: ColumnParallelLinear | RowParallelLinear, r: int, *, alpha: float, dropout: float = 0.0
+    ) -> None:
+        if not isinstance(base, ColumnParallelLinear | RowParallelLinear):
+            raise TypeError(
+                f"base: {type(base).__name__} must be a ColumnParallelLinear or a RowParallelLinear; of the model's "
+                "own layers those are qkv, out, up and down"
+            )
+        check_positive(r=r)
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0:
+            raise ValueError(f"alpha: {alpha!r} must be a positive number")
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout: {dropout!r} must be a probability, in [0, 1)")
+        group = base.tp_group.name or None
+        super().__init__(group, sequence_parallel=base.sequence_parallel)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.r, self.scaling, self.dropout, self.merged = r, alpha / r, dropout, False
+        self.base_layer = base.requires_grad_(False)
+        # What concerns input and output as a whole is done once, here, and not by base and adapter each
+        self.gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
+        self.scatters = isinstance(base, RowParallelLinear) and not base.input_is_parallel
+        options: dict[str, Any] = {
+            "group": group,
+            "sequence_parallel": base.sequence_parallel,
+            "device": base.weight.device,
+            "dtype": base.weight.dtype,
+        }
+        sharding = base.tp_shardings["weight"]
+        assert sharding is not None
+        first, last = torch_linear_init(base.in_features), Constant(0.0)
+        if isinstance(base, ColumnParallelLinear):
+            base.gather_output = False
+            self.lora_A: nn.Module = _ReplicatedLinear(base.in_features, r, init=first, **options)
+            self.lora_B: nn.Module = ColumnParallelLinear(
+                r, base.out_features, bias=False, parts=sharding.parts, init=last, **options
+            )
+        else:
+            base.input_is_parallel = True
+            self.lora_A = RowParallelLinear(
+                base.in_features, r, bias=False, parts=sharding.parts, init=first, **options
+            )
+            self.lora_B = _ReplicatedLinear(r, base.out_features, init=last, **options)
+
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
+        """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
+
+        Args:
+            x, total_tokens, weight: as the base layer's.
+        """
+        base = self.base_layer
+        if self.scatters:
+            assert isinstance(base, RowParallelLinear)
+            x = base.scattered(x)
+        y = base(x, total_tokens, weight=weight)
+        y, bias = y if base.skip_bias_add else (y, None)
+        if not self.merged:
+            inner = self.lora_A(self._dropped(x, total_tokens), total_tokens)
+            y = y + self.lora_B(inner * self.scaling, total_tokens)
+        if self.gathers:
+            assert isinstance(base, ColumnParallelLinear)
+            y = base.gathered(y)
+        return (y, bias) if base.skip_bias_add else y
+
+    def _dropped(self, x: Tensor, total_tokens: int | None) -> Tensor:
+        if not self.training or not self.dropout:
+            return x
+        group, p, rank = self.tp_group
+        if isinstance(self.base_layer, ColumnParallelLinear):
+            sharded = self.sequence_parallel and p > 1
+            sizes = self.token_sizes(total_tokens)
+            return dropout(x, self.dropout, group=group or None, dim=0 if sharded else None, sizes=sizes)
+        sharding = self.base_layer.tp_shardings["weight"]
+        assert sharding is not None
+        dropped = []
+        for piece, part in zip(_pieces(x, Sharding(-1, sharding.parts), rank, p), sharding.parts, strict=True):
+            whole = Sharding(-1, (part,))
+            sizes = [found.stop - found.start for q in range(p) for found in whole.slices(q, p)]  # without padding
+            own = dropout(piece[..., : sizes[rank]], self.dropout, group=group or None, dim=-1, sizes=sizes)
+            dropped.append(F.pad(own, (0, piece.shape[-1] - sizes[rank])) if part.padding else own)
+        return dropped[0] if len(dropped) == 1 else torch.cat(dropped, -1)
+
+    def merge(self) -> None:
+        """Adds the adapter to the base weight, W += (alpha / r) B A, which then works alone. Communicates nothing.
+
+        Raises:
+            ValueError: it is merged, or FSDP2 has dealt the weights.
+        """
+        self._add(1, merged=True)
+
+    def unmerge(self) -> None:
+        """The inverse of :meth:`merge`, to rounding. Raises ValueError: it is not merged."""
+        self._add(-1, merged=False)
+
+    @torch.no_grad()
+    def _add(self, sign: int, *, merged: bool) -> None:
+        weight, a, b = self.base_layer.weight, self.lora_A.weight, self.lora_B.weight
+        assert isinstance(a, Tensor) and isinstance(b, Tensor)
+        if self.merged == merged:
+            raise ValueError(f"merged: is {merged} already")
+        if isinstance(weight, DTensor):
+            raise ValueError("base_layer.weight: a DTensor must not be merged into; merge in a model without FSDP2")
+        sharding = self.base_layer.tp_shardings["weight"]
+        assert sharding is not None
+        _, p, rank = self.tp_group
+        column = sharding.dim == 0
+        cut = _pieces(b if column else a, sharding, rank, p)
+        # Part by part: what several ranks hold they then multiply in the same shape, to the same bits
+        for target, piece in zip(_pieces(weight, sharding, rank, p), cut, strict=True):
+            left, right = (piece, a) if column else (b, piece)
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            target.copy_(target + sign * self.scaling * (left.to(wide, copy=True) @ right.to(wide)))
+        self.merged = merged
+
+    def extra_repr(self) -> str:
+        return f"r={self.r}, scaling={self.scaling}, dropout={self.dropout}, merged={self.merged}"
+
+
+def _pieces(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> tuple[Tensor, ...]:
+    """The local tensor's views of its parts."""
+    lengths = [stop - start for start, stop in (part.span(rank, p) for part in sharding.parts)]
+    return tensor.split(lengths, sharding.dim)
+
+
+def add_lora(
+    model: nn.Module,
+    *,
+    targets: str | Iterable[str],
+    r: int,
+    alpha: float,
+    dropout: float = 0.0,
+    freeze: bool = True,
+) -> list[str]:
+    """Puts a :class:`LoRALinear` in the place of each column or row linear that ``targets`` names.
+
+    Args:
+        targets: one or more shell patterns; each is matched with the whole name of a layer (``"blocks.0.*.qkv"``) and
+            with every end of it that starts after a dot (``"qkv"``, ``"mlp.*"``).
+        r, alpha, dropout: as :class:`LoRALinear`.
+        freeze: all parameters of the model but adapters are frozen; the optimizer gets those that require gradients.
+
+    Returns:
+        The names of the layers.
+
+    Communicates nothing. Raises:
+        ValueError: a pattern that names no such layer; and see :class:`LoRALinear`.
+    """
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    chosen = [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name
+        and isinstance(module, ColumnParallelLinear | RowParallelLinear)
+        and any(_matches(name, pattern) for pattern in patterns)
+    ]
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in chosen):
+            kinds = ColumnParallelLinear | RowParallelLinear
+            linears = {name.rpartition(".")[2] for name, m in model.named_modules() if name and isinstance(m, kinds)}
+            raise ValueError(
+                f"targets: {pattern!r} must name a ColumnParallelLinear or RowParallelLinear inside the model; "
+                f"it has {sorted(linears)}"
+            )
+    if freeze:
+        adapters = {p for _, layer in _lora_layers(model) for n, p in layer.named_parameters() if n.startswith("lora_")}
+        for param in set(model.parameters()) - adapters:
+            param.requires_grad_(False)
+    wrapped: dict[nn.Module, LoRALinear] = {}  # a layer that is used in two places keeps being one
+    for name in chosen:
+        base = model.get_submodule(name)
+        if isinstance(base, LoRALinear):  # in a block that is used in two places
+            continue
+        assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
+        if base not in wrapped:
+            wrapped[base] = LoRALinear(base, r, alpha=alpha, dropout=dropout)
+        model.set_submodule(name, wrapped[base])
+    return chosen
+
+
+def merge_lora(model: nn.Module) -> list[str]:
+    """Merges every adapter of the model and puts the base layers back, with the names of the model before
+    :func:`add_lora`; returns those of the layers. They stay frozen.
+
+    Raises:
+        ValueError: there is none inside the model; see :meth:`LoRALinear.merge`.
+    """
+    names, layers = [], [(name, layer) for name, layer in _lora_layers(model) if name]
+    if not layers:
+        raise ValueError(f"model: {type(model).__name__} must hold a LoRALinear inside")
+    for name, layer in layers:
+        if not layer.merged:
+            layer.merge()
+        base = layer.base_layer
+        if isinstance(base, ColumnParallelLinear):
+            base.gather_output = layer.gathers
+        else:
+            base.input_is_parallel = not layer.scatters
+        model.set_submodule(name, base)
+        names.append(name)
+    return names
+
+
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LoRALinear):
+            yield name, module
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

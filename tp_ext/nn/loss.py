@@ -1,0 +1,155 @@
+"""Cross-entropy over logits whose vocabulary is dealt over the ranks."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tp_ext import _ops
+from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
+from tp_ext.nn.module import check_positive
+from tp_ext.nn.same_input import DebugMode, compare_input
+from tp_ext.sharding import split_sizes
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def vocab_parallel_cross_entropy(
+    logits_local: Tensor,
+    target: Tensor,
+    group: Group,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    inplace_backward: bool = False,
+) -> Tensor:
+    """``F.cross_entropy`` over the full vocabulary, plus ``z_loss * logsumexp(logits)^2``, per row.
+
+    With x the logits of a row, V the vocabulary, t the target, e the smoothing:
+    ``(1 - e) (logsumexp(x) - x[t]) + e (logsumexp(x) - sum(x) / V) + z_loss logsumexp(x)^2``.
+
+    :meth:`VocabParallelLMHead.loss` knows group and vocabulary and needs neither.
+
+    Args:
+        logits_local: ``[.., vocab_local]``, this rank's columns: either ``torch.tensor_split`` of ``vocab_size``, or of
+            equal width w with p w >= ``vocab_size``, the columns from ``vocab_size`` on being padding.
+        target: ``[..]``, int64, ids in the full vocabulary, the same on all ranks.
+        group: the ranks that hold the other columns.
+        vocab_size: V; default p w. It must be given where the ranks' widths differ: where p does not divide V.
+        ignore_index: rows with this target have no loss and no gradient.
+        label_smoothing: e, over the *full* vocabulary.
+        z_loss: its weight (Chowdhery et al., "PaLM", arXiv:2204.02311); 0 at ignored rows too.
+        reduction: ``none`` (the shape of target), ``mean`` over the rows that are not ignored (0 if all are), ``sum``.
+        inplace_backward: the gradient overwrites the logits; a second backward is then refused.
+
+    A row that is -inf in every column has no softmax: its loss and its gradient are NaN, as in torch; so are those of a
+    row with a NaN or +inf in it. Ignored rows are 0 whatever is in them.
+
+    Communicates: forward, one all-gather of four numbers per row, and of four more in which the ranks compare their
+    widths and vocabularies; backward, nothing. Saved: logits and two numbers per
+    row; no softmax is kept.
+
+    Raises:
+        ValueError: full logits at p > 1, shapes that do not match, an unknown reduction, a smoothing outside [0, 1].
+            On every rank, after the exchange: widths or ``vocab_size`` that make up no one vocabulary (CPU; a device
+            assert on CUDA).
+        IndexError: a target outside the vocabulary (CPU; a device assert on CUDA); without ``vocab_size`` after the
+            exchange, when all ranks' widths are known.
+    """
+    resolved = parallel_group(group)
+    if logits_local.dim() < 1:
+        raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: {reduction!r} must be one of {REDUCTIONS}")
+    if DebugMode.on:
+        compare_input("target", target, resolved)
+    start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved)
+    return _ops.vocab_parallel_cross_entropy(
+        logits_local,
+        target,
+        resolved.name,
+        start,
+        local,
+        full,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction,
+        inplace_backward,
+        vocab_size is not None,
+    )
+
+
+def vocab_columns(width: int, vocab_size: int | None, group: ParallelGroup) -> tuple[int, int, int]:
+    """First column, number of real columns and size of the full vocabulary, as this rank sees them.
+
+    Widths that no rank can have are refused here, on all ranks alike. What may be right on another rank is not: the
+    ranks compare widths and sizes when they exchange.
+    """
+    _, p, rank = group
+    if vocab_size is None:
+        return rank * width, width, p * width
+    check_positive(vocab_size=vocab_size)
+    if vocab_size < p:
+        raise ValueError(f"vocab_size: {vocab_size} must be at least the number of ranks, p = {p}")
+    sizes = split_sizes(vocab_size, p)
+    if width == sizes[rank]:
+        return sum(sizes[:rank]), width, vocab_size
+    if p > 1 and width >= vocab_size:
+        raise ValueError(
+            f"logits_local: {width} columns must be this rank's shard of vocab_size = {vocab_size}, "
+            f"not the gathered logits, at p = {p}"
+        )
+    if p * (width + (p > 1)) < vocab_size:  # widths of one tensor differ by one at most
+        raise ValueError(
+            f"logits_local: {width} columns on rank {rank} must be {sizes[rank]}, its share of "
+            f"vocab_size = {vocab_size} at p = {p}, or equally many, at least {sizes[0]}, on all ranks"
+        )
+    start = min(rank * width, vocab_size)
+    return start, min(width, vocab_size - start), vocab_size
+
+
+class VocabParallelCrossEntropy(nn.Module):
+    """:func:`vocab_parallel_cross_entropy` as a module: logits ``[.., vocab_local]``, target ``[..]`` -> loss."""
+
+    def __init__(
+        self,
+        *,
+        group: Group = NOT_GIVEN,
+        vocab_size: int | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+        inplace_backward: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tp_group = layer_group(group, type(self).__name__)
+        self.vocab_size = vocab_size
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.reduction = reduction
+        self.inplace_backward = inplace_backward
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        check_place(self.tp_group)
+
+    def forward(self, logits_local: Tensor, target: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(
+            logits_local,
+            target,
+            self.tp_group.name or None,
+            vocab_size=self.vocab_size,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            reduction=self.reduction,
+            inplace_backward=self.inplace_backward,
+        )
+
+    def extra_repr(self) -> str:
+        return f"vocab_size={self.vocab_size}, reduction={self.reduction!r}, p={self.tp_group.size}"

@@ -1,0 +1,152 @@
+"""The feed-forward block: column linear, fused bias and activation, row linear."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
+
+from tp_ext import _ops
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.module import ParallelModule, check_flags, check_positive
+from tp_ext.nn.parallel_linear import ParallelLinear
+from tp_ext.random import Init
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
+GATED_ACTIVATIONS = ("swiglu", "geglu")
+
+
+class ParallelMLP(ParallelModule):
+    """y = act(x W_up^T + b_up) W_down^T + b_down.
+
+    Gated: y = (act(x W_gate^T + b_gate) * (x W_up^T + b_up)) W_down^T + b_down.
+
+    Shapes: x ``[.., hidden]`` -> y the same (SP: both ``[tokens_local, .., hidden]``). ``up.weight`` is
+    ``[ffn_local, hidden]``, gated ``[2 ffn_local, hidden]`` (gate | up); ``down.weight`` ``[hidden, ffn_local]``.
+
+    Communicates: one all-reduce forward, one backward; SP: an all-gather and a reduce-scatter each way.
+
+    Args:
+        hidden_size, ffn_hidden_size: of the full block.
+        activation: ``gelu`` (exact, erf), ``gelu_tanh``, ``relu``, ``silu``; gated ``swiglu`` (silu) or ``geglu``
+            (exact gelu; Shazeer, arXiv:2002.05202).
+        bias: in both linears.
+        group, sequence_parallel, grad_accumulation_fusion, overlap_chunks: as :class:`ColumnParallelLinear`.
+        gemm_epilogue: the block as one operator, whose GEMMs end in bias and activation, backward in their gradients:
+            no pass over the activation is made for those. For ``activation="gelu_tanh"``, with biases. On CUDA in bf16
+            and fp16 where the local ffn is a multiple of 8: that is cublasLt's GELU, which is the tanh form, so exact
+            ``gelu`` keeps its kernel. Elsewhere the same is computed in steps. Values are those without it up to
+            rounding; what is saved and sent is the same. Where ``up`` or ``down`` has hooks, was replaced (LoRA, FSDP2
+            on each) or lost its bias, they are called one by one as ever. False by default, since no GPU has measured
+            it: docs/performance.md.
+        init: initialiser of both weights.
+
+    Raises:
+        ValueError: an unknown activation; ``gemm_epilogue`` with another than gelu_tanh, without bias, or with
+            ``overlap_chunks`` above 1.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+        group: Group = NOT_GIVEN,
+        sequence_parallel: bool = False,
+        grad_accumulation_fusion: bool = False,
+        overlap_chunks: int = 1,
+        gemm_epilogue: bool = False,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, sequence_parallel=sequence_parallel)
+        if activation not in ACTIVATIONS + GATED_ACTIVATIONS:
+            raise ValueError(f"activation: {activation!r} must be one of {ACTIVATIONS + GATED_ACTIVATIONS}")
+        check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        check_flags(bias=bias, gemm_epilogue=gemm_epilogue)
+        if gemm_epilogue:
+            _check_epilogue(activation, bias, overlap_chunks)
+        self.activation = activation
+        self.gemm_epilogue = gemm_epilogue
+        self.gated = activation in GATED_ACTIVATIONS
+        options: dict[str, Any] = {
+            "group": group,
+            "sequence_parallel": sequence_parallel,
+            "grad_accumulation_fusion": grad_accumulation_fusion,
+            "overlap_chunks": overlap_chunks,
+            "init": init,
+            "device": device,
+            "dtype": dtype,
+        }
+        parts = (ffn_hidden_size,) * (2 if self.gated else 1)
+        self.up = ColumnParallelLinear(hidden_size, sum(parts), bias, parts=parts, skip_bias_add=True, **options)
+        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, bias, **options)
+
+    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
+        """
+        Args:
+            x: ``[.., hidden]``.
+            total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
+        """
+        if self.gemm_epilogue and self._whole():
+            return self._in_one(x, total_tokens)
+        activate = _ops.gated_act if self.gated else _ops.bias_act
+        h, bias = self.up(x, total_tokens)
+        y: Tensor = self.down(activate(h, bias, self.activation), total_tokens)
+        return y
+
+    def _whole(self) -> bool:
+        """Whether up and down are what they were made as, and nobody waits for their calls."""
+        if _has_any_global_hook():
+            return False
+        for layer, kind in ((self.up, ColumnParallelLinear), (self.down, RowParallelLinear)):
+            if type(layer) is not kind or layer.bias is None or "forward" in layer.__dict__:
+                return False
+            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+                return False
+        return True
+
+    def _in_one(self, x: Tensor, total_tokens: int | None) -> Tensor:
+        up, down = self.up, self.down
+        up_weight, up_main_grad = _weight_of(up)
+        down_weight, down_main_grad = _weight_of(down)
+        up_bias = up.sharded_parameter("bias")
+        summed = "bias" in down.entered  # together with others
+        down_bias = down.entered["bias"] if summed else down.parameter_of_call("bias")
+        assert up_bias is not None and down_bias is not None
+        return _ops.parallel_mlp(
+            x,
+            up_weight,
+            up_bias,
+            down_weight,
+            down_bias,
+            self.tp_group.name,
+            self.sequence_parallel,
+            self.token_sizes(total_tokens),
+            up_main_grad,
+            down_main_grad,
+            not summed,
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}" + (", gemm_epilogue=True" if self.gemm_epilogue else "")
+
+
+def _weight_of(layer: ParallelLinear) -> tuple[Tensor, Tensor | None]:
+    weight = layer.parameter_of_call("weight")
+    assert weight is not None
+    return layer.used_weight(weight)
+
+
+def _check_epilogue(activation: str, bias: bool, overlap_chunks: int) -> None:
+    for name, value, rule in (("activation", activation, "gelu_tanh"), ("bias", bias, True)):
+        if value != rule:
+            raise ValueError(f"gemm_epilogue: True must not be combined with {name}={value!r}: it must be {rule!r}")
+    if overlap_chunks != 1:
+        raise ValueError(
+            f"gemm_epilogue: True must not be combined with overlap_chunks={overlap_chunks!r}: it must be 1"
+        )

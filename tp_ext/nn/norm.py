@@ -1,0 +1,189 @@
+"""RMSNorm and LayerNorm: torch's modules, with weights that get their whole gradient under sequence parallelism."""
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext import _ops
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.module import ParallelModule, check_epsilon, check_flags, refuse_group
+from tp_ext.random import Constant
+
+EPSILON_32, EPSILON_64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
+class _Norm(ParallelModule):
+    """What both share: the normalised dims, flattened to one, and the replicated parameters."""
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        parameters: dict[str, float],
+        *,
+        group: Group,
+        sequence_parallel: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        refuse_group(normalized_shape=normalized_shape)
+        super().__init__(group, sequence_parallel=sequence_parallel)
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape or any(not isinstance(n, int) or n < 1 for n in shape):
+            raise ValueError(f"normalized_shape: {normalized_shape!r} must be one or more integers of at least 1")
+        self.normalized_shape = shape
+        for name, value in parameters.items():
+            self.add_parameter(name, shape, Constant(value), device=device, dtype=dtype)
+
+    def _flat(self, x: Tensor) -> Tensor:
+        shape = self.normalized_shape
+        if x.shape[-len(shape) :] != shape:
+            raise ValueError(f"x: shape {tuple(x.shape)} must end in normalized_shape = {shape}")
+        return x.flatten(-len(shape)) if len(shape) > 1 else x
+
+    def _check_residual(self, x: Tensor, residual: Tensor) -> None:
+        if residual.shape != x.shape:
+            raise ValueError(f"residual: shape {tuple(residual.shape)} must be that of x, {tuple(x.shape)}")
+
+    def _shaped(self, results: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        y, total = results
+        return (y, total) if len(self.normalized_shape) == 1 else (y.view(x.shape), total.view(x.shape))
+
+    def _flat_parameter(self, name: str) -> Tensor | None:
+        param = self.replicated_parameter(name)
+        return param.flatten() if param is not None and param.dim() > 1 else param
+
+
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dims; ``torch.nn.RMSNorm`` otherwise.
+
+    Shapes: x ``[.., *normalized_shape]`` -> the same. Statistics in fp32 (fp64 for fp64); saved for backward: x and one
+    number per row. Communicates: under SP, backward, one all-reduce of the weight's gradient.
+
+    ``norm(x, residual)``, the sublayer's output and what goes past it, is ``(y, total)``: total = x + residual, rounded
+    to their dtype, and y = norm(total), in one pass over memory; the same bits as those two steps. residual is like x
+    in shape, dtype and device (ValueError, TypeError; under autocast their dtypes may differ, as in torch). Saved for
+    backward: total, which lives anyway, instead of x. Backward adds the gradient of total on its way: x and residual
+    have one gradient.
+
+    Args:
+        normalized_shape, eps, elementwise_affine: as torch; ``eps=None`` is the machine epsilon of the dtype that the
+            statistics are computed in (fp32 for half types).
+        group, sequence_parallel: as everywhere; x is then ``[tokens_local, ..]``.
+
+    Zhang and Sennrich, "Root mean square layer normalization" (arXiv:1910.07467).
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        *,
+        group: Group = NOT_GIVEN,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if eps is not None:
+            check_epsilon(eps)
+        check_flags(elementwise_affine=elementwise_affine)
+        super().__init__(
+            normalized_shape,
+            {"weight": 1.0} if elementwise_affine else {},
+            group=group,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        if not elementwise_affine:
+            self.register_parameter("weight", None)
+
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if not x.is_floating_point():
+            raise TypeError(f"x: dtype {x.dtype} must be a floating point type")
+        eps = self.eps
+        if eps is None:
+            eps = EPSILON_64 if x.dtype == torch.float64 else EPSILON_32
+        flat, weight = self._flat(x), self._flat_parameter("weight")
+        if residual is not None:
+            self._check_residual(x, residual)
+            return self._shaped(_ops.rms_norm_residual(flat, self._flat(residual), weight, eps), x)
+        y = _ops.rms_norm(flat, weight, eps)
+        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.normalized_shape}, eps={self.eps}, "
+            f"elementwise_affine={self.elementwise_affine}, {self.parallel_repr()}"
+        )
+
+
+class LayerNorm(_Norm):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dims; ``torch.nn.LayerNorm`` otherwise.
+
+    Shapes, precision, communication and ``norm(x, residual)`` as :class:`RMSNorm`, with two numbers per row and, under
+    SP, a second all-reduce for the bias. Nothing is saved if only the bias is trained.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias: as torch.
+        group, sequence_parallel: as everywhere; x is then ``[tokens_local, ..]``.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        group: Group = NOT_GIVEN,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_epsilon(eps)
+        check_flags(elementwise_affine=elementwise_affine, bias=bias)
+        wanted = {"weight": elementwise_affine, "bias": elementwise_affine and bias}
+        super().__init__(
+            normalized_shape,
+            {name: float(name == "weight") for name, there in wanted.items() if there},
+            group=group,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        for name, there in wanted.items():
+            if not there:
+                self.register_parameter(name, None)
+
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        flat, weight, bias = self._flat(x), self._flat_parameter("weight"), self._flat_parameter("bias")
+        if residual is not None:
+            self._check_residual(x, residual)
+            return self._shaped(_ops.layer_norm_residual(flat, self._flat(residual), weight, bias, self.eps), x)
+        y = _ops.layer_norm(flat, weight, bias, self.eps)
+        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.normalized_shape}, eps={self.eps}, "
+            f"elementwise_affine={self.elementwise_affine}, {self.parallel_repr()}"
+        )

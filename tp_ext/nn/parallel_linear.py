@@ -1,0 +1,151 @@
+"""What the tensor-parallel linears have in common."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext import _ops
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.module import ParallelModule, check_flags
+from tp_ext.random import Init, torch_linear_init
+from tp_ext.sharding import Part, Sharding
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """``weight.main_grad``, to which backward adds the gradient; None if there will be no backward.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            "weight.main_grad: None must be a tensor of weight's shape, fp32 as a rule, with "
+            "grad_accumulation_fusion=True; set it on each weight before the first forward"
+        )
+    return main_grad
+
+
+def _accumulated(weight: Tensor, main_grad: Tensor | None) -> Tensor:
+    """weight, its gradient being added to main_grad: only after the sum over the copies, which follows the linear."""
+    return weight if main_grad is None else _ops.accumulate_grad_into(weight, main_grad)
+
+
+def linear_sharding(dim: int, size: int, parts: Iterable[Part | int] | None, unit: int, name: str) -> Sharding:
+    """How ``size`` features, called ``name``, are cut along ``dim`` of the weight, as ``parts`` or ``unit`` says."""
+    if parts is None:
+        return Sharding(dim, (Part(size, unit),))
+    if unit != 1:
+        raise ValueError(f"unit: {unit} must be given in each Part when parts are given")
+    sharding = Sharding(dim, parts)
+    if sharding.size != size:
+        raise ValueError(f"parts: {sharding.parts} must sum to {name} = {size}")
+    return sharding
+
+
+class ParallelLinear(ParallelModule):
+    """What column and row share: the parameters, the weight of a call, and making one from ``nn.Linear``."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weight_sharding: Sharding,
+        bias_sharding: Sharding | None,
+        *,
+        bias: bool,
+        group: Group,
+        sequence_parallel: bool,
+        skip_bias_add: bool,
+        grad_accumulation_fusion: bool,
+        overlap_chunks: int,
+        init: Init | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        check_flags(bias=bias, skip_bias_add=skip_bias_add, grad_accumulation_fusion=grad_accumulation_fusion)
+        super().__init__(group, sequence_parallel=sequence_parallel)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.skip_bias_add = skip_bias_add
+        self.grad_accumulation_fusion = grad_accumulation_fusion
+        self.overlap_chunks = overlap_chunks
+        default = torch_linear_init(in_features)
+        self.add_parameter(
+            "weight",
+            (out_features, in_features),
+            default if init is None else init,
+            sharding=weight_sharding,
+            device=device,
+            dtype=dtype,
+        )
+        self._weight_shape = self.local_shape("weight")
+        if bias:
+            self.add_parameter("bias", (out_features,), default, sharding=bias_sharding, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
+        """The layer with the weights of ``linear``, of which this rank keeps its shard.
+
+        Args:
+            linear: the dense layer, with the same values on all ranks; it is not changed.
+            options: as in the constructor; ``device`` and ``dtype`` are those of ``linear``.
+
+        Raises:
+            TypeError: ``linear`` is not an ``nn.Linear``.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
+        make: Callable[..., Self] = cls  # column or row: the head of their signatures is nn.Linear's
+        layer = make(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            group=group,
+            device="meta",
+            dtype=linear.weight.dtype,
+            **options,
+        ).to_empty(device=linear.weight.device)
+        layer.copy_shards(linear)
+        return layer
+
+    def used_weight(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The weight as a call uses it, and where its gradient is to be added if autograd shall not see it.
+
+        Args:
+            weight: the layer's own or one of the caller's, of this rank's shape.
+
+        Raises:
+            ValueError: it has another shape; ``grad_accumulation_fusion`` and it has no ``main_grad``.
+        """
+        if weight.shape != self._weight_shape:  # one of the caller's, or put in the place of the own
+            raise ValueError(
+                f"weight: shape {tuple(weight.shape)} must be {tuple(self._weight_shape)}, this rank's shard"
+            )
+        if weight is self.entered.get("weight"):
+            return weight, None
+        main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
+        if "weight" not in self._copied:
+            return weight, main_grad
+        return self.summed_over_copies("weight", _accumulated(weight, main_grad)), None
+
+    def entering_parameter(self, name: str) -> Tensor | None:
+        param = super().entering_parameter(name)
+        if name != "weight" or param is None or not self.grad_accumulation_fusion:
+            return param
+        return _accumulated(param, main_grad_of(param))
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"local={tuple(self.weight.shape)}, bias={self.bias is not None}, {self.parallel_repr()}"
+        )

@@ -1,0 +1,306 @@
+"""The norm of the full gradient, and clipping by it.
+
+With fp16 and loss scaling a gradient may overflow in one rank's shard alone, and every rank must skip that step: scale
+with ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(device, process_group=group)``, on any device, which
+asks all ranks of its group. That has to hold every rank whose gradients differ: under FSDP2 or in a pipeline, the whole
+world. ``torch.amp.GradScaler`` asks nobody: some ranks would step, and replicated parameters drift.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from tp_ext import _ops
+from tp_ext._build import load
+from tp_ext.chunks import boxes
+from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
+from tp_ext.nn.module import model_group, shardings
+from tp_ext.sharding import Sharding
+
+Given = nn.Module | Iterable[Tensor] | Tensor
+Groups = Group | Sequence[Group]
+
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # of our kernels, and their devices
+_DEVICES = {"cpu", "cuda"} if load().build_info()["cuda"] else {"cpu"}
+_UNKNOWN: Any = object()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters_or_module: Given,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: Group = NOT_GIVEN,
+    extra_groups: Groups = (),
+    exclude: Iterable[Tensor] = (),
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` of the unsharded model: gradients times min(1, max_norm / (norm + 1e-6)), with
+    the norm of :func:`grad_norm`.
+
+    Args:
+        max_norm: as torch.
+        parameters_or_module, norm_type, group, extra_groups, exclude, error_if_nonfinite, foreach: as
+            :func:`grad_norm`; what ``exclude`` holds is scaled all the same.
+
+    Returns:
+        The norm before clipping, the same on all ranks.
+
+    Communicates and raises as :func:`grad_norm`. ValueError: a negative max_norm.
+    """
+    max_norm = float(max_norm)  # as torch, "inf" too
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm: {max_norm} must be at least 0")
+    group, table = _table(parameters_or_module, group)
+    _refuse_tangents(table)
+    exact = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
+    total = _checked(exact, table, norm_type, error_if_nonfinite)
+    # Each once, also if it was given twice: the kernel works on all at the same time
+    stored = {id(grad): grad for _, _, addends in table for grad in addends}
+    _clip([*map(_local, stored.values())], max_norm, exact if foreach is not False else total, foreach)
+    return total
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters_or_module: Given,
+    norm_type: float = 2.0,
+    *,
+    group: Group = NOT_GIVEN,
+    extra_groups: Groups = (),
+    exclude: Iterable[Tensor] = (),
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of the unsharded model's gradient as one vector: every element counts once, shards on their rank,
+    replicated gradients on rank 0, of copied KV heads the first copy, padding never, tied weights once. Gradients under
+    FSDP2 count on every rank what it stores, replicas along a data axis (DDP, HSDP) once.
+
+    Args:
+        parameters_or_module: the module; or parameters that still carry ``tp_sharding``. The gradient of a parameter
+            is its ``.grad`` plus its ``main_grad``, if it has one (``grad_accumulation_fusion``).
+        norm_type: positive, also infinite.
+        group: the tensor-parallel group; default: that of the module's layers. With parameters it must be given.
+        extra_groups: one or several other groups whose ranks hold different parameters, a pipeline's, say:
+            ``mesh["pp"]``. FSDP2's data axes are known from its parameters; DDP's are none of these.
+        exclude: parameters that do not count here, since a rank of ``extra_groups`` counts them: the second of two
+            stages that hold copies of one tied weight, with the same gradient.
+        error_if_nonfinite: as torch.
+        foreach: None or True: the squares of all tensors are added in one pass, in fp64, whatever their dtypes
+            (``norm_type=2``; other orders as torch). False: tensor by tensor, as torch.
+
+    Returns:
+        The norm, the same on all ranks, in the widest dtype of the gradients of ``group``. By the one pass it has but
+        one rounding to that dtype, is finite where squares overflow in it, and is the same for any number of threads.
+
+    Communicates: one all-reduce of one number over ``group``, over every axis of FSDP2's mesh and every extra group.
+
+    Raises:
+        ValueError: a bare parameter without ``tp_sharding`` (pass the module), or a shard without ``group``; a group
+            that is not that of the module's layers; a norm_type that is not positive.
+        TypeError: what is no parameter.
+        RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
+        NotImplementedError: a gradient has a tangent (forward-mode AD).
+    """
+    group, table = _table(parameters_or_module, group)
+    _refuse_tangents(table)
+    total = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
+    return _checked(total, table, norm_type, error_if_nonfinite)
+
+
+# A parameter, how it is cut, and what makes up its gradient: .grad, main_grad, or both, of a weight tied to another
+# layer's. These are many and small: plain tuples, and loops without calls where there may be thousands of parameters.
+_Row = tuple[Tensor, Sharding | None, list[Tensor]]
+
+
+def _norm(
+    table: Sequence[_Row],
+    norm_type: float,
+    group: Group,
+    extra_groups: Groups,
+    exclude: Iterable[Tensor],
+    foreach: bool | None,
+) -> Tensor:
+    """The norm in fp64, the same on all ranks."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: {norm_type} must be positive")
+    _, p, rank = parallel_group(group)
+    skipped = {id(param) for param in exclude}
+    last = _axes([group, *_listed(extra_groups)])  # over which everything is added in the end
+    tp = _axes([group]).keys()
+    axes: dict[DeviceMesh | None, dict[tuple[int, ...], str]] = {None: {}}
+    owned: dict[DeviceMesh | None, list[Tensor]] = {None: []}
+    for param, sharding, addends in table:
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        if mesh is not None and mesh not in axes:
+            axes[mesh] = _axes(mesh.get_all_groups())
+            owned[mesh] = []
+        if not addends or (skipped and id(param) in skipped):
+            continue
+        grad = addends[0] if len(addends) == 1 else addends[0] + addends[1]
+        if sharding is None and not isinstance(grad, DTensor):
+            if rank == 0:
+                owned[mesh].append(grad)
+            continue
+        # A DTensor over the tensor-parallel axis itself tells alone which rank counts what
+        alone = mesh is not None and not tp.isdisjoint(axes[mesh])
+        owned[mesh] += _counted(grad, sharding, 0 if alone else rank, 1 if alone else p)
+    device = _device([param for param, _, _ in table[:1]])
+    norms = []
+    for mesh, counted in owned.items():
+        norm = _norm_of(counted, norm_type, foreach).to(device, torch.float64)
+        for members, axis in axes[mesh].items():
+            norm = norm if members in last else _over(axis, norm, norm_type)
+        norms.append(norm)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for axis in last.values():
+        total = _over(axis, total, norm_type)
+    return total
+
+
+def _checked(total: Tensor, table: Sequence[_Row], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """The norm as it is returned. A rank that owns nothing has no dtype to go by: the widest is everyone's."""
+    dtypes = {grad.dtype for _, _, addends in table for grad in addends}
+    total = total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"error_if_nonfinite: the norm of order {float(norm_type)} of the gradients is {float(total)} and must "
+            "be finite"
+        )
+    return total
+
+
+def _counted(grad: Tensor, sharding: Sharding | None, rank: int, p: int) -> list[Tensor]:
+    """The pieces of a gradient that this rank counts."""
+    if sharding is not None and not isinstance(grad, DTensor) and _counts_all(grad.shape, sharding, rank, p):
+        return [grad]
+    return [box.tensor for box in boxes(grad, sharding, rank, p)[1] if box.owned]
+
+
+def _counts_all(shape: torch.Size, sharding: Sharding, rank: int, p: int) -> bool:
+    """Whether a shard has neither padding nor copies, as most; False too if it has not the shape that it should."""
+    fits = -len(shape) <= sharding.dim < len(shape) and shape[sharding.dim] == sharding.local_size(rank, p)
+    return fits and all(part.padding == 0 and part.copies == 1 for part in sharding.parts)
+
+
+def _is_full(param: Tensor, sharding: Sharding) -> bool:
+    """Whether the parameter is the full tensor, as without parallelism."""
+    return all(part.copies == 1 for part in sharding.parts) and param.shape[sharding.dim] == sharding.local_size(0, 1)
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | None:
+    """The tensors of each device, or None if not all of them are such as our kernels take."""
+    if not {Tensor}.issuperset(map(type, tensors)) or not _DTYPES.issuperset([tensor.dtype for tensor in tensors]):
+        return None
+    devices = {tensor.device for tensor in tensors}
+    if not _DEVICES.issuperset(device.type for device in devices):
+        return None
+    return {
+        device: [tensor for tensor in tensors if len(devices) == 1 or tensor.device == device] for device in devices
+    }
+
+
+def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    devices = _by_device(tensors) if norm_type == 2 and tensors and foreach is not False else None
+    if devices is None:  # torch knows no largest element of none
+        return torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], norm_type, foreach=foreach)
+    squares = [_ops.multi_tensor_squared_norm(there) for there in devices.values()]
+    return sum((one.to(squares[0].device) for one in squares[1:]), squares[0]).sqrt()
+
+
+def _clip(tensors: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None) -> None:
+    devices = _by_device(tensors) if foreach is not False else None
+    if devices is None:
+        stored = [_Stored(tensor) for tensor in tensors]
+        return torch.nn.utils.clip_grads_with_norm_(stored, max_norm, total, foreach)  # type: ignore[arg-type]
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for device, there in devices.items():
+        _ops.multi_tensor_scale_(there, scale.to(device))
+    return None
+
+
+class _Stored(NamedTuple):
+    """What torch's clipping takes for a parameter: the part of a gradient that is stored here."""
+
+    grad: Tensor
+
+
+def _addends(param: Tensor) -> list[Tensor]:
+    grad, main_grad = param.grad, getattr(param, "main_grad", None)
+    if main_grad is None or main_grad is grad:
+        return [] if grad is None else [grad]
+    return [main_grad] if grad is None else [grad, main_grad]
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _device(params: Sequence[Tensor]) -> torch.device:
+    """Where numbers are sent: what FSDP2 offloads to the CPU, on the device of its mesh."""
+    for param in params:
+        return torch.device(param.device_mesh.device_type) if isinstance(param, DTensor) else param.device
+    return torch.device("cpu")
+
+
+def _listed(groups: Groups) -> Sequence[Group]:
+    return [groups] if groups is None or isinstance(groups, str | ProcessGroup | DeviceMesh) else groups
+
+
+def _axes(groups: Sequence[Group]) -> dict[tuple[int, ...], str]:
+    """The groups' names by their ranks: two groups of the same ranks are one axis, and one rank alone is none."""
+    names = [group_name(group) for group in groups]
+    return {tuple(global_ranks(name)): name for name in names if parallel_group(name).size > 1}
+
+
+def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
+    """The norm of all ranks' elements from the norms of each rank's."""
+    if math.isinf(norm_type):
+        return _ops.all_gather_region(norm.reshape(1), axis, 0, None).amax()
+    return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
+
+
+def _refuse_tangents(table: list[_Row]) -> None:
+    """The kernels would drop them."""
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(grad).tangent is not None for _, _, addends in table for grad in addends):
+        raise NotImplementedError("tp_ext: grad_norm has no forward-mode derivative; use reverse mode")
+
+
+def _table(given: Given, group: Group) -> tuple[str, list[_Row]]:
+    """The name of the group that ``given`` is sharded over, and the rows."""
+    if isinstance(given, nn.Module):
+        params = dict(given.named_parameters())
+        rows: list[_Row] = [(params[name], sharding, _addends(params[name])) for name, sharding in shardings(given)]
+        return model_group(given, group), rows
+    name, p, _ = parallel_group(group)
+    table: list[_Row] = []
+    for param in [given] if isinstance(given, Tensor) else given:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"parameters_or_module: {param!r} must be a module, a parameter or several")
+        sharding = getattr(param, "tp_sharding", _UNKNOWN)
+        if sharding is _UNKNOWN:
+            if p > 1:
+                raise ValueError(
+                    f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding, "
+                    "its sharding; pass the module instead"
+                )
+            layer_group(group, "grad_norm of parameters")  # for its warning
+        elif sharding is not None and group is NOT_GIVEN and not _is_full(param, sharding):
+            raise ValueError(
+                f"group: must be given with parameters instead of a module: one of shape {tuple(param.shape)} is a "
+                f"shard of {sharding.size} elements in dim {sharding.dim}; pass group=, or the module, whose layers "
+                "have it"
+            )
+        table.append((param, None if sharding is _UNKNOWN else sharding, _addends(param)))
+    return name, table
