@@ -1,6 +1,6 @@
 // Named checks. An error names the argument, its value and the rule; TORCH_CHECK_VALUE becomes
-// ValueError, TORCH_CHECK_TYPE TypeError and TORCH_CHECK_INDEX IndexError in Python, as tp_ext
-// raises them itself.
+// ValueError, TORCH_CHECK_TYPE TypeError and TORCH_CHECK_INDEX IndexError in Python, the types that
+// the Python side of tp_ext raises.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the kernels' callers of both devices share: raw pointers and dtype dispatch.
+// Raw pointers and dtype dispatch, for the callers of kernels on both devices.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace tp_ext {
 
-// Calls f(T{}) with the type that holds an element of dtype: double, float, BFloat16 or Half
+// Calls f(T{}), T the element type of dtype: double, float, BFloat16 or Half
 template <typename BFloat16, typename Half, typename F>
 void dispatch_storage(at::ScalarType dtype, const char* op, F f) {
   switch (dtype) {

@@ -5,8 +5,8 @@
 // Primitive operators (leading underscore) are opaque kernels: cpu/, cuda/ and a fake in
 // tp_ext/_ops/fakes.py, without communication and without autograd of their own.
 //
-// `group` is the name of a process group, with the own rank and its size behind it if the caller
-// knows them ("0@1/4"); "" stands for no parallelism (one rank). `sizes` holds one length per rank.
+// `group` is the name of a process group, followed by this rank and the size if the caller knows
+// them ("0@1/4"); "" means no parallelism (one rank). `sizes` holds one length per rank.
 
 #include <torch/library.h>
 #ifndef TP_EXT_WITH_CUDA
@@ -33,9 +33,9 @@ TORCH_LIBRARY(tp_ext, m) {
       "all_to_all_region(Tensor(a) x, str group, int split_dim, int concat_dim, SymInt[]? "
       "split_sizes=None, SymInt[]? concat_sizes=None) -> Tensor(a)",
       tags);
-  // Rows [local_starts[i], + lengths[i]) of x are copies, on several ranks, of rows
+  // Rows [local_starts[i], + lengths[i]) of x are replicas, on several ranks, of rows
   // full_starts[i].. of a full tensor with full_size rows: forward identity, backward sums each row
-  // over its copies; and the conjugate.
+  // over its replicas; and the conjugate.
   m.def(
       "copy_pieces_to_region(Tensor(a) x, str group, int[] local_starts, int[] lengths, int[] "
       "full_starts, int full_size) -> Tensor(a)",
@@ -49,15 +49,15 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("copy_to_region_coalesced(Tensor(a)[] xs, str group, int[] pieces=[]) -> Tensor(a)[]",
         tags);
 
-  // What a collective moves, one block per rank, sizes[k] of dim each: [p, *shard] with zeros after
-  // the shorter ones, or, not padded, with the full shape, one dim with block after block
+  // Blocks of a collective, one per rank, sizes[k] of dim each: [p, *shard] with zeros after the
+  // shorter ones, or, not padded, as many elements as full in one dim, block after block
   m.def("_pack_shards(Tensor x, int dim, SymInt[] sizes, bool padded=True) -> Tensor", tags);
   m.def("_unpack_shards(Tensor blocks, int dim, SymInt[] sizes, SymInt[]? shape=None) -> Tensor",
         tags);
 
   // Linear layers; under sequence_parallel x (column) or the result (row) is sharded on dim 0. With
   // main_grad the gradient of weight is added to it. overlap_chunks: see linear_overlap.h; without
-  // sum_bias_grad the gradient of a row's bias under sequence_parallel is this rank's addend
+  // sum_bias_grad the bias gradient of a row under sequence_parallel is this rank's partial
   m.def(
       "column_parallel_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
       "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None, int "
@@ -68,14 +68,14 @@ TORCH_LIBRARY(tp_ext, m) {
       "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None, int "
       "overlap_chunks=1, bool sum_bias_grad=True) -> Tensor",
       tags);
-  // What the two make with gelu_tanh between them, in one: the products end in bias, activation and
-  // its gradient
+  // The two linears with gelu_tanh between them as one operator: the GEMMs fuse bias, activation
+  // and its gradient
   m.def(
       "parallel_mlp(Tensor x, Tensor up_weight, Tensor up_bias, Tensor down_weight, Tensor "
       "down_bias, str group, bool sequence_parallel=False, SymInt[]? sizes=None, Tensor? "
       "up_main_grad=None, Tensor? down_main_grad=None, bool sum_bias_grad=True) -> Tensor",
       tags);
-  // y = gelu_tanh(pre), pre = x weight^T + bias, empty unless it is kept; dpre = (dy weight) *
+  // y = gelu_tanh(pre), pre = x weight^T + bias, empty unless keep_pre; dpre = (dy weight) *
   // gelu_tanh'(pre) and its sums over rows; main_grad += dy^T x
   m.def(
       "_linear_gelu_fwd(Tensor x, Tensor weight, Tensor bias, bool keep_pre) -> (Tensor y, Tensor "
@@ -84,7 +84,7 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_linear_dgelu_bwd(Tensor dy, Tensor weight, Tensor pre) -> (Tensor dpre, Tensor dbias)",
         tags);
   m.def("_add_weight_grad_(Tensor(a!) main_grad, Tensor dy, Tensor x) -> ()", tags);
-  // Identity; the gradient is added to main_grad and ends there
+  // Identity; the gradient is added to main_grad and goes no further
   m.def("accumulate_grad_into(Tensor(a) x, Tensor main_grad) -> Tensor(a)", tags);
 
   // Activations; activation is gelu, gelu_tanh, relu, silu or, gated, swiglu, geglu. x of a gated
@@ -98,9 +98,9 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_gated_act_bwd(Tensor grad, Tensor x, Tensor? bias, str activation) -> (Tensor, Tensor)",
         tags);
 
-  // Normalisation over the last dim; statistics in fp32 (fp64 for fp64). With a residual:
-  // sum = x + residual, y = norm(sum), and dx, with grad_sum added, is the gradient of both.
-  // output_mask: which gradients are wanted; the others are empty
+  // Normalisation over the last dim; statistics in fp32 (fp64 for fp64). With a residual: sum = x +
+  // residual, y = norm(sum), and dx, with grad_sum added, is the gradient of both. output_mask: the
+  // needed gradients; the others are empty
   m.def("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor", tags);
   m.def(
       "rms_norm_residual(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor y, "
@@ -222,14 +222,15 @@ TORCH_LIBRARY(tp_ext, m) {
       "label_smoothing, float z_loss) -> ()",
       tags);
 
-  // Of all tensors at once, any floating dtypes, one device: the sum of the squares in fp64, of one
-  // tensor at least; and a multiplication by a scale without dims, which leaves every bit if it is 1
+  // All tensors at once, any floating dtypes, one device: the sum of the squares in fp64, of at
+  // least one tensor; and a multiplication by a 0-d scale, which leaves every bit if it is 1
   m.def("_multi_tensor_squared_norm(Tensor[] xs) -> Tensor", tags);
   m.def("_multi_tensor_scale_(Tensor(a!)[] xs, Tensor scale) -> ()", tags);
 }
 
 #ifndef TP_EXT_WITH_CUDA
-// A CPU-only build refuses CUDA tensors in a sentence of ours. The dispatcher's own would leave out why.
+// A CPU-only build refuses CUDA tensors with a message of its own: the dispatcher's would not give
+// the reason.
 static void refuse_cuda(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, op.schema().name(),
@@ -239,7 +240,7 @@ static void refuse_cuda(const c10::OperatorHandle& op, torch::jit::Stack*) {
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames())
-    if (op.name.rfind("tp_ext::_", 0) == 0)  // the primitive ones
+    if (op.name.rfind("tp_ext::_", 0) == 0)  // primitives only
       m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse_cuda>());
 }
 #endif

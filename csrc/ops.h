@@ -1,4 +1,4 @@
-// How one C++ file calls the operators of another: through the dispatcher, by name.
+// Calls between C++ files: operators are called by name, through the dispatcher.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// The sum over all dims but the last, the gradient of what was added to each row. Half types are added
-// up in fp32.
+// The sum over all dims but the last: the gradient of a tensor that was added to each row. Half
+// types are summed in fp32.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What bias_act and gated_act ask of their arguments, the same for every device.
+// Argument checks of bias_act and gated_act, the same on every device.
 
 #pragma once
 
@@ -36,8 +36,7 @@ inline void check_gated_act(const Tensor& x, const OptionalTensor& bias,
   check_activation_bias(x, bias);
 }
 
-// grad is that of an output whose leading dims are those of x and whose last dim is a `fraction`-th
-// of it
+// grad: the gradient of an output that has x's leading dims and 1 / `fraction` of its last dim
 inline void check_activation_grad(const Tensor& grad, const Tensor& x, int64_t fraction) {
   check_same_device(grad, "grad", x, "x");
   check_same_dtype(grad, "grad", x, "x");

@@ -1,5 +1,6 @@
-// linear_gelu and weight_grad, composed of ATen's products and our activation kernels: what the CPU
-// does, and CUDA where cublasLt's epilogues do not reach. And the checks of both devices.
+// linear_gelu and weight_grad composed of ATen's products and our activation kernels: used on the
+// CPU, and on CUDA where cublasLt's epilogues do not apply. Also the argument checks of both
+// devices.
 
 #pragma once
 
@@ -12,7 +13,7 @@
 
 namespace tp_ext::composed {
 
-// All dims but the last as one
+// All dims but the last flattened into one
 inline Tensor rows_of(const Tensor& x) {
   return x.dim() == 2 ? x : x.dim() == 1 ? x.unsqueeze(0) : x.flatten(0, -2);
 }
@@ -65,7 +66,7 @@ inline std::tuple<Tensor, Tensor> linear_gelu_fwd(const Tensor& x, const Tensor&
   return {activate.call(pre, std::nullopt, "gelu_tanh"), keep_pre ? pre : pre.new_empty({0})};
 }
 
-// A bias of zeros has the activation's kernel sum the columns, before it rounds them
+// A zero bias makes _bias_act_bwd return the column sums too, taken before dx is rounded
 inline std::tuple<Tensor, Tensor> linear_dgelu_bwd(const Tensor& dy, const Tensor& weight,
                                                    const Tensor& pre) {
   using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,

@@ -1,4 +1,5 @@
-// Lists of tensors: their checks, and the stretches of memory they are; the same on every device.
+// Lists of tensors: their checks, and each tensor as one contiguous range; the same on every
+// device.
 
 #pragma once
 
@@ -28,21 +29,21 @@ inline void check_scale(at::TensorList xs, const at::Tensor& scale) {
                         xs[i].strides(), " must not let elements share memory: it is written");
 }
 
-// xs, each as one stretch of memory: itself where it is one, whatever the order of its dims, and a
-// copy where it has holes
-inline std::vector<at::Tensor> as_stretches(at::TensorList xs) {
+// Each tensor as one contiguous range of memory: the tensor itself where it is dense, whatever the
+// order of its dims, a copy where it has holes
+inline std::vector<at::Tensor> as_dense(at::TensorList xs) {
   std::vector<at::Tensor> result;
   result.reserve(xs.size());
   for (const auto& x : xs) result.push_back(x.is_non_overlapping_and_dense() ? x : x.contiguous());
   return result;
 }
 
-// Writes the copies among the stretches back to xs, and tells autograd of the others that they
-// have been written
-inline void finish_writing(at::TensorList xs, const std::vector<at::Tensor>& stretches) {
+// Writes the copies in `dense` back to xs; for the tensors written in place, bumps the version
+// counter of autograd
+inline void finish_writing(at::TensorList xs, const std::vector<at::Tensor>& dense) {
   for (size_t i = 0; i < xs.size(); ++i)
-    if (!xs[i].is_same(stretches[i]))
-      xs[i].copy_(stretches[i]);
+    if (!xs[i].is_same(dense[i]))
+      xs[i].copy_(dense[i]);
     else if (!xs[i].is_inference())
       xs[i].unsafeGetTensorImpl()->bump_version();
 }

@@ -1,4 +1,4 @@
-// What the norm operators ask of their arguments, the same on CPU and CUDA.
+// Argument checks of the norm operators, the same on CPU and CUDA.
 
 #pragma once
 
@@ -42,7 +42,7 @@ inline void check_norm_stat(const Tensor& t, const char* name, const Tensor& x, 
   check_same_device(t, name, x, "x");
 }
 
-// residual, grad or grad_sum: what x is, but for its strides
+// residual, grad or grad_sum: shape, dtype and device of x, any strides
 inline void check_norm_like_x(const Tensor& t, const char* name, const Tensor& x) {
   TORCH_CHECK_VALUE(t.sizes() == x.sizes(), name, ": shape ", t.sizes(), " must be that of x, ",
                     x.sizes());

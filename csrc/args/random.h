@@ -31,7 +31,7 @@ inline void check_dropout(const at::Tensor& x, const char* name, const at::Tenso
   TORCH_CHECK_VALUE(0 <= p && p <= 1, "p: ", p, " must be in [0, 1]");
 }
 
-// The gradient of a bias sums over all dims but the last
+// The gradient of a bias is the sum over all dims but the last
 inline void check_bias_rows(const at::Tensor& grad, const char* name) {
   TORCH_CHECK_VALUE(grad.dim() > 0, name, ": shape ", grad.sizes(), " must have a last dim");
 }

@@ -65,7 +65,7 @@ inline at::Tensor rope_input(const at::Tensor& x) {
 
 inline RopeShape rope_shape(const at::Tensor& x, const at::Tensor& cos) {
   const int64_t dims = x.dim(), batch = dims == 4 ? x.size(0) : 1, seq = x.size(dims - 3);
-  // Of a dim of one the stride is never used, and may be anything
+  // The stride of a dim of size 1 is never used and may be anything
   const auto stride = [&](int64_t dim) { return x.size(dim) > 1 ? x.stride(dim) : 0; };
   return {batch * seq,     seq,         x.size(dims - 2),          x.size(dims - 1),
           cos.size(1),     cos.size(0), dims == 4 ? stride(0) : 0, stride(dims - 3),

@@ -1,4 +1,4 @@
-// Checks of the shard operators, and where each rank's runs lie: the same on every device.
+// Checks of the shard operators, and the position of each rank's chunks: the same on every device.
 
 #pragma once
 
@@ -12,8 +12,8 @@ namespace tp_ext {
 
 struct ShardPlan {
   int64_t unit;             // bytes
-  int64_t outer, full_row;  // rows of full; from one to the next
-  std::vector<ShardRun> runs;
+  int64_t outer, full_row;  // rows of full; distance between rows
+  std::vector<ShardChunk> chunks;
 };
 
 inline int64_t check_shard_sizes(at::IntArrayRef sizes) {
@@ -48,8 +48,8 @@ inline int64_t product(at::IntArrayRef shape) {
   return n;
 }
 
-// The runs of full, of that shape, rows row_stride elements apart; the unit is the largest power of
-// two up to `widest` bytes that divides all lengths, starts and addresses.
+// The chunks of a full tensor of that shape whose rows are row_stride elements apart; the unit is
+// the largest power of two up to `widest` bytes that divides all lengths, starts and addresses.
 inline ShardPlan shard_plan(at::IntArrayRef shape, int64_t dim, at::IntArrayRef sizes, bool padded,
                             int64_t row_stride, int64_t element_size, const void* full,
                             const void* blocks, int64_t widest) {
@@ -61,21 +61,21 @@ inline ShardPlan shard_plan(at::IntArrayRef shape, int64_t dim, at::IntArrayRef 
   int64_t start = 0, block_start = 0;
   for (const auto n : sizes) {
     const int64_t length = n * inner, row = padded ? longest_shard(sizes) * inner : length;
-    plan.runs.push_back({length, start, block_start, row});
+    plan.chunks.push_back({length, start, block_start, row});
     start += length;
     block_start += outer * row;
     all |= static_cast<uint64_t>(length) | static_cast<uint64_t>(row);
   }
   plan.unit = static_cast<int64_t>(all & (~all + 1));  // its lowest bit
   plan.full_row /= plan.unit;
-  for (auto& run : plan.runs)
-    run = {run.length / plan.unit, run.full_start / plan.unit, run.block_start / plan.unit,
-           run.block_row / plan.unit};
+  for (auto& chunk : plan.chunks)
+    chunk = {chunk.length / plan.unit, chunk.full_start / plan.unit, chunk.block_start / plan.unit,
+             chunk.block_row / plan.unit};
   return plan;
 }
 
-// Elements from one row of x to the next, if all from dim on is contiguous and the dims before are
-// one dim with a stride (x contiguous, or a slice of its last dims); -1 otherwise
+// Elements from one row of x to the next, if all dims from dim on are contiguous and the dims
+// before it are one dim with a stride (x contiguous, or a slice of its last dims); -1 otherwise
 inline int64_t row_stride_of(const at::Tensor& x, int64_t dim) {
   int64_t dense = 1;
   for (int64_t d = x.dim() - 1; d >= dim; --d) {
@@ -94,7 +94,7 @@ inline int64_t row_stride_of(const at::Tensor& x, int64_t dim) {
   return row < 0 ? dense : row;
 }
 
-// What pack does where x has other strides: one copy of ATen's for each rank
+// pack for other strides of x: one ATen copy per rank
 inline void pack_by_copies(const at::Tensor& x, int64_t dim, at::IntArrayRef sizes, bool padded,
                            const at::Tensor& blocks) {
   const int64_t longest = longest_shard(sizes);
@@ -110,8 +110,8 @@ inline void pack_by_copies(const at::Tensor& x, int64_t dim, at::IntArrayRef siz
   }
 }
 
-// Blocks given to unpack: [p, *shard], or with the shape of full one dim without padding. Returns
-// that shape.
+// Checks the blocks given to unpack: [p, *shard], or the shape of full with one dim and no padding.
+// Returns that shape.
 inline std::vector<int64_t> check_unpack(const at::Tensor& blocks, int64_t& dim,
                                          at::IntArrayRef sizes, at::OptionalIntArrayRef shape) {
   const int64_t total = check_shard_sizes(sizes);

@@ -11,7 +11,7 @@
 
 namespace tp_ext {
 
-// The largest value of the type that is not above x, -inf if there is no finite one
+// The largest finite value of the type that is <= x, -inf if there is none
 inline double rounded_down(double x, at::ScalarType dtype) {
   if (dtype == at::kDouble || std::isinf(x)) return x;
   const bool half = dtype == at::kHalf;

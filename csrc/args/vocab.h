@@ -1,5 +1,5 @@
-// What the CPU and the CUDA launchers of the vocabulary operators share: checks, and a tensor seen
-// as rows.
+// Shared by the CPU and CUDA launchers of the vocabulary operators: checks, and a tensor viewed as
+// rows.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace tp_ext {
 
-// [vocab_start, vocab_start + vocab_local) lies in the vocabulary and in what the rank holds
+// [vocab_start, vocab_start + vocab_local) must lie in the vocabulary and in this rank's shard
 inline void check_vocab_range(int64_t vocab_start, int64_t vocab_local, int64_t vocab_size,
                               int64_t held, const char* held_name) {
   TORCH_CHECK_VALUE(vocab_start >= 0 && vocab_local >= 0 && vocab_start + vocab_local <= vocab_size,
@@ -57,7 +57,7 @@ inline void check_ce_stats(const at::Tensor& stats, const at::Tensor& target) {
                     " rows, or one more, that of the shard");
 }
 
-// Whether the row of the shard follows the others
+// Whether the shard's row follows the token rows
 inline bool has_shard_row(const at::Tensor& stats, const at::Tensor& target) {
   return stats.size(1) == target.numel() + 1;
 }
@@ -92,7 +92,7 @@ inline void check_embedding(const at::Tensor& weight, const at::Tensor& ids, int
   check_vocab_range(vocab_start, vocab_local, vocab_size, weight.size(0), "rows of weight");
 }
 
-// Returns the gradient seen as [tokens, hidden]
+// Returns the gradient viewed as [tokens, hidden]
 inline at::Tensor check_embedding_grad(const at::Tensor& grad, const at::Tensor& ids,
                                        int64_t num_rows, int64_t vocab_start, int64_t vocab_local) {
   check_floating(grad, "grad");
@@ -107,14 +107,14 @@ inline at::Tensor check_embedding_grad(const at::Tensor& grad, const at::Tensor&
   return grad.contiguous();
 }
 
-// A tensor as rows of its last dim, one element apart, `stride` from row to row
+// A tensor viewed as rows of its last dim: elements contiguous, `stride` from row to row
 struct Rows {
   at::Tensor tensor;  // keeps the memory alive
   int64_t count, width, stride;
 };
 
-// Without a copy where the strides allow: logits are often the first columns of a wider, padded
-// tensor. False if they do not allow it.
+// Without a copy where the strides allow it (logits are often the first columns of a wider, padded
+// tensor); false where they do not.
 inline bool rows_of(const at::Tensor& t, Rows& rows) {
   rows.width = t.size(-1);
   rows.count = 1;

@@ -1,6 +1,6 @@
-// bias_act and gated_act: autograd over the fused kernels. Saved: x and bias, nothing else;
-// backward recomputes. Under autocast they follow x, which a linear layer has made; only the bias,
-// an fp32 parameter, is cast to x's dtype.
+// bias_act and gated_act: autograd over the fused kernels. Saved: x and bias; backward recomputes
+// the rest. Under autocast the dtype follows x, the output of a linear layer; only the bias, an
+// fp32 parameter, is cast to it.
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -69,7 +69,7 @@ struct Activation : torch::autograd::Function<Activation<Op>> {
     auto [dx, dbias] = Op::backward().call(grads[0], saved[0],
                                            bias.defined() ? OptionalTensor(bias) : std::nullopt,
                                            ctx->saved_data["activation"].toStringRef());
-    // needs_input_grad counts tensors that are there: x is 0, bias is 1
+    // needs_input_grad counts defined tensors only: x is 0, bias is 1
     const bool give_dx = ctx->needs_input_grad(0);
     const bool give_dbias = bias.defined() && ctx->needs_input_grad(1);
     return {give_dx ? dx : Tensor(), give_dbias ? dbias : Tensor(), Tensor()};

@@ -3,7 +3,7 @@
 //
 //   dx = dropout(dy) with the same mask    dbias = sum of dx over rows    dresidual = dy itself
 //
-// Saved: the seed. Dropout is linear and its own transpose: a derivative of dx is the same
+// Saved: the seed. Dropout is linear and its own transpose: the derivative of dx is the same
 // operator, and so is the tangent in forward mode.
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -44,7 +44,7 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     return op.call(x, bias, residual, seed, p, local_inner, full_inner, offset);
   }
 
-  // dx, and the gradient of the bias if it is wanted
+  // dx, and the gradient of the bias if it is needed
   static std::tuple<Tensor, Tensor> dropout_again(AutogradContext* ctx, const Tensor& grad,
                                                   bool bias_wanted) {
     static const auto op =
@@ -58,7 +58,7 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     const SymInt local_inner = data["local_inner"].toSymInt();
     const SymInt full_inner = data["full_inner"].toSymInt();
     const SymInt offset = data["offset"].toSymInt();
-    if (at::GradMode::is_enabled()) {  // create_graph: differentiable forms of the same
+    if (at::GradMode::is_enabled()) {  // create_graph: differentiable forms of both
       const Tensor dx = bias_dropout_residual(grad, std::nullopt, std::nullopt, saved[0], p,
                                               local_inner, full_inner, offset);
       return {dx, bias_wanted ? sum_to_last_dim(dx) : Tensor()};
@@ -71,7 +71,7 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     variable_list result(8);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
-    // needs_input_grad counts the tensors that are there
+    // needs_input_grad counts defined tensors only
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
     const bool bias_wanted = has_bias && ctx->needs_input_grad(1);
     const bool residual_wanted =
@@ -86,7 +86,7 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
   }
 };
 
-// Dtypes as in torch's composition: the bias follows x, x and the residual their common type
+// Dtypes as in torch's composition: the bias follows x; x and the residual get their common type
 Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
                              const OptionalTensor& residual, const Tensor& seed, double p,
                              SymInt local_inner, SymInt full_inner, SymInt offset) {

@@ -1,16 +1,16 @@
-// The regions through which small replicated parameters enter sharded work, several at once, so
-// that one all-reduce per dtype sums their gradients instead of one for each.
+// Regions in front of sharded work for several small replicated parameters at once, so that one
+// all-reduce per dtype sums their gradients instead of one per parameter.
 //
 //   copy_to_region_coalesced  forward identity                       backward reduce_coalesced
 //   reduce_coalesced          forward the sums, as one all-reduce    backward copy_to_.. of them
 //
-// Per tensor: all of it is summed (copy_to_region), or only the pieces that other ranks hold copies
-// of (copy_pieces_to_region, see copies.cpp). `pieces` says which, for each tensor in turn: 0 for
-// all of it, or how many pieces, the rows of the full tensor, and (local_start, length, full_start)
-// of each.
+// Each tensor is summed whole (copy_to_region), or only in the rows that other ranks hold replicas
+// of (copy_pieces_to_region, see kv_replicas.cpp). `pieces` gives, tensor by tensor: 0 for the
+// whole tensor, or the number of row ranges, the rows of the full tensor, and (local_start, length,
+// full_start) of each range.
 //
-// Backward runs once all gradients are there. A tensor that has none (unused, or not asked for) is
-// left out; which ones are follows from the graph, and is the same on all ranks.
+// Backward runs once all gradients are computed. A tensor without a gradient (unused, or not
+// needed) is left out; the graph decides which ones, the same on all ranks.
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
@@ -28,13 +28,13 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// `pieces` of each tensor, an empty one for all of it
+// `pieces` of each tensor; empty: the whole tensor
 using Layout = std::vector<std::vector<int64_t>>;
 
-struct Piece {
+struct ReplicatedRows {
   int64_t local_start, length, full_start;
 };
-Piece piece(const std::vector<int64_t>& pieces, int64_t i) {
+ReplicatedRows replicated_rows(const std::vector<int64_t>& pieces, int64_t i) {
   return {pieces[2 + 3 * i], pieces[3 + 3 * i], pieces[4 + 3 * i]};
 }
 int64_t count(const std::vector<int64_t>& pieces) { return pieces.empty() ? 0 : pieces[0]; }
@@ -59,25 +59,25 @@ Layout checked_layout(at::IntArrayRef flat, size_t tensors) {
     i = end;
   }
   if (flat.empty()) layout.resize(tensors);
-  TORCH_CHECK_VALUE(layout.size() == tensors, "pieces: ", flat, " must tell of each of the ",
+  TORCH_CHECK_VALUE(layout.size() == tensors, "pieces: ", flat, " must describe each of the ",
                     tensors, " tensors");
   return layout;
 }
 
-// What a rank adds to the sum for x: x, or a full tensor with its pieces in place and 0 elsewhere
-Tensor addend(const Tensor& x, const std::vector<int64_t>& pieces) {
+// This rank's partial of the sum for x: x, or a full tensor that holds the rows of x, 0 elsewhere
+Tensor partial(const Tensor& x, const std::vector<int64_t>& pieces) {
   if (pieces.empty()) return x.reshape({-1});
   auto shape = x.sym_sizes().vec();
   shape[0] = pieces[1];
   Tensor full = at::zeros_symint(shape, x.options());
   for (int64_t i = 0; i < count(pieces); ++i) {
-    const auto [local_start, length, full_start] = piece(pieces, i);
+    const auto [local_start, length, full_start] = replicated_rows(pieces, i);
     full.narrow(0, full_start, length).copy_(x.narrow(0, local_start, length));
   }
   return full.view({-1});
 }
 
-// The gradient of x from its part of the sum; memory of its own, since an optimizer may keep it
+// The gradient of x, taken from its part of the sum; a copy, since an optimizer may keep it
 Tensor summed(const Tensor& x, const std::vector<int64_t>& pieces, const Tensor& sum) {
   if (pieces.empty()) return sum.view_symint(x.sym_sizes()).clone();
   auto shape = x.sym_sizes().vec();
@@ -85,29 +85,29 @@ Tensor summed(const Tensor& x, const std::vector<int64_t>& pieces, const Tensor&
   const Tensor full = sum.view_symint(shape);
   Tensor result = x.clone(at::MemoryFormat::Contiguous);
   for (int64_t i = 0; i < count(pieces); ++i) {
-    const auto [local_start, length, full_start] = piece(pieces, i);
+    const auto [local_start, length, full_start] = replicated_rows(pieces, i);
     result.narrow(0, local_start, length).copy_(full.narrow(0, full_start, length));
   }
   return result;
 }
 
-// Every x summed over the ranks, by one all-reduce per dtype (and device)
+// Every x summed over the ranks, with one all-reduce per dtype (and device)
 variable_list sums(const variable_list& xs, const std::string& group, const Layout& layout) {
   variable_list results(xs.size());
   for (size_t first = 0; first < xs.size(); ++first) {
     if (results[first].defined()) continue;
-    variable_list addends;
+    variable_list partials;
     std::vector<size_t> members;
     for (size_t i = first; i < xs.size(); ++i) {
       if (xs[i].scalar_type() != xs[first].scalar_type() || xs[i].device() != xs[first].device())
         continue;
-      addends.push_back(addend(xs[i], layout[i]));
+      partials.push_back(partial(xs[i], layout[i]));
       members.push_back(i);
     }
-    const Tensor sum = comm::all_reduce_fresh(at::cat(addends), group);
+    const Tensor sum = comm::all_reduce_fresh(at::cat(partials), group);
     SymInt start = 0;
     for (size_t k = 0; k < members.size(); ++k) {
-      const auto length = addends[k].sym_numel();
+      const auto length = partials[k].sym_numel();
       const size_t i = members[k];
       results[i] = summed(xs[i], layout[i], sum.narrow_symint(0, start, length));
       start = start + length;
@@ -133,7 +133,7 @@ void remember(AutogradContext* ctx, const std::string& group, const Layout& layo
   ctx->set_materialize_grads(false);
 }
 
-// The other region, on those gradients that are there and asked for
+// The conjugate region, applied to the gradients that are defined and needed
 template <auto region>
 variable_list conjugate(AutogradContext* ctx, const variable_list& grads) {
   const auto layout = checked_layout(ctx->saved_data["pieces"].toIntVector(), grads.size());
@@ -174,7 +174,7 @@ struct ReduceCoalesced : Function<ReduceCoalesced> {
   }
 };
 
-// A region of both: of the primals, and of those tangents that are there
+// Applies a region to the primals, and to the tangents that are defined
 template <typename Region>
 variable_list on_duals(const variable_list& xs, const Layout& layout, const Region& region) {
   variable_list primals, tangents;
@@ -219,7 +219,7 @@ variable_list reduce_coalesced(const variable_list& xs, const std::string& group
 
 variable_list copy_to_region_coalesced(at::TensorList xs, const std::string& group,
                                        at::IntArrayRef pieces) {
-  // coalesce_gradients leaves each layer to sum its own there
+  // There coalesce_gradients lets each layer sum its own parameters
   for (const auto& x : xs)
     TORCH_CHECK_NOT_IMPLEMENTED(!x.key_set().has(c10::DispatchKey::FuncTorchGradWrapper),
                                 "tp_ext: copy_to_region_coalesced does not work under the "
@@ -227,7 +227,7 @@ variable_list copy_to_region_coalesced(at::TensorList xs, const std::string& gro
   const auto layout = checked_layout(pieces, xs.size());
   for (size_t k = 0; k < xs.size(); ++k) {
     for (int64_t i = 0; i < count(layout[k]); ++i) {
-      const auto [local_start, length, full_start] = piece(layout[k], i);
+      const auto [local_start, length, full_start] = replicated_rows(layout[k], i);
       TORCH_CHECK_VALUE(xs[k].dim() > 0 && 0 <= length && 0 <= local_start &&
                             local_start + length <= xs[k].sym_size(0) && 0 <= full_start &&
                             full_start + length <= layout[k][1],

@@ -1,13 +1,14 @@
-// What autograd asks of one call of a public operator. The answers:
+// Questions that autograd asks about one call of a public operator:
 //
 //   has_tangent  forward mode: the input is dual. A linear operator acts on primal and tangent
-//                alike (on_dual); one without a forward-mode derivative says so by its name.
-//   needs_graph  reverse mode: the call is recorded. Also true of a dual tensor, so that an operator
-//                that forgets the first question is refused by Function::apply and drops nothing.
+//                alike (on_dual); an operator without a forward-mode derivative raises by name.
+//   needs_graph  reverse mode: the call is recorded. Also true of a dual tensor: an operator that
+//                forgets the first question is refused by Function::apply and drops no tangent.
 //
-// At a level of torch.func (grad, jvp) the inputs are wrappers, and the same questions are asked of
-// them. A call that the level does not differentiate goes on to the next one whole (composite), so
-// that a collective stays one operation on every level, and the last one communicates plain tensors.
+// At a level of torch.func (grad, jvp) the inputs are wrappers, and the same questions apply to
+// them. A call that the level does not differentiate goes on whole to the next level (composite),
+// so that a collective stays one operation on every level, and the last one communicates plain
+// tensors.
 
 #pragma once
 
@@ -28,7 +29,7 @@
 
 namespace tp_ext {
 
-// Whether x is a dual tensor with a tangent. Reads two fields where there is none: fw_grad() takes
+// Whether x is a dual tensor with a tangent. Without one it reads two fields only: fw_grad() takes
 // a lock.
 inline bool has_tangent(const Tensor& x) {
   const auto* meta =
@@ -45,7 +46,7 @@ inline bool needs_graph(const Tensor& x) {
   return has_tangent(x) || (at::GradMode::is_enabled() && x.requires_grad());
 }
 
-// Whether any argument of an operator is a tensor of which `holds` is true
+// Whether `holds` is true of any tensor argument
 template <typename Predicate>
 bool is_any(const Predicate& holds, const Tensor& x) {
   return holds(x);
@@ -63,8 +64,8 @@ bool is_any(const Predicate&, const Other&) {
   return false;
 }
 
-// A composite operator at the levels of torch.func: `kernel` where one of the tensors is
-// differentiated or none is a wrapper, the operator at the next level otherwise
+// A composite operator at the levels of torch.func: `kernel` where a tensor is differentiated or
+// none is a wrapper, otherwise the operator at the next level
 template <auto kernel>
 struct Composite;
 template <typename Result, typename... Args, Result (*kernel)(Args...)>
@@ -85,7 +86,7 @@ struct Composite<kernel> {
   }
 };
 
-// Registers a public operator, where m.impl would register a primitive
+// Registers a public operator; m.impl registers a primitive
 template <auto kernel>
 void impl_composite(torch::Library& m, const char* name) {
   Composite<kernel>::name = name;
@@ -97,7 +98,8 @@ inline OptionalTensor primal_of(const OptionalTensor& x) {
   return x.has_value() ? OptionalTensor(primal_of(*x)) : x;
 }
 
-// Zeros without a tangent, and for torch's ZeroTensor, which has no memory to communicate
+// A tangent that can be communicated: zeros for a missing one and for torch's ZeroTensor, which has
+// no memory
 inline Tensor tangent_of(const Tensor& x) {
   const Tensor tangent = has_tangent(x) ? x._fw_grad(0) : Tensor();
   return tangent.defined() && !tangent._is_zerotensor() ? tangent : at::zeros_like(primal_of(x));
@@ -107,8 +109,8 @@ inline Tensor make_dual(const Tensor& primal, const Tensor& tangent) {
   return at::_make_dual(primal, tangent, 0);
 }
 
-// A linear operator on a dual x: the operator on its primal and on its tangent, through the
-// dispatcher, since either may belong to a level of torch.func further out.
+// A linear operator on a dual x: applied to its primal and to its tangent, through the dispatcher,
+// since either may belong to a level of torch.func further out.
 template <typename Signature, typename... Args>
 Tensor on_dual(const char* op, const Tensor& x, const Args&... args) {
   const auto linear = find_op<Signature>(op);
@@ -116,7 +118,7 @@ Tensor on_dual(const char* op, const Tensor& x, const Args&... args) {
   return make_dual(y, linear.call(tangent_of(x), args...));
 }
 
-// Called before anything else, communication above all
+// To be called first, before any communication
 template <typename... Tensors>
 void refuse_forward_mode(const char* op, const Tensors&... xs) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -124,7 +126,7 @@ void refuse_forward_mode(const char* op, const Tensors&... xs) {
       " has no forward-mode derivative; use reverse mode (torch.autograd.grad, .backward())");
 }
 
-// A fused backward has no derivative of its own, of either mode. Called first thing in it.
+// A fused backward has no derivative of its own in either mode. To be called first in it.
 inline void refuse_double_backward(const char* op, const std::vector<Tensor>& grads) {
   TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "tp_ext: ", op,
                               " has no second derivative: backward(create_graph=True) cannot go "

@@ -1,14 +1,14 @@
-// Pieces of a parameter of which neighbouring ranks hold copies (key and value heads when there are
-// fewer than ranks). Every holder computes a part of their gradient; the sum over the holders is
-// the whole one.
+// Rows of a parameter that neighbouring ranks hold replicas of (key and value heads when there are
+// fewer heads than ranks). Every holder computes a partial of their gradient; the gradient is the
+// sum over the holders.
 //
-//   copy_pieces_to      forward identity                     backward reduce_pieces_from
-//   reduce_pieces_from  forward each piece summed over its   backward copy_pieces_to
-//                       copies, the rest as it is
+//   copy_replicas_to      forward identity                      backward reduce_replicas_from
+//   reduce_replicas_from  forward replicated rows summed over   backward copy_replicas_to
+//                         their holders, other rows unchanged
 //
 // Rows [local_starts[i], + lengths[i]) are rows full_starts[i].. of a full tensor of full_size
-// rows. One all-reduce of that tensor, zero where a rank has nothing to add, sums all pieces at
-// once, needs no subgroup, and gives every holder the same bits, so that copies never drift.
+// rows. One all-reduce of that tensor, 0 in the rows that this rank does not hold, sums all of them
+// at once, needs no subgroup, and gives every holder the same bits, so that replicas never drift.
 
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -25,86 +25,86 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-struct Pieces {
+struct ReplicatedRows {
   std::vector<int64_t> local_starts, lengths, full_starts;
   int64_t full_size;
 };
 
-Tensor copy_pieces_to(const Tensor& x, const std::string& group, const Pieces& pieces);
-Tensor reduce_pieces_from(const Tensor& x, const std::string& group, const Pieces& pieces);
+Tensor copy_replicas_to(const Tensor& x, const std::string& group, const ReplicatedRows& rows);
+Tensor reduce_replicas_from(const Tensor& x, const std::string& group, const ReplicatedRows& rows);
 
-Tensor sum_pieces(const Tensor& x, const std::string& group, const Pieces& pieces) {
+Tensor sum_replicas(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
   auto shape = x.sym_sizes().vec();
-  shape[0] = pieces.full_size;
+  shape[0] = rows.full_size;
   Tensor full = at::zeros_symint(shape, x.options());
-  for (size_t i = 0; i < pieces.lengths.size(); ++i)
-    full.narrow(0, pieces.full_starts[i], pieces.lengths[i])
-        .copy_(x.narrow(0, pieces.local_starts[i], pieces.lengths[i]));
+  for (size_t i = 0; i < rows.lengths.size(); ++i)
+    full.narrow(0, rows.full_starts[i], rows.lengths[i])
+        .copy_(x.narrow(0, rows.local_starts[i], rows.lengths[i]));
   full = comm::all_reduce_fresh(full, group);
   Tensor result = x.clone(at::MemoryFormat::Contiguous);
-  for (size_t i = 0; i < pieces.lengths.size(); ++i)
-    result.narrow(0, pieces.local_starts[i], pieces.lengths[i])
-        .copy_(full.narrow(0, pieces.full_starts[i], pieces.lengths[i]));
+  for (size_t i = 0; i < rows.lengths.size(); ++i)
+    result.narrow(0, rows.local_starts[i], rows.lengths[i])
+        .copy_(full.narrow(0, rows.full_starts[i], rows.lengths[i]));
   return result;
 }
 
-void remember(AutogradContext* ctx, const std::string& group, const Pieces& pieces) {
+void remember(AutogradContext* ctx, const std::string& group, const ReplicatedRows& rows) {
   ctx->saved_data["group"] = group;
-  ctx->saved_data["local_starts"] = pieces.local_starts;
-  ctx->saved_data["lengths"] = pieces.lengths;
-  ctx->saved_data["full_starts"] = pieces.full_starts;
-  ctx->saved_data["full_size"] = pieces.full_size;
+  ctx->saved_data["local_starts"] = rows.local_starts;
+  ctx->saved_data["lengths"] = rows.lengths;
+  ctx->saved_data["full_starts"] = rows.full_starts;
+  ctx->saved_data["full_size"] = rows.full_size;
 }
 
-Pieces pieces_of(AutogradContext* ctx) {
+ReplicatedRows rows_of(AutogradContext* ctx) {
   auto& data = ctx->saved_data;
   return {data["local_starts"].toIntVector(), data["lengths"].toIntVector(),
           data["full_starts"].toIntVector(), data["full_size"].toInt()};
 }
 
-struct CopyPieces : Function<CopyPieces> {
+struct CopyReplicas : Function<CopyReplicas> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                        const Pieces& pieces) {
-    remember(ctx, group, pieces);
+                        const ReplicatedRows& rows) {
+    remember(ctx, group, rows);
     return x;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {reduce_pieces_from(grads[0], ctx->saved_data["group"].toStringRef(), pieces_of(ctx)),
+    return {reduce_replicas_from(grads[0], ctx->saved_data["group"].toStringRef(), rows_of(ctx)),
             Tensor(), Tensor()};
   }
 };
 
-struct ReducePieces : Function<ReducePieces> {
+struct ReduceReplicas : Function<ReduceReplicas> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                        const Pieces& pieces) {
-    remember(ctx, group, pieces);
-    return sum_pieces(x, group, pieces);
+                        const ReplicatedRows& rows) {
+    remember(ctx, group, rows);
+    return sum_replicas(x, group, rows);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {copy_pieces_to(grads[0], ctx->saved_data["group"].toStringRef(), pieces_of(ctx)),
+    return {copy_replicas_to(grads[0], ctx->saved_data["group"].toStringRef(), rows_of(ctx)),
             Tensor(), Tensor()};
   }
 };
 
-Tensor on_dual_pieces(const char* op, const Tensor& x, const std::string& group,
-                      const Pieces& pieces) {
-  return on_dual<PiecesRegion>(op, x, group, at::IntArrayRef(pieces.local_starts),
-                               at::IntArrayRef(pieces.lengths), at::IntArrayRef(pieces.full_starts),
-                               pieces.full_size);
+Tensor on_dual_replicas(const char* op, const Tensor& x, const std::string& group,
+                        const ReplicatedRows& rows) {
+  return on_dual<ReplicasRegion>(op, x, group, at::IntArrayRef(rows.local_starts),
+                                 at::IntArrayRef(rows.lengths), at::IntArrayRef(rows.full_starts),
+                                 rows.full_size);
 }
 
-Tensor copy_pieces_to(const Tensor& x, const std::string& group, const Pieces& pieces) {
-  if (has_tangent(x)) return on_dual_pieces("tp_ext::copy_pieces_to_region", x, group, pieces);
-  return needs_graph(x) ? CopyPieces::apply(x, group, pieces) : x;
+Tensor copy_replicas_to(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
+  if (has_tangent(x)) return on_dual_replicas("tp_ext::copy_pieces_to_region", x, group, rows);
+  return needs_graph(x) ? CopyReplicas::apply(x, group, rows) : x;
 }
 
-Tensor reduce_pieces_from(const Tensor& x, const std::string& group, const Pieces& pieces) {
-  if (has_tangent(x)) return on_dual_pieces("tp_ext::reduce_pieces_from_region", x, group, pieces);
-  return needs_graph(x) ? ReducePieces::apply(x, group, pieces) : sum_pieces(x, group, pieces);
+Tensor reduce_replicas_from(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
+  if (has_tangent(x)) return on_dual_replicas("tp_ext::reduce_pieces_from_region", x, group, rows);
+  return needs_graph(x) ? ReduceReplicas::apply(x, group, rows) : sum_replicas(x, group, rows);
 }
 
-Pieces checked(const Tensor& x, at::IntArrayRef local_starts, at::IntArrayRef lengths,
-               at::IntArrayRef full_starts, int64_t full_size) {
+ReplicatedRows checked(const Tensor& x, at::IntArrayRef local_starts, at::IntArrayRef lengths,
+                       at::IntArrayRef full_starts, int64_t full_size) {
   TORCH_CHECK_VALUE(
       x.dim() > 0 && local_starts.size() == lengths.size() && full_starts.size() == lengths.size(),
       "lengths: ", lengths, " must have one entry for each of local_starts ", local_starts,
@@ -120,15 +120,15 @@ Pieces checked(const Tensor& x, at::IntArrayRef local_starts, at::IntArrayRef le
 Tensor copy_pieces_to_region(const Tensor& x, const std::string& group,
                              at::IntArrayRef local_starts, at::IntArrayRef lengths,
                              at::IntArrayRef full_starts, int64_t full_size) {
-  const auto pieces = checked(x, local_starts, lengths, full_starts, full_size);
-  return comm::size(group) == 1 ? x : copy_pieces_to(x, group, pieces);
+  const auto rows = checked(x, local_starts, lengths, full_starts, full_size);
+  return comm::size(group) == 1 ? x : copy_replicas_to(x, group, rows);
 }
 
 Tensor reduce_pieces_from_region(const Tensor& x, const std::string& group,
                                  at::IntArrayRef local_starts, at::IntArrayRef lengths,
                                  at::IntArrayRef full_starts, int64_t full_size) {
-  const auto pieces = checked(x, local_starts, lengths, full_starts, full_size);
-  return comm::size(group) == 1 ? x : reduce_pieces_from(x, group, pieces);
+  const auto rows = checked(x, local_starts, lengths, full_starts, full_size);
+  return comm::size(group) == 1 ? x : reduce_replicas_from(x, group, rows);
 }
 
 }  // namespace

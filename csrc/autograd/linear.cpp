@@ -1,18 +1,18 @@
 // The tensor-parallel linears. weight is [out_local, in] (column: its rows are sharded) or [out,
-// in_local] (row: its columns are); under sequence parallelism (SP) the first dim of x (column) or
-// of y (row) is sharded: [..] below is what SP adds.
+// in_local] (row: its columns are sharded); under sequence parallelism (SP) the first dim of x
+// (column) or of y (row) is sharded too: [..] below marks the steps that SP adds.
 //
-//        column                               row
-//   y    [gather x] w^T + b                   sum over ranks of x w^T, [own rows of it] + b
-//   dx   sum over ranks of dy w, [own rows]   [gather dy] w
-//   dw   dy^T [gather x]                      [gather dy]^T x
-//   db   sum over rows of dy                  sum over rows of dy, [and over ranks]
+//        column                                       row
+//   y    [gather x] w^T + b                           sum over ranks of x w^T, [local rows] + b
+//   dx   sum over ranks of dy w, [local rows]         [gather dy] w
+//   dw   dy^T [gather x]                              [gather dy]^T x
+//   db   sum over rows of dy                          sum over rows of dy, [and over ranks]
 //
-// Saved: x as it came in (the shard) and w, each only if the other's gradient may be asked for.
-// Column backward: the sum of dx runs under the GEMM of dw, and under SP the gather of x under the
-// GEMM of dx. Row backward under SP: the sum of db runs under both GEMMs. Backward of backward is
-// made of regions and matmuls, by the same table. With main_grad, dw is added to it and autograd
-// gets none. overlap_chunks cuts into pieces what communicates without such a GEMM beside it
+// Saved: the input x (the shard) and w, each only if the other's gradient may be needed. Column
+// backward: the sum of dx overlaps the GEMM of dw, and under SP the gather of x overlaps the GEMM
+// of dx. Row backward under SP: the sum of db overlaps both GEMMs. Double backward is composed of
+// regions and matmuls, by the same table. With main_grad, dw is added to it and autograd gets no
+// gradient. overlap_chunks splits communication that has no such GEMM to overlap with
 // (linear_overlap.h). Without sum_bias_grad the caller sums db over the ranks.
 
 #include <ATen/autocast_mode.h>
@@ -52,13 +52,13 @@ Tensor weight_grad(const Tensor& dy, const Tensor& x) {
 }
 Tensor bias_grad(const Tensor& dy) { return as_rows(dy).sum(0); }
 
-// What forward saves and backward finds again. Each entry of saved_data has its price: only what is
-// there is written.
+// State saved by forward for backward. Every entry of saved_data costs time, so absent ones are not
+// written.
 struct Saved {
   Tensor x, weight, main_grad;
   std::string group;
   bool sequence_parallel, has_bias;
-  Split tokens;  // under SP: each rank's tokens
+  Split tokens;  // under SP: tokens per rank
   int64_t overlap_chunks;
   bool sum_bias_grad;
 
@@ -73,7 +73,7 @@ struct Saved {
     if (sequence_parallel) data["tokens"] = c10::SymIntArrayRef(tokens.sizes);
     if (overlap_chunks > 1) data["overlap_chunks"] = overlap_chunks;
     if (!sum_bias_grad) data["caller_sums_bias_grad"] = true;
-    // Not saved as a variable: it changes from microbatch to microbatch
+    // Not saved as a variable: it is written between forward and backward, in every microbatch
     if (main_grad.has_value()) data["main_grad"] = *main_grad;
   }
   static Saved get(AutogradContext* ctx) {
@@ -94,7 +94,7 @@ struct Saved {
   }
 };
 
-// Where nobody watches, the operations of a Function need no autograd of their own
+// Skips autograd dispatch inside the Function unless the call is traced
 struct Unrecorded {
   std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
   explicit Unrecorded(const Tensor& x) {
@@ -102,7 +102,7 @@ struct Unrecorded {
   }
 };
 
-// The gradient of the weight, or none if it is added to main_grad
+// The gradient of the weight; undefined if it is added to main_grad
 Tensor weight_grad(const Saved& s, const Tensor& dy, const Tensor& x) {
   if (!s.main_grad.defined()) return weight_grad(dy, x);
   add_weight_grad(s.main_grad, as_rows(dy), as_rows(x));
@@ -111,11 +111,11 @@ Tensor weight_grad(const Saved& s, const Tensor& dy, const Tensor& x) {
 
 variable_list gradients(Tensor dx, Tensor dw, Tensor db) {
   variable_list grads{std::move(dx), std::move(dw), std::move(db)};
-  grads.resize(9);  // none for what is no tensor
+  grads.resize(9);  // undefined for arguments that are not tensors
   return grads;
 }
 
-// Whether the backward is to be differentiated in its turn, by either mode
+// Whether backward will itself be differentiated, in either mode
 bool differentiated(const Tensor& dy, const Saved& s) {
   if (s.main_grad.defined()) refuse_double_backward("a linear with grad_accumulation_fusion", {dy});
   return at::GradMode::is_enabled() || has_tangent(dy);
@@ -149,11 +149,12 @@ struct ColumnLinear : Function<ColumnLinear> {
     if (wants_w && s.sequence_parallel)
       x_full.emplace(comm::all_gather_async(s.x, s.group, 0, s.tokens));
     if (wants_x) {
-      const Tensor addend = input_grad(dy, s.weight);
-      dx.emplace(s.sequence_parallel ? comm::reduce_scatter_async(addend, s.group, 0, s.tokens)
-                                     : comm::all_reduce_async(addend, s.group));
+      const Tensor partial = input_grad(dy, s.weight);
+      dx.emplace(s.sequence_parallel ? comm::reduce_scatter_async(partial, s.group, 0, s.tokens)
+                                     : comm::all_reduce_async(partial, s.group));
     }
-    // Only now, since what is sent waits for all that was computed before
+    // After issuing the collective: it waits for everything queued before it, so db and dw must
+    // come later to overlap
     const Tensor db = wants_b ? bias_grad(dy) : Tensor();
     const Tensor dw = wants_w ? weight_grad(s, dy, x_full ? x_full->wait() : s.x) : Tensor();
     return gradients(dx ? dx->wait() : Tensor(), dw, db);
@@ -163,9 +164,9 @@ struct ColumnLinear : Function<ColumnLinear> {
                                       bool wants_b) {
     Tensor dx, dw;
     if (wants_x) {
-      const Tensor addend = at::matmul(dy, s.weight);
-      dx = s.sequence_parallel ? reduce_scatter_region(addend, s.group, 0, s.tokens.sizes)
-                               : reduce_from_region(addend, s.group);
+      const Tensor partial = at::matmul(dy, s.weight);
+      dx = s.sequence_parallel ? reduce_scatter_region(partial, s.group, 0, s.tokens.sizes)
+                               : reduce_from_region(partial, s.group);
     }
     if (wants_w)
       dw = weight_grad(dy, s.sequence_parallel ? all_gather_region(s.x, s.group, 0, s.tokens.sizes)
@@ -186,9 +187,9 @@ struct RowLinear : Function<RowLinear> {
         return sequence_parallel ? linear_reduce_scatter(x, weight, group, tokens, chunks)
                                  : linear_all_reduce(x, weight, group, chunks);
     }
-    const Tensor addend = at::linear(x, weight);
-    return sequence_parallel ? comm::reduce_scatter_fresh(addend, group, 0, tokens)
-                             : comm::all_reduce_fresh(addend, group);
+    const Tensor partial = at::linear(x, weight);
+    return sequence_parallel ? comm::reduce_scatter_fresh(partial, group, 0, tokens)
+                             : comm::all_reduce_fresh(partial, group);
   }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
@@ -224,7 +225,8 @@ struct RowLinear : Function<RowLinear> {
       else if (wants_x || wants_w)
         dy_full.emplace(comm::all_gather_async(dy, s.group, 0, s.tokens));
     }
-    // Only now, since what is sent waits for all that was computed before
+    // After issuing the gather: it waits for everything queued before it, so db must come later to
+    // overlap
     const Tensor db_local = wants_b ? bias_grad(grads[0]) : Tensor();
     if (wants_b && s.sequence_parallel && s.sum_bias_grad)
       db.emplace(comm::all_reduce_async(db_local, s.group));
@@ -245,12 +247,12 @@ struct RowLinear : Function<RowLinear> {
   }
 };
 
-// Without parallelism and main_grad torch's own linear does all
+// Without parallelism and main_grad this is torch's own linear
 bool is_plain(int64_t p, const OptionalTensor& main_grad) {
   return p == 1 && !main_grad.has_value();
 }
 
-// Forward mode: the same by regions and torch's linear, which knows the product rule. Regions
+// Forward mode: composed of regions and torch's linear, which knows the product rule. Regions go
 // through the dispatcher, since an input may belong to a level of torch.func further out.
 Tensor by_region(const char* op, const Tensor& x, const std::string& group) {
   return find_op<Region>(op).call(x, group);
@@ -275,10 +277,10 @@ Tensor column_by_regions(const Tensor& x, const Tensor& weight, const OptionalTe
 Tensor row_by_regions(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                       const std::string& group, bool sequence_parallel, const Split& tokens,
                       const OptionalTensor& main_grad, bool sum_bias_grad) {
-  const Tensor addend = at::linear(x, accumulating(weight, main_grad));
+  const Tensor partial = at::linear(x, accumulating(weight, main_grad));
   const Tensor y = sequence_parallel
-                       ? by_region("tp_ext::reduce_scatter_region", addend, group, tokens)
-                       : by_region("tp_ext::reduce_from_region", addend, group);
+                       ? by_region("tp_ext::reduce_scatter_region", partial, group, tokens)
+                       : by_region("tp_ext::reduce_from_region", partial, group);
   if (!bias.has_value()) return y;
   const bool sum = sequence_parallel && sum_bias_grad;
   return at::add(y, sum ? by_region("tp_ext::copy_to_region", *bias, group) : *bias);
@@ -315,7 +317,7 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
                           p > 1 ? overlap_chunks : 1, sum_bias_grad);
 }
 
-// Autocast as for torch's linear: everything in the low precision, fp32 weights cast once per
+// Autocast as for torch's linear: all tensors in the low precision, fp32 weights cast once per
 // autocast region
 template <c10::DispatchKey key, c10::DeviceType device, auto linear, typename... Options>
 Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,

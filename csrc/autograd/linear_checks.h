@@ -1,4 +1,4 @@
-// Checks of the arguments of the linears, before any communication.
+// Argument checks of the linears; they run before any communication.
 
 #pragma once
 

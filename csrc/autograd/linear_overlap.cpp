@@ -14,7 +14,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Plain numbers: nothing here is traced
+// Plain numbers: this code is never traced
 std::vector<int64_t> lengths_of(const Split& split) {
   std::vector<int64_t> lengths;
   for (const auto& size : split.sizes) lengths.push_back(size.expect_int());
@@ -24,13 +24,13 @@ std::vector<int64_t> lengths_of(const Split& split) {
 struct Range {
   int64_t start, length;
 };
-// Chunk i of n elements, cut like torch.tensor_split
+// Chunk i of n elements, split like torch.tensor_split
 Range chunk_of(int64_t n, int64_t i, int64_t chunks) {
   const auto longer = std::min(i, n % chunks);
   return {i * (n / chunks) + longer, n / chunks + (i < n % chunks)};
 }
 
-// Chunk i of every rank's tokens: where it begins in the full tensor and in the chunk of all ranks
+// Chunk i of every rank's tokens: its start in the full tensor and in the gathered chunk
 struct Chunk {
   Split tokens;
   std::vector<Range> full, gathered;
@@ -57,7 +57,7 @@ Tensor empty_output(const Tensor& x, int64_t tokens, int64_t features) {
   return x.new_empty(shape);
 }
 
-// y = x factor + bias, y being rows of a larger tensor
+// y = x factor + bias; y: rows of a larger tensor
 void multiply(const Tensor& x, const Tensor& factor, const OptionalTensor& bias, Tensor y) {
   if (y.numel() == 0) return;
   Tensor out = y.view({-1, y.size(-1)});
@@ -111,7 +111,7 @@ Tensor as_rows(const Tensor& x) {
 }
 
 int64_t chunks_of(const Tensor& x, const c10::SymInt& tokens, int64_t chunks) {
-  constexpr int64_t fewest = 64;  // tokens worth a collective: decoding goes in one piece
+  constexpr int64_t fewest = 64;  // tokens worth a collective: decoding uses one chunk
   if (chunks <= 1 || comm::traced(x)) return 1;
   return std::clamp<int64_t>(tokens.expect_int() / fewest, 1, chunks);
 }
@@ -143,11 +143,11 @@ Tensor linear_reduce_scatter(const Tensor& x, const Tensor& weight, const std::s
   for (int64_t i = 0; i < chunks; ++i) {
     if (coming.size() == 2) take();
     const Chunk chunk(lengths, i, chunks);
-    Tensor addends = empty_output(x, chunk.tokens.total().expect_int(), weight.size(0));
+    Tensor partials = empty_output(x, chunk.tokens.total().expect_int(), weight.size(0));
     for (int64_t k = 0; k < p; ++k)
       multiply(tokens_of(x, chunk.full[k]), weight.t(), std::nullopt,
-               tokens_of(addends, chunk.gathered[k]));
-    coming.emplace_back(comm::reduce_scatter_async(addends, group, 0, chunk.tokens),
+               tokens_of(partials, chunk.gathered[k]));
+    coming.emplace_back(comm::reduce_scatter_async(partials, group, 0, chunk.tokens),
                         chunk_of(lengths[rank], i, chunks));
   }
   while (!coming.empty()) take();
@@ -167,7 +167,7 @@ Tensor linear_all_reduce(const Tensor& x, const Tensor& weight, const std::strin
       coming.pop_front();
     }
     const auto range = chunk_of(x_rows.size(0), i, chunks);
-    const Tensor part = tokens_of(y_rows, range);  // contiguous: summed where it is
+    const Tensor part = tokens_of(y_rows, range);  // contiguous: summed in place
     multiply(tokens_of(x_rows, range), weight.t(), std::nullopt, part);
     coming.push_back(comm::all_reduce_async(part, group));
   }

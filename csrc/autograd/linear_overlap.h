@@ -1,13 +1,13 @@
-// GEMMs in pieces of their rows, so that the communication of one piece runs beside the GEMM of
-// another. Eager only; the formulas of linear.cpp, the same values up to how the GEMM is blocked.
+// Linears split into chunks of rows, so that the communication of one chunk overlaps the GEMM of
+// another. Eager only; the formulas of linear.cpp, equal up to the blocking of the GEMM.
 //
-//   gather_linear          gather x in chunks; own rows' GEMM first, then each chunk that has come
-//   gather_mm              the same without bias, and keeps what was gathered if asked to
-//   linear_reduce_scatter  a chunk of each rank's rows; its summing runs under the next one's GEMM
-//   linear_all_reduce      a chunk of all rows, summed in place under the next one's GEMM
+//   gather_linear          gathers x in chunks; GEMM of this rank's rows first, then of each chunk
+//   gather_mm              the same without bias; optionally returns the gathered dy
+//   linear_reduce_scatter  a chunk of each rank's rows; its sum overlaps the next chunk's GEMM
+//   linear_all_reduce      a chunk of all rows; its sum, in place, overlaps the next chunk's GEMM
 //
-// At most two chunks are under way, beside the one that is computed with. Every one of them is
-// waited for, by the destructor of its Pending if an exception passes.
+// At most two collectives are in flight besides the chunk being computed. Each is waited for, by
+// the destructor of its Pending if an exception is thrown.
 
 #pragma once
 
@@ -20,11 +20,11 @@
 
 namespace tp_ext {
 
-// All dims but the last as one
+// All dims but the last flattened into one
 at::Tensor as_rows(const at::Tensor& x);
 
-// Into how many chunks the tokens of all ranks are cut if `chunks` are asked for: fewer if they are
-// few, one where somebody watches the operators. The same on every rank.
+// Number of chunks for the tokens of all ranks, given the requested `chunks`: fewer for few tokens,
+// 1 if the call is traced. The same on every rank.
 int64_t chunks_of(const at::Tensor& x, const c10::SymInt& tokens, int64_t chunks);
 
 // (concatenation of the ranks' x) weight^T + bias; x [tokens, .., in], weight [out, in]
@@ -32,12 +32,12 @@ at::Tensor gather_linear(const at::Tensor& x, const at::Tensor& weight,
                          const std::optional<at::Tensor>& bias, const std::string& group,
                          const Split& tokens, int64_t chunks);
 
-// The concatenation of the ranks' dy, times weight [out, in]; and the concatenation itself, if kept
+// The concatenation of the ranks' dy, times weight [out, in]; and, if `keep`, the concatenation
 std::pair<at::Tensor, at::Tensor> gather_mm(const at::Tensor& dy, const at::Tensor& weight,
                                             const std::string& group, const Split& tokens,
                                             int64_t chunks, bool keep);
 
-// Own tokens of the sum over the ranks of x weight^T
+// This rank's tokens of the sum over the ranks of x weight^T
 at::Tensor linear_reduce_scatter(const at::Tensor& x, const at::Tensor& weight,
                                  const std::string& group, const Split& tokens, int64_t chunks);
 

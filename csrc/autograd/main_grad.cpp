@@ -30,7 +30,7 @@ void add_weight_grad(const Tensor& main_grad, const Tensor& dy, const Tensor& x)
 
 namespace {
 
-// Forward: identity. Backward: main_grad += dy, and no gradient goes on.
+// Forward: identity. Backward: main_grad += dy; no gradient is passed on.
 struct AccumulateGrad : Function<AccumulateGrad> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& main_grad) {
     ctx->saved_data["main_grad"] = main_grad;
@@ -45,7 +45,7 @@ struct AccumulateGrad : Function<AccumulateGrad> {
 
 Tensor accumulate_grad_into(const Tensor& x, const Tensor& main_grad) {
   check_main_grad(main_grad, x);
-  if (has_tangent(x)) {  // the gradient of the tangent is not one of x
+  if (has_tangent(x)) {  // the gradient of a tangent must not be added
     const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("tp_ext::accumulate_grad_into");
     return make_dual(op.call(primal_of(x), main_grad), tangent_of(x));
   }

@@ -1,5 +1,5 @@
-// Gradients that are added up outside autograd, in a tensor of the caller's (Megatron's main_grad),
-// as a rule fp32 beside half-precision weights, over all microbatches of a step.
+// Gradients accumulated outside autograd, over all microbatches of a step, in a tensor of the
+// caller (Megatron's main_grad), usually fp32 next to half-precision weights.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 
 namespace tp_ext {
 
-// Raises unless main_grad, if given, can take the gradient of weight
+// Raises unless main_grad, if given, can hold the gradient of weight
 void check_main_grad(const std::optional<at::Tensor>& main_grad, const at::Tensor& weight);
 
-// main_grad += dy^T x, rows being tokens; products and sums in main_grad's dtype, in one GEMM
+// main_grad += dy^T x over the token rows, in one GEMM; products and sums in main_grad's dtype
 void add_weight_grad(const at::Tensor& main_grad, const at::Tensor& dy, const at::Tensor& x);
 
 }  // namespace tp_ext

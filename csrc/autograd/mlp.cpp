@@ -1,20 +1,20 @@
-// parallel_mlp: the feed-forward block with gelu_tanh as one Function, so that its products can end
-// in what follows them: bias and activation forward, the activation's gradient and the bias's
-// backward. Letters as in linear.cpp: [..] is what sequence parallelism (SP) adds.
+// parallel_mlp: the feed-forward block with gelu_tanh as one Function, so that its GEMMs can fuse
+// their epilogues: bias and activation in forward, the gradients of activation and bias in
+// backward. Letters as in linear.cpp: [..] marks the steps that sequence parallelism (SP) adds.
 //
 //   forward   h, pre = gelu_tanh(pre), [gather x] W_up^T + b_up
-//             y = sum over ranks of h W_down^T, [own rows of it] + b_down
+//             y = sum over ranks of h W_down^T, [local rows] + b_down
 //   backward  dpre, db_up = (([gather dy] W_down) * gelu_tanh'(pre)), its sums over rows
-//             dx = sum over ranks of dpre W_up, [own rows]
+//             dx = sum over ranks of dpre W_up, [local rows]
 //             dW_down = [gather dy]^T h, dW_up = dpre^T [gather x]
 //             db_down = sum over rows of dy, [and over ranks]
 //
-// Communicates what the two linears do. The sum of dx runs under the GEMMs of both weights, and
-// under SP the gather of x under those of dpre and dx, the sum of db_down under all of them.
+// Communicates the same as the two linears. The sum of dx overlaps the GEMMs of both weights; under
+// SP the gather of x overlaps the GEMMs of dpre and dx, and the sum of db_down all of them.
 //
-// Saved: x as it came in (the shard), pre, h and the weights, each only if a gradient may need it:
-// the bytes of the three operators that this one stands for. To compute h from pre again would be
-// one more pass over both.
+// Saved: the input x (the shard), pre, h and the weights, each only if a gradient may need it: as
+// many bytes as the three separate operators save. Recomputing h from pre would cost one more pass
+// over both.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor> linear_dgelu(const Tensor& dy, const Tensor& weight, 
   return op.call(dy, weight, pre);
 }
 
-// dy^T x, or none if it is added to main_grad
+// dy^T x; undefined if it is added to main_grad
 Tensor weight_grad(AutogradContext* ctx, const char* main_grad, const Tensor& dy, const Tensor& x) {
   const auto found = ctx->saved_data.find(main_grad);
   if (found == ctx->saved_data.end()) return at::mm(as_rows(dy).t(), as_rows(x));
@@ -97,13 +97,13 @@ struct ParallelMlp : Function<ParallelMlp> {
     data["group"] = group;
     if (sequence_parallel) data["tokens"] = c10::SymIntArrayRef(tokens.sizes);
     if (!sum_bias_grad) data["caller_sums_bias_grad"] = true;
-    // Not saved as variables: they change from microbatch to microbatch
+    // Not saved as variables: they are written between forward and backward, in every microbatch
     if (up_main_grad.has_value()) data["up_main_grad"] = *up_main_grad;
     if (down_main_grad.has_value()) data["down_main_grad"] = *down_main_grad;
 
-    const Tensor addend = at::linear(h, down_weight);
-    Tensor y = sequence_parallel ? comm::reduce_scatter_fresh(addend, group, 0, tokens)
-                                 : comm::all_reduce_fresh(addend, group);
+    const Tensor partial = at::linear(h, down_weight);
+    Tensor y = sequence_parallel ? comm::reduce_scatter_fresh(partial, group, 0, tokens)
+                                 : comm::all_reduce_fresh(partial, group);
     return comm::traced(y) ? at::add(y, down_bias) : y.add_(down_bias);
   }
 
@@ -128,7 +128,7 @@ struct ParallelMlp : Function<ParallelMlp> {
     std::optional<comm::Pending> dy_full, x_full, dx_sum, bias_sum;
     if (sequence_parallel && (wants_pre || wants_down))
       dy_full.emplace(comm::all_gather_async(dy, group, 0, tokens));
-    // What is sent waits for all that was computed before: so in this order
+    // A collective waits for everything queued before it: the order below is the one that overlaps
     if (sequence_parallel && wants_up) x_full.emplace(comm::all_gather_async(x, group, 0, tokens));
     if (wants_down_bias) down_bias_grad = as_rows(dy).sum(0);
     if (wants_down_bias && sequence_parallel && data.count("caller_sums_bias_grad") == 0)
@@ -138,11 +138,11 @@ struct ParallelMlp : Function<ParallelMlp> {
     if (wants_x) {
       auto shape = dpre.sym_sizes().vec();
       shape.back() = up_weight.sym_size(1);
-      const Tensor addend = at::mm(as_rows(dpre), up_weight).view_symint(shape);
-      dx_sum.emplace(sequence_parallel ? comm::reduce_scatter_async(addend, group, 0, tokens)
-                                       : comm::all_reduce_async(addend, group));
+      const Tensor partial = at::mm(as_rows(dpre), up_weight).view_symint(shape);
+      dx_sum.emplace(sequence_parallel ? comm::reduce_scatter_async(partial, group, 0, tokens)
+                                       : comm::all_reduce_async(partial, group));
     }
-    variable_list result(12);  // none for what is no tensor
+    variable_list result(12);  // undefined for arguments that are not tensors
     if (wants_down) result[3] = weight_grad(ctx, "down_main_grad", dy, h);
     if (wants_up) result[1] = weight_grad(ctx, "up_main_grad", dpre, x_full ? x_full->wait() : x);
     if (dx_sum) result[0] = dx_sum->wait();
@@ -167,7 +167,8 @@ Tensor parallel_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_b
                             at::GradMode::is_enabled());
 }
 
-// As the linears: everything in the low precision, fp32 parameters cast once per autocast region
+// As for the linears: all tensors in the low precision, fp32 parameters cast once per autocast
+// region
 template <c10::DispatchKey key, c10::DeviceType device>
 Tensor autocast(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
                 const Tensor& down_weight, const Tensor& down_bias, const std::string& group,

@@ -1,17 +1,19 @@
-// rms_norm and layer_norm, differentiable: x [.., n] -> y [.., n], weight and bias [n] or none; with
-// a residual like x also sum = x + residual, rounded to their dtype, and y is the norm of that.
+// rms_norm and layer_norm, differentiable: x [.., n] -> y [.., n], weight and bias [n] or none;
+// with a residual shaped like x also sum = x + residual, rounded to their dtype, and y is the norm
+// of sum.
 //
 //   rms_norm    y = x / sqrt(mean(x^2) + eps) * weight                     saved: x, rstd
 //   layer_norm  y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias     saved: x, mean, rstd
 //
-// With a residual sum is saved, an output that lives anyway, instead of x. LayerNorm of which only
-// the bias is trained saves nothing. x and residual get the same gradient, that of sum through y
-// plus the one that sum itself is given, as one tensor: autograd adds to no gradient that somebody
-// else holds. The backward kernels compute what is asked for.
+// With a residual, sum is saved instead of x: it is an output and lives anyway. LayerNorm with only
+// its bias trained saves nothing. x and residual get the same gradient tensor: the gradient of sum
+// through y plus the incoming gradient of sum. The backward kernel adds them, because autograd does
+// not add in place to a gradient that something else may hold. The backward kernels compute only
+// the needed gradients.
 //
 // No communication. Under autocast both run in fp32 on CUDA, as torch's layer_norm and rms_norm do;
-// torch's CPU autocast leaves them in the dtype of their input, and so does this: x and residual
-// are brought to their common type, as torch's sum would.
+// torch's CPU autocast keeps the dtype of the input, and so do these: x and residual are cast to
+// their common type, as torch's addition would.
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -31,56 +33,59 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Two = std::tuple<Tensor, Tensor>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // y, sum (undefined without a residual) and rstd
-Three rms_norm_fwd(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                   double eps) {
+std::tuple<Tensor, Tensor, Tensor> rms_norm_fwd(const Tensor& x, const OptionalTensor& residual,
+                                                const OptionalTensor& weight, double eps) {
   static const auto plain =
-      find_op<Two(const Tensor&, const OptionalTensor&, double)>("tp_ext::_rms_norm_fwd");
-  static const auto adding =
-      find_op<Three(const Tensor&, const Tensor&, const OptionalTensor&, double)>(
-          "tp_ext::_rms_norm_residual_fwd");
+      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, double)>(
+          "tp_ext::_rms_norm_fwd");
+  static const auto adding = find_op<std::tuple<Tensor, Tensor, Tensor>(
+      const Tensor&, const Tensor&, const OptionalTensor&, double)>(
+      "tp_ext::_rms_norm_residual_fwd");
   if (has(residual)) return adding.call(x, *residual, weight, eps);
   auto [y, rstd] = plain.call(x, weight, eps);
   return {y, Tensor(), rstd};
 }
 
-Two rms_norm_bwd(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
-                 const Tensor& rstd, const OptionalTensor& grad_sum, std::array<bool, 2> wanted) {
-  static const auto op =
-      find_op<Two(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                  const OptionalTensor&, std::array<bool, 2>)>("tp_ext::_rms_norm_bwd");
+std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad, const Tensor& x,
+                                        const OptionalTensor& weight, const Tensor& rstd,
+                                        const OptionalTensor& grad_sum,
+                                        std::array<bool, 2> wanted) {
+  static const auto op = find_op<std::tuple<Tensor, Tensor>(
+      const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+      std::array<bool, 2>)>("tp_ext::_rms_norm_bwd");
   return op.call(grad, x, weight, rstd, grad_sum, wanted);
 }
 
 // y, sum (undefined without a residual), mean and rstd
-Four layer_norm_fwd(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                    const OptionalTensor& bias, double eps) {
-  static const auto plain =
-      find_op<Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, double)>(
-          "tp_ext::_layer_norm_fwd");
-  static const auto adding =
-      find_op<Four(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                   double)>("tp_ext::_layer_norm_residual_fwd");
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& x,
+                                                          const OptionalTensor& residual,
+                                                          const OptionalTensor& weight,
+                                                          const OptionalTensor& bias, double eps) {
+  static const auto plain = find_op<std::tuple<Tensor, Tensor, Tensor>(
+      const Tensor&, const OptionalTensor&, const OptionalTensor&, double)>(
+      "tp_ext::_layer_norm_fwd");
+  static const auto adding = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+      const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, double)>(
+      "tp_ext::_layer_norm_residual_fwd");
   if (has(residual)) return adding.call(x, *residual, weight, bias, eps);
   auto [y, mean, rstd] = plain.call(x, weight, bias, eps);
   return {y, Tensor(), mean, rstd};
 }
 
-Three layer_norm_bwd(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
-                     const Tensor& mean, const Tensor& rstd, const OptionalTensor& grad_sum,
-                     std::array<bool, 3> wanted) {
-  static const auto op =
-      find_op<Three(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                    const Tensor&, const OptionalTensor&, std::array<bool, 3>)>(
-          "tp_ext::_layer_norm_bwd");
+std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad, const Tensor& x,
+                                                  const OptionalTensor& weight, const Tensor& mean,
+                                                  const Tensor& rstd,
+                                                  const OptionalTensor& grad_sum,
+                                                  std::array<bool, 3> wanted) {
+  static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor>(
+      const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+      const OptionalTensor&, std::array<bool, 3>)>("tp_ext::_layer_norm_bwd");
   return op.call(grad, x, weight, mean, rstd, grad_sum, wanted);
 }
 
-// An undefined tensor stands for a missing one
+// nullopt for an undefined tensor
 OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 bool trained(const OptionalTensor& t) { return has(t) && t->requires_grad(); }
@@ -89,25 +94,25 @@ variable_list outputs(const Tensor& y, const Tensor& sum) {
   return sum.defined() ? variable_list{y, sum} : variable_list{y};
 }
 
-// The gradients that a backward is given and asked for. Autograd counts the defined inputs only:
-// x, residual, weight, bias.
-struct Asked {
-  Asked(AutogradContext* ctx, const variable_list& grads, bool has_weight, bool has_bias)
-      : residual(grads.size() == 2),
-        x(ctx->needs_input_grad(0)),
-        r(residual && ctx->needs_input_grad(1)),
-        weight(has_weight && ctx->needs_input_grad(1 + residual)),
-        bias(has_bias && ctx->needs_input_grad(1 + residual + has_weight)),
+// Incoming gradients of a backward, and the gradients needed from it. Autograd counts the defined
+// inputs only: x, residual, weight, bias.
+struct GradInputs {
+  GradInputs(AutogradContext* ctx, const variable_list& grads, bool has_weight, bool has_bias)
+      : has_residual(grads.size() == 2),
+        needs_x(ctx->needs_input_grad(0)),
+        needs_residual(has_residual && ctx->needs_input_grad(1)),
+        needs_weight(has_weight && ctx->needs_input_grad(1 + has_residual)),
+        needs_bias(has_bias && ctx->needs_input_grad(1 + has_residual + has_weight)),
         grad(grads[0]),
-        grad_sum(residual ? grads[1] : Tensor()) {}
+        grad_sum(has_residual ? grads[1] : Tensor()) {}
 
-  // Hands dx to x and residual
-  void give(const Tensor& dx, variable_list& result) const {
-    if (x) result[0] = dx;
-    if (r) result[1] = dx;
+  // Assigns dx to x and residual
+  void set_dx(const Tensor& dx, variable_list& result) const {
+    if (needs_x) result[0] = dx;
+    if (needs_residual) result[1] = dx;
   }
 
-  const bool residual, x, r, weight, bias;
+  const bool has_residual, needs_x, needs_residual, needs_weight, needs_bias;
   const Tensor grad, grad_sum;
 };
 
@@ -125,17 +130,17 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     const auto saved = ctx->get_saved_variables();
-    const Asked asked(ctx, grads, saved[1].defined(), false);
-    if (!asked.grad.defined()) {  // y takes no part: what is left is a sum
-      asked.give(asked.grad_sum, result);
+    const GradInputs in(ctx, grads, saved[1].defined(), false);
+    if (!in.grad.defined()) {  // y has no gradient: only sum contributes
+      in.set_dx(in.grad_sum, result);
       return result;
     }
     refuse_double_backward("rms_norm", grads);
     const auto [dx, dweight] =
-        rms_norm_bwd(asked.grad, saved[0], optional(saved[1]), saved[2], optional(asked.grad_sum),
-                     {asked.x || asked.r, asked.weight});
-    asked.give(dx, result);
-    if (asked.weight) result[2] = dweight;
+        rms_norm_bwd(in.grad, saved[0], optional(saved[1]), saved[2], optional(in.grad_sum),
+                     {in.needs_x || in.needs_residual, in.needs_weight});
+    in.set_dx(dx, result);
+    if (in.needs_weight) result[2] = dweight;
     return result;
   }
 };
@@ -161,26 +166,26 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     variable_list result(5);
     const auto saved = ctx->get_saved_variables();
     const bool has_weight = saved[1].defined();
-    const Asked asked(ctx, grads, has_weight, ctx->saved_data.count("bias_dtype") != 0);
-    if (!asked.grad.defined()) {
-      asked.give(asked.grad_sum, result);
+    const GradInputs in(ctx, grads, has_weight, ctx->saved_data.count("bias_dtype") != 0);
+    if (!in.grad.defined()) {
+      in.set_dx(in.grad_sum, result);
       return result;
     }
     refuse_double_backward("layer_norm", grads);
-    const bool dx_asked = asked.x || asked.r;
+    const bool needs_dx = in.needs_x || in.needs_residual;
     if (saved[0].defined()) {
       const auto [dx, dweight, dbias] =
-          layer_norm_bwd(asked.grad, saved[0], optional(saved[1]), saved[2], saved[3],
-                         optional(asked.grad_sum), {dx_asked, asked.weight, asked.bias});
-      asked.give(dx, result);
-      if (asked.weight) result[2] = dweight;
-      if (asked.bias && has_weight) result[3] = dbias;
+          layer_norm_bwd(in.grad, saved[0], optional(saved[1]), saved[2], saved[3],
+                         optional(in.grad_sum), {needs_dx, in.needs_weight, in.needs_bias});
+      in.set_dx(dx, result);
+      if (in.needs_weight) result[2] = dweight;
+      if (in.needs_bias && has_weight) result[3] = dbias;
     }
-    if (asked.bias && !result[3].defined()) result[3] = bias_gradient(ctx, asked.grad);
+    if (in.needs_bias && !result[3].defined()) result[3] = bias_gradient(ctx, in.grad);
     return result;
   }
 
-  // That of a bias which alone is trained, or has no weight beside it
+  // The gradient of the bias where it alone is trained, or there is no weight
   static Tensor bias_gradient(AutogradContext* ctx, const Tensor& grad) {
     const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["bias_dtype"].toInt());
     return sum_to_last_dim(grad, dtype);
@@ -192,8 +197,8 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
   return RmsNorm::apply(x, std::nullopt, weight, eps)[0];
 }
 
-Two rms_norm_residual(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                      double eps) {
+std::tuple<Tensor, Tensor> rms_norm_residual(const Tensor& x, const Tensor& residual,
+                                             const OptionalTensor& weight, double eps) {
   refuse_forward_mode("rms_norm", x, residual, weight);
   const auto both = RmsNorm::apply(x, residual, weight, eps);
   return {both[0], both[1]};
@@ -205,8 +210,9 @@ Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalT
   return LayerNorm::apply(x, std::nullopt, weight, bias, eps)[0];
 }
 
-Two layer_norm_residual(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps) {
+std::tuple<Tensor, Tensor> layer_norm_residual(const Tensor& x, const Tensor& residual,
+                                               const OptionalTensor& weight,
+                                               const OptionalTensor& bias, double eps) {
   refuse_forward_mode("layer_norm", x, residual, weight, bias);
   const auto both = LayerNorm::apply(x, residual, weight, bias, eps);
   return {both[0], both[1]};
@@ -222,8 +228,8 @@ Tensor rms_norm_cuda(const Tensor& x, const OptionalTensor& weight, double eps) 
   return rms_norm(fp32(x), fp32(weight), eps);
 }
 
-Two rms_norm_residual_cuda(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                           double eps) {
+std::tuple<Tensor, Tensor> rms_norm_residual_cuda(const Tensor& x, const Tensor& residual,
+                                                  const OptionalTensor& weight, double eps) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   return rms_norm_residual(fp32(x), fp32(residual), fp32(weight), eps);
 }
@@ -234,21 +240,23 @@ Tensor layer_norm_cuda(const Tensor& x, const OptionalTensor& weight, const Opti
   return layer_norm(fp32(x), fp32(weight), fp32(bias), eps);
 }
 
-Two layer_norm_residual_cuda(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                             const OptionalTensor& bias, double eps) {
+std::tuple<Tensor, Tensor> layer_norm_residual_cuda(const Tensor& x, const Tensor& residual,
+                                                    const OptionalTensor& weight,
+                                                    const OptionalTensor& bias, double eps) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   return layer_norm_residual(fp32(x), fp32(residual), fp32(weight), fp32(bias), eps);
 }
 
-Two rms_norm_residual_cpu(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                          double eps) {
+std::tuple<Tensor, Tensor> rms_norm_residual_cpu(const Tensor& x, const Tensor& residual,
+                                                 const OptionalTensor& weight, double eps) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const auto dtype = c10::promoteTypes(x.scalar_type(), residual.scalar_type());
   return rms_norm_residual(x.to(dtype), residual.to(dtype), weight, eps);
 }
 
-Two layer_norm_residual_cpu(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                            const OptionalTensor& bias, double eps) {
+std::tuple<Tensor, Tensor> layer_norm_residual_cpu(const Tensor& x, const Tensor& residual,
+                                                   const OptionalTensor& weight,
+                                                   const OptionalTensor& bias, double eps) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const auto dtype = c10::promoteTypes(x.scalar_type(), residual.scalar_type());
   return layer_norm_residual(x.to(dtype), residual.to(dtype), weight, bias, eps);

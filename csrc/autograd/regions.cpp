@@ -1,20 +1,20 @@
-// The regions: differentiable collectives in conjugate pairs. Each backward applies the other
-// region, as an operation with a gradient of its own, so that double backward works.
+// The regions: differentiable collectives in conjugate pairs. Each backward applies the conjugate
+// region, as a differentiable operation, so that double backward works.
 //
-//   region          forward            backward
-//   copy_to         identity           reduce_from
-//   reduce_from     sum                copy_to
-//   scatter_to      own slice          gather_from
-//   gather_from     concatenation      scatter_to
-//   all_gather      concatenation      reduce_scatter
-//   reduce_scatter  own slice of sum   all_gather
-//   all_to_all      exchange           the inverse exchange
+//   region          forward             backward
+//   copy_to         identity            reduce_from
+//   reduce_from     sum                 copy_to
+//   scatter_to      local slice         gather_from
+//   gather_from     concatenation       scatter_to
+//   all_gather      concatenation       reduce_scatter
+//   reduce_scatter  local slice of sum  all_gather
+//   all_to_all      exchange            the inverse exchange
 //
-// All are linear: in forward mode the region of a tangent is the tangent of the region.
+// All are linear: in forward mode the same region is applied to the tangent.
 //
-// Which of two gathers is right depends on who consumes the result: replicated work (every rank
-// computes the same gradient: take the own slice of it) or sharded work (gradients are addends: sum
-// them).
+// The right one of the two gathers depends on the consumer of the result: replicated work (every
+// rank computes the same gradient: take this rank's slice of it) or sharded work (gradients are
+// partials: sum them).
 
 #include "autograd/regions.h"
 
@@ -39,7 +39,7 @@ Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t spli
 
 namespace {
 
-// What a region needs to know again in backward
+// Arguments of a region that backward needs again
 void remember(AutogradContext* ctx, const std::string& group) { ctx->saved_data["group"] = group; }
 void remember(AutogradContext* ctx, const std::string& group, int64_t dim, const Split& split) {
   remember(ctx, group);
@@ -72,9 +72,9 @@ struct ReduceFrom : Function<ReduceFrom> {
   }
 };
 
-// Own slice of dim, a copy: a view would keep the full tensor alive and alias the input
+// This rank's slice of dim, a copy: a view would keep the full tensor alive and alias the input
 Tensor slice(const Tensor& x, const std::string& group, int64_t dim, const Split& split) {
-  comm::check_place(group);  // nothing is communicated that would
+  comm::check_place(group);  // no collective runs here that would check it
   const int64_t rank = comm::rank(group);
   return x.narrow_symint(dim, split.start(rank), split.sizes[rank])
       .clone(at::MemoryFormat::Contiguous);
@@ -201,7 +201,7 @@ Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t spli
   concat_dim = check_dim(concat_dim, x.dim(), "concat_dim");
   const int64_t p = comm::size(group), rank = comm::rank(group);
   const auto split = split_full(x.sym_size(split_dim), p, split_sizes, "split_sizes");
-  // On one dim, a rank keeps its own slice of it; on two, all of the dim that it concatenates
+  // With one dim, a rank keeps its slice of it; with two, all of the dim that it concatenates
   const auto own = split_dim == concat_dim ? split.sizes[rank] : x.sym_size(concat_dim);
   const auto concat = split_local(own, rank, p, concat_sizes, "concat_sizes");
   if (p == 1) return x;

@@ -1,4 +1,4 @@
-// The regions as C++ functions, for the layers, and the signatures of their operators; formulas in
+// The regions as C++ functions for the layers, and the signatures of their operators; formulas in
 // regions.cpp.
 
 #pragma once
@@ -14,8 +14,8 @@ using Region = at::Tensor(const at::Tensor&, const std::string&);
 using DimRegion = at::Tensor(const at::Tensor&, const std::string&, int64_t, Sizes);
 using ExchangeRegion = at::Tensor(const at::Tensor&, const std::string&, int64_t, int64_t, Sizes,
                                   Sizes);
-using PiecesRegion = at::Tensor(const at::Tensor&, const std::string&, at::IntArrayRef,
-                                at::IntArrayRef, at::IntArrayRef, int64_t);
+using ReplicasRegion = at::Tensor(const at::Tensor&, const std::string&, at::IntArrayRef,
+                                  at::IntArrayRef, at::IntArrayRef, int64_t);
 
 at::Tensor copy_to_region(const at::Tensor& x, const std::string& group);
 at::Tensor reduce_from_region(const at::Tensor& x, const std::string& group);

@@ -1,8 +1,9 @@
-// Rotary embedding: forward turns each pair of x by the angles of its token; backward turns the
-// gradient by the negative angles, through the same Function, so it is differentiable any number of
-// times, and the tangent of x by the same angles as x in forward mode. Saved: cos, sin and positions, which are constants and get no gradient.
-// x [tokens, heads, head_dim] or [batch, seq, heads, head_dim], cos and sin [positions, rotary_dim /
-// 2], positions one for each token; without them token t of a sequence uses row t.
+// Rotary embedding: forward rotates each pair of x by the angles of its token; backward rotates the
+// gradient by the negative angles through the same Function, so it is differentiable any number of
+// times; in forward mode the tangent of x is rotated like x. Saved: cos, sin and positions, which
+// are constants without a gradient. x [tokens, heads, head_dim] or [batch, seq, heads, head_dim],
+// cos and sin [positions, rotary_dim / 2], positions one per token; without them token t of a
+// sequence uses row t.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>

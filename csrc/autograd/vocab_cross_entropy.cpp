@@ -1,13 +1,12 @@
-// Cross entropy of logits whose columns (the vocabulary) are cut among the ranks: the loss of the
-// full logits on every rank, the gradient of the local columns. Formulas:
-// kernels/vocab_cross_entropy.h.
+// Cross entropy of logits whose columns (the vocabulary) are sharded: the loss of the full logits
+// on every rank, the gradient of the local columns. Formulas: kernels/vocab_cross_entropy.h.
 //
 //   forward   four statistics of each row over the local columns, and a row with this rank's width
 //             and vocabulary; one all-gather; the loss
 //   backward  local: no communication, one read and one write of the logits
 //
 // Saved: logits, target and the log-sum-exp of each row; no softmax. With inplace_backward the
-// gradient takes the place of the logits, and a second backward is refused.
+// gradient overwrites the logits, and a second backward is refused.
 
 #include <ATen/ops/ne.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -48,8 +47,8 @@ struct Arguments {
   }
 };
 
-// Several ranks add a row that says how each sees the vocabulary: no rank can check that alone, so
-// _vocab_ce_loss does when all rows are gathered
+// With several ranks an extra row holds each rank's width and vocabulary: no rank can check those
+// alone, so _vocab_ce_loss does, once all rows are gathered
 Tensor local_stats(const Tensor& logits, const Tensor& target, const Arguments& a) {
   static const auto op =
       find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt, int64_t, bool, bool)>(
@@ -71,17 +70,17 @@ auto find_backward(const char* name) {
                         SymInt, int64_t, double, double)>(name);
 }
 
-// Under the dispatcher's autograd layers `to` would return its argument, which operators must not
+// Below the dispatcher's autograd layers `to` may return its argument, which operators must not
 Tensor cast(const Tensor& x, at::ScalarType dtype) {
   return x.scalar_type() == dtype ? x : x.to(dtype);
 }
 
-// How many rows the mean is over. No row at all: the sum, 0, over 1.
+// The number of rows that the mean is over; 1 if there is none, so that the mean is the sum, 0
 Tensor counted_rows(const Tensor& target, int64_t ignore_index) {
   return target.ne(ignore_index).sum().clamp_min(1);
 }
 
-// The loss, and what backward needs
+// The loss, and the lse for backward
 std::pair<Tensor, Tensor> loss_and_lse(const Tensor& logits, const Tensor& target,
                                        const Arguments& a) {
   const Tensor stats = comm::all_gather_stack(local_stats(logits, target, a), a.group);
@@ -134,7 +133,7 @@ struct CrossEntropy : Function<CrossEntropy> {
     static const auto op = find_backward<void>("tp_ext::_vocab_ce_bwd_");
     const Tensor dlogits = logits.detach();  // the same memory
     call(op, dlogits);
-    // Whoever else saved the logits for backward gets torch's error instead of a wrong gradient
+    // Anyone else who saved the logits for backward gets torch's error instead of a wrong gradient
     if (!dlogits.is_inference()) dlogits.unsafeGetTensorImpl()->bump_version();
     data["overwritten"] = true;
     return {dlogits, Tensor(), Tensor()};
@@ -175,8 +174,8 @@ Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& target,
        z_loss, reduction, inplace_backward, logits.scalar_type()});
 }
 
-// The loss is fp32 as that of torch's cross_entropy. The logits need no cast for it: the arithmetic
-// is fp32 anyway.
+// The loss is fp32 like that of torch's cross_entropy. The logits need no cast: the arithmetic is
+// fp32 anyway.
 Tensor vocab_parallel_cross_entropy_autocast(const Tensor& logits, const Tensor& target,
                                              const std::string& group, SymInt vocab_start,
                                              SymInt vocab_local, SymInt vocab_size,

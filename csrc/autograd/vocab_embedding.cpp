@@ -1,12 +1,12 @@
-// Embedding whose rows (the vocabulary) are cut among the ranks. weight [rows, h] holds the rows
-// from vocab_start on, the first vocab_local of them real, the rest padding.
+// Embedding whose rows (the vocabulary) are sharded. weight [rows, h] holds the rows from
+// vocab_start on; the first vocab_local of them are real, the rest padding.
 //
-//   forward   own rows, zeros for ids of others; sum over ranks: [*ids.shape, h]
-//             under sequence parallelism (SP) summed and scattered: own slice of [tokens, h]
-//   backward  the conjugate region, then each id's gradient rows added up into the local weight's
+//   forward   this rank's rows, zeros for ids of other ranks; sum over ranks: [*ids.shape, h]
+//             under sequence parallelism (SP) reduce-scatter: this rank's slice of [tokens, h]
+//   backward  the conjugate region, then the gradient rows of each id summed into the local weight
 //
-// Saved: ids. The sum runs in a fixed order: same bits on every run. Linear in weight: in forward
-// mode the tangent is the embedding by the tangent of weight.
+// Saved: ids. The sum has a fixed order: the same bits on every run. Linear in weight: in forward
+// mode the tangent is the embedding with the tangent of weight.
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>

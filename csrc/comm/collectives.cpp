@@ -21,10 +21,10 @@ using c10::SymInt;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// "name" or "name@rank/size"; nothing is copied
+// Parses "name" or "name@rank/size"; copies nothing
 struct GroupKey {
   std::string_view name;
-  int64_t rank = -1, size = -1;  // -1: not told
+  int64_t rank = -1, size = -1;  // -1: not given
 
   explicit GroupKey(const std::string& group) : name(group) {
     const auto at = name.rfind('@');
@@ -40,8 +40,8 @@ struct GroupKey {
 
 std::string bare_name(const std::string& group) { return std::string(GroupKey(group).name); }
 
-// The process group of that name, which must have the rank and the size that the key says: slices
-// and blocks are cut by the key, and c10d goes by the group.
+// The process group of that name. Its rank and size must match the key: slices and blocks are
+// computed from the key, but c10d uses the group's.
 ProcessGroup resolve(const std::string& group) {
   const GroupKey key(group);
   const std::string name(key.name);
@@ -60,8 +60,8 @@ ProcessGroup resolve(const std::string& group) {
   return found;
 }
 
-// Whether make_fx traces a tangent on real tensors, as torch.func.linearize does. Its constant folding
-// runs a collective of constants, keeps the result and drops the wait.
+// Whether make_fx traces a tangent on real tensors, as torch.func.linearize does. Its constant
+// folding runs a collective of constants, keeps the result and drops the wait.
 bool linearizing(const Tensor& x) {
   using c10::impl::TorchDispatchModeTLS;
   return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr &&
@@ -69,8 +69,8 @@ bool linearizing(const Tensor& x) {
          !x.key_set().has(c10::DispatchKey::Python);
 }
 
-// Calls a _c10d_functional operator, boxed: its group argument is `str` or `Any`, depending on
-// torch's version
+// Calls a _c10d_functional operator through a stack of IValues: its group argument is `str` or
+// `Any`, depending on torch's version
 template <typename... Args>
 Tensor functional(const c10::OperatorHandle& op, const Tensor& x, Args&&... args) {
   TORCH_CHECK_NOT_IMPLEMENTED(!linearizing(x),
@@ -90,7 +90,7 @@ void finish(const Work& work) {
   if (work) work->wait();
 }
 
-// The buffers are ours and carry no graph
+// The buffers are allocated here and carry no graph
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView guard;
 };
@@ -102,7 +102,7 @@ Work issue_all_reduce(const ProcessGroup& group, Tensor& x, bool async) {
   return group->allreduce(tensors, options);
 }
 
-// The names without underscore are newer than the oldest torch supported; these forward to them.
+// The names without underscore are newer than the oldest supported torch; they forward to these.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 Work issue_all_gather(const ProcessGroup& group, Tensor& out, Tensor& x, bool async) {
@@ -155,7 +155,7 @@ Pending::~Pending() {
   if (!work_) return;
   try {
     static_cast<c10d::Work*>(work_.get())->wait();
-  } catch (...) {  // the exception under way says more
+  } catch (...) {  // the exception in flight says more
   }
 }
 
@@ -252,7 +252,7 @@ Pending scatter_sum(const Tensor& x, const std::string& group, int64_t dim, cons
         nullptr, then);
   }
   BelowAutograd below;
-  if (!fresh && blocks.is_alias_of(x))  // a backend may sum in its input
+  if (!fresh && blocks.is_alias_of(x))  // a backend may use its input as scratch
     blocks = fresh_contiguous(blocks);
   Tensor in = blocks.view(-1), out = x.new_empty_symint({blocks.sym_numel() / p});
   auto work = issue_reduce_scatter(pg, out, in, async);
@@ -294,7 +294,7 @@ Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, 
                   const Split& split, const Split& concat) {
   const auto pg = resolve(group);
   const int64_t p = pg->getSize();
-  auto shape = with_dim(x, split_dim, split.sizes[pg->getRank()]);  // of what comes in
+  auto shape = with_dim(x, split_dim, split.sizes[pg->getRank()]);  // shape of the incoming block
   shape[concat_dim] = concat.total();
   std::vector<SymInt> sent, received;  // elements
   for (int64_t k = 0; k < p; ++k) {

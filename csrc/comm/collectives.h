@@ -1,14 +1,14 @@
-// Collectives on a process group given by name, out of place: no input is written unless it says
-// so. Each has three forms, chosen per call:
+// Collectives on a process group given by name. Out of place: inputs are not written unless stated.
+// Each has three forms, chosen per call:
 //
 //   direct        c10d on the current stream, waited for (eager)
-//   functional    the _c10d_functional operators, which torch.compile, FakeTensor and dispatch modes
-//                 see (traced)
-//   asynchronous  returns Pending: it runs beside the caller's computation (traced: waits at once)
+//   functional    the _c10d_functional operators, visible to torch.compile, FakeTensor and
+//                 dispatch modes (traced)
+//   asynchronous  returns Pending: overlaps the caller's computation (traced: waits at once)
 //
-// A group is a name, or name@rank/size, which spares the look-up of rank and size; "" is no group.
-// More behind the size asks for symmetric memory (symmetric_memory.h). Only collectives.cpp names c10d, and
-// counter.cpp, which counts what is asked of it.
+// A group is a name, or name@rank/size, which spares the lookup of rank and size; "" is no group.
+// Further fields ask for symmetric memory (symmetric_memory.h). Only collectives.cpp uses c10d, and
+// counter.cpp, which counts the calls of its operators.
 
 #pragma once
 
@@ -21,21 +21,21 @@
 
 namespace tp_ext::comm {
 
-// Whether somebody watches the operators: a dispatch mode (compile, CommDebugMode, selective
-// checkpointing) or a tensor subclass. What they have seen must not be written to.
+// Whether a dispatch mode (compile, CommDebugMode, selective checkpointing) or a tensor subclass is
+// active. Tensors that these have recorded must not be written to.
 bool traced(const at::Tensor& x);
 
-// Raises if the process group of that name has another rank or size than the key says: it was
-// created again. Every collective does this first; a function that only reads rank() or size() and
-// communicates nothing must call it.
+// Raises if the process group of that name has another rank or size than the key, that is, if it
+// was created again. Every collective does this first; a function that only reads rank() or size()
+// and communicates nothing must call it.
 void check_place(const std::string& group);
 
 int64_t size(const std::string& group);  // 1 for ""
 int64_t rank(const std::string& group);  // 0 for ""
 
-// The result of a collective under way. Lives and dies inside one function: wait() gives the
-// result; a Pending that is dropped, by an exception say, waits too, since the communication still
-// writes to its buffer.
+// The result of a collective in flight. Lives and dies inside one function: wait() returns the
+// result; a Pending that is dropped, by an exception for example, waits too, since the
+// communication still writes to its buffer.
 class Pending {
  public:
   Pending() = default;
@@ -52,13 +52,13 @@ class Pending {
   std::function<at::Tensor(const at::Tensor&)> finish_;
 };
 
-// Sum over the ranks. The second and third take over `fresh`, a tensor that the caller has just
-// made.
+// Sum over the ranks. The second and third take ownership of `fresh`, a tensor that the caller has
+// just allocated.
 at::Tensor all_reduce(const at::Tensor& x, const std::string& group);
 at::Tensor all_reduce_fresh(const at::Tensor& fresh, const std::string& group);
 Pending all_reduce_async(const at::Tensor& fresh, const std::string& group);
 
-// Concatenation along dim; `split` tells the ranks' lengths
+// Concatenation along dim; `split` gives the ranks' lengths
 at::Tensor all_gather(const at::Tensor& x, const std::string& group, int64_t dim,
                       const Split& split);
 Pending all_gather_async(const at::Tensor& x, const std::string& group, int64_t dim,
@@ -67,7 +67,8 @@ Pending all_gather_async(const at::Tensor& x, const std::string& group, int64_t 
 // [p, *x.shape], x of the same shape on all ranks
 at::Tensor all_gather_stack(const at::Tensor& x, const std::string& group);
 
-// Own slice along dim of the sum over the ranks. The second and third take over `fresh`.
+// This rank's slice along dim of the sum over the ranks. The second and third own `fresh`, as
+// above.
 at::Tensor reduce_scatter(const at::Tensor& x, const std::string& group, int64_t dim,
                           const Split& split);
 at::Tensor reduce_scatter_fresh(const at::Tensor& fresh, const std::string& group, int64_t dim,
@@ -75,7 +76,7 @@ at::Tensor reduce_scatter_fresh(const at::Tensor& fresh, const std::string& grou
 Pending reduce_scatter_async(const at::Tensor& fresh, const std::string& group, int64_t dim,
                              const Split& split);
 
-// Slice k of split_dim goes to rank k; what comes from rank k is block k of concat_dim
+// Slice k of split_dim goes to rank k; the slice from rank k is block k of concat_dim
 at::Tensor all_to_all(const at::Tensor& x, const std::string& group, int64_t split_dim,
                       int64_t concat_dim, const Split& split, const Split& concat);
 

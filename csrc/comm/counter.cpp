@@ -16,8 +16,8 @@ namespace {
 
 using at::IValue;
 
-// An operator of c10d: where in its arguments its tensors stand. Those of a gather stand whole on
-// one rank only, so that every rank reckons with its own.
+// An operator of c10d and the positions of its tensors among its arguments. The full tensors of a
+// gather exist on one rank only, so every rank computes bytes from its local ones.
 constexpr size_t kNone = 99, kOwnTimesSize = 98;
 struct Operator {
   const char* name;
@@ -49,7 +49,7 @@ constexpr Operator kOperators[] = {
 };
 
 // Operators over symmetric memory, which name their group: a collective, or a GEMM with one inside.
-// `x` is what the rank gives.
+// `x` is this rank's input.
 struct Symmetric {
   const char* name;
   const char* kind;
@@ -69,7 +69,7 @@ constexpr Symmetric kSymmetric[] = {
     {"fused_matmul_reduce_scatter", "reduce_scatter", 0, 4},
 };
 
-// Of a tensor, a list of them, a list of lists
+// Bytes of a tensor, a list of tensors, or a list of lists
 int64_t bytes_of(const IValue& value) {
   if (value.isTensor()) {
     const auto& x = value.toTensor();
@@ -81,7 +81,7 @@ int64_t bytes_of(const IValue& value) {
   return bytes;
 }
 
-// Bytes of an all-to-all that stay: block `rank` of the input
+// Bytes of an all-to-all that stay local: block `rank` of the input
 int64_t own_block(const Operator& op, c10::ArrayRef<IValue> inputs, int64_t full, int64_t rank,
                   int64_t size) {
   if (!inputs[1].isTensor()) return bytes_of(inputs[1].toListRef()[rank]);
@@ -120,7 +120,7 @@ CollectiveCount described(const Symmetric& op, c10::ArrayRef<IValue> inputs) {
   return CollectiveCount{group, p, op.kind, full, own, 1};
 }
 
-// All counters that are open. Names and numbers, no group.
+// All open counters. Names and numbers, no group.
 class Counters {
  public:
   int64_t open() {
@@ -172,7 +172,7 @@ Counters& counters() {
   return all;
 }
 
-// Counts the call if its name, behind the namespace, is in the table
+// Counts the call if its name, without the namespace, is in the table
 template <typename Operators>
 void hear(const at::RecordFunction& fn, const char* space, const Operators& operators) {
   const char* name = fn.name();
@@ -182,7 +182,8 @@ void hear(const at::RecordFunction& fn, const char* space, const Operators& oper
     if (std::strcmp(name + length, op.name) == 0) counters().add(described(op, fn.inputs()));
 }
 
-// Before every operator that the dispatcher calls. Functional collectives end in those of c10d.
+// Runs before every operator that the dispatcher calls. Functional collectives end in c10d's
+// operators.
 std::unique_ptr<at::ObserverContext> heard(const at::RecordFunction& fn) {
   hear(fn, "c10d::", kOperators);
   hear(fn, "symm_mem::", kSymmetric);

@@ -1,9 +1,9 @@
-// Counting of collectives: what this process asks its process groups to do, from any thread, by
-// whom ever: these operators, torch.distributed, DDP, FSDP, compiled code. Facts only; what they
-// mean in bytes on the wire stands in tp_ext/debug/collective_counts.py.
+// Counts every collective that this process issues, whichever library or thread issues it: these
+// operators, torch.distributed, DDP, FSDP, compiled code. Facts only;
+// tp_ext/debug/collective_counts.py turns them into bytes on the wire.
 //
-// It listens to torch's record functions, as the profiler does, and needs no dispatch mode, so that
-// what is counted takes the way it takes uncounted. While nobody counts, nothing is registered.
+// Uses torch's record functions, as the profiler does, and needs no dispatch mode, so that counted
+// calls take the same path as uncounted ones. While no counter is open, nothing is registered.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace tp_ext::comm {
 
-// Calls that are alike: `own` is the part of the `full` bytes that begins or ends on this rank and
-// is never sent.
+// Equal calls, and their number: `own` is the part of the `full` bytes that begins or ends on this
+// rank and is never sent.
 struct CollectiveCount {
   std::string group;
   int64_t group_size;
@@ -24,6 +24,6 @@ struct CollectiveCount {
 
 int64_t open_counter();  // returns its id
 void close_counter(int64_t id);
-std::vector<CollectiveCount> read_counter(int64_t id);  // in the order in which they came up
+std::vector<CollectiveCount> read_counter(int64_t id);  // in the order of their first call
 
 }  // namespace tp_ext::comm

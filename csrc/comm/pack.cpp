@@ -15,9 +15,9 @@ using c10::SymInt;
 
 namespace {
 
-// Whether the primitives move the shards of x, in one pass. Where somebody watches, operators of
-// ATen do: torch.compile fuses those with what is before and behind, and not an opaque one. They
-// also do on devices that the library was not built for.
+// Whether the primitives move the shards of x, in one pass. Traced calls use ATen operators
+// instead: torch.compile fuses those with their neighbours, but not an opaque one. So do devices
+// that the library was not built for.
 bool by_primitives(const Tensor& x) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tp_ext::_pack_shards", "");
   return !traced(x) &&
@@ -45,7 +45,7 @@ SymInt product(c10::SymIntArrayRef shape) {
   return n;
 }
 
-// Whether the shards of a contiguous tensor lie one after the other in it already
+// Whether a contiguous tensor already holds the shards one after the other
 bool outermost(c10::SymIntArrayRef shape, int64_t dim) { return product(shape.slice(0, dim)) == 1; }
 
 }  // namespace
@@ -72,8 +72,8 @@ bool is_empty(const std::vector<SymInt>& shape) {
 
 Tensor padded(const Tensor& x, int64_t dim, const SymInt& n) {
   if (x.sym_size(dim) == n) return x.contiguous();
-  // Zeros and a part overwritten: with an empty tensor and two parts, inductor's partitioner moves
-  // gathers of the backward into the forward, on the ranks that pad alone
+  // Zeros with the data copied in: with an empty tensor and two copies, inductor's partitioner
+  // moves gathers of the backward into the forward, only on the ranks that pad
   auto result = at::zeros_symint(with_dim(x, dim, n), x.options());
   result.narrow_symint(dim, 0, x.sym_size(dim)).copy_(x);
   return result;

@@ -1,4 +1,4 @@
-// How a dim of n elements is cut over p ranks: like torch.tensor_split, or as `sizes` says.
+// The lengths of the shards of a dim of n elements: as torch.tensor_split, or given by `sizes`.
 
 #pragma once
 
@@ -20,14 +20,14 @@ struct Split {
   bool even() const;
 };
 
-// The first n mod p ranks get one more
+// The first n mod p ranks get one element more
 Split tensor_split(const c10::SymInt& n, int64_t p);
 
 // From full to sharded: a dim of n; `sizes` must sum to n
 Split split_full(const c10::SymInt& n, int64_t p, Sizes sizes, const char* name = "sizes");
 
-// From sharded to full: n on this rank; without `sizes` all ranks have n, with it entry `rank` must
-// be n
+// From sharded to full: n on this rank; without `sizes` all ranks have n, with `sizes` its entry
+// `rank` must be n
 Split split_local(const c10::SymInt& n, int64_t rank, int64_t p, Sizes sizes,
                   const char* name = "sizes");
 

@@ -1,5 +1,5 @@
-// Orders what several streams do with one thing that they share, as NCCL orders the calls of one
-// communicator. Free of torch, so that tests can give it streams and events of their own.
+// Orders the uses of one shared resource by several streams, as NCCL orders the calls of one
+// communicator. Free of torch, so that tests can supply streams and events.
 
 #pragma once
 
@@ -10,19 +10,20 @@ namespace tp_ext::comm {
 template <typename Stream, typename Event>
 class StreamOrder {
  public:
-  // Before a use on `stream`, which waits for the last use if that was on another stream. False:
-  // it cannot be used there now.
+  // To be called before a use on `stream`, which then waits for the last use if that was on another
+  // stream. False: the resource cannot be used there now.
   //
-  // An event must not cross the border of a CUDA-graph capture, and need not: what is captured does
-  // not run, and its replays are the caller's to order. Captures use one stream, since streams of
-  // one capture, which would have to wait, cannot be told from those of several, which must not.
+  // An event must not cross the border of a CUDA-graph capture, and need not: captured work does
+  // not run, and the caller orders its replays. Captures use one stream, since two streams of one
+  // capture, which would have to wait, cannot be distinguished from streams of two captures, which
+  // must not.
   bool begin(const Stream& stream, bool capturing) {
     if (capturing) return !captured_ || *captured_ == stream;
     if (last_ && *last_ != stream) event_->block(stream);
     return true;
   }
 
-  // After the use
+  // To be called after the use
   void end(const Stream& stream, bool capturing) {
     if (capturing) {
       captured_ = stream;

@@ -20,7 +20,7 @@ namespace {
 
 using at::Tensor;
 
-// What the group's name says
+// The options encoded in the group's name
 struct Limits {
   std::string name;
   int64_t rank, size, one_shot_bytes, max_bytes;
@@ -48,7 +48,7 @@ std::optional<Limits> limits_of(const std::string& group) {
                 numbers[5] != 0};
 }
 
-constexpr int64_t kAccess = 16;  // bytes that a thread of torch's kernels moves at once
+constexpr int64_t kAccess = 16;  // bytes per access of torch's kernels
 
 enum class Algorithm { backend, one_shot, two_shot };
 
@@ -61,8 +61,8 @@ Algorithm choose(at::ScalarType dtype, int64_t numel, const Limits& limits) {
   return two_shot && bytes <= limits.max_bytes ? Algorithm::two_shot : Algorithm::backend;
 }
 
-// An operator of torch's, if there is one for the device of x: some are defined by a Python module,
-// some builds lack the kernels
+// An operator of torch, if it exists for the device of x: some are defined by a Python module, some
+// builds lack the kernels
 std::optional<c10::OperatorHandle> find(const char* name, const Tensor& x) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
   const auto key = x.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
@@ -77,7 +77,8 @@ torch::jit::Stack call(const c10::OperatorHandle& op, Args&&... args) {
   return stack;
 }
 
-// Own alignment must not decide, since other ranks may have another; so it is put right
+// The alignment of x must not decide the algorithm, since it may differ between ranks; an unaligned
+// x is copied
 Tensor aligned(const Tensor& x) {
   const Tensor y = x.contiguous();
   const auto offset = y.storage_offset() * static_cast<int64_t>(y.element_size());
@@ -85,7 +86,7 @@ Tensor aligned(const Tensor& x) {
   return is ? y : fresh_contiguous(y);
 }
 
-// The group's buffer, as a tensor like x. Nobody else may hold it at the same time.
+// The group's buffer, shaped like x. Must have no other user at the same time.
 Tensor buffer_like(const Tensor& x, const Limits& limits) {
   const auto bytes = c10d::symmetric_memory::empty_strided_p2p(
       {limits.max_bytes}, {1}, at::kByte, x.device(), limits.name, limits.buffer);
@@ -94,7 +95,7 @@ Tensor buffer_like(const Tensor& x, const Limits& limits) {
       .view(x.sizes());
 }
 
-// Whether a CUDA graph is being captured on the stream; a torch before 2.12 or so does not say
+// Whether a CUDA graph is being captured on the stream; torch before 2.12 or so does not report it
 template <typename S>
 auto is_capturing(const S& stream, int) -> decltype(stream.is_capturing()) {
   return stream.is_capturing();
@@ -132,7 +133,8 @@ class Use {
     static auto& mutex = *new std::mutex;
     return mutex;
   }
-  // Lives to the end of the process, as the buffers do: by then there may be no driver for events
+  // Lives to the end of the process, like the buffers: the driver may be gone by then, so no event
+  // may be destroyed
   static Orders& orders() {
     static auto& orders = *new Orders;
     return orders;
@@ -144,7 +146,7 @@ class Use {
   bool allowed_ = true;
 };
 
-// GEMMs in pieces: nothing to gain without rows, and torch cuts them evenly
+// Fused GEMMs: nothing to gain without rows, and torch splits them evenly
 std::optional<Limits> fusable(const Tensor& x, const std::string& group, const Split& tokens) {
   if (traced(x) || !tokens.even() || x.dim() < 2 || x.sym_numel() == 0) return std::nullopt;
   auto limits = limits_of(group);
@@ -177,7 +179,7 @@ std::optional<Tensor> symmetric_all_reduce(const Tensor& x, const std::string& g
   if (!use.allowed()) return std::nullopt;
   const Tensor in = aligned(x);
   Tensor buffer = buffer_like(in, *limits);
-  if (chosen == Algorithm::one_shot)  // its kernel copies, too
+  if (chosen == Algorithm::one_shot)  // its kernel copies the input itself
     return call(*op, buffer, in, std::string("sum"), limits->name).back().toTensor();
   buffer.copy_(in);
   return call(*op, buffer, std::string("sum"), limits->name, at::empty_like(in)).back().toTensor();

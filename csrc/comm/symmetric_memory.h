@@ -1,13 +1,14 @@
-// torch's symmetric memory: memory of each rank that the others read and write directly, over
+// torch's symmetric memory: memory of each rank that the other ranks read and write directly, over
 // NVLink or PCIe, and the operators torch::symm_mem that sum and multiply through it. For groups
-// whose name asks for it, behind rank and size (tp_ext/symmetric_memory.py makes the name):
+// whose name asks for it, after rank and size (tp_ext/symmetric_memory.py builds the name):
 //
 //   name@rank/size/one_shot_bytes/max_bytes/buffer/fused
 //
-// Each function returns nothing where the group's backend is to do the work. What decides (name,
-// dtype, size, device type, streams of captures) is the same on every rank. torch holds the buffer,
-// which it calls a persistent allocation, by its number; here is only kept which stream used a
-// group's memory last, since uses on several streams wait for each other (stream_order.h).
+// Each function returns nothing where the group's backend must do the work. The criteria (name,
+// dtype, size, device type, streams of captures) are the same on every rank. torch owns the buffer,
+// which it calls a persistent allocation, and finds it by its number; this file only keeps the
+// stream that last used a group's memory, since uses on several streams must wait for each other
+// (stream_order.h).
 
 #pragma once
 
@@ -19,15 +20,15 @@
 
 namespace tp_ext::comm {
 
-// How a CUDA tensor is summed over the group: "one_shot" (every rank reads all addends and adds
-// them in the order of the ranks), "two_shot" (each rank sums its part, then all read the parts) or
-// "backend"
+// Algorithm of the sum of a CUDA tensor over the group: "one_shot" (every rank reads all partials
+// and adds them in the order of the ranks), "two_shot" (each rank sums its shard, then all read the
+// shards) or "backend"
 const char* all_reduce_algorithm(at::ScalarType dtype, int64_t numel, const std::string& group);
 
-// Sum over the ranks, a fresh tensor. x is not written.
+// Sum over the ranks, a new tensor. x is not written.
 std::optional<at::Tensor> symmetric_all_reduce(const at::Tensor& x, const std::string& group);
 
-// all_gather(x, dim 0) w, or w^T, and the gathered x if it is wanted; transfers run under the GEMM
+// all_gather(x, dim 0) w, or w^T, and optionally the gathered x; transfers overlap the GEMM
 struct GatherMatmul {
   at::Tensor y, x;
 };
@@ -35,7 +36,7 @@ std::optional<GatherMatmul> fused_all_gather_matmul(const at::Tensor& x, const a
                                                     bool transposed, const std::string& group,
                                                     const Split& tokens, bool wants_x);
 
-// reduce_scatter(x w^T, dim 0); transfers run under the GEMM
+// reduce_scatter(x w^T, dim 0); transfers overlap the GEMM
 std::optional<at::Tensor> fused_matmul_reduce_scatter(const at::Tensor& x, const at::Tensor& w,
                                                       const std::string& group,
                                                       const Split& tokens);

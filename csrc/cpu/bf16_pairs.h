@@ -1,7 +1,7 @@
 // bf16 two at a time. A pair of neighbours is a 32-bit word, each half of which becomes an fp32
-// number by one shift or mask: a vector of words is two vectors of numbers, the even and the odd
-// elements, and no lane moves. Loops take what belongs to a column (a bias, a sum) in the same order:
-// the even columns, then the odd ones.
+// number by one shift or mask: a vector of words gives two vectors of numbers, the even and the odd
+// elements, without moving a lane. Loops keep column values (a bias, a sum) in the same order: the
+// even columns, then the odd ones.
 
 #pragma once
 
@@ -15,7 +15,7 @@ struct Bf16Pair {
   Bf16 even, odd;
 };
 
-// Whether loops over T take pairs: where the element that comes first is the low half of the word
+// Whether loops over T take pairs: requires the first element in the low half of the word
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 template <typename T>
 constexpr bool kPaired = std::is_same_v<T, Bf16>;
@@ -24,7 +24,8 @@ template <typename T>
 constexpr bool kPaired = false;
 #endif
 
-// The pairs from an element on, at any address; and one of the last of an odd number of elements
+// The pairs that start at an element, at any address; and the last element of an odd number as a
+// pair
 TP_HD const Bf16Pair* pairs_at(const Bf16* x) { return reinterpret_cast<const Bf16Pair*>(x); }
 TP_HD Bf16Pair* pairs_at(Bf16* x) { return reinterpret_cast<Bf16Pair*>(x); }
 TP_HD Bf16Pair padded(Bf16 last) { return {last, Bf16(0.f)}; }
@@ -37,8 +38,8 @@ TP_HD uint32_t word_of(const Bf16Pair& pair) {
 TP_HD float even_of(uint32_t word) { return same_bits<float>(word << 16); }
 TP_HD float odd_of(uint32_t word) { return same_bits<float>(word & 0xffff0000u); }
 
-// To nearest, ties to even, in the upper half. NaN needs no care if its lower half is 0, as in those
-// that come from bf16 and those that arithmetic makes.
+// Rounds to nearest, ties to even, into the upper half. NaN needs no special case if its lower half
+// is 0, as for NaNs converted from bf16 and those produced by arithmetic.
 TP_HD uint32_t rounded_to_bf16(float x) {
   const uint32_t u = same_bits<uint32_t>(x);
   return u + 0x7fffu + ((u >> 16) & 1u);

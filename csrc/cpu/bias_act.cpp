@@ -25,12 +25,12 @@ Tensor bias_act_fwd(const Tensor& x_any, const OptionalTensor& bias_any,
     T* const py = out<T>(y);
     dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      for_each_piece(rows, n, [&](int64_t row, int64_t column, int64_t length) {
+      for_each_row_chunk(rows, n, [&](int64_t row, int64_t column, int64_t length) {
         const int64_t i = row * n + column;
         if (columns.data)
-          forward_piece<Act, true, T>(px + i, columns.from(column), py + i, length, kAhead<T>);
+          forward_chunk<Act, true, T>(px + i, columns.from(column), py + i, length, kAhead<T>);
         else
-          forward_piece<Act, false, T>(px + i, columns, py + i, length, kAhead<T>);
+          forward_chunk<Act, false, T>(px + i, columns, py + i, length, kAhead<T>);
       });
     });
   });
@@ -53,19 +53,19 @@ std::tuple<Tensor, Tensor> bias_act_bwd(const Tensor& grad_any, const Tensor& x_
     dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
       if (!bias.defined()) {
-        for_each_piece(1, x.numel(), [&](int64_t, int64_t i, int64_t length) {
-          backward_piece<Act, false, T>(pg + i, px + i, {}, pd + i, {}, length, kAhead<T>);
+        for_each_row_chunk(1, x.numel(), [&](int64_t, int64_t i, int64_t length) {
+          backward_chunk<Act, false, T>(pg + i, px + i, {}, pd + i, {}, length, kAhead<T>);
         });
         return;
       }
       const int64_t n = bias.numel(), rows = n ? x.numel() / n : 0;
       const Tensor wide = columns_of<T>(bias, 1);
       const ConstColumns<T> columns{in<acc_t<T>>(wide), n};
-      for_each_piece_with_sums<T>(
+      for_each_row_chunk_with_sums<T>(
           rows, n, 1, out<T>(dbias),
           [&](int64_t row, int64_t column, int64_t length, MutableColumns<T> sums) {
             const int64_t i = row * n + column;
-            backward_piece<Act, true, T>(pg + i, px + i, columns.from(column), pd + i, sums, length,
+            backward_chunk<Act, true, T>(pg + i, px + i, columns.from(column), pd + i, sums, length,
                                          row + 1 < rows ? n : 0);
           });
     });

@@ -1,5 +1,5 @@
 // y = residual + dropout(x + bias) and its gradients dx = dropout(dy), dbias = sum of dx over rows,
-// on CPU: x, residual [.., n], bias [n]. Nothing but the seed is saved; backward draws the same words
+// on CPU: x, residual [.., n], bias [n]. Only the seed is saved; backward draws the same words
 // again.
 
 #include <ATen/ops/empty_like.h>
@@ -13,13 +13,13 @@
 namespace tp_ext {
 namespace {
 
-// Elements [begin, end): runs that are neighbours in the full tensor, cut again at rows of the bias
+// Elements [begin, end): chunks contiguous in the full tensor, split again at rows of the bias
 template <typename T>
 void dropout_range(const T* x, const acc_t<T>* bias, const T* residual, T* y, int64_t bias_size,
                    const PhiloxKeys& keys, Dropout<acc_t<T>> dropout, const GlobalIndex& index,
                    int64_t begin, int64_t end) {
   int64_t column = bias ? begin % bias_size : 0;
-  for_each_run(index, begin, end, kPassRun, [&](int64_t i, uint64_t first, int64_t n) {
+  for_each_chunk(index, begin, end, kPassChunk, [&](int64_t i, uint64_t first, int64_t n) {
     for (int64_t j = 0, m; j < n; j += m) {
       m = bias ? std::min(n - j, bias_size - column) : n;
       dropout_pass<T>({keys, dropout, x + i + j, bias ? bias + column : nullptr,
@@ -82,15 +82,15 @@ std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad_in, const Tensor&
     using T = decltype(tag);
     using A = acc_t<T>;
     const Dropout<A> dropout(p);
-    for_each_piece_with_sums<T, A>(
+    for_each_row_chunk_with_sums<T, A>(
         rows, n, 1, out<T>(dbias),
         [&](int64_t row, int64_t column, int64_t length, MutableColumns<A> sums) {
           const int64_t begin = row * n + column;
-          for_each_run(index, begin, begin + length, kPassRun,
-                       [&](int64_t i, uint64_t first, int64_t m) {
-                         dropout_pass<T>({keys, dropout, in<T>(grad) + i, nullptr, nullptr,
-                                          out<T>(dx) + i, sums.data + (i - begin), m, first});
-                       });
+          for_each_chunk(index, begin, begin + length, kPassChunk,
+                         [&](int64_t i, uint64_t first, int64_t m) {
+                           dropout_pass<T>({keys, dropout, in<T>(grad) + i, nullptr, nullptr,
+                                            out<T>(dx) + i, sums.data + (i - begin), m, first});
+                         });
         });
   });
   return {dx, dbias};

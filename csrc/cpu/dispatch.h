@@ -10,7 +10,7 @@
 
 namespace tp_ext {
 
-// Elements a thread should get at least, before a second thread is worth waking
+// Minimum number of elements per thread: fewer are not worth waking a second thread
 constexpr int64_t kGrain = 16384;
 
 template <typename F>

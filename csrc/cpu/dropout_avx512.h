@@ -1,5 +1,5 @@
-// Dropout in AVX-512: 128 elements at a time, from the counters of their words to the stored result.
-// Where there are fewer, at both ends of a run, loads and stores are masked.
+// Dropout in AVX-512: 128 elements at a time, from the counters of their words to the stored
+// result. At both ends of a chunk, with fewer elements, loads and stores are masked.
 
 #pragma once
 
@@ -13,12 +13,13 @@
 
 namespace tp_ext {
 
-// 32 elements in fp32: the first and the last 16, but of pairs (bf16_pairs.h) the even and the odd ones
+// 32 elements in fp32: the first and the last 16, or, in pairs (bf16_pairs.h), the even and the odd
+// ones
 struct Fp32x32 {
   __m512 a, b;
 };
 
-// Loads of 32 elements, those of the mask if not all; the rest is not read
+// Loads 32 elements, or only those in the mask; the others are not read
 
 template <bool kAll>
 TP_V4 TP_INLINE Fp32x32 load_32(const float* x, __mmask32 mask) {
@@ -48,7 +49,7 @@ TP_V4 TP_INLINE void store_32(float* y, const Fp32x32& v, __mmask32 mask) {
   _mm512_mask_storeu_ps(y, kAll ? 0xFFFF : mask & 0xFFFF, v.a);
   _mm512_mask_storeu_ps(y + 16, kAll ? 0xFFFF : mask >> 16, v.b);
 }
-// rounded_to_bf16 of bf16_pairs.h, whose word on NaN holds here, too
+// rounded_to_bf16 of bf16_pairs.h; its remark on NaN holds here too
 TP_V4 TP_INLINE __m512i rounded_to_bf16(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
   const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
@@ -71,9 +72,9 @@ TP_V4 TP_INLINE void store_32(Fp16* y, const Fp32x32& v, __mmask32 mask) {
   _mm256_mask_storeu_epi16(y + 16, kAll ? 0xFFFF : mask >> 16, high);
 }
 
-// What lies in order, in the order of T's elements, and back
+// Converts from memory order to the order of T's elements, and back
 
-// a from the places `first` of both vectors, b from those `step` behind
+// Takes a from the places `first` of both vectors, b from the places `step` further on
 TP_V4 TP_INLINE Fp32x32 permuted(const Fp32x32& v, __m512i first, int step) {
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(step));
   return {_mm512_permutex2var_ps(v.a, first, v.b), _mm512_permutex2var_ps(v.a, second, v.b)};
@@ -90,12 +91,12 @@ TP_V4 TP_INLINE Fp32x32 from_order_of(const Fp32x32& v) {
   return permuted(v, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), 8);
 }
 
-// The scale for the elements that are kept, and 0 for the others: by their half words, if none of them
-// equals the threshold's
+// The scale for the elements that are kept, 0 for the others: decided by their half words, unless
+// one of them equals that of the threshold
 template <typename T>
 TP_V4 TP_INLINE Fp32x32 factors_of(__m512i words, const Dropout<float>& dropout) {
   const __m512 scale = _mm512_set1_ps(dropout.scale);
-  if constexpr (kPaired<T>) {  // compared in upper halves, whatever is in the lower ones
+  if constexpr (kPaired<T>) {  // compares upper halves, whatever the lower ones hold
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(dropout.upper << 16));
     const __mmask16 even = _mm512_cmpgt_epu32_mask(_mm512_slli_epi32(words, 16), upper);
     const __mmask16 odd = _mm512_cmpgt_epu32_mask(words, upper);
@@ -107,7 +108,7 @@ TP_V4 TP_INLINE Fp32x32 factors_of(__m512i words, const Dropout<float>& dropout)
             _mm512_maskz_mov_ps(_kshiftri_mask32(kept, 16), scale)};
   }
 }
-// and by the bits of `kept`, in order
+// The same from the bits of `kept`, in memory order
 template <typename T>
 TP_V4 TP_INLINE Fp32x32 factors_of_bits(__mmask32 kept, const Dropout<float>& dropout) {
   const __m512 scale = _mm512_set1_ps(dropout.scale);
@@ -152,7 +153,7 @@ inline uint32_t bits_between(int64_t from, int64_t to) {
   return from > 0 ? below & ~uint32_t{0} << from : below;
 }
 
-// The elements [from, end) of 128, if the lower half of a number has to decide on one
+// The elements [from, end) of 128, if the lower half of some number has to decide
 template <bool kBias, bool kResidual, bool kSums, typename T>
 __attribute__((noinline)) TP_V4 void drop_with_ties(const DropoutPointers<T>& to, int64_t i,
                                                     uint64_t seed, uint64_t counter,
@@ -182,7 +183,7 @@ TP_V4 void dropout_in_lanes(const DropoutPass<T>& pass) {
   Words512 next = words_of_16(p, keys, shared);
   for (int64_t i = 0; i < end; i += 128) {
     const Words512 w = next;
-    if (i + 128 < end) {  // drawn here, so that their latencies are those of the elements, too
+    if (i + 128 < end) {  // drawn here, so that drawing overlaps the latencies of the elements
       p += 16 * kMul0;
       next = words_of_16(p, keys, shared);
     }

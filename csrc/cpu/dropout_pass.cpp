@@ -1,4 +1,4 @@
-// Dropout in portable loops, and in AVX-512 where the machine has it.
+// Dropout in portable loops, and in AVX-512 where available.
 
 #include "cpu/dropout_pass.h"
 
@@ -9,11 +9,11 @@
 namespace tp_ext {
 namespace {
 
-// The factors of the elements of whole counters, 2 n of them. Returns whether for one the lower half of
-// its number has to decide.
+// The factors of the elements of whole counters, 2 n of them. Returns whether the lower half of
+// some number has to decide.
 template <typename A>
-TP_SIMD bool fill_factors(const uint32_t* __restrict words, int64_t n, Dropout<A> dropout,
-                          A* __restrict factors) {
+TP_MULTIVERSION bool fill_factors(const uint32_t* __restrict words, int64_t n, Dropout<A> dropout,
+                                  A* __restrict factors) {
   uint32_t equal = 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t even = words[i] & 0xFFFF, odd = words[i] >> 16;
@@ -38,9 +38,9 @@ void draw_factors(const PhiloxKeys& keys, uint64_t counter, int64_t counters, Dr
 }
 
 template <bool kBias, bool kResidual, bool kSums, typename A>
-TP_SIMD void dropout_loop(const A* __restrict x, const A* __restrict bias,
-                          const A* __restrict residual, A* __restrict y, A* __restrict sums,
-                          const A* __restrict factors, int64_t n) {
+TP_MULTIVERSION void dropout_loop(const A* __restrict x, const A* __restrict bias,
+                                  const A* __restrict residual, A* __restrict y, A* __restrict sums,
+                                  const A* __restrict factors, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     A value = x[i];
     if constexpr (kBias) value += bias[i];
@@ -54,18 +54,18 @@ TP_SIMD void dropout_loop(const A* __restrict x, const A* __restrict bias,
 // The pass in portable loops: factors into a buffer, then half types in fp32
 template <bool kBias, bool kResidual, bool kSums, typename T>
 void dropout_in_loops(const DropoutPass<T>& pass) {
-  alignas(64) acc_t<T> factors[kWordRun];
+  alignas(64) acc_t<T> factors[kWordChunk];
   const bool draws = !pass.dropout.keeps_all();
-  if (!draws) std::fill_n(factors, kWordRun, pass.dropout.scale);
-  Stage<T> from, from_residual, to;
+  if (!draws) std::fill_n(factors, kWordChunk, pass.dropout.scale);
+  Fp32Buffer<T> from, from_residual, to;
   for (int64_t i = 0, n; i < pass.n; i += n) {
     const uint64_t first = pass.first + i;
     const auto skip = static_cast<int64_t>(first % kCounterHalves);
-    n = std::min(pass.n - i, kWordRun - skip);
+    n = std::min(pass.n - i, kWordChunk - skip);
     if (draws)
       draw_factors(pass.keys, first / kCounterHalves, counters_over(first, n, kCounterHalves),
                    pass.dropout, factors);
-    static_assert(kWordRun <= kStage);
+    static_assert(kWordChunk <= kBufferLength);
     dropout_loop<kBias, kResidual, kSums>(
         from.load(pass.x + i, n), kBias ? pass.bias + i : nullptr,
         kResidual ? from_residual.load(pass.residual + i, n) : nullptr, to.target(pass.y + i),
@@ -74,7 +74,7 @@ void dropout_in_loops(const DropoutPass<T>& pass) {
   }
 }
 
-// Calls run(bias?, residual?, sums?), each a std::bool_constant, for what the pass has of them
+// Calls run(bias?, residual?, sums?), each a std::bool_constant, for the pointers that are not null
 template <typename T, typename F>
 void with_parts(const DropoutPass<T>& pass, F run) {
   constexpr std::true_type with;
@@ -108,7 +108,7 @@ void in_vectors(const DropoutPass<T>& pass) {
 template <typename T>
 void dropout_pass(const DropoutPass<T>& pass) {
 #ifdef TP_PHILOX_X86
-  if constexpr (!std::is_same_v<T, double>)  // which is bound by memory in loops too
+  if constexpr (!std::is_same_v<T, double>)  // which is memory-bound in loops too
     if (has_avx512() && !pass.dropout.keeps_all()) return in_vectors(pass);
 #endif
   in_loops(pass);

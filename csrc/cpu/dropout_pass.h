@@ -1,4 +1,4 @@
-// One pass of dropout over elements that are neighbours in the full tensor.
+// One pass of dropout over elements that are contiguous in the full tensor.
 
 #pragma once
 
@@ -8,10 +8,10 @@
 
 namespace tp_ext {
 
-// y[i] = dropout(x[i] + bias[i]) + residual[i] for n elements that stand side by side in the full
-// tensor, from `first` on, and not across a multiple of kPassRun. Null: no bias, no residual. sums,
-// if there, gets all dropout(x + bias) added.
-constexpr int64_t kPassRun = int64_t{1} << 35;  // the high half of the counters is the same
+// y[i] = dropout(x[i] + bias[i]) + residual[i] for n elements that are contiguous in the full
+// tensor, from `first` on, not across a multiple of kPassChunk. Null: no bias, no residual. sums,
+// if not null, is increased by all dropout(x + bias).
+constexpr int64_t kPassChunk = int64_t{1} << 35;  // the high half of the counters is constant
 template <typename T>
 struct DropoutPass {
   const PhiloxKeys& keys;

@@ -27,14 +27,14 @@ Tensor gated_act_fwd(const Tensor& x_any, const OptionalTensor& bias_any,
     T* const py = out<T>(y);
     dispatch_gated_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      for_each_piece(rows, f, [&](int64_t row, int64_t column, int64_t length) {
+      for_each_row_chunk(rows, f, [&](int64_t row, int64_t column, int64_t length) {
         const T* const gate = px + row * 2 * f + column;
         T* const to = py + row * f + column;
         const int64_t ahead = row + 1 < rows;
         if (columns.data)
-          forward_piece<Act, true, T>(gate, columns.from(column), to, f, length, ahead);
+          forward_chunk<Act, true, T>(gate, columns.from(column), to, f, length, ahead);
         else
-          forward_piece<Act, false, T>(gate, columns, to, f, length, ahead);
+          forward_chunk<Act, false, T>(gate, columns, to, f, length, ahead);
       });
     });
   });
@@ -58,20 +58,20 @@ std::tuple<Tensor, Tensor> gated_act_bwd(const Tensor& grad_any, const Tensor& x
     dispatch_gated_activation(activation, [&](auto act) {
       using Act = decltype(act);
       if (!bias.defined()) {
-        for_each_piece(rows, f, [&](int64_t row, int64_t column, int64_t length) {
+        for_each_row_chunk(rows, f, [&](int64_t row, int64_t column, int64_t length) {
           const int64_t i = row * 2 * f + column;
-          backward_piece<Act, false, T>(pg + row * f + column, px + i, {}, pd + i, {}, f, length,
+          backward_chunk<Act, false, T>(pg + row * f + column, px + i, {}, pd + i, {}, f, length,
                                         row + 1 < rows);
         });
         return;
       }
       const Tensor wide = columns_of<T>(bias, 2);
       const ConstColumns<T> columns{in<acc_t<T>>(wide), f};
-      for_each_piece_with_sums<T>(
+      for_each_row_chunk_with_sums<T>(
           rows, f, 2, out<T>(dbias),
           [&](int64_t row, int64_t column, int64_t length, MutableColumns<T> sums) {
             const int64_t i = row * 2 * f + column;
-            backward_piece<Act, true, T>(pg + row * f + column, px + i, columns.from(column),
+            backward_chunk<Act, true, T>(pg + row * f + column, px + i, columns.from(column),
                                          pd + i, sums, f, length, row + 1 < rows);
           });
     });

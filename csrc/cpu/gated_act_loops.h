@@ -1,5 +1,4 @@
-// The loops of gated_act on CPU, one for each way in which a type is read and written, as in
-// bias_act_loops.h.
+// The loops of gated_act on CPU, one per way of reading and writing a type, as in bias_act_loops.h.
 
 #pragma once
 
@@ -28,33 +27,34 @@ TP_HD GateUp<A> backward_one(A grad, A gate, A up, A bias_gate, A bias_up) {
   return {grad * up * static_cast<A>(act.slope), grad * static_cast<A>(act.value)};
 }
 
-// One piece of a row, in the type of the arithmetic, while memory of the type T is fetched; bias and
-// sums are null without a bias.
+// One chunk of a row, in the accumulation type, while prefetching memory of type T; bias and sums
+// are null without a bias.
 template <typename Act, bool kBias, typename A, typename T>
-TP_SIMD void forward_loop(const A* __restrict gate, const A* __restrict up,
-                          const A* __restrict bias_gate, const A* __restrict bias_up,
-                          A* __restrict y, int64_t n, const T* next_gate, const T* next_up,
-                          T* next_y) {
+TP_MULTIVERSION void forward_loop(const A* __restrict gate, const A* __restrict up,
+                                  const A* __restrict bias_gate, const A* __restrict bias_up,
+                                  A* __restrict y, int64_t n, const T* next_gate, const T* next_up,
+                                  T* next_y) {
   sweep<2>(
       n,
       [&](int64_t j) TP_INLINED {
-        y[j] = forward_one<Act, kBias, math_t<T>>(gate[j], up[j], kBias ? bias_gate[j] : A(0),
-                                                  kBias ? bias_up[j] : A(0));
+        y[j] = forward_one<Act, kBias, activation_t<T>>(gate[j], up[j], kBias ? bias_gate[j] : A(0),
+                                                        kBias ? bias_up[j] : A(0));
       },
       next_gate, next_up, next_y);
 }
 
 template <typename Act, bool kBias, typename A, typename T>
-TP_SIMD void backward_loop(const A* __restrict grad, const A* __restrict gate,
-                           const A* __restrict up, const A* __restrict bias_gate,
-                           const A* __restrict bias_up, A* __restrict dgate, A* __restrict dup,
-                           A* __restrict sums_gate, A* __restrict sums_up, int64_t n,
-                           const T* next_grad, const T* next_gate, const T* next_up, T* next_dgate,
-                           T* next_dup) {
+TP_MULTIVERSION void backward_loop(const A* __restrict grad, const A* __restrict gate,
+                                   const A* __restrict up, const A* __restrict bias_gate,
+                                   const A* __restrict bias_up, A* __restrict dgate,
+                                   A* __restrict dup, A* __restrict sums_gate,
+                                   A* __restrict sums_up, int64_t n, const T* next_grad,
+                                   const T* next_gate, const T* next_up, T* next_dgate,
+                                   T* next_dup) {
   sweep<2>(
       n,
       [&](int64_t j) TP_INLINED {
-        const GateUp<A> d = backward_one<Act, kBias, math_t<T>>(
+        const GateUp<A> d = backward_one<Act, kBias, activation_t<T>>(
             grad[j], gate[j], up[j], kBias ? bias_gate[j] : A(0), kBias ? bias_up[j] : A(0));
         dgate[j] = d.gate;
         dup[j] = d.up;
@@ -63,13 +63,13 @@ TP_SIMD void backward_loop(const A* __restrict grad, const A* __restrict gate,
       next_grad, next_gate, next_up, next_dgate, next_dup);
 }
 
-// The same of n pairs. Of bias and sums those of the even columns; those of the odd ones are `odd`
-// further on.
+// The same for n pairs. bias and sums point to the even columns; the odd ones are `odd` further on.
 template <typename Act, bool kBias>
-TP_SIMD void forward_loop(const Bf16Pair* __restrict gate, const Bf16Pair* __restrict up,
-                          const float* __restrict bias_gate, const float* __restrict bias_up,
-                          int64_t odd, Bf16Pair* __restrict y, int64_t n, int64_t ahead) {
-  using Math = math_t<Bf16>;
+TP_MULTIVERSION void forward_loop(const Bf16Pair* __restrict gate, const Bf16Pair* __restrict up,
+                                  const float* __restrict bias_gate,
+                                  const float* __restrict bias_up, int64_t odd,
+                                  Bf16Pair* __restrict y, int64_t n, int64_t ahead) {
+  using Math = activation_t<Bf16>;
   sweep<2>(
       n,
       [&](int64_t j) TP_INLINED {
@@ -85,13 +85,14 @@ TP_SIMD void forward_loop(const Bf16Pair* __restrict gate, const Bf16Pair* __res
 }
 
 template <typename Act, bool kBias>
-TP_SIMD void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __restrict gate,
-                           const Bf16Pair* __restrict up, const float* __restrict bias_gate,
-                           const float* __restrict bias_up, int64_t odd, Bf16Pair* __restrict dgate,
-                           Bf16Pair* __restrict dup, float* __restrict sums_gate,
-                           float* __restrict odd_sums_gate, float* __restrict sums_up,
-                           float* __restrict odd_sums_up, int64_t n, int64_t ahead) {
-  using Math = math_t<Bf16>;
+TP_MULTIVERSION void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __restrict gate,
+                                   const Bf16Pair* __restrict up, const float* __restrict bias_gate,
+                                   const float* __restrict bias_up, int64_t odd,
+                                   Bf16Pair* __restrict dgate, Bf16Pair* __restrict dup,
+                                   float* __restrict sums_gate, float* __restrict odd_sums_gate,
+                                   float* __restrict sums_up, float* __restrict odd_sums_up,
+                                   int64_t n, int64_t ahead) {
+  using Math = activation_t<Bf16>;
   sweep<2>(
       n,
       [&](int64_t j) TP_INLINED {
@@ -112,44 +113,45 @@ TP_SIMD void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __re
       grad + ahead, gate + 2 * ahead, up + 2 * ahead, dgate + 2 * ahead, dup + 2 * ahead);
 }
 
-// The same of fp16, n being a multiple of kLanes16; `ahead`, for x twice as far, in elements
+// The same for fp16, n a multiple of kFp16Lanes; `ahead` in elements, twice as far for x
 template <typename Act, bool kBias>
-TP_FP16_LANES void forward_lanes(const Fp16* __restrict gate, const Fp16* __restrict up,
-                                 const float* __restrict bias_gate, const float* __restrict bias_up,
-                                 Fp16* __restrict y, int64_t n, int64_t ahead) {
-  for (int64_t j = 0; j < n; j += kLanes16) {
+TP_FP16_AVX512 void forward_lanes(const Fp16* __restrict gate, const Fp16* __restrict up,
+                                  const float* __restrict bias_gate,
+                                  const float* __restrict bias_up, Fp16* __restrict y, int64_t n,
+                                  int64_t ahead) {
+  for (int64_t j = 0; j < n; j += kFp16Lanes) {
     if (j % kSweep == 0)
       fetch<2, kSweep>(gate + j + 2 * ahead), fetch<2, kSweep>(up + j + 2 * ahead),
           fetch<2, kSweep>(y + j + ahead);
-    float a[kLanes16], b[kLanes16], to[kLanes16];
+    float a[kFp16Lanes], b[kFp16Lanes], to[kFp16Lanes];
     load_lanes(gate + j, a);
     load_lanes(up + j, b);
 #pragma GCC unroll 1
-    for (int l = 0; l < kLanes16; ++l)
-      to[l] = forward_one<Act, kBias, math_t<Fp16>>(a[l], b[l], kBias ? bias_gate[j + l] : 0.f,
-                                                    kBias ? bias_up[j + l] : 0.f);
+    for (int l = 0; l < kFp16Lanes; ++l)
+      to[l] = forward_one<Act, kBias, activation_t<Fp16>>(
+          a[l], b[l], kBias ? bias_gate[j + l] : 0.f, kBias ? bias_up[j + l] : 0.f);
     store_lanes(y + j, to);
   }
 }
 
 template <typename Act, bool kBias>
-TP_FP16_LANES void backward_lanes(const Fp16* __restrict grad, const Fp16* __restrict gate,
-                                  const Fp16* __restrict up, const float* __restrict bias_gate,
-                                  const float* __restrict bias_up, Fp16* __restrict dgate,
-                                  Fp16* __restrict dup, float* __restrict sums_gate,
-                                  float* __restrict sums_up, int64_t n, int64_t ahead) {
-  for (int64_t j = 0; j < n; j += kLanes16) {
+TP_FP16_AVX512 void backward_lanes(const Fp16* __restrict grad, const Fp16* __restrict gate,
+                                   const Fp16* __restrict up, const float* __restrict bias_gate,
+                                   const float* __restrict bias_up, Fp16* __restrict dgate,
+                                   Fp16* __restrict dup, float* __restrict sums_gate,
+                                   float* __restrict sums_up, int64_t n, int64_t ahead) {
+  for (int64_t j = 0; j < n; j += kFp16Lanes) {
     if (j % kSweep == 0)
       fetch<2, kSweep>(grad + j + ahead), fetch<2, kSweep>(gate + j + 2 * ahead),
           fetch<2, kSweep>(up + j + 2 * ahead), fetch<2, kSweep>(dgate + j + 2 * ahead),
           fetch<2, kSweep>(dup + j + 2 * ahead);
-    float g[kLanes16], a[kLanes16], b[kLanes16], to_gate[kLanes16], to_up[kLanes16];
+    float g[kFp16Lanes], a[kFp16Lanes], b[kFp16Lanes], to_gate[kFp16Lanes], to_up[kFp16Lanes];
     load_lanes(grad + j, g);
     load_lanes(gate + j, a);
     load_lanes(up + j, b);
 #pragma GCC unroll 1
-    for (int l = 0; l < kLanes16; ++l) {
-      const GateUp<float> d = backward_one<Act, kBias, math_t<Fp16>>(
+    for (int l = 0; l < kFp16Lanes; ++l) {
+      const GateUp<float> d = backward_one<Act, kBias, activation_t<Fp16>>(
           g[l], a[l], b[l], kBias ? bias_gate[j + l] : 0.f, kBias ? bias_up[j + l] : 0.f);
       to_gate[l] = d.gate;
       to_up[l] = d.up;
@@ -160,10 +162,10 @@ TP_FP16_LANES void backward_lanes(const Fp16* __restrict grad, const Fp16* __res
   }
 }
 
-// gate and up, and their parts of bias and sums, are f apart. `ahead`: how many rows on is what is
-// fetched, 0 or 1.
+// gate and up, and their columns of bias and sums, are f apart. `ahead`: prefetch distance in rows,
+// 0 or 1.
 template <typename Act, bool kBias, typename T>
-void forward_piece(const T* gate, ConstColumns<T> bias, T* y, int64_t f, int64_t n, int64_t ahead) {
+void forward_chunk(const T* gate, ConstColumns<T> bias, T* y, int64_t f, int64_t n, int64_t ahead) {
   const T* const up = gate + f;
   const auto* const bias_gate = bias.data;
   const auto* const bias_up = kBias ? bias.row(1).data : nullptr;
@@ -187,8 +189,8 @@ void forward_piece(const T* gate, ConstColumns<T> bias, T* y, int64_t f, int64_t
       done = in_fp16_lanes(n);
       if (done > 0) forward_lanes<Act, kBias>(gate, up, bias_gate, bias_up, y, done, f * ahead);
     }
-    Stage<T> from_gate, from_up, to;
-    for_each_stage<T>(done, n, [&](int64_t i, int64_t m) {
+    Fp32Buffer<T> from_gate, from_up, to;
+    for_each_buffer<T>(done, n, [&](int64_t i, int64_t m) {
       const T* const next = gate + i + 2 * f * ahead;
       forward_loop<Act, kBias>(from_gate.load(gate + i, m), from_up.load(up + i, m),
                                kBias ? bias_gate + i : nullptr, kBias ? bias_up + i : nullptr,
@@ -199,7 +201,7 @@ void forward_piece(const T* gate, ConstColumns<T> bias, T* y, int64_t f, int64_t
 }
 
 template <typename Act, bool kBias, typename T>
-void backward_piece(const T* grad, const T* gate, ConstColumns<T> bias, T* dgate,
+void backward_chunk(const T* grad, const T* gate, ConstColumns<T> bias, T* dgate,
                     MutableColumns<T> sums, int64_t f, int64_t n, int64_t ahead) {
   const T* const up = gate + f;
   T* const dup = dgate + f;
@@ -234,8 +236,8 @@ void backward_piece(const T* grad, const T* gate, ConstColumns<T> bias, T* dgate
         backward_lanes<Act, kBias>(grad, gate, up, bias_gate, bias_up, dgate, dup, sums.data,
                                    sums_up.data, done, f * ahead);
     }
-    Stage<T> upstream, from_gate, from_up, to_gate, to_up;
-    for_each_stage<T>(done, n, [&](int64_t i, int64_t m) {
+    Fp32Buffer<T> upstream, from_gate, from_up, to_gate, to_up;
+    for_each_buffer<T>(done, n, [&](int64_t i, int64_t m) {
       const T* const next = gate + i + 2 * f * ahead;
       T* const next_to = dgate + i + 2 * f * ahead;
       backward_loop<Act, kBias>(upstream.load(grad + i, m), from_gate.load(gate + i, m),

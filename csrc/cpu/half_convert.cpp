@@ -1,5 +1,5 @@
-// Conversions of half types. fp16 has instructions of its own, which no plain loop becomes: they are
-// asked for where the machine has them.
+// Conversions of half types. No plain loop compiles to the fp16 instructions; they are used
+// explicitly where the machine has them.
 
 #include "cpu/half_convert.h"
 
@@ -7,7 +7,7 @@
 #include "cpu/fp16_avx512.h"
 #include "cpu/bf16_pairs.h"
 
-// As TP_SIMD: clang may not know how to ask for f16c
+// As TP_MULTIVERSION: clang may not support the f16c target
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define TP_F16C
 #include <immintrin.h>
@@ -25,16 +25,16 @@ inline void narrow_loop(const float* __restrict x, T* __restrict y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] = static_cast<T>(x[i]);
 }
 
-TP_SIMD void widen_plain(const Fp16* x, float* y, int64_t n) { widen_loop(x, y, n); }
-TP_SIMD void narrow_plain(const float* x, Fp16* y, int64_t n) { narrow_loop(x, y, n); }
+TP_MULTIVERSION void widen_plain(const Fp16* x, float* y, int64_t n) { widen_loop(x, y, n); }
+TP_MULTIVERSION void narrow_plain(const float* x, Fp16* y, int64_t n) { narrow_loop(x, y, n); }
 
-// The whole lanes of n elements
+// For n a multiple of the lanes
 
-TP_FP16_LANES void widen_lanes(const Fp16* x, float* y, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes16) load_lanes(x + i, y + i);
+TP_FP16_AVX512 void widen_lanes(const Fp16* x, float* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += kFp16Lanes) load_lanes(x + i, y + i);
 }
-TP_FP16_LANES void narrow_lanes(const float* x, Fp16* y, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes16) store_lanes(y + i, x + i);
+TP_FP16_AVX512 void narrow_lanes(const float* x, Fp16* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += kFp16Lanes) store_lanes(y + i, x + i);
 }
 
 #ifdef TP_F16C
@@ -57,10 +57,10 @@ const bool has_f16c = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("
 
 }  // namespace
 
-TP_SIMD void widen(const Bf16* x, float* y, int64_t n) { widen_loop(x, y, n); }
-TP_SIMD void narrow(const float* x, Bf16* y, int64_t n) { narrow_loop(x, y, n); }
+TP_MULTIVERSION void widen(const Bf16* x, float* y, int64_t n) { widen_loop(x, y, n); }
+TP_MULTIVERSION void narrow(const float* x, Bf16* y, int64_t n) { narrow_loop(x, y, n); }
 
-TP_SIMD void widen_pairs(const Bf16* x, float* __restrict y, int64_t n) {
+TP_MULTIVERSION void widen_pairs(const Bf16* x, float* __restrict y, int64_t n) {
   const auto* __restrict const pairs = pairs_at(x);
   float* __restrict const odd = y + (n + 1) / 2;
   for (int64_t i = 0; i < n / 2; ++i) y[i] = even_of(word_of(pairs[i]));

@@ -1,7 +1,7 @@
-// Half types in fp32: loops that do not read them in a way of their own (bf16_pairs.h, fp16_avx512.h) take
-// them a chunk at a time through buffers that stay in the L1 cache, so that the arithmetic is written
-// and compiled for fp32 alone, and conversions are made where they vectorise. fp64 and fp32 are
-// taken as they lie.
+// fp32 buffers for half types: loops without a way of their own to read a half type (bf16_pairs.h,
+// fp16_avx512.h) convert it a chunk at a time through a buffer that stays in the L1 cache, so that
+// the arithmetic is written and compiled for fp32 alone, and conversions happen where they
+// vectorise. fp64 and fp32 are used in place.
 
 #pragma once
 
@@ -15,7 +15,7 @@ namespace tp_ext {
 
 void widen(const Bf16* x, float* y, int64_t n);
 void widen(const Fp16* x, float* y, int64_t n);
-// The even elements, then the odd ones (bf16_pairs.h), as many of both: for odd n a 0 is added
+// The even elements, then as many odd ones (bf16_pairs.h): for odd n a 0 is added
 void widen_pairs(const Bf16* x, float* y, int64_t n);
 void narrow(const float* x, Bf16* y, int64_t n);
 void narrow(const float* x, Fp16* y, int64_t n);
@@ -23,11 +23,11 @@ void narrow(const float* x, Fp16* y, int64_t n);
 template <typename T>
 constexpr bool kIsHalf = !std::is_same_v<T, acc_t<T>>;
 
-constexpr int64_t kStage = 1024;
+constexpr int64_t kBufferLength = 1024;
 
-// A tensor of T as chunks of the accumulation type
+// Chunks of a tensor of T in the accumulation type
 template <typename T>
-class Stage {
+class Fp32Buffer {
  public:
   using A = acc_t<T>;
   // The n elements from x on
@@ -39,7 +39,7 @@ class Stage {
       return x;
     }
   }
-  // Where to write what becomes the n elements from y on; then store them
+  // The memory in which to compute the n elements from y on; store() writes them to y
   A* target(T* y) {
     if constexpr (kIsHalf<T>)
       return buffer_;
@@ -51,21 +51,21 @@ class Stage {
   }
 
  private:
-  alignas(64) A buffer_[kIsHalf<T> ? kStage : 1];
+  alignas(64) A buffer_[kIsHalf<T> ? kBufferLength : 1];
 };
 
-// Calls f(start, length) for the chunks of [begin, end): one where nothing is staged
+// Calls f(start, length) for the chunks of [begin, end): one chunk where nothing is buffered
 template <typename T, typename F>
-void for_each_stage(int64_t begin, int64_t end, F f) {
+void for_each_buffer(int64_t begin, int64_t end, F f) {
   if constexpr (kIsHalf<T>) {
-    for (int64_t i = begin; i < end; i += kStage) f(i, std::min(kStage, end - i));
+    for (int64_t i = begin; i < end; i += kBufferLength) f(i, std::min(kBufferLength, end - i));
   } else {
     f(begin, end - begin);
   }
 }
 template <typename T, typename F>
-void for_each_stage(int64_t n, F f) {
-  for_each_stage<T>(0, n, f);
+void for_each_buffer(int64_t n, F f) {
+  for_each_buffer<T>(0, n, f);
 }
 
 }  // namespace tp_ext

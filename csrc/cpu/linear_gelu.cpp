@@ -1,5 +1,5 @@
-// linear_gelu and the accumulation of a weight's gradient on CPU: ATen's products, and for the
-// activation our kernel.
+// linear_gelu and the accumulation of a weight's gradient on CPU: ATen's products, and our kernel
+// for the activation.
 
 #include <torch/library.h>
 

@@ -1,5 +1,5 @@
-// Many tensors on CPU: the sum of all squares, and a scaling of all in place; in parallel over
-// chunks (kernels/multi_tensor.h).
+// Many tensors on CPU: the sum of all squares, and in-place scaling; in parallel over chunks
+// (kernels/multi_tensor.h).
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -13,10 +13,10 @@
 namespace tp_ext {
 namespace {
 
-constexpr int kLanes = 32;  // sums of a chunk, so that it is many vectors wide on any machine
+constexpr int kLanes = 32;  // partial sums per chunk: many vectors wide on any machine
 
 template <typename T>
-TP_SIMD double squared_norm_of(const T* x, int64_t n) {
+TP_MULTIVERSION double squared_norm_of(const T* x, int64_t n) {
   double sum[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
@@ -28,14 +28,14 @@ TP_SIMD double squared_norm_of(const T* x, int64_t n) {
 }
 
 template <typename T>
-TP_SIMD void scale_all(T* x, int64_t n, acc_t<T> scale) {
+TP_MULTIVERSION void scale_all(T* x, int64_t n, acc_t<T> scale) {
   for (int64_t i = 0; i < n; ++i) x[i] = scaled(x[i], scale);
 }
 
 // Calls f(tensor, start, length, chunk) for the chunks of all tensors, in parallel
 template <typename F>
 void for_each_chunk(const std::vector<Tensor>& xs, F f) {
-  std::vector<int64_t> first{0};  // chunk of each tensor; one more: all
+  std::vector<int64_t> first{0};  // first chunk of each tensor; last entry: number of all
   int64_t elements = 0;
   for (const auto& x : xs) {
     first.push_back(first.back() + chunks_of_tensor(x.numel()));
@@ -62,9 +62,9 @@ int64_t chunks_of_all(const std::vector<Tensor>& xs) {
 Tensor squared_norm(at::TensorList xs) {
   const Tensor total = at::empty({}, at::kDouble);
   check_tensor_list(xs, xs[0], "xs[0]");
-  const auto stretches = as_stretches(xs);
-  std::vector<double> partial(chunks_of_all(stretches));
-  for_each_chunk(stretches, [&](const Tensor& x, int64_t start, int64_t length, int64_t chunk) {
+  const auto dense = as_dense(xs);
+  std::vector<double> partial(chunks_of_all(dense));
+  for_each_chunk(dense, [&](const Tensor& x, int64_t start, int64_t length, int64_t chunk) {
     dispatch_floating(x.scalar_type(), "_multi_tensor_squared_norm", [&](auto tag) {
       using T = decltype(tag);
       partial[chunk] = squared_norm_of(in<T>(x) + start, length);
@@ -80,14 +80,14 @@ void scale_(at::TensorList xs, const Tensor& scale) {
   check_scale(xs, scale);
   const double factor = scale.item<double>();
   if (factor == 1) return;
-  const auto stretches = as_stretches(xs);
-  for_each_chunk(stretches, [&](const Tensor& x, int64_t start, int64_t length, int64_t) {
+  const auto dense = as_dense(xs);
+  for_each_chunk(dense, [&](const Tensor& x, int64_t start, int64_t length, int64_t) {
     dispatch_floating(x.scalar_type(), "_multi_tensor_scale_", [&](auto tag) {
       using T = decltype(tag);
       scale_all(out<T>(x) + start, length, static_cast<acc_t<T>>(factor));
     });
   });
-  finish_writing(xs, stretches);
+  finish_writing(xs, dense);
 }
 
 }  // namespace

@@ -3,11 +3,11 @@
 //
 //   x, residual, sum, y, grad, grad_sum, dx [.., n] in one dtype; weight, bias, dweight, dbias [n],
 //   in x's dtype or, for half types, fp32; mean, rstd [rows] in fp32 (fp64 for fp64). A gradient
-//   that output_mask does not ask for, or whose weight is missing, is empty, [0].
+//   without its output_mask bit, or of a missing weight or bias, is empty, [0].
 //
-// Weight gradients: the rows are cut into chunks by their number alone, each chunk adds up its rows
-// in order, and the chunks are added up in order, so the result depends neither on the run nor on
-// the number of threads.
+// Weight gradients: the number of rows alone decides how they are split into chunks, each chunk
+// sums its rows in order, and the chunks are summed in order: every run and every number of threads
+// gives the same bits.
 
 #include <torch/library.h>
 
@@ -29,7 +29,7 @@
 namespace tp_ext {
 namespace {
 
-// weight or bias as a contiguous row of the accumulation type; a missing one is a row of its
+// weight or bias as a contiguous row of the accumulation type; a missing one becomes a row of its
 // neutral value, which costs less than a second copy of every loop
 Tensor widened(const OptionalTensor& t, const at::TensorOptions& acc, int64_t n, double neutral) {
   return has(t) ? t->to(acc.dtype()).contiguous() : at::full({n}, neutral, acc);
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Te
   return {y, sum, mean, rstd};
 }
 
-// Calls f(std::bool_constant<dx>{}, std::bool_constant<params>{}); at least one of them is true
+// Calls f(std::bool_constant<dx>{}, std::bool_constant<params>{}); at least one is true
 template <typename F>
 void dispatch_wanted(bool dx, bool params, F f) {
   if (!dx) return f(std::false_type{}, std::true_type{});
@@ -105,17 +105,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
   const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
   const auto acc = acc_options(x);
   const Tensor w = widened(weight, acc, n, 1);
-  // At least 32 rows a chunk, so that filling and adding the partial sums stays a small part of the
-  // work
+  // At least 32 rows per chunk, so that filling and adding the partial sums stays a small part of
+  // the work
   const int64_t chunks = std::clamp<int64_t>(rows / 32, 1, 64),
                 per_chunk = (rows + chunks - 1) / chunks;
   const int64_t sums = kCentred ? 2 : 1;  // dw | db of each chunk
-  // One thread adds up the chunks as it goes, in one place that stays in the cache
+  // A single thread sums the chunks as it goes, in one buffer that stays in the cache
   const bool one = at::get_num_threads() == 1 || at::in_parallel_region();
   const int64_t places = one ? 1 : chunks;
   const Tensor partial = at::empty({params ? places : 0, sums, n}, acc);
   const Tensor dw = at::zeros({dw_wanted ? n : 0}, acc), db = at::zeros({db_wanted ? n : 0}, acc);
-  // Last, next to the memory that is still free: what is freed there can be had again as a whole
+  // Allocated last, next to the free memory: freeing it then leaves one large free range
   const Tensor dx = at::empty(dx_wanted ? input.sizes() : at::IntArrayRef({0}), input.options());
   dispatch_floating(x.scalar_type(), "norm backward", [&, n = n, rows = rows](auto zero) {
     using T = decltype(zero);

@@ -1,6 +1,6 @@
-// Backward of RMSNorm and LayerNorm over some rows, two at a time: a pass that adds up, over each row
-// and over the rows, while where dx will be written is fetched; and one that writes dx, while what
-// comes next is fetched.
+// Backward of RMSNorm and LayerNorm over some rows, two at a time: one pass sums over each row and
+// over the rows, while prefetching the memory of dx; the next writes dx, while prefetching the next
+// rows.
 
 #pragma once
 
@@ -8,11 +8,11 @@
 
 namespace tp_ext {
 
-// Rows that are done together
+// Rows processed together
 constexpr int kNormBlock = 2;
 constexpr int kNormBlockLanes = 16;
 
-// x as accumulation type: itself, or converted into cache
+// x in the accumulation type: itself, or converted into cache
 template <typename T>
 TP_INLINE const acc_t<T>* widened_row(const T* x, int64_t n, acc_t<T>* cache) {
   if constexpr (kIsHalf<T>) {
@@ -23,9 +23,9 @@ TP_INLINE const acc_t<T>* widened_row(const T* x, int64_t n, acc_t<T>* cache) {
   }
 }
 
-// The sums that the backward of kRows rows needs: those over each row, in lanes, and those over the
-// rows, on top of what dw and db (centred only) hold. dx: their place, to be fetched. Pointers are
-// restrict as parameters: as variables gcc would not believe them.
+// The sums for the backward of kRows rows: those over each row, in lanes, and those over the rows,
+// added to dw and db (centred only). dx: prefetched for writing. Pointers are restrict as
+// parameters: gcc ignores restrict on variables.
 template <typename T, bool kCentred, bool kDx, bool kParams, int kRows, typename A = acc_t<T>>
 TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRows],
                              const A* __restrict w, const A (&mean)[kRows], const A (&rstd)[kRows],
@@ -33,8 +33,8 @@ TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRo
                              A (&sum_gw_hat)[kRows][kNormBlockLanes], A* __restrict dw,
                              A* __restrict db, T* dx, int64_t n) {
   constexpr int kTile = kNormBlockLanes;
-  // No product is shared: each is fused with its sum or none is, whatever kRows, so that a row gives
-  // the same bits alone and in a block
+  // No product is shared: each is fused with its sum or none is, whatever kRows, so that a row
+  // gives the same bits alone and in a block
   const auto add = [&](int64_t k, auto&& add_gw) TP_INLINED {
     A dwk = kParams ? dw[k] : A(0), dbk = kParams && kCentred ? db[k] : A(0);
     const A wk = w[k];
@@ -60,7 +60,7 @@ TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRo
       });
   }
   if (k == n) return;
-  // The rest of the rows, by way of zeros, so that lanes are counted at compile time
+  // The rest of the row, padded with zeros so that lanes are counted at compile time
   A gw[kRows][kTile] = {}, gw_hat[kRows][kTile] = {};
   for (int l = 0; l < n - k; ++l)
     add(k + l, [&](int q, A uk, A wk, A hat) TP_INLINED {
@@ -71,8 +71,8 @@ TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRo
     for (int l = 0; l < kTile; ++l) sum_gw_hat[q][l] += gw_hat[q][l], sum_gw[q][l] += gw[q][l];
 }
 
-// dx of one row, r and u being x and grad widened. `next`: the elements from this row to the one to
-// fetch
+// dx of one row, r and u the widened x and grad. `next`: distance in elements from this row to the
+// one to prefetch
 template <typename T>
 TP_INLINE void norm_dx_row(const acc_t<T>* __restrict r, const acc_t<T>* __restrict u,
                            const acc_t<T>* __restrict w, const T* __restrict grad_sum,
@@ -92,8 +92,8 @@ TP_INLINE void norm_dx_row(const acc_t<T>* __restrict r, const acc_t<T>* __restr
   }
 }
 
-// What the backward of some rows reads and writes. grad_sum: added to dx, or null. dx: null if it
-// is not wanted. dw, db (centred only): null if neither is wanted.
+// Inputs and outputs of the backward of some rows. grad_sum: added to dx, or null. dx: null if not
+// needed. dw, db (centred only): null if neither is needed.
 template <typename T>
 struct NormBackward {
   const T *grad, *x, *grad_sum;
@@ -104,7 +104,7 @@ struct NormBackward {
   acc_t<T>* cache;  // 2 * kNormBlock rows, of half types
 };
 
-// The backward of kRows rows at once; `next`: the elements from them to the rows that come next
+// The backward of kRows rows at once; `next`: distance in elements to the next rows
 template <typename T, bool kCentred, bool kDx, bool kParams, int kRows>
 TP_INLINE void norm_backward_block(const NormBackward<T>& p, int64_t first, int64_t next) {
   using A = acc_t<T>;
@@ -133,7 +133,7 @@ TP_INLINE void norm_backward_block(const NormBackward<T>& p, int64_t first, int6
 }
 
 template <typename T, bool kCentred, bool kDx, bool kParams>
-TP_SIMD void norm_backward_rows(const NormBackward<T>& p) {
+TP_MULTIVERSION void norm_backward_rows(const NormBackward<T>& p) {
   int64_t i = 0;
   for (; i + kNormBlock <= p.rows; i += kNormBlock) {
     const int64_t next = i + 2 * kNormBlock <= p.rows ? kNormBlock * p.n : 0;
@@ -145,8 +145,8 @@ TP_SIMD void norm_backward_rows(const NormBackward<T>& p) {
 // total[k] (+)= the sum of partial[c * stride + k] over the chunks c in order, for columns [begin,
 // end)
 template <typename A>
-TP_SIMD void norm_sum_chunks(const A* __restrict partial, A* __restrict total, int64_t chunks,
-                             int64_t stride, int64_t begin, int64_t end) {
+TP_MULTIVERSION void norm_sum_chunks(const A* __restrict partial, A* __restrict total,
+                                     int64_t chunks, int64_t stride, int64_t begin, int64_t end) {
   for (int64_t c = 0; c < chunks; ++c)
     for (int64_t k = begin; k < end; ++k) total[k] += partial[c * stride + k];
 }

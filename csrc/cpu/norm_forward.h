@@ -1,9 +1,9 @@
 // Forward of RMSNorm and LayerNorm over some rows.
 //
-// A row is loaded, has its squared deviations added up (LayerNorm), and is written. One loop does
-// all of that, each of another row, so that memory always has something to do: while row i is
-// loaded, i - 1 has its deviations added up and i - 2 is written. fp16, whose conversions no plain
-// loop vectorises, is converted a part of the rows at a time (half_convert.h).
+// A row is loaded, its squared deviations are summed (LayerNorm), and it is written. One loop does
+// all three, each for another row, to keep memory busy: while row i is loaded, the deviations of
+// row i - 1 are summed and row i - 2 is written. fp16, whose conversions no plain loop vectorises,
+// is converted in fractions of a row at a time (half_convert.h).
 
 #pragma once
 
@@ -11,15 +11,15 @@
 
 namespace tp_ext {
 
-// Sums run in this many interleaved lanes, then pairwise: vectorised, and more precise than one
-// running sum
+// Sums use this many interleaved lanes, added pairwise at the end: vectorised, and more precise
+// than one running sum
 constexpr int kNormLanes = 32;
 
 template <typename T>
-constexpr bool kStagedRows = std::is_same_v<T, Fp16>;
+constexpr bool kBufferedRows = std::is_same_v<T, Fp16>;
 
-// With a residual the rows are those of sum = x + residual, written along; else both are null. b and
-// means are LayerNorm's.
+// With a residual the rows are those of sum = x + residual, written in the same pass; otherwise
+// both are null. b and means are LayerNorm's.
 template <typename T>
 struct NormForward {
   const T *x, *residual;
@@ -33,15 +33,14 @@ struct NormForward {
 
 template <typename A>
 struct NormSums {
-  A loaded[kNormLanes] = {};  // of the elements, without kCentred of their squares
+  A loaded[kNormLanes] = {};  // of the elements; of their squares without kCentred
   A squares[kNormLanes] = {}, rests[kNormLanes] = {};  // of the deviations
 };
 
-// The steps that are wanted: x and residual are loaded, into sum and cache where there are any; the
-// deviations of `squared` from its mean are added up; `row` is written to y. Of staged rows what is
-// loaded stands in cache already, and what is written goes to `staged`. `ahead`, `to_next`: the
-// elements to the rows that will be loaded and written next. No sum is made where the step is not
-// wanted.
+// The enabled steps: x and residual are loaded, into sum and cache if not null; the deviations of
+// `squared` from its mean are summed; `row` is written to y. For buffered rows the loaded row is in
+// cache already, and the written row goes to `buffered`. `ahead`, `to_next`: distances in elements
+// to the rows that are loaded and written next. A disabled step computes no sum.
 template <typename T, bool kCentred, bool kAdds, bool kLoad, bool kSquare, bool kWrite>
 TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x,
                                  const T* __restrict residual, T* __restrict sum,
@@ -49,11 +48,11 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
                                  const acc_t<T>* __restrict squared, acc_t<T> squared_mean,
                                  const acc_t<T>* __restrict row, acc_t<T> mean, acc_t<T> rstd,
                                  const acc_t<T>* __restrict w, const acc_t<T>* __restrict b,
-                                 T* __restrict y, int64_t to_next, acc_t<T>* __restrict staged,
+                                 T* __restrict y, int64_t to_next, acc_t<T>* __restrict buffered,
                                  int64_t n) {
   using A = acc_t<T>;
   constexpr int kTile = kNormLanes;
-  constexpr bool kConverts = !kStagedRows<T>;
+  constexpr bool kConverts = !kBufferedRows<T>;
   const auto add = [&](int64_t k)
                        TP_INLINED { sum[k] = from_acc<T>(to_acc(x[k]) + to_acc(residual[k])); };
   const auto load = [&](int64_t k) TP_INLINED {
@@ -71,7 +70,7 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
     if constexpr (kConverts) {
       y[k] = from_acc<T>(value);
     } else {
-      staged[k] = value;
+      buffered[k] = value;
     }
   };
   const auto add_loaded = [&](A value, int l)
@@ -98,7 +97,7 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
       for (int l = 0; l < kTile; ++l) write(k + l);
   }
   if (k == n) return;
-  // The rest of the row, its sums by way of zeros, so that lanes are counted at compile time
+  // The rest of the row, its sums padded with zeros so that lanes are counted at compile time
   const int rest = static_cast<int>(n - k);
   if constexpr (kLoad) {
     A values[kTile] = {};
@@ -116,7 +115,7 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
     for (int l = 0; l < rest; ++l) write(k + l);
 }
 
-// n elements of x, or of sum, which is written, into the cache; `rest` is room for as many
+// Widens n elements of x, or of sum, which is written, into the cache; `rest` has room for as many
 template <bool kAdds, typename T>
 TP_INLINE void widen_part(const T* x, const T* residual, T* sum, float* __restrict cache,
                           float* __restrict rest, int64_t n) {
@@ -143,29 +142,29 @@ TP_INLINE void norm_forward_of(const NormForward<T>& p) {
       return (kAdds ? p.sum : p.x) + i * n;
     }
   };
-  // Loads row i, adds up the deviations of the one before, writes the one before that
+  // Loads row i, sums the deviations of row i - 1, writes row i - 2
   const auto step = [&](auto loads, auto squares, auto writes, int64_t i) TP_INLINED {
     const int64_t previous = i - 1, last = kCentred ? i - 2 : i - 1;
     NormSums<A> sums;
-    const auto part = [&](int64_t begin, int64_t m, A* staged) TP_INLINED {
+    const auto part = [&](int64_t begin, int64_t m, A* buffered) TP_INLINED {
       const int64_t from = i * n + begin, to = last * n + begin;
       A* const cache = kIsHalf<T> ? p.cache + i % 3 * n + begin : nullptr;
       const T* const residual = kAdds ? p.residual + from : nullptr;
       T* const sum = kAdds ? p.sum + from : nullptr;
-      if constexpr (loads && kStagedRows<T>)
-        widen_part<kAdds>(p.x + from, residual, sum, cache, staged, m);
+      if constexpr (loads && kBufferedRows<T>)
+        widen_part<kAdds>(p.x + from, residual, sum, cache, buffered, m);
       norm_forward_step<T, kCentred, kAdds, loads, squares, writes>(
           sums, p.x + from, residual, sum, cache, i + 1 < rows ? n : 0,
           squares ? kept(previous) + begin : nullptr, squares ? p.means[previous] : A(0),
           writes ? kept(last) + begin : nullptr, writes && kCentred ? p.means[last] : A(0),
-          writes ? p.rstds[last] : A(0), p.w + begin, p.b + begin, p.y + to, n, staged, m);
+          writes ? p.rstds[last] : A(0), p.w + begin, p.b + begin, p.y + to, n, buffered, m);
     };
-    if constexpr (kStagedRows<T>) {
-      static_assert(kStage % kNormLanes == 0);
-      Stage<T> staged;
-      for_each_stage<T>(n, [&](int64_t k, int64_t m) TP_INLINED {
-        part(k, m, staged.target(p.y));
-        if constexpr (writes) staged.store(p.y + last * n + k, m);
+    if constexpr (kBufferedRows<T>) {
+      static_assert(kBufferLength % kNormLanes == 0);
+      Fp32Buffer<T> buffered;
+      for_each_buffer<T>(n, [&](int64_t k, int64_t m) TP_INLINED {
+        part(k, m, buffered.target(p.y));
+        if constexpr (writes) buffered.store(p.y + last * n + k, m);
       });
     } else {
       part(0, n, nullptr);
@@ -202,7 +201,7 @@ TP_INLINE void norm_forward_of(const NormForward<T>& p) {
 }
 
 template <typename T, bool kCentred>
-TP_SIMD void norm_forward_rows(const NormForward<T>& p) {
+TP_MULTIVERSION void norm_forward_rows(const NormForward<T>& p) {
   if (p.residual != nullptr) {
     norm_forward_of<T, kCentred, true>(p);
   } else {

@@ -1,9 +1,9 @@
-// What the loops over rows of norm_forward.h and norm_backward.h share (cpu/norm.cpp; formulas in
+// Shared by the loops over rows of norm_forward.h and norm_backward.h (cpu/norm.cpp; formulas in
 // kernels/norm.h).
 //
-// A row of a half type is widened once, into a buffer that stays in the cache; what comes next from
-// memory, and what is written next, is fetched while there is work to do: hardware looks neither
-// past a page, which a long row is, nor ahead of stores.
+// A row of a half type is widened once, into a buffer that stays in the cache; the next reads and
+// writes are prefetched during computation: hardware prefetches neither past a page, which a long
+// row is, nor ahead of stores.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace tp_ext {
 
-// The sum of interleaved sums, pairwise. Recursive, so that they stay in registers
+// The pairwise sum of interleaved sums. Recursive, so that they stay in registers
 template <int kCount, typename A>
 TP_INLINE A sum_lanes(const A (&lanes)[kCount]) {
   if constexpr (kCount == 1) {

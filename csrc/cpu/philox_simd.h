@@ -1,7 +1,7 @@
-// Philox words in vectors with a lane of 64 bits for each counter. A multiplication reads the low
-// halves of the lanes alone, so whatever is in the high halves may stay there: a round of 8
-// counters is 2 multiplications, 2 shifts and 2 three-way xors. Compilers do not make that of
-// philox4x32; so the instructions are asked for.
+// Philox words in vectors with a 64-bit lane per counter. A multiplication reads only the low
+// halves of the lanes, so the high halves may hold anything: a round of 8 counters is 2
+// multiplications, 2 shifts and 2 three-way xors. Compilers do not generate that from philox4x32;
+// hence the intrinsics.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TP_PHILOX_X86
 #include <immintrin.h>
-#ifndef __clang__  // gcc 12 takes what its own intrinsics leave undefined for a mistake
+#ifndef __clang__  // gcc 12 reports undefined values inside its own intrinsics as errors
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -23,9 +23,9 @@ namespace tp_ext {
 
 constexpr uint64_t kMul0 = 0xD2511F53u, kMul1 = 0xCD9E8D57u, kLow = 0xFFFFFFFFu;
 
-// What counters whose high half is `high` have in common. Two of a counter's four numbers start as 0,
-// so of the first two rounds one multiplication is its own, q, beside p = kMul0 * low, which goes
-// from counter to counter in steps of kMul0:
+// Values shared by the counters with high half `high`. Two of a counter's four numbers start as 0,
+// so the first two rounds have two multiplications that depend on the counter: q, and p = kMul0 *
+// low, which grows by kMul0 from counter to counter:
 //
 //             c0             c1      c2                c3
 //   round 0   high ^ k0      0       hi(p) ^ k1        lo(p)
@@ -53,8 +53,8 @@ TP_AVX512F TP_INLINE U64x8 mul(U64x8 a, uint64_t b) {
   return (U64x8)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
 }
 
-// Even lanes have counters 0 to 3 and odd ones 4 to 7: unpacking pairs of words then makes the order
-// of the counters.
+// Even lanes hold counters 0 to 3, odd ones 4 to 7: unpacking pairs of words then restores the
+// order of the counters.
 TP_AVX512F TP_INLINE U64x8 first_products512(uint64_t counter) {
   return ((counter & kLow) + U64x8{0, 4, 1, 5, 2, 6, 3, 7}) * kMul0;
 }
@@ -79,7 +79,7 @@ TP_AVX512F TP_INLINE void last_round(const Lanes512& c, uint64_t k0, uint64_t k1
   low = _mm512_unpacklo_epi64(w01, w23), high = _mm512_unpackhi_epi64(w01, w23);
 }
 
-// The 64 words of 16 counters: two vectors, each in the latencies of the other
+// The 64 words of 16 counters: two vectors, each hiding the latencies of the other
 TP_AVX512F TP_INLINE Words512 words_of_16(U64x8 p, const PhiloxKeys& keys,
                                           const SharedRounds& shared) {
   Lanes512 first = two_rounds(p, keys, shared), second = two_rounds(p + 8 * kMul0, keys, shared);
@@ -114,7 +114,7 @@ TP_AVX2 TP_INLINE void round(Lanes256& c, uint64_t k0, uint64_t k1) {
 
 TP_AVX2 TP_INLINE void store(Lanes256 c, uint64_t k0, uint64_t k1, uint32_t* words) {
   const auto p0 = (__m256i)mul(c.c0, kMul0), p1 = (__m256i)mul(c.c2, kMul1);
-  constexpr int kSwap = 0xB1;  // the halves of a lane
+  constexpr int kSwap = 0xB1;  // swaps the halves of a lane
   const auto w01 = _mm256_shuffle_epi32(p1, kSwap) ^ (__m256i)((c.c1 ^ k0) & kLow);
   const auto w23 = _mm256_shuffle_epi32(p0, kSwap) ^ (__m256i)((c.c3 ^ k1) & kLow);
   _mm256_storeu_si256((__m256i*)words, _mm256_unpacklo_epi64(w01, w23));

@@ -1,11 +1,11 @@
-// Draws Philox words by the widest instructions that the machine has.
+// Draws Philox words with the widest instructions that the machine has.
 
 #include "cpu/philox_simd.h"
 
 namespace tp_ext {
 namespace {
 
-// Writes the words of so many counters, and rubbish behind them to the end of a group of counters
+// Writes the words of `counters` counters, and arbitrary values after them to the end of a group
 using Draw = void(const PhiloxKeys& keys, uint64_t counter, int64_t counters, uint32_t* words);
 
 void draw_plain(const PhiloxKeys& keys, uint64_t counter, int64_t counters,
@@ -56,7 +56,7 @@ void draw_words(const PhiloxKeys& keys, uint64_t counter, int64_t counters, Word
   while (counters > 0) {  // counters of one call have the same high half
     const int64_t left = (int64_t{1} << 32) - static_cast<uint32_t>(counter);
     const int64_t part = std::min(counters, left);
-    constexpr int64_t kFew = 4;  // are drawn sooner than a vector
+    constexpr int64_t kFew = 4;  // counters: below this a vector is slower
     (part <= kFew ? draw_plain : best)(keys, counter, part, words);
     counter += part, counters -= part, words += 4 * part;
   }

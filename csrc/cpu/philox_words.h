@@ -1,4 +1,4 @@
-// Philox words of neighbouring counters, four each, and runs of neighbouring elements.
+// Philox words of consecutive counters, four each, and chunks of contiguous elements.
 
 #pragma once
 
@@ -8,16 +8,16 @@
 
 namespace tp_ext {
 
-// Elements that are drawn for at once. Few, so that the loop over them finds in the cache what the
-// processor has read ahead meanwhile.
-constexpr int64_t kWordRun = 256;
+// Elements drawn at once. Few, so that the loop over them finds in the cache what the hardware has
+// prefetched meanwhile.
+constexpr int64_t kWordChunk = 256;
 
-// Room for a word for each, and for the rest of a group of counters that are drawn together
+// Room for a word per element, and for the rest of a group of counters that are drawn together
 struct WordBuffer {
-  alignas(64) uint32_t words[kWordRun + 64];
+  alignas(64) uint32_t words[kWordChunk + 64];
 };
 
-// The keys of the ten rounds: what all words of a seed have in common
+// The keys of the ten rounds, shared by all words of a seed
 struct PhiloxKeys {
   uint64_t k0[10], k1[10];
   explicit PhiloxKeys(uint64_t seed) {
@@ -29,20 +29,20 @@ struct PhiloxKeys {
   uint64_t seed() const { return k0[0] | k1[0] << 32; }
 };
 
-// Fills the buffer with the words of so many counters, at most kWordRun / 4. What stands behind them
-// is overwritten.
+// Fills the buffer with the words of `counters` counters, at most kWordChunk / 4. The rest of the
+// buffer may be overwritten.
 void draw_words(const PhiloxKeys& keys, uint64_t counter, int64_t counters, WordBuffer& buffer);
 
-// The counters that serve n elements from `first` on, `each` by one
+// The counters needed for n elements from `first` on, `each` elements per counter
 inline int64_t counters_over(uint64_t first, int64_t n, int64_t each) {
   return (static_cast<int64_t>(first % each) + n + each - 1) / each;
 }
 
-// Calls f(i, first, n) for the runs of the local elements [begin, end), begin < end: n elements from
-// i on, which in the full tensor stand side by side too, from `first` on, and not across a multiple
-// of `limit`.
+// Calls f(i, first, n) for the chunks of the local elements [begin, end), begin < end: n elements
+// from i on that are contiguous in the full tensor too, from `first` on, not across a multiple of
+// `limit`.
 template <typename F>
-void for_each_run(const GlobalIndex& index, int64_t begin, int64_t end, int64_t limit, F f) {
+void for_each_chunk(const GlobalIndex& index, int64_t begin, int64_t end, int64_t limit, F f) {
   uint64_t first = index(begin);
   int64_t row_end = begin - begin % index.local_inner + index.local_inner;
   for (int64_t i = begin; i < end;) {

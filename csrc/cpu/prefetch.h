@@ -1,5 +1,5 @@
-// Loops that fetch what comes next. Hardware looks ahead within a page of 4 KB only, and not at all
-// past what the processor has in flight while it computes.
+// Loops with software prefetch. Hardware prefetches only within a page of 4 KB, and not past the
+// loads in flight while the processor computes.
 
 #pragma once
 
@@ -11,18 +11,18 @@
 
 namespace tp_ext {
 
-// Iterations between two fetches: whole cache lines of every type
+// Iterations between two prefetches: whole cache lines of every type
 constexpr int kSweep = 32;
 
-// Fetches the lines from p on that kCount of its elements take into the cache of level kCache; what
-// is not const is going to be written
+// Prefetches the lines of kCount elements from p on into the cache of level kCache; non-const
+// memory is prefetched for writing
 template <int kCache, int kCount, typename T>
 TP_INLINE void fetch(T* p) {
   for (size_t byte = 0; byte < kCount * sizeof(T); byte += 64)
     __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, !std::is_const_v<T>, 4 - kCache);
 }
 
-// Calls f(k) for k < n, while the n elements from each of `next` on are fetched
+// Calls f(k) for k < n, while prefetching the n elements from each of `next` on
 template <int kCache, typename F, typename... T>
 TP_INLINE void sweep(int64_t n, F f, T*... next) {
   int64_t k = 0;

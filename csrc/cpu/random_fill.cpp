@@ -1,5 +1,5 @@
-// Fills a tensor with random values that depend on the seed and the global index alone, on CPU. Every
-// path goes through the same whole counters, so any slicing gives the same bits.
+// Fills a tensor with random values that depend only on the seed and the global index, on CPU.
+// Every path uses the same whole counters, so any slicing gives the same bits.
 
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -15,8 +15,8 @@ namespace tp_ext {
 namespace {
 
 template <typename Draw>
-TP_SIMD void draw_values(Draw draw, const uint32_t* __restrict words, int64_t n,
-                         double* __restrict values) {
+TP_MULTIVERSION void draw_values(Draw draw, const uint32_t* __restrict words, int64_t n,
+                                 double* __restrict values) {
   if constexpr (Draw::kPairs)
     for (int64_t j = 0; j < n; j += 2) {
       const ValuePair pair = draw(words[j], words[j + 1]);
@@ -28,7 +28,7 @@ TP_SIMD void draw_values(Draw draw, const uint32_t* __restrict words, int64_t n,
 }
 
 template <typename T>
-TP_SIMD void round_values(const double* __restrict values, T* __restrict to, int64_t n) {
+TP_MULTIVERSION void round_values(const double* __restrict values, T* __restrict to, int64_t n) {
   for (int64_t j = 0; j < n; ++j) to[j] = round_to<T>(values[j]);
 }
 
@@ -36,8 +36,8 @@ template <typename T, typename Draw>
 void fill_range(T* self, const PhiloxKeys& keys, Draw draw, const GlobalIndex& index, int64_t begin,
                 int64_t end) {
   WordBuffer buffer;
-  alignas(64) double values[kWordRun];
-  for_each_run(index, begin, end, kWordRun, [&](int64_t i, uint64_t first, int64_t n) {
+  alignas(64) double values[kWordChunk];
+  for_each_chunk(index, begin, end, kWordChunk, [&](int64_t i, uint64_t first, int64_t n) {
     draw_words(keys, first / 4, counters_over(first, n, 4), buffer);
     const int64_t skip = static_cast<int64_t>(first % 4);
     draw_values(draw, buffer.words, skip + n, values);

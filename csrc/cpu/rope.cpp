@@ -1,6 +1,6 @@
-// Rotary embedding on CPU: y[t, h] = x[t, h] turned by the angles of token t.
-// x [(batch, seq | tokens), heads, head_dim], cos and sin [positions, rotary_dim / 2] in fp32 (fp64
-// for fp64), positions int64, one for each token, or none.
+// Rotary embedding on CPU: y[t, h] = x[t, h] rotated by the angles of token t. x [(batch, seq |
+// tokens), heads, head_dim], cos and sin [positions, rotary_dim / 2] in fp32 (fp64 for fp64),
+// positions int64, one per token, or none.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -23,9 +23,9 @@ inline void rotate_halves(const T* __restrict x, const acc_t<T>* __restrict cos,
                           const acc_t<T>* __restrict sin, acc_t<T> sign, int64_t half,
                           T* __restrict y) {
   for (int64_t i = 0; i < half; ++i) {
-    const auto turned = rotate(to_acc(x[i]), to_acc(x[i + half]), cos[i], sign * sin[i]);
-    y[i] = from_acc<T>(turned.first);
-    y[i + half] = from_acc<T>(turned.second);
+    const auto rotated = rotate(to_acc(x[i]), to_acc(x[i + half]), cos[i], sign * sin[i]);
+    y[i] = from_acc<T>(rotated.first);
+    y[i + half] = from_acc<T>(rotated.second);
   }
 }
 
@@ -34,16 +34,16 @@ inline void rotate_neighbours(const T* __restrict x, const acc_t<T>* __restrict 
                               const acc_t<T>* __restrict sin, acc_t<T> sign, int64_t half,
                               T* __restrict y) {
   for (int64_t i = 0; i < half; ++i) {
-    const auto turned = rotate(to_acc(x[2 * i]), to_acc(x[2 * i + 1]), cos[i], sign * sin[i]);
-    y[2 * i] = from_acc<T>(turned.first);
-    y[2 * i + 1] = from_acc<T>(turned.second);
+    const auto rotated = rotate(to_acc(x[2 * i]), to_acc(x[2 * i + 1]), cos[i], sign * sin[i]);
+    y[2 * i] = from_acc<T>(rotated.first);
+    y[2 * i + 1] = from_acc<T>(rotated.second);
   }
 }
 
 template <typename T, bool kInterleaved>
-TP_SIMD void rope_tokens(const T* x, const acc_t<T>* cos, const acc_t<T>* sin,
-                         const int64_t* positions, T* y, RopeShape s, acc_t<T> sign, int64_t begin,
-                         int64_t end) {
+TP_MULTIVERSION void rope_tokens(const T* x, const acc_t<T>* cos, const acc_t<T>* sin,
+                                 const int64_t* positions, T* y, RopeShape s, acc_t<T> sign,
+                                 int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     const RopeToken token = rope_token(s, positions, t);
     const acc_t<T>* c = cos + token.row * s.half;
@@ -90,8 +90,9 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, bool
 }
 
 template <typename A>
-TP_SIMD void fill_row(double position, const double* __restrict frequencies, double amplitude,
-                      int64_t half, A* __restrict cos, A* __restrict sin) {
+TP_MULTIVERSION void fill_row(double position, const double* __restrict frequencies,
+                              double amplitude, int64_t half, A* __restrict cos,
+                              A* __restrict sin) {
   for (int64_t i = 0; i < half; ++i) {
     const CosSin unit = cos_sin_of(position * frequencies[i]);
     cos[i] = static_cast<A>(amplitude * unit.cos);

@@ -1,5 +1,5 @@
-// Shards on CPU, between the full tensor and the blocks of a collective (kernels/shard_pack.h): one
-// read and one write, run by run.
+// Packing of shards on CPU, from the full tensor to the blocks of a collective and back
+// (kernels/shard_pack.h): one read and one write, chunk by chunk.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -16,11 +16,13 @@
 namespace tp_ext {
 namespace {
 
-constexpr int64_t kPiece = 1 << 16;  // bytes of a run that are worth a task of their own
-constexpr int64_t kTile = 1 << 14;   // bytes of rows that stay in the cache while rank follows rank
+constexpr int64_t kTask = 1 << 16;  // bytes of a chunk worth a task of their own
+constexpr int64_t kTile = 1 << 14;  // bytes of rows that stay in the cache from rank to rank
 
-constexpr int64_t kStreamed = 8 << 20;  // bytes of a result that no cache keeps for its reader
-constexpr int64_t kStreamedRun = 1024;  // bytes of a run in which broken cache lines do not count
+// Bytes of a result too large for a cache to keep for its reader, and of a chunk from which on
+// partial cache lines do not matter
+constexpr int64_t kStreamed = 8 << 20;
+constexpr int64_t kStreamedChunk = 1024;
 
 // Rows of W to 2 W bytes: their first W and their last W, which may overlap
 template <int W>
@@ -42,8 +44,8 @@ inline void copy_blocks(char* to, const char* from, int64_t n) {
   std::memcpy(to + n - 64, from + n - 64, 64);
 }
 
-// Past the cache: an ordinary store reads the line that it is about to overwrite. No line is written
-// in both ways.
+// Stores that bypass the cache: an ordinary store reads the line that it is about to overwrite. No
+// line is written in both ways.
 inline void stream(char* to, const char* from, int64_t n) {
 #ifdef __SSE2__
   const int64_t head = -reinterpret_cast<intptr_t>(to) & 63;
@@ -60,8 +62,8 @@ inline void stream(char* to, const char* from, int64_t n) {
 }
 
 // A call of memcpy per row would cost more than a short row itself
-TP_SIMD void copy_rows(char* to, int64_t to_step, const char* from, int64_t from_step, int64_t n,
-                       int64_t rows, bool streamed) {
+TP_MULTIVERSION void copy_rows(char* to, int64_t to_step, const char* from, int64_t from_step,
+                               int64_t n, int64_t rows, bool streamed) {
   if (n <= 0) return;
   if (n <= 2) return copy_ends<1>(to, to_step, from, from_step, n, rows);
   if (n <= 4) return copy_ends<2>(to, to_step, from, from_step, n, rows);
@@ -69,58 +71,59 @@ TP_SIMD void copy_rows(char* to, int64_t to_step, const char* from, int64_t from
   if (n <= 16) return copy_ends<8>(to, to_step, from, from_step, n, rows);
   if (n <= 32) return copy_ends<16>(to, to_step, from, from_step, n, rows);
   if (n <= 64) return copy_ends<32>(to, to_step, from, from_step, n, rows);
-  streamed = streamed && n >= kStreamedRun;
+  streamed = streamed && n >= kStreamedChunk;
   for (int64_t r = 0; r < rows; ++r, to += to_step, from += from_step)
     streamed ? stream(to, from, n) : copy_blocks(to, from, n);
 }
 
-// Calls move(run, o, rows, begin, end) for parts of all runs, in bytes, that are them all: in
-// parallel over rows and, where those are few, over pieces of runs. length(run) is to be done.
+// Calls move(chunk, o, rows, begin, end) for byte ranges that cover all chunks: in parallel over
+// rows and, for few rows, over ranges of a chunk. length(chunk): its bytes to cover.
 template <typename Length, typename Move>
-void for_each_run(const ShardPlan& plan, Length length, Move move) {
+void for_each_chunk(const ShardPlan& plan, Length length, Move move) {
   int64_t longest = 0, row = 0;
-  for (const auto& run : plan.runs) {
-    longest = std::max(longest, length(run));
-    row += length(run);
+  for (const auto& chunk : plan.chunks) {
+    longest = std::max(longest, length(chunk));
+    row += length(chunk);
   }
   if (row == 0) return;
   const int64_t tile = plan.outer < 64 ? 1 : std::max<int64_t>(1, kTile / row);
   const int64_t tiles = (plan.outer + tile - 1) / tile;
-  const int64_t piece = plan.outer < 64 ? kPiece : longest, pieces = (longest + piece - 1) / piece;
-  const int64_t grain = std::max<int64_t>(1, 2 * kPiece * pieces / (row * tile));
-  at::parallel_for(0, tiles * pieces, grain, [&](int64_t first, int64_t last) {
+  const int64_t task = plan.outer < 64 ? kTask : longest, tasks = (longest + task - 1) / task;
+  const int64_t grain = std::max<int64_t>(1, 2 * kTask * tasks / (row * tile));
+  at::parallel_for(0, tiles * tasks, grain, [&](int64_t first, int64_t last) {
     for (int64_t item = first; item < last; ++item) {
-      const int64_t o = item / pieces * tile, begin = item % pieces * piece;
+      const int64_t o = item / tasks * tile, begin = item % tasks * task;
       const int64_t rows = std::min(tile, plan.outer - o);
-      for (const auto& run : plan.runs) {
-        const int64_t end = std::min(length(run), begin + piece);
-        if (begin < end) move(run, o, rows, begin, end);
+      for (const auto& chunk : plan.chunks) {
+        const int64_t end = std::min(length(chunk), begin + task);
+        if (begin < end) move(chunk, o, rows, begin, end);
       }
     }
   });
 }
 
 void unpack(const char* blocks, char* full, const ShardPlan& plan, bool streamed) {
-  for_each_run(
-      plan, [](const ShardRun& run) { return run.length; },
-      [&](const ShardRun& run, int64_t o, int64_t rows, int64_t begin, int64_t end) {
-        copy_rows(full + o * plan.full_row + run.full_start + begin, plan.full_row,
-                  blocks + run.block_start + o * run.block_row + begin, run.block_row, end - begin,
-                  rows, streamed);
+  for_each_chunk(
+      plan, [](const ShardChunk& chunk) { return chunk.length; },
+      [&](const ShardChunk& chunk, int64_t o, int64_t rows, int64_t begin, int64_t end) {
+        copy_rows(full + o * plan.full_row + chunk.full_start + begin, plan.full_row,
+                  blocks + chunk.block_start + o * chunk.block_row + begin, chunk.block_row,
+                  end - begin, rows, streamed);
       });
 }
 
 void pack(const char* full, char* blocks, const ShardPlan& plan, bool streamed) {
-  for_each_run(
-      plan, [](const ShardRun& run) { return run.block_row; },
-      [&](const ShardRun& run, int64_t o, int64_t rows, int64_t begin, int64_t end) {
-        char* const block = blocks + run.block_start + o * run.block_row;
-        const int64_t held = std::clamp(run.length, begin, end);
-        copy_rows(block + begin, run.block_row, full + o * plan.full_row + run.full_start + begin,
-                  plan.full_row, held - begin, rows, streamed);
+  for_each_chunk(
+      plan, [](const ShardChunk& chunk) { return chunk.block_row; },
+      [&](const ShardChunk& chunk, int64_t o, int64_t rows, int64_t begin, int64_t end) {
+        char* const block = blocks + chunk.block_start + o * chunk.block_row;
+        const int64_t held = std::clamp(chunk.length, begin, end);
+        copy_rows(block + begin, chunk.block_row,
+                  full + o * plan.full_row + chunk.full_start + begin, plan.full_row, held - begin,
+                  rows, streamed);
         if (held < end)
           for (int64_t r = 0; r < rows; ++r)
-            std::memset(block + r * run.block_row + held, 0, end - held);
+            std::memset(block + r * chunk.block_row + held, 0, end - held);
       });
 }
 

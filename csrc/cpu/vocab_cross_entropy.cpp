@@ -19,11 +19,12 @@
 namespace tp_ext {
 namespace {
 
-// Adds a chunk to the statistics of its row. Two streams each, as a sum and a maximum have to wait
-// for their last; after the first chunks the maximum hardly grows, and nothing is rescaled. The
-// exponentials are added up in Wide: all of a row's gradient shares what their sum has rounded off.
+// Adds a chunk to the statistics of its row. Two accumulators each, since every sum and maximum
+// waits for the previous one; after the first chunks the maximum hardly grows, and nothing is
+// rescaled. The exponentials are summed in Wide: the rounding of their sum affects the whole
+// gradient of the row.
 template <typename Wide, typename A>
-TP_SIMD void add_chunk(const A* v, int64_t n, CeStats<A>& row) {
+TP_MULTIVERSION void add_chunk(const A* v, int64_t n, CeStats<A>& row) {
   const int64_t half = n / 2;
   const A* const w = v + half;
   A max = n % 2 ? v[n - 1] : minus_inf<A>(), max_w = minus_inf<A>();
@@ -52,27 +53,27 @@ TP_SIMD void add_chunk(const A* v, int64_t n, CeStats<A>& row) {
 template <typename T>
 CeStats<acc_t<T>> row_stats(const T* x, int64_t n) {
   using Wide = std::conditional_t<sizeof(T) == sizeof(acc_t<T>), double, acc_t<T>>;
-  constexpr int64_t kChunk = kStage;
+  constexpr int64_t kChunk = kBufferLength;
   CeStats<acc_t<T>> row = no_columns<acc_t<T>>();
-  Stage<T> stage;
+  Fp32Buffer<T> buffer;
   for (int64_t start = 0; start < n; start += kChunk) {
     const int64_t size = std::min(kChunk, n - start);
-    add_chunk<Wide>(stage.load(x + start, size), size, row);
+    add_chunk<Wide>(buffer.load(x + start, size), size, row);
   }
   return row;
 }
 
-// dx may be x
+// dx may alias x
 template <typename A>
-TP_SIMD void grad_loop(const A* x, A* dx, int64_t n, CeRowGrad<A> row) {
+TP_MULTIVERSION void grad_loop(const A* x, A* dx, int64_t n, CeRowGrad<A> row) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) dx[i] = row(x[i]);
 }
 
 template <typename T>
 void row_grad(const T* x, T* dx, int64_t n, CeRowGrad<acc_t<T>> row) {
-  Stage<T> from, to;
-  for_each_stage<T>(n, [&](int64_t i, int64_t m) {
+  Fp32Buffer<T> from, to;
+  for_each_buffer<T>(n, [&](int64_t i, int64_t m) {
     grad_loop(from.load(x + i, m), to.target(dx + i), m, row);
     to.store(dx + i, m);
   });
@@ -80,8 +81,8 @@ void row_grad(const T* x, T* dx, int64_t n, CeRowGrad<acc_t<T>> row) {
 
 int64_t rows_per_thread(int64_t width) { return std::max<int64_t>(1, kGrain / (width + 1)); }
 
-// Every rank looks at every target, so that all of them raise. Without exact_size vocab_size is p
-// times this rank's width: only the exchange shows whether it is that on all ranks, and whether a
+// Every rank checks every target, so that all of them raise. Without exact_size vocab_size is p
+// times this rank's width: only the exchange shows whether all ranks have that width, and whether a
 // target is too large.
 void check_target_values(const at::Tensor& target, int64_t vocab_size, int64_t ignore_index,
                          bool exact_size) {
@@ -221,7 +222,7 @@ void bwd_inplace_cpu(const at::Tensor& grad, const at::Tensor& logits, const at:
                      double z_loss) {
   Rows rows;
   check_ce_writable(logits);
-  if (!rows_of(logits, rows)) {  // no row structure in memory: through a copy
+  if (!rows_of(logits, rows)) {  // no row structure in memory: copy
     logits.copy_(bwd_cpu(grad, logits, target, lse, vocab_start, vocab_local, vocab_size,
                          ignore_index, label_smoothing, z_loss));
     return;

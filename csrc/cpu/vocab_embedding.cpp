@@ -62,8 +62,8 @@ at::Tensor fwd_cpu(const at::Tensor& weight_any, const at::Tensor& ids_any, int6
 // dw = sum of the rows grad[positions[0]], grad[positions[1]], ..., in this order, in fp32 (fp64
 // for fp64)
 template <typename T>
-TP_SIMD void sum_rows(const T* grad, const int64_t* positions, int64_t count, int64_t hidden,
-                      T* dw) {
+TP_MULTIVERSION void sum_rows(const T* grad, const int64_t* positions, int64_t count,
+                              int64_t hidden, T* dw) {
   using A = acc_t<T>;
   A sum[kChunk];
   for (int64_t start = 0; start < hidden; start += kChunk) {
@@ -93,8 +93,8 @@ at::Tensor bwd_cpu(const at::Tensor& grad_any, const at::Tensor& ids_any, int64_
       const int64_t row = id[i] - vocab_start;
       return row >= 0 && row < vocab_local ? row : -1;
     };
-    // Counted two slots up; after the sums first[row + 1] is where row begins, and filling moves it
-    // to its end
+    // Counts are stored two slots up; after the prefix sums first[row + 1] is the start of row, and
+    // filling advances it to its end
     for (int64_t i = 0; i < tokens; ++i) {
       if (local_row(i) >= 0) ++first[local_row(i) + 2];
     }

@@ -1,4 +1,4 @@
-// bias_act on CUDA: checks, allocation, launch. The kernels: kernels/bias_act.cuh.
+// bias_act on CUDA: checks, allocation, launch. Kernels: kernels/bias_act.cuh.
 
 #include <torch/library.h>
 #include <ATen/ops/empty.h>

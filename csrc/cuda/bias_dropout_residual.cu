@@ -1,5 +1,5 @@
 // y = residual + dropout(x + bias) and its gradient dx = dropout(dy), on CUDA: x, residual [.., n],
-// bias [n]. Nothing but the seed is saved; backward draws the same words again.
+// bias [n]. Only the seed is saved; backward draws the same words again.
 
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad, const Tensor& se
                                             int64_t offset) {
   check_bias_rows(grad, "grad");
   const Tensor dx = dropout_bwd(grad, seed, p, local_inner, full_inner, offset);
-  // A clone where the sum is over nothing: no two results share memory
+  // A clone where there is nothing to add: results must not share memory
   return {dx, dx.dim() == 1 ? dx.clone() : sum_to_last_dim(dx)};
 }
 

@@ -1,4 +1,4 @@
-// What the launchers of kernels that walk down columns share: choice of the kernel, the sum of
+// Shared by the launchers of kernels that walk down columns: choice of the kernel, sum of the
 // partial sums.
 
 #pragma once

@@ -1,4 +1,4 @@
-// gated_act on CUDA: checks, allocation, launch. The kernels: kernels/gated_act.cuh.
+// gated_act on CUDA: checks, allocation, launch. Kernels: kernels/gated_act.cuh.
 
 #include <torch/library.h>
 #include <ATen/ops/empty.h>

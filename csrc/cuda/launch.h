@@ -1,5 +1,5 @@
-// What every launcher needs: the device guard, the current stream, dtype dispatch, the launch
-// check. The shape of a launch is the business of kernels/, where it is tested without a GPU.
+// For every launcher: the device guard, the current stream, dtype dispatch, the launch check. The
+// shape of a launch is computed in kernels/, where it is tested without a GPU.
 
 #pragma once
 

@@ -1,6 +1,6 @@
-// linear_gelu and the accumulation of a weight's gradient on CUDA: half types go to cublasLt's
-// epilogues, where shapes and addresses allow it (kernels/linear_gelu.cuh); all else is composed as on
-// CPU, with the same values up to rounding.
+// linear_gelu and the accumulation of a weight's gradient on CUDA: half types use cublasLt's
+// epilogues where shapes and addresses allow it (kernels/linear_gelu.cuh); everything else is
+// composed as on the CPU, with the same values up to rounding.
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
@@ -13,7 +13,7 @@
 namespace tp_ext {
 namespace {
 
-// By rows of stride 1, which the leading dimension of a matrix can be
+// As rows of stride 1: the layout that a matrix with a leading dimension can describe
 bool has_dense_rows(const Tensor& t) {
   return t.dim() == 2 && t.stride(1) == 1 && t.stride(0) >= t.size(1);
 }
@@ -33,8 +33,8 @@ gemm::Matrix matrix(const Tensor& t) {
   return {t.const_data_ptr(), t.size(0), t.size(1), ld, type_of(t)};
 }
 
-// Whether cublasLt has done it. The workspace is torch's: as large as for torch's own products,
-// taken from and given back to the caching allocator, so that graphs can be captured.
+// Whether cublasLt has computed it. The workspace is torch's: as large as for torch's own products,
+// taken from and returned to the caching allocator, so that graphs can be captured.
 bool run(const gemm::Problem& problem, const Tensor& like) {
   const size_t bytes = at::cuda::getChosenWorkspaceSize();
   const Tensor workspace =

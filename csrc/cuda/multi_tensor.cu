@@ -1,5 +1,5 @@
-// Many tensors on CUDA: the sum of all squares, and a scaling of all in place. Tensors go to the
-// kernels in lists of one dtype, in their order; the scale stays on the device.
+// Many tensors on CUDA: the sum of all squares, and in-place scaling. Tensors go to the kernels in
+// lists of one dtype, in order; the scale stays on the device.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -43,12 +43,12 @@ Tensor squared_norm(at::TensorList xs) {
   check_tensor_list(xs, xs[0], "xs[0]");
   const c10::cuda::CUDAGuard guard(xs[0].device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const auto stretches = as_stretches(xs);
+  const auto dense = as_dense(xs);
   int64_t chunks = 0, written = 0;
-  for (const auto& x : stretches) chunks += chunks_of_tensor(x.numel());
+  for (const auto& x : dense) chunks += chunks_of_tensor(x.numel());
   const Tensor partial = at::empty({chunks}, xs[0].options().dtype(at::kDouble));
   const Tensor total = at::empty({}, partial.options());
-  for_each_list(stretches, [&](const TensorList& list, at::ScalarType dtype) {
+  for_each_list(dense, [&](const TensorList& list, at::ScalarType dtype) {
     const int32_t blocks = list.first_chunk[list.count];
     dispatch_floating(dtype, "_multi_tensor_squared_norm", [&](auto tag) {
       squared_norm_kernel<decltype(tag)>
@@ -69,8 +69,8 @@ void scale_(at::TensorList xs, const Tensor& scale) {
   const c10::cuda::CUDAGuard guard(scale.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Tensor factor = scale.to(at::kDouble);
-  const auto stretches = as_stretches(xs);
-  for_each_list(stretches, [&](const TensorList& list, at::ScalarType dtype) {
+  const auto dense = as_dense(xs);
+  for_each_list(dense, [&](const TensorList& list, at::ScalarType dtype) {
     const auto blocks = static_cast<unsigned>(list.first_chunk[list.count]);
     dispatch_floating(dtype, "_multi_tensor_scale_", [&](auto tag) {
       multi_tensor_scale_kernel<decltype(tag)>
@@ -78,7 +78,7 @@ void scale_(at::TensorList xs, const Tensor& scale) {
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   });
-  finish_writing(xs, stretches);
+  finish_writing(xs, dense);
 }
 
 }  // namespace

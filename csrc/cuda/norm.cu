@@ -1,5 +1,5 @@
 // CUDA: RMSNorm and LayerNorm over the last dim; arguments and results as in cpu/norm.cpp, kernels
-// in norm.cuh and norm_bwd.cuh.
+// in norm_fwd.cuh and norm_bwd.cuh.
 
 #include <torch/library.h>
 
@@ -23,8 +23,8 @@ at::TensorOptions acc_options(const Tensor& x) {
   return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
-// Calls f(T{}, W{}) with the types of x and of weight and bias: that of x or, next to a half x,
-// float
+// Calls f(T{}, W{}), T the type of x and W the type of weight and bias: that of x or, next to a
+// half x, float
 template <typename F>
 void dispatch_norm(const Tensor& x, at::ScalarType param, const char* op, F f) {
   dispatch_floating(x.scalar_type(), op, [&](auto t) {
@@ -54,7 +54,7 @@ bool aligned(int64_t n, std::initializer_list<const T*> rows, const W* w, const 
          reinterpret_cast<uintptr_t>(b) % kParamBytes == 0;
 }
 
-// Dynamic shared memory that a block may ask for, beside what the kernels declare
+// Dynamic shared memory that a block may request, on top of the kernels' static shared memory
 int64_t shared_limit(const Tensor& x) {
   int bytes = 0;
   C10_CUDA_CHECK(
@@ -62,7 +62,8 @@ int64_t shared_limit(const Tensor& x) {
   return bytes - 1024;
 }
 
-// More than 48 KiB of it must be asked for; no work of the stream, so it may stand in a capture
+// More than 48 KiB needs this attribute; it is not work on the stream, so it is allowed in a
+// capture
 template <typename Kernel>
 void allow_shared(Kernel kernel, int64_t bytes) {
   if (bytes > 48 * 1024) {
@@ -113,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Te
   return {y, sum, mean, rstd};
 }
 
-// The backward kernel for a row dealt out by `launch`
+// The backward kernel for a row assigned to threads by `launch`
 template <typename T, typename W, bool kCentred>
 auto backward_kernel(bool cached, bool vectors, bool params) {
   if (cached)
@@ -136,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
   const c10::cuda::CUDAGuard guard(input.device());
   const Tensor dx = at::empty(dx_wanted ? input.sizes() : at::IntArrayRef({0}), input.options());
   const auto param = param_dtype(input, weight, std::nullopt);
-  // Without rows, and so without a kernel, the sums are zeros
+  // Without rows no kernel runs, and the sums are zeros
   const auto sums_like = [&, n = n](bool wanted) {
     return at::zeros({wanted ? n : 0}, input.options().dtype(param));
   };
@@ -163,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
     if (!launch.cached) {
       shared = norm_shared<T>(n, launch.groups, 2, params ? sums : 0, shared_limit(x));
     }
-    // Enough blocks for 512 threads per processor: each costs a row of partial sums
+    // Enough blocks for 512 threads per multiprocessor: each costs a row of partial sums
     const int64_t threads = launch.width * launch.groups;
     const int64_t wanted = processors * std::max<int64_t>(1, kNormMaxThreads / threads);
     const int64_t blocks = std::min((rows + launch.groups - 1) / launch.groups, wanted);

@@ -1,4 +1,4 @@
-// Fills a tensor with random values that depend on the seed and the global index alone, on CUDA: the
+// Fills a tensor with random values that depend only on the seed and the global index, on CUDA: the
 // same bits as on CPU.
 
 #include <ATen/ops/empty_like.h>

@@ -1,6 +1,6 @@
-// Rotary embedding on CUDA: y[t, h] = x[t, h] turned by the angles of token t.
-// x [(batch, seq | tokens), heads, head_dim], cos and sin [positions, rotary_dim / 2] in fp32 (fp64
-// for fp64), positions int64, one for each token, or none.
+// Rotary embedding on CUDA: y[t, h] = x[t, h] rotated by the angles of token t. x [(batch, seq |
+// tokens), heads, head_dim], cos and sin [positions, rotary_dim / 2] in fp32 (fp64 for fp64),
+// positions int64, one per token, or none.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

@@ -1,4 +1,5 @@
-// Shards on CUDA, between the full tensor and the blocks of a collective (kernels/shard_pack.h).
+// Packing of shards on CUDA, from the full tensor to the blocks of a collective and back
+// (kernels/shard_pack.h).
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -11,7 +12,7 @@
 namespace tp_ext {
 namespace {
 
-// Calls f(U{}) with a type of so many bytes
+// Calls f(U{}), U a type of `unit` bytes
 template <typename F>
 void dispatch_unit(int64_t bytes, F f) {
   switch (bytes) {
@@ -28,20 +29,20 @@ void dispatch_unit(int64_t bytes, F f) {
   }
 }
 
-// Calls launch(grid, runs) for all ranks, kShardRuns of them at a time; a block of blocks has
-// `row` units per row of full
+// Calls launch(grid, chunks) for all ranks, kShardChunks of them at a time; a block holds `row`
+// units per row of full
 template <typename Row, typename Launch>
 void for_each_launch(const ShardPlan& plan, Row row, Launch launch) {
-  for (size_t first = 0; first < plan.runs.size(); first += kShardRuns) {
-    const size_t ranks = std::min<size_t>(kShardRuns, plan.runs.size() - first);
-    ShardRuns runs{};
+  for (size_t first = 0; first < plan.chunks.size(); first += kShardChunks) {
+    const size_t ranks = std::min<size_t>(kShardChunks, plan.chunks.size() - first);
+    ShardChunks chunks{};
     int64_t most = 0;
     for (size_t k = 0; k < ranks; ++k) {
-      runs.of[k] = plan.runs[first + k];
-      most = std::max(most, row(runs.of[k]));
+      chunks.of[k] = plan.chunks[first + k];
+      most = std::max(most, row(chunks.of[k]));
     }
     if (most == 0) continue;
-    launch(dim3(grid_for(plan.outer * most), static_cast<unsigned>(ranks)), runs);
+    launch(dim3(grid_for(plan.outer * most), static_cast<unsigned>(ranks)), chunks);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 }
@@ -60,10 +61,10 @@ Tensor unpack_shards(const Tensor& blocks_any, int64_t dim, at::IntArrayRef size
   dispatch_unit(plan.unit, [&](auto tag) {
     using U = decltype(tag);
     for_each_launch(
-        plan, [](const ShardRun& run) { return run.length; },
-        [&](dim3 grid, const ShardRuns& runs) {
+        plan, [](const ShardChunk& chunk) { return chunk.length; },
+        [&](dim3 grid, const ShardChunks& chunks) {
           unpack_shards_kernel<U><<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-              static_cast<const U*>(from), static_cast<U*>(to), plan.outer, plan.full_row, runs);
+              static_cast<const U*>(from), static_cast<U*>(to), plan.outer, plan.full_row, chunks);
         });
   });
   return full;
@@ -87,10 +88,10 @@ Tensor pack_shards(const Tensor& x, int64_t dim, at::IntArrayRef sizes, bool pad
   dispatch_unit(plan.unit, [&](auto tag) {
     using U = decltype(tag);
     for_each_launch(
-        plan, [](const ShardRun& run) { return run.block_row; },
-        [&](dim3 grid, const ShardRuns& runs) {
+        plan, [](const ShardChunk& chunk) { return chunk.block_row; },
+        [&](dim3 grid, const ShardChunks& chunks) {
           pack_shards_kernel<U><<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-              static_cast<const U*>(from), static_cast<U*>(to), plan.outer, plan.full_row, runs);
+              static_cast<const U*>(from), static_cast<U*>(to), plan.outer, plan.full_row, chunks);
         });
   });
   return blocks;

@@ -116,7 +116,7 @@ void bwd_inplace_cuda(const at::Tensor& grad, const at::Tensor& logits, const at
                       double z_loss) {
   check_ce_writable(logits);
   Rows rows;
-  if (!rows_of(logits, rows)) {  // no row structure in memory: through a copy
+  if (!rows_of(logits, rows)) {  // no row structure in memory: copy
     logits.copy_(bwd_cuda(grad, logits, target, lse, vocab_start, vocab_local, vocab_size,
                           ignore_index, label_smoothing, z_loss));
     return;

@@ -3,10 +3,10 @@
 //   gelu(x) = x Phi(x), gelu_tanh(x) = x sigmoid(2 z) with z = sqrt(2 / pi) (x + 0.044715 x^3),
 //   relu, silu(x) = x sigmoid(x)
 //
-// Everything is written with e^x and one division: 1 + erf and 1 + tanh, the textbook forms, cancel
-// for negative x, where these keep their relative accuracy; value and slope share the exponential;
-// and fp32 host loops vectorise. Near 0 the factor is 1/2 and its rounding is all there is to lose:
-// there each form rounds it no more often than 1 + erf and 1 + tanh are rounded.
+// All formulas use e^x and one division: 1 + erf and 1 + tanh, the textbook forms, cancel for
+// negative x, where these keep their relative accuracy; value and slope share the exponential; and
+// fp32 host loops vectorise. Near 0 the factor is 1/2 and only its rounding matters: there each
+// form rounds it no more often than 1 + erf and 1 + tanh do.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace tp_ext {
 
-// a / b for b in [1, inf]; on the GPU the short form, 2 ulp, enough beside the error of e^x
+// a / b for b in [1, inf]; on the GPU the short form, 2 ulp: small next to the error of e^x
 TP_HD float fast_divide(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fdividef(a, b);
@@ -36,7 +36,7 @@ TP_HD float size_of(float x) {
   return x;
 }
 
-// |x|, at most `most`, and that for NaN: as whole numbers, whose minimum is one instruction
+// |x|, at most `most`, also for NaN: compared as integers, whose minimum is one instruction
 TP_HD double size_up_to(double x, double most) { return size_of(x) < most ? size_of(x) : most; }
 TP_HD float size_up_to(float x, float most) {
   int32_t bits, limit;
@@ -82,7 +82,7 @@ TP_HD ExpParts exp_parts(float u) {
   return {power_of_two(shifted), exp2_less_1(f)};
 }
 
-// e^-|x|, 0 from 87.7 on. On the host 0 for NaN, too: callers multiply by x.
+// e^-|x|, 0 from 87.7 on. On the host 0 for NaN too: callers multiply by x.
 TP_HD double exp_minus_size(double x) { return exp_of(-size_of(x)); }
 TP_HD float exp_minus_size(float x) {
 #ifdef __CUDA_ARCH__
@@ -93,8 +93,8 @@ TP_HD float exp_minus_size(float x) {
 #endif
 }
 
-// 1 / (1 + e^u) for u >= 0, in fp32 up to 88.3. There 1 + rest is rounded to a multiple of 2^-23: near 0
-// the sum 1 + e^-u is exact then, and one rounding less is in the quotient.
+// 1 / (1 + e^u) for u >= 0, in fp32 up to 88.3. There 1 + rest is rounded to a multiple of 2^-23:
+// near 0 the sum 1 + e^-u is then exact, which saves the quotient one rounding.
 TP_HD double logistic_tail(double u) {
   const double e = exp_of(-u);
   return e / (1. + e);
@@ -105,7 +105,7 @@ TP_HD float logistic_tail(float u) {
   return fast_divide(e, 1.f + e);
 }
 
-// The logistic function 1 / (1 + e^-x) from its tail, that of -|x|, and its derivative
+// The logistic function 1 / (1 + e^-x) from its tail at -|x|, and its derivative
 template <typename A>
 struct Logistic {
   A value, slope;
@@ -134,11 +134,11 @@ TP_HD Normal<double> standard_normal(double u) {
   return {normal_tail(u), 0.3989422804014327 * ::exp(-0.5 * u * u)};
 }
 
-// In fp32, for u up to 13.23, where the exponential is 0: Phi(-u) = e^(-u^2 / 2) / 2 R(u) with
-// R(u) = erfcx(u / sqrt 2) = 1 - u S(u) / Q(u), S and Q monic, a rational minimax of relative error
-// 5e-8 (1 + u^2), as much as the rounding of u^2 makes of the exponential, and 1.4e-8 up to 0.1. What
-// S, Q and their quotient round is multiplied by u: near 0 only the result of each of the two
-// functions is rounded.
+// In fp32, for u up to 13.23, where the exponential is 0: Phi(-u) = e^(-u^2 / 2) / 2 R(u) with R(u)
+// = erfcx(u / sqrt 2) = 1 - u S(u) / Q(u), S and Q monic, a rational minimax of relative error 5e-8
+// (1 + u^2), as large as the effect of rounding u^2 on the exponential, and 1.4e-8 up to 0.1. The
+// rounding errors of S, Q and their quotient are multiplied by u: near 0 only the result of each of
+// the two functions is rounded.
 TP_HD float normal_ratio(float u) {
   float s = u + 6.90138102f;
   s = s * u + 19.7992001f;
@@ -175,9 +175,10 @@ struct ValueSlope {
   A value, slope;
 };
 
-// x G(x) for a distribution function G with G(-x) = 1 - G(x), from its tail G(-u) <= 1/2, u = |x| or less
-// where the tail is 0: max(x, 0) - u tail. It keeps the digits of the tail, and rounds once where
-// x (1 - tail) rounds twice. The maximum as a sum of halves is NaN for -inf, as the formula is.
+// x G(x) for a distribution function G with G(-x) = 1 - G(x), from its tail G(-u) <= 1/2, u = |x|
+// or less where the tail is 0: max(x, 0) - u tail. It keeps the digits of the tail, and rounds once
+// where x (1 - tail) rounds twice. The maximum as a sum of halves is NaN for -inf, as the formula
+// is.
 template <typename A>
 TP_HD A from_tail(A x, A u, A tail) {
   const A half = A(0.5) * x;

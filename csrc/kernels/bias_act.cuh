@@ -14,8 +14,8 @@
 
 namespace tp_ext {
 
-// Whether 16-byte accesses can be used: beside several rows, and beside sums of columns, no
-// remainder
+// Whether 16-byte accesses can be used: no remainder is allowed with several rows or with column
+// sums
 template <typename T>
 bool bias_act_forward_vectors(int64_t rows, int64_t n, const T* x, const T* bias, const T* y) {
   return vectorisable<T>(rows == 1 ? 0 : n, x, bias, y);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T>)
       store<N>(dx, i, out);
     }
   }
-  if constexpr (kBias) {  // every thread takes part, those past the last column with zeros
+  if constexpr (kBias) {  // all threads take part, those past the last column with zeros
     block_column_sum(sum);
     if (threadIdx.y == 0 && column < n) {
 #pragma unroll

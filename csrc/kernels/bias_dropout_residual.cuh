@@ -3,10 +3,10 @@
 // replays with new masks.
 //
 // One Philox counter serves eight neighbours of the *full* tensor. Where vectors of the full tensor
-// are vectors here too (local_inner, full_inner and offset whole vectors, pointers aligned) a thread
-// takes one; elsewhere it takes half a counter of one row and those of its elements that are local.
-// Both give element i the same mask. A vector of fp32 is half a counter: another thread draws it
-// again, and accesses stay side by side; memory takes longer than that.
+// are vectors of the shard too (local_inner, full_inner and offset whole vectors, pointers aligned)
+// a thread takes one; otherwise it takes half a counter of one row and those of its elements that
+// are local. Both give element i the same mask. A vector of fp32 is half a counter: another thread
+// draws it again, and accesses stay contiguous; memory takes longer than the second draw.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace tp_ext {
 
-// Elements of a thread on the vector path: 16 bytes, and at least half a counter
+// Elements per thread on the vector path: 16 bytes, and at least half a counter
 template <typename T>
 constexpr int kDropoutVec = kVec<T> < 4 ? 4 : kVec<T>;
 
@@ -72,7 +72,7 @@ __global__ void dropout_vector_kernel(DropoutArgs<T> a) {
   });
 }
 
-// A row of local_inner elements touches at most this many quads, halves of counters
+// A row of local_inner elements touches at most this many quads (halves of counters)
 TP_HD int64_t quads_per_row(const GlobalIndex& index) { return (index.local_inner + 6) / 4; }
 
 template <typename T>

@@ -1,4 +1,4 @@
-// Column sums of a [rows, n] matrix on the way through it, in a fixed order and without atomics.
+// Column sums of a [rows, n] matrix within a pass over it, in a fixed order and without atomics.
 //
 // A block of tx x ty threads works on tx * N columns; its threads keep N sums each in registers
 // while they walk down the rows, then the block adds its ty rows of threads and writes one row of
@@ -12,8 +12,8 @@ namespace tp_ext {
 
 constexpr int kColumnThreads = 256;
 
-// Blocks that a multiprocessor shall have room for, in backward; 0: as the compiler thinks best. In
-// fp64 it would save registers for more blocks and spill.
+// Minimum number of blocks per multiprocessor in backward; 0: the compiler's choice. In fp64 it
+// would save registers for more blocks and spill.
 template <typename T>
 constexpr int kColumnBlocks = sizeof(T) == 8 ? 2 : 0;
 
@@ -25,7 +25,7 @@ struct ColumnGrid {
 
 // A function of the shape alone, so that results are the same on every GPU. Up to 32 lanes along a
 // row (one or more whole sectors each), more where there are too few rows for the other threads;
-// along the rows enough blocks for a large GPU, each thread with 4 rows at least.
+// along the rows enough blocks for a large GPU, each thread with at least 4 rows.
 inline ColumnGrid column_grid(int64_t rows, int64_t n, int vec) {
   const int64_t vecs = (n + vec - 1) / vec;
   ColumnGrid grid;
@@ -47,7 +47,7 @@ inline dim3 grid_of(const ColumnGrid& grid) {
   return dim3(static_cast<unsigned>(grid.tiles), static_cast<unsigned>(grid.row_blocks));
 }
 
-// Adds the N sums of the threads with the same threadIdx.x; the result is with threadIdx.y == 0.
+// Sums the N values of the threads with the same threadIdx.x; the result is with threadIdx.y == 0.
 // blockDim.y is a power of two. The index keeps neighbouring threads in neighbouring banks.
 template <int N, typename A>
 __device__ __forceinline__ void block_column_sum(A (&sum)[N]) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void block_column_sum(A (&sum)[N]) {
   }
 #pragma unroll
   for (int k = 0; k < N; ++k)
-    sum[k] = scratch[k * kColumnThreads + me];  // own slot, for threadIdx.y == 0
+    sum[k] = scratch[k * kColumnThreads + me];  // this thread's slot, for threadIdx.y == 0
 }
 
 // out[j] = sum over r of partial[r, j]; one column per threadIdx.x

@@ -12,7 +12,7 @@ struct CosSin {
   double cos, sin;
 };
 
-// Of y + quadrant pi / 2, |y| at most pi / 4 and a rounding error. Error below 1 ulp.
+// cos and sin of y + quadrant pi / 2, |y| at most pi / 4 and a rounding error. Error below 1 ulp.
 TP_HD CosSin cos_sin_from(uint32_t quadrant, double y) {
   const double z = y * y;
   double s = 1.58969099521155010221e-10;
@@ -33,9 +33,9 @@ TP_HD CosSin cos_sin_from(uint32_t quadrant, double y) {
   return {(quadrant + 1) & 2 ? -cosine : cosine, quadrant & 2 ? -sine : sine};
 }
 
-// Of an angle below 2^51 in size. The quadrant is the nearest whole number of right angles, in the
-// low bits of `shifted`; pi / 2 in three parts, of which the first product is subtracted exactly:
-// what is left is off by half an ulp of 1 at most.
+// cos and sin of an angle below 2^51 in size. The quadrant is the nearest whole number of right
+// angles, in the low bits of `shifted`; pi / 2 in three parts, of which the first product is
+// subtracted exactly: the remainder has an error of half an ulp of 1 at most.
 TP_HD CosSin cos_sin_of(double angle) {
   const double shifter = 6755399441055744.0;  // 1.5 * 2^52
   const double shifted = ::fma(angle, 6.36619772367581382433e-01, shifter);

@@ -1,11 +1,11 @@
 // y = residual + dropout(x + bias), per element: the sum is scaled by 1 / (1 - p) if the element is
 // kept, and by 0 otherwise. As in torch, 0 times NaN or infinity stays NaN.
 //
-// An element is kept if a number of 32 bits, as a fraction of 2^32, is at least p. A counter serves
-// eight elements, i % 8 being the element's place among its half words: they are the upper 16 bits
-// of the numbers, and decide unless they equal those of the threshold. Then, once in 65536, the
-// lower ones are looked at, the same place of the counter in stream 1. So p is met to 2^-32 by half
-// the arithmetic that a word for each element takes.
+// An element is kept if a 32-bit number, as a fraction of 2^32, is at least p. A counter serves
+// eight elements, and i % 8 is the element's place among its half words. These are the upper 16
+// bits of the numbers, and decide unless they equal those of the threshold. Then, once in 65536,
+// the lower 16 bits decide, from the same place of the counter in stream 1. So p is met to 2^-32
+// with half the arithmetic of one word per element.
 
 #pragma once
 

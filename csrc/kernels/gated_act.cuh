@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T>)
       store<N>(dx, i + f, dup);
     }
   }
-  if constexpr (kBias) {  // every thread takes part, those past the last column with zeros
+  if constexpr (kBias) {  // all threads take part, those past the last column with zeros
     block_column_sum(sum_gate);
     block_column_sum(sum_up);
     if (threadIdx.y == 0 && column < f) {

@@ -1,5 +1,5 @@
-// bfloat16 and float16 as the CPU loops see them: 16 bits, and conversions in plain integer and
-// fp32 arithmetic, without a branch, so that loops over them vectorise on every target. torch's own
+// bfloat16 and float16 for the CPU loops: 16 bits, and conversions in plain integer and fp32
+// arithmetic, without a branch, so that loops over them vectorise on every target. torch's own
 // scalar conversions do not.
 
 #pragma once
@@ -35,11 +35,11 @@ struct Fp16 {
   uint16_t bits;
 
   Fp16() = default;
-  // Adding a power of two whose last bit is the last bit of the result rounds as the result must
-  // be. It is 2^13 times the power of x, and never below that of the subnormals: 2^-1.
+  // Adding a power of two whose last bit is the last bit of the result gives the required rounding.
+  // It is 2^13 times the power of x, and never below that of the subnormals: 2^-1.
   TP_HD explicit Fp16(float x) {
     const int32_t u = same_bits<int32_t>(x), magnitude = u & 0x7fffffff;
-    // From 65536 on, all is infinite alike
+    // From 65536 on everything is infinite
     const int32_t finite = magnitude > 0x47800000 ? 0x47800000 : magnitude;
     int32_t power = (finite & 0x7f800000) + (13 << 23);
     power = power < 0x3f000000 ? 0x3f000000 : power;

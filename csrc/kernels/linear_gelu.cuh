@@ -1,17 +1,18 @@
-// Matrix products through cublasLt, with what follows the product done before the result leaves the
-// registers. Torch-free: pointers in, a status out; the caller brings handle, workspace and stream.
+// Matrix products through cublasLt, with the operation after the product fused into its epilogue.
+// Torch-free: pointers in, a status out; the caller supplies handle, workspace and stream.
 //
 //   linear_gelu    y = gelu_tanh(pre), pre = x w^T + b                 GELU_AUX_BIAS
 //   linear_dgelu   dpre = (dy w) * gelu_tanh'(pre), db = its sums      DGELU_BGRAD
-//   weight_grad    grad += dy^T x, grad fp32 beside half factors       beta = 1
+//   weight_grad    grad += dy^T x, grad fp32 next to half factors      beta = 1
 //
 // All matrices are row-major: element (i, j) of a matrix with leading dimension ld is [i * ld + j].
-// cublasLt's are column-major, where the same memory is the transposed matrix; so D = L R is asked
-// for as D^T = R^T L^T, with R as its A and L as its B, and a bias along the columns of D is along
-// its rows. cublasLt's GELU is the tanh form, in both directions; it has none of the exact one.
+// cublasLt's are column-major, where the same memory is the transposed matrix; so D = L R is
+// requested as D^T = R^T L^T, with R as its A and L as its B, and a bias along the columns of D is
+// along its rows. cublasLt's GELU is the tanh form, in both directions; it has none of the exact
+// form.
 //
 // Partial sums of a split product stay in fp32 (not in the output's type), so that a result is
-// rounded once. Which algorithm suits a problem is asked once and kept, on the host alone.
+// rounded once. The algorithm for a problem is looked up once and cached, on the host alone.
 
 #pragma once
 
@@ -27,7 +28,7 @@
 
 namespace tp_ext::gemm {
 
-// A matrix in row-major memory; as a factor, `transposed` means that its transpose takes part
+// A matrix in row-major memory; `transposed`: its transpose is the factor
 struct Matrix {
   const void* data;
   int64_t rows, cols, ld;  // as stored
@@ -60,8 +61,8 @@ struct Status {
   std::string message;  // what failed, with the shapes
 };
 
-// The three of the head of this file. y, pre and dpre are dense; x, dy and the weights may have a
-// longer leading dimension. pre may be null: only y is wanted.
+// The three products listed at the top of this file. y, pre and dpre are dense; x, dy and the
+// weights may have a longer leading dimension. pre may be null: only y is computed.
 inline Problem linear_gelu(const Matrix& x, const Matrix& weight, const void* bias, void* y,
                            void* pre) {
   Problem problem{x, weight, {y, x.rows, weight.rows, weight.rows, x.type}};
@@ -90,19 +91,21 @@ inline Problem weight_grad(const Matrix& dy, const Matrix& x, const Matrix& grad
   return problem;
 }
 
-// The largest power of two up to 256 that divides the address: what an algorithm may rely on
+// The largest power of two up to 256 that divides the address: the alignment promised to an
+// algorithm
 inline uint32_t alignment_of(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
   return static_cast<uint32_t>(address & (~address + 1));
 }
 
-// What cublasLt asks of a GELU's aux matrix, and of every matrix that it reads 16 bytes at a time
+// cublasLt's requirement on a GELU's aux matrix, and on every matrix that it reads 16 bytes at a
+// time
 inline bool fits_epilogue(const Problem& problem) {
   return problem.aux_ld % 8 == 0 && alignment_of(problem.bias) >= 16 &&
          alignment_of(problem.aux) >= 16 && alignment_of(problem.result.data) >= 16;
 }
 
-// All that the choice of an algorithm depends on
+// Everything that the choice of an algorithm depends on
 using Key = std::array<int64_t, 24>;
 inline Key key_of(const Problem& p, const Context& context) {
   const auto of = [](const Matrix& m) {
@@ -135,8 +138,8 @@ inline Key key_of(const Problem& p, const Context& context) {
           static_cast<int64_t>(context.workspace_bytes)};
 }
 
-// Algorithms by problem, none where there is none; forgotten all at once when there are many, as
-// where every batch has another length
+// Algorithms by problem, nullopt where there is none; cleared when there are many, as with batches
+// that all have different lengths
 class Algorithms {
  public:
   using Choice = std::optional<cublasLtMatmulAlgo_t>;

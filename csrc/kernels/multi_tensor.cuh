@@ -20,7 +20,7 @@ __device__ __forceinline__ void for_each_group(int64_t length, F f) {
     f(i, length - i < N ? static_cast<int>(length - i) : N);
 }
 
-// n elements from i on; what is behind them is zero
+// n elements from i on; the rest are zero
 template <int N, typename T>
 __device__ __forceinline__ Vec<T, N> load_group(const T* x, int64_t i, int n, bool aligned) {
   if (aligned && n == N) return load<N>(x, i);

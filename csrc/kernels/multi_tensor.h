@@ -1,12 +1,12 @@
-// Many tensors in one pass: which chunk of which tensor a block works on, and what it does there.
+// Many tensors in one pass: the tensor and the chunk of a block, and the operations on it.
 //
-// Every tensor is cut into chunks of kTensorChunk elements from its start, so that what is added to
-// what depends on the lengths alone: neither on addresses nor on the number of threads.
+// Every tensor is split into chunks of kTensorChunk elements from its start, so that the order of
+// the additions depends on the lengths alone: neither on addresses nor on the number of threads.
 //
-// Squares are taken and added in fp64. There is no scaling of the kind of BLAS's nrm2: squares of
-// fp32 and of half types neither overflow nor underflow in fp64 (1e38^2 times 1e30 elements is
-// 1e106), and they are exact in it, so that only the sum rounds. fp64 itself overflows and
-// underflows where its squares do, as torch's norm does.
+// Squares are computed and summed in fp64. There is no scaling as in BLAS's nrm2: squares of fp32
+// and of half types neither overflow nor underflow in fp64 (1e38^2 times 1e30 elements is 1e106),
+// and they are exact, so that only the sum rounds. fp64 itself overflows and underflows where its
+// squares do, as torch's norm does.
 
 #pragma once
 
@@ -18,13 +18,13 @@ constexpr int64_t kTensorChunk = 16384;
 
 TP_HD int64_t chunks_of_tensor(int64_t n) { return (n + kTensorChunk - 1) / kTensorChunk; }
 
-// Tensors of one launch, all of one dtype: they travel as a kernel argument, of 4 KB at most, so
-// that nothing is copied to the device and a captured graph holds them
+// Tensors of one launch, all of one dtype: passed as a kernel argument of at most 4 KB, so that
+// nothing is copied to the device and a captured graph holds them
 constexpr int kListTensors = 180;
 struct TensorList {
   void* data[kListTensors];
   int64_t numel[kListTensors];
-  int32_t first_chunk[kListTensors + 1];  // one more: all chunks
+  int32_t first_chunk[kListTensors + 1];  // last entry: number of all chunks
   int32_t count;
 };
 static_assert(sizeof(TensorList) <= 3968, "kernel arguments are 4 KB");

@@ -28,9 +28,9 @@ TP_HD A norm_rstd(A sum_of_squares, A n, A eps) {
 #endif
 }
 
-// What the sum of n elements had rounded off the mean, from the sum of the deviations: a constant row
-// has its constant for a mean, and deviations of 0. squares is the sum of their squares; one that
-// overflowed stays.
+// The error that rounding the sum of n elements left in the mean, from the sum of the deviations: a
+// constant row has its constant for a mean, and deviations of 0. squares is the sum of their
+// squares; an overflow stays.
 template <typename A>
 TP_HD void norm_correct(A& mean, A& squares, A sum_of_deviations, A n) {
   const A shift = sum_of_deviations / n;

@@ -1,9 +1,9 @@
-// Backward of RMSNorm and LayerNorm on CUDA (formulas in norm.h, how a row is dealt out in
-// norm_row.cuh). x and grad are read from memory once, as in norm.cuh.
+// Backward of RMSNorm and LayerNorm on CUDA (formulas in norm.h, assignment of a row to threads in
+// norm_row.cuh). x and grad are read from memory once, as in norm_fwd.cuh.
 //
-// Weight gradients: each group adds up the rows that it meets, in order, one block writes one row
-// of partial sums, and a second kernel adds those rows in order. Nothing but the launch shape
-// decides the result: no atomics.
+// Weight gradients: each group sums its rows in order, a block writes one row of partial sums, and
+// a second kernel sums those rows in order. The result depends on the launch shape only: no
+// atomics.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace tp_ext {
 
-// Adds up v over the groups of the block in order and writes element i of the block's row of
-// partial sums. Every thread of the block calls it; `owns` says whether i lies in the row.
+// Sums v over the groups of the block in order and writes element i of the block's row of partial
+// sums. Every thread of the block calls it; `owns`: whether i lies in the row.
 template <int kN, typename A>
 __device__ __forceinline__ void norm_write_partial(const Vec<A, kN>& v, A* partial, int64_t i,
                                                    bool owns, A* shared) {
@@ -34,8 +34,8 @@ __device__ __forceinline__ void norm_write_partial(const Vec<A, kN>& v, A* parti
   }
 }
 
-// The same 16 bytes, of which the compiler knows nothing: it would keep the widened elements of the
-// first pass in registers, twice as many as it has
+// The same 16 bytes, opaque to the compiler: otherwise it keeps the widened elements of the first
+// pass in registers, twice as many as there are
 template <typename T, int kN>
 __device__ __forceinline__ Vec<T, kN> norm_reread(const Vec<T, kN>& v) {
   static_assert(sizeof v == 16, "one 16-byte vector");
@@ -60,11 +60,11 @@ __device__ __forceinline__ void norm_add_to(A* sums, int64_t i, const Vec<A, kN>
   }
 }
 
-// grad_sum: added to dx, or null. dx: null if it is not wanted. partial [gridDim.x, 2 (1 without
-// kCentred), n]: sums for dw | db of each block's rows; null if not wanted, as always without
-// kParams. With kCached = 0 blocks have one group, each thread adds to its own elements of the sums,
-// and these stand in shared memory or, zeros at entry, in partial itself. Launched with 2 shared_row
-// elements of T of shared memory and, with shared_sums, a row of A for each sum.
+// grad_sum: added to dx, or null. dx: null if not needed. partial [gridDim.x, 2 (1 without
+// kCentred), n]: sums for dw | db of each block's rows; null if not needed, as always without
+// kParams. With kCached = 0 blocks have one group, each thread adds to the sums of the elements
+// that it owns, and these are in shared memory or, zeros at entry, in partial itself. Launched with
+// 2 shared_row elements of T of shared memory and, with shared_sums, a row of A for each sum.
 template <typename T, typename W, bool kCentred, int kN, int kCached, bool kParams>
 __global__ void __launch_bounds__(kNormMaxThreads, 1)
     norm_bwd_kernel(const T* __restrict__ grad, const T* __restrict__ x,
@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
   }
 }
 
-// dw[k] = the sum over p of partial[p][0][k], db[k] that of partial[p][1][k]; blockIdx.y says which
-// of the two, and gridDim.y how many there are; null: not wanted. A block is 32 columns by kNormSumRows threads.
+// dw[k] = the sum over p of partial[p][0][k], db[k] that of partial[p][1][k]; blockIdx.y selects
+// one of the gridDim.y sums; null: not needed. A block is 32 columns by kNormSumRows threads.
 constexpr int kNormSumRows = 16;
 template <typename A, typename W>
 __global__ void __launch_bounds__(32 * kNormSumRows)

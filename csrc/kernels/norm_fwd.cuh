@@ -1,5 +1,5 @@
-// Forward of RMSNorm and LayerNorm on CUDA (formulas in norm.h, how a row is dealt out in
-// norm_row.cuh). x, and the residual, are read from memory once, unless a row fits neither registers
+// Forward of RMSNorm and LayerNorm on CUDA (formulas in norm.h, assignment of a row to threads in
+// norm_row.cuh). x and the residual are read from memory once, unless a row fits neither registers
 // nor shared memory.
 
 #pragma once
@@ -8,8 +8,8 @@
 
 namespace tp_ext {
 
-// With a residual the rows are those of sum = x + residual, rounded to T and written along. Launched
-// with groups * shared_row elements of T of shared memory.
+// With a residual the rows are those of sum = x + residual, rounded to T and written in the same
+// pass. Launched with groups * shared_row elements of T of shared memory.
 template <typename T, typename W, bool kCentred, int kN, int kCached>
 __global__ void __launch_bounds__(kNormMaxThreads, 1)
     norm_fwd_kernel(const T* __restrict__ x, const T* __restrict__ residual,
@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
   T* const own =
       shared_row > 0 ? reinterpret_cast<T*>(dynamic_shared()) + threadIdx.y * shared_row : nullptr;
   Vec<T, kN> kept[kCached > 0 ? kCached : 1];
-  // All groups of a block go round the loop together, those past the last row with nothing to add:
-  // the sums are taken by whole warps
+  // All groups of a block run the same iterations, those past the last row with nothing to add: the
+  // sums need whole warps
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
        first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
     const int64_t row = first + threadIdx.y, owned = row < rows ? n : 0, start = row * n;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
       }
       return v;
     };
-    // The vector at i: in the first pass that sums, and in the later ones
+    // The vector at i: loaded in the first pass, kept or reloaded in the later ones
     const auto get_first = [&](int slot, int64_t i) {
       if constexpr (kCached > 0) return kept[slot];
       const Vec<T, kN> v = read(i);

@@ -1,11 +1,12 @@
-// How the CUDA kernels of RMSNorm and LayerNorm deal out a row of n elements to a group of threads.
+// Assignment of a row of n elements to a group of threads in the CUDA kernels of RMSNorm and
+// LayerNorm.
 //
 // A block is (width, groups) threads: `width` of them share a row, a power of two up to 32, so that
 // several rows fit in a warp, or whole warps with groups = 1. With kCached > 0 each thread keeps
 // its kCached vectors of the row in registers. With kCached = 0, for rows that are longer or not
-// aligned, it keeps its elements in shared memory where the row fits, and else reads them again in
-// each pass. A thread touches the elements that it owns alone, in registers, shared memory and
-// memory: no pass has to wait for another thread.
+// aligned, it keeps its elements in shared memory where the row fits, and otherwise reads them
+// again in each pass. A thread accesses only the elements that it owns, in registers, shared memory
+// and global memory: no pass waits for another thread.
 
 #pragma once
 
@@ -17,10 +18,10 @@ namespace tp_ext {
 
 constexpr int kNormCached = 4;  // vectors of a row per thread
 constexpr int kNormMaxThreads =
-    512;  // leaves 128 registers to a thread, for x, grad and the two sums
+    512;  // leaves 128 registers per thread, for x, grad and the two sums
 constexpr int kNormGroupThreads = 256;
 
-// How a row is dealt out; the same for forward and backward
+// Assignment of a row to threads; the same for forward and backward
 struct NormLaunch {
   int width, groups;  // the block
   bool cached;        // whether a row fits the registers, in whole vectors
@@ -40,17 +41,16 @@ inline NormLaunch norm_launch(int64_t n, bool aligned) {
   return {width, width <= 32 ? kNormGroupThreads / width : 1, cached};
 }
 
-// Where rows longer than the registers are kept: `row` elements of T of shared memory for each row
-// (0: nowhere, they are read again) and, in backward, whether the sums for dw and db stand behind
-// them
+// Storage of rows longer than the registers: `row` elements of T of shared memory for each row (0:
+// none, they are read again) and, in backward, whether the sums for dw and db follow them
 struct NormShared {
   int64_t row;
   bool sums;
   int64_t bytes;  // of a block
 };
 
-// `kept` rows of n elements for each of `groups` groups and `sums` rows of sums, as far as `limit`
-// bytes go: the sums, which cost a read and a write of every element, go without a place first.
+// `kept` rows of n elements for each of `groups` groups and `sums` rows of sums, within `limit`
+// bytes: the sums, which cost a read and a write of every element, lose their place first.
 template <typename T>
 inline NormShared norm_shared(int64_t n, int groups, int kept, int sums, int64_t limit) {
   const int64_t row = (n + 15) / 16 * 16, rows = groups * kept * row * int64_t{sizeof(T)};
@@ -61,14 +61,14 @@ inline NormShared norm_shared(int64_t n, int groups, int kept, int sums, int64_t
 }
 
 #ifdef __CUDACC__
-// That memory; tests on a host bring their own
+// That memory; tests on a host supply their own
 __device__ __forceinline__ unsigned char* dynamic_shared() {
   extern __shared__ __align__(16) unsigned char memory[];
   return memory;
 }
 #endif
 
-// The sum over the threads of a row, which all get it; every thread of the block takes part
+// The sum over the threads of a row, returned to all of them; every thread of the block takes part
 template <typename A>
 __device__ __forceinline__ A norm_row_sum(A x, A* scratch) {
   if (blockDim.x > 32) return block_reduce(x, Sum(), A(0), scratch);

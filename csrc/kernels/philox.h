@@ -1,8 +1,7 @@
 // Counter-based random numbers: every draw is a pure function of (seed, index of the element in the
 // full tensor), so a rank draws exactly its slice. Philox4x32-10, Salmon et al., "Parallel random
-// numbers: as easy as 1, 2, 3", SC'11. One counter gives four 32-bit words. What is drawn in whole
-// words, as weights are, has word i % 4 of counter i / 4 for element i; dropout has 16 bits of them
-// (dropout.h).
+// numbers: as easy as 1, 2, 3", SC'11. One counter gives four 32-bit words. Weights use whole
+// words: element i has word i % 4 of counter i / 4; dropout uses 16 bits per element (dropout.h).
 
 #pragma once
 
@@ -32,7 +31,7 @@ TP_HD PhiloxWords philox4x32(uint64_t seed, uint64_t counter, uint32_t stream = 
   return {{c0, c1, c2, c3}};
 }
 
-// Where a local element stands in the full tensor: a slice of one dim of a contiguous tensor, seen
+// Position of a local element in the full tensor: a slice of one dim of a contiguous tensor, viewed
 // as [outer, inner] with local_inner of the full_inner elements of each row, from `offset` on.
 struct GlobalIndex {
   int64_t local_inner, full_inner, offset;

@@ -14,7 +14,7 @@ template <typename T, typename Draw>
 __global__ void random_fill_kernel(T* self, int64_t n, const int64_t* seed_ptr, Draw draw,
                                    GlobalIndex index) {
   const uint64_t seed = static_cast<uint64_t>(*seed_ptr);
-  // local_inner elements, starting anywhere within a counter, touch at most this many
+  // local_inner elements that start anywhere within a counter touch at most this many counters
   const int64_t counters = (index.local_inner + 6) / 4;
   grid_stride(n / index.local_inner * counters, 1, [&](int64_t item) {
     const int64_t row = divide(item, counters), start = row * index.local_inner;

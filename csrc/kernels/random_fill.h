@@ -56,7 +56,7 @@ TP_HD CosSin cos_sin_turn(uint32_t word) {
                       ((rest + 0.5) * 9.31322574615478515625e-10) * 1.57079632679489661923);
 }
 
-// The distributions. Of a word, or of the two words of a pair of elements, they make the values.
+// The distributions: each maps a word, or the two words of a pair of elements, to values.
 
 struct Uniform {
   static constexpr bool kPairs = false;

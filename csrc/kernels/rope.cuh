@@ -1,7 +1,7 @@
 // Rotary embedding on CUDA: one read and one write of x; cos and sin of a token are shared by its
-// heads and come from cache. A thread turns N pairs (or copies N elements of the rest): N of 16
-// bytes where everything is aligned, else 1. threadIdx.y counts tokens, threadIdx.x work in a
-// token.
+// heads and come from cache. A thread rotates N pairs (or copies N of the other elements): N
+// elements are 16 bytes where everything is aligned, otherwise N = 1. threadIdx.y counts tokens,
+// threadIdx.x work within a token.
 
 #pragma once
 
@@ -33,10 +33,10 @@ __device__ __forceinline__ void rotate_pairs(const T* x, const acc_t<T>* cos, co
   for (int j = 0; j < N; ++j) {
     // Element e of the 2 N interleaved ones is in[e / N].v[e % N]
     const int a = kInterleaved ? 2 * j : j, b = kInterleaved ? 2 * j + 1 : N + j;
-    const auto turned =
+    const auto rotated =
         rotate(to_acc(in[a / N].v[a % N]), to_acc(in[b / N].v[b % N]), c.v[j], sign * s.v[j]);
-    out[a / N].v[a % N] = from_acc<T>(turned.first);
-    out[b / N].v[b % N] = from_acc<T>(turned.second);
+    out[a / N].v[a % N] = from_acc<T>(rotated.first);
+    out[b / N].v[b % N] = from_acc<T>(rotated.second);
   }
   store(y, low, out[0]);
   store(y, high, out[1]);
@@ -60,7 +60,7 @@ template <typename T, int N, bool kInterleaved, typename InRange>
 __global__ void rope_kernel(const T* x, const acc_t<T>* cos, const acc_t<T>* sin,
                             const int64_t* positions, T* y, RopeShape s, acc_t<T> sign,
                             InRange in_range) {
-  const int64_t turns = s.half / N, per_head = turns + (s.head_dim - 2 * s.half) / N;
+  const int64_t rotations = s.half / N, per_head = rotations + (s.head_dim - 2 * s.half) / N;
   const int64_t work = s.heads * per_head;
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; t < s.tokens;
        t += static_cast<int64_t>(gridDim.x) * blockDim.y) {
@@ -70,11 +70,11 @@ __global__ void rope_kernel(const T* x, const acc_t<T>* cos, const acc_t<T>* sin
       const int64_t h = divide(item, per_head), k = item - h * per_head;
       const T* from = x + token.start + h * s.head_stride;
       T* to = y + (t * s.heads + h) * s.head_dim;
-      if (k < turns) {
+      if (k < rotations) {
         rotate_pairs<T, N, kInterleaved>(from, cos + token.row * s.half, sin + token.row * s.half,
                                          sign, k * N, s.half, to);
       } else {
-        const int64_t i = 2 * s.half + (k - turns) * N;
+        const int64_t i = 2 * s.half + (k - rotations) * N;
         store(to, i, load<N>(from, i));
       }
     }

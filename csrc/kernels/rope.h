@@ -1,6 +1,6 @@
-// Rotary embedding of one pair: (a, b) turned by the angle whose cosine and sine are given. The
-// first r of head_dim elements turn, r = 2 * (columns of cos): pairs (i, i + r / 2), or (2i, 2i +
-// 1) if interleaved; the rest passes through. The inverse turns by the negative angle.
+// Rotary embedding of one pair: (a, b) rotated by the angle with the given cosine and sine. The
+// first r of head_dim elements are rotated, r = 2 * (columns of cos): pairs (i, i + r / 2), or (2i,
+// 2i + 1) if interleaved; the rest is copied. The inverse rotates by the negative angle.
 
 #pragma once
 
@@ -19,7 +19,7 @@ TP_HD Pair<A> rotate(A a, A b, A cos, A sin) {
   return {a * cos - b * sin, b * cos + a * sin};
 }
 
-// What pair i turns by from one position to the next: base^(-2 i / r), half = r / 2
+// Rotation of pair i from one position to the next: base^(-2 i / r), half = r / 2
 TP_HD double rope_frequency(double base, int64_t i, int64_t half) {
   const double exponent = -static_cast<double>(i) / static_cast<double>(half);
 #ifdef __CUDA_ARCH__
@@ -29,14 +29,14 @@ TP_HD double rope_frequency(double base, int64_t i, int64_t half) {
 #endif
 }
 
-// The frequency of pair i where the caller gives all of them: by value, as an argument of a kernel
+// The frequency of pair i from a list given by the caller: by value, as a kernel argument
 struct RopeFrequencies {
   static constexpr int64_t kMost = 256;
   double values[kMost];
   TP_HD double operator()(int64_t i) const { return values[i]; }
 };
 
-// .. and where they are a geometric series
+// The frequency of pair i from a geometric series
 struct RopeSeries {
   double base;
   int64_t half;
@@ -51,7 +51,7 @@ struct RopeShape {
 };
 
 struct RopeToken {
-  int64_t start, row;  // of its first head in x; its row of the tables
+  int64_t start, row;  // start of its first head in x; its row of the tables
 };
 
 // Without positions (nullptr) the tokens of every sequence use rows 0, 1, 2, ..

@@ -1,5 +1,6 @@
 // Scalars on host and device: the accumulation type of each storage type, conversions, exp.
-// Host code in this folder is written in plain loops that the compiler vectorises (cpu/multiversion.h).
+// Host code in this folder is written in plain loops that the compiler vectorises
+// (cpu/multiversion.h).
 
 #pragma once
 
@@ -12,7 +13,7 @@
 #include <cuda_fp16.h>
 #define TP_HD __host__ __device__ __forceinline__
 #elif defined(__GNUC__)
-// Inlined for certain: a function that is not would miss the vector clones of its caller
+// Always inlined: a function that is not would not be compiled for its caller's ISA
 // (cpu/multiversion.h)
 #define TP_HD inline __attribute__((always_inline))
 #else
@@ -103,9 +104,9 @@ TP_HD float exp_of(float x) {
 #endif
 }
 
-// e^x for x <= 0, relative error 1.2e-7, 0 below -87.7. Softmax and the activations need no
-// more, and without the range above 1 the loops of exp_of shrink by a third: n + 127, of x = n ln 2 + r, is the
-// exponent field of 2^n as it stands, and -127 makes it 0.
+// e^x for x <= 0, relative error 1.2e-7, 0 below -87.7. Enough for softmax and the activations, and
+// without the range above 1 the loops of exp_of shrink by a third: n + 127, of x = n ln 2 + r, is
+// the exponent field of 2^n as it stands, and -127 makes it 0.
 TP_HD double exp_down(double x) { return exp_of(x); }
 TP_HD float exp_down(float x) {
 #ifdef __CUDA_ARCH__

@@ -1,5 +1,5 @@
 // Truncated normal values by the inverse of the distribution function: each element is a function
-// of one Philox word, u = (word + 1/2) / 2^32, and lies in [low, high] whatever is rounded.
+// of one Philox word, u = (word + 1/2) / 2^32, and lies in [low, high] despite rounding.
 //
 // In units of the standard deviation the bounds are a < b. Q(z) is the probability of more than z.
 // A bound is reached from the tail on its own side, so that no small probability is a difference of
@@ -8,9 +8,9 @@
 //   a < 0 < b   q = Q(|a|) + u (Q(a) - Q(b)), or, where that is above 1/2, its complement
 //   0 <= a      q = Q(a) t,  t = 1 - u + u r,  r = Q(b) / Q(a);  b <= 0 is its mirror image
 //
-// and z = Q^-1(q) by Wichura's rational functions (AS 241, Applied Statistics 37, 1988), of q in the
-// middle and of sqrt(-log q) in the tails, where log q = log Q(a) + log t never underflows. Behind
-// 37 standard deviations, where they end: z = a + w with w from z^2 / 2 + log(z / A(z)) =
+// and z = Q^-1(q) by Wichura's rational functions (AS 241, Applied Statistics 37, 1988), of q in
+// the middle and of sqrt(-log q) in the tails, where log q = log Q(a) + log t never underflows.
+// Beyond 37 standard deviations, where they end: z = a + w with w from z^2 / 2 + log(z / A(z)) =
 // a^2 / 2 + log(a / A(a)) - log t, A(z) = z Q(z) / density(z) = 1 - 1 / z^2 + 3 / z^4 .., by
 // iteration. Where the density changes by less than a step of u within [a, b]: uniform.
 //
@@ -23,7 +23,7 @@
 
 namespace tp_ext {
 
-// first ? a : b without a branch, into which a compiler would move what leads to a and b
+// first ? a : b without a branch, into which a compiler would move the computation of a and b
 TP_HD double choose(bool first, double a, double b) {
   uint64_t x, y;
   std::memcpy(&x, &a, sizeof x);
@@ -32,7 +32,7 @@ TP_HD double choose(bool first, double a, double b) {
 }
 
 // c[0][k] + c[1][k] x + .. + c[7][k] x^7, k = 0 if first, 1 if second, else 2. Coefficients are
-// chosen, not values, and nothing is a loop or a branch, so that the caller's loop vectorises.
+// selected, not values, and nothing is a loop or a branch, so that the caller's loop vectorises.
 TP_HD double polynomial(const double (&c)[8][3], bool first, bool second, double x) {
   const auto of = [&](int i) { return choose(first, c[i][0], choose(second, c[i][1], c[i][2])); };
   double value = ::fma(of(7), x, of(6));
@@ -68,7 +68,8 @@ TP_HD double far_ratio(double z) {
 
 constexpr double kFar = 37;
 
-// density(z) / Q(z), z >= 0, a few ulp. Behind a division, so that no compiler fuses it into a sum
+// density(z) / Q(z), z >= 0, a few ulp. The result of a division, so that no compiler fuses it into
+// a sum
 inline double hazard(double z) {
   if (z > kFar) return z / far_ratio(z);
   const double square = z * z;
@@ -127,7 +128,7 @@ TP_HD double far_quantile(double t, double c) {
   return w;
 }
 
-// How z is found
+// The three ways of computing z
 enum class Truncation { kQuantile, kFar, kUniform };
 
 struct TruncatedNormal {
@@ -139,7 +140,7 @@ struct TruncatedNormal {
   double bound, c;    // far out: the nearer bound, and its distance from the mean
 };
 
-// The distribution, of one word
+// The distribution as a function of one word
 template <Truncation kBy>
 struct TruncatedDraw {
   static constexpr bool kPairs = false;
@@ -160,7 +161,7 @@ struct TruncatedDraw {
   }
 };
 
-// The constants of [low, high], clamped to [type_low, type_high] within. Host only, once a fill.
+// The constants of [low, high], clamped to [type_low, type_high]. Host only, once per fill.
 inline TruncatedNormal truncated_normal(double mean, double std, double low, double high,
                                         double type_low, double type_high) {
   const double infinity = HUGE_VAL;
@@ -207,7 +208,7 @@ inline TruncatedNormal truncated_normal(double mean, double std, double low, dou
   return draw;
 }
 
-// Calls f(draw) with the draw that the constants are for
+// Calls f(draw), the draw that matches the constants
 template <typename F>
 void with_truncated_draw(const TruncatedNormal& n, F f) {
   if (n.by == Truncation::kQuantile) return f(TruncatedDraw<Truncation::kQuantile>{n});

@@ -3,8 +3,7 @@
 // in a fixed order), backward reads and writes it once. Never materialised: softmax, fp32 logits.
 //
 // Rows start at any address (a vocabulary of 50257 makes every second one odd): up to 15 bytes are
-// peeled off the front so that the body goes in 16-byte accesses, and what is left behind is the
-// tail.
+// peeled off the front so that the body uses 16-byte accesses; the remainder is the tail.
 
 #pragma once
 
@@ -37,7 +36,7 @@ __device__ __forceinline__ RowCut cut_row(const T* row, int64_t n) {
   return {head, head + (n - head) / kVec<T> * kVec<T>};
 }
 
-// Loads under way at once per thread, to hide the latency of memory
+// Loads in flight per thread, to hide the latency of memory
 constexpr int kCeUnroll = 4;
 
 template <typename T, int N>
@@ -68,7 +67,8 @@ __device__ __forceinline__ CeStats<A> block_merge(const CeStats<A>& mine, A* scr
 }
 
 // stats [rows, 4]. in_range(ok) asserts that a target is valid or ignored. With width >= 0 stats is
-// [rows + 1, 4], the last row that of the shard, and ce_check_kernel finds targets that are too large.
+// [rows + 1, 4], the last row that of the shard, and ce_check_kernel finds targets that are too
+// large.
 template <typename T, typename InRange>
 __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride, int64_t rows,
                                 int64_t vocab_local, const int64_t* __restrict__ target,
@@ -116,7 +116,7 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
   }
 }
 
-// Of stats [ranks, rows + 1, 4]: agree(ok) asserts that the ranks' columns make up one vocabulary,
+// On stats [ranks, rows + 1, 4]: agree(ok) asserts that the ranks' columns make up one vocabulary,
 // in_range(ok) that a target is in it or ignored. A thread per row.
 template <typename A, typename Agree, typename InRange>
 __global__ void ce_check_kernel(const A* __restrict__ stats, int64_t ranks, int64_t rows,
@@ -126,7 +126,7 @@ __global__ void ce_check_kernel(const A* __restrict__ stats, int64_t ranks, int6
   grid_stride(rows, 1, [&](int64_t r) {
     const int64_t t = target[r];
     const bool ok = (t >= 0 && t < vocab_size) || t == ignore_index;
-    if (!ok) agree(shards_agree(stats, ranks, rows));  // the cause, where both are wrong
+    if (!ok) agree(shards_agree(stats, ranks, rows));  // the cause, if both are wrong
     in_range(ok);
   });
 }
@@ -149,8 +149,8 @@ __global__ void ce_loss_kernel(const A* __restrict__ stats, int64_t ranks, int64
   });
 }
 
-// dlogits may be logits: each element is read and written by one thread, the target's included, so
-// neither pointer is __restrict__.
+// dlogits may alias logits: each element is read and written by one thread, the target's included,
+// so neither pointer is __restrict__.
 template <typename T>
 __global__ void ce_bwd_kernel(const acc_t<T>* __restrict__ grad, const T* logits,
                               int64_t row_stride, T* dlogits, int64_t grad_stride, int64_t rows,
@@ -171,7 +171,7 @@ __global__ void ce_bwd_kernel(const acc_t<T>* __restrict__ grad, const T* logits
       return from_acc<T>(i == hit ? row.at_target(to_acc(value)) : row(to_acc(value)));
     };
 
-    // Vectors need the two rows equally far from a 16-byte boundary
+    // Vectors require both rows equally far from a 16-byte boundary
     RowCut cut = cut_row(x, width);
     if ((reinterpret_cast<uintptr_t>(x) - reinterpret_cast<uintptr_t>(dx)) % kVecBytes != 0) {
       cut = {0, 0};

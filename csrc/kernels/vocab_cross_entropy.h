@@ -1,12 +1,12 @@
-// Cross entropy over a vocabulary cut among ranks: the formulas, one row at a time.
+// Cross entropy over a sharded vocabulary: the formulas, one row at a time.
 //
 // With M = max x, S = sum exp(x - M) over the full vocabulary of V, lse = M + log S, t the target:
 //   loss       = (1 - eps) (lse - x_t) + eps (lse - sum x / V) + z lse^2
 //   d loss/d x_j = softmax_j (1 + 2 z lse) - (1 - eps) [j == t] - eps / V
 // Each rank contributes four numbers per row; the softmax is never stored.
 //
-// lse travels as the pair (M, log S): near |M| = 1000 one fp32 number would lose the digits that
-// the loss of a confident row, and every probability, consist of.
+// lse is exchanged as the pair (M, log S): near |M| = 1000 one fp32 number would lose the digits
+// that determine the loss of a confident row, and every probability.
 
 #pragma once
 
@@ -21,10 +21,10 @@ struct CeStats {
   A max, sum_exp, target, sum;
 };
 
-// A row that follows those of each rank when several exchange them: the number of columns that the
-// rank holds, and the size of the full vocabulary as it was given there. So a vocabulary sharded or
-// given differently on some rank is an error on all of them. Each number in two halves, which fp32
-// holds exactly.
+// An extra row after those of each rank when several ranks exchange rows: the number of columns
+// that the rank holds, and the size of the full vocabulary given to it. So a vocabulary sharded or
+// given differently on some rank is an error on all of them. Each number is split into two halves,
+// which fp32 represents exactly.
 constexpr int64_t kCeHalf = int64_t{1} << 20;
 
 struct CeShard {
@@ -39,7 +39,7 @@ TP_HD void put_shard_row(A* row, CeShard shard) {
   row[3] = static_cast<A>(shard.vocab_size % kCeHalf);
 }
 
-// The row of one rank, behind its `rows` others: stats [ranks, rows + 1, 4]
+// The extra row of one rank, after its `rows` others: stats [ranks, rows + 1, 4]
 template <typename A>
 TP_HD CeShard shard_of(const A* stats, int64_t rows, int64_t rank) {
   const A* row = stats + 4 * (rank * (rows + 1) + rows);
@@ -47,8 +47,8 @@ TP_HD CeShard shard_of(const A* stats, int64_t rows, int64_t rank) {
           static_cast<int64_t>(row[2]) * kCeHalf + static_cast<int64_t>(row[3])};
 }
 
-// Whether the ranks' columns make up one vocabulary: of one size, and either in the widths of
-// torch.tensor_split or in equal ones
+// Whether the ranks' columns make up one vocabulary: of one size, and either with the widths of
+// torch.tensor_split or with equal ones
 template <typename A>
 TP_HD bool shards_agree(const A* stats, int64_t ranks, int64_t rows) {
   const CeShard first = shard_of(stats, rows, 0);
@@ -72,7 +72,7 @@ TP_HD CeStats<A> no_columns() {
   return {minus_inf<A>(), A(0), A(0), A(0)};
 }
 
-// What to subtract before exp: -inf - -inf would make a NaN of columns that merely are masked out
+// The number to subtract before exp: -inf - -inf would turn columns that are merely masked into NaN
 template <typename A>
 TP_HD A exp_shift(A max) {
   return max == minus_inf<A>() ? A(0) : max;
@@ -84,7 +84,7 @@ TP_HD A rescale(A sum_exp, A from, A to) {
   return from == to ? sum_exp : sum_exp * exp_of(from - to);
 }
 
-// A NaN never wins the maximum; it lives on in sum_exp, from which everything follows.
+// A NaN never becomes the maximum; it survives in sum_exp, which every result depends on.
 template <typename A>
 TP_HD void merge(CeStats<A>& into, const CeStats<A>& other) {
   const A max = other.max > into.max ? other.max : into.max;
@@ -109,15 +109,15 @@ TP_HD double log_of(double x) {
 #endif
 }
 
-// What the loss adds to plain cross entropy
+// The terms that the loss adds to plain cross entropy
 template <typename A>
 struct CeOptions {
   A label_smoothing, z_loss, vocab_size;
 };
 
-// The loss of a row from its statistics over the full vocabulary. Terms that are off are left out
-// rather than multiplied by 0: with masked (-inf) logits that would be a NaN. In fp64, once a row,
-// so that the loss is rounded once.
+// The loss of a row from its statistics over the full vocabulary. Disabled terms are left out
+// rather than multiplied by 0: with masked (-inf) logits that would be a NaN. In fp64, once per
+// row, so that the loss is rounded once.
 template <typename A>
 TP_HD A ce_loss(const CeStats<A>& s, const CeOptions<A>& options) {
   const double max = s.max, log_sum = log_of(static_cast<double>(s.sum_exp));
@@ -145,7 +145,7 @@ struct CeRowGrad {
 
   // The exponent is at most 0: no x is above max, and log_sum is the logarithm of at least 1
   TP_HD A operator()(A x) const { return less(x, everywhere); }
-  // At the target, where a probability near 1 all but cancels: product and difference rounded once
+  // At the target a probability near 1 almost cancels: product and difference are rounded once
   TP_HD A at_target(A x) const { return less(x, everywhere + hit); }
 
  private:

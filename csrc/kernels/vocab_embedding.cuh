@@ -23,12 +23,12 @@ __global__ void embedding_fwd_kernel(const T* __restrict__ weight, const Id* __r
                                      int64_t tokens, int64_t hidden, int64_t vocab_start,
                                      int64_t vocab_local, int64_t vocab_size, T* __restrict__ y,
                                      InRange in_range) {
-  const int64_t pieces = (hidden + kWarp * N - 1) / (kWarp * N);
+  const int64_t warps_per_row = (hidden + kWarp * N - 1) / (kWarp * N);
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
   const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
-  for (int64_t item = warp; item < tokens * pieces; item += warps) {
-    const int64_t token = item / pieces;
-    const int64_t column = (item % pieces * kWarp + threadIdx.x % kWarp) * N;
+  for (int64_t item = warp; item < tokens * warps_per_row; item += warps) {
+    const int64_t token = item / warps_per_row;
+    const int64_t column = (item % warps_per_row * kWarp + threadIdx.x % kWarp) * N;
     const int64_t id = ids[token], row = id - vocab_start;
     in_range(id >= 0 && id < vocab_size);
     if (column >= hidden) continue;
@@ -43,7 +43,7 @@ __global__ void embedding_fwd_kernel(const T* __restrict__ weight, const Id* __r
   }
 }
 
-// The local row of each id, num_rows for ids of other ranks, which thus sort to the end
+// The local row of each id; num_rows for ids of other ranks, which sorts them to the end
 template <typename Id>
 __global__ void embedding_rows_kernel(const Id* __restrict__ ids, int64_t tokens,
                                       int64_t vocab_start, int64_t vocab_local, int64_t num_rows,
@@ -54,21 +54,21 @@ __global__ void embedding_rows_kernel(const Id* __restrict__ ids, int64_t tokens
   });
 }
 
-// dweight [num_rows, hidden], zero on entry. rows is sorted and positions tells which token each
-// entry came from. A warp owns 32 vectors of columns of the segment that begins at its entry; warps
-// elsewhere in a segment leave.
+// dweight [num_rows, hidden], zero on entry. rows is sorted, and positions gives the token of each
+// entry. A warp owns 32 vectors of columns of the segment that begins at its entry; warps at other
+// entries of a segment return.
 template <int N, typename T>
 __global__ void embedding_bwd_kernel(const T* __restrict__ grad, const int64_t* __restrict__ rows,
                                      const int64_t* __restrict__ positions, int64_t tokens,
                                      int64_t hidden, int64_t num_rows, T* __restrict__ dweight) {
   using A = acc_t<T>;
-  constexpr int kUnroll = 4;  // gradient rows under way at once: a frequent id makes a long segment
-  const int64_t pieces = (hidden + kWarp * N - 1) / (kWarp * N);
+  constexpr int kUnroll = 4;  // gradient rows in flight: a frequent id makes a long segment
+  const int64_t warps_per_row = (hidden + kWarp * N - 1) / (kWarp * N);
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
   const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
-  for (int64_t item = warp; item < tokens * pieces; item += warps) {
-    const int64_t begin = item / pieces, row = rows[begin];
-    const int64_t column = (item % pieces * kWarp + threadIdx.x % kWarp) * N;
+  for (int64_t item = warp; item < tokens * warps_per_row; item += warps) {
+    const int64_t begin = item / warps_per_row, row = rows[begin];
+    const int64_t column = (item % warps_per_row * kWarp + threadIdx.x % kWarp) * N;
     if (row == num_rows || (begin > 0 && rows[begin - 1] == row) || column >= hidden) continue;
     A sum[N];
 #pragma unroll

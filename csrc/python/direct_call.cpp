@@ -1,4 +1,4 @@
-// Which operators Python calls without boxing, each with the signature of its implementation.
+// The operators that Python calls without boxing, each with the signature of its implementation.
 
 #include "python/direct_call.h"
 

@@ -1,10 +1,10 @@
 // A Python function that calls one operator without boxing: its arguments are read from Python one
-// by one and handed to the typed operator, through the dispatcher as ever. torch.ops parses the
+// by one and passed to the typed operator, still through the dispatcher. torch.ops parses the
 // schema, fills a stack of IValues and unpacks it again, which costs a fifth of a small linear.
 //
-// It reads what layers pass: plain tensors, None, str, bool, int, float and lists of int, by
-// position, one for each argument of the schema. Everything else (tensor subclasses, symbolic
-// integers, keywords, a torch function mode, and what is simply wrong) it leaves to torch.ops.
+// It reads the arguments that layers pass: plain tensors, None, str, bool, int, float and lists of
+// int, by position, one per argument of the schema. Everything else (tensor subclasses, symbolic
+// integers, keywords, a torch function mode, wrong arguments) goes to torch.ops.
 
 #pragma once
 
@@ -23,8 +23,8 @@
 
 namespace tp_ext {
 
-// How an argument of the operator is held during the call. read() tells whether it is one of ours;
-// what it holds may point into the Python object, which the caller keeps.
+// Storage of one argument during the call. read() returns whether this type can hold the object;
+// the value may point into the Python object, which the caller keeps alive.
 template <typename T>
 struct Argument;
 
@@ -136,7 +136,8 @@ struct Argument<Sizes> {
   Sizes pass() const { return given ? Sizes(held) : Sizes(); }
 };
 
-// What a Python function made here calls: the operator, or `overload`, the same one of torch.ops
+// The targets of a Python function made here: the typed operator, and `overload`, the same operator
+// of torch.ops
 template <typename Signature>
 struct Target;
 
@@ -172,8 +173,8 @@ struct Target<Tensor(Args...)> {
   }
 };
 
-// The function for "tp_ext::<name>", a new reference. It lives as long as the process: so does what
-// it refers to.
+// The function for "tp_ext::<name>", a new reference. It is never freed, and neither is the data
+// that it refers to.
 template <typename Signature>
 PyObject* direct_call(const char* name, PyObject* overload) {
   const auto call = &Target<Signature>::call;

@@ -1,6 +1,6 @@
-// The Python extension module: importing it loads the operators; it tells how it was built, size and
-// rank of a group by its name, and what has been counted of collectives; Python functions that call
-// operators without boxing; the backend of shared memory.
+// The Python extension module. Importing it loads the operators. It also exports the build's
+// options, size and rank of a group by its name, the collective counters, functions that call
+// operators without boxing, and the shared-memory backend.
 
 #include <pybind11/chrono.h>
 #include <torch/extension.h>

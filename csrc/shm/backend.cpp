@@ -75,11 +75,11 @@ ShmBackend::Work ShmBackend::all_reduce(const Tensor& t, const c10d::ReduceOp& o
   Buffers buffers{{}, results, {}};
   buffers.keep.push_back(buffers.outputs.add(t, true));
   void* at = data(buffers.keep[0]);
-  std::unique_ptr<Call> call;
-  if (elements.bytes() <= std::min(AllReduce::kMostBytes, party().slot_bytes()))
-    call = std::make_unique<AllReduce>(party(), at, at, elements);
+  std::unique_ptr<Collective> call;
+  if (elements.bytes() <= std::min(AllReduce::kMostBytes, member().slot_bytes()))
+    call = std::make_unique<AllReduce>(member(), at, at, elements);
   else
-    call = std::make_unique<ChunkedAllReduce>(party(), at, at, elements);
+    call = std::make_unique<ChunkedAllReduce>(member(), at, at, elements);
   return run(std::move(call), std::move(buffers), terms);
 }
 
@@ -91,7 +91,7 @@ ShmBackend::Work ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions&
   const Tensor in = buffers.keep[0];
   const Tensor out = root == getRank() ? buffers.outputs.add(t, true) : in;
   buffers.keep.push_back(out);
-  auto call = std::make_unique<Reduce>(party(), data(in), data(out), elements, root);
+  auto call = std::make_unique<Reduce>(member(), data(in), data(out), elements, root);
   return run(std::move(call), std::move(buffers), terms(opts, OpType::REDUCE));
 }
 
@@ -122,10 +122,10 @@ ShmBackend::Work ShmBackend::scatter_sums(const Tensor& out, const Tensor& in,
                     " elements must be ", getSize(), " times those of output_tensor, ",
                     out.numel());
   const Tensor flat = in.contiguous().view(-1);
-  Tensors pieces;
+  Tensors blocks;
   for (int rank = 0; rank < getSize(); ++rank)
-    pieces.push_back(flat.narrow(0, rank * out.numel(), out.numel()));
-  return scatter_sums(out, pieces, op, terms);
+    blocks.push_back(flat.narrow(0, rank * out.numel(), out.numel()));
+  return scatter_sums(out, blocks, op, terms);
 }
 
 ShmBackend::Work ShmBackend::scatter_sums(const Tensor& out, const Tensors& in,
@@ -135,34 +135,35 @@ ShmBackend::Work ShmBackend::scatter_sums(const Tensor& out, const Tensors& in,
   Buffers buffers{{}, {out}, {}};
   const Tensor dense = buffers.outputs.add(out, false);
   buffers.keep.push_back(dense);
-  std::vector<const void*> pieces;
+  std::vector<const void*> blocks;
   std::vector<int64_t> counts;
   Elements like = elements_of(out, operation_of(op));
   like.count = 0;
-  for (const Tensor& piece : in) {
-    check_same(piece, out);
-    buffers.keep.push_back(piece.contiguous());
-    pieces.push_back(data(buffers.keep.back()));
-    counts.push_back(bytes_of(piece) / like.size);
+  for (const Tensor& block : in) {
+    check_same(block, out);
+    buffers.keep.push_back(block.contiguous());
+    blocks.push_back(data(buffers.keep.back()));
+    counts.push_back(bytes_of(block) / like.size);
     like.count += counts.back();
   }
-  auto call = std::make_unique<ReduceScatter>(party(), std::move(pieces), data(dense),
+  auto call = std::make_unique<ReduceScatter>(member(), std::move(blocks), data(dense),
                                               std::move(counts), like);
   return run(std::move(call), std::move(buffers), terms);
 }
 
 ShmBackend::Work ShmBackend::barrier(const c10d::BarrierOptions& opts) {
-  return run(std::make_unique<Barrier>(party()), {}, terms(opts, OpType::BARRIER));
+  return run(std::make_unique<Barrier>(member()), {}, terms(opts, OpType::BARRIER));
 }
 
-// Every barrier here names who is missing
+// Every barrier of this backend names the missing ranks
 void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
   c10d::BarrierOptions now = opts;
   now.asyncOp = false;
   barrier(now);
 }
 
-ShmBackend::Work ShmBackend::run(std::unique_ptr<Call> call, Buffers buffers, const Terms& terms) {
+ShmBackend::Work ShmBackend::run(std::unique_ptr<Collective> call, Buffers buffers,
+                                 const Terms& terms) {
   auto task = std::make_shared<Task>();
   task->call = std::move(call);
   task->deadline = deadline_in(terms.timeout == c10d::kUnsetTimeout ? timeout_ : terms.timeout);

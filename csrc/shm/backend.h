@@ -25,9 +25,9 @@ class ShmBackend : public c10d::Backend {
   void setTimeout(milliseconds timeout) override { timeout_ = timeout; }
   uint64_t getSequenceNumberForGroup() override { return engine_->calls(); }
   void setSequenceNumberForGroup() override {}
-  void abort() override { engine_->give_up("the group was aborted"); }
+  void abort() override { engine_->abort_group("the group was aborted"); }
 
-  // What combines elements, and the barrier: backend.cpp
+  // Reductions and the barrier: backend.cpp
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
   Work allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
   Work reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
@@ -40,7 +40,7 @@ class ShmBackend : public c10d::Backend {
   Work barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
-  // What moves them: backend_moves.cpp
+  // Data movement: backend_data_movement.cpp
   Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   Work allgather(std::vector<Tensors>& out, Tensors& in,
                  const c10d::AllgatherOptions& opts) override;
@@ -60,7 +60,7 @@ class ShmBackend : public c10d::Backend {
   Work recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  // What a call does with tensors: those to keep until it is done, those to copy back then
+  // The tensors of a call: those to keep alive until it is done, and the results to copy back then
   struct Buffers {
     Tensors keep, results;
     Outputs outputs;
@@ -75,7 +75,7 @@ class ShmBackend : public c10d::Backend {
     return {type, opts.asyncOp || !last, opts.timeout};  // all but the last in the background
   }
 
-  Party party() { return engine_->party(); }
+  Member member() { return engine_->member(); }
   int checked_rank(int64_t rank, const char* name) const;
   void check_count(size_t n, const char* name) const;
 
@@ -91,14 +91,14 @@ class ShmBackend : public c10d::Backend {
   template <typename Issue>
   static Work each(size_t n, Issue issue);
 
-  Work run(std::unique_ptr<Call> call, Buffers buffers, const Terms& terms);
+  Work run(std::unique_ptr<Collective> call, Buffers buffers, const Terms& terms);
   Work transfer(int peer, int tag, Buffers buffers, c10d::OpType type);
 
   const std::shared_ptr<Engine> engine_;
   milliseconds timeout_;
 };
 
-// Calls end in turn: when the last has, all have
+// Calls end in order: when the last has ended, all have
 template <typename Issue>
 ShmBackend::Work ShmBackend::each(size_t n, Issue issue) {
   TORCH_CHECK_VALUE(n > 0, "tensors: there must be at least one");
@@ -107,7 +107,7 @@ ShmBackend::Work ShmBackend::each(size_t n, Issue issue) {
   return work;
 }
 
-// What torch calls for each process group. Raises on every rank if they are not on one host.
+// torch calls this for each process group. Raises on every rank if the ranks are not on one host.
 c10::intrusive_ptr<c10d::Backend> create_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                  int rank, int size,
                                                  std::chrono::milliseconds timeout,

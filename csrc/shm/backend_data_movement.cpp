@@ -17,7 +17,7 @@ ShmBackend::Work ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOp
   const Tensor dense = buffers.outputs.add(only(tensors), root == getRank());
   buffers.keep.push_back(dense);
   auto call =
-      std::make_unique<Broadcast>(party(), data(dense), bytes_of(dense), type_of(dense), root);
+      std::make_unique<Broadcast>(member(), data(dense), bytes_of(dense), type_of(dense), root);
   return run(std::move(call), std::move(buffers), terms(opts, OpType::BROADCAST));
 }
 
@@ -30,8 +30,8 @@ ShmBackend::Work ShmBackend::allgather(std::vector<Tensors>& out, Tensors& in,
 ShmBackend::Work ShmBackend::allgather_coalesced(std::vector<Tensors>& out, Tensors& in,
                                                  const c10d::AllgatherOptions& opts) {
   check_count(out.size(), "output_tensor_lists");
-  return each(in.size(), [&](size_t i, bool last) {  // one list per rank there, one per tensor here
-    Tensors of_ranks;
+  return each(in.size(), [&](size_t i, bool last) {
+    Tensors of_ranks;  // torch passes one list per rank
     for (const auto& list : out) of_ranks.push_back(list.at(i));
     return gather_all(of_ranks, in[i], -1, terms(opts, OpType::ALLGATHER_COALESCED, last));
   });
@@ -67,20 +67,20 @@ ShmBackend::Work ShmBackend::gather_all(const Tensor& out, const Tensor& in, con
   const Tensor from = buffers.keep[0], to = buffers.outputs.add(out, false);
   buffers.keep.push_back(to);
   const int64_t bytes = bytes_of(in);
-  std::vector<void*> pieces;
+  std::vector<void*> blocks;
   for (int rank = 0; rank < getSize(); ++rank)
-    pieces.push_back(static_cast<char*>(data(to)) + rank * bytes);
-  auto call = std::make_unique<AllGather>(party(), data(from), std::move(pieces),
+    blocks.push_back(static_cast<char*>(data(to)) + rank * bytes);
+  auto call = std::make_unique<AllGather>(member(), data(from), std::move(blocks),
                                           std::vector<int64_t>(getSize(), bytes), type_of(in));
   return run(std::move(call), std::move(buffers), terms);
 }
 
-// out: on the ranks that receive; to: -1 for all
+// out: on the ranks that receive; to: the receiving rank, -1 for all
 ShmBackend::Work ShmBackend::gather_all(const Tensors& out, const Tensor& in, int to,
                                         const Terms& terms) {
   check_tensor(in);
   Buffers buffers{{in.contiguous()}, out, {}};
-  std::vector<void*> pieces;
+  std::vector<void*> blocks;
   std::vector<int64_t> bytes(getSize(), bytes_of(in));
   if (to < 0 || to == getRank()) {
     check_count(out.size(), to < 0 ? "tensor_list" : "gather_list");
@@ -88,11 +88,11 @@ ShmBackend::Work ShmBackend::gather_all(const Tensors& out, const Tensor& in, in
       check_same(out[rank], in);
       bytes[rank] = bytes_of(out[rank]);
       buffers.keep.push_back(buffers.outputs.add(out[rank], false));
-      pieces.push_back(data(buffers.keep.back()));
+      blocks.push_back(data(buffers.keep.back()));
     }
     check_numel(in, out[getRank()].numel(), "tensor");
   }
-  auto call = std::make_unique<AllGather>(party(), data(buffers.keep[0]), std::move(pieces),
+  auto call = std::make_unique<AllGather>(member(), data(buffers.keep[0]), std::move(blocks),
                                           std::move(bytes), type_of(in), to);
   return run(std::move(call), std::move(buffers), terms);
 }
@@ -106,17 +106,17 @@ ShmBackend::Work ShmBackend::scatter(Tensors& out, std::vector<Tensors>& in,
   Buffers buffers{{}, out, {}};
   const Tensor dense = buffers.outputs.add(t, false);
   buffers.keep.push_back(dense);
-  std::vector<const void*> pieces;
+  std::vector<const void*> blocks;
   if (getRank() == from) {
     check_count(in[0].size(), "scatter_list");
-    for (const Tensor& piece : in[0]) {
-      check_same(piece, t);
-      check_numel(piece, t.numel(), "scatter_list");
-      buffers.keep.push_back(piece.contiguous());
-      pieces.push_back(data(buffers.keep.back()));
+    for (const Tensor& block : in[0]) {
+      check_same(block, t);
+      check_numel(block, t.numel(), "scatter_list");
+      buffers.keep.push_back(block.contiguous());
+      blocks.push_back(data(buffers.keep.back()));
     }
   }
-  auto call = std::make_unique<Scatter>(party(), std::move(pieces), data(dense), bytes_of(dense),
+  auto call = std::make_unique<Scatter>(member(), std::move(blocks), data(dense), bytes_of(dense),
                                         type_of(dense), from);
   return run(std::move(call), std::move(buffers), terms(opts, OpType::SCATTER));
 }
@@ -128,10 +128,10 @@ ShmBackend::Work ShmBackend::alltoall_base(Tensor& out, Tensor& in, std::vector<
   Buffers buffers{{in.contiguous()}, {out}, {}};
   const Tensor from = buffers.keep[0], to = buffers.outputs.add(out, false);
   buffers.keep.push_back(to);
-  Pieces sent = divide(from, in_sizes, getSize(), "input_split_sizes");
-  Pieces received = divide(to, out_sizes, getSize(), "output_split_sizes");
+  Blocks sent = divide(from, in_sizes, getSize(), "input_split_sizes");
+  Blocks received = divide(to, out_sizes, getSize(), "output_split_sizes");
   auto call = std::make_unique<AllToAll>(
-      party(), std::vector<const void*>(sent.at.begin(), sent.at.end()), std::move(sent.bytes),
+      member(), std::vector<const void*>(sent.at.begin(), sent.at.end()), std::move(sent.bytes),
       std::move(received.at), std::move(received.bytes), type_of(from));
   return run(std::move(call), std::move(buffers), terms(opts, OpType::ALLTOALL_BASE));
 }
@@ -142,7 +142,7 @@ ShmBackend::Work ShmBackend::alltoall(Tensors& out, Tensors& in,
   check_count(in.size(), "input_tensor_list");
   Buffers buffers{{}, out, {}};
   std::vector<const void*> sent;
-  Pieces received;
+  Blocks received;
   std::vector<int64_t> bytes;
   for (int rank = 0; rank < getSize(); ++rank) {
     check_same(out[rank], in[0]);
@@ -155,8 +155,8 @@ ShmBackend::Work ShmBackend::alltoall(Tensors& out, Tensors& in,
     bytes.push_back(bytes_of(in[rank]));
   }
   auto call =
-      std::make_unique<AllToAll>(party(), std::move(sent), std::move(bytes), std::move(received.at),
-                                 std::move(received.bytes), type_of(in[0]));
+      std::make_unique<AllToAll>(member(), std::move(sent), std::move(bytes),
+                                 std::move(received.at), std::move(received.bytes), type_of(in[0]));
   return run(std::move(call), std::move(buffers), terms(opts, OpType::ALLTOALL));
 }
 

@@ -74,7 +74,7 @@ struct Xor {
 constexpr int64_t kBlock = 1024;
 
 template <typename T, typename F>
-TP_SIMD void combine_two(T* out, const T* a, const T* b, int64_t count) {
+TP_MULTIVERSION void combine_two(T* out, const T* a, const T* b, int64_t count) {
   using A = typename Accumulator<T>::type;
   const F f;
 #pragma GCC ivdep
@@ -83,7 +83,7 @@ TP_SIMD void combine_two(T* out, const T* a, const T* b, int64_t count) {
 }
 
 template <typename T, typename F>
-TP_SIMD void combine_block(typename Accumulator<T>::type* sum, const T* in, int64_t count) {
+TP_MULTIVERSION void combine_block(typename Accumulator<T>::type* sum, const T* in, int64_t count) {
   using A = typename Accumulator<T>::type;
   const F f;
   for (int64_t i = 0; i < count; ++i) sum[i] = f(sum[i], static_cast<A>(in[i]));

@@ -11,8 +11,8 @@ namespace tp_ext::shm {
 
 enum class Operation : uint32_t { kSum, kAverage, kMin, kMax, kProduct, kAnd, kOr, kXor };
 
-// Half types are combined in fp32 and rounded once. Raises ValueError for an operation that the dtype
-// does not have.
+// Half types are combined in fp32 and rounded once. Raises ValueError for an operation that the
+// dtype does not have.
 Combine combine_for(at::ScalarType dtype, Operation operation);
 
 }  // namespace tp_ext::shm

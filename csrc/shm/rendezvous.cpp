@@ -24,7 +24,7 @@ std::string listed(const std::vector<int>& ranks) {
   return text;
 }
 
-// Containers have names of their own, and may share the memory nevertheless
+// Containers have different host names, and may share the memory nevertheless
 std::string machine(const std::string& host) { return host.substr(0, host.rfind(':')); }
 std::string shown(const std::string& host) { return host.substr(host.rfind(':') + 1); }
 
@@ -46,10 +46,10 @@ class Rendezvous {
   Segment join();
 
  private:
-  // What rank 0 knows of another rank
+  // Rank 0's knowledge of another rank
   struct Peer {
-    std::string number;   // that was answered last
-    std::string trouble;  // with which it replied
+    std::string number;   // the last one answered
+    std::string trouble;  // its reply if it cannot join
   };
 
   int size() const { return geometry_.ranks; }
@@ -62,7 +62,7 @@ class Rendezvous {
            (ranks.size() == 1 ? ", which has" : ", which have") + " not come to make the group" +
            more;
   }
-  // Ranks that have not joined, or are gone since
+  // Ranks that have not joined, or have died since
   std::vector<int> absent(const Segment& segment) const {
     const uint64_t joined = header(segment).joined.load(std::memory_order_acquire);
     std::vector<int> ranks;
@@ -91,7 +91,7 @@ class Rendezvous {
   std::vector<Peer> peers_;
 };
 
-// The keys of ranks 1 and up, "" where a rank has never had one; does not wait
+// The keys of ranks 1 and up, "" where a rank has not written one yet; does not wait
 std::vector<std::string> Rendezvous::words_now() {
   std::vector<std::string> words;
   for (const auto& key : words_)
@@ -99,7 +99,7 @@ std::vector<std::string> Rendezvous::words_now() {
   return words;
 }
 
-// Of an error of the store; torch's own have a stack of calls after it
+// The message of a store's error, without the stack of calls that torch appends
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
   return text.substr(0, text.find('\n'));
@@ -112,7 +112,7 @@ std::vector<int> silent(const std::vector<std::string>& words) {
   return ranks;
 }
 
-// Makes the offer to each number that is new
+// Makes the offer to each new number
 void Rendezvous::answer(const std::vector<std::string>& words, const std::string& offer) {
   std::vector<std::string> keys;
   for (size_t i = 0; i < words.size(); ++i) {
@@ -129,7 +129,8 @@ void Rendezvous::answer(const std::vector<std::string>& words, const std::string
   if (!keys.empty()) store_.multiSet(keys, {keys.size(), bytes_of(offer)});
 }
 
-// Until each rank has had a word; in a store that knows the group from before that is at once
+// Waits until each rank has written a key; in a store that knows the group from before that is at
+// once
 void Rendezvous::wait_for_words() {
   try {
     store_.wait(words_, timeout_);
@@ -138,8 +139,8 @@ void Rendezvous::wait_for_words() {
   }
 }
 
-// Offers the segment until all have joined. After the first that cannot, the others that were made
-// the offer get another second to reply, so that all causes are named.
+// Offers the segment until all have joined. After the first rank that cannot, the other ranks with
+// an offer get another second to reply, so that the error names all causes.
 void Rendezvous::wait_for_all(const Segment& segment) {
   const std::string offer = host_identity() + "\n" + segment.name();
   auto until = deadline_;
@@ -171,7 +172,7 @@ void Rendezvous::wait_for_all(const Segment& segment) {
   }
 }
 
-// Answers who has not been answered, before the deadline; those who were find the reason in the
+// Answers the ranks without an answer, before the deadline; those with one find the reason in the
 // segment
 void Rendezvous::refuse(const std::string& why) noexcept {
   try {
@@ -182,7 +183,7 @@ void Rendezvous::refuse(const std::string& why) noexcept {
       if (all || Clock::now() >= deadline_) return;
       std::this_thread::sleep_for(10ms);
     }
-  } catch (const std::exception&) {  // no store any more: the others find out themselves
+  } catch (const std::exception&) {  // the store is gone: the other ranks will notice themselves
   }
 }
 
@@ -208,7 +209,7 @@ Segment Rendezvous::lead() {
     head.made.store(1, std::memory_order_release);
     return std::move(*segment);
   } catch (const std::exception& error) {
-    if (segment) give_up(header(*segment), 0, error.what());
+    if (segment) abort_group(header(*segment), 0, error.what());
     refuse(error.what());
     throw;
   }
@@ -227,7 +228,7 @@ std::string Rendezvous::await_offer(const std::string& number) {
   store_.set(word_key(rank_), bytes_of(""));
   try {
     store_.deleteKey(key);
-  } catch (const std::exception&) {  // a store of Python may lack that; no rank reads it again
+  } catch (const std::exception&) {  // a Python store may lack delete; no rank reads the key again
   }
   if (!offer.empty() && offer[0] == '!') throw Failure(offer.substr(1));
   return offer;
@@ -255,11 +256,11 @@ Segment Rendezvous::open(const std::string& offer) const {
   }
 }
 
-// Until rank 0 has seen all of them
+// Waits until rank 0 has seen all of them
 void Rendezvous::await_made(const Segment& segment) const {
   Header& head = header(segment);
   const auto fail = [&](const std::string& why) {
-    give_up(head, rank_, why);
+    abort_group(head, rank_, why);
     throw Failure(why);
   };
   while (!head.made.load(std::memory_order_acquire)) {

@@ -72,29 +72,29 @@ Tensor Outputs::add(const Tensor& t, bool load) {
   return dense;
 }
 
-// By whoever finds the call done, in whatever mode that is
+// Called by the thread that finds the call done, in whatever grad mode that thread has
 void Outputs::store() const {
   if (copies_.empty()) return;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (const auto& [to, from] : copies_) to.copy_(from);
 }
 
-Pieces divide(const Tensor& t, const std::vector<int64_t>& sizes, int ranks, const char* name) {
+Blocks divide(const Tensor& t, const std::vector<int64_t>& sizes, int ranks, const char* name) {
   const int64_t n = t.dim() > 0 ? t.size(0) : 1, row = n > 0 ? bytes_of(t) / n : 0;
   TORCH_CHECK_VALUE(sizes.empty() ? n % ranks == 0 : sizes.size() == static_cast<size_t>(ranks),
                     name, ": ", sizes, " must have one entry per rank, or be empty and dim 0, ", n,
                     ", a multiple of ", ranks);
-  Pieces pieces;
+  Blocks blocks;
   int64_t total = 0;
   for (int rank = 0; rank < ranks; ++rank) {
     const int64_t rows = sizes.empty() ? n / ranks : sizes[rank];
     TORCH_CHECK_VALUE(rows >= 0, name, ": ", sizes, " must not hold a negative size");
-    pieces.at.push_back(static_cast<char*>(data(t)) + total * row);
-    pieces.bytes.push_back(rows * row);
+    blocks.at.push_back(static_cast<char*>(data(t)) + total * row);
+    blocks.bytes.push_back(rows * row);
     total += rows;
   }
   TORCH_CHECK_VALUE(total == n, name, ": ", sizes, " must sum to dim 0, ", n);
-  return pieces;
+  return blocks;
 }
 
 }  // namespace tp_ext::shm

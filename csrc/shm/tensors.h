@@ -1,4 +1,4 @@
-// Tensors as the memory that the calls move.
+// Tensors as the memory that collectives read and write.
 
 #pragma once
 
@@ -12,16 +12,16 @@ namespace tp_ext::shm {
 
 using Tensors = std::vector<at::Tensor>;
 
-// These raise ValueError or TypeError: CPU and strided; one tensor; the same dtype; a number of
-// elements; as many outputs as inputs
+// These raise ValueError or TypeError unless: CPU and strided; one tensor; the same dtype; a given
+// number of elements; as many outputs as inputs
 void check_tensor(const at::Tensor& t);
 const at::Tensor& only(const Tensors& tensors);
 void check_same(const at::Tensor& a, const at::Tensor& b);
 void check_numel(const at::Tensor& t, int64_t numel, const char* name);
 void check_lists(const Tensors& out, const Tensors& in);
 
-// Complex numbers are pairs of reals, to sums and to copies alike. Shapes that differ in dims of 1
-// are one: a 0-d tensor may meet one of shape [1].
+// Complex numbers are pairs of reals, for sums and copies alike. Shapes that differ in dims of size
+// 1 are equal: a 0-d tensor may meet one of shape [1].
 at::Tensor as_reals(const at::Tensor& t);
 Elements elements_of(const at::Tensor& t, Operation operation);
 
@@ -29,7 +29,7 @@ int64_t bytes_of(const at::Tensor& t);
 uint32_t type_of(const at::Tensor& t);  // c10's number of its dtype
 void* data(const at::Tensor& t);
 
-// Contiguous stand-ins for tensors that are not, and their way back
+// Contiguous substitutes for tensors that are not contiguous, copied back by store()
 class Outputs {
  public:
   at::Tensor add(const at::Tensor& t, bool load);
@@ -39,11 +39,11 @@ class Outputs {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
-// One piece of a contiguous tensor per rank, `sizes` rows of dim 0 each; none: equal ones
-struct Pieces {
+// One block of a contiguous tensor per rank, `sizes` rows of dim 0 each; empty: equal blocks
+struct Blocks {
   std::vector<void*> at;
   std::vector<int64_t> bytes;
 };
-Pieces divide(const at::Tensor& t, const std::vector<int64_t>& sizes, int ranks, const char* name);
+Blocks divide(const at::Tensor& t, const std::vector<int64_t>& sizes, int ranks, const char* name);
 
 }  // namespace tp_ext::shm

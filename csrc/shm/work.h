@@ -1,4 +1,4 @@
-// What a caller holds of a call or message under way.
+// The caller's handle of a call or message in progress.
 
 #pragma once
 
@@ -21,9 +21,9 @@ class ShmWork : public c10d::Work {
   std::vector<at::Tensor> result() override;
   int sourceRank() const override;
   void synchronize() override;
-  // The group's deadline holds unless the caller has less time
+  // The group's deadline applies unless the caller's is earlier
   bool wait(std::chrono::milliseconds timeout) override;
-  // Complete once the data is there, also if nobody waits
+  // Complete once the data is there, even if no thread waits
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:

@@ -97,7 +97,7 @@ void bias_act(int64_t rows, int64_t n, int64_t shift, bool narrow = false) {
     wrong("vectors are chosen where they should not be, or the other way round");
   bias_act_shape<Act, true, 1>(rows, n, shift, x, bias, grad, narrow);
   if (forward) bias_act_shape<Act, true, kVec<T>>(rows, n, shift, x, bias, grad, narrow);
-  // Without a bias the launcher passes all as one row
+  // Without a bias the launcher passes the tensor as one row
   if (aligned) bias_act_shape<Act, false, kVec<T>>(1, rows * n, shift, x, bias, grad, narrow);
   if (!narrow) bias_act_shape<Act, false, 1>(1, rows * n, shift, x, bias, grad, narrow);
 }
@@ -164,7 +164,7 @@ void vast_bias_act() {
   const dim3 corner(static_cast<unsigned>(grid.tiles - 1),
                     static_cast<unsigned>(grid.row_blocks - 1));
   if (kRows) {
-    // The block that meets the last row, and no other of its thousand rows but through the loop
+    // The block that meets the last row, and the rest of its thousand rows only through the loop
     const int64_t stride = grid.row_blocks * grid.ty, block_row = (rows - 1) % stride / grid.ty;
     launch(grid_of(grid), block_of(grid),
            [&] { bias_act_forward_kernel<Silu, true, N>(x, bias.data(), y, rows, n); }, 0,

@@ -1,15 +1,15 @@
-// CUDA's words for a host compiler, so that the kernels of csrc/kernels run without a GPU. Include
-// this before any of them.
+// CUDA's keywords and built-ins for a host compiler, so that the kernels of csrc/kernels run
+// without a GPU. Include this before any of them.
 //
 // A thread of a block is a fiber. It runs until it has to wait (a barrier, a shuffle) or ends;
-// blocks run one after the other. `order` says in which order threads and blocks get their turn: a
-// result that depends on it lacks a barrier. What CUDA leaves undefined is an error here: a barrier
-// that not all threads reach, or not at the same line, a shuffle with lanes that have ended, a
-// launch beyond the limits. Compiled with -fsanitize=address,undefined, an access outside a buffer,
-// a vector access at an odd address and an int that overflows are errors too.
+// blocks run one after the other. `order` sets the order in which threads and blocks run: a result
+// that depends on it lacks a barrier. Undefined behaviour of CUDA is an error here: a barrier that
+// not all threads reach, or not at the same line, a shuffle with lanes that have ended, a launch
+// beyond the limits. Compiled with -fsanitize=address,undefined, an access outside a buffer, a
+// vector access at an odd address and an int that overflows are errors too.
 //
-// What it does not show: speed, the order of memory accesses between barriers within a warp, the
-// GPU's own e^x (kernels take the host branch of the maths headers).
+// Not covered: speed, the order of memory accesses between barriers within a warp, the GPU's own
+// e^x (kernels take the host branch of the maths headers).
 
 #pragma once
 
@@ -86,12 +86,12 @@ struct Thread {
 struct Block {
   std::function<void()> body;
   std::vector<Thread> threads;
-  std::vector<uint64_t> slots;  // what lanes show each other: [2][threads], turn and turn about
+  std::vector<uint64_t> slots;  // values exchanged by lanes: [2][threads], alternating
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Fiber*> idle;
   ucontext_t scheduler;
   int current = -1;
-  std::vector<int> sequence;  // of turns, `turn` the next one
+  std::vector<int> sequence;  // order of the turns, `turn` the next one
   size_t turn = 0, ended = 0;
   std::vector<char> dynamic_shared;
 };
@@ -111,7 +111,7 @@ inline void fiber_main() {
     Fiber* const fiber = me().fiber;
     me().state = State::kEnded;
     ++block.ended;
-    // The next thread on the same stack, if none is kept waiting by that
+    // The next thread on the same stack, unless that keeps another one waiting
     if (block.turn < block.sequence.size()) {
       Thread& next = block.threads[block.sequence[block.turn]];
       if (next.state == State::kReady && next.fiber == nullptr) {
@@ -262,7 +262,7 @@ inline void launch(dim3 grid, dim3 threads, const std::function<void()>& kernel,
   arrange(which, random);
   for (const int b : which) {
     blockIdx = only.empty() ? dim3(b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y) : only[b];
-    // Left as a GPU leaves it: with anything
+    // Contents as on a GPU: arbitrary
     block.dynamic_shared = std::vector<char>(shared_bytes, '\xff');
     run_block(random);
   }

@@ -1,8 +1,8 @@
-// cublasLt on host memory: the entry points that csrc/kernels/linear_gelu.cuh calls, by NVIDIA's
-// documentation of them. A plain loop per element in fp64, so whoever passes a wrong layout,
-// transpose, leading dimension, epilogue, aux, bias, type or beta gets wrong numbers; and whoever
-// breaks a rule (sizes that do not fit, an aux leading dimension that is no multiple of 8, an
-// alignment promised and not kept, an algorithm of another problem) gets an error status.
+// cublasLt on host memory: the entry points that csrc/kernels/linear_gelu.cuh calls, from NVIDIA's
+// documentation of them. A plain loop per element in fp64, so a wrong layout, transpose, leading
+// dimension, epilogue, aux, bias, type or beta gives wrong numbers; and a broken rule (sizes that
+// do not fit, an aux leading dimension that is no multiple of 8, an alignment promised and not
+// kept, an algorithm of another problem) gives an error status.
 
 #include "fake_cublaslt.h"
 
@@ -70,7 +70,7 @@ bool aligned(const void* pointer, uint32_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-// What an algorithm was chosen for: all but the addresses
+// The problem that an algorithm was chosen for: everything but the addresses
 struct Chosen {
   Layout a, b, c, d;
   int32_t transa, transb;
@@ -216,7 +216,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
   Shape shape;
   if (asked < 1 || !fits(op, choice.a, choice.b, choice.c, choice.d, shape))
     return CUBLAS_STATUS_INVALID_VALUE;
-  // A split product's partial sums may be kept in fp32 only
+  // Partial sums of a split product may be kept in fp32 only
   if (wanted.reduction & ~static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE))
     return CUBLAS_STATUS_INVALID_VALUE;
   *count = supported ? 1 : 0;
@@ -264,7 +264,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t made, const
   if (!aligned(pa, had.align_a) || !aligned(pb, had.align_b) || !aligned(pc, had.align_c) ||
       !aligned(pd, had.align_d) || !aligned(op.aux, 16))
     return CUBLAS_STATUS_INVALID_VALUE;
-  std::memset(workspace, 0xcd, bytes);  // it is the algorithm's
+  std::memset(workspace, 0xcd, bytes);  // the algorithm may overwrite it
 
   const double scale = as<float>(alpha), factor = as<float>(beta);
   for (uint64_t i = 0; i < shape.m; ++i) {

@@ -1,4 +1,4 @@
-// What a test sees of fake_cublaslt.cpp, and the half types as numbers.
+// The interface of fake_cublaslt.cpp to a test, and the half types as numbers.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace fake {
 
 struct Counts {
-  int heuristics = 0, matmuls = 0, alive = 0;  // alive: descriptors that nobody has destroyed
+  int heuristics = 0, matmuls = 0, alive = 0;  // alive: descriptors not destroyed yet
 };
 extern Counts counts;
 extern bool supported;                // false: the heuristic finds no algorithm

@@ -1,5 +1,5 @@
-// The emulation itself: the storage types, what shuffles and barriers give, and each mistake that it
-// is there to find. `faults NAME` makes the mistake NAME and must not come to its end.
+// Tests of the emulation itself: the storage types, the results of shuffles and barriers, and each
+// mistake that it must find. `faults NAME` makes the mistake NAME and must not reach its end.
 
 #include "harness.h"
 
@@ -36,7 +36,7 @@ void shuffles() {
     if (__shfl_down_sync(~0u, lane, 3) != (lane + 3 < 32 ? lane + 3 : lane)) wrong("down");
     if (__shfl_up_sync(~0u, lane, 3) != (lane < 3 ? lane : lane - 3)) wrong("up");
     if (__shfl_xor_sync(~0u, lane, 1, 8) != (lane ^ 1)) wrong("xor of eight");
-    const unsigned half = lane < 16 ? 0xffffu : 0xffff0000u;  // a shuffle of its own for each half
+    const unsigned half = lane < 16 ? 0xffffu : 0xffff0000u;  // a separate shuffle for each half
     if (__shfl_xor_sync(half, lane, 8) != (lane ^ 8)) wrong("half a warp");
     __syncwarp();
   });

@@ -1,4 +1,4 @@
-// What the drivers of the kernels share: guarded tensors, values, comparison, the run of one case in
+// Shared by the drivers of the kernels: guarded tensors, values, comparison, the run of one case in
 // every order of threads.
 
 #pragma once
@@ -18,9 +18,8 @@ inline int cases = 0;
 
 [[noreturn]] inline void wrong(const std::string& what) { fail(current_case + ": " + what); }
 
-// n elements that begin `shift` elements after a boundary of 64 bytes. Whoever reads or writes past
-// the end is stopped by the address sanitizer; what stands in front, and in an element nobody has
-// written, is NaN.
+// n elements that begin `shift` elements after a boundary of 64 bytes. An access past the end stops
+// in the address sanitizer; the memory before the start, and elements not written, are NaN.
 template <typename T>
 class Tensor {
  public:
@@ -86,7 +85,7 @@ constexpr double kEps = std::is_same_v<T, double>     ? DBL_EPSILON
 template <typename T>
 constexpr double kTiny = std::is_same_v<T, Half> ? 0.5 / (1 << 24) : 0;
 
-// got == want to the bit. For kernels that do for an element what the formula does.
+// got == want to the bit. For kernels that apply a formula to each element.
 template <typename T>
 void expect_equal(const char* what, const Tensor<T>& got, const Tensor<T>& want) {
   got.check_head();
@@ -115,8 +114,8 @@ std::tuple<Tensor<T>...> results(Tensor<T>&... tensors) {
   return {std::move(tensors)...};
 }
 
-// Runs `kernels`, which launches them and returns what they wrote, as results(..), in every order
-// of threads and blocks; all must give the same bits
+// Runs `kernels`, which launches them and returns their outputs, as results(..), in every order of
+// threads and blocks; all must give the same bits
 template <typename F>
 auto run_in_every_order(const std::string& name, F kernels) {
   current_case = name;

@@ -1,6 +1,6 @@
 // csrc/kernels/linear_gelu.cuh over fake_cublaslt.cpp: every problem against loops written from the
-// formulas, and what the wrapper keeps, refuses and reports. Prints each failure; exits with how
-// many there were.
+// formulas, and the wrapper's cache, refusals and errors. Prints each failure; exits with the
+// number of failures.
 
 #include <cmath>
 #include <cstdio>
@@ -25,9 +25,9 @@ void expect(bool ok, const std::string& what) {
 
 std::mt19937 generator(7);
 
-// A matrix of `type` on the heap, exactly as long as its last element, so that reads and writes
-// behind it are found; `shift` elements behind a 256-byte boundary. What lies between the rows is
-// NaN, and has to stay so.
+// A matrix of `type` on the heap that ends with its last element, so that accesses past the end are
+// found; `shift` elements after a 256-byte boundary. The gaps between rows are NaN, and must stay
+// NaN.
 struct Buffer {
   int64_t rows, cols, ld;
   cudaDataType type;
@@ -69,7 +69,7 @@ struct Buffer {
     return type == CUDA_R_32F ? 1.2e-7 : type == CUDA_R_16BF ? 1. / 128 : 1. / 1024;
   }
 
-  // One rounding of each element, and what the loops' own formulas differ by
+  // One rounding of each element, and the difference between the formulas
   template <typename F>
   void is(F want, const std::string& what) const {
     for (int64_t i = 0; i < rows; ++i) {

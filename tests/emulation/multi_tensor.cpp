@@ -9,35 +9,35 @@ using namespace tp_ext;
 
 namespace {
 
-struct Piece {
+struct TensorSpec {
   int64_t n, shift;
 };
 
-TensorList list_of(const std::vector<void*>& data, const std::vector<Piece>& pieces) {
+TensorList list_of(const std::vector<void*>& data, const std::vector<TensorSpec>& specs) {
   TensorList list{};
-  for (const Piece& piece : pieces) {
+  for (const TensorSpec& spec : specs) {
     const int k = list.count++;
     list.data[k] = data[k];
-    list.numel[k] = piece.n;
-    list.first_chunk[k + 1] = list.first_chunk[k] + static_cast<int32_t>(chunks_of_tensor(piece.n));
+    list.numel[k] = spec.n;
+    list.first_chunk[k + 1] = list.first_chunk[k] + static_cast<int32_t>(chunks_of_tensor(spec.n));
   }
   return list;
 }
 
 template <typename T>
-void both(const std::vector<Piece>& pieces) {
+void both(const std::vector<TensorSpec>& specs) {
   std::vector<Tensor<T>> tensors;
   long double want = 0;
-  for (const Piece& piece : pieces)
-    tensors.push_back(values<T>(piece.n, piece.shift, static_cast<unsigned>(tensors.size())));
+  for (const TensorSpec& spec : specs)
+    tensors.push_back(values<T>(spec.n, spec.shift, static_cast<unsigned>(tensors.size())));
   for (const auto& x : tensors)
     for (int64_t i = 0; i < x.size(); ++i) want += squared(x[i]);
   const auto name = std::string("many tensors ") + type_name<T>() + ", the first of " +
-                    std::to_string(pieces[0].n) + " shift " + std::to_string(pieces[0].shift);
+                    std::to_string(specs[0].n) + " shift " + std::to_string(specs[0].shift);
   const auto [total] = run_in_every_order(name + ", squares", [&] {
     std::vector<void*> data;
     for (const auto& x : tensors) data.push_back(x.data());
-    const TensorList list = list_of(data, pieces);
+    const TensorList list = list_of(data, specs);
     const int32_t blocks = list.first_chunk[list.count];
     Tensor<double> partial(blocks), total(1);
     launch(blocks, kListThreads, [&] { squared_norm_kernel<T>(list, partial); });
@@ -57,7 +57,7 @@ void both(const std::vector<Piece>& pieces) {
       int64_t all = 0;
       for (const auto& x : tensors) copies.push_back(x.copy()), all += x.size();
       for (const auto& x : copies) data.push_back(x.data());
-      const TensorList list = list_of(data, pieces);
+      const TensorList list = list_of(data, specs);
       launch(list.first_chunk[list.count], kListThreads,
              [&] { multi_tensor_scale_kernel<T>(list, factor); });
       Tensor<T> joined(all);
@@ -114,7 +114,7 @@ int main() {
     for (const int64_t n : {5 * N, 300 * N + 1})
       if (square_of_one<T>(n, 0) != square_of_one<T>(n, 1)) wrong("an address changes a sum");
   });
-  both<float>(std::vector<Piece>(kListTensors, {5, 0}));
+  both<float>(std::vector<TensorSpec>(kListTensors, {5, 0}));
   vast_squares();
   return done();
 }

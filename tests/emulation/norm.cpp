@@ -34,7 +34,7 @@ struct Case {
   unsigned blocks;
   bool aligned;
   bool fits = true;                               // false: as if a row did not fit the registers
-  Tensor<T> addend, residual, x, grad, grad_sum;  // x = addend + residual
+  Tensor<T> input, residual, x, grad, grad_sum;  // x = input + residual
   Tensor<W> weight, bias;
   std::vector<Row> row;
 
@@ -44,7 +44,7 @@ struct Case {
         shift(shift),
         blocks(blocks),
         aligned(n % kVec<T> == 0 && shift * sizeof(T) % kVecBytes == 0),
-        addend(values<T>(rows * n, shift, 1, -1.5, 1.5)),
+        input(values<T>(rows * n, shift, 1, -1.5, 1.5)),
         residual(values<T>(rows * n, shift, 5, -1.5, 1.5)),
         x(rows * n, shift),
         grad(values<T>(rows * n, shift, 2)),
@@ -52,7 +52,7 @@ struct Case {
         weight(values<W>(n, 0, 3)),
         bias(values<W>(n, 0, 4)) {
     for (int64_t i = 0; i < rows * n; ++i)
-      x[i] = from_acc<T>(to_acc(addend[i]) + to_acc(residual[i]));
+      x[i] = from_acc<T>(to_acc(input[i]) + to_acc(residual[i]));
     for (int64_t r = 0; r < rows; ++r) row.push_back(row_of(x, r, n, kCentred, 1e-5));
   }
   std::string name(const char* what) const {
@@ -84,7 +84,7 @@ void forward(const Case<T, W, kCentred>& c, bool adds, int64_t limit) {
     launch(
         grid < c.blocks ? grid : c.blocks, dim3(shape.width, shape.groups),
         [&] {
-          kernel(adds ? c.addend : c.x, adds ? c.residual.data() : nullptr, c.weight, c.bias,
+          kernel(adds ? c.input : c.x, adds ? c.residual.data() : nullptr, c.weight, c.bias,
                  adds ? sum.data() : nullptr, y, mean, rstd, rows, n, A(1e-5), shared.row);
         },
         shared.bytes);
@@ -173,7 +173,7 @@ void backward(const Case<T, W, kCentred>& c, Wanted wanted, int64_t limit) {
         "db", db, [&](int64_t j) { return b_sum[j]; }, bound);
 }
 
-// In the next way to call the kernels or, as if the row did not fit the registers, in every one
+// In the next way of calling the kernels or, if the row must not fit the registers, in every one
 template <typename T, typename W, bool kCentred>
 void both(int64_t rows, int64_t n, int64_t shift, unsigned blocks = 1000, bool every = false) {
   Case<T, W, kCentred> c(rows, n, shift, blocks);

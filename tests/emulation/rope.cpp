@@ -32,7 +32,7 @@ template <typename T, int N, bool kInterleaved>
 void turn(const RopeShape& s, int64_t shift, unsigned blocks, bool by_position) {
   using A = acc_t<T>;
   const int64_t batch = s.tokens / s.seq;
-  // Ends with the last element, so that the sanitizer sees who goes past it
+  // Ends with the last element, so that the sanitizer finds accesses past it
   const auto x = values<T>((batch - 1) * s.batch_stride + (s.seq - 1) * s.token_stride +
                                (s.heads - 1) * s.head_stride + s.head_dim,
                            shift, 1);
@@ -52,9 +52,9 @@ void turn(const RopeShape& s, int64_t shift, unsigned blocks, bool by_position) 
         std::copy(from, from + s.head_dim, to);
         for (int64_t i = 0; i < s.half; ++i) {
           const int64_t a = kInterleaved ? 2 * i : i, b = kInterleaved ? 2 * i + 1 : i + s.half;
-          const auto turned =
+          const auto rotated =
               rotate(to_acc(from[a]), to_acc(from[b]), cos[row + i], sign * sin[row + i]);
-          to[a] = from_acc<T>(turned.first), to[b] = from_acc<T>(turned.second);
+          to[a] = from_acc<T>(rotated.first), to[b] = from_acc<T>(rotated.second);
         }
       }
     const auto name = std::string("rope ") + type_name<T>() + " " + std::to_string(s.tokens) +
@@ -145,8 +145,8 @@ int main() {
     using T = decltype(type);
     constexpr int64_t N = kVec<T>;
     for (const int64_t shift : {int64_t{0}, N, int64_t{1}}) {
-      rope<T>(packed(2, 3, 2, 4 * N, 2 * N), shift);  // all of it turns
-      RopeShape s = packed(2, 2, 3, 4 * N, N);        // half of it
+      rope<T>(packed(2, 3, 2, 4 * N, 2 * N), shift);  // all elements rotate
+      RopeShape s = packed(2, 2, 3, 4 * N, N);        // half of them
       s.token_stride *= 3;                            // q of a fused q, k, v
       s.batch_stride = 2 * s.token_stride + 1;        // sequences at odd addresses
       rope<T>(s, shift);

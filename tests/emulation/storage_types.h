@@ -1,4 +1,4 @@
-// Types that CUDA has beside C++'s. bfloat16 and half have its roundings: to nearest, ties to even.
+// Types that CUDA adds to C++'s. bfloat16 and half round as in CUDA: to nearest, ties to even.
 
 #pragma once
 

@@ -27,7 +27,7 @@ template <typename T>
 void cross_entropy(const Logits& l, int64_t grad_stride, int64_t grad_shift, int blocks) {
   using A = acc_t<T>;
   const int64_t rows = l.rows, start = 7, vocab = start + l.vocab_local + 5, n = l.vocab_local;
-  // Ends with the last row: what follows a row's end is the next row, or nothing
+  // Ends with the last row: after the end of a row comes the next row, or nothing
   const auto x = values<T>(rows ? (rows - 1) * l.stride + l.width : 0, l.shift, 1, -8, 8);
   Tensor<int64_t> target(rows);
   for (int64_t r = 0; r < rows; ++r) {
@@ -134,7 +134,8 @@ struct Noted {
   void operator()(bool ok) const { *all = *all && ok; }
 };
 
-// What three ranks that exchange their rows find, each with its width and vocabulary in one row more
+// Results of three ranks that exchange their rows, each with its width and vocabulary in an extra
+// row
 void shards_of_a_vocabulary(const std::vector<CeShard>& shards, int64_t last_target,
                             bool expect_agree, bool expect_in_range) {
   using T = float;
@@ -270,7 +271,7 @@ void embedding(int64_t tokens, int64_t hidden, int blocks) {
   expect_equal("dw", dw, want_dw);
 }
 
-// The last token's last piece of an output of more than 2^31 elements
+// The last token's last columns in an output of more than 2^31 elements
 void vast_embedding() {
   using T = BFloat16;
   constexpr int N = kVec<T>;

@@ -39,7 +39,7 @@ extern "C" int64_t counters(uint64_t first, int64_t n, int64_t each) { return co
 extern "C" int64_t runs(int64_t inner, int64_t full, int64_t offset, int64_t begin, int64_t end, int64_t limit,
                         int64_t* found) {
   int64_t at = begin, count = 0;
-  for_each_run({inner, full, offset}, begin, end, limit, [&](int64_t i, uint64_t first, int64_t n) {
+  for_each_chunk({inner, full, offset}, begin, end, limit, [&](int64_t i, uint64_t first, int64_t n) {
     if (i != at || n < 1 || n > limit || int64_t(first) / limit != int64_t(first + n - 1) / limit) count = -1000000;
     at += n, found[2 * count] = first, found[2 * count + 1] = n, ++count;
   });

@@ -1,5 +1,5 @@
-// What happens when ranks disagree, are late, leave or let go: every rank learns of it, by name, and
-// nothing hangs. One process, threads for ranks.
+// Ranks that disagree, are late, leave or drop tasks: every rank gets an error that names the
+// cause, and nothing hangs. One process, threads as ranks.
 
 #include "harness.h"
 
@@ -11,7 +11,7 @@ namespace {
 const Geometry kSmall{2, 512, 128};
 Geometry of_ranks(int ranks) { return {ranks, 64 * ranks + 256, 128}; }
 
-// The message of what `f` raises as E; aborts if it raises nothing, or something else
+// The message of the E that `f` raises; aborts if it raises nothing, or something else
 template <typename E = Failure, typename F>
 std::string raised(F f) {
   try {
@@ -29,13 +29,13 @@ void expect_in(const std::string& text, const std::string& part) {
   EXPECT(text.find(part) != std::string::npos, "'%s' in '%s'", part.c_str(), text.c_str());
 }
 
-void run(Engine& engine, std::unique_ptr<Call> call, std::chrono::milliseconds limit = 20s) {
+void run(Engine& engine, std::unique_ptr<Collective> call, std::chrono::milliseconds limit = 20s) {
   const auto task = task_of(std::move(call), limit);
   engine.start(task, false);
   engine.wait(task);
 }
 void barrier(Engine& engine, std::chrono::milliseconds limit = 20s) {
-  run(engine, std::make_unique<Barrier>(engine.party()), limit);
+  run(engine, std::make_unique<Barrier>(engine.member()), limit);
 }
 TaskPtr send(Engine& engine, int to, int tag, Bytes& data, uint32_t type = 0) {
   const auto task = task_of(Message{to, tag, data.data(), int64_t(data.size()), type}, false, 20s);
@@ -56,11 +56,11 @@ void different_calls_are_named_by_all() {
     Bytes data(40);
     const std::string error = raised([&] {
       if (rank == 1) return barrier(*engine);
-      run(*engine, std::make_unique<AllReduce>(engine->party(), data.data(), data.data(), kBytes));
+      run(*engine, std::make_unique<AllReduce>(engine->member(), data.data(), data.data(), kBytes));
     });
     expect_in(error, "barrier (call 0");
     expect_in(error, "all_reduce (call 0");
-    raised([&] { barrier(*engine); });  // and it stays so
+    raised([&] { barrier(*engine); });  // and it stays failed
   });
 }
 
@@ -73,14 +73,14 @@ void different_sizes_are_named() {
     elements.count -= rank;
     const std::string error = raised([&] {
       run(*engine,
-          std::make_unique<AllReduce>(engine->party(), data.data(), data.data(), elements));
+          std::make_unique<AllReduce>(engine->member(), data.data(), data.data(), elements));
     });
     expect_in(error, "40 uint8");
     expect_in(error, "39 uint8");
   });
 }
 
-// Equal totals, other parts: nobody may read what was meant for somebody else
+// Equal totals, other parts: no rank may read data meant for another
 void different_parts_are_found() {
   const Memory memory(kSmall);
   on_threads(2, [&](int rank) {
@@ -90,7 +90,7 @@ void different_parts_are_found() {
         rank == 0 ? std::vector<int64_t>{10, 30} : std::vector<int64_t>{30, 10};
     const std::vector<const void*> parts{in.data(), in.data() + counts[0]};
     expect_in(raised([&] {
-                run(*engine, std::make_unique<ReduceScatter>(engine->party(), parts, out.data(),
+                run(*engine, std::make_unique<ReduceScatter>(engine->member(), parts, out.data(),
                                                              counts, kBytes));
               }),
               "divided as #");
@@ -101,7 +101,7 @@ void different_parts_are_found() {
     Bytes data(40);
     expect_in(
         raised([&] {
-          AllGather(engine->party(), data.data(), {data.data(), data.data()}, {10, 20}, 0, rank);
+          AllGather(engine->member(), data.data(), {data.data(), data.data()}, {10, 20}, 0, rank);
         }),
         "gather: 20 bytes");
   });
@@ -114,7 +114,7 @@ void all_to_all_sizes_are_compared() {
     Bytes in(40), out(40);
     const std::string error = raised([&] {
       run(*engine, std::make_unique<AllToAll>(
-                       engine->party(), std::vector<const void*>{in.data(), in.data()},
+                       engine->member(), std::vector<const void*>{in.data(), in.data()},
                        std::vector<int64_t>{20, 20}, std::vector<void*>{out.data(), out.data()},
                        std::vector<int64_t>{20, rank == 0 ? 19 : 20}, 0));
     });
@@ -133,7 +133,7 @@ void a_late_rank_is_named() {
       return;
     }
     const auto begun = Clock::now();
-    // The one that gives up first tells the other
+    // The first one to give up notifies the other
     expect_in(raised([&] { barrier(*engine, rank == 0 ? 100ms : 20s); }), "waiting for rank 1");
     EXPECT(Clock::now() - begun < 10s, "rank %d noticed late", rank);
     ++done;
@@ -146,7 +146,7 @@ void a_late_rank_is_named() {
 void a_waiter_may_have_less_time() {
   const Memory memory(kSmall);
   const auto engine = memory.engine(0);
-  const auto task = task_of(std::make_unique<Barrier>(engine->party()), 60s);
+  const auto task = task_of(std::make_unique<Barrier>(engine->member()), 60s);
   engine->start(task, true);
   raised<TimedOut>([&] { engine->wait(task, deadline_in(50ms)); });
   EXPECT(deadline_in(std::chrono::milliseconds::max()) == Clock::time_point::max(), "overflow");
@@ -155,11 +155,11 @@ void a_waiter_may_have_less_time() {
 void a_background_call_has_a_deadline() {
   const Memory memory(kSmall);
   const auto engine = memory.engine(0);
-  const auto task = task_of(std::make_unique<Barrier>(engine->party()), 50ms);
-  std::atomic<bool> told{false};
+  const auto task = task_of(std::make_unique<Barrier>(engine->member()), 50ms);
+  std::atomic<bool> notified{false};
   engine->start(task, true);
-  engine->on_done(task, [&] { told = true; });
-  while (!told) std::this_thread::sleep_for(1ms);
+  engine->on_done(task, [&] { notified = true; });
+  while (!notified) std::this_thread::sleep_for(1ms);
   raised<TimedOut>([&] { engine->wait(task); });
 }
 
@@ -171,7 +171,7 @@ void who_has_left_is_named_but_what_it_said_counts() {
     auto engine = memory.engine(rank);
     Bytes data(100, static_cast<char>(rank == 0 ? 7 : 0));
     const auto broadcast = [&] {
-      return std::make_unique<Broadcast>(engine->party(), data.data(), int64_t(data.size()), 0, 0);
+      return std::make_unique<Broadcast>(engine->member(), data.data(), int64_t(data.size()), 0, 0);
     };
     if (rank == 0) {
       run(*engine, broadcast());
@@ -189,12 +189,12 @@ void who_has_left_is_named_but_what_it_said_counts() {
       engine->wait(receive(*engine, 0, 5, message));
       EXPECT(message[99] == 7, "not what rank 0 sent");
     }
-    for (++received; received < 2;) std::this_thread::yield();  // the first to find out tells all
+    for (++received; received < 2;) std::this_thread::yield();  // the first reports to all
     expect_in(raised([&] { barrier(*engine); }), "rank 0 has left the group");
   });
 }
 
-// One rank that is gone is no reason to give up a receive from any
+// One dead rank is no reason to fail a receive from any
 void receives_from_any_outlive_one_rank() {
   const Memory memory(of_ranks(3));
   std::atomic<int> left{0};
@@ -229,7 +229,7 @@ void lengths_of_messages_are_compared() {
         engine->wait(send(*engine, 1, 2, third));
         return;
       }
-      if (kept) engine->wait(receive(*engine, 0, 2, third));  // the first one is kept, meanwhile
+      if (kept) engine->wait(receive(*engine, 0, 2, third));  // the first message is kept meanwhile
       const auto wrong = receive(*engine, 0, 1, other);
       expect_in(raised([&] { engine->wait(wrong); }),
                 "send of 20 bytes of uint8 by rank 0 with tag 1 meets a recv of 30");
@@ -254,29 +254,29 @@ void what_is_under_way_ends_with_its_engine() {
   auto engine = memory.engine(0);
   std::vector<TaskPtr> tasks;
   Bytes data(4000);
-  std::atomic<int> told{0};
+  std::atomic<int> notified{0};
   for (int i = 0; i < 3; ++i)
-    tasks.push_back(task_of(std::make_unique<Barrier>(engine->party()), 60s));
+    tasks.push_back(task_of(std::make_unique<Barrier>(engine->member()), 60s));
   for (const auto& task : tasks) engine->start(task, true);
   tasks.push_back(send(*engine, 1, 0, data));
   tasks.push_back(receive(*engine, 1, 0, data));
-  for (const auto& task : tasks) engine->on_done(task, [&] { ++told; });
+  for (const auto& task : tasks) engine->on_done(task, [&] { ++notified; });
   engine.reset();
-  EXPECT(told == 5, "%d told", told.load());
+  EXPECT(notified == 5, "%d notified", notified.load());
   for (const auto& task : tasks) EXPECT(task->done && task->error, "no error");
 }
 
-// The last that holds an engine may be a callback that its own thread runs
+// The last reference to an engine may be in a callback that its own thread runs
 void an_engine_is_destroyed_by_its_own_thread() {
   const Memory memory(kSmall);
   std::atomic<int> destroyed{0};
   on_threads(2, [&](int rank) {
     auto engine = memory.engine(rank);
-    const auto task = task_of(std::make_unique<Barrier>(engine->party()), 20s);
+    const auto task = task_of(std::make_unique<Barrier>(engine->member()), 20s);
     if (rank == 1) std::this_thread::sleep_for(20ms);
     engine->start(task, true);
     Engine& raw = *engine;
-    std::shared_ptr<void> after(nullptr, [&](void*) { ++destroyed; });  // goes last
+    std::shared_ptr<void> after(nullptr, [&](void*) { ++destroyed; });  // destroyed last
     raw.on_done(task, [after = std::move(after), engine = std::move(engine)] {});
   });
   for (int turn = 0; destroyed < 2 && turn < 10000; ++turn) std::this_thread::sleep_for(1ms);
@@ -287,7 +287,7 @@ void a_callback_may_use_the_engine() {
   const Memory memory(kSmall);
   on_threads(2, [&](int rank) {
     const auto engine = memory.engine(rank);
-    const auto first = task_of(std::make_unique<Barrier>(engine->party()), 20s);
+    const auto first = task_of(std::make_unique<Barrier>(engine->member()), 20s);
     std::atomic<bool> done{false};
     engine->start(first, true);
     engine->on_done(first, [&] {
@@ -302,7 +302,7 @@ void a_failing_finish_is_its_tasks_alone() {
   const Memory memory(kSmall);
   on_threads(2, [&](int rank) {
     const auto engine = memory.engine(rank);
-    const auto task = task_of(std::make_unique<Barrier>(engine->party()), 20s);
+    const auto task = task_of(std::make_unique<Barrier>(engine->member()), 20s);
     task->finish = [] { throw std::runtime_error("no copy"); };
     engine->start(task, false);
     expect_in(raised<std::runtime_error>([&] { engine->wait(task); }), "no copy");
@@ -310,20 +310,20 @@ void a_failing_finish_is_its_tasks_alone() {
   });
 }
 
-// Whoever lets go of buffers may need locks that others hold while they wait for the engine's
+// Freeing buffers may need locks whose holders wait for the engine's
 void buffers_are_let_go_without_the_lock() {
   const Memory memory(kSmall);
   on_threads(2, [&](int rank) {
     const auto engine = memory.engine(rank);
     std::atomic<bool> let_go{false};
-    const auto task = task_of(std::make_unique<Barrier>(engine->party()), 20s);
+    const auto task = task_of(std::make_unique<Barrier>(engine->member()), 20s);
     std::shared_ptr<void> buffer(nullptr, [&](void*) {
       std::thread([&] { engine->calls(); }).join();  // takes the engine's lock
       let_go = true;
     });
     task->finish = [buffer = std::move(buffer)] {};
     engine->start(task, true);
-    engine->on_done(task, [] {});  // its thread is to end it
+    engine->on_done(task, [] {});  // the service thread must end it
     while (!let_go) std::this_thread::sleep_for(1ms);
   });
 }

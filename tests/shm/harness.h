@@ -1,5 +1,5 @@
-// What the test programs of the shared-memory core have in common: random numbers, data that every
-// rank can compute for every other, exact checks.
+// Shared by the test programs of the shared-memory core: random numbers, data that every rank can
+// compute for every other, exact checks.
 
 #pragma once
 
@@ -115,7 +115,7 @@ class Memory {
   void* base_;
 };
 
-// Says what it does, so that a failure, or a hang, is found
+// Prints each test's name, so that a failure, or a hang, can be located
 struct Case {
   const char* name;
   void (*body)();
@@ -135,7 +135,7 @@ void on_threads(int ranks, F f) {
   for (auto& thread : threads) thread.join();
 }
 
-inline TaskPtr task_of(std::unique_ptr<Call> call, std::chrono::milliseconds limit) {
+inline TaskPtr task_of(std::unique_ptr<Collective> call, std::chrono::milliseconds limit) {
   auto task = std::make_shared<Task>();
   task->call = std::move(call);
   task->deadline = Clock::now() + limit;

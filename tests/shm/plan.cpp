@@ -12,24 +12,24 @@ using namespace std::chrono_literals;
 constexpr auto kLimit = 60s;
 constexpr int kMessageKind = 10;
 
-struct Buffers {  // of one operation: they live until it has finished
+struct Buffers {  // buffers of one operation: they live until it has finished
   Bytes in, out, expected;
   std::vector<int64_t> in_sizes, out_sizes;
 };
 using BuffersPtr = std::shared_ptr<Buffers>;
 
-struct Ran {  // outlives who follows the plan, if that fails
+struct Ran {  // outlives the thread that follows the plan, if that fails
   std::atomic<int64_t> finished{0}, notified{0};
 };
 
 template <typename Pointer>
 std::vector<Pointer> divided(char* base, const std::vector<int64_t>& sizes, int64_t size = 1) {
-  std::vector<Pointer> pieces;
+  std::vector<Pointer> blocks;
   for (const int64_t n : sizes) {
-    pieces.push_back(base);
+    blocks.push_back(base);
     base += n * size;
   }
-  return pieces;
+  return blocks;
 }
 
 int64_t total(const std::vector<int64_t>& sizes) {
@@ -63,8 +63,8 @@ class Follower {
     while (!late_.empty()) post_late(0);
     while (!pending_.empty()) wait_for_one();
     for (const auto& [engine, task] : sends_) engine->wait(task);
-    for (const auto& engine : engines_) {  // calls end in turn: carries those that nobody waits for
-      const auto last = task_of(std::make_unique<Barrier>(engine->party()), kLimit);
+    for (const auto& engine : engines_) {  // completes calls without a waiting thread
+      const auto last = task_of(std::make_unique<Barrier>(engine->member()), kLimit);
       engine->start(last, false);
       engine->wait(last);
     }
@@ -89,7 +89,7 @@ class Follower {
     bool any;
   };
 
-  // Everything that is drawn here is the same on all ranks
+  // All draws here are the same on all ranks
   void operation() {
     engine_ = engines_[static_cast<size_t>(drawn_.below(int64_t(engines_.size())))].get();
     const uint64_t key = drawn_.next();
@@ -99,7 +99,7 @@ class Follower {
     const int64_t count = length() / size;
     const Elements elements{count, size, kTypes[type].combine, type, 0};
     auto b = std::make_shared<Buffers>();
-    const Party party = engine_->party();
+    const Member member = engine_->member();
     const Kind kind = static_cast<Kind>(1 + drawn_.below(kMessageKind));
     switch (kind) {
       case Kind::kAllReduce: {
@@ -109,9 +109,9 @@ class Follower {
         b->out.resize(b->in.size());
         if (in_place) b->out = b->in;
         const void* in = in_place ? b->out.data() : b->in.data();
-        if (elements.bytes() <= std::min(AllReduce::kMostBytes, party.slot_bytes()))
-          return start(std::make_unique<AllReduce>(party, in, b->out.data(), elements), b);
-        return start(std::make_unique<ChunkedAllReduce>(party, in, b->out.data(), elements), b);
+        if (elements.bytes() <= std::min(AllReduce::kMostBytes, member.slot_bytes()))
+          return start(std::make_unique<AllReduce>(member, in, b->out.data(), elements), b);
+        return start(std::make_unique<ChunkedAllReduce>(member, in, b->out.data(), elements), b);
       }
       case Kind::kAllGather:
       case Kind::kGather: {
@@ -128,7 +128,7 @@ class Follower {
           out = divided<void*>(b->out.data(), b->out_sizes);
         }
         return start(
-            std::make_unique<AllGather>(party, b->in.data(), out, b->out_sizes, 0, all ? -1 : root),
+            std::make_unique<AllGather>(member, b->in.data(), out, b->out_sizes, 0, all ? -1 : root),
             b);
       }
       case Kind::kReduceScatter: {
@@ -144,27 +144,27 @@ class Follower {
         like.count = all;
         auto in = divided<const void*>(b->in.data(), b->in_sizes, size);
         return start(
-            std::make_unique<ReduceScatter>(party, std::move(in), b->out.data(), b->in_sizes, like),
+            std::make_unique<ReduceScatter>(member, std::move(in), b->out.data(), b->in_sizes, like),
             b);
       }
       case Kind::kAllToAll: {
         for (int from = 0; from < plan_.ranks; ++from)
           for (int to = 0; to < plan_.ranks; ++to) {
             const int64_t bytes = length();
-            const Bytes piece = data(key + uint64_t(to), from, 0, bytes);
+            const Bytes block = data(key + uint64_t(to), from, 0, bytes);
             if (from == rank_) {
               b->in_sizes.push_back(bytes);
-              b->in.insert(b->in.end(), piece.begin(), piece.end());
+              b->in.insert(b->in.end(), block.begin(), block.end());
             }
             if (to == rank_) {
               b->out_sizes.push_back(bytes);
-              b->expected.insert(b->expected.end(), piece.begin(), piece.end());
+              b->expected.insert(b->expected.end(), block.begin(), block.end());
             }
           }
         b->out.resize(b->expected.size());
         auto in = divided<const void*>(b->in.data(), b->in_sizes);
         auto out = divided<void*>(b->out.data(), b->out_sizes);
-        return start(std::make_unique<AllToAll>(party, std::move(in), b->in_sizes, std::move(out),
+        return start(std::make_unique<AllToAll>(member, std::move(in), b->in_sizes, std::move(out),
                                                 b->out_sizes, 0),
                      b);
       }
@@ -172,7 +172,7 @@ class Follower {
         b->expected = data(key, root, 0, count * size);
         b->out.resize(b->expected.size());
         if (rank_ == root) b->out = b->expected;
-        return start(std::make_unique<Broadcast>(party, b->out.data(), count * size, type, root),
+        return start(std::make_unique<Broadcast>(member, b->out.data(), count * size, type, root),
                      b);
       }
       case Kind::kReduce: {
@@ -180,7 +180,7 @@ class Follower {
         b->out.resize(b->in.size());
         b->expected = b->out;
         if (rank_ == root) b->expected = combined(key, plan_.ranks, type, count);
-        return start(std::make_unique<Reduce>(party, b->in.data(), b->out.data(), elements, root),
+        return start(std::make_unique<Reduce>(member, b->in.data(), b->out.data(), elements, root),
                      b);
       }
       case Kind::kScatter: {
@@ -193,10 +193,10 @@ class Follower {
         auto in = rank_ == root ? divided<const void*>(b->in.data(), b->in_sizes)
                                 : std::vector<const void*>();
         return start(
-            std::make_unique<Scatter>(party, std::move(in), b->out.data(), bytes, type, root), b);
+            std::make_unique<Scatter>(member, std::move(in), b->out.data(), bytes, type, root), b);
       }
       case Kind::kBarrier:
-        return start(std::make_unique<Barrier>(party), b);
+        return start(std::make_unique<Barrier>(member), b);
       default:
         return message(key, root, b);
     }
@@ -207,14 +207,14 @@ class Follower {
     const int64_t bytes = length();
     const bool late = drawn_.one_in(3), any = drawn_.one_in(4);
     const int64_t due = number_ + (late ? 1 + drawn_.below(12) : 0);
-    // Any sender will do: the tag tells which it is
+    // Any sender is valid: the tag identifies it
     const auto tag = static_cast<int>(any ? 1000 + number_ : drawn_.below(3));
     if (rank_ == from) {
       b->in = data(key, 0, 0, bytes);
       TaskPtr task = task_of(Message{to, tag, b->in.data(), bytes, 0}, false, kLimit);
       finish(task, b);
       engine_->start(task, true);
-      sends_.emplace_back(engine_, task);  // the receive may be far off: not to be waited for yet
+      sends_.emplace_back(engine_, task);  // the receive may come much later
     }
     if (rank_ == to) {
       late_.push_back({due, engine_, from, tag, key, bytes, any});
@@ -222,7 +222,7 @@ class Follower {
     }
   }
 
-  // In order where only the order tells which message is meant
+  // In order where only the order identifies the message
   void post_late(size_t index) {
     const Late wanted = late_[index];
     for (size_t i = 0; i < late_.size();) {
@@ -250,10 +250,11 @@ class Follower {
     pending_.emplace_back(late.engine, task);
   }
 
-  void start(std::unique_ptr<Call> call, const BuffersPtr& b) {
+  void start(std::unique_ptr<Collective> call, const BuffersPtr& b) {
     TaskPtr task = task_of(std::move(call), kLimit);
     finish(task, b);
-    // With one group, whoever waits for anything carries all of it on; with several, nobody would
+    // With one group, any waiting thread advances everything; with several, none would advance the
+    // others
     const bool now = own_.one_in(2), background = engines_.size() > 1 || own_.one_in(2);
     engine_->start(task, !now && background);
     if (own_.one_in(8)) {
@@ -262,7 +263,7 @@ class Follower {
     }
     if (now)
       engine_->wait(task);
-    else if (!background || !own_.one_in(4))  // else nobody ever waits for it
+    else if (!background || !own_.one_in(4))  // otherwise never awaited
       pending_.emplace_back(engine_, task);
   }
 
@@ -308,7 +309,7 @@ class Follower {
   const Plan plan_;
   const std::vector<std::shared_ptr<Engine>>& engines_;
   const int rank_;
-  Random drawn_, own_;  // the same on all ranks; not so
+  Random drawn_, own_;  // drawn_: the same on all ranks; own_: not
 
   int64_t number_ = 0;
   Engine* engine_ = nullptr;

@@ -1,5 +1,5 @@
-// A long random sequence of all calls and messages, the same on all ranks; how each rank waits, and
-// when, is its own affair. Every result is compared with what it must be.
+// A long random sequence of all calls and messages, the same on all ranks; each rank chooses how
+// and when it waits. Every result is compared with the expected one.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Processes for ranks, over a segment as users have it: who may open it, what remains of it when a
-// process is killed at any moment, and how the others learn of that.
+// Processes as ranks, over a segment as in real use: who may open it, what remains of it when a
+// process is killed at any moment, and how the other ranks notice.
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -18,7 +18,7 @@ using namespace std::chrono_literals;
 namespace tp_ext::shm::test {
 namespace {
 
-constexpr int kDied = 42;  // exit status of who was told that rank `victim` has died
+constexpr int kDied = 42;  // exit status of a process that saw the death of rank `victim`
 
 template <typename F>
 pid_t child(F f) {
@@ -55,7 +55,7 @@ std::vector<std::string> names_of(pid_t pid) {
   return names;
 }
 
-// In memory that all the processes share: what torch's store is to them otherwise
+// In memory shared by all the processes: stands in for torch's store
 struct Meeting {
   std::atomic<int> named, joined, at_work, forked;
   char name[256];
@@ -89,7 +89,7 @@ std::shared_ptr<Engine> join(Meeting& meeting, const Geometry& geometry, int ran
 }
 
 void barrier(Engine& engine) {
-  const auto task = task_of(std::make_unique<Barrier>(engine.party()), 30s);
+  const auto task = task_of(std::make_unique<Barrier>(engine.member()), 30s);
   engine.start(task, false);
   engine.wait(task);
 }
@@ -135,13 +135,13 @@ void only_its_owner_can_open_it() {
 void a_mark_goes_with_its_process() {
   Meeting& meet = meeting();
   Segment segment = Segment::create(8192, 4096);
-  EXPECT(!segment.alive(1), "nobody yet");
+  EXPECT(!segment.alive(1), "not yet");
   const pid_t pid = child([&] {
     {
       const Segment own = Segment::open(segment.name(), 8192);
       own.mark_alive(1);
       own.mark_alive(3);
-      const pid_t forked = fork();  // as data loaders do: it must not keep the mark
+      const pid_t forked = fork();  // as data loaders do: it must not keep the lock
       if (forked > 0) meet.forked = forked;
       ++meet.joined;
       pause();
@@ -150,7 +150,7 @@ void a_mark_goes_with_its_process() {
   wait_until(meet.joined, 2);
   segment.mark_alive(0);
   EXPECT(segment.alive(0) && segment.alive(1) && !segment.alive(2) && segment.alive(3), "marks");
-  Segment::create(8192, 4096).unlink();  // sweeps, which must not touch marks
+  Segment::create(8192, 4096).unlink();  // removes stale names, which must not touch locks
   EXPECT(segment.alive(0) && segment.alive(1), "marks after a sweep");
   kill(pid, SIGKILL);
   status_of(pid);
@@ -256,7 +256,7 @@ void a_forked_child_leaves_the_group_alone() {
       auto engine = join(meet, geometry, rank);
       Bytes data(4000);
       const auto task = task_of(Message{1 - rank, 0, data.data(), 4000, 0}, rank == 0, 30s);
-      const auto done = task_of(std::make_unique<Barrier>(engine->party()), 30s);
+      const auto done = task_of(std::make_unique<Barrier>(engine->member()), 30s);
       engine->start(done, false);
       engine->wait(done);
       if (rank == 0) engine->start(task, true);  // its thread is at work
@@ -272,7 +272,7 @@ void a_forked_child_leaves_the_group_alone() {
           EXPECT(refuses([&] { engine->poll(task); }), "poll");
           EXPECT(refuses([&] { engine->on_done(task, [] {}); }), "on_done");
         }
-        engine->give_up("a child is to have no say");
+        engine->abort_group("a child is to have no say");
         engine.reset();
       });
       EXPECT(status_of(pid) == 0, "the forked child");

@@ -1,5 +1,6 @@
-// Random operations with threads for ranks, so that a race detector sees all of the protocol:
-// threads RANKS OPERATIONS SEED. Slots of a few lines: all is chunked, wraps around and is reused.
+// Random operations with threads as ranks, so that a race detector sees all of the protocol:
+// threads RANKS OPERATIONS SEED. Slots of a few lines: everything is chunked, wraps around and is
+// reused.
 
 #include "plan.h"
 

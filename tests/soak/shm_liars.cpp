@@ -1,10 +1,11 @@
 // Ranks whose shared memory is overwritten at random while they work: shm_liars CORRUPTIONS SEED.
-// Every call must end, within its timeout, in an error or in the right result; run under sanitizers,
-// so that no access out of bounds goes unseen. Shared memory lies between pages without access.
+// Every call must end, within its timeout, in an error or in the right result; run under
+// sanitizers, so that no access out of bounds goes unseen. The shared memory lies between
+// inaccessible pages.
 //
-// What a peer is trusted for, and what is therefore not compared once it has been overwritten: the
-// payload (slots, rings, and in these the sizes of an all_to_all and the heads of messages), and
-// that a step was posted or finished, or bytes written or read, when it says so.
+// A peer is trusted for the following, so results are not compared once these have been
+// overwritten: the payload (slots, rings, and in these the sizes of an all_to_all and the heads of
+// messages), and its claims that a step was posted or finished, or bytes written or read.
 
 #include <algorithm>
 
@@ -17,7 +18,7 @@ namespace {
 
 constexpr auto kLimit = 25ms;  // for each call
 constexpr auto kHang = 30s;    // for all of a round
-constexpr int kGroups = 6;     // side by side: most of the time is spent in waiting for the limit
+constexpr int kGroups = 6;     // concurrent: most of the time is spent waiting for the limit
 constexpr int kOperations = 24;
 
 // Like Memory, with protected pages before and after it
@@ -45,7 +46,7 @@ class GuardedMemory {
   char* all_;
 };
 
-// Where the liar writes
+// The field that the liar overwrites
 enum class Field {
   kHeader,     // identity, who gave up and why, who has left
   kSignature,  // what a rank calls
@@ -63,7 +64,7 @@ struct Counts {
   std::atomic<int64_t> fields[size_t(Field::kFields)] = {};
 };
 
-// A word that looks like those that stand there, or like none
+// A word similar to the one it replaces, or arbitrary
 uint64_t lie(Random& random, uint64_t now) {
   switch (random.below(10)) {
     case 0:
@@ -154,7 +155,7 @@ class Worker {
   void operation(uint64_t key) {
     const int root = int(drawn_.below(ranks_)), p = ranks_;
     const int64_t n = 8 * drawn_.below(drawn_.one_in(4) ? 200 : 10);  // bytes of each rank
-    const Party party = engine_->party();
+    const Member member = engine_->member();
     const Elements elements{n / 8, 8, kTypes[1].combine, 1, 0};
     const Bytes own = data(key, rank_, 0, n);
     Bytes all;
@@ -169,33 +170,33 @@ class Worker {
       return at;
     };
     const std::vector<int64_t> sizes(size_t(p), n);
-    std::unique_ptr<Call> call;
+    std::unique_ptr<Collective> call;
     Bytes expected;
     switch (drawn_.below(10)) {
       case 0:
       case 1:
         expected = combined(key, p, 1, n / 8);
-        if (n <= party.slot_bytes())
-          call = std::make_unique<AllReduce>(party, in->data(), out->data(), elements);
+        if (n <= member.slot_bytes())
+          call = std::make_unique<AllReduce>(member, in->data(), out->data(), elements);
         else
-          call = std::make_unique<ChunkedAllReduce>(party, in->data(), out->data(), elements);
+          call = std::make_unique<ChunkedAllReduce>(member, in->data(), out->data(), elements);
         break;
       case 2:
         expected = all;
         out->resize(all.size());
-        call = std::make_unique<AllGather>(party, in->data(), parts(*out), sizes, 0);
+        call = std::make_unique<AllGather>(member, in->data(), parts(*out), sizes, 0);
         break;
       case 3:
         expected = data(key, root, 0, n);
         *out = rank_ == root ? own : *out;
-        call = std::make_unique<Broadcast>(party, out->data(), n, 0, root);
+        call = std::make_unique<Broadcast>(member, out->data(), n, 0, root);
         break;
       case 4: {
         *in = all;
         expected = data(key, rank_, 0, n);
         const auto at = parts(*in);
         call =
-            std::make_unique<Scatter>(party,
+            std::make_unique<Scatter>(member,
                                       rank_ == root ? std::vector<const void*>(at.begin(), at.end())
                                                     : std::vector<const void*>(),
                                       out->data(), n, 0, root);
@@ -207,17 +208,17 @@ class Worker {
         expected = all;
         out->resize(all.size());
         const auto at = parts(*in);
-        call = std::make_unique<AllToAll>(party, std::vector<const void*>(at.begin(), at.end()),
+        call = std::make_unique<AllToAll>(member, std::vector<const void*>(at.begin(), at.end()),
                                           sizes, parts(*out), sizes, 0);
         break;
       }
       case 6:
         expected = *out;
         if (rank_ == root) expected = combined(key, p, 1, n / 8);
-        call = std::make_unique<Reduce>(party, in->data(), out->data(), elements, root);
+        call = std::make_unique<Reduce>(member, in->data(), out->data(), elements, root);
         break;
       case 7:
-        call = std::make_unique<Barrier>(party);
+        call = std::make_unique<Barrier>(member);
         out->clear();
         break;
       case 8: {
@@ -228,7 +229,7 @@ class Worker {
         Elements like = elements;
         like.count *= p;
         call = std::make_unique<ReduceScatter>(
-            party, std::vector<const void*>(at.begin(), at.end()), out->data(),
+            member, std::vector<const void*>(at.begin(), at.end()), out->data(),
             std::vector<int64_t>(size_t(p), n / 8), like);
         break;
       }
@@ -254,7 +255,7 @@ class Worker {
 
   void issue(TaskPtr task, std::shared_ptr<Bytes> in, std::shared_ptr<Bytes> out, Bytes expected) {
     pending_.push_back({task, std::move(in), std::move(out), std::move(expected)});
-    // Tasks that fail are dropped while their buffers may still be written, if that were so
+    // Failed tasks are dropped while their buffers might still be written, if there were a bug
     task->finish = [in = pending_.back().in, out = pending_.back().out] {};
     engine_->start(task, own_.one_in(2));
     if (own_.one_in(4)) engine_->on_done(task, [] {});
@@ -272,7 +273,7 @@ class Worker {
 
   std::shared_ptr<Engine> engine_;
   const int ranks_, rank_;
-  Random drawn_, own_;  // the same on all ranks; not so
+  Random drawn_, own_;  // drawn_: the same on all ranks; own_: not
   const std::atomic<bool>& comparable_;
   std::vector<Pending> pending_;
 };
@@ -292,7 +293,7 @@ int64_t round(uint64_t seed, Counts& counts) {
       const int64_t most = 1 + random.below(40);
       for (; lies < most && working > 0; ++lies) {
         const auto field = static_cast<Field>(random.below(int64_t(Field::kFields)));
-        if (trusted(field)) comparable = false;  // before it is written: who compares looks after
+        if (trusted(field)) comparable = false;  // before the write
         corrupt(memory.shared(), field, random);
         ++counts.fields[size_t(field)];
         if (random.one_in(3))
@@ -315,7 +316,7 @@ int64_t round(uint64_t seed, Counts& counts) {
   return lies;
 }
 
-// Names as they come over the store: only one that is ours may be opened
+// Names as received over the store: only a valid one may be opened
 int64_t names(Random& random) {
   Segment segment = Segment::create(8192, 4096);
   int64_t lies = 0;

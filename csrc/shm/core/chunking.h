@@ -1,4 +1,4 @@
-// How tensors are cut into what fits a slot.
+// Splitting of tensors into chunks that fit a slot.
 
 #pragma once
 
@@ -11,18 +11,18 @@
 
 namespace tp_ext::shm {
 
-// How far a rank writes ahead of what it has read: enough to hide that others are late, little
-// enough that the slots stay in the cache
+// Steps that a rank writes ahead of its reads: enough to hide that others are late, few enough that
+// the slots stay in the cache
 constexpr int64_t kAhead = 2;
 
 inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-// At least one, so that every call meets every rank
+// At least one, so that every call synchronises with every rank
 inline int64_t steps_for(int64_t n, int64_t per_step) {
   return std::max<int64_t>(1, divide_up(n, per_step));
 }
 
-// Bytes for each of `ranks` in a slot, a whole number of lines
+// Bytes per rank in a slot, a whole number of lines
 inline int64_t share_of(int64_t slot_bytes, int ranks) {
   return slot_bytes / ranks / kLine * kLine;
 }
@@ -31,10 +31,10 @@ inline void copy(void* to, const void* from, int64_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
-// The piece of [0, n) that step k of per_step covers
-struct Piece {
+// The chunk of [0, n) that step k of per_step elements covers
+struct Chunk {
   int64_t begin, length;
-  Piece(int64_t step, int64_t per_step, int64_t n)
+  Chunk(int64_t step, int64_t per_step, int64_t n)
       : begin(std::min(step * per_step, n)), length(std::min(per_step, n - begin)) {}
 };
 

@@ -65,17 +65,17 @@ const char* name_of(Kind kind) {
   return "unknown call";
 }
 
-void Call::check(int rank, const Signature& theirs, const Signature& expected) const {
+void Collective::check(int rank, const Signature& theirs, const Signature& expected) const {
   if (theirs == expected) return;
   if (theirs.same_call(expected))
-    throw Failure("rank " + std::to_string(rank) + " and rank " + std::to_string(party_.rank) +
+    throw Failure("rank " + std::to_string(rank) + " and rank " + std::to_string(member_.rank) +
                   " both call " + described(theirs) +
                   ", but not the same before it: a broadcast or scatter with another root, say");
   throw Failure("rank " + std::to_string(rank) + " calls " + described(theirs) + " where rank " +
-                std::to_string(party_.rank) + " calls " + described(expected));
+                std::to_string(member_.rank) + " calls " + described(expected));
 }
 
-uint64_t Call::continued(const Signature& s) {
+uint64_t Collective::continued(const Signature& s) {
   uint64_t hash = s.history;
   for (const uint64_t word :
        {uint64_t(s.kind) << 32 | s.type, uint64_t(s.op) << 32 | s.root, s.count, s.parts})
@@ -83,32 +83,33 @@ uint64_t Call::continued(const Signature& s) {
   return hash;
 }
 
-Steps::Steps(const Party& party, Kind kind, int64_t steps, Signature signature)
-    : Call(party, kind), steps_(steps), signature_(signature) {
+SteppedCollective::SteppedCollective(const Member& member, Kind kind, int64_t steps,
+                                     Signature signature)
+    : Collective(member, kind), steps_(steps), signature_(signature) {
   signature_.kind = static_cast<uint32_t>(kind);
-  for (int rank = 0; rank < party.ranks(); ++rank) sources_.push_back(rank);
+  for (int rank = 0; rank < member.ranks(); ++rank) sources_.push_back(rank);
 }
 
-void Steps::only_from(int root) {
-  writes_ = party_.rank == root;
+void SteppedCollective::only_from(int root) {
+  writes_ = member_.rank == root;
   sources_.clear();
   if (!writes_) sources_.push_back(root);
 }
 
-void Steps::begin(uint64_t number, uint64_t history) {
+void SteppedCollective::begin(uint64_t number, uint64_t history) {
   signature_.call = number;
   signature_.history = history;
   base_ = lane().begun;
 }
 
-bool Steps::advance() {
+bool SteppedCollective::advance() {
   for (bool moved = true; moved;) {
     moved = false;
     if (writes_ && written_ < std::min(steps_, read_ + kAhead) && lane().free(base_ + written_)) {
       write(written_, lane().own(base_ + written_));
       lane().post(base_ + written_, signature_);
       ++written_;
-      moved = ++moves_;
+      moved = ++progress_;
     }
     const bool may_read = read_ < (writes_ ? written_ : steps_);
     if (may_read && std::all_of(sources_.begin(), sources_.end(),
@@ -123,7 +124,7 @@ bool Steps::advance() {
       read(read_);
       lane().finish(base_ + read_);
       ++read_;
-      moved = ++moves_;
+      moved = ++progress_;
     }
   }
   if (read_ < steps_) return false;
@@ -131,10 +132,10 @@ bool Steps::advance() {
   return true;
 }
 
-std::vector<int> Steps::missing() const {
+std::vector<int> SteppedCollective::missing() const {
   std::vector<int> ranks;
   if (writes_ && written_ <= read_ && written_ < steps_) {  // cannot write
-    for (int rank = 0; rank < party_.ranks(); ++rank)
+    for (int rank = 0; rank < member_.ranks(); ++rank)
       if (base_ + written_ >= kSlots && !lane().finished(base_ + written_ - kSlots, rank))
         ranks.push_back(rank);
     return ranks;

@@ -7,15 +7,15 @@
 namespace tp_ext::shm {
 namespace {
 
-constexpr int64_t kMostBytes = int64_t(1) << 62;  // steps that follow from it can be counted
+constexpr int64_t kMostBytes = int64_t(1) << 62;  // so that the number of steps cannot overflow
 
 }  // namespace
 
-AllGather::AllGather(const Party& party, const void* in, std::vector<void*> out,
+AllGather::AllGather(const Member& member, const void* in, std::vector<void*> out,
                      std::vector<int64_t> bytes, uint32_t type, int root)
-    : Steps(party, root < 0 ? Kind::kAllGather : Kind::kGather,
-            steps_for(largest(bytes), party.slot_bytes()),
-            signature_of(bytes[party.rank], type, std::max(root, 0))),
+    : SteppedCollective(member, root < 0 ? Kind::kAllGather : Kind::kGather,
+                        steps_for(largest(bytes), member.slot_bytes()),
+                        signature_of(bytes[member.rank], type, std::max(root, 0))),
       in_(static_cast<const char*>(in)),
       out_(std::move(out)),
       bytes_(std::move(bytes)),
@@ -23,10 +23,10 @@ AllGather::AllGather(const Party& party, const void* in, std::vector<void*> out,
       root_(root) {
   if (root < 0) return;
   for (const int64_t n : bytes_)
-    if (n != bytes_[party.rank])
+    if (n != bytes_[member.rank])
       throw Failure("gather: " + std::to_string(n) + " bytes of one rank and " +
-                    std::to_string(bytes_[party.rank]) + " of another must be the same");
-  if (root != party.rank) sources_.clear();
+                    std::to_string(bytes_[member.rank]) + " of another must be the same");
+  if (root != member.rank) sources_.clear();
 }
 
 Signature AllGather::expected(int rank) const {
@@ -41,21 +41,21 @@ Signature AllGather::common() const {
 }
 
 void AllGather::write(int64_t step, char* slot) {
-  const Piece piece(step, party_.slot_bytes(), bytes_[party_.rank]);
-  copy(slot, in_ + piece.begin, piece.length);
+  const Chunk chunk(step, member_.slot_bytes(), bytes_[member_.rank]);
+  copy(slot, in_ + chunk.begin, chunk.length);
 }
 
 void AllGather::read(int64_t step) {
   for (const int rank : sources_) {
-    const Piece piece(step, party_.slot_bytes(), bytes_[rank]);
-    const char* from = rank == party_.rank ? in_ + piece.begin : of(step, rank);
-    copy(static_cast<char*>(out_[rank]) + piece.begin, from, piece.length);
+    const Chunk chunk(step, member_.slot_bytes(), bytes_[rank]);
+    const char* from = rank == member_.rank ? in_ + chunk.begin : of(step, rank);
+    copy(static_cast<char*>(out_[rank]) + chunk.begin, from, chunk.length);
   }
 }
 
-Broadcast::Broadcast(const Party& party, void* data, int64_t bytes, uint32_t type, int root)
-    : Steps(party, Kind::kBroadcast, steps_for(bytes, party.slot_bytes()),
-            signature_of(bytes, type, root)),
+Broadcast::Broadcast(const Member& member, void* data, int64_t bytes, uint32_t type, int root)
+    : SteppedCollective(member, Kind::kBroadcast, steps_for(bytes, member.slot_bytes()),
+                        signature_of(bytes, type, root)),
       data_(static_cast<char*>(data)),
       bytes_(bytes),
       root_(root) {
@@ -63,68 +63,69 @@ Broadcast::Broadcast(const Party& party, void* data, int64_t bytes, uint32_t typ
 }
 
 void Broadcast::write(int64_t step, char* slot) {
-  const Piece piece(step, party_.slot_bytes(), bytes_);
-  copy(slot, data_ + piece.begin, piece.length);
+  const Chunk chunk(step, member_.slot_bytes(), bytes_);
+  copy(slot, data_ + chunk.begin, chunk.length);
 }
 
 void Broadcast::read(int64_t step) {
-  if (party_.rank == root_) return;
-  const Piece piece(step, party_.slot_bytes(), bytes_);
-  copy(data_ + piece.begin, of(step, root_), piece.length);
+  if (member_.rank == root_) return;
+  const Chunk chunk(step, member_.slot_bytes(), bytes_);
+  copy(data_ + chunk.begin, of(step, root_), chunk.length);
 }
 
-Scatter::Scatter(const Party& party, std::vector<const void*> in, void* out, int64_t bytes,
+Scatter::Scatter(const Member& member, std::vector<const void*> in, void* out, int64_t bytes,
                  uint32_t type, int root)
-    : Steps(party, Kind::kScatter, steps_for(bytes, share_of(party.slot_bytes(), party.ranks())),
-            signature_of(bytes, type, root)),
+    : SteppedCollective(member, Kind::kScatter,
+                        steps_for(bytes, share_of(member.slot_bytes(), member.ranks())),
+                        signature_of(bytes, type, root)),
       in_(std::move(in)),
       out_(static_cast<char*>(out)),
       bytes_(bytes),
-      share_(share_of(party.slot_bytes(), party.ranks())),
+      share_(share_of(member.slot_bytes(), member.ranks())),
       root_(root) {
   only_from(root);
 }
 
 void Scatter::write(int64_t step, char* slot) {
-  const Piece piece(step, share_, bytes_);
-  for (int rank = 0; rank < party_.ranks(); ++rank) {
-    const char* from = static_cast<const char*>(in_[rank]) + piece.begin;
-    copy(rank == root_ ? out_ + piece.begin : slot + rank * share_, from, piece.length);
+  const Chunk chunk(step, share_, bytes_);
+  for (int rank = 0; rank < member_.ranks(); ++rank) {
+    const char* from = static_cast<const char*>(in_[rank]) + chunk.begin;
+    copy(rank == root_ ? out_ + chunk.begin : slot + rank * share_, from, chunk.length);
   }
 }
 
 void Scatter::read(int64_t step) {
-  if (party_.rank == root_) return;
-  const Piece piece(step, share_, bytes_);
-  copy(out_ + piece.begin, of(step, root_) + party_.rank * share_, piece.length);
+  if (member_.rank == root_) return;
+  const Chunk chunk(step, share_, bytes_);
+  copy(out_ + chunk.begin, of(step, root_) + member_.rank * share_, chunk.length);
 }
 
-AllToAll::AllToAll(const Party& party, std::vector<const void*> in, std::vector<int64_t> in_bytes,
+AllToAll::AllToAll(const Member& member, std::vector<const void*> in, std::vector<int64_t> in_bytes,
                    std::vector<void*> out, std::vector<int64_t> out_bytes, uint32_t type)
-    : Steps(party, Kind::kAllToAll, 1, signature_of(0, type)),
+    : SteppedCollective(member, Kind::kAllToAll, 1, signature_of(0, type)),
       in_(std::move(in)),
       in_bytes_(std::move(in_bytes)),
       out_(std::move(out)),
       out_bytes_(std::move(out_bytes)),
-      share_(share_of(party.slot_bytes(), party.ranks())) {
+      share_(share_of(member.slot_bytes(), member.ranks())) {
   sized_ = false;
 }
 
 void AllToAll::write(int64_t step, char* slot) {
-  if (step == 0) return copy(slot, in_bytes_.data(), party_.ranks() * int64_t(sizeof(int64_t)));
-  for (int rank = 0; rank < party_.ranks(); ++rank) {
-    if (rank == party_.rank) continue;
-    const Piece piece(step - 1, share_, in_bytes_[rank]);
-    copy(slot + rank * share_, static_cast<const char*>(in_[rank]) + piece.begin, piece.length);
+  if (step == 0) return copy(slot, in_bytes_.data(), member_.ranks() * int64_t(sizeof(int64_t)));
+  for (int rank = 0; rank < member_.ranks(); ++rank) {
+    if (rank == member_.rank) continue;
+    const Chunk chunk(step - 1, share_, in_bytes_[rank]);
+    copy(slot + rank * share_, static_cast<const char*>(in_[rank]) + chunk.begin, chunk.length);
   }
 }
 
 void AllToAll::read(int64_t step) {
-  const int own = party_.rank;
+  const int own = member_.rank;
   if (step == 0) {
     int64_t most = 0;
-    for (int rank = 0; rank < party_.ranks(); ++rank) {
-      for (int to = 0; to < party_.ranks(); ++to) {
+    for (int rank = 0; rank < member_.ranks(); ++rank) {
+      for (int to = 0; to < member_.ranks(); ++to) {
         const auto bytes = read_once<int64_t>(of(0, rank) + to * sizeof(int64_t));
         if (bytes < 0 || bytes > kMostBytes)
           damaged("a size in an all_to_all", rank, static_cast<uint64_t>(bytes));
@@ -139,10 +140,10 @@ void AllToAll::read(int64_t step) {
     sized_ = true;
     return copy(out_[own], in_[own], out_bytes_[own]);
   }
-  for (int rank = 0; rank < party_.ranks(); ++rank) {
+  for (int rank = 0; rank < member_.ranks(); ++rank) {
     if (rank == own) continue;
-    const Piece piece(step - 1, share_, out_bytes_[rank]);
-    copy(static_cast<char*>(out_[rank]) + piece.begin, of(step, rank) + own * share_, piece.length);
+    const Chunk chunk(step - 1, share_, out_bytes_[rank]);
+    copy(static_cast<char*>(out_[rank]) + chunk.begin, of(step, rank) + own * share_, chunk.length);
   }
 }
 

@@ -1,5 +1,5 @@
-// Calls that move bytes from rank to rank as they are. `type` is the elements' dtype by c10's number,
-// which the ranks compare.
+// Collectives that move bytes between ranks unchanged. `type` is c10's number of the elements'
+// dtype, which the ranks compare.
 
 #pragma once
 
@@ -11,11 +11,11 @@
 namespace tp_ext::shm {
 
 // Bytes of rank r -> out[r] on all ranks
-class AllGather : public Steps {
+class AllGather : public SteppedCollective {
  public:
-  // root: gather to it, equal lengths (others' are known to nobody else); -1: to all
-  AllGather(const Party& party, const void* in, std::vector<void*> out, std::vector<int64_t> bytes,
-            uint32_t type, int root = -1);
+  // root: gather to it, equal lengths (a rank knows only its own length); -1: to all
+  AllGather(const Member& member, const void* in, std::vector<void*> out,
+            std::vector<int64_t> bytes, uint32_t type, int root = -1);
 
  protected:
   void write(int64_t step, char* slot) override;
@@ -32,9 +32,9 @@ class AllGather : public Steps {
 };
 
 // data of root -> data of all
-class Broadcast : public Steps {
+class Broadcast : public SteppedCollective {
  public:
-  Broadcast(const Party& party, void* data, int64_t bytes, uint32_t type, int root);
+  Broadcast(const Member& member, void* data, int64_t bytes, uint32_t type, int root);
 
  protected:
   void write(int64_t step, char* slot) override;
@@ -47,10 +47,10 @@ class Broadcast : public Steps {
 };
 
 // in[r] of root -> out of rank r
-class Scatter : public Steps {
+class Scatter : public SteppedCollective {
  public:
-  Scatter(const Party& party, std::vector<const void*> in, void* out, int64_t bytes, uint32_t type,
-          int root);
+  Scatter(const Member& member, std::vector<const void*> in, void* out, int64_t bytes,
+          uint32_t type, int root);
 
  protected:
   void write(int64_t step, char* slot) override;
@@ -63,10 +63,10 @@ class Scatter : public Steps {
   const int root_;
 };
 
-// in[r] -> rank r, from rank r -> out[r]. The first step tells who sends how much.
-class AllToAll : public Steps {
+// in[r] -> rank r, from rank r -> out[r]. The first step exchanges the sizes.
+class AllToAll : public SteppedCollective {
  public:
-  AllToAll(const Party& party, std::vector<const void*> in, std::vector<int64_t> in_bytes,
+  AllToAll(const Member& member, std::vector<const void*> in, std::vector<int64_t> in_bytes,
            std::vector<void*> out, std::vector<int64_t> out_bytes, uint32_t type);
 
  protected:

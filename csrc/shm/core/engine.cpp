@@ -28,14 +28,13 @@ Clock::time_point deadline_in(std::chrono::milliseconds limit) {
   return limit < left ? now + limit : Clock::time_point::max();
 }
 
-// How to wait: at first on the spot, since an answer takes microseconds; then give the core to
-// others, since there may be more ranks than cores; at last asleep. Looks after the peers now and
-// then.
-class Engine::Patience {
+// Waiting strategy: spins first, since an answer takes microseconds; then yields the core, since
+// there may be more ranks than cores; then sleeps. Asks for a check of the peers from time to time.
+class Engine::Backoff {
  public:
-  explicit Patience(int ranks) : spins_(ranks <= cores() ? 200 : 0) {}
+  explicit Backoff(int ranks) : spins_(ranks <= cores() ? 200 : 0) {}
 
-  // Whether it is time to look whether the others are still there
+  // Returns whether it is time to check that the other ranks are alive
   bool pause() {
     if (turn_ < spins_) {
       ++turn_;
@@ -75,14 +74,14 @@ Engine::Engine(Shared shared, int rank, std::string name, std::shared_ptr<Segmen
       segment_(std::move(segment)),
       process_(process_generation()),
       lanes_{{shared_, 0, rank}, {shared_, 1, rank}},
-      messages_(shared_, rank, [this](int64_t offset, int64_t bytes) {
+      point_to_point_(shared_, rank, [this](int64_t offset, int64_t bytes) {
         if (segment_) segment_->reserve(offset, bytes);
       }) {
   if (!shared.geometry().valid()) throw Failure("tp_shm: geometry: slots or rings are too small");
 }
 
 Engine::~Engine() {
-  if (forked()) {  // the group goes on in the parent, as if this child had never been
+  if (forked()) {  // the group continues in the parent, unaware of this child
     static_cast<void>(service_.release());
     return;
   }
@@ -91,7 +90,7 @@ Engine::~Engine() {
   fail_all("the group is being destroyed");
   shared_.header().left.fetch_or(uint64_t(1) << rank_, std::memory_order_release);
   if (service_ && service_->thread.get_id() == std::this_thread::get_id()) {
-    *gone_ = true;  // by a callback that was the last to hold the engine
+    *gone_ = true;  // called by a callback that held the last reference to the engine
     service_->thread.detach();
   } else if (service_) {
     service_->work.notify_all();
@@ -99,7 +98,7 @@ Engine::~Engine() {
     service_->thread.join();
     lock.lock();
   }
-  tell(lock);
+  notify_ended(lock);
 }
 
 std::string Engine::prefix() const {
@@ -121,8 +120,9 @@ uint64_t Engine::calls() const {
 void Engine::start(const TaskPtr& task, bool background) {
   refuse_fork();
   std::unique_lock lock(mutex_);
-  if (!failure_) check_given_up();  // who comes late would find all that it needs, and go on alone
-  tell(lock);
+  // A rank that comes after an abort may find all posts that it needs, and would continue alone
+  if (!failure_) check_aborted();
+  notify_ended(lock);
   if (!lock.owns_lock()) lock.lock();
   if (failure_) std::rethrow_exception(failure_);
   if (task->call) {
@@ -131,44 +131,45 @@ void Engine::start(const TaskPtr& task, bool background) {
     transfers_.push_back(task);
     try {
       if (task->receives)
-        messages_.receive(task->message);
+        point_to_point_.receive(task->message);
       else
-        messages_.send(task->message);
+        point_to_point_.send(task->message);
     } catch (const std::exception& error) {
       fail_all(error.what());
     }
   }
-  advance();  // what need not wait is sent at once, so that others do not wait for it
+  advance();  // sends what needs no waiting at once, so that others do not wait for it
   if (background && !task->done && needs_service()) call_service();
-  tell(lock);
+  notify_ended(lock);
 }
 
-// To wake a thread costs more than a small call: what has been given already can wait for its wait
+// Waking a thread costs more than a small call: if the others need nothing more from this rank, the
+// call can wait for its wait()
 bool Engine::needs_service() const {
   return !transfers_.empty() || calls_.size() > 1 || !calls_.front()->call->given();
 }
 
 void Engine::wait(const TaskPtr& task, Clock::time_point deadline) {
-  Patience patience(shared_.ranks());
+  Backoff backoff(shared_.ranks());
   uint64_t before = 0;
   if (!task->done.load(std::memory_order_acquire)) refuse_fork();
   while (!task->done.load(std::memory_order_acquire)) {
     std::unique_lock lock(mutex_);
     if (task->done) break;
     advance();
-    if (const uint64_t now = moves(); now != before) {
-      patience.progress();
+    if (const uint64_t now = progress(); now != before) {
+      backoff.progress();
       before = now;
     }
-    tell(lock);
+    notify_ended(lock);
     if (task->done) break;
     if (lock.owns_lock()) lock.unlock();
-    if (patience.pause()) {
+    if (backoff.pause()) {
       lock.lock();
       if (!task->done) check_peers(task);
       const bool late = !task->done && Clock::now() >= deadline;
       const std::string reason = late ? prefix() + timed_out(*task) : "";
-      tell(lock);
+      notify_ended(lock);
       if (late) throw TimedOut(reason);
     }
   }
@@ -181,7 +182,7 @@ bool Engine::poll(const TaskPtr& task) {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   advance();
-  tell(lock);
+  notify_ended(lock);
   return task->done;
 }
 
@@ -198,7 +199,7 @@ void Engine::on_done(const TaskPtr& task, std::function<void()> notify) {
   notify();
 }
 
-// What waits in a queue has a thread that looks after it
+// A task left in the queue gets a thread that serves it
 void Engine::call_service() {
   if (!service_) {
     service_ = std::make_unique<Service>();
@@ -224,7 +225,7 @@ void Engine::advance() {
   if (failure_) return;
   try {
     while (!calls_.empty()) {
-      Call& call = *calls_.front()->call;
+      Collective& call = *calls_.front()->call;
       if (!begun_) {
         call.begin(number_++, history_);
         history_ = call.history();
@@ -237,7 +238,7 @@ void Engine::advance() {
       end(task, nullptr);
     }
     if (transfers_.empty()) return;
-    messages_.advance();
+    point_to_point_.advance();
     for (auto it = transfers_.begin(); it != transfers_.end();) {
       if ((*it)->message->done) {
         end(*it, nullptr);
@@ -251,9 +252,9 @@ void Engine::advance() {
   }
 }
 
-// Without the lock: callbacks may come back to this engine, and to let go of a buffer may take
-// locks of others (Python's), whose holders may be waiting for ours
-void Engine::tell(std::unique_lock<std::mutex>& lock) {
+// Without the lock: callbacks may call this engine, and freeing a buffer may take other locks
+// (Python's), whose holders may be waiting for this one
+void Engine::notify_ended(std::unique_lock<std::mutex>& lock) {
   if (ended_.empty()) return;
   const auto ended = std::exchange(ended_, {});
   lock.unlock();

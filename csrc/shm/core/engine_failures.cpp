@@ -1,4 +1,4 @@
-// What nobody waits for, and what goes wrong.
+// The engine's service thread, and the handling of failures.
 
 #include <sched.h>
 
@@ -22,7 +22,7 @@ std::string listed(const std::vector<int>& ranks) {
 
 void Engine::fail_all(const std::string& reason, bool timed_out) {
   if (!failure_) {
-    if (!stop_) shm::give_up(shared_.header(), rank_, reason);
+    if (!stop_) shm::abort_group(shared_.header(), rank_, reason);
     failure_ = timed_out ? std::make_exception_ptr(TimedOut(prefix() + reason))
                          : std::make_exception_ptr(Failure(prefix() + reason));
   }
@@ -33,34 +33,34 @@ void Engine::fail_all(const std::string& reason, bool timed_out) {
   transfers_.clear();
 }
 
-void Engine::give_up(const std::string& reason) {
+void Engine::abort_group(const std::string& reason) {
   if (forked()) return;
   std::unique_lock lock(mutex_);
   fail_all(reason);
-  tell(lock);
+  notify_ended(lock);
 }
 
 bool Engine::alive(int rank) const { return !segment_ || segment_->alive(rank); }
 
-void Engine::check_given_up() {
+void Engine::check_aborted() {
   const Header& header = shared_.header();
-  const uint32_t who = header.given_up.load(std::memory_order_acquire);
+  const uint32_t who = header.aborted_by.load(std::memory_order_acquire);
   if (who == 0) return;
   if (who > static_cast<uint32_t>(shared_.ranks()))
     return fail_all("the shared memory is damaged: rank " + std::to_string(who - 1) + " gave up");
   std::string reason = reason_of(header);
   if (reason.empty()) {
-    if (alive(static_cast<int>(who) - 1)) return;  // it is about to say why
+    if (alive(static_cast<int>(who) - 1)) return;  // it is about to write the reason
     reason = "it died before it could say why";
   }
   fail_all("rank " + std::to_string(who - 1) + " gave up: " + reason);
 }
 
-// By value: what nobody waits for is held by the queue alone, and may end in here
+// By value: a task without a waiting thread is held by the queue alone, and may end in here
 void Engine::check_peers(const TaskPtr task) {
-  check_given_up();
+  check_aborted();
   if (failure_) return;
-  // Who is gone has posted all it ever will: only then look what is still missing
+  // A rank that is gone has posted all it ever will: check what is missing only after that
   const uint64_t left = shared_.header().left.load(std::memory_order_acquire);
   uint64_t gone = left;
   for (int rank = 0; rank < shared_.ranks(); ++rank)
@@ -68,9 +68,9 @@ void Engine::check_peers(const TaskPtr task) {
   gone &= ~(uint64_t(1) << rank_);
   advance();
   if (task->done || failure_) return;
-  const Call* call = task->call ? calls_.front()->call.get() : nullptr;
-  const std::vector<int> missing = call ? call->missing() : messages_.missing();
-  int lost = call ? -1 : messages_.lost(gone, gone & ~left);
+  const Collective* call = task->call ? calls_.front()->call.get() : nullptr;
+  const std::vector<int> missing = call ? call->missing() : point_to_point_.missing();
+  int lost = call ? -1 : point_to_point_.lost(gone, gone & ~left);
   for (const int rank : missing)
     if (call && gone >> rank & 1) lost = rank;
   const std::string doing = call ? name_of(call->kind()) : task->what();
@@ -81,15 +81,15 @@ void Engine::check_peers(const TaskPtr task) {
 }
 
 std::string Engine::timed_out(const Task& task) const {
-  const Call* call = task.call ? calls_.front()->call.get() : nullptr;
-  const std::vector<int> missing = call ? call->missing() : messages_.missing();
+  const Collective* call = task.call ? calls_.front()->call.get() : nullptr;
+  const std::vector<int> missing = call ? call->missing() : point_to_point_.missing();
   return std::string(call ? name_of(call->kind()) : task.what()) + " (call " +
          std::to_string(number_) + ") timed out waiting for " +
          (missing.empty() ? "nobody" : listed(missing));
 }
 
-uint64_t Engine::moves() const {
-  return ends_ + messages_.moves() + (begun_ ? calls_.front()->call->moves() : 0);
+uint64_t Engine::progress() const {
+  return ends_ + point_to_point_.progress() + (begun_ ? calls_.front()->call->progress() : 0);
 }
 
 void Engine::serve() {
@@ -97,7 +97,7 @@ void Engine::serve() {
   std::unique_lock lock(mutex_);
   gone_ = &gone;
   uint64_t before = 0;
-  int idle = 0;  // turns without anything done
+  int idle = 0;  // iterations without progress
   auto looked = Clock::now(), since = looked;
   while (!stop_) {
     if (calls_.empty() && transfers_.empty()) {
@@ -106,21 +106,21 @@ void Engine::serve() {
       continue;
     }
     advance();
-    if (moves() != before) idle = 0;
-    before = moves();
+    if (progress() != before) idle = 0;
+    before = progress();
     if (idle > 0 && Clock::now() - looked >= 10ms) {
       looked = Clock::now();
       if (!calls_.empty()) check_peers(calls_.front());
       if (!transfers_.empty()) check_peers(transfers_.front());
     }
-    tell(lock);
+    notify_ended(lock);
     if (gone) return;
     if (!lock.owns_lock()) lock.lock();
     if (stop_) break;
     if (idle++ == 0) since = Clock::now();
     if (calls_.empty() && transfers_.empty()) continue;
-    // Who waits for a future has no other hands than these. Else the core is left to somebody who
-    // computes meanwhile, and will do the rest when he waits.
+    // Only this thread can complete a task with a callback, so it spins. Otherwise it leaves the
+    // core to a rank that computes, and that will do the rest in wait().
     if (awaited_ > 0 && Clock::now() - since < 50us) {
       lock.unlock();
       sched_yield();

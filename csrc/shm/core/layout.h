@@ -1,19 +1,19 @@
-// The memory that the ranks of a group share, and the one protocol by which they exchange.
+// The memory shared by the ranks of a group, and the one protocol by which they exchange data.
 //
-//   header    what it is, who has joined, and why somebody gave up
+//   header    magic number, joined ranks, and the reason of an abort
 //   lanes     2 per group; in each, `slots` slots per rank, used in turn, step by step
 //   rings     one per ordered pair of ranks, for send and receive (point_to_point.h)
 //
-// Step k of a lane: a rank writes into its own slot k % slots, then posts it; whoever reads it does
-// so once it is posted, then finishes the step. A slot is written again when all ranks have
-// finished the step that it held. Posting is a release and seeing it an acquire, and so is
-// finishing: nothing else orders the payload, on any processor.
+// Step k of a lane: a rank writes into its slot k % slots, then posts it; readers read it once it
+// is posted, then finish the step. A slot is written again when all ranks have finished the step
+// that it held. Posting is a release and seeing it an acquire, and so is finishing: nothing else
+// orders the payload, on any processor.
 //
 // A peer is trusted for the payload of a step that it posts, and for having read a step that it
-// finishes. Every other word of a peer is read once, checked, and only then used: one that cannot
-// be right raises Failure. A rank never reads back a position of its own.
+// finishes. Every other word of a peer is read once, checked, and only then used: an impossible one
+// raises Failure. A rank never reads back a position of its own.
 //
-// Torch-free, so that it can be run under a race detector with threads for ranks.
+// Torch-free, so that it can be run under a race detector with threads as ranks.
 
 #pragma once
 
@@ -53,12 +53,12 @@ T read_once(const void* shared) {
   return copy;
 }
 
-// Describes a call to the other ranks, so that ranks in different calls notice it
+// Describes a call to the other ranks, so that ranks that make different calls notice it
 struct Signature {
   uint32_t kind = 0, type = 0, op = 0, root = 0;
   uint64_t count = 0, call = 0;  // elements; number of the call in the group
-  uint64_t parts = 0;            // a hash of the shape, or of how the elements are divided
-  uint64_t history = 0;          // a hash of the calls before: a root does not look at the others
+  uint64_t parts = 0;    // a hash of the shape, or of the division of the elements over ranks
+  uint64_t history = 0;  // a hash of the calls before: a root does not read the others' slots
 
   bool same_call(const Signature& other) const {
     return kind == other.kind && type == other.type && op == other.op && root == other.root &&
@@ -80,7 +80,7 @@ struct alignas(kLine) Counter {
   std::atomic<uint64_t> value;
 };
 
-// One ordered pair's stream of bytes: positions written and read since the beginning
+// The stream of bytes of one ordered pair: positions written and read since the beginning
 struct Ring {
   Counter written, read;
 };
@@ -88,7 +88,7 @@ struct Ring {
 struct alignas(kLine) Header {
   uint64_t magic, bytes;
   uint32_t ranks;
-  std::atomic<uint32_t> given_up;  // 1 + the rank that did so first; the reason is written then
+  std::atomic<uint32_t> aborted_by;  // 1 + the first rank that gave up; it writes the reason
   std::atomic<uint32_t> reason_ready;
   std::atomic<uint64_t> left;    // bit r: rank r has left the group
   std::atomic<uint64_t> joined;  // bit r: rank r has opened this memory
@@ -96,15 +96,15 @@ struct alignas(kLine) Header {
   char reason[512];              // ends with 0
 };
 
-// The first to give up says why; the others' reasons follow from that
-inline void give_up(Header& header, int rank, const std::string& reason) {
-  uint32_t nobody = 0;
-  if (!header.given_up.compare_exchange_strong(nobody, static_cast<uint32_t>(rank) + 1)) return;
+// The first rank that gives up writes the reason; the others fail because of it
+inline void abort_group(Header& header, int rank, const std::string& reason) {
+  uint32_t none = 0;
+  if (!header.aborted_by.compare_exchange_strong(none, static_cast<uint32_t>(rank) + 1)) return;
   std::strncpy(header.reason, reason.c_str(), sizeof header.reason - 1);
   header.reason_ready.store(1, std::memory_order_release);
 }
 
-// Why somebody gave up, "" as long as it has not been written
+// The reason of the abort, "" until it is written
 inline std::string reason_of(const Header& header) {
   if (!header.reason_ready.load(std::memory_order_acquire)) return "";
   return std::string(header.reason, strnlen(header.reason, sizeof header.reason));
@@ -121,10 +121,11 @@ struct Geometry {
   int64_t ring_heads() const { return finished() + kLanes * ranks * int64_t(sizeof(Counter)); }
   int64_t slots() const { return page(ring_heads() + int64_t(ranks) * ranks * sizeof(Ring)); }
   int64_t rings() const { return slots() + kLanes * kSlots * ranks * slot_bytes; }
-  // All but the rings is in use from the start; a ring costs nothing before its first message
+  // Everything but the rings is in use from the start; a ring costs nothing before its first
+  // message
   int64_t reserved() const { return rings(); }
   int64_t bytes() const { return rings() + int64_t(ranks) * ranks * ring_bytes; }
-  // Each rank has a line of every slot at least, and a ring holds a message's head
+  // A rank has at least one line of every slot, and a ring holds at least the head of a message
   bool valid() const {
     return 1 <= ranks && ranks <= kMaxRanks && slot_bytes >= ranks * kLine &&
            slot_bytes % kLine == 0 && ring_bytes >= kMessageHead;
@@ -174,15 +175,15 @@ class Shared {
   Geometry geometry_;
 };
 
-// One rank's view of a lane: how far it has come
+// One rank's view of a lane: its progress
 class Lane {
  public:
   Lane(const Shared& shared, int lane, int rank) : shared_(&shared), lane_(lane), rank_(rank) {}
 
-  uint64_t begun = 0;  // steps that calls have taken so far; a call's steps follow it
+  uint64_t begun = 0;  // steps reserved by calls so far; the steps of a call follow them
 
-  // Whether this rank's slot may be written again. Nobody is more than the slots ahead of this
-  // rank: to go on, the others need that it finishes.
+  // Whether this rank's slot may be written again. No rank is more than `slots` steps ahead of this
+  // rank: to go on, it needs this rank to finish.
   bool free(uint64_t step) const {
     if (step < kSlots) return true;
     for (int rank = 0; rank < shared_->ranks(); ++rank) {
@@ -198,7 +199,7 @@ class Lane {
     line.posted.store(step + 1, std::memory_order_release);
   }
   bool posted(uint64_t step, int rank) const { return posted_in(step, rank) == step + 1; }
-  // The same where this rank has not finished the step: no later one can stand in its slot
+  // The same if this rank has not finished the step: no later step can be in its slot
   bool arrived(uint64_t step, int rank) const {
     const uint64_t value = posted_in(step, rank);
     if (value > step + 1) damaged("a posted step", rank, value);

@@ -26,7 +26,7 @@ void take(const char* ring, int64_t size, uint64_t position, void* to, int64_t b
 
 }  // namespace
 
-void Messages::send(std::shared_ptr<Message> message) {
+void PointToPoint::send(std::shared_ptr<Message> message) {
   const int to = message->peer;
   if (!reserved_[to]) {
     reserve_(shared_->ring_offset(rank_, to), shared_->geometry().ring_bytes);
@@ -35,7 +35,7 @@ void Messages::send(std::shared_ptr<Message> message) {
   sends_[to].push_back(std::move(message));
 }
 
-void Messages::receive(std::shared_ptr<Message> message) {
+void PointToPoint::receive(std::shared_ptr<Message> message) {
   for (auto kept = kept_.begin(); kept != kept_.end(); ++kept) {
     const bool match = !kept->taker && kept->head.tag == message->tag &&
                        (message->peer < 0 || message->peer == kept->from);
@@ -52,19 +52,19 @@ void Messages::receive(std::shared_ptr<Message> message) {
   receives_.push_back(std::move(message));
 }
 
-void Messages::deliver(Kept& kept) {
+void PointToPoint::deliver(Kept& kept) {
   std::copy(kept.data.begin(), kept.data.end(), kept.taker->data);
   kept.taker->done = true;
 }
 
-void Messages::check(const Head& head, const Message& message, int from) {
+void PointToPoint::check(const Head& head, const Message& message, int from) {
   if (head.bytes != static_cast<uint64_t>(message.bytes) || head.type != message.type)
     throw Failure(described("send", head.bytes, head.type) + " by rank " + std::to_string(from) +
                   " with tag " + std::to_string(head.tag) + " meets a " +
                   described("recv", static_cast<uint64_t>(message.bytes), message.type));
 }
 
-bool Messages::push(int to, Message& message) {
+bool PointToPoint::push(int to, Message& message) {
   Ring& ring = shared_->ring(rank_, to);
   char* bytes = shared_->ring_bytes(rank_, to);
   const int64_t size = shared_->geometry().ring_bytes;
@@ -79,19 +79,19 @@ bool Messages::push(int to, Message& message) {
     at += sizeof head;
     message.moved = 0;
   }
-  const int64_t piece = std::min(room(), message.bytes - message.moved);
-  if (piece > 0) {
-    put(bytes, size, at, message.data + message.moved, piece);
-    message.moved += piece;
-    at += static_cast<uint64_t>(piece);
+  const int64_t chunk = std::min(room(), message.bytes - message.moved);
+  if (chunk > 0) {
+    put(bytes, size, at, message.data + message.moved, chunk);
+    message.moved += chunk;
+    at += static_cast<uint64_t>(chunk);
   }
   ring.written.value.store(at, std::memory_order_release);
   message.done = message.moved == message.bytes;
   return at != start || message.done;
 }
 
-// Where the message at the front of the stream goes; false: nobody waits for anything from there
-bool Messages::open(int from, Stream& stream) {
+// Finds the destination of the message at the front of the stream; false: no receive wants it
+bool PointToPoint::open(int from, Stream& stream) {
   bool waited_for = false;
   for (auto it = receives_.begin(); it != receives_.end(); ++it) {
     Message& message = **it;
@@ -112,7 +112,7 @@ bool Messages::open(int from, Stream& stream) {
   return true;
 }
 
-bool Messages::pull(int from) {
+bool PointToPoint::pull(int from) {
   Ring& ring = shared_->ring(from, rank_);
   const char* bytes = shared_->ring_bytes(from, rank_);
   const int64_t size = shared_->geometry().ring_bytes;
@@ -129,13 +129,13 @@ bool Messages::pull(int from) {
     stream.inside = true;
     stream.position = 0;
   }
-  const auto piece =
+  const auto chunk =
       static_cast<int64_t>(std::min<uint64_t>(written - at, stream.head.bytes - stream.position));
-  if (stream.kept) stream.kept->data.resize(stream.position + static_cast<uint64_t>(piece));
+  if (stream.kept) stream.kept->data.resize(stream.position + static_cast<uint64_t>(chunk));
   char* to = stream.kept ? stream.kept->data.data() : stream.message->data;
-  if (piece > 0) take(bytes, size, at, to + stream.position, piece);
-  at += static_cast<uint64_t>(piece);
-  stream.position += static_cast<uint64_t>(piece);
+  if (chunk > 0) take(bytes, size, at, to + stream.position, chunk);
+  at += static_cast<uint64_t>(chunk);
+  stream.position += static_cast<uint64_t>(chunk);
   ring.read.value.store(at, std::memory_order_release);
   if (stream.position == stream.head.bytes) {
     if (stream.kept) {
@@ -154,11 +154,11 @@ bool Messages::pull(int from) {
   return at != start;
 }
 
-void Messages::advance() {
+void PointToPoint::advance() {
   for (int to = 0; to < shared_->ranks(); ++to) {
     auto& queue = sends_[to];
     while (!queue.empty() && push(to, *queue.front())) {
-      ++moves_;
+      ++progress_;
       if (!queue.front()->done) break;
       queue.pop_front();
     }
@@ -166,10 +166,10 @@ void Messages::advance() {
   const bool wanted = !receives_.empty();
   for (int from = 0; from < shared_->ranks(); ++from)
     if (wanted || streams_[from].inside)
-      while (pull(from)) ++moves_;
+      while (pull(from)) ++progress_;
 }
 
-std::vector<int> Messages::missing() const {
+std::vector<int> PointToPoint::missing() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < shared_->ranks(); ++rank) {
     const bool sending = !sends_[rank].empty();
@@ -183,9 +183,9 @@ std::vector<int> Messages::missing() const {
   return ranks;
 }
 
-// Whoever receives from any rank needs one that is still there, and none that died: that might have
-// been the one
-int Messages::lost(uint64_t gone, uint64_t died) const {
+// A receive from any rank needs one rank that is still there, and none that died: the sender might
+// have been that one
+int PointToPoint::lost(uint64_t gone, uint64_t died) const {
   const auto is_gone = [gone](int rank) { return gone >> rank & 1; };
   bool from_any = false, anybody = false;
   for (const auto& message : receives_) {

@@ -1,8 +1,8 @@
 // Send and receive: a stream of messages through the ring of each ordered pair of ranks. Any number
-// may be under way; advance() moves what can be moved without waiting.
+// may be in flight; advance() moves all data that needs no waiting.
 //
-// Messages of one pair and tag arrive in order. A message whose tag nobody asks for, before one that
-// somebody waits for, is kept in memory of the receiver's own.
+// Messages of one pair and tag arrive in order. A message that no receive wants yet, in front of
+// one that is awaited, is kept in memory of the receiver.
 
 #pragma once
 
@@ -18,19 +18,19 @@
 namespace tp_ext::shm {
 
 struct Message {
-  int peer;  // receiver or sender; of a receive -1: any
+  int peer;  // receiver or sender; of a receive, -1: any
   int tag;
   char* data;
   int64_t bytes;
   uint32_t type;  // dtype of the elements by c10's number, which both ends compare
   bool done = false;
-  int64_t moved = -1;  // of a send: bytes in the ring so far, -1 without the head
+  int64_t moved = -1;  // of a send: bytes in the ring so far, -1 before the head
 };
 
-class Messages {
+class PointToPoint {
  public:
-  // reserve(offset, bytes): makes a part of the shared memory usable, or raises
-  Messages(const Shared& shared, int rank, std::function<void(int64_t, int64_t)> reserve)
+  // reserve(offset, bytes): backs a range of the shared memory with pages, or raises
+  PointToPoint(const Shared& shared, int rank, std::function<void(int64_t, int64_t)> reserve)
       : shared_(&shared),
         rank_(rank),
         reserve_(std::move(reserve)),
@@ -42,10 +42,10 @@ class Messages {
   void send(std::shared_ptr<Message> message);
   void receive(std::shared_ptr<Message> message);
   void advance();                    // raises Failure if lengths or dtypes differ
-  std::vector<int> missing() const;  // the peers of what is not done
+  std::vector<int> missing() const;  // the peers of unfinished messages
   int lost(uint64_t gone,
-           uint64_t died) const;  // one of those ranks (bits) without which it never will; or -1
-  uint64_t moves() const { return moves_; }  // grows whenever something has been done
+           uint64_t died) const;  // a rank (bits) without which a message can never finish, or -1
+  uint64_t progress() const { return progress_; }  // grows with every step made
 
  private:
   struct Head {
@@ -54,20 +54,20 @@ class Messages {
     uint32_t type;
   };
   static_assert(sizeof(Head) == kMessageHead);
-  struct Kept {  // came before it was asked for
+  struct Kept {  // arrived before its receive
     int from;
     Head head;
-    std::vector<char> data;          // grows as it comes in: the head's length is only a claim
-    std::shared_ptr<Message> taker;  // asked for while it comes in
+    std::vector<char> data;  // grows with the arriving data: the head's length is only a claim
+    std::shared_ptr<Message> taker;  // the receive that wants it, if posted while it arrives
     bool complete = false;
   };
-  struct Stream {       // what comes in from one rank
+  struct Stream {       // incoming data of one rank
     uint64_t read = 0;  // bytes of the ring since the beginning
     bool inside = false;
     uint64_t position = 0;  // bytes of the message so far
     Head head{};
-    std::shared_ptr<Message> message;  // where it goes,
-    Kept* kept = nullptr;              // or here
+    std::shared_ptr<Message> message;  // destination: this receive,
+    Kept* kept = nullptr;              // or this
   };
 
   bool push(int to, Message& message);
@@ -85,7 +85,7 @@ class Messages {
   std::list<std::shared_ptr<Message>> receives_;
   std::vector<Stream> streams_;
   std::list<Kept> kept_;
-  uint64_t moves_ = 0;
+  uint64_t progress_ = 0;
 };
 
 }  // namespace tp_ext::shm

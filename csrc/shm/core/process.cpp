@@ -5,7 +5,7 @@
 namespace tp_ext::shm {
 namespace {
 
-// Written in a new child only, by its one thread
+// Written only in a new child, by its one thread
 uint64_t generation = 0;
 
 const int registered = pthread_atfork(nullptr, nullptr, [] { ++generation; });

@@ -1,4 +1,4 @@
-// Tells a forked child from the process that made an object, without a system call.
+// Distinguishes a forked child from the process that made an object, without a system call.
 
 #pragma once
 

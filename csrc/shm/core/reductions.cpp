@@ -17,7 +17,7 @@ Signature signature_of(const Elements& elements, int root = 0) {
   return s;
 }
 
-// Ranks that divide differently would read what nobody wrote for them
+// Ranks that divide differently would read elements that no rank wrote for them
 Signature signature_of(const Elements& elements, const std::vector<int64_t>& parts) {
   Signature s = signature_of(elements);
   s.parts = 14695981039346656037u;  // FNV-1a
@@ -27,12 +27,12 @@ Signature signature_of(const Elements& elements, const std::vector<int64_t>& par
 
 }  // namespace
 
-AllReduce::AllReduce(const Party& party, const void* in, void* out, const Elements& elements)
-    : Steps(party, Kind::kAllReduce, 1, signature_of(elements)),
+AllReduce::AllReduce(const Member& member, const void* in, void* out, const Elements& elements)
+    : SteppedCollective(member, Kind::kAllReduce, 1, signature_of(elements)),
       in_(static_cast<const char*>(in)),
       out_(static_cast<char*>(out)),
       elements_(elements) {
-  if (elements.bytes() > party.slot_bytes())
+  if (elements.bytes() > member.slot_bytes())
     throw Failure("all_reduce: " + std::to_string(elements.bytes()) + " bytes in one step");
 }
 
@@ -40,17 +40,17 @@ void AllReduce::write(int64_t, char* slot) { copy(slot, in_, elements_.bytes());
 
 void AllReduce::read(int64_t step) {
   const void* in[kMaxRanks];
-  for (int rank = 0; rank < party_.ranks(); ++rank) in[rank] = of(step, rank);
-  elements_.combine(out_, in, party_.ranks(), elements_.count);
+  for (int rank = 0; rank < member_.ranks(); ++rank) in[rank] = of(step, rank);
+  elements_.combine(out_, in, member_.ranks(), elements_.count);
 }
 
-ChunkedAllReduce::ChunkedAllReduce(const Party& party, const void* in, void* out,
+ChunkedAllReduce::ChunkedAllReduce(const Member& member, const void* in, void* out,
                                    const Elements& elements)
-    : Call(party, Kind::kAllReduce),
+    : Collective(member, Kind::kAllReduce),
       in_(static_cast<const char*>(in)),
       out_(static_cast<char*>(out)),
       elements_(elements),
-      per_chunk_(party.slot_bytes() / elements.size),
+      per_chunk_(member.slot_bytes() / elements.size),
       chunks_(divide_up(elements.count, per_chunk_)),
       signature_(signature_of(elements)) {
   signature_.kind = static_cast<uint32_t>(Kind::kAllReduce);
@@ -60,8 +60,8 @@ void ChunkedAllReduce::begin(uint64_t number, uint64_t history) {
   signature_.call = number;
   signature_.history = history;
   for (int lane = 0; lane < kLanes; ++lane) {
-    base_[lane] = party_.lanes[lane].begun;
-    party_.lanes[lane].begun += static_cast<uint64_t>(chunks_);
+    base_[lane] = member_.lanes[lane].begun;
+    member_.lanes[lane].begun += static_cast<uint64_t>(chunks_);
   }
 }
 
@@ -69,19 +69,19 @@ ChunkedAllReduce::Range ChunkedAllReduce::chunk(int64_t index) const {
   return {index * per_chunk_, std::min((index + 1) * per_chunk_, elements_.count)};
 }
 
-// In whole lines, so that no two ranks write into one
+// In whole lines, so that no two ranks write to the same line
 ChunkedAllReduce::Range ChunkedAllReduce::part(int64_t index, int rank) const {
   const Range all = chunk(index);
   const int64_t n = all.end - all.begin, line = kLine / elements_.size;
-  const int64_t each = divide_up(divide_up(n, party_.ranks()), line) * line;
+  const int64_t each = divide_up(divide_up(n, member_.ranks()), line) * line;
   return {all.begin + std::min(rank * each, n), all.begin + std::min((rank + 1) * each, n)};
 }
 
-// The others' parts of the chunk: the own one is combined from the input itself
+// The other ranks' parts of the chunk: this rank's part is combined from the input itself
 void ChunkedAllReduce::write(int64_t index) {
-  const Lane& lane = party_.lanes[0];
+  const Lane& lane = member_.lanes[0];
   const uint64_t step = base_[0] + static_cast<uint64_t>(index);
-  const Range all = chunk(index), own = part(index, party_.rank);
+  const Range all = chunk(index), own = part(index, member_.rank);
   const int64_t size = elements_.size;
   char* slot = lane.own(step);
   copy(slot, in_ + all.begin * size, (own.begin - all.begin) * size);
@@ -90,29 +90,29 @@ void ChunkedAllReduce::write(int64_t index) {
 }
 
 void ChunkedAllReduce::combine(int64_t index) {
-  const Lane &addends = party_.lanes[0], &sums = party_.lanes[1];
+  const Lane &partials = member_.lanes[0], &sums = member_.lanes[1];
   const uint64_t from = base_[0] + static_cast<uint64_t>(index),
                  to = base_[1] + static_cast<uint64_t>(index);
-  const Range all = chunk(index), own = part(index, party_.rank);
+  const Range all = chunk(index), own = part(index, member_.rank);
   const int64_t size = elements_.size, offset = (own.begin - all.begin) * size;
   const void* in[kMaxRanks];
-  for (int rank = 0; rank < party_.ranks(); ++rank) {
-    check(rank, addends.signature(from, rank), signature_);
-    in[rank] = rank == party_.rank ? in_ + own.begin * size : addends.of(from, rank) + offset;
+  for (int rank = 0; rank < member_.ranks(); ++rank) {
+    check(rank, partials.signature(from, rank), signature_);
+    in[rank] = rank == member_.rank ? in_ + own.begin * size : partials.of(from, rank) + offset;
   }
   char* result = out_ + own.begin * size;
-  elements_.combine(result, in, party_.ranks(), own.end - own.begin);
+  elements_.combine(result, in, member_.ranks(), own.end - own.begin);
   copy(sums.own(to), result, (own.end - own.begin) * size);
   sums.post(to, signature_);
-  addends.finish(from);
+  partials.finish(from);
 }
 
 void ChunkedAllReduce::spread(int64_t index) {
-  const Lane& sums = party_.lanes[1];
+  const Lane& sums = member_.lanes[1];
   const uint64_t step = base_[1] + static_cast<uint64_t>(index);
-  for (int rank = 0; rank < party_.ranks(); ++rank) {
+  for (int rank = 0; rank < member_.ranks(); ++rank) {
     const Range theirs = part(index, rank);
-    if (rank != party_.rank)
+    if (rank != member_.rank)
       copy(out_ + theirs.begin * elements_.size, sums.of(step, rank),
            (theirs.end - theirs.begin) * elements_.size);
   }
@@ -120,23 +120,23 @@ void ChunkedAllReduce::spread(int64_t index) {
 }
 
 bool ChunkedAllReduce::advance() {
-  const Lane &addends = party_.lanes[0], &sums = party_.lanes[1];
+  const Lane &partials = member_.lanes[0], &sums = member_.lanes[1];
   for (bool moved = true; moved;) {
     moved = false;
     if (written_ < std::min(chunks_, combined_ + kAhead) &&
-        addends.free(base_[0] + static_cast<uint64_t>(written_))) {
+        partials.free(base_[0] + static_cast<uint64_t>(written_))) {
       write(written_++);
-      moved = ++moves_;
+      moved = ++progress_;
     }
     const auto next = static_cast<uint64_t>(combined_);
-    if (combined_ < written_ && addends.all_arrived(base_[0] + next) &&
+    if (combined_ < written_ && partials.all_arrived(base_[0] + next) &&
         sums.free(base_[1] + next)) {
       combine(combined_++);
-      moved = ++moves_;
+      moved = ++progress_;
     }
     if (spread_ < combined_ && sums.all_arrived(base_[1] + static_cast<uint64_t>(spread_))) {
       spread(spread_++);
-      moved = ++moves_;
+      moved = ++progress_;
     }
   }
   return spread_ == chunks_;
@@ -144,69 +144,71 @@ bool ChunkedAllReduce::advance() {
 
 std::vector<int> ChunkedAllReduce::missing() const {
   std::vector<int> ranks;
-  for (int rank = 0; rank < party_.ranks(); ++rank) {
+  for (int rank = 0; rank < member_.ranks(); ++rank) {
     const bool late = spread_ < combined_
-                          ? !party_.lanes[1].posted(base_[1] + uint64_t(spread_), rank)
-                          : !party_.lanes[0].posted(base_[0] + uint64_t(combined_), rank);
+                          ? !member_.lanes[1].posted(base_[1] + uint64_t(spread_), rank)
+                          : !member_.lanes[0].posted(base_[0] + uint64_t(combined_), rank);
     if (late) ranks.push_back(rank);
   }
   return ranks;
 }
 
-ReduceScatter::ReduceScatter(const Party& party, std::vector<const void*> in, void* out,
+ReduceScatter::ReduceScatter(const Member& member, std::vector<const void*> in, void* out,
                              std::vector<int64_t> counts, const Elements& like)
-    : Steps(party, Kind::kReduceScatter,
-            steps_for(largest(counts), share_of(party.slot_bytes(), party.ranks()) / like.size),
-            signature_of(like, counts)),
+    : SteppedCollective(
+          member, Kind::kReduceScatter,
+          steps_for(largest(counts), share_of(member.slot_bytes(), member.ranks()) / like.size),
+          signature_of(like, counts)),
       in_(std::move(in)),
       out_(static_cast<char*>(out)),
       counts_(std::move(counts)),
       like_(like),
-      share_(share_of(party.slot_bytes(), party.ranks()) / like.size) {}
+      share_(share_of(member.slot_bytes(), member.ranks()) / like.size) {}
 
 void ReduceScatter::write(int64_t step, char* slot) {
-  for (int rank = 0; rank < party_.ranks(); ++rank) {
-    if (rank == party_.rank) continue;
-    const Piece piece(step, share_, counts_[rank]);
+  for (int rank = 0; rank < member_.ranks(); ++rank) {
+    if (rank == member_.rank) continue;
+    const Chunk chunk(step, share_, counts_[rank]);
     copy(slot + rank * share_ * like_.size,
-         static_cast<const char*>(in_[rank]) + piece.begin * like_.size, piece.length * like_.size);
+         static_cast<const char*>(in_[rank]) + chunk.begin * like_.size, chunk.length * like_.size);
   }
 }
 
 void ReduceScatter::read(int64_t step) {
-  const int own = party_.rank;
-  const Piece piece(step, share_, counts_[own]);
+  const int own = member_.rank;
+  const Chunk chunk(step, share_, counts_[own]);
   const void* in[kMaxRanks];
-  for (int rank = 0; rank < party_.ranks(); ++rank)
-    in[rank] = rank == own ? static_cast<const char*>(in_[own]) + piece.begin * like_.size
+  for (int rank = 0; rank < member_.ranks(); ++rank)
+    in[rank] = rank == own ? static_cast<const char*>(in_[own]) + chunk.begin * like_.size
                            : of(step, rank) + own * share_ * like_.size;
-  like_.combine(out_ + piece.begin * like_.size, in, party_.ranks(), piece.length);
+  like_.combine(out_ + chunk.begin * like_.size, in, member_.ranks(), chunk.length);
 }
 
-Reduce::Reduce(const Party& party, const void* in, void* out, const Elements& elements, int root)
-    : Steps(party, Kind::kReduce, steps_for(elements.count, party.slot_bytes() / elements.size),
-            signature_of(elements, root)),
+Reduce::Reduce(const Member& member, const void* in, void* out, const Elements& elements, int root)
+    : SteppedCollective(member, Kind::kReduce,
+                        steps_for(elements.count, member.slot_bytes() / elements.size),
+                        signature_of(elements, root)),
       in_(static_cast<const char*>(in)),
       out_(static_cast<char*>(out)),
       elements_(elements),
       root_(root),
-      share_(party.slot_bytes() / elements.size) {
-  if (party.rank != root) sources_.clear();
+      share_(member.slot_bytes() / elements.size) {
+  if (member.rank != root) sources_.clear();
 }
 
 void Reduce::write(int64_t step, char* slot) {
-  if (party_.rank == root_) return;
-  const Piece piece(step, share_, elements_.count);
-  copy(slot, in_ + piece.begin * elements_.size, piece.length * elements_.size);
+  if (member_.rank == root_) return;
+  const Chunk chunk(step, share_, elements_.count);
+  copy(slot, in_ + chunk.begin * elements_.size, chunk.length * elements_.size);
 }
 
 void Reduce::read(int64_t step) {
-  if (party_.rank != root_) return;
-  const Piece piece(step, share_, elements_.count);
+  if (member_.rank != root_) return;
+  const Chunk chunk(step, share_, elements_.count);
   const void* in[kMaxRanks];
-  for (int rank = 0; rank < party_.ranks(); ++rank)
-    in[rank] = rank == root_ ? in_ + piece.begin * elements_.size : of(step, rank);
-  elements_.combine(out_ + piece.begin * elements_.size, in, party_.ranks(), piece.length);
+  for (int rank = 0; rank < member_.ranks(); ++rank)
+    in[rank] = rank == root_ ? in_ + chunk.begin * elements_.size : of(step, rank);
+  elements_.combine(out_ + chunk.begin * elements_.size, in, member_.ranks(), chunk.length);
 }
 
 }  // namespace tp_ext::shm

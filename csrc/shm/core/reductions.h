@@ -1,4 +1,5 @@
-// Calls that combine elements of all ranks: in the order of the ranks, by one rank or by all alike.
+// Collectives that combine elements of all ranks: in the order of the ranks, by one rank or by all
+// alike.
 
 #pragma once
 
@@ -21,11 +22,11 @@ struct Elements {
   int64_t bytes() const { return count * size; }
 };
 
-// in -> out on all ranks, combined; may be the same memory. At most a slot.
-class AllReduce : public Steps {
+// in -> out on all ranks, combined; may be the same memory. At most one slot.
+class AllReduce : public SteppedCollective {
  public:
   static constexpr int64_t kMostBytes = 64 << 10;  // above, ChunkedAllReduce is faster
-  AllReduce(const Party& party, const void* in, void* out, const Elements& elements);
+  AllReduce(const Member& member, const void* in, void* out, const Elements& elements);
 
  protected:
   void write(int64_t step, char* slot) override;
@@ -37,11 +38,12 @@ class AllReduce : public Steps {
   const Elements elements_;
 };
 
-// The same for many elements: chunk by chunk, each rank combines a part of the chunk and spreads it.
-// Lane 0 carries the addends, lane 1 the sums; the next chunk is written while this one is waited for.
-class ChunkedAllReduce : public Call {
+// The same for many elements: chunk by chunk, each rank combines a part of the chunk and
+// distributes it. Lane 0 carries the partials, lane 1 the sums; the next chunk is written while
+// this one is awaited.
+class ChunkedAllReduce : public Collective {
  public:
-  ChunkedAllReduce(const Party& party, const void* in, void* out, const Elements& elements);
+  ChunkedAllReduce(const Member& member, const void* in, void* out, const Elements& elements);
   void begin(uint64_t number, uint64_t history) override;
   uint64_t history() const override { return continued(signature_); }
   bool advance() override;
@@ -68,9 +70,9 @@ class ChunkedAllReduce : public Call {
 };
 
 // Part r of every rank's input, combined -> out on rank r. in[r] has counts[r] elements.
-class ReduceScatter : public Steps {
+class ReduceScatter : public SteppedCollective {
  public:
-  ReduceScatter(const Party& party, std::vector<const void*> in, void* out,
+  ReduceScatter(const Member& member, std::vector<const void*> in, void* out,
                 std::vector<int64_t> counts, const Elements& like);
 
  protected:
@@ -85,10 +87,10 @@ class ReduceScatter : public Steps {
   const int64_t share_;  // elements of one destination in a slot
 };
 
-// Combined on root alone
-class Reduce : public Steps {
+// Combined on root only
+class Reduce : public SteppedCollective {
  public:
-  Reduce(const Party& party, const void* in, void* out, const Elements& elements, int root);
+  Reduce(const Member& member, const void* in, void* out, const Elements& elements, int root);
 
  protected:
   void write(int64_t step, char* slot) override;

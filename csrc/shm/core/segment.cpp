@@ -26,7 +26,7 @@ constexpr char kPrefix[] = "tp_shm.";
   throw Failure("shared memory " + name + ": " + what + ": " + std::strerror(error));
 }
 
-// The namespace in which this process's number counts; "" if the system does not tell
+// The pid namespace of this process; "" if the system does not report it
 std::string pid_namespace() {
   char link[PATH_MAX];
   const ssize_t length = readlink("/proc/self/ns/pid", link, sizeof link);
@@ -48,8 +48,8 @@ bool may_be_ours(const std::string& name) {
          name.find_first_not_of("0123456789abcdef.", start.size()) == std::string::npos;
 }
 
-// What jobs of this user left that were killed before all their ranks had opened it. Only names:
-// opening and closing a file would drop all marks that this process has on it.
+// Removes the segments of this user's jobs that were killed before all their ranks had opened them.
+// Only names: opening and closing a file would drop all locks that this process has on it.
 void sweep() {
   const std::string start = name_start();
   DIR* folder = start == std::string(kPrefix) + "." ? nullptr : opendir("/dev/shm");
@@ -66,7 +66,7 @@ void sweep() {
   closedir(folder);
 }
 
-// Closes it unless it was taken
+// Closes the descriptor unless it was released
 class File {
  public:
   explicit File(int file) : file_(file) {}
@@ -142,7 +142,7 @@ Segment::~Segment() {
 
 // Without this a full /dev/shm would be a SIGBUS at some later write
 void Segment::reserve(int64_t offset, int64_t bytes) const {
-  int error = EINTR;  // signals are the caller's affair
+  int error = EINTR;  // retries after a signal
   while (error == EINTR) error = posix_fallocate(file_, offset, bytes);
   if (error != 0)
     fail("no room for " + std::to_string(bytes) + " bytes (is /dev/shm full or small?)", name_,
@@ -154,13 +154,15 @@ void Segment::unlink() {
   named_ = false;
 }
 
-// The lock is the process's, not the open file's: a forked child that lives on does not keep it
+// The lock belongs to the process, not to the open file: a forked child that lives on does not keep
+// it
 void Segment::mark_alive(int rank) const {
   struct flock lock = mark_of(rank);
   if (fcntl(file_, F_SETLK, &lock) != 0) fail("cannot lock", name_, errno);
 }
 
-// Asked for the open file, which sees marks of this process, too: ranks may be its threads
+// Queried through the open file description, which sees locks of this process too: ranks may be its
+// threads
 bool Segment::alive(int rank) const {
   struct flock lock = mark_of(rank);
   return fcntl(file_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
