@@ -1,10 +1,10 @@
-"""How many times as fast as torch's operators the CPU kernels are, by family, from the CSV files of a run.
+"""Speed of the CPU kernels relative to torch's operators, by family, from the CSV files of a run.
 
     python -m benchmarks.cpu_results benchmarks/results              # the table, the goals, and the rows below them
-    python -m benchmarks.cpu_results benchmarks/results --markdown   # the table as docs/performance.md shows it
+    python -m benchmarks.cpu_results benchmarks/results --markdown   # the table of docs/reference/performance.md
 
-Of each file the rows of its newest commit count, the last of each case, and of several peers the fastest. A ratio is
-that of two medians in one run; a cell of the table has the median of a family's ratios and the lowest.
+The rows of a file's newest commit count, the last one of each case, and the fastest of several peers. A ratio is that
+of two medians in one run; a cell of the table has the median of a family's ratios and the lowest.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WANTED = {
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """For each case, dtype and number of threads the row of the fastest peer, with its family and pass."""
+    """The row of the fastest peer for each case, dtype and number of threads, with its family and pass."""
     rows = []
     for path in sorted(folder.glob("bench_*.csv")):
         with path.open() as file:
@@ -49,7 +49,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def family(kernel: str, case: str) -> str:
-    """What a line of the table is about: a kernel, but norms of a sum apart from the others."""
+    """The family of a row: a kernel; norms of a sum are separate from the others."""
     if kernel != "norm":
         return kernel
     name = "layer_norm" if case.startswith("layer_norm") else "rms_norm"
@@ -86,7 +86,7 @@ def below(rows: Iterable[Row], bound: float) -> list[Row]:
 
 
 def goals(rows: list[Row]) -> list[dict[str, object]]:
-    """For each goal the rows that it is about, how many of them reach it, and the lowest."""
+    """For each goal: its rows, how many of them reach it, and the lowest."""
     result: list[dict[str, object]] = []
     for kernel, part in WANTED.items():
         mine = [r for r in rows if kernel in r["family"] and part in r["case"]]

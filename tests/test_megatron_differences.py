@@ -1,5 +1,5 @@
 """Where Megatron-core's numbers are known to be wrong or its gradients unfinished, on two ranks: ours are those of the
-unsharded torch module, theirs still are not. When one of theirs is mended, its test says so, and docs/migrating.md,
+unsharded torch module, theirs still are not. When one of theirs is fixed, its test fails, and docs/guide/migrating.md,
 which lists them, has to follow.
 """
 
@@ -22,7 +22,7 @@ def check(results, right, what):
     for (theirs, ours), want in zip(results, right, strict=True):
         torch.testing.assert_close(ours, want, rtol=2e-6, atol=2e-6)
         wrong = wrong or theirs.shape != want.shape or not torch.allclose(theirs, want, rtol=1e-4, atol=1e-4)
-    assert wrong, f"Megatron-core {VERSION} now agrees on {what}: update docs/migrating.md"
+    assert wrong, f"Megatron-core {VERSION} now agrees on {what}: update docs/guide/migrating.md"
 
 
 def _regions(group, case):

@@ -6,7 +6,7 @@ group use it, all others go on as before. Where it cannot be had (a CPU, a torch
 access to each other, several hosts) the group comes back as it was, with the reason. What holds of regions and linears
 stays: the same values to rounding, fresh outputs, inputs unwritten, CUDA graphs.
 
-What uses it, in eager code (under ``torch.compile`` Inductor decides, see docs/performance.md):
+What uses it, in eager code (under ``torch.compile`` Inductor decides, see docs/reference/performance.md):
 
 - an all-reduce that the next operation waits for (``reduce_from_region``, the forward of a row linear, the backward of
   ``copy_to_region``) of fp32 or bf16 whose bytes are a multiple of 16. Up to ``one_shot_bytes`` every rank reads all

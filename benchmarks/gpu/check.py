@@ -1,11 +1,11 @@
-"""Everything about a GPU in one command: build, tests, memory checks, times of all kernels. 9 minutes on 16 cores.
+"""All GPU work in one command: build, tests, memory checks, times of all kernels. 9 minutes on 16 cores.
 
     make gpu-check                     # with the environment that make sets up
     python -m benchmarks.gpu.check     # with the torch >= 2.11 of this python, pytest and a CUDA toolkit; no network
 
-writes FOLDER/results.json after every stage and prints a table and the goals. Exit code: 0, 1 if a stage failed, 2
-where there is no GPU. gpu_results.py makes README's table and plot from the file. A dry run of all stages that do
-without a GPU: --device cpu --quick.
+Writes FOLDER/results.json after every stage and prints a table and the goals. Exit code: 0, 1 if a stage failed, 2 if
+there is no GPU. ``benchmarks.gpu.results`` makes README's table and plot from the file. ``--device cpu --quick`` is a
+dry run of all stages that work without a GPU.
 """
 
 import argparse
@@ -59,26 +59,26 @@ NO_SANITIZER = r"Device not supported|not supported on this|Unable to find injec
 
 
 def cuda_tests() -> list[str]:
-    """The files that have a test with the mark `cuda`: by name or through the fixture `device`."""
+    """The files that have a test with the mark `cuda`, by name or through the fixture `device`."""
     marked = re.compile(r"mark\.cuda\b|^def test_\w+\([^)]*\bdevice\b", re.M)
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if marked.search(file.read_text())]
 
 
 def benchmarks() -> list[Path]:
-    """The scripts that time kernels: those of the harness."""
+    """The scripts that measure kernels: those that use the harness."""
     uses_harness = re.compile(r"^from benchmarks\.lib\.harness import .*\bmain\b", re.M)
     scripts = sorted((ROOT / "benchmarks").rglob("bench_*.py"))
     return [script for script in scripts if uses_harness.search(script.read_text())]
 
 
 def module_of(script: Path) -> str:
-    """Its name for ``python -m``, from the root of the repository."""
+    """The name of a script for ``python -m``, from the root of the repository."""
     return ".".join(script.relative_to(ROOT).with_suffix("").parts)
 
 
 def gpu() -> dict[str, str]:
-    """Name, driver and architecture of the first GPU; empty where torch has none."""
+    """Name, driver and architecture of the first GPU; empty if torch has none."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return {}
     name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
@@ -91,7 +91,7 @@ def gpu() -> dict[str, str]:
 
 
 def about(found: dict[str, str], cores: int) -> dict[str, Any]:
-    """What a figure needs to be worth anything later."""
+    """The circumstances of a measurement, without which it means nothing later."""
     made = stamp("cuda" if found else "cpu")
     return {
         "commit": made["commit"],
@@ -108,7 +108,7 @@ def about(found: dict[str, str], cores: int) -> dict[str, Any]:
 
 
 class Plan:
-    """The stages of a run; `scratch` is for what they leave between them."""
+    """The stages of a run; `scratch` is for files that they pass on."""
 
     def __init__(self, args: argparse.Namespace, cores: int, arch: str, scratch: Path):
         self.args, self.cores, self.arch, self.scratch = args, cores, arch, scratch
@@ -130,7 +130,7 @@ class Plan:
         return Stage("build", [Command("setup.py", command, environment)], BUILD, note=note)
 
     def correctness(self) -> list[Stage]:
-        """Side by side, what takes long alone first."""
+        """The correctness stages side by side, the longest first."""
         stages = [self._sanitizer("memcheck"), self._sanitizer("racecheck")]
         for name, files in OWN_STAGES.items():
             note = "needs a GPU" if self.args.device == "cpu" and name not in QUICK else ""
@@ -181,7 +181,7 @@ class Plan:
         argv += ["--size", str(self.args.size)]
         argv += ["--quick"] if only_checked or self.args.quick else ["--seconds", "0.25", "--threads", "1"]
         if not only_checked:
-            argv += ["--when-told", "--csv", str(self.scratch / "rows")]
+            argv += ["--wait-for-input", "--csv", str(self.scratch / "rows")]
         return Command(script.stem.removeprefix("bench_"), argv, self.environment, None, ONE_BENCHMARK)
 
 

@@ -1,9 +1,10 @@
-"""What gpu_check.py measured: the rows of its benchmarks, the goals met or not, README's table and plot.
+"""Results of ``benchmarks.gpu.check``: the rows of its benchmarks, the goals, README's table and plot.
 
     python -m benchmarks.gpu.results runs/gpu_check/results.json                             # the table and the goals
-    python -m benchmarks.gpu.results runs/gpu_check/results.json --into benchmarks/results   # and what README shows
+    python -m benchmarks.gpu.results runs/gpu_check/results.json --into benchmarks/results   # and README's section
 
-The second puts the file there as gpu_check.json, draws gpu_check.png beside it and prints README's section in Markdown.
+The second command copies the file there as gpu_check.json, draws gpu_check.png next to it and prints README's section
+in Markdown.
 """
 
 import argparse
@@ -25,7 +26,7 @@ LARGE_LOSS = "in place 8192 x 131072 fwd+bwd"
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """One row for each case of the CSV files of the harness, its peers' times gathered in it."""
+    """One row for each case of the harness's CSV files, with the times of its peers."""
     rows: dict[tuple[str, ...], Row] = {}
     for path in sorted(folder.glob("bench_*.csv")):
         kernel = path.stem.removeprefix("bench_")
@@ -43,7 +44,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def goals(rows: Iterable[Row]) -> list[Row]:
-    """Every goal with what was reached, by the worst of its cases; `met` is None where nothing was measured."""
+    """Every goal with the value reached by the worst of its cases; `met` is None if nothing was measured."""
     rows = list(rows)
     result = []
 
@@ -93,7 +94,7 @@ def print_report(results: Row) -> None:
 
 
 def markdown(results: Row) -> str:
-    """README's section: what the kernels reach, and where from."""
+    """README's section: the kernels' results and the machine."""
     head = ["kernel", "ms", "TB/s", "of a copy"]
     peers = sorted({peer for row in results["rows"] for peer in row["peers_ms"]})
     lines = [f"| {' | '.join(head + [f'{peer}, ms' for peer in peers])} |", "|---" * (len(head) + len(peers)) + "|"]

@@ -1,4 +1,4 @@
-"""bias_act against torch's two operators, without a bias one: forward, backward and both, with every gradient."""
+"""bias_act against torch's two operators, one without a bias: forward, backward and both, with every gradient."""
 
 import functools
 

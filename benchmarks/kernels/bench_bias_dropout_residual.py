@@ -1,5 +1,6 @@
-"""residual + dropout(x + bias), fused and by seed, against torch's three operators; dropout alone, of which torch keeps
-the mask and ours draws it again."""
+"""residual + dropout(x + bias), fused and by seed, against torch's three operators; and dropout alone, where torch
+keeps the mask and ours draws it again.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """GEMMs that end in bias and gelu_tanh, in their gradients, or in a sum; and the MLP made of them.
 
-``size`` is that of the activation between the two linears. On a CPU the first two cases are the composition that they
-are compared with, and the accumulation is the `addmm_` of casts: that is not timed.
+``size`` is that of the activation between the two linears. On a CPU the first two cases are identical to the
+composition that they are compared with, and the accumulation is the `addmm_` of casts: they are not measured.
 """
 
 import functools

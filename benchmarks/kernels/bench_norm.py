@@ -34,7 +34,7 @@ def add_ours(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(norms: tuple[Forward, Forward], inputs: list[Tensor], grad: Outputs) -> None:
-    """Against torch in fp64: in bf16 its own weight gradients over 65536 rows are off by a quarter."""
+    """Compares with torch in fp64: in bf16 torch's own weight gradients over 65536 rows are off by a quarter."""
     mine, torchs = norms
     wide = [t.detach().double().requires_grad_() for t in inputs]
     wide_grad = grad.double() if isinstance(grad, Tensor) else [g.double() for g in grad]

@@ -1,7 +1,7 @@
 """Weights drawn by global index, whole and a rank's quarter of the columns, against torch's initialisers.
 
-Torch has the same weights for every number of ranks only by drawing all of them and keeping a part: that is the peer of
-the quarter.
+Torch gives the same weights for every number of ranks only by drawing all of them and keeping a part: that is the peer
+of the quarter.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def cases(device: str, dtype: torch.dtype, size: int) -> list[Case]:
     for name, (init, torchs, std) in kinds.items():
 
         def check(init=init, torchs=torchs, std=std) -> None:
-            """A rank's part is the part of the whole, bit by bit; and the numbers spread as torch's do."""
+            """The part of a rank equals the part of the whole, bit by bit; and the distribution is torch's."""
             init.fill(full, seed, whole)
             init.fill(quarter, seed, last)
             torchs(theirs)

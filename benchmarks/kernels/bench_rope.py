@@ -1,5 +1,6 @@
 """Rotary embedding, fused, against the usual composition of torch operators: a row of the tables for each token;
-sequences that share the rows; packed sequences, which look theirs up."""
+sequences that share the rows; packed sequences, which look up their rows.
+"""
 
 import torch
 from torch import Tensor

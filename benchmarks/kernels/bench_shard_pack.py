@@ -1,5 +1,5 @@
-"""Shards between a full tensor and the blocks of a collective: against torch.cat of chunks, Megatron-LM's way, and
-against movedim + contiguous, 16 MiB or as told.
+"""Copies between a full tensor and the blocks of a collective: against torch.cat of chunks, Megatron-LM's way, and
+against movedim + contiguous; 16 MiB by default.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Cross entropy of the local share of a vocabulary (the kernels alone, one rank) against torch's on the same logits.
 
-In the rows "in place" the gradient replaces the logits, which are put back before each call, outside the timing. On a
-GPU one of them has the 8192 x 131072 logits of a large model, whatever the size asked for.
+In the rows "in place" the gradient replaces the logits, which are restored before each call, outside the measured time.
+On a GPU one of them has the 8192 x 131072 logits of a large model, at any size.
 """
 
 import functools
@@ -41,7 +41,7 @@ def _ours(x: Tensor, target: Tensor, inplace: bool) -> Tensor:
 
 
 def _upstream(rows: int, logits: Tensor) -> Tensor:
-    """The gradient of the mean loss; in fp16 scaled, as in training, or most of the logits' would be subnormal."""
+    """The gradient of the mean loss; scaled in fp16, as in training, or most gradients of logits would be subnormal."""
     return logits.new_tensor(min(rows, 2**15) if logits.dtype == torch.float16 else 1)
 
 
@@ -70,7 +70,7 @@ def _in_place(rows: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
         return call
 
     def check() -> None:
-        """The first rows against fp64: the mean over all of them makes their gradient smaller, no other."""
+        """Compares the first rows with fp64: the mean over all rows only scales their gradient."""
         few = min(rows, 64)
         before()
         _, grad = both(lambda x: _ours(x, target, True))()

@@ -1,6 +1,6 @@
 """Embedding lookup of one rank, against torch's: half of the ids belong to this rank.
 
-torch: what the common implementations do, mask the ids, look them up, zero the rows of the others.
+The torch version does what common implementations do: mask the ids, look them up, zero the rows of the others.
 """
 
 import torch
@@ -35,7 +35,7 @@ def cases(device: str, dtype: torch.dtype, size: int) -> list[Case]:
     exact = weight.detach().double().requires_grad_()
 
     def check() -> None:
-        """Against fp64: in half precision torch sums the gradients of an id in that."""
+        """Compares with fp64: in half precision torch sums the gradients of an id in half precision."""
         y, y64 = ours(weight), theirs(exact)
         assert torch.equal(y.double(), y64)
         (grad,), (want,) = (torch.autograd.grad(a, b, upstream.to(a.dtype)) for a, b in ((y, weight), (y64, exact)))

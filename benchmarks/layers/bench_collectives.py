@@ -1,11 +1,11 @@
 """Collectives on CPU: gloo, tp_ext's backend over shared memory, and a copy of as many bytes.
 
-Bytes are those of the full tensor (fp32): what all-reduce sums, what all-gather returns, what reduce-scatter, broadcast
-and all-to-all are given. "copy" is a bare memcpy of them that all ranks do at the same time, a bound: each call but
-reduce-scatter writes as much on every rank. The path "dist" is torch.distributed's function, "region" the C++ operator
-of ``tp_ext.reduce_from_region``, which returns a new tensor, as "clone" does, which sends nothing: large ones cost
-their pages. All include the call from Python. Results are compared with exact ones before any timing. A call's time is
-that of the rank that took longest.
+Bytes are those of the full tensor (fp32): the input of all-reduce, the output of all-gather, the input of
+reduce-scatter, broadcast and all-to-all. "copy" is a bare memcpy of them that all ranks do at the same time, a bound:
+each call except reduce-scatter writes as much on every rank. The path "dist" is torch.distributed's function, "region"
+the C++ operator of ``tp_ext.reduce_from_region``, which returns a new tensor. "clone" also returns one and does not
+communicate: for large tensors it measures the cost of new pages. All times include the call from Python. Results are
+compared with exact ones before any measurement. The time of a call is that of the slowest rank.
 
     python -m benchmarks.layers.bench_collectives --op all_reduce --ranks 2
 """
@@ -53,7 +53,7 @@ def through_region(source: torch.Tensor, group: Any) -> Call:
 
 
 def expected(op: str, size: int, rank: int, p: int) -> torch.Tensor:
-    """On ``rank``, when every rank r gives `given`: small whole numbers, whose sums are exact."""
+    """The result on ``rank`` if every rank r passes `given`: small whole numbers, whose sums are exact."""
     inputs = [given(op, size, r, p) for r in range(p)]
     if op == "broadcast":
         return inputs[0]
@@ -71,7 +71,7 @@ def given(op: str, size: int, rank: int, p: int) -> torch.Tensor:
 
 @functools.cache
 def checked(op: str, size: int, path: str, backend: str) -> Call:
-    """On a rank: one call, known to be right."""
+    """On a rank: one call, whose result is checked."""
     group = interleave.group_on(backend)
     rank, p = dist.get_rank(), dist.get_world_size()
     source, target = buffers(op, size, p)
@@ -86,13 +86,13 @@ def checked(op: str, size: int, path: str, backend: str) -> Call:
 
 @functools.cache
 def clone(size: int) -> Call:
-    """On a rank: a new tensor of so many bytes, the least that a call out of place does."""
+    """On a rank: a new tensor of ``size`` bytes, the minimum of a call out of place."""
     return torch.zeros(size // 4).clone
 
 
 @functools.cache
 def copy(size: int) -> Call:
-    """On a rank: memcpy of so many bytes between two tensors of its own."""
+    """On a rank: memcpy of ``size`` bytes between two tensors."""
     source, target = torch.ones(size // 4), torch.zeros(size // 4)
 
     def call(keep: object = (source, target)) -> None:
@@ -105,7 +105,7 @@ def copy(size: int) -> Call:
 
 
 def measure(op: str, size: int, p: int, pinned: bool, seconds: float, block: float) -> list[Record]:
-    """A record for each way to do it."""
+    """A record for each implementation."""
     ways = [("dist", backend) for backend in interleave.BACKENDS]
     ways += [("region", backend) for backend in interleave.BACKENDS] if op == "all_reduce" else []
     subjects = {

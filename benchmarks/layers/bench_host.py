@@ -1,9 +1,9 @@
-"""What a layer costs the host: small linears, regions, norms, MLP and attention (host_cases.py), ours and others'.
+"""Host time of a layer: small linears, regions, norms, MLP and attention (host_cases.py), ours and others'.
 
-On shapes of 8 x 8 arithmetic takes no time, so a call costs what Python, the dispatcher, autograd and the process
-group's calls cost. "own" is what a case takes over the plain torch operation in its place, as a rule F.linear, and
-"times ours" how often ours fits into that of the peer. Instructions are counted by valgrind, if it is there: unlike
-times they hardly depend on what else the machine does. World sizes: a group of one, and a rank of a fake group of 8.
+On shapes of 8 x 8 arithmetic takes no time, so the time of a call is that of Python, the dispatcher, autograd and the
+process group. "own" is the time of a case minus that of the plain torch operation in its place, usually F.linear;
+"times ours" is the peer's own time over ours. valgrind counts instructions, if it is installed: unlike times they
+hardly depend on other work on the machine. World sizes: a group of one, and a rank of a fake group of 8.
 
     python -m benchmarks.layers.bench_host --csv
 """
@@ -36,13 +36,14 @@ TIMEOUT = 280.0
 
 
 def calls(case: Any) -> dict[str, Callable[[], object]]:
-    """Forward, which records a graph, and forward with backward, which adds to the gradients of before."""
+    """Forward, which records a graph, and forward with backward, which accumulates gradients."""
     return dict(zip(PASSES, (case.call, lambda: case.call().backward(case.grad)), strict=True))
 
 
 def check(cases: list[Any]) -> None:
-    """Every case gives what its base gives, and its gradients; but for DTensor's, whose results on a rank of a fake
-    group mean nothing: its row layer adds a part of the bias before the sum over the ranks."""
+    """Every case gives the results and gradients of its base; except DTensor's, whose results on a rank of a fake group
+    mean nothing: its row layer adds a part of the bias before the sum over the ranks.
+    """
 
     def results(case: Any) -> list[torch.Tensor]:
         grads = torch.autograd.grad(case.call(), case.inputs, case.grad)
@@ -129,7 +130,7 @@ def said(process: "subprocess.Popen[str]") -> Any:
 
 
 def instructions(worlds: list[int]) -> dict[tuple[int, str, str, str], int]:
-    """Of a call; nothing where valgrind is not installed. One process for each world, side by side."""
+    """Instructions of a call; empty if valgrind is not installed. One process for each world, side by side."""
     if shutil.which("valgrind") is None or not torch._C._valgrind_supported_platform():
         print("no instruction counts: valgrind is not installed")
         return {}

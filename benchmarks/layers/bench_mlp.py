@@ -1,9 +1,9 @@
 """An MLP on two ranks, forward and backward with the input's gradient: ours, the peers, and one process.
 
 y = gelu(x W^T + b) V^T + c with hidden 512, ffn 2048 and 512 tokens in fp32. "half" is the ceiling: each rank runs an
-MLP of half the width and sends nothing. "dense" is plain torch in one process while the ranks rest. Output, input
-gradient and all weights' gradients are compared with dense before any timing. "pinned": all threads of a rank on one
-core of its own (dense with 1 thread: on one, with 2: on all).
+MLP of half the width without communication. "dense" is plain torch in one process while the ranks wait. Output, input
+gradient and all weights' gradients are compared with dense before any measurement. "pinned": all threads of a rank on
+one core of its own (dense with 1 thread: on one, with 2: on all).
 """
 
 import argparse
@@ -48,14 +48,14 @@ def step_of(mlp: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> Callab
     return step
 
 
-def from_pieces(pieces: peers.Plain, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Any:
-    column, row = pieces.column(up, up_bias), pieces.row(down, down_bias)
+def from_peer(peer: peers.Plain, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Any:
+    column, row = peer.column(up, up_bias), peer.row(down, down_bias)
     return step_of(lambda x: row(F.gelu(column(x))), [*column.parameters(), *row.parameters()])
 
 
 @functools.cache
 def dense() -> Callable[[], Results]:
-    return from_pieces(peers.Plain(), *weights()[:4])
+    return from_peer(peers.Plain(), *weights()[:4])
 
 
 def own_slices(full: Results) -> Results:
@@ -88,11 +88,11 @@ PEERS = {"python": peers.InPython, "megatron-core": peers.WithMegatron, "DTensor
 
 @functools.cache
 def on_rank(name: str, backend: str) -> Callable[[], Results]:
-    """On a rank: a step of "half", "ours" or a peer, known to be right."""
+    """On a rank: a step of "half", "ours" or a peer, checked."""
     if name == "half":
         up, up_bias, down, down_bias = weights()[:4]
-        return from_pieces(peers.Plain(), up.chunk(2)[0], up_bias.chunk(2)[0], down.chunk(2, 1)[0], down_bias)
-    step = ours(backend) if name == "ours" else from_pieces(PEERS[name](interleave.group_on(backend)), *weights()[:4])
+        return from_peer(peers.Plain(), up.chunk(2)[0], up_bias.chunk(2)[0], down.chunk(2, 1)[0], down_bias)
+    step = ours(backend) if name == "ours" else from_peer(PEERS[name](interleave.group_on(backend)), *weights()[:4])
     check(step())
     return step
 

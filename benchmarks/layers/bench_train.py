@@ -2,8 +2,8 @@
 
 4 layers, hidden 256, 4 heads, ffn 1024, sequences of 256 bytes of Python's standard library, 8 a step, AdamW, fp32, no
 dropout. The peers' model is the same in plain torch (plain_gpt.py), from the same weights on the same batches; "dense"
-is that one in one process, while the ranks rest, "ours, 1 thread" our model there. Every loss of every case has to be
-dense's within 1e-4, else nothing is reported. "pinned" as in bench_mlp.py.
+is that model in one process while the ranks wait, "ours, 1 thread" our model there. Every loss of every case must equal
+dense's within 1e-4, otherwise nothing is reported. "pinned" as in bench_mlp.py.
 """
 
 import argparse
@@ -78,19 +78,19 @@ def our_model(sizes: Sizes, group: Any) -> GPT:
     return GPT(config, group)
 
 
-def plain_model(sizes: Sizes, pieces: peers.Plain) -> PlainGPT:
+def plain_model(sizes: Sizes, peer: peers.Plain) -> PlainGPT:
     state = {name: value.detach() for name, value in our_model(sizes, None).state_dict().items()}
-    return PlainGPT(pieces, state, sizes.layers, sizes.heads, sizes.seq)
+    return PlainGPT(peer, state, sizes.layers, sizes.heads, sizes.seq)
 
 
 @functools.cache
 def training(name: str, backend: str, sizes: Sizes, threads: int = 1) -> Training:
-    """On a rank, or with backend "" in this process."""
+    """The training of a case, on a rank, or with backend "" in this process."""
     group = interleave.group_on(backend) if backend else None
     if name == "ours":
         return Training(our_model(sizes, group), sizes, contextlib.nullcontext)
-    pieces = PEERS[name](group) if name in PEERS else peers.Plain()
-    return Training(plain_model(sizes, pieces), sizes, pieces.training)
+    peer = PEERS[name](group) if name in PEERS else peers.Plain()
+    return Training(plain_model(sizes, peer), sizes, peer.training)
 
 
 def losses_on_rank(_: Any, *case: Any) -> list[float]:
@@ -98,7 +98,7 @@ def losses_on_rank(_: Any, *case: Any) -> list[float]:
 
 
 def check(cases: dict[str, tuple], want: list[float]) -> dict[str, float]:
-    """The largest difference of each case's losses, on any rank, from those wanted; raises if one is too large."""
+    """The largest difference of each case's losses, on any rank, from ``want``; raises if one is too large."""
     found = {}
     for name, case in cases.items():
         each = ranks.run(losses_on_rank, RANKS, *case) if case[1] else [training(*case).losses]

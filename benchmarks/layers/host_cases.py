@@ -1,8 +1,7 @@
-"""What bench_host times: small layers of ours and of others, in the process of one rank.
+"""Cases of bench_host: small layers of ours and of others, in the process of one rank.
 
-The group is gloo's of one rank, or torch's fake group of 8, whose collectives return at once and change nothing: what
-is left is the time that the host needs for one layer of a rank. Every local shape is 8 x 8, so arithmetic takes next
-to no time.
+The group is gloo's of one rank, or torch's fake group of 8, whose collectives return at once and change nothing: the
+remaining time is the host's for one layer of a rank. Every local shape is 8 x 8, so arithmetic takes next to no time.
 """
 
 import logging
@@ -28,8 +27,9 @@ N = 8
 
 @dataclass(frozen=True)
 class Case:
-    """``call`` gives the output, of the shape of ``grad``; its cost is told over that of the case ``base``, itself one
-    of plain torch. Cases of one family and base compute the same, but for sums over ranks that are not there."""
+    """``call`` gives the output, of the shape of ``grad``; its cost is reported over that of the case ``base``, itself
+    one of plain torch. Cases of one family and base compute the same, except for sums over ranks that do not exist.
+    """
 
     family: str
     name: str
@@ -52,7 +52,7 @@ def start(p: int) -> Any:
 
 
 class PythonColumn(torch.autograd.Function):
-    """The best Python does: one Function, the group's own method, the sum of dx under the GEMM of dw."""
+    """The fastest version in Python: one Function, the group's own method, the sum of dx during the GEMM of dw."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
@@ -125,22 +125,22 @@ class PythonLinear(nn.Module):
 
 
 def arrived(y: Tensor) -> Tensor:
-    """DTensor gives a tensor whose collective nobody has waited for yet."""
+    """Waits for a collective that DTensor has left pending."""
     if isinstance(y, AsyncCollectiveTensor):
         y.wait()  # gives a tensor without a graph
     return y
 
 
 def linears(group: Any) -> list[Case]:
-    """All ranks' slices of the weight are alike, so that every rank's result is that of its slice alone."""
+    """The slices of the weight are equal on all ranks, so every rank's result is that of its slice alone."""
     p = group.size()
     x, grad = torch.randn(N, N, requires_grad=True), torch.randn(N, N)
     weight, bias = torch.randn(N, N), torch.randn(N)
     w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
     plain = peers.Plain().linear(weight, bias)
-    pieces: dict[str, Any] = {"DTensor": peers.WithDTensor(group)}
+    others: dict[str, Any] = {"DTensor": peers.WithDTensor(group)}
     if not megatron_on_cpu.MISSING:
-        pieces["Megatron-core"] = peers.WithMegatron(group)
+        others["Megatron-core"] = peers.WithMegatron(group)
     base = "F.linear"
     cases = [
         Case("linear", base, base, lambda: F.linear(x, w, b), grad, (x, w, b)),
@@ -150,8 +150,8 @@ def linears(group: Any) -> list[Case]:
         full = torch.cat([weight] * p, dim)
         full_bias = torch.cat([bias] * p) if dim == 0 else bias
         layers: dict[str, nn.Module] = {"Python Function": PythonLinear(function, weight, bias, group)}
-        for name, piece in pieces.items():
-            layers[name] = getattr(piece, family)(full, full_bias)
+        for name, other in others.items():
+            layers[name] = getattr(other, family)(full, full_bias)
         ours: Any = tp_ext.ColumnParallelLinear if dim == 0 else tp_ext.RowParallelLinear
         layers["ours"] = ours.from_linear(peers.Plain().linear(full, full_bias), group=group)
         for name, layer in layers.items():
@@ -188,7 +188,7 @@ class PlainMLP(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """One head of 8, as a rank of ours has."""
+    """One head of 8 features, the share of a rank of ours."""
 
     def __init__(self) -> None:
         super().__init__()

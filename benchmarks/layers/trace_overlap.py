@@ -1,13 +1,13 @@
-"""What runs under what: the communication of the linears beside their GEMMs, on ranks of this machine.
+"""Overlap of the linears' communication with their GEMMs, on ranks of this machine.
 
-    python -m benchmarks.layers.trace_overlap                          # times, in 1, 2, 4 and 8 pieces
+    python -m benchmarks.layers.trace_overlap                     # times, in 1, 2, 4 and 8 chunks
     python -m benchmarks.layers.trace_overlap --png overlap.png   # and a picture of rank 0
-    python -m benchmarks.layers.trace_overlap --trace traces  # and chrome traces (json.gz), one per rank and case
+    python -m benchmarks.layers.trace_overlap --trace traces      # and chrome traces (json.gz), one per rank and case
 
-Cases: the backward of a column linear (the sum of dx under the GEMM of dw), and what `overlap_chunks` cuts in pieces:
-the forward of a column linear under sequence parallelism (gather, GEMM), of a row linear (GEMM, sum) and of one under
-sequence parallelism (GEMM, reduce-scatter), and the backward of that (gather, GEMM, GEMM). What comes out in pieces is
-compared with what comes out in one first. One thread a rank.
+Cases: the backward of a column linear (the sum of dx during the GEMM of dw), and the operations that `overlap_chunks`
+splits: the forward of a column linear under sequence parallelism (gather, GEMM), of a row linear (GEMM, sum) and of one
+under sequence parallelism (GEMM, reduce-scatter), and the backward of that (gather, GEMM, GEMM). The results in chunks
+are compared with those without chunks first. One thread a rank.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch import Tensor
 
 import tp_ext
 
-Times = dict[str, dict[int, list[float]]]  # ms, by case and number of pieces
+Times = dict[str, dict[int, list[float]]]  # ms, by case and number of chunks
 Span = tuple[str, float, float]  # what, when it began and ended, in ms
 GEMMS = ("aten::mm", "aten::addmm")
 COLLECTIVES = ("gloo:", "tp_shm:")
@@ -80,7 +80,7 @@ def measure(group: Any, args: argparse.Namespace, every: dict[int, dict[str, Cal
 
 
 def traced(group: Any, step: Callable[[], list[Tensor]], path: Path) -> list[Span]:
-    """GEMMs and collectives of a step, from the chrome trace that is left at ``path``: of some, rank 0's shortest."""
+    """GEMMs and collectives of a step, from the chrome trace at ``path``: of several steps, rank 0's shortest."""
     best: list[Span] = []
     shortest = torch.tensor(float("inf"))
     for _ in range(TRACES):
@@ -116,7 +116,7 @@ def work(rank: int, args: argparse.Namespace, folder: str, results: Any) -> None
         for name in every[1]:
             for n in (1,) if name == "column backward" else (1, args.drawn):
                 path = where / f"{name.replace(' ', '_')}_{n}_rank{rank}.json.gz"
-                lines[f"{name}, {'one piece' if n == 1 else f'{n} pieces'}"] = traced(group, every[n][name], path)
+                lines[f"{name}, {'one chunk' if n == 1 else f'{n} chunks'}"] = traced(group, every[n][name], path)
     if rank == 0:
         results.put((times, lines))
     dist.barrier(group)
@@ -124,7 +124,7 @@ def work(rank: int, args: argparse.Namespace, folder: str, results: Any) -> None
 
 
 def table(times: Times) -> str:
-    """Fastest and median ms in one piece, and the times of more pieces over those."""
+    """Fastest and median ms without chunks, and the times with chunks over those."""
     middle = lambda values: sorted(values)[len(values) // 2]  # noqa: E731
     counts = [n for n in next(iter(times.values())) if n > 1]
     text = f"{'case':<20}{'min ms':>9}{'median':>9}" + "".join(f"{f'{n}: min':>9}{'median':>9}" for n in counts) + "\n"
@@ -156,14 +156,14 @@ def draw(lines: dict[str, list[Span]], path: str, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times, traces and draws communication beside GEMMs.")
+    parser = argparse.ArgumentParser(description="Times, traces and draws communication during GEMMs.")
     parser.add_argument("--backend", default="gloo", help="gloo or tp_shm (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--ffn", type=int, default=2048)
     parser.add_argument("--chunks", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4, 8])
-    parser.add_argument("--drawn", type=int, default=4, help="pieces in the picture (default: %(default)s)")
+    parser.add_argument("--drawn", type=int, default=4, help="chunks in the picture (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--png", help="file to draw rank 0 into")
     parser.add_argument("--trace", help="folder for the chrome traces")

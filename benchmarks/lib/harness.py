@@ -52,19 +52,19 @@ class Case:
 
 
 def inference(forward: Call) -> object:
-    """What a forward case calls: no graph is built."""
+    """A forward case: no graph is built."""
     with torch.no_grad():
         return forward()
 
 
 def trained(forward: Forward, grad: Outputs, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a forward + backward case calls: y, and the gradients of ``inputs`` from that of y; or several ys."""
+    """A forward + backward case: y (or several), and the gradients of ``inputs`` from that of y."""
     y = forward()
     return [*(t.detach() for t in _tensors(y)), *torch.autograd.grad(y, inputs, grad)]
 
 
 def backward(forward: Forward, grad: Outputs, inputs: Sequence[torch.Tensor]) -> Call:
-    """What a backward case calls: the gradients of ``inputs``, through a graph made once, at the first call."""
+    """A backward case: the gradients of ``inputs``, through a graph made once, at the first call."""
     graph: list[Outputs] = []
 
     def call() -> object:
@@ -76,7 +76,7 @@ def backward(forward: Forward, grad: Outputs, inputs: Sequence[torch.Tensor]) ->
 
 
 def torch_peers(eager: Forward, device: str) -> dict[str, Forward]:
-    """The composition of torch's operators; on a GPU compiled by inductor, too."""
+    """The composition of torch's operators; on a GPU also compiled by inductor."""
     peers = {"torch eager": eager}
     if device == "cuda" and importlib.util.find_spec("triton"):
         torch._dynamo.config.recompile_limit = 256  # one function, many shapes: beyond the limit it would run eagerly
@@ -94,8 +94,9 @@ def passes(
     moved: tuple[int, int],
     check: Call | None = None,
 ) -> list[Case]:
-    """Forward, backward and both, as three cases; ``moved``: the bytes of forward and of backward. ``inputs`` are what
-    the functions take, and all have a gradient."""
+    """Forward, backward and both, as three cases. ``moved``: the bytes of forward and of backward; ``inputs``: the
+    arguments of the functions, all with a gradient.
+    """
 
     def made(forward: Forward) -> tuple[Call, Call, Call]:
         def call() -> Outputs:
@@ -112,7 +113,7 @@ def passes(
 
 
 def what(name: str) -> str:
-    """Which passes the case of this name times: fwd, bwd, fwd+bwd, or "" where it does not say."""
+    """The pass that the case of this name measures: fwd, bwd, fwd+bwd, or "" if the name has none."""
     forward, backward = (any(word in name for word in words) for words in (("fwd", "forward"), ("bwd", "backward")))
     return "+".join(["fwd"] * forward + ["bwd"] * backward)
 
@@ -142,7 +143,7 @@ def _prepared(case: Case, call: Call) -> object:
 
 
 def _checked(case: Case) -> dict[str, Call]:
-    """The peers to time; raises if ours or torch's is wrong."""
+    """The peers to measure; raises if ours or torch's is wrong."""
     if case.check is not None:
         case.check()
     peers = {}
@@ -159,11 +160,11 @@ def _checked(case: Case) -> dict[str, Call]:
 
 
 def run(cases: Iterable[Case], device: str, seconds: float = 2.0, turns: int = 10) -> list[Record]:
-    """Checks and times each case for about `seconds`, at least `turns` times; ours and peers take turns, each round in
-    another order.
+    """Checks and measures each case for about `seconds`, at least `turns` times; ours and peers take turns, each round
+    in another order.
 
     One record per case and peer: medians in ms, GB/s, on GPU the share of the speed of a copy that moves as much, and
-    the most memory that ours takes beyond its inputs.
+    the most memory that ours takes in addition to its inputs.
     """
     timed = TimeOnCuda() if device == "cuda" else time_on_cpu
     records: list[Record] = []
@@ -206,7 +207,7 @@ HIDDEN = ("shape", "bytes", "copy_ms", "extra_bytes")  # for the file alone
 
 
 def _draw(figure: Any, records: Sequence[Record]) -> None:
-    """A panel for each dtype and number of threads: how many times as fast as each peer ours is."""
+    """A panel for each dtype and number of threads: the speed of ours relative to each peer."""
     panels: dict[str, dict[str, float]] = {}
     for r in records:
         ratio = r["ratio"]
@@ -229,10 +230,10 @@ def main(cases_factory: Callable[..., Iterable[Case]]) -> None:
     parser.add_argument("--size", type=int, help="MiB of the largest activation (default: 16, on a GPU 64)")
     parser.add_argument("--seconds", type=float, help="time spent on each case (default: 0.4; --full: 2; --quick: 0)")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    parser.add_argument("--when-told", action="store_true", help="wait for a line of input before anything is run")
+    parser.add_argument("--wait-for-input", action="store_true", help="wait for a line of input before anything is run")
     add_options(parser)
     args = parser.parse_args()
-    if args.when_told:  # the imports are done, the device is untouched
+    if args.wait_for_input:  # the imports are done, the device is untouched
         sys.stdin.readline()
     seconds = args.seconds if args.seconds is not None else 0.0 if args.quick else 2.0 if args.full else 0.4
     counts = [int(t) for t in (args.threads or ("1" if args.quick else "1,2")).split(",")]

@@ -1,22 +1,18 @@
-"""Several ranks and one process take turns on the same machine, so that whatever else it does hits all alike.
+"""Several ranks and one process take turns on the same machine, so that other work on it affects all cases alike.
 
 The ranks are the tests' pools of gloo processes (tests/helpers/ranks.py: file rendezvous, a hard timeout, the first
-failing rank's traceback); a rank without a turn waits on a pipe and costs nothing. A subject is timed in blocks of
-consecutive calls; a call's time on several ranks is that of the rank that took longest.
+failing rank's traceback); a rank without a turn waits on a pipe and costs nothing. A subject is measured in blocks of
+consecutive calls; the time of a call on several ranks is that of the slowest rank.
 """
 
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))  # for the model of bench_train
 
 from tests.helpers import megatron_on_cpu, ranks  # noqa: F401, for the peers
 
@@ -32,12 +28,12 @@ def group_on(backend: str) -> Any:
 
 
 def cores() -> list[int]:
-    """Those that this process may use."""
+    """The cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
 def pin(to: list[int]) -> None:
-    """All threads of this process; those made later follow."""
+    """Pins all threads of this process; threads created later inherit it."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), to)
 
@@ -52,7 +48,7 @@ def pin_ranks(p: int, on: list[int], one_core: bool) -> None:
 
 
 def seconds_of(call: Callable[[], object], count: int) -> list[float]:
-    """Of ``count`` calls in a row."""
+    """Seconds of ``count`` calls in a row."""
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -70,7 +66,7 @@ def _block(group: Any, make: Callable[..., Callable[[], object]], args: tuple, c
 
 
 def on_ranks(p: int, make: Callable[..., Callable[[], object]], *args: object) -> Block:
-    """A block on p ranks of the call that ``make(*args)`` gives on each; ``make`` remembers what is dear."""
+    """A block on p ranks of the call that ``make(*args)`` returns on each; ``make`` caches expensive objects."""
 
     def block(count: int) -> list[float]:
         return [max(times) for times in zip(*ranks.run(_block, p, make, args, count, timeout=TIMEOUT), strict=True)]
@@ -79,7 +75,7 @@ def on_ranks(p: int, make: Callable[..., Callable[[], object]], *args: object) -
 
 
 def here(call: Callable[[], object], threads: int, on: list[int]) -> Block:
-    """A block in this process, on so many threads, on the cores ``on``."""
+    """A block in this process, with ``threads`` threads, on the cores ``on``."""
 
     def block(count: int) -> list[float]:
         before = cores()
@@ -96,7 +92,8 @@ def take(
     subjects: Mapping[str, Block], seconds: float, block: float = 0.1, turns: int = 3, count: int | None = None
 ) -> dict[str, list[float]]:
     """The seconds of every call of every subject: blocks of about ``block`` seconds, or of ``count`` calls, each turn
-    in another order, until ``seconds`` are over, at least ``turns`` times."""
+    in another order, until ``seconds`` are over, at least ``turns`` times.
+    """
     names = list(subjects)
     counts = dict.fromkeys(names, count)
     if count is None:  # from the fastest of the first, which warm up, too

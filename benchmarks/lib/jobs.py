@@ -1,7 +1,7 @@
 """Commands in stages under one deadline: each in a process of its own, so that a hang or a crash loses nothing else.
 
-A stage ends at the latest so many seconds after the first one began; what an earlier one leaves over is the later
-ones'. The file of results is written after every stage, whole or not at all.
+A stage ends at the latest N seconds after the first one began; time that an earlier one leaves is available to the
+later ones. The file of results is written after every stage, atomically.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Command:
-    """`junit`: where pytest writes what became of its tests. `seconds`: its own limit, if it is told to begin."""
+    """`junit`: where pytest writes the results of its tests. `seconds`: its own limit, from the moment it may begin."""
 
     name: str
     argv: Sequence[str]
@@ -39,9 +39,10 @@ class Command:
 
 @dataclass(frozen=True)
 class Stage:
-    """`until`: seconds from the start of all by which it has ended. `in_turn`: all commands are started and wait for a
-    line of input, which they get one after the other. `note`: why it is not run. `cannot`: what in the output of a
-    failing command tells that its tool does not work here, which is no failure of ours."""
+    """`until`: seconds from the start of all stages by which it has ended. `in_turn`: all commands are started and wait
+    for a line of input, which they get one after the other. `note`: why it is not run. `cannot`: output of a failing
+    command which means that its tool does not work here; that is not a failure of ours.
+    """
 
     name: str
     commands: Sequence[Command]
@@ -55,7 +56,7 @@ Begun = tuple[Command, subprocess.Popen | None, IO[bytes]]  # None: it could not
 
 
 class Run:
-    """Runs stages and keeps the file ``results.json`` in ``folder``, and beside it all output in ``log.txt``."""
+    """Runs stages and keeps ``results.json`` in ``folder``, and next to it all output in ``log.txt``."""
 
     def __init__(self, folder: Path, about: Result, cores: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ class Run:
         self._save()
 
     def together(self, stages: Sequence[Stage], then: Callable[[Result], None] | None = None) -> None:
-        """The stages side by side, with as many commands at once as there are cores; ``then`` adds to the results."""
+        """Runs the stages side by side, with as many commands at once as cores; ``then`` adds to the results."""
         commands, each = ThreadPoolExecutor(self.cores), ThreadPoolExecutor(max(1, len(stages)))
         try:
             done = [each.submit(self._run, stage, self._submit(commands, stage)) for stage in stages]
@@ -165,7 +166,7 @@ class Run:
 
 
 def _wait(process: subprocess.Popen, seconds: float) -> int | None:
-    """The exit code, None if it took longer and was ended; a command that waits for its turn gets it."""
+    """The exit code, or None if the command exceeded its time and was ended; a command in turn gets its input first."""
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(b"\n")
@@ -178,7 +179,7 @@ def _wait(process: subprocess.Popen, seconds: float) -> int | None:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """The command and its children, which are in its session."""
+    """Kills the command and its children, which are in its session."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -186,7 +187,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _counted(junit: Path | None) -> Result:
-    """What pytest tells of its tests; nothing if it did not come so far."""
+    """Pytest's counts of its tests; empty if it did not get that far."""
     if junit is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What benchmarks print and write down: tables, CSV rows with the run's stamp, and a PNG plot beside the CSV."""
+"""Output of benchmarks: tables, CSV rows with the run's stamp, and a PNG plot next to the CSV."""
 
 import argparse
 import csv
@@ -34,8 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def stamp(device: str, *packages: str) -> Record:
-    """What a row needs to be worth anything later: commit ("+": edited; TP_EXT_COMMIT where there is no git), device,
-    versions, date."""
+    """The circumstances of a row: commit ("+": edited; TP_EXT_COMMIT where there is no git), device, versions, date."""
 
     def git(*args: str) -> str:
         cwd = Path(__file__).parent
@@ -82,7 +81,7 @@ def text(value: object) -> str:
 
 
 def print_table(records: Sequence[Record]) -> None:
-    """Columns as wide as they have to be, words to the left."""
+    """Prints columns of sufficient width, words aligned to the left."""
     widths = {}
     for key in records[0]:
         width = max(len(key), *(len(text(record[key])) for record in records))

@@ -13,8 +13,9 @@ LONGEST_PAUSE = 1 << 26  # cycles, some 30 ms: a call that takes the host longer
 
 
 def keep_memory() -> None:
-    """Memory that is freed stays with the process, where glibc allocates. Else it gives some back, when is a matter of
-    what lies where, and the next call waits for fresh pages: 4 ms for 16 MiB, on either side, at random."""
+    """Makes glibc keep freed memory in the process. Otherwise it returns some of it, depending on the layout of the
+    heap, and the next call waits for fresh pages: 4 ms for 16 MiB, on either side, at random.
+    """
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -31,8 +32,9 @@ def time_on_cpu(call: Call, before: Call | None) -> float:
 
 
 class TimeOnCuda:
-    """The device's time for a call, its L2 cache cold, and all of the call queued before it starts: it never waits for
-    the host. To that end the device pauses first, as long as the call was found to need."""
+    """The device's time for a call, with a cold L2 cache and all of the call queued before it starts, so it never waits
+    for the host. For that the device pauses first, as long as the call was measured to need.
+    """
 
     def __init__(self) -> None:
         self.flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
@@ -57,7 +59,7 @@ class TimeOnCuda:
 
 
 def extra_bytes(call: Call, before: Call | None) -> int:
-    """What the call takes at its peak beyond what is there before it."""
+    """The peak memory of a call in addition to the memory in use before it."""
     if before is not None:
         before()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Peers that run on a GPU alone, where they are installed: Liger-Kernel's Triton kernels, as a user calls them."""
+"""Peers that run on a GPU only, if installed: Liger-Kernel's Triton kernels, as a user calls them."""
 
 import importlib
 import importlib.util
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def liger(name: str, device: str) -> dict[str, Callable[..., Tensor]]:
-    """{"Liger-Kernel": its function of the same arguments as ours}, or {} where there is none, or no Liger-Kernel."""
+    """{"Liger-Kernel": its function of the same arguments as ours}, or {} without a GPU or without Liger-Kernel."""
     if device != "cuda" or name not in LIGER or importlib.util.find_spec("liger_kernel") is None:
         return {}
     return {"Liger-Kernel": LIGER[name]} if name in LIGER else {}
@@ -40,7 +40,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5
 
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """The gradient goes over the logits."""
+    """The gradient overwrites the logits."""
     loss: Tensor = importlib.import_module("liger_kernel.transformers").LigerCrossEntropyLoss()(logits, target)
     return loss
 

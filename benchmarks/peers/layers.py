@@ -1,4 +1,4 @@
-"""The same tensor-parallel pieces as others make them, each from full weights: plain torch, torch's DTensor,
+"""The same tensor-parallel layers as others implement them, each from full weights: plain torch, torch's DTensor,
 Megatron-core, and a hand-written autograd.Function in Python.
 
 Every class has the methods of `Plain`. Weights are full, the rows of a column layer in the order of the ranks
@@ -30,13 +30,13 @@ from tp_ext import Sharding
 
 
 def rank_order(weight: Tensor, parts: tuple[int, ...], p: int) -> Tensor:
-    """Rows q | k | v, each cut by itself, as q_0 | k_0 | v_0 | q_1 | .. for p ranks."""
+    """Rows q | k | v, each sharded by itself, as q_0 | k_0 | v_0 | q_1 | .. for p ranks."""
     sharding = Sharding(0, parts)
     return torch.cat([sharding.shard(weight, rank, p) for rank in range(p)])
 
 
 class Plain:
-    """Plain torch in one process; also the pieces that `WithDTensor` distributes."""
+    """Plain torch in one process; also the layers that `WithDTensor` distributes."""
 
     p = 1
 
@@ -66,7 +66,7 @@ class Plain:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Around forward and backward."""
+        """The context of forward and backward."""
         yield
 
 
@@ -177,7 +177,7 @@ class WithMegatron(Plain):
 
 
 class _Column(torch.autograd.Function):
-    """The best Python does: one Function, ProcessGroup's method, all-reduce of dx under the GEMM of dw."""
+    """The fastest version in Python: one Function, ProcessGroup's method, all-reduce of dx during the GEMM of dw."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
@@ -240,5 +240,5 @@ class InPython(Plain):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The own shard, DTensor or not."""
+    """This rank's shard, DTensor or not."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

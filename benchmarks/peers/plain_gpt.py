@@ -1,6 +1,6 @@
 """The model of examples/gpt.py written in plain torch, its linears, embedding and loss from one of `peers`.
 
-Same weights, same keys, no dropout, as many KV heads as heads: whoever shards it sees an ordinary Llama.
+Same weights, same keys, no dropout, as many KV heads as heads: code that shards it sees an ordinary Llama.
 """
 
 import torch
@@ -23,16 +23,16 @@ class Norm(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    def __init__(self, pieces: Plain, state: dict[str, Tensor], heads: int) -> None:
+    def __init__(self, peer: Plain, state: dict[str, Tensor], heads: int) -> None:
         super().__init__()
         hidden, ffn = state["mlp.down.weight"].shape
-        self.heads = heads // pieces.p
+        self.heads = heads // peer.p
         self.attention_norm = Norm(state["attention_norm.weight"])
-        self.qkv = pieces.column(rank_order(state["attention.qkv.weight"], (hidden,) * 3, pieces.p))
-        self.out = pieces.row(state["attention.out.weight"])
+        self.qkv = peer.column(rank_order(state["attention.qkv.weight"], (hidden,) * 3, peer.p))
+        self.out = peer.row(state["attention.out.weight"])
         self.mlp_norm = Norm(state["mlp_norm.weight"])
-        self.up = pieces.column(rank_order(state["mlp.up.weight"], (ffn, ffn), pieces.p))
-        self.down = pieces.row(state["mlp.down.weight"])
+        self.up = peer.column(rank_order(state["mlp.up.weight"], (ffn, ffn), peer.p))
+        self.down = peer.row(state["mlp.down.weight"])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -46,18 +46,18 @@ class Block(nn.Module):
 class PlainGPT(nn.Module):
     """``state``: the full state dict of examples/gpt.py's model."""
 
-    def __init__(self, pieces: Plain, state: dict[str, Tensor], layers: int, heads: int, seq: int) -> None:
+    def __init__(self, peer: Plain, state: dict[str, Tensor], layers: int, heads: int, seq: int) -> None:
         super().__init__()
-        self.pieces = pieces
-        self.embedding = pieces.embedding(state["embedding.weight"])
+        self.peer = peer
+        self.embedding = peer.embedding(state["embedding.weight"])
         blocks = []
         for i in range(layers):
             prefix = f"blocks.{i}."
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            blocks.append(Block(pieces, own, heads))
+            blocks.append(Block(peer, own, heads))
         self.blocks = nn.ModuleList(blocks)
         self.norm = Norm(state["norm.weight"])
-        self.head = pieces.head(self.embedding)
+        self.head = peer.head(self.embedding)
         head_dim = state["embedding.weight"].shape[1] // heads
         frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.arange(seq, dtype=torch.float64)[:, None, None] * frequencies
@@ -65,8 +65,8 @@ class PlainGPT(nn.Module):
         self.register_buffer("sin", angles.sin().float())
 
     def loss(self, ids: Tensor, target: Tensor) -> Tensor:
-        """ids, target ``[batch, seq]``; inside ``pieces.training()``."""
+        """ids, target ``[batch, seq]``; inside ``peer.training()``."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        return self.pieces.loss(self.head(self.norm(x)).flatten(0, 1), target.flatten())
+        return self.peer.loss(self.head(self.norm(x)).flatten(0, 1), target.flatten())

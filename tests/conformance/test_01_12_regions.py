@@ -1,4 +1,4 @@
-"""Conformance cases 1 to 12: what each region computes, numbers written out. The table: docs/correctness.md.
+"""Conformance cases 1 to 12: what each region computes, numbers written out. The table: docs/reference/correctness.md.
 
 g_r is the upstream gradient of rank r, S = 1 + ... + p. All comparisons are exact. A case, given odd=True, runs with
 strided inputs (case 13); each works in any group (case 17).

@@ -1,4 +1,6 @@
-"""Conformance cases 19 to 26: column and row linears, alone and as a pair, against `nn.Linear` (docs/correctness.md).
+"""Conformance cases 19 to 26: column and row linears, alone and as a pair, against `nn.Linear`.
+
+The table: docs/reference/correctness.md.
 
 Bounds: fp32 1e-6 and fp64 1e-12, sums of a few dozen products in another order.
 """

@@ -1,4 +1,4 @@
-"""Conformance cases 27 to 30: gradients that add up, and what is kept for them (docs/correctness.md)."""
+"""Conformance cases 27 to 30: gradients that add up, and what is kept for them (docs/reference/correctness.md)."""
 
 import pytest
 import torch

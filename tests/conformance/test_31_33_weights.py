@@ -1,4 +1,7 @@
-"""Conformance cases 31 to 33: the weights that ranks draw and hold, and how bf16 rounds (docs/correctness.md)."""
+"""Conformance cases 31 to 33: the weights that ranks draw and hold, and how bf16 rounds.
+
+The table: docs/reference/correctness.md.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Conformance cases 34 to 42: embedding and cross-entropy over a sharded vocabulary (docs/correctness.md).
+"""Conformance cases 34 to 42: embedding and cross-entropy over a sharded vocabulary (docs/reference/correctness.md).
 
 The loss has no sequence parallelism of its own: its rows are whole on every rank, gathered by the head (case 42).
 """

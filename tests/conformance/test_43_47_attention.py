@@ -1,4 +1,4 @@
-"""Conformance cases 43 to 47: attention, its core, dropout and RoPE (docs/correctness.md).
+"""Conformance cases 43 to 47: attention, its core, dropout and RoPE (docs/reference/correctness.md).
 
 The core is torch's scaled_dot_product_attention, or, where dropout of the weights has to be the unsharded model's, an
 explicit one. There is no mask argument: what a fully masked row stands for is an empty sequence among packed ones.

@@ -1,5 +1,5 @@
 """Conformance cases 48 to 50: training that repeats to the last bit, ranks that agree, states for any p
-(docs/correctness.md). The model is that of examples/gpt.py, with dropout, grouped queries and a tied head."""
+(docs/reference/correctness.md). The model is that of examples/gpt.py, with dropout, grouped queries and a tied head."""
 
 import random
 import time

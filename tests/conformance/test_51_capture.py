@@ -1,4 +1,6 @@
-"""Conformance case 51: training steps that torch.compile, CUDA graphs and traces record whole (docs/correctness.md).
+"""Conformance case 51: training steps that torch.compile, CUDA graphs and traces record whole.
+
+The table: docs/reference/correctness.md.
 
 Recorded from one batch, run on another, with another seed: what a recording had baked in would show.
 """

@@ -1,5 +1,5 @@
 """Conformance case 52: ranks that differ, under TORCH_DISTRIBUTED_DEBUG=DETAIL, end in an error that names them; ranks
-that do not are not disturbed by it (docs/correctness.md). The level is read when a process group is made."""
+that do not are not disturbed by it (docs/reference/correctness.md). The level is read when a process group is made."""
 
 import contextlib
 import datetime

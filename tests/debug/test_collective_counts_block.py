@@ -1,5 +1,7 @@
-"""What a transformer block sends, to the byte: the table of docs/communication.md, section "A block". S is an
-activation [b s, h]; (t - 1) / t of it on the wire is one all-gather or reduce-scatter, twice that an all-reduce.
+"""Collectives of a transformer block, to the byte: the table of docs/reference/communication.md, section "A block".
+
+S is an activation [b s, h]. An all-gather or a reduce-scatter has (p - 1) / p of it on the wire, an
+all-reduce twice that.
 """
 
 import functools
@@ -156,7 +158,7 @@ def test_inference_half(p, sp, shape):
 @pytest.mark.parametrize("s", [13, 7, 2])
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_uneven_tokens_send_their_padding(p, s):
-    """Every rank's share is padded to the longest: t ceil(b s / t) rows travel in place of b s."""
+    """Every rank's share is padded to the longest: p ceil(b s / p) rows travel in place of b s."""
     shape, padded = (1, s, 24, torch.float32), p * -(-s // p)
     S, sums = padded * 24 * 4, small(True, 24, torch.float32)
     check(p, {(AG, S): 6, (RS, S): 4} | sums, True, *shape)

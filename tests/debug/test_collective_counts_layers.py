@@ -1,5 +1,6 @@
-"""What each module and function sends, forward and backward, to the byte: the table of docs/communication.md, section
-"Modules and functions".
+"""Collectives of each module and function, forward and backward, to the byte.
+
+The table: docs/reference/communication.md, section "Modules and functions".
 """
 
 from collections.abc import Callable

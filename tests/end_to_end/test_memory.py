@@ -1,6 +1,6 @@
-"""What forward keeps for backward, to the byte: the formulas of docs/memory.md, and Korthikanti's 34 s b h / t.
+"""Bytes that forward saves for backward: the formulas of docs/reference/memory.md, and Korthikanti's 34 s b h / p.
 
-Counted are the distinct storages that autograd saves, whole, without those of the parameters.
+The distinct storages that autograd saves are counted, whole, without those of the parameters.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""What each kernel keeps for backward, measured, is what the table of docs/kernels.md says: which of its inputs, how
-many tensors of its own, and how many bytes.
+"""Each kernel saves for backward what the table of docs/reference/kernels.md says: which inputs, how many tensors of
+its own, and how many bytes.
 
-Counted are distinct storages, whole; parameters (weight, bias) are there anyway and count no bytes.
+Distinct storages are counted, whole; parameters (weight, bias) exist anyway and count no bytes.
 """
 
 import re
@@ -24,7 +24,7 @@ EPS = 1e-5
 
 def _table() -> dict[str, tuple[set[str], int, str]]:
     """By operator: inputs that it keeps, number of tensors of its own, formula of the bytes."""
-    page = (ROOT / "docs" / "kernels.md").read_text()
+    page = (ROOT / "docs" / "reference" / "kernels.md").read_text()
     section = page.split("## Saved for backward")[1].split("\n## ")[0]
     table = {}
     for line in re.findall(r"^\| (`.*) \|$", section, re.M):

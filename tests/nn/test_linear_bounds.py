@@ -1,4 +1,4 @@
-"""How far a linear of p ranks may be from the exact one: the bound of docs/correctness.md, element by element."""
+"""The error bound of a linear of p ranks, element by element: docs/reference/correctness.md."""
 
 import pytest
 import torch

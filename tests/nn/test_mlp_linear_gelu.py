@@ -128,7 +128,7 @@ def _saved(group, sp):
 
 @SP
 def test_bytes_saved(sp):
-    """x, and the activation before and behind gelu, as docs/memory.md says; where only down is trained the latter."""
+    """x, and the activation before and after gelu (docs/reference/memory.md); only the latter if down alone trains."""
     for sizes, (x, activation) in ranks.run(_saved, 2, sp):
         assert sizes == [x + 2 * activation, x + 2 * activation, x + activation, activation]
 

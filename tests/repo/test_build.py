@@ -105,8 +105,8 @@ def test_sdist_and_metadata_need_no_torch_and_are_whole(tmp_path: Path) -> None:
         names = {member.name.partition("/")[2] for member in archive}
     for file in (
         "README.md",
-        "docs/migrating.md",
-        "docs/column_row.svg",
+        "docs/guide/migrating.md",
+        "docs/reference/column_row.svg",
         "examples/train_gpt.py",
         "csrc/python/module.cpp",
     ):

@@ -54,13 +54,13 @@ def test_blocks_run_on_two_ranks(page):
 
 def test_the_mesh_of_first_steps_has_two_data_parallel_replicas_on_four_ranks():
     """Under FSDP2 the weights are those of one process only if all replicas draw the same ones: the page asserts it."""
-    page = ROOT / "docs" / "first_steps.md"
+    page = ROOT / "docs" / "guide" / "first_steps.md"
     ranks.run(_run, 4, page, timeout=120)
 
 
 @pytest.mark.parametrize("name", ["attention.md", "inference.md", "migrating.md"])
 def test_head_counts_of_the_examples_run_on_three_ranks(name):
-    ranks.run(_run, 3, ROOT / "docs" / name, timeout=120)
+    ranks.run(_run, 3, ROOT / "docs" / "guide" / name, timeout=120)
 
 
 def test_the_readme_prints_the_same_for_every_p():

@@ -238,13 +238,16 @@ def test_kernels_have_one_name(files):
 
 
 def test_pieces_of_training_have_a_line_in_the_guide():
-    page = (ROOT / "docs" / "training.md").read_text()
+    page = (ROOT / "docs" / "guide" / "training.md").read_text()
     for file in (ROOT / "tests" / "training").glob("test_*.py"):
         assert f"{path(file)}::" in page, file.name
 
 
 def test_conformance_cases_are_found_by_number():
-    """conformance/test_01_12_regions.py has cases 1 to 12, test_case_01_.. and so on; docs/correctness.md lists all."""
+    """conformance/test_01_12_regions.py has cases 1 to 12, test_case_01_.. and so on.
+
+    docs/reference/correctness.md lists all of them.
+    """
     found, folder = [], ROOT / "tests" / "conformance"
     for file in TESTS:
         named = re.findall(r"^def (test_\w+)", file.read_text(), re.M)
@@ -258,7 +261,9 @@ def test_conformance_cases_are_found_by_number():
         found += cases
     assert {int(name[10:12]) for name in found} == set(range(1, 53)) and len(found) == len(set(found))
     listed = re.findall(
-        r"^\| (\d+) \| .*`(test_case_(\d\d)_\w+)` \|", (ROOT / "docs" / "correctness.md").read_text(), re.M
+        r"^\| (\d+) \| .*`(test_case_(\d\d)_\w+)` \|",
+        (ROOT / "docs" / "reference" / "correctness.md").read_text(),
+        re.M,
     )
     assert all(int(row) == int(number) for row, _, number in listed)
     assert sorted(name for _, name, _ in listed) == sorted(found)

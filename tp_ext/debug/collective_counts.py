@@ -1,7 +1,7 @@
 """What a piece of a program sends: every collective of this process, counted exactly, by group and kind.
 
-``with tp_ext.debug.count_collectives() as counts: ...; print(counts)``; docs/communication.md has the numbers of all
-modules.
+``with tp_ext.debug.count_collectives() as counts: ...; print(counts)``; docs/reference/communication.md has the
+numbers of all modules.
 """
 
 from collections import Counter

@@ -46,8 +46,8 @@ class ColumnParallelLinear(ParallelLinear):
         grad_accumulation_fusion: backward adds the gradient of the weight to ``weight.main_grad``, in the dtype of
             that, multiplied and added in one; ``weight.grad`` stays None and hooks on the weight are not called.
         overlap_chunks: under SP, the all-gather of x comes in so many pieces, each under the GEMM of another; for
-            thousands of tokens, see docs/performance.md. In one piece where operators are traced, and where a piece
-            would have fewer than 64 tokens.
+            thousands of tokens, see docs/reference/performance.md. In one piece where operators are traced, and
+            where a piece would have fewer than 64 tokens.
         init: initialiser of the weight (:mod:`tp_ext.random`, or a callable on the full tensor); default and bias as
             ``nn.Linear``.
 

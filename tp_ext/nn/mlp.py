@@ -39,7 +39,7 @@ class ParallelMLP(ParallelModule):
             ``gelu`` keeps its kernel. Elsewhere the same is computed in steps. Values are those without it up to
             rounding; what is saved and sent is the same. Where ``up`` or ``down`` has hooks, was replaced (LoRA, FSDP2
             on each) or lost its bias, they are called one by one as ever. False by default, since no GPU has measured
-            it: docs/performance.md.
+            it: docs/reference/performance.md.
         init: initialiser of both weights.
 
     Raises:
