@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tp_ext
-from tests.helpers.dense import full_gradients, gradients, own_tokens
 from tests.helpers.megatron_on_cpu import MISSING, block, megatron, run
+from tests.helpers.oracle import full_gradients, gradients, own_tokens
 from tp_ext.megatron import from_megatron_gated, from_megatron_qkv, to_megatron_qkv
 
 pytestmark = pytest.mark.skipif(MISSING, reason="needs megatron-core")

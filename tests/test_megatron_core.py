@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import tp_ext
-from tests.helpers.dense import own_tokens
 from tests.helpers.megatron_on_cpu import MISSING, fill, layer_config, megatron, run
+from tests.helpers.oracle import own_tokens
 from tp_ext import ColumnParallelLinear, RowParallelLinear, Sharding
 
 pytestmark = pytest.mark.skipif(MISSING, reason="needs megatron-core")

@@ -10,8 +10,8 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import own_tokens
 from tests.helpers.megatron_on_cpu import MISSING, VERSION, fill, layer_config, megatron, run
+from tests.helpers.oracle import own_tokens
 
 pytestmark = pytest.mark.skipif(MISSING, reason="needs megatron-core")
 

@@ -46,11 +46,11 @@ TALK = {
 
 def _heard(counts):
     kinds = ("allreduce", "allgather", "reducescatter", "alltoall")
-    heard = []
+    kinds_sent = []
     for op, times in counts.get_comm_counts().items():
         plain = str(op).replace("_", "")
-        heard += [next((k for k in kinds if k in plain), plain)] * times
-    return sorted(heard)
+        kinds_sent += [next((k for k in kinds if k in plain), plain)] * times
+    return sorted(kinds_sent)
 
 
 def _count(group, case, xs):

@@ -9,7 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.reference import talk
+from tests.helpers.oracle import counts_by_kind
 from tests.helpers.stateful import OPTIONS, assert_same, made, train
 
 pytestmark = pytest.mark.core
@@ -60,12 +60,12 @@ def _count(group):
     model = made(group)[0]
     with CommDebugMode() as counts:
         tp_ext.full_state_dict(model, group=group)
-    return talk(counts), sum(s is not None for s in model.state_dict() and dict(tp_ext.shardings(model)).values())
+    return counts_by_kind(counts), sum(sharding is not None for _, sharding in tp_ext.shardings(model))
 
 
 def test_one_all_gather_per_sharded_entry():
-    heard, sharded = ranks.run(_count, 2)[0]
-    assert heard == {"all_gather": sharded}  # the tied weight is two entries
+    counts, sharded = ranks.run(_count, 2)[0]
+    assert counts == {"all_gather": sharded}  # the tied weight is two entries
 
 
 def _load_wrong(group, what, how):

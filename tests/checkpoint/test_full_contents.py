@@ -121,7 +121,7 @@ def _peak(group, dim, rank0_only, from_first):
     model = nn.Sequential(*(made(32, 32, False, group=group, dtype=torch.float64) for _ in range(8)))
     sent, gather, scatter = [], dist.gather, dist.scatter
 
-    def heard(original):
+    def count_collectives_of(original):
         def call(*args, **where):
             sent.append(args[0].nbytes if group.rank() else 0)
             assert args[1:] in ((), (None,)) or group.rank() == 0
@@ -129,7 +129,7 @@ def _peak(group, dim, rank0_only, from_first):
 
         return call
 
-    dist.gather, dist.scatter = heard(gather), heard(scatter)
+    dist.gather, dist.scatter = count_collectives_of(gather), count_collectives_of(scatter)
     try:
         with Peak() as gathering:
             state = tp_ext.full_state_dict(model, group=group, rank0_only=rank0_only)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers import ranks
-from tests.helpers.dense import own_tokens
+from tests.helpers.oracle import own_tokens
 from tp_ext import ColumnParallelLinear, RowParallelLinear, full_state_dict
 
 pytestmark = pytest.mark.core

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import tp_ext
 from tests.conformance.test_19_26_linears import EVERY, FP64, SP, slices
 from tests.helpers import ranks
-from tests.helpers.dense import own_input, own_output, own_tokens
+from tests.helpers.oracle import own_input, own_output, own_tokens
 from tests.helpers.small_gpt import batches, make
 from tests.helpers.vocabulary import columns, make_rows
 from tp_ext import ColumnParallelLinear, RowParallelLinear, Sharding, VocabParallelLMHead

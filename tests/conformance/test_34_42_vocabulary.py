@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import own_tokens
-from tests.helpers.reference import gathered, local_grads
+from tests.helpers.oracle import gathered, local_grads, own_tokens
 from tests.helpers.vocabulary import assert_dense, assert_embedded, close, make_rows, run_loss
 from tp_ext import (
     VocabParallelCrossEntropy,

@@ -9,10 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
-from tests.helpers import ranks, reference
+from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HALF, HIDDEN, assert_dense, call, fits, make
-from tests.helpers.dense import own_tokens
-from tests.helpers.reference import gathered
+from tests.helpers.oracle import gathered, own_tokens
 from tp_ext import Dropout, RotaryEmbedding, dropout
 
 pytestmark = pytest.mark.core
@@ -242,5 +241,5 @@ def test_case_47_rope_and_the_inverse_rotation(which, options, p, device):
     positions = {"from_0": torch.arange(11), "offset": torch.arange(4091, 4102), "packed": packed}[which]
     x, g = torch.randn(2, 11, 5, 8, dtype=torch.float64)
     ys, dxs = (torch.cat(ts, 1) for ts in zip(*ranks.run(_rotate, p, x, g, positions, options, device), strict=True))
-    torch.testing.assert_close(ys, reference.rotate(x, positions, **options), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(dxs, reference.rotate(g, -positions, **options), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ys, oracle.rotate(x, positions, **options), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dxs, oracle.rotate(g, -positions, **options), rtol=1e-12, atol=1e-12)

@@ -9,7 +9,7 @@ import torch
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.reference import gathered
+from tests.helpers.oracle import gathered
 from tests.helpers.small_gpt import CONFIG, batches, make, train
 from tp_ext.sharding import split_sizes
 

@@ -8,8 +8,8 @@ import torch
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import gradients
 from tests.helpers.makers import CASES, assert_parity, build, caller, gathered, outcome
+from tests.helpers.oracle import gradients
 from tests.helpers.small_gpt import batches
 from tests.helpers.small_gpt import make as make_gpt
 

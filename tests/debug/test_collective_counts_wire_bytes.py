@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tp_ext
-from tests.helpers.dense import heard
+from tests.helpers.oracle import count_collectives_of
 from tests.helpers.ranks import run
 from tp_ext.debug import count_collectives
 
@@ -58,7 +58,7 @@ def _counted(call):
 def _witness(group, sp):
     call = step(group, sp)
     call()  # gloo connects
-    return [written(one) for one in (call, lambda: _counted(call), call, lambda: heard(call))]
+    return [written(one) for one in (call, lambda: _counted(call), call, lambda: count_collectives_of(call))]
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="/proc/self/io is Linux's")
@@ -102,7 +102,7 @@ def _ways(group, sp):
             call(x).sum().backward()
         found.append(sorted((row.kind, row.payload, row.number) for row in counts.rows))
     with count_collectives() as counts:
-        other = heard(lambda: module(x).sum().backward())
+        other = count_collectives_of(lambda: module(x).sum().backward())
     assert counts.by_kind() == other
     return [*found, sorted((row.kind, row.payload, row.number) for row in counts.rows)]
 

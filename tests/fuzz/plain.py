@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers.reference import rotate
+from tests.helpers.oracle import rotate
 from tp_ext import Part, RotaryEmbedding  # values, without computation
 
 __all__ = ["Part", "RotaryEmbedding"]

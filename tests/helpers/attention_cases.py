@@ -3,8 +3,8 @@
 import torch
 
 import tp_ext
-from tests.helpers import ranks, reference
-from tests.helpers.reference import gathered, local_grads
+from tests.helpers import oracle, ranks
+from tests.helpers.oracle import gathered, local_grads
 from tp_ext import ParallelAttention, RotaryEmbedding
 
 HIDDEN, HEAD = 10, 4
@@ -89,7 +89,7 @@ def _run(group, options, state, x, g, lengths, how, sp):
 def _dense(options, state, x, g, lengths):
     """Output and gradients of the reference: y, dx, {name: gradient}."""
     x, state = x.double().requires_grad_(), {k: v.double().requires_grad_() for k, v in state.items()}
-    y = reference.attention(x, state, lengths, **{k: v for k, v in options.items() if k in KNOWN})
+    y = oracle.attention(x, state, lengths, **{k: v for k, v in options.items() if k in KNOWN})
     y.backward(g.double())
     return y, x.grad, {k: v.grad for k, v in state.items()}
 
@@ -106,7 +106,7 @@ def _whole(results, sp):
 def assert_dense(p, options, lengths, how, sp, relative=1e-10, dtype=torch.float64):
     """On p ranks output and all gradients are the reference's, within `relative` of the largest element of each."""
     options = options | {"dtype": dtype}
-    state = reference.random_state(make(options))
+    state = oracle.random_state(make(options))
     x, g = (torch.randn(sum(lengths), options.get("hidden_size", HIDDEN), dtype=dtype) for _ in range(2))
     got = _whole(ranks.run(_run, p, options, state, x, g, lengths, how, sp), sp)
     want = _dense(options, state, x, g, lengths)

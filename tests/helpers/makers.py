@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import full_gradients, gradients, own_tokens
+from tests.helpers.oracle import full_gradients, gradients, own_tokens
 from tp_ext import Sharding
 
 HIDDEN, FFN, VOCAB, BATCH, SEQ = 8, 10, 13, 2, 3

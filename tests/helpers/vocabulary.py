@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.reference import gathered, local_grads
+from tests.helpers.oracle import gathered, local_grads
 from tp_ext import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tp_ext.sharding import split_sizes
 

@@ -6,9 +6,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
-from tests.helpers import ranks, reference
+from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HEAD, HIDDEN, call, fits, make
-from tests.helpers.reference import gathered, local_grads, talk
+from tests.helpers.oracle import counts_by_kind, gathered, local_grads
 
 pytestmark = pytest.mark.core
 
@@ -31,7 +31,7 @@ def _dropped(group, options, state, x, sp=False):
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("name", ["mha", "gqa_6_heads_2_kv", "mqa", "softcap", "window_not_causal"])
 def test_exact_dropout_is_the_same_for_every_p(name, sp):
-    state, x = reference.random_state(make(CASES[name])), torch.randn(10, HIDDEN, dtype=torch.float64)
+    state, x = oracle.random_state(make(CASES[name])), torch.randn(10, HIDDEN, dtype=torch.float64)
     (want, plain, want_grads, *_) = _dropped(None, CASES[name], state, x)
     assert abs(want - plain) > 1e-3
     for p in [p for p in (1, 2, 3, 4) if fits(CASES[name], p)]:
@@ -77,7 +77,7 @@ def _count(group, sp, options):
         y, _ = call(module, x, [4, 4], "tokens")
     with CommDebugMode() as backward:
         y.sum().backward()
-    return talk(forward), talk(backward)
+    return counts_by_kind(forward), counts_by_kind(backward)
 
 
 def test_one_all_reduce_forward_and_one_backward():

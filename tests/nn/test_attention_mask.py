@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
-from tests.helpers import ranks, reference
+from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HEAD, HIDDEN, KNOWN, call, fits, make
-from tests.helpers.reference import gathered, local_grads, talk
+from tests.helpers.oracle import counts_by_kind, gathered, local_grads
 
 pytestmark = pytest.mark.core
 
@@ -72,7 +72,7 @@ def test_output_and_all_gradients_are_those_of_dense_attention(name, case, p, ho
     options, (make_mask, learned) = CASES[case], MASKS[name]
     if not fits(options, p):
         return
-    state, mask = reference.random_state(make(options)), make_mask(options["num_heads"])
+    state, mask = oracle.random_state(make(options)), make_mask(options["num_heads"])
     x, g = torch.randn(2, BATCH * SEQ, HIDDEN, dtype=torch.float64)
     results = ranks.run(_run, p, options, state, x, g, mask, learned, how, sp)
     ys, dxs, dmasks, grads, tables = zip(*results, strict=True)
@@ -81,7 +81,7 @@ def test_output_and_all_gradients_are_those_of_dense_attention(name, case, p, ho
     theirs = mask.clone().requires_grad_(learned)
     known = {k: v for k, v in options.items() if k in KNOWN}
     weights = dict(zip(state, leaves[1:], strict=True))
-    want = reference.attention(leaves[0], weights, LENGTHS, attn_mask=theirs, **known)
+    want = oracle.attention(leaves[0], weights, LENGTHS, attn_mask=theirs, **known)
     want.backward(g)
     y, dx = (torch.cat(ts) if sp else ts[0] for ts in (ys, dxs))
     assert_near(y, want)
@@ -118,7 +118,7 @@ def _count(group, learned):
         y = module(torch.randn(1, SEQ, HIDDEN, dtype=torch.float64, requires_grad=True), attn_mask=mask)
     with CommDebugMode() as backward:
         y.sum().backward()
-    return talk(forward), talk(backward)
+    return counts_by_kind(forward), counts_by_kind(backward)
 
 
 def test_a_learned_mask_adds_one_all_reduce_to_backward_and_a_fixed_one_nothing():
@@ -148,9 +148,9 @@ def _cached(group, options, state, x, mask, static):
 @pytest.mark.parametrize("case", ["all", "softcap", "window"])
 def test_a_mask_over_the_cache_gives_the_full_forward(case, name, static):
     options = CASES[case]
-    state, mask = reference.random_state(make(options)), MASKS[name][0](options["num_heads"])
+    state, mask = oracle.random_state(make(options)), MASKS[name][0](options["num_heads"])
     x = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64)
     known = {k: v for k, v in options.items() if k in KNOWN}
-    want = reference.attention(x.flatten(0, 1), state, LENGTHS, attn_mask=mask, **known).view(x.shape)
+    want = oracle.attention(x.flatten(0, 1), state, LENGTHS, attn_mask=mask, **known).view(x.shape)
     for y in ranks.run(_cached, 2, options, state, x, mask, static):
         assert_near(y, want)

@@ -7,8 +7,8 @@ from torch import nn
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.coalesce_block import SMALL, number_of_sums, own_x, rich_block, step
-from tests.helpers.dense import full_gradients, gradients
 from tests.helpers.makers import HIDDEN, TOKENS, same
+from tests.helpers.oracle import full_gradients, gradients
 
 pytestmark = pytest.mark.core
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.coalesce_block import SCATTERS, SMALL, number_of_sums, own_x, rich_block, sent, step
+from tests.helpers.data_parallel import mesh
 from tests.helpers.makers import same
-from tests.helpers.wrapped import mesh
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import heard, own_tokens
+from tests.helpers.oracle import count_collectives_of, own_tokens
 from tp_ext import Dropout, dropout
 from tp_ext.sharding import split_sizes
 
@@ -35,8 +35,8 @@ def _module(group, shape, sp, dtype):
     x = (own_tokens(x, group) if sp else x).requires_grad_()
     layer = Dropout(P, group=group, sequence_parallel=sp)
     y = []
-    assert heard(lambda: y.append(layer(x, total_tokens=shape[0] if sp else None))) == {}
-    assert heard(lambda: y[0].sum().backward()) == {}
+    assert count_collectives_of(lambda: y.append(layer(x, total_tokens=shape[0] if sp else None))) == {}
+    assert count_collectives_of(lambda: y[0].sum().backward()) == {}
     return y[0], x.grad, torch.rand(())
 
 

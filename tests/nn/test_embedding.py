@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.reference import gathered, local_grads, talk
+from tests.helpers.oracle import counts_by_kind, gathered, local_grads
 from tests.helpers.vocabulary import assert_embedded, close
 from tp_ext import VocabParallelEmbedding, VocabParallelLMHead
 
@@ -61,7 +61,7 @@ def _count(group, sp):
         y = module(torch.arange(8))
     with CommDebugMode() as backward:
         y.sum().backward()
-    return talk(forward), talk(backward)
+    return counts_by_kind(forward), counts_by_kind(backward)
 
 
 def test_one_collective():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tp_ext
-from tests.helpers import ranks, reference
+from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HIDDEN, KNOWN, fits, make
 
 pytestmark = pytest.mark.core
@@ -33,7 +33,7 @@ def close(a, b, relative=1e-12):
 def dense(options, state, x, attn_mask=None):
     """The reference on whole sequences x [batch, seq, hidden]."""
     known = {k: v for k, v in options.items() if k in KNOWN}
-    y = reference.attention(x.flatten(0, 1), state, [x.shape[1]] * len(x), attn_mask=attn_mask, **known)
+    y = oracle.attention(x.flatten(0, 1), state, [x.shape[1]] * len(x), attn_mask=attn_mask, **known)
     return y.view(x.shape)
 
 
@@ -73,7 +73,7 @@ def test_every_split_of_the_text_gives_the_full_forward(name, p, static):
     options = CASES[name]
     if not fits(options, p):
         return
-    state, x = reference.random_state(make(options)), torch.randn(2, SEQ, HIDDEN, dtype=torch.float64)
+    state, x = oracle.random_state(make(options)), torch.randn(2, SEQ, HIDDEN, dtype=torch.float64)
     want = dense(options, state, x)
     splits = ALL if name == "all" else SOME
     per_rank = ranks.run(_splits, p, options, state, x, splits, static)
@@ -86,7 +86,7 @@ def test_every_split_of_the_text_gives_the_full_forward(name, p, static):
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_sequence_parallel_also_with_fewer_tokens_than_ranks(p, static):
     options = CASES["rope"]
-    state, x = reference.random_state(make(options)), torch.randn(1, SEQ, HIDDEN, dtype=torch.float64)
+    state, x = oracle.random_state(make(options)), torch.randn(1, SEQ, HIDDEN, dtype=torch.float64)
     want = dense(options, state, x)
     for results in ranks.run(_splits, p, options, state, x, SOME[:4], static, True):
         for got in results:
@@ -113,7 +113,7 @@ def test_left_padded_prompts_come_out_as_they_would_alone(name, p, static):
     options = CASES[name]
     if not fits(options, p):
         return
-    state = reference.random_state(make(options))
+    state = oracle.random_state(make(options))
     texts = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in (7, 3, 5)]
     for got in ranks.run(_padded, p, options, state, texts, static):
         for y, text in zip(got, texts, strict=True):
@@ -122,7 +122,7 @@ def test_left_padded_prompts_come_out_as_they_would_alone(name, p, static):
 
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
 def test_truncate_forgets_and_reorder_shuffles(static):
-    module = loaded(None, CASES["all"], reference.random_state(make(CASES["all"])))
+    module = loaded(None, CASES["all"], oracle.random_state(make(CASES["all"])))
     x = torch.randn(3, SEQ, HIDDEN, dtype=torch.float64)
     order = torch.tensor([2, 0, 0])
     cache = module.new_cache(3, SEQ, static=static).reset(padding=torch.tensor([0, 1, 2]))
@@ -140,7 +140,7 @@ def test_truncate_forgets_and_reorder_shuffles(static):
 
 
 def test_switching_to_static_after_the_prefill_keeps_the_text():
-    module = loaded(None, CASES["all"], reference.random_state(make(CASES["all"])))
+    module = loaded(None, CASES["all"], oracle.random_state(make(CASES["all"])))
     x = torch.randn(2, SEQ, HIDDEN, dtype=torch.float64)
     cache = module.new_cache(2, SEQ)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_switching_to_static_after_the_prefill_keeps_the_text():
 
 
 def test_a_nan_of_the_last_text_does_not_get_through_the_mask():
-    module = loaded(None, CASES["mha"], reference.random_state(make(CASES["mha"])))
+    module = loaded(None, CASES["mha"], oracle.random_state(make(CASES["mha"])))
     x = torch.randn(1, 3, HIDDEN, dtype=torch.float64)
     cache = module.new_cache(1, 3, static=True)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers import ranks
-from tests.helpers.dense import (
+from tests.helpers.oracle import (
     addend,
     full_gradients,
     gradients,

@@ -11,10 +11,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import ranks
-from tests.helpers.dense import (
+from tests.helpers.oracle import (
+    count_collectives_of,
     full_gradients,
     gradients,
-    heard,
     own_input,
     own_output,
     results,
@@ -100,7 +100,7 @@ def _counts(group, kind, sp, frozen=(), x_needs_grad=True, **options):
     x = small_input(layer, group) if options.get("input_is_parallel", True) else torch.randn(4, 6, dtype=torch.float64)
     x.requires_grad_(x_needs_grad)
     y = []
-    return heard(lambda: y.append(layer(x))), heard(lambda: y[0].sum().backward())
+    return count_collectives_of(lambda: y.append(layer(x))), count_collectives_of(lambda: y[0].sum().backward())
 
 
 @BOTH
@@ -172,7 +172,7 @@ def _checkpointed(group, kind, sp):
     def call(x):
         return checkpoint(lambda x: layer(x).sin(), x, use_reentrant=False)
 
-    counts = heard(lambda: got.extend(results(layer, x, call)))
+    counts = count_collectives_of(lambda: got.extend(results(layer, x, call)))
     want = results(layer, x, lambda x: layer(x).sin())
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     forward, backward = COUNTS[kind, sp]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import dense, ranks
+from tests.helpers import oracle, ranks
 from tp_ext import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -22,9 +22,9 @@ FUSED = {"grad_accumulation_fusion": True}
 def _microbatches(layer, group, xs, grads):
     """Backward of each microbatch; the weight's gradients afterwards, wherever they are."""
     for x, dy in zip(xs, grads, strict=True):
-        x = dense.own_input(x, layer, group)
+        x = oracle.own_input(x, layer, group)
         y = layer(x, dy.shape[0])
-        y.backward(dense.own_output(dy, layer, group))
+        y.backward(oracle.own_output(dy, layer, group))
     return layer.weight
 
 
@@ -58,7 +58,7 @@ def _rounded_once(group):
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
     x, dy = torch.full((257, 5), 1.0, dtype=torch.bfloat16), torch.full((257, 4), 1.0, dtype=torch.bfloat16)
     for _ in range(2):
-        layer(x).backward(dense.own_output(dy, layer, group))
+        layer(x).backward(oracle.own_output(dy, layer, group))
     return layer.weight.main_grad
 
 
@@ -86,7 +86,7 @@ def _module(group, name, sp):
     x = torch.randn(12, 8 if name == "attention" else 6, dtype=torch.float64)
     call = {"batch_size": 2} if name == "attention" else {}
     for module in (plain, fused):
-        own = dense.own_tokens(x, group) if sp else x
+        own = oracle.own_tokens(x, group) if sp else x
         module(own, **call).square().sum().backward()
     wants = dict(plain.named_parameters())
     for key, param in fused.named_parameters():
@@ -102,7 +102,7 @@ def _module(group, name, sp):
 @pytest.mark.parametrize("name", MODULES)
 def test_blocks_pass_it_on(name, sp, p):
     """With 4 ranks and 2 KV heads, too: the copies end with the same bits."""
-    dense.full_gradients(ranks.run(_module, p, name, sp))
+    oracle.full_gradients(ranks.run(_module, p, name, sp))
 
 
 def _external(group, kind):
@@ -110,7 +110,7 @@ def _external(group, kind):
     weight = nn.Parameter(torch.randn(layer.weight.shape, dtype=torch.float64))
     layer.bias = None
     layer.to_empty(device="cpu")
-    x = dense.own_input(torch.randn(5, 6, dtype=torch.float64), layer, group)
+    x = oracle.own_input(torch.randn(5, 6, dtype=torch.float64), layer, group)
     layer(x, weight=weight).sum().backward()
     own = kind(6, 8, False, group=group, dtype=torch.float64)
     own.load_state_dict({"weight": weight.detach()})
@@ -162,8 +162,8 @@ def _autocast(group):
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16
-    y.backward(dense.own_output(dy.bfloat16(), layer, group))
-    want = dense.own_output(dy.bfloat16(), layer, group).float().T @ x.bfloat16().float()
+    y.backward(oracle.own_output(dy.bfloat16(), layer, group))
+    want = oracle.own_output(dy.bfloat16(), layer, group).float().T @ x.bfloat16().float()
     torch.testing.assert_close(layer.weight.main_grad, want)  # in fp32, of bf16 factors
 
 
@@ -175,7 +175,7 @@ def test_autocast(p):
 def _compiled(group, kind):
     layer = kind(4, 4, group=group, **FUSED)
     layer.weight.main_grad = torch.zeros_like(layer.weight)
-    x = dense.own_input(torch.randn(6, 4), layer, group)
+    x = oracle.own_input(torch.randn(6, 4), layer, group)
     layer(x).sin().sum().backward()
     want = layer.weight.main_grad.clone()
     layer.weight.main_grad.zero_()

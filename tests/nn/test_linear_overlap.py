@@ -7,7 +7,7 @@ import torch
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import addend, heard, own_input, own_output, own_tokens
+from tests.helpers.oracle import addend, count_collectives_of, own_input, own_output, own_tokens
 from tp_ext import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = pytest.mark.core
@@ -96,7 +96,12 @@ def _counts(group, kind, sp):
     few = own_tokens(torch.ones(127, IN, dtype=x.dtype), group) if sp else torch.ones(127, IN, dtype=x.dtype)
     if kind is RowParallelLinear:
         few = torch.ones(127, x.shape[-1], dtype=x.dtype)
-    return [forward, both - forward, _sent(lambda: layer(few, 127)), sum(heard(lambda: _step(layer, x, dy)).values())]
+    return [
+        forward,
+        both - forward,
+        _sent(lambda: layer(few, 127)),
+        sum(count_collectives_of(lambda: _step(layer, x, dy)).values()),
+    ]
 
 
 @BOTH

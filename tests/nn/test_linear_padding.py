@@ -6,7 +6,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.reference import gathered
+from tests.helpers.oracle import gathered
 from tp_ext import ColumnParallelLinear, Part, RowParallelLinear
 
 pytestmark = pytest.mark.core

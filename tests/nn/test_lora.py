@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tp_ext
-from tests.helpers.dense import full_gradients, gradients, own_input, own_output
+from tests.helpers.oracle import full_gradients, gradients, own_input, own_output
 from tests.helpers.ranks import run
 from tp_ext import ColumnParallelLinear, LoRALinear, Part, RowParallelLinear
 from tp_ext.checkpoint.gather import gather_full, ranks_of

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import full_gradients, gradients, heard, own_tokens, results
+from tests.helpers.oracle import count_collectives_of, full_gradients, gradients, own_tokens, results
 from tp_ext import ParallelMLP, load_full_state_dict
 
 pytestmark = pytest.mark.core
@@ -105,7 +105,7 @@ BACKWARD = {False: {"all_reduce": 1}, True: {"all_gather": 2, "reduce_scatter": 
 def _counts(group, dense, sp):
     layer = make_mlp(group, dense, sp)
     x, y = torch.randn(4, HIDDEN, dtype=torch.float64, requires_grad=True), []
-    return heard(lambda: y.append(layer(x))), heard(lambda: y[0].sum().backward())
+    return count_collectives_of(lambda: y.append(layer(x))), count_collectives_of(lambda: y[0].sum().backward())
 
 
 @pytest.mark.parametrize("sp", [False, True])

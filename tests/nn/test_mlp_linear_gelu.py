@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import dense, ranks
+from tests.helpers import oracle, ranks
 from tests.nn.test_mlp import FFN, HIDDEN, DenseMLP, assert_as_dense, make_mlp
 from tp_ext import ParallelMLP, add_lora, coalesce_gradients
 from tp_ext._ops import parallel_mlp
@@ -25,12 +25,12 @@ def _mlp(group, sp=False, gemm_epilogue=True, **options):
 def _input(group, sp=False, dtype=torch.float64):
     torch.manual_seed(3)
     x = torch.randn(TOKENS, 2, HIDDEN, dtype=dtype)
-    return (dense.own_tokens(x, group).clone() if sp else x).requires_grad_()
+    return (oracle.own_tokens(x, group).clone() if sp else x).requires_grad_()
 
 
 def _step(layer, x, sp=False, call=None):
     """y and the gradients of its sines: of x and of all parameters."""
-    return dense.results(layer, x, lambda x: (layer if call is None else call)(x, TOKENS if sp else None))
+    return oracle.results(layer, x, lambda x: (layer if call is None else call)(x, TOKENS if sp else None))
 
 
 def _close(got, want):
@@ -54,18 +54,18 @@ def test_forward_and_every_gradient(sp, p):
     assert_as_dense(p, DenseMLP("gelu_tanh", True), sp, _close, gemm_epilogue=True)
 
 
-def _half(group, oracle, x):
-    layer = make_mlp(group, oracle, gemm_epilogue=True)
+def _half(group, unsharded, x):
+    layer = make_mlp(group, unsharded, gemm_epilogue=True)
     return _step(layer, x.clone().requires_grad_())[:2]
 
 
 def test_half_precision():
     """y and dx: errors of the plain block in bf16, as of three roundings of factors to 2^-8 of the largest value."""
-    oracle, x = DenseMLP("gelu_tanh", True, torch.bfloat16), torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    unsharded, x = DenseMLP("gelu_tanh", True, torch.bfloat16), torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
     wide = DenseMLP("gelu_tanh", True)
-    wide.load_state_dict(oracle.state_dict())
-    wants = dense.results(wide, x.double().requires_grad_())
-    for results in ranks.run(_half, 2, oracle, x):
+    wide.load_state_dict(unsharded.state_dict())
+    wants = oracle.results(wide, x.double().requires_grad_())
+    for results in ranks.run(_half, 2, unsharded, x):
         for got, want in zip(results, wants, strict=False):
             assert got.dtype == torch.bfloat16
             assert (got.double() - want).abs().max() <= 3 * 2**-8 * want.abs().max()
@@ -161,19 +161,19 @@ def test_main_grad(sp, p):
 
 
 def _talk(group, sp):
-    heard = []
+    counts = []
     for gemm_epilogue in (True, False):
         layer, x, y = _mlp(group, sp=sp, gemm_epilogue=gemm_epilogue), _input(group, sp), []
-        heard.append(dense.heard(lambda: y.append(layer(x, TOKENS if sp else None))))  # noqa: B023
-        heard.append(dense.heard(lambda: y[0].sum().backward()))  # noqa: B023
-    return heard
+        counts.append(oracle.count_collectives_of(lambda: y.append(layer(x, TOKENS if sp else None))))  # noqa: B023
+        counts.append(oracle.count_collectives_of(lambda: y[0].sum().backward()))  # noqa: B023
+    return counts
 
 
 @SP
 def test_collectives(sp):
     """Those of the two linears, forward and backward."""
-    for heard in ranks.run(_talk, 2, sp):
-        assert heard[:2] == heard[2:] and all(heard)
+    for counts in ranks.run(_talk, 2, sp):
+        assert counts[:2] == counts[2:] and all(counts)
 
 
 def _wrapped(group, sp, how):

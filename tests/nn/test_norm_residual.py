@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import full_gradients, gradients, heard, own_tokens
+from tests.helpers.oracle import count_collectives_of, full_gradients, gradients, own_tokens
 
 pytestmark = pytest.mark.core
 
@@ -71,7 +71,8 @@ def _counts(group, name):
     _, ours = _pair(name, (8,), {}, group, True)
     x, residual = (torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     outputs = []
-    return heard(lambda: outputs.extend(ours(x, residual))), heard(lambda: sum(o.sum() for o in outputs).backward())
+    forward = count_collectives_of(lambda: outputs.extend(ours(x, residual)))
+    return forward, count_collectives_of(lambda: sum(o.sum() for o in outputs).backward())
 
 
 @pytest.mark.parametrize(("name", "sums"), [(RMS, 1), (LAYER, 2)])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers import reference
+from tests.helpers import oracle
 from tp_ext import ParallelAttention, RotaryEmbedding
 
 CONTEXT = {"original_max_position_embeddings": 64}
@@ -33,7 +33,7 @@ def test_tables_are_those_of_the_formulas(scaling, rotary_dim, device):
     rope = RotaryEmbedding(64, 500.0, rotary_dim=rotary_dim, scaling=scaling)
     for length in LENGTHS:
         positions = torch.arange(length, device=device)
-        frequencies, amplitude = reference.rope_frequencies(rotary_dim, 500.0, scaling, length)
+        frequencies, amplitude = oracle.rope_frequencies(rotary_dim, 500.0, scaling, length)
         angles = positions.cpu().double()[:, None] * frequencies
         tables = rope.cos_sin(positions, torch.float64)
         for table, want in zip(tables, (angles.cos(), angles.sin()), strict=True):
@@ -75,7 +75,7 @@ def test_rotation_and_gradient(scaling, how, device):
         "cu_seqlens": (torch.cat([torch.arange(70), torch.arange(30)]), {"cu_seqlens": [0, 70, 100]}),
     }[how]
     y = RotaryEmbedding(8, **options)(x.to(device), **call).cpu()
-    want = reference.rotate(x, positions, **options)
+    want = oracle.rotate(x, positions, **options)
     torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
     g = torch.randn_like(x)
     pair = [torch.autograd.grad(t, x, g)[0] for t in (y, want)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import reference
+from tests.helpers import oracle
 from tp_ext import RotaryEmbedding, _ops
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -29,7 +29,7 @@ every = pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_is_multiplication_by_complex_numbers(options, heads, device):
     x = torch.randn(8, heads, 8, dtype=torch.float64, requires_grad=True)
     y = RotaryEmbedding(8, **options)(x.to(device), POSITIONS.to(device)).cpu()
-    want = reference.rotate(x, POSITIONS, **options)
+    want = oracle.rotate(x, POSITIONS, **options)
     torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
     g = torch.randn_like(x)
     (grad,) = torch.autograd.grad(y, x, g)
@@ -75,7 +75,7 @@ def test_half_precision_rotates_by_exact_angles_and_rounds_once(dtype):
     """At position 131071 an angle in fp32 would be off by 0.008, in bf16 by 512: here one rounding of the result."""
     x = torch.randn(8, 2, 8).to(dtype)
     y = RotaryEmbedding(8).to(dtype)(x, POSITIONS)
-    want = reference.rotate(x.double(), POSITIONS)
+    want = oracle.rotate(x.double(), POSITIONS)
     assert y.dtype == dtype
     bound = torch.finfo(dtype).eps / 2 * want.abs() + 1e-5  # fp32's own rounding before it, near zeros
     assert ((y.double() - want).abs() <= bound).all()
@@ -121,7 +121,7 @@ def test_positions_told_by_an_offset_or_by_packed_sequences(options, dtype, devi
         (packed + 7, {"cu_seqlens": torch.tensor(ENDS, dtype=torch.int32), "offset": 7}),
     ):
         y, dx, g = both(lambda x, kwargs=kwargs: rope(x, **kwargs), x)
-        want = reference.rotate(x.cpu().double(), positions, **options)
+        want = oracle.rotate(x.cpu().double(), positions, **options)
         eps = torch.finfo(dtype).eps
         # As in kernels/test_rope.py; angles of 4096 are off by as many ulp of 1 in fp64
         bound = {"rtol": eps, "atol": max(12 * min(eps, torch.finfo(torch.float32).eps), 1e-11)}

@@ -6,8 +6,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import tp_ext
+from tests.helpers.data_parallel import dense_training, loss_of, make, mesh, wrap, wrapped_training
 from tests.helpers.ranks import run
-from tests.helpers.wrapped import dense_training, loss_of, make, mesh, wrap, wrapped_training
 
 # From the meta device
 

@@ -9,8 +9,8 @@ import functools
 import pytest
 import torch
 
+from tests.helpers.data_parallel import dense_training, wrapped_training
 from tests.helpers.ranks import run
-from tests.helpers.wrapped import dense_training, wrapped_training
 
 close = {"rtol": 0, "atol": 1e-12}
 

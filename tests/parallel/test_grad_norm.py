@@ -9,7 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.reference import gathered, local_grads, talk
+from tests.helpers.oracle import counts_by_kind, gathered, local_grads
 
 pytestmark = pytest.mark.core
 
@@ -191,7 +191,7 @@ def _count(group):
     model = _with_grads(group, _grads())
     with CommDebugMode() as counts:
         tp_ext.clip_grad_norm_(model, 1.0, group=group)
-    return talk(counts)
+    return counts_by_kind(counts)
 
 
 def test_one_number_is_sent():

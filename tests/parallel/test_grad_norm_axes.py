@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.reference import talk
+from tests.helpers.oracle import counts_by_kind
 from tests.helpers.stateful import made
 from tp_ext.checkpoint.gather import gather_full, ranks_of
 
@@ -140,7 +140,7 @@ def _count(group):
     backward(model, mesh["tp"])
     with CommDebugMode() as counts:
         tp_ext.clip_grad_norm_(model, 1.0, group=mesh["tp"])
-    return talk(counts)
+    return counts_by_kind(counts)
 
 
 def test_one_number_per_axis_is_sent():

@@ -7,7 +7,6 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import gradients
 from tests.helpers.makers import (
     BATCH,
     CASES,
@@ -23,7 +22,7 @@ from tests.helpers.makers import (
     same,
     step,
 )
-from tests.helpers.reference import rotate
+from tests.helpers.oracle import gradients, rotate
 
 pytestmark = pytest.mark.core
 

@@ -6,8 +6,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.helpers import ranks
-from tests.helpers.dense import full_gradients, gradients
 from tests.helpers.makers import HIDDEN, SEQ, TOKENS, VOCAB, Block, build, caller, config, gpt, outcome
+from tests.helpers.oracle import full_gradients, gradients
 
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import full_gradients, gradients
 from tests.helpers.makers import CASES, FFN, HIDDEN, build, outcome, same
+from tests.helpers.oracle import full_gradients, gradients
 
 pytestmark = pytest.mark.core
 

@@ -11,8 +11,8 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.dense import full_gradients, gradients
 from tests.helpers.makers import HIDDEN, build, outcome, same
+from tests.helpers.oracle import full_gradients, gradients
 
 pytestmark = pytest.mark.core
 
