@@ -14,15 +14,15 @@ import tp_ext
 from tests.helpers import ranks
 from tests.test_sharding import cuts
 from tp_ext import Part, Sharding
-from tp_ext.chunks import Box, boxes
+from tp_ext.chunks import LocalChunk, local_chunks
 
 pytestmark = pytest.mark.core
 
 
-def assert_covers(full: torch.Tensor, held: list[list[Box]]) -> None:
-    """The boxes have the values of the full tensor where they say; the owned ones are there once, all of them."""
+def assert_covers(full: torch.Tensor, held: list[list[LocalChunk]]) -> None:
+    """The chunks have the values of the full tensor at their offsets; the owned ones are there once, all of them."""
     count = torch.zeros_like(full)
-    for offsets, tensor, owned in (box for one in held for box in one):
+    for offsets, tensor, owned in (chunk for one in held for chunk in one):
         where = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
         assert tensor.numel() and torch.equal(tensor, full[where])
         count[where] += owned
@@ -40,35 +40,36 @@ def test_plain_tensors(cut):
         full, held = torch.randn(shape), []
         for rank in range(p):
             local = sharding.shard(full, rank, p)
-            shape, found = boxes(local, sharding, rank, p)
+            shape, found = local_chunks(local, sharding, rank, p)
             assert shape == full.shape
             held.append(found)
             size = sum(s.stop - s.start for s in sharding.slices(rank, p))
-            assert sum(box.tensor.shape[dim] for box in found) == size  # copies too, padding not
-            assert all(box.tensor.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() for box in found)
+            assert sum(chunk.tensor.shape[dim] for chunk in found) == size  # copies too, padding not
+            storage = local.untyped_storage().data_ptr()
+            assert all(chunk.tensor.untyped_storage().data_ptr() == storage for chunk in found)
         assert_covers(full, held)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_replicated_tensors_are_owned_by_rank_0(shape):
     full = torch.randn(shape)
-    found = [boxes(full, None, rank, 3) for rank in range(3)]
-    assert [[box.owned for box in one] for _, one in found] == [[True], [False], [False]]
+    found = [local_chunks(full, None, rank, 3) for rank in range(3)]
+    assert [[chunk.owned for chunk in one] for _, one in found] == [[True], [False], [False]]
     assert_covers(full, [one for _, one in found])
 
 
 def test_neighbours_are_one_box():
     """q | k | v at p = 1, and at p = 2 the k and v that follow each other neither locally nor in full."""
     sharding = Sharding(0, (4, 2, 2))
-    assert len(boxes(torch.ones(8, 2), sharding, 0, 1)[1]) == 1
-    assert [box.offsets for box in boxes(torch.ones(4, 2), sharding, 1, 2)[1]] == [(2, 0), (5, 0), (7, 0)]
-    shape, found = boxes(torch.ones(8, 2), Sharding(0, [Part(5, padding=3)]), 0, 1)
-    assert shape == (5, 2) and [box.tensor.shape for box in found] == [(5, 2)]
+    assert len(local_chunks(torch.ones(8, 2), sharding, 0, 1)[1]) == 1
+    assert [chunk.offsets for chunk in local_chunks(torch.ones(4, 2), sharding, 1, 2)[1]] == [(2, 0), (5, 0), (7, 0)]
+    shape, found = local_chunks(torch.ones(8, 2), Sharding(0, [Part(5, padding=3)]), 0, 1)
+    assert shape == (5, 2) and [chunk.tensor.shape for chunk in found] == [(5, 2)]
 
 
 def test_nothing_is_no_box():
-    assert boxes(torch.ones(0, 3), None, 0, 1) == ((0, 3), [])
-    assert boxes(torch.ones(0, 3), Sharding(0, [1]), 1, 2) == ((1, 3), [])
+    assert local_chunks(torch.ones(0, 3), None, 0, 1) == ((0, 3), [])
+    assert local_chunks(torch.ones(0, 3), Sharding(0, [1]), 1, 2) == ((1, 3), [])
 
 
 SHARDINGS = {
@@ -91,11 +92,11 @@ def _cut_twice(group, mesh_shape, placements):
             if any(isinstance(placement, _StridedShard) for placement in placements) and len(local) % 4:
                 continue  # torch deals out even ones only
             tensor = distribute_tensor(local, mesh, placements)
-            shape, held = boxes(tensor, sharding, rank, p)
+            shape, held = local_chunks(tensor, sharding, rank, p)
             assert shape == full.shape
             storage = tensor.to_local().untyped_storage().data_ptr()
-            assert all(box.tensor.untyped_storage().data_ptr() == storage for box in held)
-            found[name][1].append([tuple(box) for box in held])
+            assert all(chunk.tensor.untyped_storage().data_ptr() == storage for chunk in held)
+            found[name][1].append([tuple(chunk) for chunk in held])
     return found
 
 
@@ -117,7 +118,7 @@ def test_tensors_that_data_axes_cut_again(mesh_shape, placements):
     for name in SHARDINGS:
         full, found = per_rank[0][name]
         if len(found) == 4:
-            assert_covers(full, [[Box(*box) for box in held] for one in per_rank for held in one[name][1]])
+            assert_covers(full, [[LocalChunk(*chunk) for chunk in held] for one in per_rank for held in one[name][1]])
             checked += 1
     assert checked >= 2
 
@@ -127,7 +128,7 @@ def _strided(group):
         torch.arange(8.0), init_device_mesh("cpu", (2, 2)), (_StridedShard(0, split_factor=2), Shard(0))
     )
     half = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (4,)), (_StridedShard(0, split_factor=2),))
-    return [[box.offsets for box in boxes(t, None, 0, 1)[1]] for t in (tensor, half)]
+    return [[chunk.offsets for chunk in local_chunks(t, None, 0, 1)[1]] for t in (tensor, half)]
 
 
 def test_strided_shards_are_several_boxes():
@@ -136,14 +137,14 @@ def test_strided_shards_are_several_boxes():
 
 def _partial(group):
     mesh = init_device_mesh("cpu", (2,))
-    boxes(torch.distributed.tensor.DTensor.from_local(torch.ones(2), mesh, (Partial(),)), None, 0, 1)
+    local_chunks(torch.distributed.tensor.DTensor.from_local(torch.ones(2), mesh, (Partial(),)), None, 0, 1)
 
 
 def test_errors():
     with pytest.raises(ValueError, match=r"tensor: shape \(3, 2\) on rank 1 must have 2 elements in dim 0.*p = 2"):
-        boxes(torch.ones(3, 2), Sharding(0, [5]), 1, 2)
+        local_chunks(torch.ones(3, 2), Sharding(0, [5]), 1, 2)
     with pytest.raises(ValueError, match="tensor"):
-        boxes(torch.ones(()), Sharding(0, [5]), 1, 2)
+        local_chunks(torch.ones(()), Sharding(0, [5]), 1, 2)
     ranks.run_raises(_partial, 2, ValueError, "tensor: .*partial sums")
 
 
@@ -156,9 +157,9 @@ def _fsdp(group, sizes):
     table = dict(tp_ext.shardings(model))
     held = {}
     for name, param in model.named_parameters():
-        shape, found = boxes(param, table[name], tp.get_local_rank(), tp.size())
+        shape, found = local_chunks(param, table[name], tp.get_local_rank(), tp.size())
         assert shape == want[name].shape
-        held[name] = [tuple(box) for box in found]
+        held[name] = [tuple(chunk) for chunk in found]
     return want, held
 
 
@@ -166,4 +167,4 @@ def _fsdp(group, sizes):
 def test_modules_under_fsdp2(sizes):
     per_rank = ranks.run(_fsdp, torch.Size(sizes).numel(), sizes)
     for name, full in per_rank[0][0].items():
-        assert_covers(full, [[Box(*box) for box in held[name]] for _, held in per_rank])
+        assert_covers(full, [[LocalChunk(*chunk) for chunk in held[name]] for _, held in per_rank])

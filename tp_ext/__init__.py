@@ -19,12 +19,13 @@ from tp_ext.nn.attention import ParallelAttention
 from tp_ext.nn.coalesce import coalesce_gradients
 from tp_ext.nn.dropout import Dropout, dropout
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
+from tp_ext.nn.fqn import shardings
 from tp_ext.nn.kv_cache import KVCache
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.lora import LoRALinear, add_lora, merge_lora
 from tp_ext.nn.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from tp_ext.nn.mlp import ParallelMLP
-from tp_ext.nn.module import ParallelModule, shardings
+from tp_ext.nn.module import ParallelModule
 from tp_ext.nn.norm import LayerNorm, RMSNorm
 from tp_ext.nn.rotary import RotaryEmbedding
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
@@ -96,6 +97,6 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names, and the modules with public names of their own; not the modules that they come from."""
+    """Returns the public names and public modules, not the modules that define the names."""
     public = {*__all__, "group", "megatron", "random", "regions", "sharding"}
     return sorted(name for name in globals() if name in public or name.startswith("__"))

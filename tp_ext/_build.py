@@ -1,8 +1,8 @@
-"""How this copy of tp_ext was built, and whether that fits the torch it now runs under.
+"""Build information of this copy of tp_ext, and the check that it fits the running torch.
 
-A C++ extension of torch works with one minor version of it only. A mismatch that the dynamic linker
-finds is an undefined symbol, or a crash; so versions are compared here, before `load` opens the
-library.
+A C++ extension works with one minor version of torch only. The dynamic linker would report a mismatch
+as an undefined symbol, or the process would crash; so versions are compared here, before `load` opens
+the library.
 """
 
 import importlib
@@ -25,7 +25,7 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def _check() -> ModuleType:
-    """The module that setup.py wrote beside the library; ImportError if that does not fit torch."""
+    """Returns the module that setup.py wrote next to the library; ImportError if it does not fit torch."""
     try:
         built_for = importlib.import_module("tp_ext._built_for")
     except ModuleNotFoundError:
@@ -63,7 +63,7 @@ def load() -> ModuleType:
 
 
 def build_info() -> dict[str, Any]:
-    """Versions to put into a bug report.
+    """Returns the versions to put into a bug report.
 
     Returns:
         `tp_ext`: version of this package; `torch_built`, `torch_running`: torch at build time and

@@ -5,16 +5,16 @@ from torch import Tensor
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Flat, as integers."""
+    """Returns the tensor flattened, its bits as integers."""
     flat = tensor.contiguous().reshape(-1)
     size = flat.element_size()
     return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
 
 
 def checksum(bits: Tensor) -> Tensor:
-    """[sum of a mixing of (bits, index) modulo 2^64 (the finaliser of splitmix64), whether not all bits are alike]."""
+    """Returns [sum of mix(bits, index) modulo 2^64, 1 if not all elements are alike]; mix: splitmix64's finaliser."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    length = 1 << (16 if bits.device.type == "cpu" else 24)  # what fits into a core's cache; few launches
+    length = 1 << (16 if bits.device.type == "cpu" else 24)  # CPU: fits a core's cache; GPU: few launches
     step = torch.arange(1, min(length, bits.numel()) + 1, device=bits.device) * -0x61C8864680B583EB
     for number, chunk in enumerate(bits.split(length)):
         mixed = step[: chunk.numel()] + ((number * 0x632BE59BD9B4E019 + (1 << 63)) % (1 << 64) - (1 << 63))

@@ -1,5 +1,5 @@
-"""A tensor-parallel group as the layers hold it: its name, its size, this rank. No process group object is kept, so
-modules can be copied and pickled, and nothing outlives ``destroy_process_group``.
+"""The tensor-parallel group as layers hold it: name, size and rank. No process group object is kept, so modules can be
+copied and pickled, and nothing outlives ``destroy_process_group``.
 """
 
 import enum
@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from tp_ext._build import load
 
 Group = ProcessGroup | DeviceMesh | str | None
-"""What every ``group`` argument takes: a process group, a 1-D mesh, a group's name, or None (no parallelism)."""
+"""Type of every ``group`` argument: a process group, a 1-D mesh, a group's name, or None (no parallelism)."""
 
 
 class _NotGiven(enum.Enum):
@@ -30,23 +30,23 @@ NOT_GIVEN: Any = _NotGiven.NOT_GIVEN
 
 
 class ForgottenGroupWarning(UserWarning):
-    """A layer has no group though the job has several ranks: every rank trains a model of its own."""
+    """A warning that a layer has no group in a job of several ranks, so that every rank trains a separate model."""
 
 
 class ParallelGroup(NamedTuple):
-    """``name``: how operators find the group, "" without parallelism (:func:`group_name`); ``size`` p; its ``rank``."""
+    """A group: ``name``, as operators take it (:func:`group_name`; "" means no parallelism), ``size`` p, ``rank``."""
 
     name: str
     size: int
     rank: int
 
     def plain(self) -> "ParallelGroup":
-        """The group without what :mod:`tp_ext.symmetric_memory` wrote behind its size."""
+        """Returns the group without the fields that :mod:`tp_ext.symmetric_memory` appends to its name."""
         bare = self.name.rpartition("@")[0]
         return ParallelGroup(_key(bare, self.rank, self.size), self.size, self.rank) if bare else self
 
     def __reduce__(self) -> tuple[type["ParallelGroup"], tuple[object, ...]]:
-        return ParallelGroup, tuple(self.plain())  # where it is unpickled, there is no such memory
+        return ParallelGroup, tuple(self.plain())  # the process that unpickles it has no symmetric memory
 
     def __copy__(self) -> "ParallelGroup":
         return self
@@ -56,10 +56,10 @@ class ParallelGroup(NamedTuple):
 
 
 def group_name(group: Group) -> str:
-    """The group as operators take it: name, this rank and size, as in "0@1/4"; "" stands for no parallelism.
+    """Returns the group as operators take it: name, this rank and size, as in "0@1/4"; "" means no parallelism.
 
     Rank and size are part of it because compiled code depends on them, and the caches of ``torch.compile``, which the
-    ranks share, distinguish graphs by their contents. A name with more numbers behind the size is one of
+    ranks share, distinguish graphs by their contents. A name with more numbers after the size comes from
     :func:`tp_ext.symmetric_memory.enable`.
 
     Raises:
@@ -87,7 +87,7 @@ def group_name(group: Group) -> str:
 
 
 def parallel_group(group: Group) -> ParallelGroup:
-    """Name, size and this rank of the group.
+    """Returns name, size and this rank of the group.
 
     Raises:
         TypeError, ValueError: see :func:`group_name`.
@@ -100,11 +100,11 @@ def parallel_group(group: Group) -> ParallelGroup:
 
 
 def layer_group(group: Group, layer: str) -> ParallelGroup:
-    """:func:`parallel_group` of the ``group`` that ``layer`` was given; warns if there should be one.
+    """Returns :func:`parallel_group` of the ``group`` passed to ``layer``; warns if a group appears to be missing.
 
-    A job of several ranks (``torch.distributed`` is initialised with them, or ``WORLD_SIZE`` says so) in which a layer
-    was given no ``group`` trains one whole model per rank. Said once per process. ``group=None``, written out, is
-    silent, except before ``init_process_group``, where ``dist.group.WORLD`` is None too.
+    In a job of several ranks (by ``torch.distributed``, or by ``WORLD_SIZE``) a layer without ``group`` trains one
+    whole model per rank. The warning is given once per process. An explicit ``group=None`` is silent, except before
+    ``init_process_group``, where ``dist.group.WORLD`` is None too.
 
     Raises:
         TypeError, ValueError: see :func:`group_name`.
@@ -116,7 +116,7 @@ def layer_group(group: Group, layer: str) -> ParallelGroup:
 
 
 def job_ranks() -> int:
-    """The number of ranks of the job: of ``torch.distributed``, or before it is initialised as its launcher says."""
+    """Returns the number of ranks of the job: of ``torch.distributed``, or before its initialisation ``WORLD_SIZE``."""
     if dist.is_initialized():
         return dist.get_world_size()
     size = os.environ.get("WORLD_SIZE", "")
@@ -149,7 +149,7 @@ def _warn_if_forgotten(group: Group, layer: str) -> None:
 
 
 def process_group(group: Group) -> ProcessGroup:
-    """The process group itself, for torch.distributed.
+    """Returns the process group itself, for torch.distributed.
 
     Raises:
         TypeError, ValueError: see :func:`group_name`; there must be a group, and it must be the one that ``group``
@@ -161,7 +161,7 @@ def process_group(group: Group) -> ProcessGroup:
     name = tp.name.rpartition("@")[0]
     found = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     if (found.rank(), found.size()) != (tp.rank, tp.size):
-        raise ValueError(  # the words of csrc/comm/collectives.cpp
+        raise ValueError(  # same text as in csrc/comm/collectives.cpp
             f"group: {name!r} was rank {tp.rank} of {tp.size} when the module was built, and is rank {found.rank()} of "
             f"{found.size()} now: the process group was created again; build the modules anew on it (and load a "
             "full_state_dict or a checkpoint)"
@@ -170,12 +170,12 @@ def process_group(group: Group) -> ProcessGroup:
 
 
 def global_ranks(group: Group) -> list[int]:
-    """Ranks of the group, as the whole world numbers them; an empty list for no group."""
+    """Returns the global ranks of the group; an empty list for no group."""
     return dist.get_process_group_ranks(process_group(group)) if group_name(group) else []
 
 
 def check_place(group: ParallelGroup) -> None:
-    """That what knows ``group`` is where it was made. A module that one rank pickled holds that rank's shard.
+    """Checks that an object that holds ``group`` is on the rank that made it: a pickled module holds one rank's shard.
 
     Raises:
         ValueError: this process has another rank in the group of that name, or the group another size.
@@ -183,7 +183,7 @@ def check_place(group: ParallelGroup) -> None:
     bare = group.name.rpartition("@")[0]
     try:
         here = _rank_and_size(bare) if bare else (group.rank, group.size)
-    except ValueError:  # no such group here: nothing can be said, and no operator will run
+    except ValueError:  # no such group here: nothing can be checked, and no operator will run
         return
     if here != (group.rank, group.size):
         raise ValueError(
@@ -201,7 +201,7 @@ def _is_key(name: str) -> bool:
     return tail != name and tail.count("/") in (1, 5) and all(number.isdigit() for number in tail.split("/"))
 
 
-@torch.compiler.assume_constant_result  # a call into C++, of which torch.compile sees the result alone
+@torch.compiler.assume_constant_result  # a call into C++: torch.compile sees only its result
 def _rank_and_size(name: str) -> tuple[int, int]:
     try:
         return load().group_rank(name), load().group_size(name)

@@ -2,8 +2,8 @@
 counter-based Philox4x32-10 (Salmon et al., SC'11). A rank draws exactly its slice, so initial weights and dropout masks
 are bit-identical for every number of ranks, and no full tensor is ever made.
 
-The seed of each draw comes from torch's default generator, which the ranks of a tensor-parallel group share:
-``torch.manual_seed`` with one value on all ranks, or :func:`manual_seed`, is all it takes.
+The seed of each draw comes from torch's default generator, whose state must be the same on all ranks of a
+tensor-parallel group: ``torch.manual_seed`` with one value on all ranks, or :func:`manual_seed`, suffices.
 """
 
 import math
@@ -42,26 +42,26 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError("mesh: this rank must be a member of the mesh")
-        place = 0
+        position = 0
         for name, length, index in zip(names, mesh.shape, coordinate, strict=True):
             if name != tp_axis:
-                place = place * length + index
-        seed += place * 0x9E3779B97F4A7C15  # far apart, so that seed + 1 is nobody's
+                position = position * length + index
+        seed += position * 0x9E3779B97F4A7C15  # far apart, so that no other position has seed + 1
     torch.manual_seed(seed % (1 << 63))
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A fresh seed, a 0-d int64 tensor on ``device``, from the device's default generator.
+    """Draws a fresh seed, a 0-d int64 tensor on ``device``, from the device's default generator.
 
-    Being a torch draw, it is replayed by activation checkpointing and CUDA graphs like any other.
+    It is a torch draw, so activation checkpointing and CUDA graphs replay it like any other.
     """
     return torch.randint(0, 1 << 62, (), dtype=torch.int64, device=device)
 
 
 class OwnRandomNumbers:
-    """Random numbers of this rank alone, from a seed that is the same on all ranks.
+    """A context in which this rank draws its own random numbers, seeded by rank and one seed common to all ranks.
 
-    Seeds the generators of the CPU and of ``device``, and no other; afterwards they go on as after one draw.
+    Seeds the generators of the CPU and of ``device``, and no other; afterwards they continue as after one draw.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -108,8 +108,9 @@ class TruncatedNormal:
     """Initialiser: normal with ``mean`` and standard deviation ``std``, given that it lies within [``low``, ``high``].
 
     The bounds are values, as ``a`` and ``b`` of ``torch.nn.init.trunc_normal_``, not multiples of ``std``; either may
-    be infinite. No element is outside of them, in any dtype: what rounding would put there becomes the nearest value
-    of the dtype inside. By the inverse of the distribution function, as accurate in the tails as in the middle.
+    be infinite. No element is outside of them, in any dtype: a value that rounding would move out becomes the nearest
+    value of the dtype inside. Drawn by the inverse of the distribution function, as accurate in the tails as in the
+    middle.
 
     Raises:
         ValueError: ``std`` is not positive and finite, ``mean`` not finite, ``low`` not below ``high``; at a draw,
@@ -144,12 +145,12 @@ class Constant:
 
 
 Init = Uniform | Normal | TruncatedNormal | Constant | Callable[[Tensor], object]
-"""An initialiser of this module, or any in-place callable (as in ``torch.nn.init``): that one runs on the full tensor,
-on CPU and on every rank, and is sliced."""
+"""An initialiser of this module, or any in-place callable (as in ``torch.nn.init``), which runs on the full tensor, on
+CPU and on every rank, before the shard is sliced from it."""
 
 
 def torch_linear_init(fan_in: int) -> Uniform:
-    """The default of ``nn.Linear``, weight and bias: uniform within 1 / sqrt(fan_in) of zero."""
+    """Returns the default of ``nn.Linear``, weight and bias: uniform within 1 / sqrt(fan_in) of zero."""
     bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
     return Uniform(-bound, bound)
 
@@ -163,9 +164,9 @@ def initialise_(
     rank: int,
     p: int,
 ) -> None:
-    """Fills ``local`` with its slice of the full tensor that ``init`` would make; padding with zeros.
+    """Fills ``local`` with its slice of the full tensor that ``init`` would make, and padding with zeros.
 
-    Draws one seed from torch's default generator, whatever p, rank and shape are (:class:`Constant` none; on ``meta``
+    Draws one seed from torch's default generator for any p, rank and shape (:class:`Constant` draws none; on ``meta``
     nothing is drawn or filled).
     """
     if not isinstance(init, Uniform | Normal | TruncatedNormal | Constant):
@@ -184,12 +185,12 @@ def initialise_(
     local.zero_()
     at, dim = 0, sharding.dim % len(full_shape)
     inner = math.prod(full_shape[dim + 1 :])
-    for part, piece in zip(sharding.parts, sharding.slices(rank, p), strict=True):
-        length = piece.stop - piece.start
+    for part, where in zip(sharding.parts, sharding.slices(rank, p), strict=True):
+        length = where.stop - where.start
         target = local.narrow(dim, at, length)
         dense = target if target.is_contiguous() else torch.empty_like(target).contiguous()
         if target.numel():
-            init.fill(dense, seed, (length * inner, full_shape[dim] * inner, piece.start * inner))
+            init.fill(dense, seed, (length * inner, full_shape[dim] * inner, where.start * inner))
         if dense is not target:
             target.copy_(dense)
         start, stop = part.span(rank, p)

@@ -1,12 +1,12 @@
-"""The regions: differentiable collectives, named by what they do in forward.
+"""The regions: differentiable collectives, named after their forward.
 
 =======================  ==============================  ==============  ====================================
 region                   forward                         backward        input -> output
 =======================  ==============================  ==============  ====================================
 copy_to_region           identity                        all-reduce      replicated -> for sharded work
 reduce_from_region       all-reduce                      identity        partial -> replicated
-scatter_to_region        own slice                       all-gather      replicated -> sharded
-gather_from_region       all-gather                      own slice       sharded -> for replicated work
+scatter_to_region        this rank's slice               all-gather      replicated -> sharded
+gather_from_region       all-gather                      rank's slice    sharded -> for replicated work
 all_gather_region        all-gather                      reduce-scatter  sharded -> full, for sharded work
 reduce_scatter_region    reduce-scatter                  all-gather      partial -> sharded
 all_to_all_region        split, exchange, concatenate    the inverse     sharded on one dim -> on another
@@ -17,8 +17,8 @@ linear: in forward-mode AD the tangent of a region is the region of the tangent.
 written; at p = 1 nothing is communicated and the input itself is returned. Any strides, any floating dtype, 0 rows.
 ``group`` is a ``ProcessGroup``, a 1-D ``DeviceMesh``, a group's name or None (p = 1).
 
-A dim that p does not divide splits like ``torch.tensor_split``, or as ``sizes`` (one length per rank) says. Where
-shards are put together nobody knows the others' lengths: without ``sizes`` they are all equal to the own one.
+A dim that p does not divide splits like ``torch.tensor_split``, or by ``sizes`` (one length per rank). Regions that
+concatenate shards do not know the other ranks' lengths: without ``sizes`` all are taken to equal this rank's.
 
 The pairs are those of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), rows 5-6 of Korthikanti et al., "Reducing
 activation recomputation in large transformer models" (arXiv:2205.05198).
@@ -34,7 +34,7 @@ from tp_ext.group import Group, group_name
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
-    """y = x; dx = sum over ranks of dy. Enters sharded work with a replicated tensor.
+    """Enters sharded work with a replicated tensor: y = x; dx = sum over ranks of dy.
 
     Communicates: backward, one all-reduce of x's size. Conjugate: :func:`reduce_from_region`.
     """
@@ -42,7 +42,7 @@ def copy_to_region(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
-    """y = sum over ranks of x; dx = dy. Leaves sharded work whose results are addends.
+    """Leaves sharded work whose results are partial sums: y = sum over ranks of x; dx = dy.
 
     Communicates: forward, one all-reduce of x's size. Conjugate: :func:`copy_to_region`.
     """
@@ -50,11 +50,11 @@ def reduce_from_region(x: Tensor, group: Group) -> Tensor:
 
 
 def scatter_to_region(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-    """y = own slice of ``dim`` of the replicated x; dx = the ranks' dy, concatenated.
+    """Slices a replicated x: y = this rank's slice of ``dim``; dx = the ranks' dy, concatenated.
 
     Args:
         x: ``[.., n, ..]``, the same on all ranks.
-        dim: the dim that is cut.
+        dim: the dim that is split.
         sizes: one length per rank, their sum n; default as ``torch.tensor_split``.
 
     Communicates: backward, one all-gather. Conjugate: :func:`gather_from_region`.
@@ -66,24 +66,24 @@ def scatter_to_region(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[in
 
 
 def gather_from_region(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-    """y = the ranks' x concatenated along ``dim``, for replicated work; dx = own slice of dy.
+    """Concatenates the ranks' x along ``dim``, for replicated work; dx = this rank's slice of dy.
 
     Args:
-        x: the own shard.
-        dim: the dim along which the full tensor is cut.
-        sizes: one length per rank, the own one that of x; default all equal to it.
+        x: this rank's shard.
+        dim: the dim along which the full tensor is sharded.
+        sizes: one length per rank, this rank's being that of x; default all equal to it.
 
-    Communicates: forward, one all-gather. Conjugate: :func:`scatter_to_region`. When every rank goes on with
-    *different* work, as a sharded linear does, take :func:`all_gather_region`: there the gradients are addends.
+    Communicates: forward, one all-gather. Conjugate: :func:`scatter_to_region`. If the ranks continue with *different*
+    work, as a sharded linear does, use :func:`all_gather_region`: there the gradients are partial sums.
 
     Raises:
-        IndexError: no such ``dim``. ValueError: ``sizes`` has not p lengths, or not x's at the own rank.
+        IndexError: no such ``dim``. ValueError: ``sizes`` has not p lengths, or not x's length at this rank.
     """
     return _ops.gather_from_region(x, group_name(group), dim, sizes)
 
 
 def all_gather_region(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """y = the ranks' x concatenated along ``dim``, for sharded work; dx = own slice of the sum of dy.
+    """Concatenates the ranks' x along ``dim``, for sharded work; dx = this rank's slice of the sum of dy.
 
     Arguments and errors as :func:`gather_from_region`. Communicates: forward, one all-gather; backward, one
     reduce-scatter. Conjugate: :func:`reduce_scatter_region`.
@@ -92,7 +92,7 @@ def all_gather_region(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int
 
 
 def reduce_scatter_region(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """y = own slice along ``dim`` of the sum over ranks of x; dx = the ranks' dy, concatenated.
+    """Sums x over the ranks; y = this rank's slice of the sum along ``dim``; dx = the ranks' dy, concatenated.
 
     Arguments and errors as :func:`scatter_to_region`. Communicates: forward, one reduce-scatter; backward, one
     all-gather. Conjugate: :func:`all_gather_region`.
@@ -108,7 +108,7 @@ def all_to_all_region(
     split_sizes: Sequence[int] | None = None,
     concat_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Slice k of ``split_dim`` goes to rank k; y = what comes from ranks 0, 1, .. concatenated along ``concat_dim``.
+    """Sends slice k of ``split_dim`` to rank k; y = the slices from ranks 0, 1, .. concatenated along ``concat_dim``.
 
     Re-shards a tensor from ``concat_dim`` to ``split_dim``. On one dim (``split_dim == concat_dim``) it is the
     all-to-all with split lists of Megatron: ``split_sizes`` are sent, ``concat_sizes`` received.
@@ -116,7 +116,7 @@ def all_to_all_region(
     Args:
         x: sharded along ``concat_dim``.
         split_sizes: lengths of the slices of ``split_dim``, their sum its length; default ``torch.tensor_split``.
-        concat_sizes: lengths along ``concat_dim`` of what the ranks send; default all equal to the own one.
+        concat_sizes: lengths along ``concat_dim`` of the ranks' slices; default all equal to this rank's.
 
     Communicates: one all-to-all forward, one backward (the inverse exchange; it is its own conjugate).
 

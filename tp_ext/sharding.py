@@ -1,5 +1,5 @@
-"""How a full tensor is cut over the ranks of a group. Initialisation, state dicts, resharding and weight import all use
-this and nothing else.
+"""Sharding of a full tensor over the ranks of a group: the one description that initialisation, state dicts, resharding
+and weight import use.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,22 +11,22 @@ from torch import Tensor
 
 
 def split_sizes(n: int, p: int) -> list[int]:
-    """Lengths of ``torch.tensor_split`` of n elements over p ranks: the first n mod p get one more."""
+    """Returns the lengths of ``torch.tensor_split`` of n elements over p ranks: the first n mod p get one more."""
     return [n // p + (rank < n % p) for rank in range(p)]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a dim that is cut on its own: q, k or v; gate or up.
+    """A part of a dim that is sharded on its own: q, k or v; gate or up.
 
     Attributes:
         size: elements of the dim in the full tensor.
         unit: the smallest number of elements that stay together (``head_dim`` for heads); divides ``size``.
-        copies: so many neighbouring ranks hold the same elements; divides the number of ranks.
-        padding: so many elements follow the part, dealt out like it, that exist on ranks only and never in the full
-            tensor; the last ranks hold them.
-        groups: the part is so many equal blocks, each dealt over its own p / groups neighbouring ranks (the query heads
-            of one key-value head); divides the number of ranks.
+        copies: the number of neighbouring ranks that hold the same elements; divides the number of ranks.
+        padding: the number of elements that follow the part, sharded like it, and exist on ranks only, never in the
+            full tensor; the last ranks hold them.
+        groups: the number of equal groups that the part consists of, each sharded over its own p / groups neighbouring
+            ranks (the query heads of one key-value head); divides the number of ranks.
     """
 
     size: int
@@ -47,12 +47,12 @@ class Part:
             )
 
     def span(self, rank: int, p: int) -> tuple[int, int]:
-        """[start, stop) of the part on this rank, padding included."""
+        """Returns [start, stop) of the rank's share of the part, padding included."""
         if p % (self.copies * self.groups):
             raise ValueError(
                 f"copies: {self.copies} times groups {self.groups} must divide the number of ranks, p = {p}"
             )
-        holders = p // (self.copies * self.groups)  # that deal one group
+        holders = p // (self.copies * self.groups)  # of the shards of one group
         group, holder = divmod(rank // self.copies, holders)
         units = (self.size + self.padding) // (self.unit * self.groups)
         sizes = split_sizes(units, holders)
@@ -60,8 +60,8 @@ class Part:
         return start * self.unit, (start + sizes[holder]) * self.unit
 
 
-class Pieces(NamedTuple):
-    """Rows of a local tensor that other ranks hold too, and where they stand among all such rows."""
+class CopiedRows(NamedTuple):
+    """The rows of a local tensor that other ranks hold too, and their positions among all such rows."""
 
     local_starts: list[int]
     lengths: list[int]
@@ -71,11 +71,11 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """Along ``dim`` the full tensor is the concatenation of ``parts``, each dealt out over the ranks on its own; a
-    local tensor is the concatenation of the rank's pieces, in the order of the parts.
+    """A sharding of one dim: along ``dim`` the full tensor is the concatenation of ``parts``, each sharded over the
+    ranks on its own; a local tensor is the concatenation of the rank's shares, in the order of the parts.
 
     Attributes:
-        dim: the dim of the tensor that is cut; may count from the end.
+        dim: the sharded dim of the tensor; may count from the end.
         parts: :class:`Part` or int (meaning ``Part(size)``), in order.
     """
 
@@ -94,7 +94,7 @@ class Sharding:
         return sum(part.size for part in self.parts)
 
     def slices(self, rank: int, p: int) -> list[slice]:
-        """Slices of the full dim that make up the local tensor, in local order, one per part; without padding."""
+        """Returns the slices of the full dim that the local tensor consists of, in order, one per part; no padding."""
         self._check_rank(rank, p)
         result, offset = [], 0
         for part in self.parts:
@@ -104,17 +104,17 @@ class Sharding:
         return result
 
     def local_size(self, rank: int, p: int) -> int:
-        """Length of ``dim`` on this rank, padding included."""
+        """Returns the length of ``dim`` on the rank, padding included."""
         self._check_rank(rank, p)
         spans = [part.span(rank, p) for part in self.parts]
         return sum(stop - start for start, stop in spans)
 
     def local_sizes(self, p: int) -> list[int]:
-        """Length of ``dim`` on every rank, padding included."""
+        """Returns the length of ``dim`` on every rank, padding included."""
         return [self.local_size(rank, p) for rank in range(p)]
 
     def local_shape(self, full_shape: Sequence[int], rank: int, p: int) -> torch.Size:
-        """Shape of the local tensor.
+        """Returns the shape of the local tensor.
 
         Raises:
             ValueError: ``full_shape[dim]`` is not the size of the parts, or there is no such rank.
@@ -125,25 +125,25 @@ class Sharding:
         return torch.Size(shape)
 
     def shard(self, full: Tensor, rank: int, p: int) -> Tensor:
-        """The local tensor, a contiguous copy; padding is zero.
+        """Returns the local tensor of a full one: a contiguous copy; padding is zero.
 
         Raises:
             ValueError: ``full.shape[dim]`` is not the size of the parts, or there is no such rank.
         """
         self._check_full(full.shape)
-        pieces = []
-        for part, piece in zip(self.parts, self.slices(rank, p), strict=True):
-            pieces.append(full.narrow(self.dim, piece.start, piece.stop - piece.start))
+        shares = []
+        for part, where in zip(self.parts, self.slices(rank, p), strict=True):
+            shares.append(full.narrow(self.dim, where.start, where.stop - where.start))
             start, stop = part.span(rank, p)
-            missing = (stop - start) - (piece.stop - piece.start)
+            missing = (stop - start) - (where.stop - where.start)
             if missing:
                 shape = list(full.shape)
                 shape[self.dim] = missing
-                pieces.append(full.new_zeros(shape))
-        return torch.cat(pieces, self.dim)
+                shares.append(full.new_zeros(shape))
+        return torch.cat(shares, self.dim)
 
     def unshard(self, locals_: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the local ones of all ranks, in order of rank. Of copies the first is taken.
+        """Returns the full tensor made from the local ones of all ranks, in rank order. Of copies the first is used.
 
         Raises:
             ValueError: there is none, or one has not the length that this sharding gives its rank.
@@ -159,40 +159,40 @@ class Sharding:
                     f"{self.dim}, for {self} and p = {p}"
                 )
         at = [0] * p
-        pieces = []
+        shares = []
         for index, part in enumerate(self.parts):
             for rank, local in enumerate(locals_):
-                piece = self.slices(rank, p)[index]
+                where = self.slices(rank, p)[index]
                 if rank % part.copies == 0:
-                    pieces.append(local.narrow(self.dim, at[rank], piece.stop - piece.start))
+                    shares.append(local.narrow(self.dim, at[rank], where.stop - where.start))
                 start, stop = part.span(rank, p)
                 at[rank] += stop - start
-        return torch.cat(pieces, self.dim)
+        return torch.cat(shares, self.dim)
 
     def owned(self, local: Tensor, rank: int, p: int) -> list[Tensor]:
-        """Views of the local tensor that together, over all ranks, are the full tensor exactly once: no padding, and
-        of copies the first."""
+        """Returns views of the local tensor that, over all ranks, cover the full tensor exactly once: without padding,
+        of copies only the first."""
         views, at = [], 0
-        for part, piece in zip(self.parts, self.slices(rank, p), strict=True):
-            if rank % part.copies == 0 and piece.stop > piece.start:
-                views.append(local.narrow(self.dim, at, piece.stop - piece.start))
+        for part, where in zip(self.parts, self.slices(rank, p), strict=True):
+            if rank % part.copies == 0 and where.stop > where.start:
+                views.append(local.narrow(self.dim, at, where.stop - where.start))
             start, stop = part.span(rank, p)
             at += stop - start
         return views
 
-    def copied_pieces(self, rank: int, p: int) -> Pieces | None:
-        """The local elements of parts with ``copies`` > 1, for summing gradients over the copies; None without any."""
-        pieces = Pieces([], [], [], sum(part.size + part.padding for part in self.parts if part.copies > 1))
+    def copied_pieces(self, rank: int, p: int) -> CopiedRows | None:
+        """Returns the local rows of parts with ``copies`` > 1, for summing gradients over the copies; None if none."""
+        rows = CopiedRows([], [], [], sum(part.size + part.padding for part in self.parts if part.copies > 1))
         local_start = full_start = 0
         for part in self.parts:
             start, stop = part.span(rank, p)
             if part.copies > 1:
-                pieces.local_starts.append(local_start)
-                pieces.lengths.append(stop - start)
-                pieces.full_starts.append(full_start + start)
+                rows.local_starts.append(local_start)
+                rows.lengths.append(stop - start)
+                rows.full_starts.append(full_start + start)
                 full_start += part.size + part.padding
             local_start += stop - start
-        return pieces if pieces.lengths else None
+        return rows if rows.lengths else None
 
     def _check_rank(self, rank: int, p: int) -> None:
         if not 0 <= rank < p:
@@ -207,10 +207,10 @@ class Sharding:
 
 
 def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int) -> tuple[Part, Part]:
-    """How the features of q, and of k and v, are cut over p ranks.
+    """Returns the parts of q, and of k and v: how their features are sharded over p ranks.
 
-    With at least as many KV heads as ranks, by whole KV groups (uneven if need be). With fewer, each KV head lives on
-    p / num_kv_heads neighbours, which deal the query heads of its group among themselves.
+    With at least as many KV heads as ranks, whole KV groups are sharded (unevenly if need be). With fewer, each KV head
+    is held by p / num_kv_heads neighbouring ranks, over which the query heads of its group are sharded.
 
     Raises:
         ValueError: heads that do not make whole groups; fewer query heads than ranks; fewer KV heads than ranks, and

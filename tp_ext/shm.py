@@ -1,4 +1,4 @@
-"""The process-group backend ``tp_shm``: CPU tensors of ranks on one host, over shared memory.
+"""The process-group backend ``tp_shm``: collectives on CPU tensors of ranks on one host, over shared memory.
 
 Importing ``tp_ext`` registers it: ``init_process_group("cpu:tp_shm")`` or ``new_group(backend="tp_shm")``.
 """
@@ -23,7 +23,7 @@ def _create(options: Any, _: Any) -> Any:
 
 
 def register() -> None:
-    """Makes the backend known to torch, once."""
+    """Registers the backend with torch, once."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 

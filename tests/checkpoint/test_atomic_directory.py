@@ -8,7 +8,7 @@ import os
 import pytest
 
 from tp_ext.checkpoint import atomic_directory
-from tp_ext.checkpoint.atomic_directory import backup_path, recover, staging_path, swap_in
+from tp_ext.checkpoint.atomic_directory import backup_path, finish_interrupted_swap, staging_path, swap_in
 
 pytestmark = pytest.mark.core
 
@@ -97,5 +97,5 @@ def test_killed_before_any_step_the_old_or_the_new_one_is_found(step, exchanges,
     found = target if target.exists() else backup_path(target)
     assert content(found) in ("old", "new")
     before = content(found)
-    recover(target)
+    finish_interrupted_swap(target)
     assert content(target) == before and os.listdir(tmp_path) == ["x"]

@@ -13,21 +13,21 @@ from tp_ext.checkpoint.metadata import overlapping, parse_metadata
 pytestmark = pytest.mark.core
 
 
-def _box(draw, shape):
+def _chunk(draw, shape):
     return tuple(tuple(sorted(draw.sample(range(n + 1), 2))) for n in shape)
 
 
-def _cut(draw, box, count):
-    """A partition of a box, by cuts at random places: of the whole, then of its parts."""
-    boxes = [box]
-    while len(boxes) < count:
-        one = boxes.pop(draw.randrange(len(boxes)))
+def _cut(draw, chunk, count):
+    """A partition of a chunk, by cuts at random places: of the whole, then of its parts."""
+    chunks = [chunk]
+    while len(chunks) < count:
+        one = chunks.pop(draw.randrange(len(chunks)))
         dim = draw.randrange(len(one))
         start, stop = one[dim]
         at = draw.randint(start, stop)
-        boxes += [(*one[:dim], (start, at), *one[dim + 1 :]), (*one[:dim], (at, stop), *one[dim + 1 :])]
-    draw.shuffle(boxes)
-    return boxes
+        chunks += [(*one[:dim], (start, at), *one[dim + 1 :]), (*one[:dim], (at, stop), *one[dim + 1 :])]
+    draw.shuffle(chunks)
+    return chunks
 
 
 def _share(a, b):
@@ -39,11 +39,11 @@ def test_overlaps_are_those_of_all_pairs(dims):
     draw = random.Random(dims)
     for _ in range(150):
         shape = [draw.randint(1, 6) for _ in range(dims)]
-        boxes = _cut(draw, tuple((0, n) for n in shape), draw.randint(1, 8))
-        assert overlapping(boxes) is None
-        boxes += [_box(draw, shape) for _ in range(draw.randint(0, 2))]
-        pairs = [(a, b) for a, b in itertools.combinations(boxes, 2) if _share(a, b)]
-        found = overlapping(boxes)
+        chunks = _cut(draw, tuple((0, n) for n in shape), draw.randint(1, 8))
+        assert overlapping(chunks) is None
+        chunks += [_chunk(draw, shape) for _ in range(draw.randint(0, 2))]
+        pairs = [(a, b) for a, b in itertools.combinations(chunks, 2) if _share(a, b)]
+        found = overlapping(chunks)
         assert (found in pairs or found[::-1] in pairs) if pairs else found is None
 
 
@@ -54,10 +54,10 @@ def test_many_chunks_take_no_square_of_time():
     deep = [((i, i + 1), (j, j + 1), (k, k + 1)) for i in range(20) for j in range(20) for k in range(25)]
     irregular = _cut(draw, ((0, 10**6), (0, 10**6)), 10_000)
     tall = [((0, 5000), (i, i + 1)) for i in range(5000)] + [((i, i + 1), (5000, 10_000)) for i in range(5000)]
-    for boxes in (grid, deep, irregular, tall):
+    for chunks in (grid, deep, irregular, tall):
         begin = time.process_time()
-        assert overlapping(boxes) is None
-        assert overlapping([*boxes, boxes[1234]]) is not None
+        assert overlapping(chunks) is None
+        assert overlapping([*chunks, chunks[1234]]) is not None
         assert time.process_time() - begin < 2
 
 

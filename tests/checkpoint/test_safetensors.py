@@ -144,7 +144,7 @@ def test_ties(tmp_path):
     assert (
         last == "ValueError: path: 'embedding.weight' and 'head.weight' are one tensor in the module and must be equal"
     )
-    assert others == [f"OSError: path: '{tmp_path}' could not be read on another rank, which tells why"] * 2
+    assert others == [f"OSError: path: '{tmp_path}' could not be read on another rank, whose error has the cause"] * 2
 
 
 def _wrapped(group, path, how, action):

@@ -89,9 +89,9 @@ def test_checksum_tells_apart_permutations_and_neighbours():
     y = x.clone()
     y[-1] = -0.0
     variants.append(y)
-    sums = [held.checksum for held in replication.held_pieces(variants)]
+    sums = [held.checksum for held in replication.tensor_digests(variants)]
     assert len(set(sums)) == len(sums)
-    assert replication.held_pieces([x.clone()])[0].checksum == sums[0]
+    assert replication.tensor_digests([x.clone()])[0].checksum == sums[0]
 
 
 def _assert_many(group):

@@ -6,6 +6,7 @@ from gpt import GPT, GPTConfig
 
 import tp_ext
 from tests.helpers.ranks import run
+from tp_ext.debug import replication
 
 pytestmark = pytest.mark.core
 
@@ -26,8 +27,8 @@ def _train(group, steps=200):
             tp_ext.debug.check(model)
     tp_ext.debug.assert_replicated(model, group=group)
     tp_ext.debug.check(model)
-    held = tp_ext.debug.replication
-    keys = [key for e in held.entries(model, group) for key, _ in held.replicated_pieces(e, group)]
+    tensors = replication.compared_tensors(model, group)
+    keys = [key for tensor in tensors for key, _ in replication.replicated_parts(tensor, group)]
     return [float((a - b).abs().max()) for a, b in zip(start, model.parameters(), strict=True)], keys
 
 

@@ -68,13 +68,13 @@ def padding_in_the_loss():
 
 def copies_in_the_norm():
     """Every rank counts what it holds: replicated gradients, and those of copied KV heads, as often as there are."""
-    real = grad_norm.boxes
+    real = grad_norm.local_chunks
 
-    def boxes(*arguments):
+    def local_chunks(*arguments):
         shape, held = real(*arguments)
-        return shape, [box._replace(owned=True) for box in held]
+        return shape, [chunk._replace(owned=True) for chunk in held]
 
-    return patch.object(grad_norm, "boxes", boxes)
+    return patch.object(grad_norm, "local_chunks", local_chunks)
 
 
 def masks_of_the_local_index():

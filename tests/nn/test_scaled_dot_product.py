@@ -39,7 +39,9 @@ def test_blocks_are_the_whole(name, causal, softcap):
         seen = visible(torch.arange(N), torch.arange(N), causal, window)
         whole = seen if mask is None else scaled_dot_product.restricted(mask, seen)
         g, results = torch.randn(2, 4, N, 3, dtype=torch.float64), []
-        blocks = [scaled_dot_product._in_blocks(attend, q, k, v, mask, causal, window, least) for least in (1, 3, 512)]
+        blocks = [
+            scaled_dot_product._by_query_groups(attend, q, k, v, mask, causal, window, least) for least in (1, 3, 512)
+        ]
         for y in (attend(q, k, v, attn_mask=whole), *blocks):
             results.append((y, *torch.autograd.grad(y, leaves, g, allow_unused=True)))
         for result in results[1:]:

@@ -21,7 +21,10 @@ SOURCES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", "
 # "": what all parts use, beside the package's __init__
 ORDER = [{"_version", "_build"}, {"_ops"}, {""}, {"nn"}, {"checkpoint", "parallel"}, {"debug"}, {"__init__"}]
 # Composition knows modules and shardings, never a layer's insides
-COMPOSITION, OF_LAYERS = {"checkpoint", "parallel", "debug"}, {"tp_ext.nn.module", "tp_ext.nn.same_input"}
+COMPOSITION, OF_LAYERS = (
+    {"checkpoint", "parallel", "debug"},
+    {"tp_ext.nn.fqn", "tp_ext.nn.module", "tp_ext.nn.same_input"},
+)
 
 
 @cache

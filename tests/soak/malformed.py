@@ -58,14 +58,14 @@ def trained(value):
 
 def in_chunks(model, rows):
     """Its weights in chunks of some rows, as several ranks write them."""
-    from tp_ext.checkpoint.chunked_tensor import BoxTensor
-    from tp_ext.chunks import Box
+    from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
+    from tp_ext.chunks import LocalChunk
 
     state = {}
     for name, value in model.state_dict().items():
         first = [0] * value.dim()
-        boxes = [Box((at, *first[1:]), value[at : at + rows], True) for at in range(0, len(value), rows)]
-        state[name] = BoxTensor(value.shape, boxes, dtype=value.dtype, device=value.device)
+        chunks = [LocalChunk((at, *first[1:]), value[at : at + rows], True) for at in range(0, len(value), rows)]
+        state[name] = ChunkedTensor(value.shape, chunks, dtype=value.dtype, device=value.device)
     return state
 
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.core
 
 def _soak(rounds, lenient):
     if lenient:
-        metadata.overlapping = lambda boxes: None
+        metadata.overlapping = lambda chunks: None
     return malformed.soak(0, rounds)
 
 

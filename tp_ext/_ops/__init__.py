@@ -1,9 +1,9 @@
-"""The one door to the C++ side: loads it and binds every operator of csrc/library.cpp once; the primitives' fakes are
-in fakes.py. Nothing else writes ``torch.ops``.
+"""Bindings of the C++ operators: loads the library and binds every operator of csrc/library.cpp once; the primitives'
+fakes are in fakes.py. No other file names ``torch.ops``.
 
-The bindings are bare operator overloads, typed by annotation, and for what layers call often functions of the compiled
-library, which spare the overload's boxing: no Python frame between a layer and the dispatcher. Formulas and shapes
-stand at the schemas and in the modules that use them.
+A binding is a bare operator overload, typed by annotation. Operators that layers call often are bound to functions of
+the compiled library, which avoid the overload's boxing: no Python frame lies between a layer and the dispatcher.
+Formulas and shapes are given at the schemas and in the modules that use them.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def _op(name: str) -> Any:
 
 
 def _direct(name: str) -> Any:
-    """The operator without boxing of its arguments (csrc/python/direct_call.h); torch.compile sees the overload."""
+    """Returns the operator without boxing of arguments (csrc/python/direct_call.h); torch.compile sees the overload."""
     overload = _op(name)
     function = _library.direct_call(name, overload)
 
@@ -44,9 +44,9 @@ gather_from_region: Callable[[Tensor, str, int, Sizes], Tensor] = _direct("gathe
 all_gather_region: Callable[[Tensor, str, int, Sizes], Tensor] = _direct("all_gather_region")
 reduce_scatter_region: Callable[[Tensor, str, int, Sizes], Tensor] = _direct("reduce_scatter_region")
 all_to_all_region: Callable[[Tensor, str, int, int, Sizes, Sizes], Tensor] = _op("all_to_all_region")
-Pieces = Callable[[Tensor, str, Sequence[int], Sequence[int], Sequence[int], int], Tensor]
-copy_pieces_to_region: Pieces = _op("copy_pieces_to_region")
-reduce_pieces_from_region: Pieces = _op("reduce_pieces_from_region")
+CopiedRowsRegion = Callable[[Tensor, str, Sequence[int], Sequence[int], Sequence[int], int], Tensor]
+copy_pieces_to_region: CopiedRowsRegion = _op("copy_pieces_to_region")
+reduce_pieces_from_region: CopiedRowsRegion = _op("reduce_pieces_from_region")
 CopyCoalesced = Callable[[Sequence[Tensor], str, Sequence[int]], list[Tensor]]
 copy_to_region_coalesced: CopyCoalesced = _op("copy_to_region_coalesced")
 pack_shards: Callable[[Tensor, int, Sequence[int], bool], Tensor] = _op("_pack_shards")
@@ -134,7 +134,7 @@ CrossEntropyGrad = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int, int,
 vocab_ce_bwd: CrossEntropyGrad = _op("_vocab_ce_bwd")
 vocab_ce_bwd_: CrossEntropyGrad = _op("_vocab_ce_bwd_")
 
-# torch's softmax that gives 0, not NaN, where all of a row is -inf: scaled_dot_product_attention has it, torch.* not
+# torch's softmax that returns 0, not NaN, for rows of -inf; scaled_dot_product_attention uses it, torch.* has none
 safe_softmax: Callable[..., Tensor] = torch.ops.aten._safe_softmax.default
 
 # Of all tensors at once

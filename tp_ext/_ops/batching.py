@@ -1,7 +1,8 @@
-"""Batching rules of torch.vmap for the regions: one collective for all slices, the batch being one more dim.
+"""Batching rules of torch.vmap for the regions: one collective for all slices, with the batch as one more dim.
 
-An operator without a rule runs once per slice, its collectives too: torch's fallback, slow and right. It refuses views,
-which is how the schema of a region declares that the input itself may be returned; hence a rule for each of these.
+An operator without a rule runs once per slice, including its collectives, by torch's fallback, which is slow but
+correct. The fallback refuses operators that return views, as the schemas of regions declare (the input itself may be
+returned), so each region needs a rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ _Result = tuple[Tensor, int]
 
 
 def _inner(dim: int, x: Tensor, name: str = "dim") -> int:
-    """``dim`` of a slice as a dim of ``x``, whose dim 0 is the batch."""
+    """Converts ``dim`` of a slice to a dim of ``x``, whose dim 0 is the batch."""
     ndim = x.dim() - 1
     if not -ndim <= dim < ndim:
         raise IndexError(f"{name}: {dim} must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims")
@@ -48,11 +49,11 @@ def _register_dim(name: str, default: int) -> None:
     _register(name, rule)
 
 
-def _register_pieces(name: str) -> None:
+def _register_copied_rows(name: str) -> None:
     region = getattr(_ops, name)
 
     def rule(info: Any, in_dims: Sequence[int], x: Tensor, *arguments: Any) -> _Result:
-        return region(x.movedim(in_dims[0], -1), *arguments), x.dim() - 1  # pieces are rows of dim 0
+        return region(x.movedim(in_dims[0], -1), *arguments), x.dim() - 1  # copied rows are rows of dim 0
 
     _register(name, rule)
 
@@ -83,6 +84,6 @@ for _name in ("scatter_to_region", "gather_from_region"):
 for _name in ("all_gather_region", "reduce_scatter_region"):
     _register_dim(_name, 0)
 for _name in ("copy_pieces_to_region", "reduce_pieces_from_region"):
-    _register_pieces(_name)
+    _register_copied_rows(_name)
 _register("all_to_all_region", _all_to_all)
 _register("accumulate_grad_into", _refuse_accumulation)

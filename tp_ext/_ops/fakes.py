@@ -1,4 +1,4 @@
-"""The fake of every primitive operator, in the order of csrc/library.cpp: shapes and dtypes only, for torch.compile and
+"""Fakes of all primitive operators, in the order of csrc/library.cpp: shapes and dtypes only, for torch.compile and
 FakeTensor.
 """
 

@@ -1,7 +1,7 @@
-"""Puts a whole new directory in the place of another, so that a kill at any moment leaves one of them whole.
+"""Atomic replacement of a directory by a new one: a kill at any moment leaves one of the two complete.
 
-Only the process that holds the path's :class:`tp_ext.checkpoint.write_lock.WriteLock` may call it: the writers of all
-directories that :func:`recover` removes have ended then.
+Only the process that holds the path's :class:`tp_ext.checkpoint.write_lock.WriteLock` may use it: then the writers of
+all directories that :func:`finish_interrupted_swap` removes have ended.
 """
 
 import contextlib
@@ -19,64 +19,65 @@ _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 def staging_path(target: Path) -> Path:
-    """A new name next to ``target``: what is to stand there is written here."""
-    return _hidden(target, "saving")
+    """Returns a new name next to ``target``, under which the new directory is written before the swap."""
+    return _hidden_path(target, "saving")
 
 
 def backup_path(target: Path) -> Path:
-    """The old directory's name while the new one is put in its place, on file systems that cannot exchange two."""
+    """Returns the old directory's name during a swap, on file systems that cannot exchange two directories."""
     return target.with_name(f".{target.name}.replaced")
 
 
-def recover(target: Path) -> None:
-    """Completes what a kill interrupted: puts the old directory back if ``target`` is missing, removes leftovers."""
+def finish_interrupted_swap(target: Path) -> None:
+    """Completes a swap that a kill interrupted: restores the old directory if ``target`` is missing, and removes
+    leftovers."""
     backup = backup_path(target)
     if backup.exists() and not target.exists():
         backup.rename(target)
     ours = re.compile(rf"\.{re.escape(target.name)}(\.[0-9a-f]{{8}})?\.(saving|removing|replaced)")
     for name in os.listdir(target.parent):
         if ours.fullmatch(name):
-            discard(target.with_name(name), target)
+            remove_directory(target.with_name(name), target)
 
 
 def swap_in(staging: Path, target: Path) -> None:
-    """Puts ``staging`` at ``target`` and removes what stood there. The new names are on disk when it returns.
+    """Moves ``staging`` to ``target`` and removes the old directory. The new names are on disk when it returns.
 
-    Two directories are exchanged in one step (``renameat2``) where the file system can; else the old one is renamed to
-    ``backup_path(target)`` first, and for a moment nothing stands at ``target``.
+    The two are exchanged in one step (``renameat2``) where the file system supports it; else the old one is renamed to
+    ``backup_path(target)`` first, and for a moment nothing exists at ``target``.
     """
-    sync(staging)
+    sync_to_disk(staging)
     old = None
-    if not _renamed(staging, target):
+    if not _rename_to_free_path(staging, target):
         if _exchange(staging, target):
             old = staging
         else:
             old = backup_path(target)
-            discard(old, target)
+            remove_directory(old, target)
             target.rename(old)
             try:
                 staging.rename(target)
             except OSError:
                 old.rename(target)
                 raise
-    sync(target.parent)
+    sync_to_disk(target.parent)
     if old is not None:
-        discard(old, target)
+        remove_directory(old, target)
 
 
-def discard(path: Path, target: Path) -> None:
-    """Removes a directory next to ``target``, as far as it can: files that another host has open may stay a while.
+def remove_directory(path: Path, target: Path) -> None:
+    """Removes a directory next to ``target`` as far as possible: files that another host has open may stay a while.
 
-    It gets another name first, so that half a directory is never found, nor put in place.
+    It is renamed first, so that a partial directory is never found or moved to ``target``.
     """
-    condemned = _hidden(target, "removing")
+    condemned = _hidden_path(target, "removing")
     with contextlib.suppress(FileNotFoundError):
         path.rename(condemned)
         shutil.rmtree(condemned, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
-    """Waits until the file, or the names in the directory, are on disk."""
+def sync_to_disk(path: Path) -> None:
+    """Waits until the content of the file, or the names in the directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,12 +85,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _hidden(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{what}")
+def _hidden_path(target: Path, purpose: str) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{purpose}")
 
 
-def _renamed(staging: Path, target: Path) -> bool:
-    """Renames if nothing, or an empty directory, is at ``target``."""
+def _rename_to_free_path(staging: Path, target: Path) -> bool:
+    """Renames ``staging`` if nothing, or an empty directory, is at ``target``; returns whether it did."""
     try:
         staging.rename(target)
     except OSError as error:
@@ -100,7 +101,7 @@ def _renamed(staging: Path, target: Path) -> bool:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchanges two paths in one step; False if this system cannot."""
+    """Exchanges two paths in one step; returns False if the system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

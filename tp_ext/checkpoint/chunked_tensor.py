@@ -1,4 +1,4 @@
-"""A full tensor of which this rank holds some boxes, as torch.distributed.checkpoint sees it."""
+"""A full tensor of which this rank holds some chunks, as torch.distributed.checkpoint sees it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,24 +8,26 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from tp_ext.chunks import Box
+from tp_ext.chunks import LocalChunk
 
 
-class BoxTensor(torch.Tensor):
-    """Has the shape of the full tensor, but no storage: its values are those of its boxes, views of live parameters.
+class ChunkedTensor(torch.Tensor):
+    """A tensor with the shape of the full one and no storage: its values are those of its chunks, views of parameters.
 
-    ``torch.distributed.checkpoint`` saves the owned boxes, fills all of them at load, and copies them when an
+    ``torch.distributed.checkpoint`` saves the owned chunks, fills all of them at load, and copies them when an
     asynchronous save stages them, through the three methods in double underscores (torch's ``_Checkpointable``).
-    Nothing else can be done with it.
+    It supports no other operation.
     """
 
-    # Plain tuples in a plain list: the stager copies the attributes of a tensor, but of no classes of ours
-    pieces: list[tuple[tuple[int, ...], Tensor, bool]]
+    # Plain tuples in a plain list: the stager copies a tensor's attributes, but not objects of our classes
+    local_chunks: list[tuple[tuple[int, ...], Tensor, bool]]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], boxes: Iterable[Box], *, dtype: torch.dtype, device: Any) -> "BoxTensor":
+    def __new__(
+        cls, shape: Sequence[int], chunks: Iterable[LocalChunk], *, dtype: torch.dtype, device: Any
+    ) -> "ChunkedTensor":
         made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
-        made.pieces = [(box.offsets, box.tensor, box.owned) for box in boxes]
+        made.local_chunks = [(chunk.offsets, chunk.tensor, chunk.owned) for chunk in chunks]
         return made
 
     @classmethod
@@ -34,16 +36,16 @@ class BoxTensor(torch.Tensor):
     ) -> Any:
         handler = _HANDLERS.get(func.overloadpacket.__name__)
         if handler is None:
-            raise NotImplementedError(f"{func}: a BoxTensor can be saved and loaded, not computed with")
+            raise NotImplementedError(f"{func}: a ChunkedTensor can be saved and loaded, not computed with")
         return handler(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = [(offsets, tuple(tensor.shape)) for offsets, tensor, _ in self.pieces]
-        return f"BoxTensor({tuple(self.shape)}, dtype={self.dtype}, boxes={held})"
+        held = [(offsets, tuple(tensor.shape)) for offsets, tensor, _ in self.local_chunks]
+        return f"ChunkedTensor({tuple(self.shape)}, dtype={self.dtype}, chunks={held})"
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         items = []
-        for offsets, tensor, owned in self.pieces:
+        for offsets, tensor, owned in self.local_chunks:
             if owned:
                 chunk = ChunkStorageMetadata(torch.Size(offsets), tensor.size())
                 properties = TensorProperties.create_from_tensor(tensor)
@@ -52,41 +54,44 @@ class BoxTensor(torch.Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), tensor.size()) for offsets, tensor, _ in self.pieces]
+        return [ChunkStorageMetadata(torch.Size(offsets), tensor.size()) for offsets, tensor, _ in self.local_chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offsets, tensor, _ in self.pieces:
+        for offsets, tensor, _ in self.local_chunks:
             if torch.Size(offsets) == index.offset:
                 return tensor
-        raise ValueError(f"index: {index} must be one of the boxes of {self!r}")
+        raise ValueError(f"index: {index} must be one of the chunks of {self!r}")
 
 
-# What the stagers of asynchronous saves do to a tensor. One makes an empty one and copies the attributes, ..
+# Operations by which the stagers of asynchronous saves copy a tensor. One makes an empty one and copies attributes, ..
 
 
-def _new_empty(self: BoxTensor, size: Any, *, device: Any = None, **_: Any) -> BoxTensor:
-    return BoxTensor(self.shape, [], dtype=self.dtype, device=self.device if device is None else device)
+def _new_empty(self: ChunkedTensor, size: Any, *, device: Any = None, **_: Any) -> ChunkedTensor:
+    return ChunkedTensor(self.shape, [], dtype=self.dtype, device=self.device if device is None else device)
 
 
-# .. the other makes one like it and copies the values
+# .. the other makes a tensor like it and copies the values
 
 
-def _zeros_like(self: BoxTensor, *, device: Any = None, **_: Any) -> BoxTensor:
-    boxes = [Box(offsets, torch.zeros_like(tensor, device=device), owned) for offsets, tensor, owned in self.pieces]
-    return BoxTensor(self.shape, boxes, dtype=self.dtype, device=self.device if device is None else device)
+def _zeros_like(self: ChunkedTensor, *, device: Any = None, **_: Any) -> ChunkedTensor:
+    chunks = [
+        LocalChunk(offsets, torch.zeros_like(tensor, device=device), owned)
+        for offsets, tensor, owned in self.local_chunks
+    ]
+    return ChunkedTensor(self.shape, chunks, dtype=self.dtype, device=self.device if device is None else device)
 
 
-def _copy(self: BoxTensor, source: BoxTensor, non_blocking: bool = False) -> BoxTensor:
-    for (_, ours, _), (_, theirs, _) in zip(self.pieces, source.pieces, strict=True):
+def _copy(self: ChunkedTensor, source: ChunkedTensor, non_blocking: bool = False) -> ChunkedTensor:
+    for (_, ours, _), (_, theirs, _) in zip(self.local_chunks, source.local_chunks, strict=True):
         ours.copy_(theirs, non_blocking=non_blocking)
     return self
 
 
-def _same(self: BoxTensor) -> BoxTensor:
+def _same(self: ChunkedTensor) -> ChunkedTensor:
     return self
 
 
-_HANDLERS: dict[str, Callable[..., BoxTensor]] = {
+_HANDLERS: dict[str, Callable[..., ChunkedTensor]] = {
     "detach": _same,
     "new_empty": _new_empty,
     "zeros_like": _zeros_like,

@@ -1,5 +1,5 @@
-"""Checkpoints of model and optimizer, a directory each: what p ranks saved any other number loads, and at every moment
-a whole one is there.
+"""Checkpoints of model and optimizer, each a directory: saved by p ranks, loaded by any other number, and replaced
+atomically, so that a complete one exists at every moment.
 """
 
 import contextlib
@@ -19,8 +19,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from tp_ext._object_collectives import outcomes, plain_failures, together
-from tp_ext.checkpoint.atomic_directory import discard, recover, staging_path, swap_in, sync
+from tp_ext._object_collectives import call_and_gather, call_on_all_ranks, unwrap_checkpoint_errors
+from tp_ext.checkpoint.atomic_directory import (
+    finish_interrupted_swap,
+    remove_directory,
+    staging_path,
+    swap_in,
+    sync_to_disk,
+)
 from tp_ext.checkpoint.metadata import file_ends
 from tp_ext.checkpoint.reader import EXTRA, METADATA, CheckpointReader
 from tp_ext.checkpoint.sharded import StateDict, sharded_state_dict
@@ -39,27 +45,27 @@ def save_checkpoint(
     lock_timeout: float = 60.0,
     **extra: Any,
 ) -> None:
-    """Saves model, optimizer and ``extra`` in a directory, in the format of ``torch.distributed.checkpoint``: of every
-    tensor each element once, by a rank that holds it. Every rank of ``process_group`` calls it.
+    """Saves model, optimizer and ``extra`` in a directory, in the format of ``torch.distributed.checkpoint``: each
+    element of every tensor once, by a rank that holds it. Every rank of ``process_group`` calls it.
 
-    It is written under a name of its own next to ``path`` and put there when it is whole and on disk. A process killed
-    at any moment leaves this checkpoint or the last one, and :func:`load_checkpoint` finds it. Saves to one path, of
-    the same job or not, run one after the other. All ranks return when the checkpoint is there.
+    The checkpoint is written under a temporary name next to ``path`` and moved there when it is complete and on disk.
+    A kill at any moment leaves this checkpoint or the last one, and :func:`load_checkpoint` finds it. Saves to one
+    path, by the same job or another, run one after the other. All ranks return when the checkpoint is in place.
 
     Args:
-        path: a directory on a file system that all ranks share: new, empty, or an earlier checkpoint, to be replaced.
+        path: a directory on a file system that all ranks share: new, empty, or an earlier checkpoint to be replaced.
         module, optimizer, group: as for :func:`sharded_state_dict`; data axes and pipelines too.
-        process_group: all ranks that take part; None: all there are.
+        process_group: all participating ranks; None: all ranks of the job.
         lock_timeout: seconds to wait for another save to the same path. The ranks exchange a message every second
             meanwhile, so the timeout of the group does not matter.
-        extra: tensors and plain values, those of the first rank; a step, say, losses, generator states.
+        extra: tensors and plain values, such as a step, losses or generator states; the first rank's are saved.
 
     Communicates: plans and outcomes, no tensors.
 
     Raises:
-        OSError: on every rank, if one could not write; the last checkpoint is untouched. FileExistsError: at ``path``
-            is something else than a checkpoint. TimeoutError: another process, which is named, is still saving there.
-            TypeError: ``extra`` holds what could not be loaded again. ValueError: lock_timeout; see
+        OSError: on every rank, if one could not write; the last checkpoint is untouched. FileExistsError: ``path`` is
+            something other than a checkpoint. TimeoutError: another process, which is named, is still saving there.
+            TypeError: ``extra`` holds a value that could not be loaded again. ValueError: lock_timeout; see
             :func:`sharded_state_dict`.
     """
     check_lock_timeout(lock_timeout)
@@ -67,13 +73,13 @@ def save_checkpoint(
     first = not dist.is_initialized() or dist.get_rank(process_group) == 0
 
     def prepare() -> tuple[StateDict, bytes]:
-        content = _dump(extra), sharded_state_dict(module, optimizer, group=group)
+        extra_bytes, state = _dump(extra), sharded_state_dict(module, optimizer, group=group)
         if first:
-            _check_place(target)
+            _check_replaceable(target)
             target.parent.mkdir(parents=True, exist_ok=True)
-        return content[1], content[0]
+        return state, extra_bytes
 
-    state, extra_bytes = together(process_group, prepare)
+    state, extra_bytes = call_on_all_ranks(process_group, prepare)
     lock = WriteLock(target) if first else None
     try:
         _wait_for(lock, lock_timeout, process_group)
@@ -99,17 +105,17 @@ def load_checkpoint(
     :func:`sharded_state_dict`, at any number of ranks and any data axes; returns its ``extra``. Every rank of
     ``process_group`` calls it.
 
-    All of it, on all ranks, is of one checkpoint, even if others take its place meanwhile. The directory need not be
-    trusted: nothing in it is executed.
+    All values, on all ranks, come from one checkpoint, even if another replaces it meanwhile. The directory need not
+    be trusted: nothing in it is executed.
 
-    Args, Communicates, Raises: as :func:`load_sharded_state_dict`; FileNotFoundError: no checkpoint is there.
+    Args, Communicates, Raises: as :func:`load_sharded_state_dict`; FileNotFoundError: there is no checkpoint.
     """
     with contextlib.closing(CheckpointReader(path)) as reader:
         return load_from(reader, module, optimizer, group, process_group, reader.read_extra)
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes into a directory that exists: one that was removed, after the first rank had died, is not made again."""
+    """A writer into an existing directory: one that was removed after the first rank's death is not created again."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -120,24 +126,24 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _wait_for(lock: WriteLock | None, timeout: float, process_group: ProcessGroup | None) -> None:
-    """Waits until the first rank holds the lock. All ranks meet after each turn, lest a collective time out."""
+    """Waits until the first rank holds the lock. All ranks communicate after each turn, lest a collective time out."""
     begin = time.monotonic()
-    while not any(outcomes(process_group, lambda: lock is not None and lock.take_turn(begin, timeout))):
+    while not any(call_and_gather(process_group, lambda: lock is not None and lock.take_turn(begin, timeout))):
         pass
 
 
 def _write(
     target: Path, state: StateDict, extra: bytes, lock: WriteLock | None, process_group: ProcessGroup | None
 ) -> None:
-    """Writes the checkpoint and puts it at ``target``, for which the first rank holds the lock."""
+    """Writes the checkpoint and moves it to ``target``, for which the first rank holds the lock."""
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     made: list[Path] = []
 
     def begin() -> str:
         if rank:
             return ""
-        _check_place(target)
-        recover(target)
+        _check_replaceable(target)
+        finish_interrupted_swap(target)
         made.append(staging_path(target))
         made[0].mkdir()
         return made[0].name
@@ -145,39 +151,39 @@ def _write(
     def finish() -> None:
         if rank == 0:
             (staging / EXTRA).write_bytes(extra)
-        for file in staging.iterdir():  # torch 2.11 syncs a file before all of it is written
+        for file in staging.iterdir():  # torch 2.11 syncs a file before it is completely written
             if rank == 0 or file.name.startswith(f"__{rank}_"):
-                sync(file)
+                sync_to_disk(file)
 
-    def put() -> None:
+    def move() -> None:
         if lock is not None:
-            _check_whole(staging, writer.ends)
+            _check_complete(staging, writer.ends)
             lock.check_held()
             swap_in(staging, target)
 
     try:
-        staging = target.with_name(outcomes(process_group, begin)[0])
+        staging = target.with_name(call_and_gather(process_group, begin)[0])
         writer = _Writer(staging)
-        with plain_failures():
+        with unwrap_checkpoint_errors():
             dcp.save(state, storage_writer=writer, process_group=process_group)
-        together(process_group, finish)
-        together(process_group, put)
+        call_on_all_ranks(process_group, finish)
+        call_on_all_ranks(process_group, move)
     except BaseException:
         for left in made:
             with contextlib.suppress(OSError):
-                discard(left, target)
+                remove_directory(left, target)
         raise
 
 
-def _check_whole(directory: Path, ends: dict[str, int]) -> None:
-    """Raises OSError unless all files of a checkpoint are there."""
+def _check_complete(directory: Path, ends: dict[str, int]) -> None:
+    """Raises OSError unless all files of a checkpoint are there and complete."""
     for name, end in {**ends, METADATA: 1, EXTRA: 1}.items():
         if (size := (directory / name).stat().st_size) < end:
             raise OSError(f"{name} has {size} bytes and must have {end}")
 
 
 def _dump(extra: StateDict) -> bytes:
-    """The bytes of the file, after a check that they can be loaded."""
+    """Returns the bytes of the file of ``extra``, after a check that they can be loaded."""
     if refused := [key for key, value in extra.items() if not _is_plain(value)]:
         raise TypeError(f"extra: {refused} must be tensors and plain values, which can be loaded with weights_only")
     file = io.BytesIO()
@@ -196,8 +202,8 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _check_place(target: Path) -> None:
-    """Raises FileExistsError where something of the user's would be replaced."""
+def _check_replaceable(target: Path) -> None:
+    """Raises FileExistsError if the target is something other than a checkpoint, which a save must not replace."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -1,5 +1,5 @@
-"""Full state dicts: what the unsharded model would have, from shards and back. Keys, shapes and layouts depend neither
-on the number of ranks nor on what wraps the model, so what one run saved any other loads.
+"""Full state dicts: those of the unsharded model, made from shards and loaded into shards. Keys, shapes and layouts
+depend neither on the number of ranks nor on the model's wrappers, so any run loads what any other saved.
 """
 
 from collections.abc import Mapping
@@ -8,16 +8,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tp_ext.checkpoint.gather import check_one_mesh, deal_full, from_first, gather_full, ranks_of, write_full
+from tp_ext.checkpoint.gather import (
+    broadcast_from_first,
+    check_one_mesh,
+    gather_full,
+    ranks_of,
+    scatter_full,
+    write_full,
+)
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.module import locate
+from tp_ext.nn.fqn import resolve_fqn
 from tp_ext.sharding import Sharding
 
 StateDict = dict[str, Any]
 
 
-class Entry(NamedTuple):
-    """An entry of a state dict: ``value`` is live, a tensor or the extra state of ``owner``."""
+class StateEntry(NamedTuple):
+    """An entry of a state dict: ``value`` is the live tensor, or the extra state of ``owner``."""
 
     value: Any
     owner: nn.Module
@@ -26,55 +33,56 @@ class Entry(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """That of the full tensor."""
+        """Shape of the full tensor."""
         return full_shape(self.value, self.sharding)
 
 
 def full_shape(local: Tensor, sharding: Sharding | None) -> torch.Size:
-    """The shape of the full tensor."""
+    """Returns the shape of the full tensor."""
     shape = list(local.shape)
     if sharding is not None:
         shape[sharding.dim] = sharding.size
     return torch.Size(shape)
 
 
-def entries_of(module: nn.Module) -> dict[str, Entry]:
-    """The module's state dict, its keys those of the unwrapped, unsharded model. Tied entries are the same object.
+def state_entries(module: nn.Module) -> dict[str, StateEntry]:
+    """Returns the module's state dict with the keys of the unwrapped, unsharded model. Tied entries are one object.
 
     Raises:
-        ValueError: an entry is on the meta device; its sharding cannot be told (:func:`locate`).
+        ValueError: an entry is on the meta device; its sharding cannot be resolved (:func:`resolve_fqn`).
     """
     entries = {}
     for key, value in module.state_dict(keep_vars=True).items():
-        place = locate(module, key)
+        found = resolve_fqn(module, key)
         if isinstance(value, Tensor) and value.is_meta:
-            raise ValueError(f"module: {place.name!r} is on the meta device and must have values; see to_empty")
-        entries[place.name] = Entry(value, place.owner, place.sharding, place.local == "_extra_state")
+            raise ValueError(f"module: {found.name!r} is on the meta device and must have values; see to_empty")
+        entries[found.name] = StateEntry(value, found.owner, found.sharding, found.local == "_extra_state")
     return entries
 
 
 def full_state_dict(
     module: nn.Module, *, group: Group = NOT_GIVEN, rank0_only: bool = False, cpu_offload: bool = False
 ) -> StateDict:
-    """The state dict of the unsharded model. Tied entries are one tensor there, too.
+    """Returns the state dict of the unsharded model. Tied entries are one tensor in it, too.
 
     Args:
-        module: with sharded parameters. Under FSDP2, DDP, ``torch.compile`` or checkpoint wrappers it
-            gives what it gives without, without their prefixes.
+        module: a module with sharded parameters. FSDP2, DDP, ``torch.compile`` and checkpoint wrappers change neither
+            keys nor values: their prefixes are removed.
         group: the tensor-parallel group; default: that of the module's layers.
         rank0_only: the other ranks take part and return an empty dict. Rank 0 is that of ``group``, on the first rank
-            of every data axis. Of DDP only its wrapper knows the data axis: without it, every replica's rank 0.
-        cpu_offload: tensors are moved to the CPU as they come, else they stay on the module's device.
+            of every data axis. The data axis of DDP is known only from its wrapper: given the bare module, rank 0 of
+            every replica counts.
+        cpu_offload: tensors are moved to the CPU one by one; else they stay on the module's device.
 
     Communicates: under FSDP2, an all-gather of every shard over the data axis. Then one all-gather per sharded tensor;
         with ``rank0_only``, one gather to rank 0. One full tensor at a time is made: with ``rank0_only`` the other
-        ranks never hold one; with ``cpu_offload`` no device holds more than one and the pieces it is made of.
+        ranks never hold one; with ``cpu_offload`` no device holds more than one and the shards it is made of.
 
     Raises:
         ValueError: an entry is on the meta device; its sharding is not known; ``group`` is not that of the module's
             layers.
     """
-    entries = entries_of(module)
+    entries = state_entries(module)
     ranks = ranks_of(module, group)
     state: StateDict = {}
     made: dict[int, Tensor | None] = {}
@@ -98,27 +106,27 @@ def load_full_state_dict(
     strict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Keeps this rank's pieces of each entry of an unsharded model's state dict.
+    """Loads this rank's shard of each entry of an unsharded model's state dict.
 
     Args:
         module, group: as in :func:`full_state_dict`.
         state: given on every rank, on any device.
-        strict: missing or unexpected keys are an error; else they are passed over.
-        broadcast_from_rank0: ``state`` is given on rank 0 (as ``rank0_only`` means it) alone, passed over elsewhere.
+        strict: missing or unexpected keys are an error; else they are ignored.
+        broadcast_from_rank0: ``state`` is given on rank 0 (in the sense of ``rank0_only``) alone and ignored elsewhere.
 
-    Communicates nothing; with ``broadcast_from_rank0``, what was found wrong, and then every rank's shards, one tensor
-        at a time.
+    Communicates nothing; with ``broadcast_from_rank0``, the errors found, then every rank's shards, one tensor at a
+        time.
 
     Raises:
         KeyError: under ``strict``, naming the missing and the unexpected keys.
         ValueError, TypeError: an entry has another shape than the unsharded parameter, or is no tensor; names the key
             and both shapes. Under ``strict``, tied entries with different values. An entry of the module is on the meta
-            device. Nothing has been loaded then, on any rank.
+            device. In all these cases nothing has been loaded, on any rank.
     """
-    entries = entries_of(module)
+    entries = state_entries(module)
     ranks = ranks_of(module, group)
     if not broadcast_from_rank0:
-        for name in checked(state, entries, strict):
+        for name in check_state(state, entries, strict):
             entry = entries[name]
             if entry.extra:
                 entry.owner.set_extra_state(state[name])
@@ -128,18 +136,18 @@ def load_full_state_dict(
     check_one_mesh(module)
 
     def plan() -> StateDict:
-        return {name: state[name] if entries[name].extra else None for name in checked(state, entries, strict)}
+        return {name: state[name] if entries[name].extra else None for name in check_state(state, entries, strict)}
 
-    for name, extra in from_first(plan, ranks).items():
+    for name, extra in broadcast_from_first(plan, ranks).items():
         entry = entries[name]
         if entry.extra:
             entry.owner.set_extra_state(extra)
         else:
-            deal_full(state[name].detach() if ranks.first else None, entry.value, entry.sharding, ranks)
+            scatter_full(state[name].detach() if ranks.first else None, entry.value, entry.sharding, ranks)
 
 
-def checked(state: Mapping[str, Any], entries: Mapping[str, Entry], strict: bool) -> list[str]:
-    """The keys of ``state`` to be loaded, in the order of ``entries``."""
+def check_state(state: Mapping[str, Any], entries: Mapping[str, StateEntry], strict: bool) -> list[str]:
+    """Checks ``state`` against the module's entries; returns the keys to be loaded, in the order of ``entries``."""
     missing, unexpected = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys())
     if strict and (missing or unexpected):
         raise KeyError(f"state: missing keys {missing}, unexpected keys {unexpected}")

@@ -1,4 +1,4 @@
-"""Full optimizer states: what an optimizer of the unsharded model would have, from shards and back."""
+"""Full optimizer states: those of an optimizer of the unsharded model, made from shards and loaded into shards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.checkpoint.full import StateDict, check_full, full_shape
-from tp_ext.checkpoint.gather import check_one_mesh, deal_full, from_first, gather_full, ranks_of, write_full
+from tp_ext.checkpoint.gather import (
+    broadcast_from_first,
+    check_one_mesh,
+    gather_full,
+    ranks_of,
+    scatter_full,
+    write_full,
+)
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.module import Place, locate
+from tp_ext.nn.fqn import ResolvedParameter, resolve_fqn
 
 
 def full_optimizer_state_dict(
@@ -20,31 +27,31 @@ def full_optimizer_state_dict(
     rank0_only: bool = False,
     cpu_offload: bool = False,
 ) -> StateDict:
-    """The optimizer's state for the unsharded model: ``state`` by parameter name, ``param_groups`` with names for
-    parameters. State tensors of a parameter's own shape are sharded as it is.
+    """Returns the optimizer's state for the unsharded model: ``state`` by parameter name, ``param_groups`` with names
+    in place of parameters. State tensors of the shape of their parameter are sharded like it.
 
     Arguments, communication and memory as :func:`full_state_dict`.
 
     Raises:
         ValueError: the optimizer holds a parameter that is not the module's.
     """
-    places = _places(module, optimizer)
+    resolved = _resolve_parameters(module, optimizer)
     ranks = ranks_of(module, group)
     states: StateDict = {}
-    for param, place in places.items():
+    for param, found in resolved.items():
         entry = {}
         for key, value in optimizer.state.get(param, {}).items():
             full = value
             if isinstance(value, Tensor):
-                sharding = place.sharding if _like(value, param) else None
+                sharding = found.sharding if _same_shape(value, param) else None
                 full = gather_full(value, sharding, ranks, rank0_only=rank0_only)
                 full = full.cpu() if full is not None and cpu_offload else full
             entry[key] = full
         if entry:
-            states[place.name] = entry
+            states[found.name] = entry
     if rank0_only and not ranks.first:
         return {}
-    groups = [{**g, "params": [places[param].name for param in g["params"]]} for g in optimizer.param_groups]
+    groups = [{**g, "params": [resolved[param].name for param in g["params"]]} for g in optimizer.param_groups]
     return {"state": states, "param_groups": groups}
 
 
@@ -57,33 +64,33 @@ def load_full_optimizer_state_dict(
     group: Group = NOT_GIVEN,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """The inverse of :func:`full_optimizer_state_dict`, at any number of ranks.
+    """Loads a :func:`full_optimizer_state_dict`, at any number of ranks.
 
     Arguments and communication as :func:`load_full_state_dict`.
 
     Raises:
         KeyError: ``state`` has no ``state`` or ``param_groups``.
-        ValueError: parameter groups that hold other names, or a state tensor of another shape. Nothing has been loaded
-            then.
+        ValueError: parameter groups that hold other names, or a state tensor of another shape; then nothing has been
+            loaded.
     """
-    places = _places(module, optimizer)
+    resolved = _resolve_parameters(module, optimizer)
     ranks = ranks_of(module, group)
-    order = [[places[param].name for param in g["params"]] for g in optimizer.param_groups]
-    params = {place.name: param for param, place in places.items()}
-    shardings = {place.name: place.sharding for place in places.values()}
+    order = [[resolved[param].name for param in g["params"]] for g in optimizer.param_groups]
+    params = {found.name: param for param, found in resolved.items()}
+    shardings = {found.name: found.sharding for found in resolved.values()}
 
     def plan() -> StateDict:
-        """The state with, for every tensor that is cut as its parameter is, its dtype."""
+        """Returns the state, with its dtype in place of every tensor that is sharded like its parameter."""
         _check(state, order, params, shardings)
         entries = {
-            name: {key: v.dtype if _cut(v, params[name]) else v for key, v in entry.items()}
+            name: {key: v.dtype if _is_sharded(v, params[name]) else v for key, v in entry.items()}
             for name, entry in state["state"].items()
         }
         return {"state": entries, "param_groups": state["param_groups"]}
 
     if broadcast_from_rank0:
         check_one_mesh(module)
-    planned = from_first(plan, ranks) if broadcast_from_rank0 else plan()
+    planned = broadcast_from_first(plan, ranks) if broadcast_from_rank0 else plan()
     numbers = {name: i for i, name in enumerate(name for names in order for name in names)}
     states: dict[int, dict[str, Any]] = {}
     for name, entry in planned["state"].items():
@@ -93,7 +100,7 @@ def load_full_optimizer_state_dict(
                 local[key] = made = torch.zeros_like(params[name].detach(), dtype=value)
                 if broadcast_from_rank0:
                     full = state["state"][name][key] if ranks.first else None
-                    deal_full(full, made, shardings[name], ranks)
+                    scatter_full(full, made, shardings[name], ranks)
                 else:
                     write_full(state["state"][name][key], made, shardings[name], ranks.tp)
     groups = [{**g, "params": [numbers[name] for name in g["params"]]} for g in planned["param_groups"]]
@@ -112,25 +119,26 @@ def _check(
         if name not in params:
             raise ValueError(f"state: {name!r} must be a parameter of the optimizer, {list(params)}")
         for key, value in entry.items():
-            if _cut(value, params[name]):
+            if _is_sharded(value, params[name]):
                 check_full(f"{name}.{key}", value, full_shape(params[name], shardings[name]))
 
 
-def _places(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, Place]:
-    """The optimizer's parameters, in its order."""
+def _resolve_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, ResolvedParameter]:
+    """Returns the optimizer's parameters in its order, each with its name and sharding."""
     names = {param: name for name, param in module.named_parameters()}
-    places: dict[Tensor, Place] = {}
+    resolved: dict[Tensor, ResolvedParameter] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param not in names:
             raise ValueError(f"optimizer: a parameter of shape {tuple(param.shape)} must be one of the module's")
-        places[param] = locate(module, names[param])
-    return places
+        resolved[param] = resolve_fqn(module, names[param])
+    return resolved
 
 
-def _like(value: Tensor, param: Tensor) -> bool:
+def _same_shape(value: Tensor, param: Tensor) -> bool:
     return value.shape == param.shape
 
 
-def _cut(value: Any, param: Tensor) -> bool:
-    """Whether a full state's value is a tensor like the parameter; one number (a step) is not, unless that is one."""
+def _is_sharded(value: Any, param: Tensor) -> bool:
+    """Returns whether a value of a full state is a tensor sharded like the parameter. A single number (a step) is not,
+    unless the parameter is one."""
     return isinstance(value, Tensor) and (value.dim() > 0 or param.dim() == 0)

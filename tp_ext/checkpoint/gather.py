@@ -1,5 +1,5 @@
-"""Full tensors from what ranks hold, and back, one at a time: what state dicts and exports are made with. A data axis
-(FSDP2, DDP) makes no difference to what comes out.
+"""Full tensors gathered from the ranks and scattered back, one at a time, for state dicts and exports. The results do
+not depend on a data axis (FSDP2, DDP).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext import _ops
-from tp_ext.chunks import boxes
+from tp_ext.chunks import local_chunks
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
 from tp_ext.nn.module import model_group
 from tp_ext.sharding import Sharding
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
-    """Who takes part when the full state of a module is gathered or dealt out.
+    """The ranks that take part when the full state of a module is gathered or scattered.
 
     Attributes:
         tp: the tensor-parallel group.
-        axes: the groups of the data axes over which the module is dealt (FSDP2) or copied (DDP).
+        axes: the groups of the data axes over which the module is sharded (FSDP2) or replicated (DDP).
         data_first: this rank is the first on all of them.
-        device: on which the ranks communicate.
+        device: the device on which the ranks communicate.
     """
 
     tp: ParallelGroup
@@ -38,13 +38,13 @@ class Ranks(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the one that ``rank0_only`` means."""
+        """True on the rank that ``rank0_only`` refers to."""
         return self.data_first and self.tp.rank == 0
 
 
 def ranks_of(module: nn.Module, group: Group) -> Ranks:
-    """The ranks over which the module's state is spread: its tensor-parallel group (``group``, if given, must be that
-    one), the meshes of its DTensors, the groups of DDP."""
+    """Returns the ranks over which the module's state is distributed: its tensor-parallel group (``group``, if given,
+    must be that one), the meshes of its DTensors, the groups of DDP."""
     groups = [axis for mesh in _meshes(module) for axis in mesh.get_all_groups()]
     groups += [wrap.process_group for wrap in module.modules() if isinstance(wrap, DistributedDataParallel)]
     # Two groups of the same ranks are one axis
@@ -55,7 +55,7 @@ def ranks_of(module: nn.Module, group: Group) -> Ranks:
 
 
 def check_one_mesh(module: nn.Module) -> None:
-    """Raises unless all DTensors of the module are on the same mesh: else there is no one first rank of them all."""
+    """Raises unless all DTensors of the module are on the same mesh: else no rank is the first of all."""
     meshes = _meshes(module)
     if len(meshes) > 1:
         raise ValueError(
@@ -73,16 +73,17 @@ def _meshes(module: nn.Module) -> list[DeviceMesh]:
 
 
 def _device(tensor: Tensor) -> torch.device:
-    """Where the tensor is communicated; what FSDP2 offloads to the CPU, on the device of its mesh."""
+    """Returns the device on which the tensor is communicated: for one that FSDP2 offloads to the CPU, its mesh's."""
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
 @torch.no_grad()
 def gather_full(local: Tensor, sharding: Sharding | None, ranks: Ranks, *, rank0_only: bool = False) -> Tensor | None:
-    """The full tensor from the shards, a copy, so that no entry changes as training goes on; None where it is not made.
+    """Gathers the full tensor from the shards: a copy, so that no entry changes as training goes on; None on ranks that
+    do not receive it.
 
-    Communicates: of a DTensor, one all-gather of the TP-local shard over its data axes; of a sharded tensor, one
-    all-gather, or with ``rank0_only`` one gather to rank 0 of what the ranks own.
+    Communicates: for a DTensor, one all-gather of the TP-local shard over its data axes; for a sharded tensor, one
+    all-gather, or with ``rank0_only`` one gather to rank 0 of the elements that the ranks own.
     """
     _, p, rank = ranks.tp
     value = _without_data_axes(local.detach())
@@ -103,7 +104,7 @@ def gather_full(local: Tensor, sharding: Sharding | None, ranks: Ranks, *, rank0
 
 
 def _without_data_axes(tensor: Tensor) -> Tensor:
-    """The TP-local tensor of what FSDP2 has dealt out."""
+    """Returns the TP-local tensor of one that FSDP2 may have sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     device = _device(tensor)
@@ -112,73 +113,73 @@ def _without_data_axes(tensor: Tensor) -> Tensor:
 
 
 def _gather_to_first(local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Tensor | None:
-    """Every rank sends what it owns, in as many bytes as the one that owns most.
+    """Gathers the elements that each rank owns to rank 0, padded to the largest number that a rank owns.
 
-    By a gather: messages from rank to rank would leave the ranks with other numbers of operations behind them, at which
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` stops.
+    It is a gather, not point-to-point messages: those would give the ranks different numbers of operations, which
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` refuses.
     """
     _, p, rank = tp
     dim, pg = sharding.dim, process_group(tp.name)
     shape = list(local.shape)
     shape[dim] = sharding.size
     full = local.new_empty(shape, device="meta" if rank else None)
-    places = [_owned_places(full, sharding, sender, p) for sender in range(p)]
-    sizes = [sum(place.shape[dim] for place in of_one) for of_one in places]
+    targets = [_owned_targets(full, sharding, sender, p) for sender in range(p)]
+    sizes = [sum(target.shape[dim] for target in of_one) for of_one in targets]
     shape[dim] = max(sizes)
     sent = local.new_empty(shape)
     if sent.numel():
-        for piece, packed in zip(sharding.owned(local, rank, p), _packed(sent, places[rank], dim), strict=True):
-            packed.copy_(piece)
+        for view, packed in zip(sharding.owned(local, rank, p), _packed(sent, targets[rank], dim), strict=True):
+            packed.copy_(view)
         if rank:
             dist.gather(_bytes(sent), group=pg, group_dst=0)
             return None
-        # Rows in equal blocks, one of each rank, are received where they belong; others beside it
-        rows = [of_one[0] for of_one in places if len(of_one) == 1 and of_one[0].shape == sent.shape]
-        direct = len(rows) == p and all(piece.is_contiguous() for piece in rows)
-        received = rows if direct else [torch.empty_like(sent) for _ in places]
-        dist.gather(_bytes(sent), [_bytes(piece) for piece in received], group=pg, group_dst=0)
-        for of_one, piece in zip(places, received, strict=True) if not direct else ():
-            for place, packed in zip(of_one, _packed(piece, of_one, dim), strict=True):
-                place.copy_(packed)
+        # Equal blocks of rows, one per rank, are received in place in the full tensor; others in buffers
+        rows = [of_one[0] for of_one in targets if len(of_one) == 1 and of_one[0].shape == sent.shape]
+        direct = len(rows) == p and all(block.is_contiguous() for block in rows)
+        received = rows if direct else [torch.empty_like(sent) for _ in targets]
+        dist.gather(_bytes(sent), [_bytes(block) for block in received], group=pg, group_dst=0)
+        for of_one, block in zip(targets, received, strict=True) if not direct else ():
+            for target, packed in zip(of_one, _packed(block, of_one, dim), strict=True):
+                target.copy_(packed)
     return None if rank else full
 
 
-def _owned_places(full: Tensor, sharding: Sharding, rank: int, p: int) -> list[Tensor]:
-    """Where in the full tensor what the rank owns belongs (:meth:`Sharding.owned`)."""
+def _owned_targets(full: Tensor, sharding: Sharding, rank: int, p: int) -> list[Tensor]:
+    """Returns the views of the full tensor that hold the elements that the rank owns (:meth:`Sharding.owned`)."""
     return [
-        full.narrow(sharding.dim, piece.start, piece.stop - piece.start)
-        for part, piece in zip(sharding.parts, sharding.slices(rank, p), strict=True)
-        if rank % part.copies == 0 and piece.stop > piece.start
+        full.narrow(sharding.dim, where.start, where.stop - where.start)
+        for part, where in zip(sharding.parts, sharding.slices(rank, p), strict=True)
+        if rank % part.copies == 0 and where.stop > where.start
     ]
 
 
-def _packed(whole: Tensor, places: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """Views of ``whole``, one after the other along ``dim``, as long as the places are."""
-    sizes = [place.shape[dim] for place in places]
+def _packed(whole: Tensor, targets: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Returns consecutive views of ``whole`` along ``dim``, each of the length of its target."""
+    sizes = [target.shape[dim] for target in targets]
     return list(whole.split([*sizes, whole.shape[dim] - sum(sizes)], dim))[:-1]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The contiguous tensor as bytes, which every backend can send."""
+    """Returns the contiguous tensor as bytes, which every backend can send."""
     return tensor.view(-1).view(torch.uint8)
 
 
 @torch.no_grad()
 def write_full(full: Tensor, local: Tensor, sharding: Sharding | None, tp: ParallelGroup) -> None:
-    """Writes this rank's pieces of the full tensor into what it stores, zero into padding."""
+    """Writes this rank's shard of the full tensor into its local storage, and zeros into padding."""
     if sharding is not None and any(part.padding for part in sharding.parts):
         local.detach().zero_()
-    for box in boxes(local, sharding, tp.rank, tp.size)[1]:
-        where = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape, strict=True))
-        box.tensor.copy_(full[where])
+    for chunk in local_chunks(local, sharding, tp.rank, tp.size)[1]:
+        where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.tensor.shape, strict=True))
+        chunk.tensor.copy_(full[where])
 
 
 @torch.no_grad()
-def deal_full(full: Tensor | None, local: Tensor, sharding: Sharding | None, ranks: Ranks) -> None:
-    """:func:`write_full` of a full tensor that the first rank alone has; no other holds more of it than the TP-local
-    tensor.
+def scatter_full(full: Tensor | None, local: Tensor, sharding: Sharding | None, ranks: Ranks) -> None:
+    """Does what :func:`write_full` does, with a full tensor that only the first rank has; no other rank holds more of
+    it than the TP-local tensor.
 
-    Communicates: one scatter of the shards over ``group`` (of a replicated tensor, one broadcast), then one broadcast
+    Communicates: one scatter of the shards over ``group`` (for a replicated tensor, one broadcast), then one broadcast
     of them along every data axis.
     """
     tp = ranks.tp
@@ -191,13 +192,13 @@ def deal_full(full: Tensor | None, local: Tensor, sharding: Sharding | None, ran
         if sharding is None and tp.size > 1 and ranks.data_first and shard.numel():
             dist.broadcast(_bytes(shard), group=process_group(tp.name), group_src=0)
     if shard.numel():
-        for axis in _in_turn(ranks):
+        for axis in _broadcast_axes(ranks):
             dist.broadcast(_bytes(shard), group=axis, group_src=0)
     write_full(shard, local, None, ParallelGroup("", 1, 0))
 
 
 def _scatter(full: Tensor | None, local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Tensor:
-    """The own shard of the full tensor of rank 0, in the dtype of ``local``."""
+    """Scatters the shards of rank 0's full tensor; returns this rank's, in the dtype of ``local``."""
     dim, sizes = sharding.dim, sharding.local_sizes(tp.size)
     shape = list(local.shape)
     shape[dim] = max(sizes)
@@ -207,38 +208,39 @@ def _scatter(full: Tensor | None, local: Tensor, sharding: Sharding, tp: Paralle
         for receiver, size in enumerate(sizes if full is not None else []):
             shards.append(torch.empty_like(received))
             shards[-1].narrow(dim, 0, size).copy_(sharding.shard(cast(Tensor, full), receiver, tp.size))
-        pieces = [_bytes(piece) for piece in shards] or None
-        dist.scatter(_bytes(received), pieces, group=process_group(tp.name), group_src=0)
+        sent = [_bytes(shard) for shard in shards] or None
+        dist.scatter(_bytes(received), sent, group=process_group(tp.name), group_src=0)
     return received.narrow(dim, 0, sizes[tp.rank]).contiguous()
 
 
-def from_first(make: Callable[[], T], ranks: Ranks) -> T:
-    """What ``make`` returns on the first rank, on all ranks; or what it raises."""
-    box: list[Any] = [None, None]
+def broadcast_from_first(make: Callable[[], T], ranks: Ranks) -> T:
+    """Calls ``make`` on the first rank and returns its result, or raises its error, on all ranks."""
+    result: list[Any] = [None, None]  # value, error
     if ranks.first:
         try:
-            box[0] = make()
-        except Exception as error:  # the other ranks wait for an answer, whatever it is
-            box[1] = error
+            result[0] = make()
+        except Exception as error:  # of any kind: the other ranks wait for an answer
+            result[1] = error
     if ranks.data_first and ranks.tp.size > 1:
-        dist.broadcast_object_list(box, group=process_group(ranks.tp.name), group_src=0)
-    for axis in _in_turn(ranks):
-        dist.broadcast_object_list(box, group=axis, group_src=0)
-    if box[1] is not None:
-        raise box[1]
-    return cast(T, box[0])
+        dist.broadcast_object_list(result, group=process_group(ranks.tp.name), group_src=0)
+    for axis in _broadcast_axes(ranks):
+        dist.broadcast_object_list(result, group=axis, group_src=0)
+    if result[1] is not None:
+        raise result[1]
+    return cast(T, result[0])
 
 
-def _in_turn(ranks: Ranks) -> Iterator[ProcessGroup]:
-    """The data axes along which this rank takes part when something spreads from the ranks that are first on all of
-    them: along an axis, those that are first on all later ones."""
+def _broadcast_axes(ranks: Ranks) -> Iterator[ProcessGroup]:
+    """Yields the data axes along which this rank takes part in a broadcast from the ranks that are first on all axes:
+    along an axis, the ranks that are first on all later ones take part."""
     for i, axis in enumerate(ranks.axes):
         if all(later.rank() == 0 for later in ranks.axes[i + 1 :]):
             yield axis
 
 
-def any_rank(flag: bool, ranks: Ranks) -> bool:
-    """Whether the flag is set on any of the ranks, so that all of them learn of one's failure: one number per group."""
+def true_on_any_rank(flag: bool, ranks: Ranks) -> bool:
+    """Returns whether the flag is set on any rank, so that all know of one's failure. Communicates one number per
+    group."""
     number = torch.tensor([float(flag)], device=ranks.device)
     for axis in (*([process_group(ranks.tp.name)] if ranks.tp.size > 1 else []), *ranks.axes):
         dist.all_reduce(number, dist.ReduceOp.MAX, group=axis)

@@ -1,8 +1,8 @@
-"""The metadata of a checkpoint of torch.distributed.checkpoint, rebuilt from its pickle as data and checked.
+"""Parser of the metadata of torch.distributed.checkpoint: rebuilds it from its pickle as plain data and checks it.
 
-torch unpickles ``.metadata``, and a pickle may call any function. Here no class and no function that a pickle names is
-called: an unpickler that knows only records and plain values makes data of it. The size of the file bounds its time and
-memory.
+torch unpickles ``.metadata``, and a pickle may call any function. Here no class or function that a pickle names is
+called: an unpickler that knows only records and plain values turns it into data. Its time and memory are bounded by the
+size of the file.
 """
 
 import io
@@ -26,26 +26,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-Box = tuple[tuple[int, int], ...]
-"""Where a chunk begins and ends in each dim of its tensor."""
+ChunkBounds = tuple[tuple[int, int], ...]
+"""Begin and end of a chunk in each dim of its tensor."""
 
 _MOST_DIMS = 64
-_MOST_CLASSES = 1000  # that a pickle names: each name makes one, and pickle names one once
+_MOST_CLASSES = 1000  # named by one pickle: each name creates a class, and pickle names each only once
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """Metadata from the bytes of ``.metadata``.
+    """Returns the metadata that the bytes of ``.metadata`` hold.
 
     Raises:
-        pickle.UnpicklingError: they name anything that is not of a checkpoint's metadata, or are no whole pickle.
-            ValueError: the metadata is malformed: a field has another type, a chunk reaches beyond its tensor, the
-            chunks of a tensor are no partition of it, or one of them is stored nowhere.
+        pickle.UnpicklingError: they name anything that does not belong to a checkpoint's metadata, or are no complete
+            pickle. ValueError: the metadata is malformed: a field has another type, a chunk reaches beyond its tensor,
+            the chunks of a tensor are no partition of it, or one of them is stored nowhere.
     """
     try:
         raw = _Unpickler(io.BytesIO(content)).load()
     except pickle.UnpicklingError:
         raise
-    except Exception as error:  # the errors that a damaged pickle runs into
+    except Exception as error:  # any error that a damaged pickle causes
         raise pickle.UnpicklingError(
             f".metadata: is no whole pickle of a checkpoint's metadata: {type(error).__name__}: {error}"
         ) from error
@@ -53,7 +53,7 @@ def parse_metadata(content: bytes) -> Metadata:
 
 
 def file_ends(stored: Iterable[_StorageInfo]) -> dict[str, int]:
-    """The size that each data file must have at least, from the places of all that is stored."""
+    """Returns the minimal size of each data file, from the offsets and lengths of all stored values."""
     ends: dict[str, int] = {}
     for info in stored:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -61,7 +61,7 @@ def file_ends(stored: Iterable[_StorageInfo]) -> dict[str, int]:
 
 
 class _Record:
-    """An object of a pickle as data: the class it names, arguments and state. Stands in for all classes."""
+    """An object of a pickle as data: the name of its class, its arguments and its state. Replaces all classes."""
 
     def __new__(cls, *args: Any) -> "_Record":
         if len(args) > _MOST_DIMS:
@@ -99,10 +99,10 @@ _KNOWN = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """Gives records, dtypes and plain values: whatever class or function a pickle names, it is not called.
+    """An unpickler that returns records, dtypes and plain values, and calls no class or function that a pickle names.
 
-    Written in Python as that of ``torch.load(weights_only=True)``. The one in C allocates as many memo entries as a
-    pickle claims, 64 GiB for six bytes, and hashes keys that are nested tuples, in exponential time.
+    It is in Python, like that of ``torch.load(weights_only=True)``. The C unpickler allocates as many memo entries as a
+    pickle claims, 64 GiB for six bytes, and hashes keys that are nested tuples in exponential time.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
@@ -121,7 +121,7 @@ class _Unpickler(pickle._Unpickler):
         self.classes += 1
         if self.classes > _MOST_CLASSES:
             raise pickle.UnpicklingError(f".metadata: names more than {_MOST_CLASSES} classes")
-        return type(name, (_Record,), {})  # a new one each time: a pickle may also write to the classes it names
+        return type(name, (_Record,), {})  # a new class each time: a pickle may also write to the classes it names
 
     def _set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -140,13 +140,13 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch[pickle.SETITEM[0]] = _set_item
     dispatch[pickle.SETITEMS[0]] = _set_items
-    # In no metadata; BYTEARRAY8 makes as many zeros as it claims to bring bytes
+    # Not used in any metadata; BYTEARRAY8 allocates as many zeros as it claims to hold bytes
     for _other in (pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8):
         del dispatch[_other[0]]
 
 
 class _Brief(reprlib.Repr):
-    """Short, however large or nested a value is."""
+    """A ``repr`` that is short for values of any size and depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
 
 
 def _typed(value: Any, kind: type) -> Any:
-    """A value of exactly this type; an int is at least 0 and has 63 bits."""
+    """Checks that the value is of exactly this type, and an int in [0, 2^63); returns it."""
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
         _malformed(f"{_brief.repr(value)} must be a {kind.__name__}")
     return value
@@ -194,7 +194,7 @@ def _metadata(raw: Any) -> Metadata:
     made = Metadata({_typed(key, str): _entry(key, entry) for key, entry in entries.items()})
     made.storage_data = {}
     for index, info in _typed(fields.get("storage_data"), dict).items():
-        made.storage_data[_index(index)] = _place(info)
+        made.storage_data[_index(index)] = _storage_info(info)
     for key, entry in made.state_dict_metadata.items():
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
         for chunk in chunks:
@@ -212,65 +212,65 @@ def _entry(key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadat
     fields = _fields(record, "TensorStorageMetadata")
     size = _size(fields.get("size"))
     chunks: list[ChunkStorageMetadata] = []
-    boxes: list[Box] = []
+    bounds: list[ChunkBounds] = []
     for one in _typed(fields.get("chunks"), list):
         chunk = _fields(one, "ChunkStorageMetadata")
         offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
         if len(offsets) != len(size) or len(sizes) != len(size):
             _malformed(f"{key} has {len(size)} dims, a chunk of it {tuple(offsets)}, {tuple(sizes)}")
-        box = tuple((int(start), int(start) + int(length)) for start, length in zip(offsets, sizes, strict=True))
-        if any(stop > whole for (_, stop), whole in zip(box, size, strict=True)):
+        extent = tuple((int(start), int(start) + int(length)) for start, length in zip(offsets, sizes, strict=True))
+        if any(stop > whole for (_, stop), whole in zip(extent, size, strict=True)):
             _malformed(f"{key} has shape {tuple(size)}, a chunk of it reaches beyond: {tuple(offsets)}, {tuple(sizes)}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
-        boxes.append(box)
-    volume, held = prod(size), sum(prod(stop - start for start, stop in box) for box in boxes)
+        bounds.append(extent)
+    volume, held = prod(size), sum(prod(stop - start for start, stop in one) for one in bounds)
     if volume != held:
         _malformed(f"{key} has {volume} elements, its chunks {held}")
     if volume >= 1 << 63:
         _malformed(f"{key} has shape {tuple(size)}, which no tensor can have")
-    if pair := overlapping(boxes):
+    if pair := overlapping(bounds):
         _malformed(f"{key} has chunks that overlap: {pair[0]} and {pair[1]} (begin and end in each dim)")
     properties = _state(fields.get("properties"), "TensorProperties")
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     return TensorStorageMetadata(TensorProperties(dtype=_typed(dtype, torch.dtype)), size, chunks)
 
 
-def overlapping(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, if there are any. O(n log n) for a grid, however irregular its last two dims."""
-    boxes = [box for box in boxes if all(stop > start for start, stop in box)]
-    return _overlapping(boxes, 0) if len(boxes) > 1 else None
+def overlapping(chunks: list[ChunkBounds]) -> tuple[ChunkBounds, ChunkBounds] | None:
+    """Returns two chunks that share an element, or None. O(n log n) for a grid, however irregular its last two dims."""
+    chunks = [chunk for chunk in chunks if all(stop > start for start, stop in chunk)]
+    return _overlapping(chunks, 0) if len(chunks) > 1 else None
 
 
-def _overlapping(boxes: list[Box], dim: int) -> tuple[Box, Box] | None:
-    """The same, of boxes that may differ from this dim on."""
-    if len(boxes) < 2:
+def _overlapping(chunks: list[ChunkBounds], dim: int) -> tuple[ChunkBounds, ChunkBounds] | None:
+    """Does the same for chunks that may differ from dim ``dim`` on."""
+    if len(chunks) < 2:
         return None
-    if dim == len(boxes[0]):
-        return boxes[0], boxes[1]
-    rows: dict[tuple[int, int], list[Box]] = {}
-    for box in boxes:
-        rows.setdefault(box[dim], []).append(box)
+    if dim == len(chunks[0]):
+        return chunks[0], chunks[1]
+    rows: dict[tuple[int, int], list[ChunkBounds]] = {}
+    for chunk in chunks:
+        rows.setdefault(chunk[dim], []).append(chunk)
     intervals = sorted(rows)
     if all(stop <= start for (_, stop), (start, _) in pairwise(intervals)):
         return next((pair for row in rows.values() if (pair := _overlapping(row, dim + 1))), None)
-    return _swept(boxes, dim)
+    return _overlapping_by_sweep(chunks, dim)
 
 
-def _swept(boxes: list[Box], dim: int) -> tuple[Box, Box] | None:
-    """The same, by a sweep along the dim; the boxes that it crosses are kept in the order of their last dim."""
-    events = [(box[dim][0], 1, box) for box in boxes] + [(box[dim][1], 0, box) for box in boxes]
-    last = len(boxes[0]) - 1
-    crossed: list[tuple[tuple[int, int], Box]] = []
-    for _, begins, box in sorted(events):
-        one = box[last], box
+def _overlapping_by_sweep(chunks: list[ChunkBounds], dim: int) -> tuple[ChunkBounds, ChunkBounds] | None:
+    """Does the same by a sweep along ``dim``; the chunks that it crosses are kept in the order of their last dim."""
+    events = [(chunk[dim][0], 1, chunk) for chunk in chunks] + [(chunk[dim][1], 0, chunk) for chunk in chunks]
+    last = len(chunks[0]) - 1
+    crossed: list[tuple[tuple[int, int], ChunkBounds]] = []
+    for _, begins, chunk in sorted(events):
+        one = chunk[last], chunk
         at = bisect_left(crossed, one)
         if not begins:
             del crossed[at]
             continue
         near = crossed[max(at - 1, 0) : at + 1] if dim + 2 > last else crossed
         for _, other in near:
-            if all(a < d and c < b for (a, b), (c, d) in zip(box[dim + 1 :], other[dim + 1 :], strict=True)):
-                return other, box
+            if all(a < d and c < b for (a, b), (c, d) in zip(chunk[dim + 1 :], other[dim + 1 :], strict=True)):
+                return other, chunk
         insort(crossed, one)
     return None
 
@@ -281,7 +281,7 @@ def _index(record: Any) -> MetadataIndex:
     return MetadataIndex(_typed(fields.get("fqn"), str), None if offset is None else _size(offset))
 
 
-def _place(record: Any) -> _StorageInfo:
+def _storage_info(record: Any) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
     name = _typed(fields.get("relative_path"), str)
     if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name or len(name) > 255:

@@ -1,4 +1,4 @@
-"""Reading the files of one directory, whatever is put at its path meanwhile and whatever stands in it."""
+"""Access to the files of one directory, even if its path is replaced meanwhile, and whatever files it holds."""
 
 import os
 import stat
@@ -10,11 +10,11 @@ from typing import BinaryIO, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-_MOST_OPEN = 256  # files of one directory at a time
+_MOST_OPEN = 256  # files of one directory that are kept open
 
 
 def open_regular(path: str | os.PathLike[str], directory: int | None = None) -> BinaryIO:
-    """Opens a file for reading. OSError if it is a pipe, a device or a directory: to open a pipe may block for ever."""
+    """Opens a file for reading. OSError: a pipe, a device or a directory; opening a pipe may block forever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -23,11 +23,11 @@ def open_regular(path: str | os.PathLike[str], directory: int | None = None) -> 
 
 
 class PinnedDirectory(FileSystem):
-    """A directory that is opened once, as the file system of DCP's readers.
+    """A directory that is opened once, as a file system for the readers of torch.distributed.checkpoint.
 
-    All files are opened through its descriptor, so they are of this directory even if another one is put at the path.
-    The first ``_MOST_OPEN`` stay open until it is closed, so (on a local file system) they can be read after they were
-    removed.
+    All files are opened through its descriptor, so they belong to this directory even if another one replaces it at the
+    path. The first ``_MOST_OPEN`` stay open until it is closed, so that on a local file system they can be read after
+    they were removed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -37,20 +37,20 @@ class PinnedDirectory(FileSystem):
         self.close = weakref.finalize(self, _close, self._descriptor, self._files)
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
-        """True if this directory is the one at the path now."""
+        """Returns True if this directory is the one at the path now."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
         except OSError:
             return False
 
     def size(self, name: str) -> int:
-        """The file's, in bytes. OSError if it is missing or no regular file."""
+        """Returns the size of the file in bytes. OSError: it is missing or no regular file."""
         with self.opened(name) as file:
             return os.fstat(file.fileno()).st_size
 
     @contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
-        """One of its files, at its beginning."""
+        """Opens one of its files, positioned at its beginning."""
         file = self._files.get(name)
         if file is None:
             file = open_regular(name, self._descriptor)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint from a directory that need not be trusted, and that another process may replace meanwhile."""
+"""Reader of checkpoints in directories that need not be trusted and that another process may replace meanwhile."""
 
 import contextlib
 import os
@@ -26,22 +26,22 @@ T = TypeVar("T")
 
 
 class ReplacedError(RetryError):
-    """A checkpoint could not be read to its end, and another one, or none, is at its path now: start over."""
+    """An error of a read during which the checkpoint was replaced or removed: the read must start over."""
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's ``FileSystemReader`` for directories that are not trusted, and that may be replaced while they are read.
+    """A ``FileSystemReader`` of torch for directories that are not trusted and may be replaced while they are read.
 
-    The metadata are read as data, rebuilt field by field and checked; a data file that is shorter than they say is an
+    The metadata is read as data, rebuilt field by field and checked; a data file that is shorter than it states is an
     error before anything is loaded. The directory is opened at the first use and everything is read through its
-    descriptor: one reader reads one checkpoint, whatever is put at the path meanwhile. ``reset`` makes it open the path
-    anew. :func:`load_sharded_state_dict` sees to it that all ranks read the same checkpoint.
+    descriptor: one reader reads one checkpoint, even if another replaces it at the path. ``reset`` makes it open the
+    path anew. :func:`load_sharded_state_dict` ensures that all ranks read the same checkpoint.
 
     Raises:
         FileNotFoundError: no such checkpoint. OSError: a data file is missing, too short or no regular file; the
             checkpoint was replaced before it could be read.
-        pickle.UnpicklingError: ``.metadata`` names anything that is not of a checkpoint's metadata, or is no whole
-            pickle. ValueError: the metadata is malformed.
+        pickle.UnpicklingError: ``.metadata`` names anything that does not belong to a checkpoint's metadata, or is no
+            complete pickle. ValueError: the metadata is malformed.
     """
 
     _directory: PinnedDirectory | None = None
@@ -53,7 +53,7 @@ class CheckpointReader(FileSystemReader):
         super().reset(checkpoint_id)
 
     def close(self) -> None:
-        """Closes the files; what is read next opens the path anew."""
+        """Closes the files; the next read opens the path anew."""
         if self._directory is not None:
             self._directory.close()
         self._directory = self._metadata = None
@@ -61,7 +61,7 @@ class CheckpointReader(FileSystemReader):
 
     @property
     def identity(self) -> str:
-        """A digest of ``.metadata``, the same on every host: each save writes a random number into it."""
+        """Digest of ``.metadata``, the same on every host, different for each save (which writes a random number)."""
         self.read_metadata()
         return self._identity
 
@@ -72,11 +72,11 @@ class CheckpointReader(FileSystemReader):
         return self._metadata
 
     def read_extra(self) -> dict[str, Any]:
-        """The other values that :func:`save_checkpoint` was given."""
+        """Returns the ``extra`` values that were passed to :func:`save_checkpoint`."""
         directory = self._opened()
         try:
             return self._unless_replaced(lambda: _extra(directory))
-        except FileNotFoundError:  # a checkpoint of torch.distributed.checkpoint alone
+        except FileNotFoundError:  # a checkpoint written by torch.distributed.checkpoint alone
             return {}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -88,13 +88,13 @@ class CheckpointReader(FileSystemReader):
             return super().read_data(plan, planner)
         except OSError:
             raise
-        except Exception as error:  # any error of torch.load for a damaged file
+        except Exception as error:  # torch.load raises any error for a damaged file
             values = any(item.type is LoadItemType.BYTE_IO for item in plan.items)
             if values and isinstance(error, pickle.UnpicklingError):  # more than plain values
                 raise
             raise OSError(f"path: {os.fspath(self.path)!r}: a data file cannot be read: {error}") from error
 
-    def _places(self) -> tuple[Path, Path]:
+    def _candidates(self) -> tuple[Path, Path]:
         target = Path(os.path.realpath(self.path))
         return target, backup_path(target)
 
@@ -104,16 +104,16 @@ class CheckpointReader(FileSystemReader):
         return self._directory
 
     def _find(self) -> PinnedDirectory:
-        for place in self._places() * 3:  # where a saver needs two renames, it may be between them at each look
+        for path in self._candidates() * 3:  # a save that needs two renames may be between them at each attempt
             try:
-                directory = PinnedDirectory(place)
+                directory = PinnedDirectory(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             try:
                 directory.size(METADATA)
                 return directory
             except OSError as error:
-                stays = directory.is_at(place) and not isinstance(error, FileNotFoundError)
+                stays = directory.is_at(path) and not isinstance(error, FileNotFoundError)
                 directory.close()
                 if stays:
                     raise
@@ -127,7 +127,7 @@ class CheckpointReader(FileSystemReader):
             return read()
         except Exception as error:
             directory = self._opened()
-            if any(directory.is_at(place) for place in self._places()):
+            if any(directory.is_at(path) for path in self._candidates()):
                 raise
             raise ReplacedError(f"path: {os.fspath(self.path)!r} was replaced while it was read") from error
 
@@ -139,7 +139,7 @@ class CheckpointReader(FileSystemReader):
         metadata = parse_metadata(content)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         with contextlib.suppress(OSError):
-            directory.size(EXTRA)  # now, so that it stays open with the others
+            directory.size(EXTRA)  # opened now, so that it stays open like the others
         for name, end in file_ends(metadata.storage_data.values()).items():
             if (size := directory.size(name)) < end:
                 raise OSError(f"path: {os.fspath(self.path)!r}: {name} has {size} bytes and must have {end}")
@@ -161,7 +161,7 @@ def _extra(directory: PinnedDirectory) -> dict[str, Any]:
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Loads a flat state dict; of entries that are no tensors nothing but plain values and tensors is unpickled."""
+    """A planner that loads a flat state dict and unpickles nothing but plain values and tensors."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,5 +1,5 @@
-"""Full models as safetensors files, in Hugging Face's layout: one file, or several and an index. Rank 0 writes them as
-the tensors come, every rank reads the slices that it holds; nothing is unpickled.
+"""Export and import of full models as safetensors files in Hugging Face's layout: one file, or several and an index.
+Rank 0 writes each tensor as it is gathered, every rank reads its own slices; nothing is unpickled.
 """
 
 import os
@@ -13,12 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from tp_ext.checkpoint.full import Entry, entries_of
-from tp_ext.checkpoint.gather import Ranks, any_rank, gather_full, ranks_of, write_full
+from tp_ext.checkpoint.full import StateEntry, state_entries
+from tp_ext.checkpoint.gather import Ranks, gather_full, ranks_of, true_on_any_rank, write_full
 from tp_ext.checkpoint.pinned_directory import open_regular
-from tp_ext.checkpoint.safetensors_files import Export, check_dtype, index_of, shards_of, target_of, weight_map
+from tp_ext.checkpoint.safetensors_files import Export, check_dtype, index_of, split_into_files, target_of, weight_map
 from tp_ext.checkpoint.write_lock import check_lock_timeout
-from tp_ext.chunks import boxes
+from tp_ext.chunks import local_chunks
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import check_positive
 
@@ -34,28 +34,28 @@ def save_safetensors(
 ) -> None:
     """Exports the unsharded model: the entries of :func:`full_state_dict`, tied ones once, under the first name.
 
-    Every rank calls it, rank 0 writes, all return when the files are there. They are written under temporary names and
-    then renamed, the index last: whenever it is interrupted, one whole export is there, the old one or the new. Files
-    of the old one are then removed. (Shards whose names the old index uses are called
-    ``model-b-00001-of-0000N.safetensors``; the index says so to every reader.) Exports to one place run one after the
+    Every rank calls it, rank 0 writes, all return when the files are in place. They are written under temporary names
+    and then renamed, the index last: an interruption at any moment leaves one complete export, the old or the new one.
+    Files of the old one are then removed. (Files whose names the old index uses are called
+    ``model-b-00001-of-0000N.safetensors``; readers find them by the index.) Exports to one path run one after the
     other.
 
     Args:
         path: a folder, for the names that Hugging Face expects (``model.safetensors``), or a file ``*.safetensors``.
-        module, group: as :func:`full_state_dict`. Rank 0 is the one that ``rank0_only`` means there.
-        max_shard_size: in bytes; more than that go into several files ``model-00001-of-0000N.safetensors``, with
+        module, group: as :func:`full_state_dict`. Rank 0 is the rank of ``rank0_only`` there.
+        max_shard_size: in bytes; a larger model is split into several files ``model-00001-of-0000N.safetensors``, with
             ``model.safetensors.index.json``. A larger tensor has a file of its own.
         metadata: strings for the header of every file, with ``format`` (``pt``) and, as in ``safetensors.torch``,
             the name of each entry that is not written -> the one that it is tied to.
-        lock_timeout: seconds to wait for another export to the same place. The ranks exchange a number every second
+        lock_timeout: seconds to wait for another export to the same path. The ranks exchange a number every second
             meanwhile, so the timeout of the group does not matter.
 
     Communicates as :func:`full_state_dict` with ``rank0_only``; one number per file. Rank 0 holds one full tensor at a
     time, whatever the size of the files.
 
     Raises:
-        OSError: on every rank, if rank 0 could not write; there its cause says why (a TimeoutError: another process,
-            which is named, is still writing there). The export that was there before still is.
+        OSError: on every rank, if rank 0 could not write; on rank 0 its cause is the error (a TimeoutError: another
+            process, which is named, is still writing there). An earlier export is still in place.
         ValueError, TypeError: an entry that safetensors cannot hold (extra state that is no tensor, a dtype), or that
             is on the meta device; max_shard_size, metadata, lock_timeout.
     """
@@ -65,53 +65,54 @@ def save_safetensors(
     head = {"format": "pt", **(metadata or {})}
     if wrong := [key for key, value in head.items() if not (isinstance(key, str) and isinstance(value, str))]:
         raise TypeError(f"metadata: {wrong} must be strings, and their values")
-    entries = entries_of(module)
+    entries = state_entries(module)
     ranks = ranks_of(module, group)
     written: dict[int, str] = {}
     for name, entry in entries.items():
         check_dtype(name, entry)
         if written.setdefault(id(entry.value), name) != name:
             head.setdefault(name, written[id(entry.value)])
-    shards = shards_of([(name, entries[name]) for name in written.values()], max_shard_size)
+    shards = split_into_files([(name, entries[name]) for name in written.values()], max_shard_size)
     export = Export(Path(path), shards, head) if ranks.first else None
     try:
         _wait_for(export, lock_timeout, ranks, path)
-        _together(export.begin if export else None, (), ranks, path)
+        _run_step(export.begin if export else None, (), ranks, path)
         for number, shard in enumerate(shards):
             tensors = (gather_full(entry.value, entry.sharding, ranks, rank0_only=True) for _, entry in shard)
-            _together(partial(export.write, number, tensors) if export else None, tensors, ranks, path)
-        _together(export.finish if export else None, (), ranks, path)
+            _run_step(partial(export.write, number, tensors) if export else None, tensors, ranks, path)
+        _run_step(export.finish if export else None, (), ranks, path)
     finally:
         if export is not None:
             export.clean()
 
 
 def _wait_for(export: Export | None, timeout: float, ranks: Ranks, path: str | os.PathLike[str]) -> None:
-    """Waits until rank 0 holds the lock of the place. All ranks meet after each turn, lest a collective time out."""
+    """Waits until rank 0 holds the lock of the path. All ranks communicate after each turn, lest a collective time
+    out."""
     ended = [export is None]
 
     def turn() -> None:
         assert export is not None
         ended[0] = export.wait(timeout)
 
-    _together(turn if export else None, (), ranks, path)
-    while any_rank(not ended[0], ranks):
-        _together(turn if export else None, (), ranks, path)
+    _run_step(turn if export else None, (), ranks, path)
+    while true_on_any_rank(not ended[0], ranks):
+        _run_step(turn if export else None, (), ranks, path)
 
 
-def _together(
+def _run_step(
     step: Callable[[], None] | None, tensors: Iterable[Tensor | None], ranks: Ranks, path: str | os.PathLike[str]
 ) -> None:
-    """A step of the writing rank, in which the others send it their parts of tensors; it fails on all ranks or none."""
+    """Runs a step of the writing rank, in which the other ranks send it their shards; it fails on all ranks or none."""
     failure: Exception | None = None
     try:
         if step is not None:
             step()
-    except Exception as error:  # whatever it is, the other ranks must not wait for us
+    except Exception as error:  # of any kind: the other ranks must not wait for this one
         failure = error
-    for _ in tensors:  # what is still to come when it failed, and all of them on the other ranks
+    for _ in tensors:  # the remaining ones after a failure, and all of them on the other ranks
         pass
-    if any_rank(failure is not None, ranks):
+    if true_on_any_rank(failure is not None, ranks):
         raise OSError(
             f"path: {os.fspath(path)!r} could not be written by rank 0, whose error has the cause"
         ) from failure
@@ -127,7 +128,7 @@ class _Source(NamedTuple):
         return torch.Size(self.file.get_slice(self.name).get_shape())
 
     def values(self) -> Any:
-        """Gives slices of the tensor when it is indexed; one number is just read."""
+        """Returns an object that reads slices of the tensor when indexed; for a single number, the number."""
         return self.file.get_slice(self.name) if self.shape() else self.file.get_tensor(self.name)
 
 
@@ -135,14 +136,14 @@ class _Source(NamedTuple):
 def load_safetensors(
     path: str | os.PathLike[str], module: nn.Module, *, group: Group = NOT_GIVEN, strict: bool = True
 ) -> None:
-    """Loads an export of any number of ranks, or of an unsharded model by anyone else; each rank reads the slices that
-    it holds, and no more.
+    """Loads an export made by any number of ranks, or by another program from an unsharded model; each rank reads only
+    the slices that it holds.
 
     Args:
-        path: a folder with ``model.safetensors`` or ``model.safetensors.index.json``, one of these, or another file.
+        path: a folder with ``model.safetensors`` or ``model.safetensors.index.json``, one of these files, or another.
         module, group: as :func:`load_full_state_dict`.
-        strict: missing or unexpected keys are an error; else they are passed over. An entry is not missing if one that
-            it is tied to, in the module or as the file's metadata says, is there. Tied entries must be equal.
+        strict: missing or unexpected keys are an error; else they are ignored. An entry is not missing if one that it
+            is tied to, in the module or by the file's metadata, is present. Tied entries must be equal.
 
     Communicates one number per group: all ranks load, or none.
 
@@ -150,18 +151,20 @@ def load_safetensors(
         OSError: a file that cannot be read, here or on another rank.
         KeyError: under ``strict``, naming the missing and the unexpected keys.
         ValueError: an entry of another shape than the unsharded parameter's; names the key and both shapes. A file that
-            is no whole safetensors file, an index that is none, tied entries that differ, an entry on the meta device.
+            is no complete safetensors file, a malformed index, tied entries that differ, an entry on the meta device.
     """
-    entries = entries_of(module)
+    entries = state_entries(module)
     ranks = ranks_of(module, group)
     failure: Exception | None = None
     with ExitStack() as opened:
         try:
-            found = _found(entries, _sources(Path(path), opened), ranks, strict)
-        except Exception as error:  # the other ranks must hear of it, whatever it is
+            found = _match_sources(entries, _open_sources(Path(path), opened), ranks, strict)
+        except Exception as error:  # of any kind: it must reach the other ranks
             failure = error
-        if any_rank(failure is not None, ranks):
-            raise failure or OSError(f"path: {os.fspath(path)!r} could not be read on another rank, which tells why")
+        if true_on_any_rank(failure is not None, ranks):
+            raise failure or OSError(
+                f"path: {os.fspath(path)!r} could not be read on another rank, whose error has the cause"
+            )
         for name, source in found.items():
             entry = entries[name]
             if entry.extra:
@@ -170,8 +173,8 @@ def load_safetensors(
                 write_full(source.values(), entry.value, entry.sharding, ranks.tp)
 
 
-def _sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
-    """Every tensor of the files, under the names of entries tied to it, too."""
+def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
+    """Opens the files; returns every tensor in them, also under the names of entries tied to it."""
     target = target_of(path)
     if target.exists():
         names = {target.name}
@@ -183,7 +186,7 @@ def _sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
     tied: dict[str, str] = {}
     for name in sorted(names):
         try:
-            open_regular(target.with_name(name)).close()  # to open a pipe may block for ever
+            open_regular(target.with_name(name)).close()  # opening a pipe may block forever
             file = opened.enter_context(safe_open(target.with_name(name), framework="pt"))
         except SafetensorError as error:
             raise ValueError(
@@ -194,8 +197,10 @@ def _sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
     return sources | {name: sources[kept] for name, kept in tied.items() if kept in sources and name not in sources}
 
 
-def _found(entries: Mapping[str, Entry], sources: dict[str, _Source], ranks: Ranks, strict: bool) -> dict[str, _Source]:
-    """The source of each entry."""
+def _match_sources(
+    entries: Mapping[str, StateEntry], sources: dict[str, _Source], ranks: Ranks, strict: bool
+) -> dict[str, _Source]:
+    """Returns the source of each entry, after checking names, shapes and tied entries."""
     found = {name: sources[name] for name in entries if name in sources}
     of_tied = {id(entries[name].value): name for name in reversed(found)}
     missing = sorted(name for name, entry in entries.items() if name not in found and id(entry.value) not in of_tied)
@@ -214,10 +219,10 @@ def _found(entries: Mapping[str, Entry], sources: dict[str, _Source], ranks: Ran
     return found
 
 
-def _equal(one: _Source, other: _Source, entry: Entry, ranks: Ranks) -> bool:
-    """True if two sources of one tensor are equal where this rank holds it."""
-    for box in boxes(entry.value, entry.sharding, ranks.tp.rank, ranks.tp.size)[1]:
-        where = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape, strict=True))
+def _equal(one: _Source, other: _Source, entry: StateEntry, ranks: Ranks) -> bool:
+    """Returns True if two sources of one tensor are equal in the chunks that this rank holds."""
+    for chunk in local_chunks(entry.value, entry.sharding, ranks.tp.rank, ranks.tp.size)[1]:
+        where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.tensor.shape, strict=True))
         if not torch.equal(one.values()[where], other.values()[where]):
             return False
     return True

@@ -1,5 +1,5 @@
-"""Safetensors files as Hugging Face lays them out: what goes into which, how one is written as its tensors come, and
-how an export takes the place of an older one.
+"""Safetensors files in Hugging Face's layout: assigns entries to files, writes a file tensor by tensor, and replaces an
+older export.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from tp_ext.checkpoint.full import Entry
+from tp_ext.checkpoint.full import StateEntry
 from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.write_lock import WriteLock
 
@@ -37,20 +37,20 @@ DTYPES = {
 
 _LARGEST_INDEX = 1 << 26  # bytes: some 500,000 entries
 
-Shard = list[tuple[str, Entry]]
+FileEntries = list[tuple[str, StateEntry]]
 """The entries of one file."""
 
 
-def check_dtype(name: str, entry: Entry) -> None:
+def check_dtype(name: str, entry: StateEntry) -> None:
     if not isinstance(entry.value, Tensor):
         raise TypeError(f"module: {name!r} is {type(entry.value).__name__} and must be a tensor to be written")
     if entry.value.dtype not in DTYPES:
         raise ValueError(f"module: {name!r} is of {entry.value.dtype} and must be one of {list(DTYPES)} to be written")
 
 
-def shards_of(entries: Shard, max_size: int | None) -> list[Shard]:
-    """The entries of each file, in the order of the state dict; in a file wide dtypes first, for alignment."""
-    shards: list[Shard] = [[]]
+def split_into_files(entries: FileEntries, max_size: int | None) -> list[FileEntries]:
+    """Returns the entries of each file, in the order of the state dict; in a file wide dtypes first, for alignment."""
+    shards: list[FileEntries] = [[]]
     size = 0
     for name, entry in entries:
         size += _size(entry)
@@ -61,14 +61,14 @@ def shards_of(entries: Shard, max_size: int | None) -> list[Shard]:
     return [sorted(shard, key=lambda item: (-item[1].value.dtype.itemsize, item[0])) for shard in shards]
 
 
-def _size(entry: Entry) -> int:
+def _size(entry: StateEntry) -> int:
     return entry.shape.numel() * entry.value.dtype.itemsize
 
 
 class Export:
     """The files of one export, on the rank that writes them."""
 
-    def __init__(self, path: Path, shards: list[Shard], head: dict[str, str]) -> None:
+    def __init__(self, path: Path, shards: list[FileEntries], head: dict[str, str]) -> None:
         self.target, self.shards, self.head = target_of(path), shards, head
         self.index = index_of(self.target)
         self.suffix = f".{secrets.token_hex(4)}.tmp"
@@ -78,16 +78,16 @@ class Export:
         self.started = time.monotonic()
 
     def wait(self, timeout: float) -> bool:
-        """One turn of waiting for other exports to the same place; whether it is over."""
+        """Waits one turn for other exports to the same path; returns whether the wait is over."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         return self.lock.take_turn(self.started, timeout)
 
     def begin(self) -> None:
         temporary = _temporary_names(self.target.stem)
         for name in os.listdir(self.target.parent):
-            if temporary.fullmatch(name):  # of an export that was killed: we hold the lock
+            if temporary.fullmatch(name):  # of an export that was killed, since we hold the lock
                 self.target.with_name(name).unlink(missing_ok=True)
-        with suppress(OSError, ValueError):  # an index that cannot be read is no export that we could damage
+        with suppress(OSError, ValueError):  # an index that cannot be read belongs to no export that could be damaged
             self.old = {name for name in weight_map(self.index).values() if _is_shard(name)}
         count = len(self.shards)
         if count > 1:
@@ -96,7 +96,7 @@ class Export:
                 self.names = names if self.old.isdisjoint(names) else self.names
 
     def write(self, number: int, tensors: Iterable[Tensor | None]) -> None:
-        """One file: the length of the head, the head, and the tensors one after the other."""
+        """Writes one file: the length of the head, the head, and the tensors one after the other."""
         entries, at = {}, 0
         for name, entry in self.shards[number]:
             offsets = [at, at := at + _size(entry)]
@@ -106,13 +106,13 @@ class Export:
         with self.temporary(self.names[number]).open("wb") as file:
             file.write(len(head).to_bytes(8, "little") + head)
             for full in tensors:
-                if full is not None:  # as it is on the other ranks
+                if full is not None:  # None on the other ranks
                     _put(file, full)
                 del full  # before the next one comes
             _sync(file)
 
     def finish(self) -> None:
-        """Puts everything in place; the last rename is what makes it the export."""
+        """Moves all files into place; the last rename makes them the export."""
         names = list(self.names)
         if len(names) > 1:
             place = {name: file for file, shard in zip(names, self.shards, strict=True) for name, _ in shard}
@@ -144,14 +144,14 @@ class Export:
 
 
 def _temporary_names(stem: str) -> re.Pattern[str]:
-    """The names that :meth:`Export.temporary` gives."""
+    """Returns a pattern of the names that :meth:`Export.temporary` makes."""
     return re.compile(
         rf"{re.escape(stem)}(-b)?(-\d{{5,}}-of-\d{{5,}})?\.safetensors(\.index\.json)?\.[0-9a-f]{{8}}\.tmp"
     )
 
 
 def _is_shard(name: str) -> bool:
-    """True for names that an export gives to its files: an index may name any file of its folder."""
+    """Returns True for names that an export gives to its files: an index may name any file of its folder."""
     return name.endswith(".safetensors") and not name.startswith(".")
 
 
@@ -167,7 +167,7 @@ def _sync(file: IO[bytes]) -> None:
 
 
 def target_of(path: Path) -> Path:
-    """The file that a single export is; the folder's, where one is given."""
+    """Returns the file of an export that is a single file; for a folder, the one in it."""
     name = path.name.removesuffix(".index.json")
     return path.with_name(name) if name.endswith(".safetensors") else path / "model.safetensors"
 
@@ -177,7 +177,11 @@ def index_of(target: Path) -> Path:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each entry. Raises OSError: it cannot be read; ValueError: no index, or one with files elsewhere."""
+    """Returns the file of each entry.
+
+    Raises:
+        OSError: the index cannot be read. ValueError: it is no index, or names files outside of its folder.
+    """
     try:
         with open_regular(index) as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_INDEX:

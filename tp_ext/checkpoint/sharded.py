@@ -1,5 +1,5 @@
-"""The state of a sharded model and its optimizer for torch.distributed.checkpoint: every rank gives its boxes of the
-full tensors, so what p ranks saved any other number loads, data-parallel or not, and the unsharded model too.
+"""The state of a sharded model and its optimizer for torch.distributed.checkpoint: every rank provides its chunks of
+the full tensors, so any number of ranks, data-parallel or not, and the unsharded model load a save of p ranks.
 """
 
 from typing import Any, NamedTuple
@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tp_ext.checkpoint.chunked_tensor import BoxTensor
-from tp_ext.checkpoint.full import StateDict, entries_of
-from tp_ext.chunks import boxes
+from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
+from tp_ext.checkpoint.full import StateDict, state_entries
+from tp_ext.chunks import local_chunks
 from tp_ext.group import NOT_GIVEN, Group, parallel_group
-from tp_ext.nn.module import locate, model_group
+from tp_ext.nn.fqn import resolve_fqn
+from tp_ext.nn.module import model_group
 from tp_ext.sharding import Sharding
 
 
-class Optimized(NamedTuple):
-    """A parameter of an optimizer: its name in the unsharded model, how it is cut, and the options of its group."""
+class OptimizedParameter(NamedTuple):
+    """A parameter of an optimizer: its name in the unsharded model, its sharding, and the options of its group."""
 
     name: str
     param: Tensor
@@ -27,54 +28,54 @@ class Optimized(NamedTuple):
 
 @torch.no_grad()
 def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *, group: Group = NOT_GIVEN) -> StateDict:
-    """This rank's part of the state, for ``torch.distributed.checkpoint.save`` and ``async_save``.
+    """Returns this rank's share of the state, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     ``{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor, "param_groups.<name>.<key>": value}}``, with
-    the names, shapes and layouts of the unsharded model: that one loads it by
-    ``state = {"model": model.state_dict()}; dcp.load(state, checkpoint_id=path)``. The optimizer's part has the form of
-    torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``. The tensors are views of the live ones: saved are
-    the values at the moment of saving; of the call, by ``async_save``.
+    the names, shapes and layouts of the unsharded model, which loads it by
+    ``state = {"model": model.state_dict()}; dcp.load(state, checkpoint_id=path)``. The optimizer's entries have the
+    form of torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``. The tensors are views of the live ones:
+    ``save`` writes their values at the time of saving, ``async_save`` those at the time of its call.
 
     Args:
-        module: with sharded parameters; it may be wrapped by FSDP2 or DistributedDataParallel over data axes, and be
-            one stage of a pipeline whose stages use different names.
-        optimizer: of parameters of this module.
+        module: a module with sharded parameters; it may be wrapped by FSDP2 or DistributedDataParallel over data axes,
+            and be one stage of a pipeline whose stages use different names.
+        optimizer: an optimizer of parameters of this module.
         group: the tensor-parallel group; default: that of the module's layers.
 
     Communicates nothing.
 
     Raises:
-        ValueError: a parameter has another shape than its sharding says or is on the meta device, the optimizer holds a
-            parameter that is not the module's, or state of a sharded parameter that has another shape than it;
+        ValueError: a parameter has another shape than its sharding gives or is on the meta device, the optimizer holds
+            a parameter that is not the module's, or state of a sharded parameter that has another shape than it;
             ``group`` is not that of the module's layers.
     """
     group = model_group(module, group)
     state: StateDict = {"model": {}}
-    for name, entry in entries_of(module).items():
-        state["model"][name] = entry.value if entry.extra else _sharded(entry.value, entry.sharding, group)
+    for name, entry in state_entries(module).items():
+        state["model"][name] = entry.value if entry.extra else _as_chunked_tensor(entry.value, entry.sharding, group)
     if optimizer is not None:
         state["optimizer"] = saved = {}
         for one in optimized_params(module, optimizer):
             for key, value in one.options.items():
                 saved[f"param_groups.{one.name}.{key}"] = value
             for key, value in optimizer.state.get(one.param, {}).items():
-                saved[f"state.{one.name}.{key}"] = sharded_state(key, value, one, group)
+                saved[f"state.{one.name}.{key}"] = shard_optimizer_state(key, value, one, group)
     return state
 
 
-def _sharded(value: Tensor, sharding: Sharding | None, group: Group) -> Tensor:
+def _as_chunked_tensor(value: Tensor, sharding: Sharding | None, group: Group) -> Tensor:
     _, p, rank = parallel_group(group)
-    shape, held = boxes(value, sharding, rank, p)
-    if not value.dim():  # one number: stagers take it for no tensor
+    shape, held = local_chunks(value, sharding, rank, p)
+    if not value.dim():  # stagers do not treat a single number as a tensor
         return value.detach()
-    if not shape.numel():  # nothing that any rank could hold a box of
+    if not shape.numel():  # no rank could hold a chunk of it
         return torch.empty(shape, dtype=value.dtype)
-    return BoxTensor(shape, held, dtype=value.dtype, device=value.device)
+    return ChunkedTensor(shape, held, dtype=value.dtype, device=value.device)
 
 
-def sharded_state(key: str, value: Any, of: Optimized, group: Group) -> Any:
-    """State of the parameter's shape is sharded as the parameter; one number, and state of a replicated parameter, is
-    returned as it is."""
+def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, group: Group) -> Any:
+    """Returns state of the parameter's shape sharded like the parameter; a single number, and state of a replicated
+    parameter, unchanged."""
     if isinstance(value, dict | list | tuple) or "." in key:
         raise ValueError(f"optimizer: state {key!r} of {of.name!r}, a {type(value).__name__}, must be a tensor")
     if not isinstance(value, Tensor) or (value.dim() == 0 and of.param.dim() > 0):
@@ -82,13 +83,13 @@ def sharded_state(key: str, value: Any, of: Optimized, group: Group) -> Any:
     if value.shape != of.param.shape and (of.sharding is not None or type(value) is not type(of.param.data)):
         raise ValueError(
             f"optimizer: state {key!r} of {of.name!r} has shape {tuple(value.shape)} and must have that of the "
-            f"parameter, {tuple(of.param.shape)}, by which is known how it is cut"
+            f"parameter, {tuple(of.param.shape)}, from which its sharding is known"
         )
-    return _sharded(value, of.sharding, group)
+    return _as_chunked_tensor(value, of.sharding, group)
 
 
-def optimized_params(module: nn.Module, optimizer: Optimizer) -> list[Optimized]:
-    """The parameters of the optimizer, in order. One that is in several places has the name of the first."""
+def optimized_params(module: nn.Module, optimizer: Optimizer) -> list[OptimizedParameter]:
+    """Returns the parameters of the optimizer, in order. One that has several names is listed under the first."""
     keys = {param: key for key, param in module.named_parameters()}
     found = []
     for param_group in optimizer.param_groups:
@@ -99,6 +100,6 @@ def optimized_params(module: nn.Module, optimizer: Optimizer) -> list[Optimized]
                     f"optimizer: a parameter of shape {tuple(param.shape)} must be one of the module's; "
                     "under FSDP2 optimizers are made after fully_shard"
                 )
-            place = locate(module, keys[param])
-            found.append(Optimized(place.name, param, place.sharding, options))
+            resolved = resolve_fqn(module, keys[param])
+            found.append(OptimizedParameter(resolved.name, param, resolved.sharding, options))
     return found

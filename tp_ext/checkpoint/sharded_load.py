@@ -1,4 +1,4 @@
-"""Loading what torch.distributed.checkpoint saved of a sharded state dict, checked before anything is written."""
+"""Loading of sharded state dicts that torch.distributed.checkpoint saved, checked before anything is written."""
 
 import os
 from collections.abc import Callable
@@ -14,15 +14,21 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ext._object_collectives import RetryError, gathered, outcomes, plain_failures, together
-from tp_ext.checkpoint.full import StateDict, entries_of
+from tp_ext._object_collectives import (
+    RetryError,
+    all_gather_objects,
+    call_and_gather,
+    call_on_all_ranks,
+    unwrap_checkpoint_errors,
+)
+from tp_ext.checkpoint.full import StateDict, state_entries
 from tp_ext.checkpoint.reader import PlainPlanner
-from tp_ext.checkpoint.sharded import Optimized, optimized_params, sharded_state, sharded_state_dict
+from tp_ext.checkpoint.sharded import OptimizedParameter, optimized_params, shard_optimizer_state, sharded_state_dict
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import model_group
 
 T = TypeVar("T")
-_ATTEMPTS = 20  # to read one checkpoint, while others take its place
+_ATTEMPTS = 20  # to read one checkpoint while others replace it
 
 
 def load_sharded_state_dict(
@@ -33,26 +39,27 @@ def load_sharded_state_dict(
     group: Group = NOT_GIVEN,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Loads what ``torch.distributed.checkpoint`` saved of :func:`sharded_state_dict`, at any number of ranks, straight
+    """Loads a :func:`sharded_state_dict` that ``torch.distributed.checkpoint`` saved, at any number of ranks, directly
     into the live shards: no rank ever holds a full tensor. Every rank of ``process_group`` calls it.
 
-    The optimizer may be new: its state is made of what the checkpoint holds. Of entries that are no tensors (options of
-    parameter groups, extra state) nothing but plain values is unpickled.
+    The optimizer may be new: its state is created from the checkpoint. Entries that are no tensors (options of
+    parameter groups, extra state) are unpickled as plain values only.
 
     Args:
-        module, optimizer, group: as for :func:`sharded_state_dict`; ranks, shards and data axes may be others.
-        storage_reader: of the checkpoint; :class:`CheckpointReader` for a directory that need not be trusted.
-        process_group: all ranks that take part; None: all there are.
+        module, optimizer, group: as for :func:`sharded_state_dict`; ranks, shards and data axes may differ.
+        storage_reader: a reader of the checkpoint; :class:`CheckpointReader` for a directory that need not be trusted.
+        process_group: all participating ranks; None: all ranks of the job.
 
     Communicates: plans and outcomes, no tensors.
 
     Raises:
         KeyError: missing or unexpected keys, all of them named. ValueError, TypeError: an entry has another shape than
             the unsharded tensor (both are named), or one is a tensor and the other none; the parameters of a group were
-            saved with different options. On every rank, and nothing has been loaded then.
-        OSError: a file could not be read, on every rank, whichever it was; some tensors may have been loaded then. The
-            checkpoint was replaced again and again before all ranks had read it; once is no error, they read the new
-            one then. pickle.UnpicklingError: an entry is more than plain values; no tensor has been loaded then.
+            saved with different options. Raised on every rank; nothing has been loaded then.
+        OSError: a file could not be read on some rank, raised on every rank; some tensors may have been loaded then.
+            Or the checkpoint was replaced repeatedly before all ranks had read it; a single replacement is no error,
+            the ranks then read the new one. pickle.UnpicklingError: an entry is more than plain values; no tensor has
+            been loaded then.
     """
     load_from(storage_reader, module, optimizer, group, process_group, lambda: None)
 
@@ -66,14 +73,15 @@ def load_from(
     process_group: ProcessGroup | None,
     before: Callable[[], T],
 ) -> T:
-    """Loads as :func:`load_sharded_state_dict`, and returns what ``before`` has read of the same checkpoint.
+    """Loads as :func:`load_sharded_state_dict`; returns the result of ``before``, which reads the same checkpoint.
 
-    A checkpoint that is replaced before all ranks have opened it, or while they read it, is left for the new one.
+    If a checkpoint is replaced before all ranks have opened it, or while they read it, they start over with the new
+    one.
     """
     replaced: Exception | None = None
     for _ in range(_ATTEMPTS):
         try:
-            metadata, found = _opened(reader, process_group, before)
+            metadata, found = _open(reader, process_group, before)
             _load(reader, metadata, module, optimizer, group, process_group)
             return found
         except RetryError as error:  # on all ranks
@@ -82,8 +90,8 @@ def load_from(
     raise OSError(f"{replaced}; {_ATTEMPTS} attempts") from replaced
 
 
-def _opened(reader: StorageReader, process_group: ProcessGroup | None, before: Callable[[], T]) -> tuple[Metadata, T]:
-    """Metadata of one checkpoint, the same on all ranks."""
+def _open(reader: StorageReader, process_group: ProcessGroup | None, before: Callable[[], T]) -> tuple[Metadata, T]:
+    """Opens one checkpoint, the same on all ranks; returns its metadata and the result of ``before``."""
     metadata: Metadata | None = None
     found: T | None = None
 
@@ -92,7 +100,7 @@ def _opened(reader: StorageReader, process_group: ProcessGroup | None, before: C
         metadata, found = reader.read_metadata(), before()
         return getattr(reader, "identity", "")
 
-    if len(set(outcomes(process_group, read))) > 1:
+    if len(set(call_and_gather(process_group, read))) > 1:
         path = os.fspath(getattr(reader, "path", ""))
         raise RetryError(f"path: {path!r} must be one checkpoint on all ranks, and was replaced while they opened it")
     return metadata, found  # type: ignore[return-value]
@@ -106,25 +114,26 @@ def _load(
     group: Group,
     process_group: ProcessGroup | None,
 ) -> None:
-    into = together(process_group, lambda: _Destination(module, optimizer, metadata, group))
+    into = call_on_all_ranks(process_group, lambda: _Destination(module, optimizer, metadata, group))
     flat: StateDict = into.flat
     parts = ("model.", "optimizer.") if optimizer is not None else ("model.",)
     saved = {key for key in metadata.state_dict_metadata if key.startswith(parts)}
     _check_keys(set(flat), saved, process_group)
-    together(process_group, lambda: _check_entries(flat, metadata))
-    # First entries that are no tensors: should one be refused, no tensor has been written
+    call_on_all_ranks(process_group, lambda: _check_entries(flat, metadata))
+    # Entries that are no tensors come first: if one is refused, no tensor has been written
     plain = {key: value for key, value in flat.items() if not isinstance(value, Tensor)}
     tensors = {key: value for key, value in flat.items() if isinstance(value, Tensor)}
     _read(plain, reader, process_group)
     flat |= plain
-    together(process_group, into.check_options)
+    call_on_all_ranks(process_group, into.check_options)
     _read(tensors, reader, process_group)
-    together(process_group, into.put_back)
+    call_on_all_ranks(process_group, into.put_back)
 
 
 def _check_keys(wanted: set[str], saved: set[str], process_group: ProcessGroup | None) -> None:
-    """Missing is what one rank misses, unexpected what no rank expects: the stages of a pipeline have other names."""
-    reports = gathered((wanted - saved, saved - wanted), process_group)
+    """Raises KeyError on every rank if a rank misses a key, or if no rank expects one (pipeline stages have different
+    keys)."""
+    reports = all_gather_objects((wanted - saved, saved - wanted), process_group)
     missing = set[str]().union(*(one for one, _ in reports))
     unexpected = set[str].intersection(*(other for _, other in reports))
     if missing or unexpected:
@@ -145,21 +154,21 @@ def _check_entries(flat: StateDict, metadata: Metadata) -> None:
 
 
 def _read(flat: StateDict, reader: StorageReader, process_group: ProcessGroup | None) -> None:
-    """Fills the tensors of a flat state dict and replaces its other values."""
-    with plain_failures():
+    """Reads the tensors of a flat state dict in place and replaces its other values."""
+    with unwrap_checkpoint_errors():
         dcp.load(flat, storage_reader=reader, planner=PlainPlanner(), process_group=process_group)
 
 
 class _Destination:
-    """Where the entries of a checkpoint go."""
+    """The destination of the entries of a checkpoint: the live shards, and the values that are set afterwards."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, metadata: Metadata, group: Group) -> None:
         group = model_group(module, group)
         self.flat, self.paths = flatten_state_dict(sharded_state_dict(module, group=group))
-        self.extra = {name: entry.owner for name, entry in entries_of(module).items() if entry.extra}
+        self.extra = {name: entry.owner for name, entry in state_entries(module).items() if entry.extra}
         self.optimizer = optimizer
-        self.options: list[dict[str, list[str]]] = []  # of each group of the optimizer: where its parameters say so
-        self.states: dict[Tensor, dict[str, tuple[str, Tensor | None]]] = {}  # of each parameter: the entries
+        self.options: list[dict[str, list[str]]] = []  # per group of the optimizer: flat keys by option
+        self.states: dict[Tensor, dict[str, tuple[str, Tensor | None]]] = {}  # per parameter: its entries
         if optimizer is None:
             return
         saved_states, saved_options = (
@@ -180,19 +189,19 @@ class _Destination:
                     flat_key = f"optimizer.state.{one.name}.{key}"
                     value = _state(key, entry, one, optimizer)
                     states[key] = flat_key, value
-                    self.flat[flat_key] = None if value is None else sharded_state(key, value, one, group)
+                    self.flat[flat_key] = None if value is None else shard_optimizer_state(key, value, one, group)
             self.options.append(keys)
 
     def check_options(self) -> None:
-        """All parameters of a group must have been saved with the same options; tensors, not read yet, are trusted."""
+        """Raises unless all parameters of a group were saved with the same options; tensors are not compared."""
         for index, keys in enumerate(self.options):
-            for key, places in keys.items():
-                first = self.flat[places[0]]
-                for place in places[1:]:
-                    if not isinstance(first, Tensor) and self.flat[place] != first:
+            for key, flat_keys in keys.items():
+                first = self.flat[flat_keys[0]]
+                for other in flat_keys[1:]:
+                    if not isinstance(first, Tensor) and self.flat[other] != first:
                         raise ValueError(
                             f"optimizer: the parameters of its group {index} must have been saved with one {key}: "
-                            f"{places[0]!r} is {first!r}, {place!r} is {self.flat[place]!r}"
+                            f"{flat_keys[0]!r} is {first!r}, {other!r} is {self.flat[other]!r}"
                         )
 
     def put_back(self) -> None:
@@ -204,13 +213,13 @@ class _Destination:
         if self.optimizer is None:
             return
         for param, states in self.states.items():
-            loaded = {key: self.flat[place] if value is None else value for key, (place, value) in states.items()}
+            loaded = {key: self.flat[flat] if value is None else value for key, (flat, value) in states.items()}
             self.optimizer.state[param] = loaded
             if not loaded:
                 del self.optimizer.state[param]
         for param_group, keys in zip(self.optimizer.param_groups, self.options, strict=True):
-            for key, places in keys.items():
-                value, current = self.flat[places[0]], param_group.get(key)
+            for key, flat_keys in keys.items():
+                value, current = self.flat[flat_keys[0]], param_group.get(key)
                 if isinstance(value, Tensor) and isinstance(current, Tensor):
                     current.copy_(value)  # in place: captured graphs read it there
                 else:
@@ -218,7 +227,7 @@ class _Destination:
 
 
 def _by_name(metadata: Metadata, prefix: str) -> dict[str, dict[str, Any]]:
-    """The entries below a prefix, by parameter and key."""
+    """Returns the entries below a prefix, by parameter and key."""
     found: dict[str, dict[str, Any]] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if key.startswith(prefix):
@@ -228,12 +237,12 @@ def _by_name(metadata: Metadata, prefix: str) -> dict[str, dict[str, Any]]:
 
 
 def _option(entry: Any) -> Tensor | None:
-    """A place for a tensor, a learning rate on the device, say."""
+    """Returns an empty tensor to load an option into that is a tensor, such as a learning rate; else None."""
     return torch.zeros(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def _state(key: str, entry: Any, of: Optimized, optimizer: Optimizer) -> Tensor | None:
-    """The optimizer's tensor, or a new one, as torch.optim would make it; None for what is no tensor."""
+def _state(key: str, entry: Any, of: OptimizedParameter, optimizer: Optimizer) -> Tensor | None:
+    """Returns the optimizer's tensor, or a new one as torch.optim would make it; None if the entry is no tensor."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     param, dtype = of.param, entry.properties.dtype

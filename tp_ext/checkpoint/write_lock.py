@@ -1,9 +1,9 @@
-"""One writer at a time of what stands at a path, among all processes on all hosts that share the file system.
+"""A lock that admits one writer at a time to a path, among all processes on all hosts that share the file system.
 
-The writer holds a lock file next to the path, which names its host and process, by ``flock``. That ends with the
-process, so the lock of a killed writer is free at once. On file systems that refuse ``flock`` the existence of the file
-is the lock, and its owner touches it every few seconds: an owner on the same machine is looked up in /proc, one on
-another host has ended if the file's time has not changed for ``_SILENT_SECONDS``.
+The writer holds a ``flock`` on a lock file next to the path, which names its host and process. The kernel releases it
+with the process, so the lock of a killed writer is free at once. On file systems that refuse ``flock`` the existence of
+the file is the lock, and its owner touches it every few seconds: an owner on the same machine is looked up in /proc,
+one on another host is taken for ended if the file's time has not changed for ``_SILENT_SECONDS``.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ _SILENT_SECONDS = 30.0
 
 
 def check_lock_timeout(lock_timeout: float) -> None:
-    """ValueError unless it is a number of seconds, of at least 0."""
+    """Raises ValueError unless ``lock_timeout`` is a number of seconds, of at least 0."""
     if not isinstance(lock_timeout, int | float) or not lock_timeout >= 0:
         raise ValueError(f"lock_timeout: {lock_timeout!r} must be a number of seconds, at least 0")
 
 
 class WriteLock:
-    """The right to write at ``target``, and to remove what earlier writers have left next to it.
+    """The right to write at ``target``, and to remove temporary files of earlier writers next to it.
 
-    While it is held, the writers of all temporary files of ``target`` but its holder's have ended.
+    While it is held, the writers of all temporary files of ``target`` except the holder have ended.
     """
 
     def __init__(self, target: Path) -> None:
@@ -44,15 +44,15 @@ class WriteLock:
         self.path = target.with_name(f".{target.name}.tp_ext-lock")
         self._descriptor: int | None = None
         self._close: Callable[[], object] = lambda: None
-        self._released = threading.Event()  # ends the touching
+        self._released = threading.Event()  # ends the thread that touches the file
         self._by_flock = True
-        self._seen: tuple[bytes, int] | None = None  # of a rival: content and time of its file, ..
-        self._seen_at = 0.0  # .. and since when they are these
+        self._seen: tuple[bytes, int] | None = None  # content and time of a rival's file, ..
+        self._seen_at = 0.0  # .. and the time since when they are unchanged
 
     def take_turn(self, begin: float, timeout: float) -> bool:
-        """Tries to acquire it, once at least and for ``TURN_SECONDS`` at most; False: another process holds it.
+        """Tries to acquire the lock, at least once and for at most ``TURN_SECONDS``; False: another process holds it.
 
-        Callers with other ranks exchange a message after each turn, so that no collective waits longer than a turn.
+        Callers with several ranks communicate after each turn, so that no collective waits longer than a turn.
         ``begin`` is the time of the first turn. Raises TimeoutError ``timeout`` seconds later, OSError.
         """
         end = time.monotonic() + TURN_SECONDS
@@ -69,23 +69,23 @@ class WriteLock:
         return True
 
     def owner(self) -> str:
-        """Names the process that holds it."""
+        """Returns the name of the process that holds the lock."""
         record = _parsed(self._content()[0])
         return f"process {record['pid']} on {record['host']}" if record else "another process"
 
     def check_held(self) -> None:
-        """Raises OSError if the lock file is no longer this one's: someone has removed it."""
+        """Raises OSError if the lock file is no longer this lock's: another process has removed it."""
         if self._descriptor is None or not self._is_ours():
             raise OSError(f"{self.path.name} was removed, or taken by {self.owner()}, while it was held")
 
     def release(self) -> None:
-        """Removes the file and lets go, if this one holds it."""
+        """Removes the file and releases the lock, if it is held."""
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError):
             if self._is_ours():
                 os.unlink(self.path)  # while it is held: no other process can hold a file of this name
-        self._let_go()
+        self._drop()
 
     def _acquired(self) -> bool:
         return self._tried() or self._tried()  # again: the first try may have found a lock that it removed
@@ -99,18 +99,20 @@ class WriteLock:
             except FileNotFoundError:  # just released
                 return False
         self._descriptor, self._released = descriptor, threading.Event()
-        self._close = weakref.finalize(self, _close, descriptor, os.getpid(), self._released)  # if it is dropped, too
+        self._close = weakref.finalize(
+            self, _close, descriptor, os.getpid(), self._released
+        )  # also when the lock object is garbage
         try:
             if self._locked(descriptor, new):
                 self._take(descriptor)
                 return True
         except BaseException:
-            self._let_go()
+            self._drop()
             raise
-        self._let_go()
+        self._drop()
         return False
 
-    def _let_go(self) -> None:
+    def _drop(self) -> None:
         self._close()
         self._descriptor = None
 
@@ -127,12 +129,12 @@ class WriteLock:
                 self._break()
             return new
         self._by_flock = True
-        return self._is_ours()  # not the file of one who has released it since we opened it
+        return self._is_ours()  # not a file whose owner has released it since we opened it
 
     def _take(self, descriptor: int) -> None:
         record = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
         content = json.dumps(record | {"machine": _machine(), "token": secrets.token_hex(8)}).encode()
-        with contextlib.suppress(OSError):  # the disk is full: only the name is missing
+        with contextlib.suppress(OSError):  # disk full: only the owner's name is missing
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, content, 0)
         if not self._by_flock:
@@ -146,7 +148,7 @@ class WriteLock:
             return False
 
     def _content(self) -> tuple[bytes, int]:
-        """Bytes and time of the lock file; none and 0 if it is not there."""
+        """Returns bytes and time of the lock file; no bytes and 0 if it is missing."""
         try:
             with open(self.path, "rb") as file:
                 return file.read(4096), os.fstat(file.fileno()).st_mtime_ns
@@ -163,8 +165,8 @@ class WriteLock:
         return time.monotonic() - self._seen_at > _SILENT_SECONDS
 
     def _break(self) -> None:
-        """Removes the file of a process that has ended. Of several that find it so only one does; if another has made
-        a new one meanwhile, that is put back."""
+        """Removes the lock file of a process that has ended. Only one of several processes that find it so succeeds; if
+        another has created a new file meanwhile, that file is restored."""
         mine = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(mine)
@@ -175,7 +177,7 @@ class WriteLock:
 
 
 def _touch(descriptor: int, released: threading.Event) -> None:
-    """Keeps the time of the lock file moving until the lock is released."""
+    """Updates the time of the lock file every few seconds until the lock is released."""
     while not released.wait(_TOUCH_SECONDS):
         with contextlib.suppress(OSError):
             os.utime(descriptor)
@@ -199,7 +201,7 @@ def _parsed(content: bytes) -> dict[str, Any] | None:
 
 
 def _machine() -> str:
-    """The same for two processes that find one another in /proc: boot and process namespace."""
+    """Returns boot id and process namespace: equal for two processes that see one another in /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -208,7 +210,7 @@ def _machine() -> str:
 
 
 def _started(pid: object) -> str | None:
-    """When a process of this machine began, in ticks since boot; None: it has ended. A number may be used again."""
+    """Returns the start time of a process of this machine, in ticks since boot; None: it has ended. Pids are reused."""
     try:
         return Path(f"/proc/{int(str(pid))}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, ValueError, IndexError):

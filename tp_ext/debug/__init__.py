@@ -1,7 +1,7 @@
-"""Checks of a model over its ranks, counts of collectives, names in profiles, a mode that compares every batch.
+"""Debugging aids: checks of a model over its ranks, counts of collectives, names in profiles, comparison of batches.
 
-``tp_ext.debug.check(model)`` after wrapping and after the first step finds what otherwise shows as a loss that is a
-little off: see docs/guide/debugging.md.
+``tp_ext.debug.check(model)`` after wrapping and after the first step finds mistakes that otherwise show only as a
+slightly wrong loss: see docs/guide/debugging.md.
 """
 
 from tp_ext.debug.collective_counts import CollectiveCount, CollectiveCounts, count_collectives

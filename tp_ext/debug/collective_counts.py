@@ -1,4 +1,4 @@
-"""What a piece of a program sends: every collective of this process, counted exactly, by group and kind.
+"""Exact counts of the collectives that this process issues in a block of code, by group and kind.
 
 ``with tp_ext.debug.count_collectives() as counts: ...; print(counts)``; docs/reference/communication.md has the
 numbers of all modules.
@@ -15,7 +15,7 @@ from tp_ext.group import Group, global_ranks, parallel_group
 
 __all__ = ["CollectiveCount", "CollectiveCounts", "count_collectives"]
 
-_WIRE: dict[str, Callable[[int, int, int], int]] = {  # of n, own, t: wire bytes times t
+_WIRE: dict[str, Callable[[int, int, int], int]] = {  # (n, own, t) -> wire bytes times t
     "all_reduce": lambda n, own, t: 2 * (t - 1) * n,
     "all_gather": lambda n, own, t: t * (n - own),
     "reduce_scatter": lambda n, own, t: t * (n - own),
@@ -31,12 +31,12 @@ _WIRE: dict[str, Callable[[int, int, int], int]] = {  # of n, own, t: wire bytes
 
 
 class CollectiveCount(NamedTuple):
-    """Calls that are alike: of one kind, in one group, of as many bytes each."""
+    """A number of equal calls: of one kind, in one group, of the same size in bytes."""
 
     group: str
     """The group's name."""
     ranks: tuple[int, ...]
-    """Its ranks as the world numbers them; empty if the group was gone when this was read."""
+    """Its global ranks; empty if the group had been destroyed when this was read."""
     size: int
     """t, the number of ranks."""
     kind: str
@@ -44,18 +44,18 @@ class CollectiveCount(NamedTuple):
     payload: int
     """n of one call, in bytes."""
     own: int
-    """The bytes among them that are this rank's before and after the call."""
+    """The bytes of the payload that this rank holds both before and after the call."""
     number: int
-    """How many such calls."""
+    """The number of such calls."""
 
     @property
     def payload_bytes(self) -> int:
-        """n of all calls."""
+        """Total payload n of all calls, in bytes."""
         return self.number * self.payload
 
     @property
     def wire_bytes(self) -> float:
-        """What this rank sends in all calls."""
+        """Bytes that this rank sends in all calls."""
         return float(self._wire())
 
     def _wire(self) -> Fraction:
@@ -63,43 +63,43 @@ class CollectiveCount(NamedTuple):
 
 
 class CollectiveCounts:
-    """What :func:`count_collectives` has counted. ``print`` it for a table."""
+    """The counts of :func:`count_collectives`. ``print`` them for a table."""
 
     def __init__(self, read: Callable[[], Sequence[CollectiveCount]]):
         self._read = read
 
     @property
     def rows(self) -> tuple[CollectiveCount, ...]:
-        """One for each group, kind and size, in the order in which they came up."""
+        """One row for each group, kind and size, in order of first occurrence."""
         return tuple(self._read())
 
     @property
     def number(self) -> int:
-        """Collectives in all."""
+        """Total number of collectives."""
         return sum(row.number for row in self.rows)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of payload in all."""
+        """Total bytes of payload."""
         return sum(row.payload_bytes for row in self.rows)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes on the wire that this rank sends in all."""
+        """Total bytes on the wire that this rank sends."""
         return float(sum(row._wire() for row in self.rows))  # rounded once
 
     def by_kind(self) -> dict[str, int]:
-        """The number of each kind that there was, such as ``{"all_reduce": 4}``."""
+        """Returns the number of collectives of each kind that occurred, such as ``{"all_reduce": 4}``."""
         numbers: Counter[str] = Counter()
         for row in self.rows:
             numbers[row.kind] += row.number
         return dict(numbers)
 
     def select(self, *, group: Group = None, kind: str | None = None) -> "CollectiveCounts":
-        """Those of one group, of one kind, or of one kind in one group.
+        """Returns the counts of one group, of one kind, or of one kind in one group.
 
         Raises:
-            ValueError: a kind that there is not. TypeError, ValueError: ``group`` is no group.
+            ValueError: an unknown kind. TypeError, ValueError: ``group`` is no group.
         """
         if kind is not None and kind not in _WIRE:
             raise ValueError(f"kind: {kind!r} must be one of {', '.join(_WIRE)}")
@@ -124,8 +124,8 @@ def count_collectives() -> Iterator[CollectiveCounts]:
     """Counts the collectives that this process issues in the ``with`` block, from any thread: those of tp_ext, forward
     and backward, of ``torch.distributed``, DDP, FSDP2, functional collectives and compiled code.
 
-    Of each call the size t of its group, the payload n and the bytes on the wire that one rank sends (and receives)
-    are known. Wire bytes are those of ring algorithms, the least there can be without help from the network:
+    For each call it records the size t of its group, the payload n and the bytes on the wire that one rank sends (and
+    receives). Wire bytes are those of ring algorithms, the minimum without in-network reduction:
 
     =================  ================================================  ===================
     kind               n, in bytes                                       on the wire
@@ -140,22 +140,23 @@ def count_collectives() -> Iterator[CollectiveCounts]:
     barrier            0                                                 0
     =================  ================================================  ===================
 
-    (t - 1) / t n stands for n less what is the rank's own before and after the call; with uneven lists it differs from
-    rank to rank. Padding counts: it is sent. What a backend does beneath is not looked at: gloo's reduce-scatter, say,
-    sends as much as its all-reduce. A coalesced call is one of the sum of its sizes. A call counts when it is issued;
-    an asynchronous one is not waited for. Nothing is issued for empty tensors, nor by tp_ext where t = 1.
+    (t - 1) / t n stands for n minus the bytes that the rank holds both before and after the call; with uneven lists it
+    differs between ranks. Padding counts, since it is communicated. The implementation of a backend is not considered:
+    gloo's reduce-scatter, for instance, sends as much as its all-reduce. A coalesced call counts as one of the sum of
+    its sizes. A call counts when it is issued; an asynchronous one is not waited for. Nothing is issued for empty
+    tensors, nor by tp_ext where t = 1.
 
-    Blocks nest, each counting everything inside. The counts may be read inside the block, too. It listens to torch's
-    record functions, as ``torch.profiler`` does: no dispatch mode is active, the layers take their ordinary way (under
-    torch's ``CommDebugMode`` they take the functional one), compiled code stays compiled. Inside, every operator
-    costs about 0.2 us more; outside nothing.
+    Blocks nest, each counting everything inside. The counts may also be read inside the block. It uses torch's record
+    functions, as ``torch.profiler`` does: no dispatch mode is active, the layers use their ordinary code path (under
+    torch's ``CommDebugMode`` they use the functional one), compiled code stays compiled. Inside a block every operator
+    costs about 0.2 us more; outside there is no cost.
 
     All-reduces over torch's symmetric memory, and GEMMs fused with an all-gather or a reduce-scatter, count as the
-    collective that they stand for. Not seen: replays of a CUDA graph, whose capture counts; other work over symmetric
-    memory; calls of a process group written in Python, before it hands them on to one of torch's.
+    collective that they replace. Not counted: replays of a CUDA graph, whose capture counts; other work over symmetric
+    memory; calls of a process group written in Python, before it forwards them to one of torch's.
 
     Yields:
-        :class:`CollectiveCounts`. Communicates: nothing; every rank counts its own.
+        :class:`CollectiveCounts`. Communicates nothing; every rank counts its own calls.
     """
     library = load()
     counter = library.open_counter()

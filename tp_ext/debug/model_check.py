@@ -10,30 +10,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ext._object_collectives import gathered
+from tp_ext._object_collectives import all_gather_objects
 from tp_ext.debug.model_rules import foreign_parameters, misplaced
 from tp_ext.debug.replication import (
-    Entry,
-    Held,
-    Key,
-    dealt,
-    differences,
-    entries,
-    explain,
-    held_pieces,
-    local,
-    missing,
-    own_pieces,
-    replicated_pieces,
+    ComparedTensor,
+    PartKey,
+    TensorDigest,
+    compared_tensors,
+    describe_differences,
+    describe_missing,
+    differing_keys,
+    is_sharded_by_fsdp2,
+    local_tensor,
+    parts_of_shard,
+    replicated_parts,
+    tensor_digests,
 )
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
 from tp_ext.nn.module import ParallelModule, model_group
-from tp_ext.parallel.ddp_guard import mixing_wraps
+from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 
-Batch = Any  # a tensor, or dicts, lists and tuples of them; anything else in it is passed over
+Batch = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
 
 EXPLAINED = 8
-"""Of so many tensors that differ the values are exchanged; the others are named."""
+"""The number of differing tensors whose values are exchanged; the others are only named."""
 
 
 def check(
@@ -52,16 +52,16 @@ def check(
 def findings(
     model: nn.Module, *, group: Group = NOT_GIVEN, optimizer: Optimizer | None = None, batch: Batch = None
 ) -> list[str]:
-    """Mistakes of the model over the ranks of its group, a sentence each; the same list on every rank.
+    """Returns mistakes of the model over the ranks of its group, a sentence each; the same list on every rank.
 
-    - parameters, buffers and gradients that should be replicated and differ: which, on which rank, where, both values
+    - parameters, buffers and gradients that should be replicated and differ, with rank, index and both values
       (:func:`assert_replicated`);
     - a parameter that only some ranks have, or whose dtype, ``requires_grad`` or sharding differs over them; a module
       in training mode on some ranks only;
-    - a local tensor that has not the shape its sharding gives this rank;
+    - a local tensor whose shape is not the one that its sharding gives this rank;
     - two ranks with the same bits where their slices should differ (constants aside);
     - DDP or FSDP2 over ranks that hold different shards (:mod:`tp_ext.parallel.ddp_guard`);
-    - weights tied on some ranks only, or that were tied and came apart;
+    - weights tied on some ranks only, or tied once and no longer;
     - generators in different states: torch's default generator of each device that holds parameters must agree, or
       dropout masks and initial weights differ;
     - no layer with a group in a job of several ranks;
@@ -71,40 +71,41 @@ def findings(
 
     Args:
         model: the whole model, wrapped or not, called on every rank of the group at the same point of the program.
-        group: default the group of the model's layers. With another one, the data axis, say, everything is taken as
-            replicated over it, and generators may differ.
-        optimizer: of the model's parameters.
-        batch: what the model is given: a tensor, or dicts, lists and tuples of tensors. Nothing of it is kept between
-            calls, so no batch is known that is not given here; :class:`enable` compares all of them.
+        group: default the group of the model's layers. Over another one, such as the data axis, everything is taken as
+            replicated, and generators may differ.
+        optimizer: an optimizer of the model's parameters.
+        batch: the model's input: a tensor, or dicts, lists and tuples of tensors. Nothing of it is kept between calls,
+            so only the batch given here is compared; :class:`enable` compares all of them.
 
-    Communicates: one exchange of some 200 bytes a parameter; a second one, of values, if there are differences.
+    Communicates: one exchange of some 200 bytes per parameter; a second one, of values, if there are differences.
     Under FSDP2 see :func:`assert_replicated`.
 
     Raises:
-        ValueError: without ``group``, the layers of the model are of several.
+        ValueError: without ``group``, the layers of the model have several groups.
     """
     forgotten = _forgotten(model) if group is NOT_GIVEN else []
     name = model_group(model) if group is NOT_GIVEN or group is None else group_name(group)
     p = parallel_group(name).size
-    table = entries(model, name)
+    table = compared_tensors(model, name)
     alone = [*forgotten, *misplaced(model), *(foreign_parameters(model, optimizer) if optimizer is not None else ())]
-    alone += [*mixing_wraps(model), *_wrong_shapes(table), *_came_apart(model, table)]
+    alone += [*find_mixed_wrappers(model), *_wrong_shapes(table), *_no_longer_tied(model, table)]
     if p == 1:
         return alone
-    pieces = {key: piece for entry in table for key, piece in replicated_pieces(entry, name)}
+    tensors = {key: part for entry in table for key, part in replicated_parts(entry, name)}
     given = dict(_tensors("batch", batch))
-    pieces |= {(one, -1, 0): local(tensor) for one, tensor in given.items()}
-    held = dict(zip(pieces, held_pieces(pieces.values()), strict=True))
+    tensors |= {(one, -1, 0): local_tensor(tensor) for one, tensor in given.items()}
+    held = dict(zip(tensors, tensor_digests(tensors.values()), strict=True))
     facts_here = _facts(model, table, _is_sharded_over(model, name)) | dict.fromkeys(given, "given")
     mine = _Report(alone, facts_here, _slices(table, name), held)
-    reports = gathered(mine, process_group(name))
+    reports = all_gather_objects(mine, process_group(name))
     all_held = [one.held for one in reports]
     facts = [one.facts for one in reports]
-    found = _told_alone([one.alone for one in reports]) + _disagreements(facts) + _same_slices(reports)
-    known = set.intersection(*(set(one) for one in facts))  # of what only some ranks have the facts tell
-    found += [sentence for sentence in missing(all_held) if sentence.split(":")[0].removesuffix(".grad") in known]
-    different = differences(all_held)
-    found += explain(different[:EXPLAINED], pieces, all_held, name) if different else []
+    found = _merge_local_findings([one.alone for one in reports]) + _disagreements(facts) + _same_slices(reports)
+    known = set.intersection(*(set(one) for one in facts))  # tensors that only some ranks have are in the facts
+    absent = describe_missing(all_held)
+    found += [sentence for sentence in absent if sentence.split(":")[0].removesuffix(".grad") in known]
+    different = differing_keys(all_held)
+    found += describe_differences(different[:EXPLAINED], tensors, all_held, name) if different else []
     return found + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
 
 
@@ -120,7 +121,7 @@ def _tensors(name: str, batch: Batch) -> Iterator[tuple[str, Tensor]]:
 
 
 def _forgotten(model: nn.Module) -> list[str]:
-    """A sentence if no layer has a group though the job has several ranks."""
+    """Returns a sentence if no layer has a group though the job has several ranks."""
     ranks = job_ranks()
     if ranks == 1 or any(module.tp_group.name for module in _layers(model)):
         return []
@@ -137,15 +138,15 @@ def _is_sharded_over(model: nn.Module, group: str) -> bool:
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others: what it can see alone; what all must agree on; its slices, by parameter."""
+    """The report of a rank to the others: its local findings, facts that all must agree on, slices and digests."""
 
     alone: list[str]
     facts: dict[str, str]
-    slices: dict[str, list[tuple[int, Held]]]
-    held: dict[Key, Held]
+    slices: dict[str, list[tuple[int, TensorDigest]]]
+    held: dict[PartKey, TensorDigest]
 
 
-def _wrong_shapes(table: list[Entry]) -> Iterator[str]:
+def _wrong_shapes(table: list[ComparedTensor]) -> Iterator[str]:
     for entry in table:
         name = entry.name.rpartition(".")[2]
         if entry.layer is not None and name in entry.layer.tp_shardings:
@@ -155,9 +156,9 @@ def _wrong_shapes(table: list[Entry]) -> Iterator[str]:
                 yield f"{entry.name}: shape {shape} must be {tuple(expected)}, by its sharding at p = {p}"
 
 
-def _came_apart(model: nn.Module, table: list[Entry]) -> Iterator[str]:
-    """Tied parameters that are nobody else's, though there is one of their kind: ``to_empty`` of a model on the meta
-    device makes two of one."""
+def _no_longer_tied(model: nn.Module, table: list[ComparedTensor]) -> Iterator[str]:
+    """Yields a sentence for each parameter that was tied and no longer is, though one of its shape exists: ``to_empty``
+    of a model on the meta device makes two parameters of one."""
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     for entry in table:
         name = entry.name.rpartition(".")[2]
@@ -168,8 +169,8 @@ def _came_apart(model: nn.Module, table: list[Entry]) -> Iterator[str]:
                 yield f"{entry.name}: was tied to another parameter and is its own now; tie it again, to one of {like}"
 
 
-def _facts(model: nn.Module, table: list[Entry], own: bool) -> dict[str, str]:
-    """What must be the same on all ranks."""
+def _facts(model: nn.Module, table: list[ComparedTensor], generators: bool) -> dict[str, str]:
+    """Returns the facts that must be the same on all ranks."""
     facts = {}
     for name, tensor, _, sharding in table:
         cut = f"dim {sharding.dim} cut in {[part.size for part in sharding.parts]}" if sharding else "replicated"
@@ -180,32 +181,34 @@ def _facts(model: nn.Module, table: list[Entry], own: bool) -> dict[str, str]:
     for name, param in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(param), name) != name:
             facts[f"{name} and {first[id(param)]}"] = "one parameter"
-    if own:
+    if generators:
         for device in sorted({entry.tensor.device for entry in table}, key=str):
             if device.type in ("cpu", "cuda"):
                 state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-                facts[f"torch's default generator of the {device.type}"] = f"state {held_pieces([state])[0].checksum:x}"
+                facts[f"torch's default generator of the {device.type}"] = (
+                    f"state {tensor_digests([state])[0].checksum:x}"
+                )
     return facts
 
 
-def _slices(table: list[Entry], group: str) -> dict[str, list[tuple[int, Held]]]:
-    """Of each sharded parameter its pieces: where each starts, and its checksum."""
+def _slices(table: list[ComparedTensor], group: str) -> dict[str, list[tuple[int, TensorDigest]]]:
+    """Returns, for each sharded parameter, the start and the digest of this rank's share of each part."""
     _, p, rank = parallel_group(group)
     slices = {}
     for name, tensor, _, sharding in table:
-        if sharding is None or tensor.is_meta or dealt(tensor, group):
+        if sharding is None or tensor.is_meta or is_sharded_by_fsdp2(tensor, group):
             continue
         if isinstance(tensor, DTensor) and all(part.copies == 1 for part in sharding.parts):
             # The same slice of each rank's shard: no need to gather
-            starts, pieces = [rank], [local(tensor)]
+            starts, shares = [rank], [local_tensor(tensor)]
         else:
-            starts = [piece.start for piece in sharding.slices(rank, p)]
-            pieces = list(own_pieces(tensor, sharding, rank, p))
-        slices[name] = list(zip(starts, held_pieces(pieces), strict=False))
+            starts = [where.start for where in sharding.slices(rank, p)]
+            shares = list(parts_of_shard(tensor, sharding, rank, p))
+        slices[name] = list(zip(starts, tensor_digests(shares), strict=False))
     return slices
 
 
-def _told_alone(sentences: list[list[str]]) -> list[str]:
+def _merge_local_findings(sentences: list[list[str]]) -> list[str]:
     found = []
     for sentence in dict.fromkeys(s for one in sentences for s in one):
         ranks = [rank for rank, one in enumerate(sentences) if sentence in one]
@@ -214,7 +217,7 @@ def _told_alone(sentences: list[list[str]]) -> list[str]:
 
 
 def _disagreements(facts: list[dict[str, str]]) -> list[str]:
-    """Names with the same disagreement in one sentence."""
+    """Returns a sentence for each disagreement; names with the same one share a sentence."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name in dict.fromkeys(name for one in facts for name in one):
         values = tuple(one.get(name, "missing") for one in facts)
@@ -222,10 +225,10 @@ def _disagreements(facts: list[dict[str, str]]) -> list[str]:
             names.setdefault(values, []).append(name)
     found = []
     for values, alike in names.items():
-        told = [f"{v} on ranks {[r for r, w in enumerate(values) if w == v]}" for v in dict.fromkeys(values)]
+        by_value = [f"{v} on ranks {[r for r, w in enumerate(values) if w == v]}" for v in dict.fromkeys(values)]
         more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
         hint = "; seed them alike, with tp_ext.manual_seed" if "generator" in alike[0] else ""
-        found.append(f"{', '.join(alike[:3])}{more}: {', '.join(told)}{hint}")
+        found.append(f"{', '.join(alike[:3])}{more}: {', '.join(by_value)}{hint}")
     return found
 
 

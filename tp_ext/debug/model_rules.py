@@ -1,7 +1,7 @@
-"""Mistakes in how a model is put together that show without running it and without communication.
+"""Checks of a model's structure that need neither a run nor communication.
 
-Layers are recognised by their options, since composition imports no layer: a column linear has ``gather_output``, a row
-linear ``input_is_parallel``.
+Layers are recognised by their options, since this package imports no layer: a column linear has ``gather_output``, a
+row linear ``input_is_parallel``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from tp_ext.nn.module import ParallelModule
 
 
 def misplaced(model: nn.Module) -> Iterator[str]:
-    """One sentence for each torch dropout on sharded features, and for each pair of linears of which one has
+    """Yields a sentence for each torch dropout on sharded features, and for each pair of linears of which only one has
     ``sequence_parallel``.
 
     A pair is a column linear and the next row linear among the children of one module, in order of their registration:
@@ -33,7 +33,7 @@ def misplaced(model: nn.Module) -> Iterator[str]:
 
 
 def _wrong_pair(prefix: str, module: nn.Module, column: str, row: str, dropouts: list[str]) -> Iterator[str]:
-    """Sentences about the children ``column`` and ``row`` of a module, and the torch dropouts between them."""
+    """Yields sentences about the children ``column`` and ``row`` of a module, and the torch dropouts between them."""
     first, last = (module.get_submodule(name).sequence_parallel for name in (column, row))
     if first != last:
         yield (
@@ -61,7 +61,7 @@ def _is_sharded_linear(module: nn.Module) -> bool:
 
 
 def foreign_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    """A sentence if the optimizer holds parameters that are not the model's, whose steps change nothing."""
+    """Yields a sentence if the optimizer holds parameters that are not the model's, whose updates have no effect."""
     known = {id(param) for param in model.parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     foreign = [param for param in params if id(param) not in known]

@@ -1,4 +1,4 @@
-"""Names of modules in a profile: which layer an operator, and a collective, belongs to."""
+"""Names of modules in profiles, which show the layer that an operator or a collective belongs to."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +14,9 @@ def annotate(model: nn.Module) -> Iterator[None]:
 
     Ranges nest as calls do, and operators and collectives of a forward lie within the range of their module. Operators
     of backward carry the sequence number of the forward operator that they belong to, which ``torch.profiler`` draws as
-    an arrow. By hooks, which are removed at the end: without the block nothing is slower, inside each call costs some
-    microseconds, compiled modules are compiled anew, and ``ParallelMLP(gemm_epilogue=True)`` calls its linears one by
-    one. One thread at a time.
+    an arrow. It works by hooks, which are removed at the end: outside of the block nothing is slower; inside, each call
+    costs some microseconds, compiled modules are compiled anew, and ``ParallelMLP(gemm_epilogue=True)`` calls its
+    linears one by one. One thread at a time.
 
     Communicates nothing.
     """

@@ -1,5 +1,6 @@
-"""What must be the same bits on every rank of a group: replicated parameters, buffers, copied KV heads, gradients.
-A checksum per tensor is compared first, in one exchange; values are sent only of what differs.
+"""Comparison of the tensors that must be the same bits on every rank of a group: replicated parameters and buffers,
+copied KV heads, and their gradients. A checksum per tensor is compared first, in one exchange; values are communicated
+only for tensors that differ.
 """
 
 import math
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tp_ext._checksum import bits_of, checksum
-from tp_ext._object_collectives import gathered
+from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import Group, global_ranks, parallel_group, process_group
-from tp_ext.nn.module import ParallelModule, sharding_of, shardings
-from tp_ext.parallel.ddp_guard import layers_of, mesh_ranks
+from tp_ext.nn.fqn import sharding_of, shardings
+from tp_ext.nn.module import ParallelModule
+from tp_ext.parallel.ddp_guard import layers_by_tensor_id, mesh_ranks
 from tp_ext.sharding import Sharding
 
-Key = tuple[str, int, int]
-"""(name, part, where the piece starts in the full tensor); part -1 is the whole tensor."""
+PartKey = tuple[str, int, int]
+"""(name, index of the part, its start in the full tensor); part -1 is the whole tensor."""
 
 
-class Held(NamedTuple):
-    """A piece that a rank holds, as the others see it; ``varied``: its elements are not all alike."""
+class TensorDigest(NamedTuple):
+    """A digest of a tensor that a rank holds, for the other ranks; ``varied``: its elements are not all alike."""
 
     checksum: int
     shape: tuple[int, ...]
@@ -31,8 +33,8 @@ class Held(NamedTuple):
     varied: bool
 
 
-class Entry(NamedTuple):
-    """A parameter or buffer: its name, itself, its layer, how it is cut over the group that is looked at."""
+class ComparedTensor(NamedTuple):
+    """A parameter or buffer with its name, its layer, and its sharding over the group of the comparison."""
 
     name: str
     tensor: Tensor
@@ -44,12 +46,12 @@ def assert_replicated(model_or_tensor: nn.Module | Tensor, *, group: Group) -> N
     """Asserts that what should be replicated over ``group`` is the same bits on all its ranks (so NaNs agree, 0.0 and
     -0.0 differ).
 
-    Of a model that is every parameter and buffer without a sharding, the KV heads that several ranks hold, and the
-    gradients of both, which are complete when ``backward()`` has returned. Of a tensor it is the tensor. Over another
-    group than a layer's own, the data axis, say, the layer's shards are replicated too. What FSDP2 has dealt over the
-    ranks of ``group`` is passed over.
+    For a model it compares every parameter and buffer without a sharding, the KV heads that several ranks hold, and the
+    gradients of both, which are complete when ``backward()`` has returned; for a tensor, the tensor. Over a group other
+    than a layer's own, such as the data axis, the layer's shards are replicated, too. Tensors that FSDP2 has sharded
+    over the ranks of ``group`` are skipped.
 
-    Communicates: one exchange of 100 bytes a tensor; a second one, of the values, if one differs. Under FSDP2 copied
+    Communicates: one exchange of 100 bytes per tensor; a second one, of the values, if one differs. Under FSDP2 copied
     KV heads are gathered over the data axis first, so all ranks of the mesh must call it.
 
     Raises:
@@ -62,83 +64,84 @@ def assert_replicated(model_or_tensor: nn.Module | Tensor, *, group: Group) -> N
     if p == 1:
         return
     if isinstance(model_or_tensor, nn.Module):
-        table = entries(model_or_tensor, group)
-        pieces = {key: piece for entry in table for key, piece in replicated_pieces(entry, group)}
+        table = compared_tensors(model_or_tensor, group)
+        tensors = {key: part for entry in table for key, part in replicated_parts(entry, group)}
     else:
-        pieces = {("tensor", -1, 0): local(model_or_tensor)}
-    held = gathered(dict(zip(pieces, held_pieces(pieces.values()), strict=True)), process_group(name))
-    sentences, different = missing(held), differences(held)
+        tensors = {("tensor", -1, 0): local_tensor(model_or_tensor)}
+    held = all_gather_objects(dict(zip(tensors, tensor_digests(tensors.values()), strict=True)), process_group(name))
+    sentences, different = describe_missing(held), differing_keys(held)
     if different and not sentences:
-        sentences = explain(different[:1], pieces, held, name)
+        sentences = describe_differences(different[:1], tensors, held, name)
     if sentences:
         others = f"; {len(different) - 1} more tensors differ" if len(different) > 1 else ""
         raise AssertionError(sentences[0] + others)
 
 
-def entries(model: nn.Module, group: Group) -> list[Entry]:
-    """Every parameter and buffer of the model, each once; not those cut over some of the group's ranks by a layer of
-    another group, which can be neither compared nor checked over this one."""
-    ranks, layers, cuts, found = global_ranks(group), layers_of(model), dict(shardings(model)), []
+def compared_tensors(model: nn.Module, group: Group) -> list[ComparedTensor]:
+    """Returns every parameter and buffer of the model once, except those that a layer of another group shards over some
+    of this group's ranks, which cannot be compared over this group."""
+    ranks, layers, cuts, found = global_ranks(group), layers_by_tensor_id(model), dict(shardings(model)), []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         layer, local_name = layers.get(id(tensor)), name.rpartition(".")[2]
         sharding = cuts[name] if name in cuts else sharding_of(layer, local_name) if layer is not None else None
         cut_over = global_ranks(layer.tp_group.name) if layer is not None and sharding is not None else []
         if cut_over == ranks or len(set(cut_over) & set(ranks)) < 2:
-            found.append(Entry(name, tensor, layer, sharding if cut_over == ranks else None))
+            found.append(ComparedTensor(name, tensor, layer, sharding if cut_over == ranks else None))
     return found
 
 
-def replicated_pieces(entry: Entry, group: Group) -> Iterator[tuple[Key, Tensor]]:
-    """Of a parameter or buffer and its gradient what other ranks of the group must hold too."""
+def replicated_parts(entry: ComparedTensor, group: Group) -> Iterator[tuple[PartKey, Tensor]]:
+    """Yields the parts of a parameter or buffer, and of its gradient, that other ranks of the group must hold, too."""
     _, p, rank = parallel_group(group)
     for name, tensor in ((entry.name, entry.tensor), (f"{entry.name}.grad", entry.tensor.grad)):
-        if tensor is None or tensor.is_meta or dealt(tensor, group):
+        if tensor is None or tensor.is_meta or is_sharded_by_fsdp2(tensor, group):
             continue
         if entry.sharding is None:
-            yield (name, -1, 0), local(tensor)
+            yield (name, -1, 0), local_tensor(tensor)
         elif any(part.copies > 1 for part in entry.sharding.parts):
-            for index, piece in enumerate(own_pieces(tensor, entry.sharding, rank, p)):
+            for index, part in enumerate(parts_of_shard(tensor, entry.sharding, rank, p)):
                 if entry.sharding.parts[index].copies > 1:
-                    yield (name, index, entry.sharding.slices(rank, p)[index].start), piece
+                    yield (name, index, entry.sharding.slices(rank, p)[index].start), part
 
 
-def own_pieces(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> Iterator[Tensor]:
-    """The local tensor's piece of each part, without padding; none of a tensor that has not the length for it."""
+def parts_of_shard(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> Iterator[Tensor]:
+    """Yields the local tensor's share of each part, without padding; nothing if its length does not match."""
     if tensor.dim() <= sharding.dim or tensor.shape[sharding.dim] != sharding.local_size(rank, p):
         return
     whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     at = 0
-    for part, piece in zip(sharding.parts, sharding.slices(rank, p), strict=True):
-        yield whole.narrow(sharding.dim, at, piece.stop - piece.start)
+    for part, where in zip(sharding.parts, sharding.slices(rank, p), strict=True):
+        yield whole.narrow(sharding.dim, at, where.stop - where.start)
         start, stop = part.span(rank, p)
         at += stop - start
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank stores of it."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns the local storage of the tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def dealt(tensor: Tensor, group: Group) -> bool:
-    """Whether FSDP2 has dealt it over ranks of the group, which then hold different slices."""
+def is_sharded_by_fsdp2(tensor: Tensor, group: Group) -> bool:
+    """Returns whether FSDP2 has sharded the tensor over ranks of the group, which then hold different slices."""
     return isinstance(tensor, DTensor) and len(set(mesh_ranks(tensor)) & set(global_ranks(group))) > 1
 
 
-def held_pieces(pieces: Iterable[Tensor]) -> list[Held]:
-    """Checksums of all, with one copy to the host per device."""
-    pieces = list(pieces)
-    numbers = [checksum(bits_of(piece)) for piece in pieces]
+def tensor_digests(tensors: Iterable[Tensor]) -> list[TensorDigest]:
+    """Returns the digests of all tensors, with one copy to the host per device."""
+    tensors = list(tensors)
+    numbers = [checksum(bits_of(tensor)) for tensor in tensors]
     on_host: dict[int, list[int]] = {}
-    for device in {piece.device for piece in pieces}:
-        here = [i for i, piece in enumerate(pieces) if piece.device == device]
+    for device in {tensor.device for tensor in tensors}:
+        here = [i for i, tensor in enumerate(tensors) if tensor.device == device]
         on_host |= dict(zip(here, torch.stack([numbers[i] for i in here]).tolist(), strict=True))
     return [
-        Held(on_host[i][0], tuple(piece.shape), str(piece.dtype), bool(on_host[i][1])) for i, piece in enumerate(pieces)
+        TensorDigest(on_host[i][0], tuple(tensor.shape), str(tensor.dtype), bool(on_host[i][1]))
+        for i, tensor in enumerate(tensors)
     ]
 
 
-def missing(held: list[dict[Key, Held]]) -> list[str]:
-    """A sentence for each whole tensor that not all ranks have."""
+def describe_missing(held: list[dict[PartKey, TensorDigest]]) -> list[str]:
+    """Returns a sentence for each whole tensor that not all ranks have."""
     sentences = []
     for key in dict.fromkeys(key for one in held for key in one):
         ranks = [rank for rank, one in enumerate(held) if key not in one]
@@ -147,25 +150,27 @@ def missing(held: list[dict[Key, Held]]) -> list[str]:
     return sentences
 
 
-def differences(held: list[dict[Key, Held]]) -> list[Key]:
-    """Pieces that not all their holders hold alike; the same on every rank, so that all take part in what follows."""
+def differing_keys(held: list[dict[PartKey, TensorDigest]]) -> list[PartKey]:
+    """Returns the keys whose holders differ; the same on every rank, so that all take part in further communication."""
     keys = dict.fromkeys(key for one in held for key in one)
     return [key for key in keys if len({one[key] for one in held if key in one}) > 1]
 
 
-def explain(keys: list[Key], pieces: dict[Key, Tensor], held: list[dict[Key, Held]], group: str) -> list[str]:
-    """A sentence for each difference, the same on every rank. Communicates: the pieces, to every rank."""
-    mine = [pieces[key].cpu() if key in pieces else None for key in keys]
-    everyone = gathered(mine, process_group(group))
+def describe_differences(
+    keys: list[PartKey], tensors: dict[PartKey, Tensor], held: list[dict[PartKey, TensorDigest]], group: str
+) -> list[str]:
+    """Returns a sentence for each difference, the same on every rank. Communicates the tensors to every rank."""
+    mine = [tensors[key].cpu() if key in tensors else None for key in keys]
+    everyone = all_gather_objects(mine, process_group(group))
     return [
-        _sentence(key, {r: piece for r, one in enumerate(everyone) if (piece := one[i]) is not None}, held)
+        _sentence(key, {r: value for r, one in enumerate(everyone) if (value := one[i]) is not None}, held)
         for i, key in enumerate(keys)
     ]
 
 
-def _sentence(key: Key, values: dict[int, Tensor], held: list[dict[Key, Held]]) -> str:
+def _sentence(key: PartKey, values: dict[int, Tensor], held: list[dict[PartKey, TensorDigest]]) -> str:
     seen = {rank: held[rank][key] for rank in values}
-    usual = Counter(seen.values()).most_common(1)[0][0]  # of equally many the lowest rank's
+    usual = Counter(seen.values()).most_common(1)[0][0]  # the lowest rank's among equally frequent ones
     same, other = ([r for r in seen if (seen[r] == usual) is alike] for alike in (True, False))
     name = key[0] + (f" (part {key[1]}, from {key[2]} on, which several ranks hold)" if key[1] >= 0 else "")
     start = f"{name}: must be the same on ranks {sorted(seen)}; ranks {other} differ from {same}"

@@ -1,1 +1,1 @@
-"""Layers, and the functions that they are made of. They know a group of ranks, never a mesh."""
+"""Layers, and the functions that they consist of. They use a group of ranks, never a mesh."""

@@ -20,7 +20,7 @@ from tp_ext.sharding import head_parts
 
 
 class ParallelAttention(ParallelModule):
-    """softmax(cap(scale q k^T) + mask) v per head, between a column linear (q | k | v) and a row linear.
+    """Attention: softmax(cap(scale q k^T) + mask) v per head, between a column linear (q | k | v) and a row linear.
 
     ``cap(s) = softcap tanh(s / softcap)``, or s. Query i attends to key j where ``attn_mask`` allows it, and j <= i if
     ``causal``, and ``i - w < j < i + w`` with ``sliding_window=w``.
@@ -31,24 +31,25 @@ class ParallelAttention(ParallelModule):
 
     Communicates: one all-reduce forward, one backward; SP: an all-gather and a reduce-scatter each way. With fewer KV
     heads than ranks, backward, one all-reduce of the gradient of k's and v's weights, and of their bias; with
-    ``qk_norm``, backward, one each of the two norm weights; of an ``attn_mask`` that requires grad, its gradient.
+    ``qk_norm``, backward, one for each of the two norm weights; for an ``attn_mask`` that requires grad, one of its
+    gradient.
 
     Args:
         hidden_size, num_heads: of the full block.
         num_kv_heads: fewer make grouped-query (GQA) or, one, multi-query attention; default ``num_heads``.
         head_dim: default ``hidden_size / num_heads``.
         bias: in both linears; ``qkv_bias``, ``out_bias`` override it for one.
-        causal: a token attends to itself and those before it.
-        scale: of the scores q k^T; default ``head_dim ** -0.5``.
-        sliding_window: w. If causal a token attends to itself and the w - 1 before it, otherwise also to the w - 1
-            behind it.
+        causal: a token attends to itself and the tokens before it.
+        scale: factor of the scores q k^T; default ``head_dim ** -0.5``.
+        sliding_window: w. If causal a token attends to itself and the w - 1 tokens before it, otherwise also to the
+            w - 1 after it.
         softcap: bound of the scores, by tanh; needs the explicit attention of ``exact_dropout``.
         rope: a :class:`RotaryEmbedding`, or its base.
-        qk_norm: RMSNorm (own weights ``[head_dim]``, eps 1e-6) of each head of q and k, before RoPE.
-        dropout: of the attention weights.
-        exact_dropout: masks are those of the unsharded model, by an explicit attention that keeps the weights
-            (``seq^2`` numbers a head). False: torch's fused attention, with masks of each rank's own (with ``softcap``
-            the explicit one all the same).
+        qk_norm: RMSNorm (separate weights ``[head_dim]``, eps 1e-6) of each head of q and k, before RoPE.
+        dropout: probability of dropping an attention weight.
+        exact_dropout: uses the masks of the unsharded model, by an explicit attention that keeps the weights
+            (``seq^2`` numbers per head). False: torch's fused attention, with different masks on each rank (with
+            ``softcap`` the explicit attention nevertheless).
         group, sequence_parallel, grad_accumulation_fusion, overlap_chunks, init: as :class:`ColumnParallelLinear`.
 
     Raises:
@@ -121,7 +122,7 @@ class ParallelAttention(ParallelModule):
         qkv_bias, out_bias = (bias if one is None else one for one in (qkv_bias, out_bias))
         self.qkv = ColumnParallelLinear(hidden_size, q.size + 2 * kv.size, qkv_bias, parts=(q, kv, kv), **linear)
         self.out = RowParallelLinear(q.size, hidden_size, out_bias, parts=(q,), **linear)
-        # Each rank norms other heads: their weights are replicated parameters of sharded work, as under SP
+        # Each rank normalises different heads: the norm weights are replicated parameters of sharded work, as under SP
         options["sequence_parallel"] = True
         self.q_norm = RMSNorm(head_dim, eps=1e-6, **options) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps=1e-6, **options) if qk_norm else None
@@ -137,22 +138,23 @@ class ParallelAttention(ParallelModule):
         cos_sin: tuple[Tensor, Tensor] | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """
+        """Computes y from x.
+
         Args:
-            x: see above.
-            batch_size: x is that many sequences of equal length, one after the other.
-            cu_seqlens: x is packed sequences; sequence i is tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. A list,
-                or an integer tensor (one on a GPU is copied to the host).
-            total_tokens: under SP, the tokens of all ranks, if p does not divide their number.
-            cache: of this layer, from :meth:`new_cache`: x is what follows the tokens in it, and is taken in. Not with
+            x: see the class.
+            batch_size: x consists of this many sequences of equal length, one after the other.
+            cu_seqlens: x consists of packed sequences; sequence i is tokens ``cu_seqlens[i]`` to
+                ``cu_seqlens[i + 1]``. A list, or an integer tensor (one on a GPU is copied to the host).
+            total_tokens: under SP, the number of tokens of all ranks, if p does not divide it.
+            cache: this layer's cache, from :meth:`new_cache`: x follows the tokens in it and is appended. Not with
                 ``cu_seqlens``, not where gradients are recorded; see :class:`KVCache` for its errors.
             cos_sin: the tables ``rope.cos_sin(positions, dtype)``, ``[seq, rotary_dim / 2]`` if all sequences have the
-                same positions, else ``[tokens, ..]``. Made once for all layers they are computed and, for backward,
-                saved once; default: made here.
+                same positions, else ``[tokens, ..]``. Tables shared by all layers are computed once and, for backward,
+                saved once; default: computed here.
             attn_mask: bool (True: may attend) or floating (added to the scores), the same on all ranks, broadcastable
-                to ``[batch, num_heads, seq, seq]``: all heads or 1. With ``cache`` the last dim counts the keys, those
-                in the cache and the new ones, or all ``max_seq`` slots of a static one. Not with ``cu_seqlens``. A
-                query that may attend to no key gets 0. Its gradient is the full one, on every rank.
+                to ``[batch, num_heads, seq, seq]``: all heads or 1. With ``cache`` the last dim is the keys, those in
+                the cache and the new ones, or all ``max_seq`` slots of a static one. Not with ``cu_seqlens``. A query
+                that may attend to no key gets 0. Its gradient is complete on every rank.
         """
         self._check_layout(x, batch_size, cu_seqlens)
         # Before the first collective, so that no rank waits for one that has raised
@@ -172,7 +174,7 @@ class ParallelAttention(ParallelModule):
         tables = None
         if self.rope is not None:
             tables = self._tables(self.rope, rows, seq, lengths, cache) if cos_sin is None else (*cos_sin, None)
-        same = lengths is None and (tables is None or tables[0].shape[0] == seq)  # positions in all sequences
+        same = lengths is None and (tables is None or tables[0].shape[0] == seq)  # positions of all sequences
         q, k, v = self._heads(rows, (batch, seq) if same else (rows.shape[0],), tables)
         if lengths is None:
             q, k, v = (t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v))
@@ -192,7 +194,7 @@ class ParallelAttention(ParallelModule):
         return y
 
     def _tokens(self, x: Tensor, total_tokens: int | None) -> int:
-        """How many tokens all ranks together have."""
+        """Returns the number of tokens of all ranks together."""
         if not self.sequence_parallel:
             return x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
         sizes = self.token_sizes(total_tokens)
@@ -218,7 +220,7 @@ class ParallelAttention(ParallelModule):
     def new_cache(
         self, batch_size: int, max_seq: int, *, static: bool = False, dtype: torch.dtype | None = None
     ) -> KVCache:
-        """An empty cache for this layer, on its device; of ``dtype``, default that of its weights."""
+        """Returns an empty cache for this layer, on its device; ``dtype`` defaults to that of its weights."""
         return KVCache(
             batch_size,
             max_seq,
@@ -271,7 +273,7 @@ class ParallelAttention(ParallelModule):
             )
 
     def _mask_local(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """4-D, of this rank's heads; bool or ``dtype``."""
+        """Returns the mask of this rank's heads, 4-D, bool or of ``dtype``."""
         if mask.requires_grad:
             mask = _ops.copy_to_region(mask, self.tp_group.name)
         mask = mask[(None,) * (4 - mask.dim())]
@@ -283,7 +285,7 @@ class ParallelAttention(ParallelModule):
     def _tables(
         rope: RotaryEmbedding, rows: Tensor, seq: int, lengths: list[int] | None, cache: KVCache | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Cosine and sine, a row for each position, and which row each token uses if the sequences differ in that."""
+        """Returns cosine and sine, a row per position, and each token's row if positions differ between sequences."""
         positions = None
         if lengths is not None:
             seq, positions = max(lengths), packed_positions(lengths, rows.device)
@@ -293,10 +295,10 @@ class ParallelAttention(ParallelModule):
     def _heads(
         self, rows: Tensor, lead: tuple[int, ...], tables: tuple[Tensor, Tensor, Tensor | None] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v ``[*lead, heads_local, head_dim]``, normed and rotated; lead is (batch, seq) or (tokens,)."""
+        """Returns q, k, v ``[*lead, heads_local, head_dim]``, normalised, rotated; lead: (batch, seq) or (tokens,)."""
         nq, nkv = self.num_heads_local, self.num_kv_heads_local
         heads = rows.view(*lead, nq + 2 * nkv, self.head_dim)
-        together = self.rope is not None and self.q_norm is None  # q and k side by side: one kernel rotates both
+        together = self.rope is not None and self.q_norm is None  # q and k adjacent: one kernel rotates both
         *rotating, v = heads.split((nq + nkv, nkv) if together else (nq, nkv, nkv), -2)
         if self.q_norm is not None and self.k_norm is not None:
             rotating = [self.q_norm(rotating[0]), self.k_norm(rotating[1])]
@@ -309,7 +311,7 @@ class ParallelAttention(ParallelModule):
         return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``[batch, seq, heads_local, head_dim]`` each -> the same."""
+        """Computes attention of q, k, v ``[batch, seq, heads_local, head_dim]`` -> the same shape."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         options = (mask, self.causal, self.scale, self.sliding_window, self.softcap)
@@ -323,7 +325,7 @@ class ParallelAttention(ParallelModule):
         return y.transpose(1, 2)
 
     def _exact_dropout(self, weights: Tensor) -> Tensor:
-        """Dropout's index is (batch, full head, query, key)."""
+        """Applies dropout by the index (batch, head of the full model, query, key)."""
         per_head = weights.shape[2] * weights.shape[3]
         return _ops.bias_dropout_residual(
             weights,

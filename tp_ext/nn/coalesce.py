@@ -1,8 +1,8 @@
-"""One all-reduce for the small sums of a block's backward.
+"""Coalescing of the small gradient sums of a block's backward into one all-reduce.
 
 Under sequence parallelism the gradient of every norm weight and row bias is a sum over the ranks, and so is, with fewer
-KV heads than ranks, that of the heads that ranks hold copies of. Each is a collective of its own, of a few kilobytes:
-all latency. :func:`coalesce_gradients` makes them one per block.
+KV heads than ranks, that of the replicated heads. Each sum is a collective of a few kilobytes, dominated by latency.
+:func:`coalesce_gradients` makes them one per block.
 """
 
 from typing import Any
@@ -16,19 +16,19 @@ from tp_ext.nn.module import ParallelModule
 
 
 class CoalescedGradients:
-    """What :func:`coalesce_gradients` returns; ``remove()`` takes it back."""
+    """The handle that :func:`coalesce_gradients` returns; ``remove()`` undoes it."""
 
     def __init__(self, *handles: torch.utils.hooks.RemovableHandle) -> None:
         self._handles = handles
 
     def remove(self) -> None:
-        """Each parameter's gradient is summed on its own again, from the next forward on."""
+        """Removes the hooks: from the next forward on each layer sums its own gradients again."""
         for handle in self._handles:
             handle.remove()
 
 
 def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
-    """The gradients in ``module`` that are summed over the ranks are summed by one all-reduce, per dtype and group.
+    """Sums all gradients in ``module`` that need a sum over the ranks by one all-reduce per dtype and group.
 
     ::
 
@@ -38,27 +38,27 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
                 tp_ext.coalesce_gradients(self)
 
     Nothing else changes: every gradient is complete when ``backward()`` returns, and before hooks, DDP or FSDP2 see it.
-    Which parameters: norm weights and biases and row biases under SP, weights of qk-norm, copied KV heads, the
+    It applies to norm weights and biases and row biases under SP, weights of qk-norm, copied KV heads, and the
     replicated factor of an adapter. They enter the sharded work together, when the forward of ``module`` begins; so
-    their gradients come together, when its backward ends: with a whole model as ``module``, at the very end. What is
-    frozen, unused or not asked for is left out. The sums are those without it up to the order of addition, the same
-    bits on every rank.
+    their gradients are complete together, when its backward ends: with a whole model as ``module``, at the very end.
+    Gradients of frozen or unused parameters, or not requested ones, are left out. The sums equal those without it up to
+    the order of addition, with the same bits on every rank.
 
-    Works on forward hooks: for calls of ``module`` itself, recomputed ones included (activation checkpointing), also
-    after ``deepcopy``. A layer that is called in another way, added later (LoRA: coalesce after ``add_lora``), or whose
-    parameters FSDP2 gathers later than those of ``module`` sums its own; so do all layers where a call of ``module`` is
-    compiled (the hooks leave marks, which ``torch.compile`` does not allow under checkpointing) or transformed by
-    ``torch.func``. No parallelism: nothing is done.
+    It works by forward hooks, for calls of ``module`` itself, including recomputed ones (activation checkpointing), and
+    also after ``deepcopy``. A layer that is called in another way, added later (LoRA: coalesce after ``add_lora``), or
+    whose parameters FSDP2 gathers later than those of ``module`` sums its own gradients; so do all layers if a call of
+    ``module`` is compiled (the hooks have side effects, which ``torch.compile`` does not allow under checkpointing) or
+    transformed by ``torch.func``. Without parallelism it does nothing.
 
     Args:
-        module: contains layers of this package; a transformer block, say.
+        module: a module with layers of this package, such as a transformer block.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Module``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: {type(module).__name__} must be an nn.Module")
-    groups: dict[str, list[Entry]] = {}
+    groups: dict[str, list[SummedParameter]] = {}
     for layer in module.modules():
         if isinstance(layer, ParallelModule):
             for name in layer.summed_parameters():
@@ -72,19 +72,19 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
     )
 
 
-Entry = tuple[ParallelModule, str, list[int]]  # a layer, its parameter, and which rows of that are summed
+SummedParameter = tuple[ParallelModule, str, list[int]]  # layer, name of its parameter, rows of it to sum
 
 
 def _in_transform() -> bool:
-    """Under a transform of torch.func: each layer sums its own there."""
+    """Returns True under a transform of torch.func, where each layer sums its own gradients."""
     level: int | None = torch._C._functorch.maybe_current_level()
     return level is not None
 
 
 class _Hooks:
-    """Of one module: its parameters, found once. One that is gone or new does no harm: layers can do without."""
+    """The hooks of one module. Its parameters are collected once; layers sum gradients of later ones themselves."""
 
-    def __init__(self, groups: dict[str, list[Entry]]) -> None:
+    def __init__(self, groups: dict[str, list[SummedParameter]]) -> None:
         self.groups = groups
         self.entered: list[tuple[ParallelModule, str]] = []
 
@@ -92,17 +92,17 @@ class _Hooks:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_transform():
             return
         for group, entries in self.groups.items():
-            names, values, pieces = [], [], []
+            names, values, rows_of_all = [], [], []
             for layer, name, rows in entries:
-                if name in layer.entered:  # by the hooks of a module around this one
+                if name in layer.entered:  # by the hooks of an outer module
                     continue
                 value = layer.entering_parameter(name)
                 if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, DTensor):
                     names.append((layer, name))
                     values.append(value)
-                    pieces += rows
+                    rows_of_all += rows
             if values:
-                results = _ops.copy_to_region_coalesced(values, group, pieces)
+                results = _ops.copy_to_region_coalesced(values, group, rows_of_all)
                 for (layer, name), result in zip(names, results, strict=True):
                     layer.entered[name] = result
                 self.entered += names

@@ -1,4 +1,4 @@
-"""Dropout whose masks are those of the unsharded model, whatever p is and wherever the tensor is cut."""
+"""Dropout with the masks of the unsharded model, for every p and every sharded dim."""
 
 import math
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ def dropout(
     dim: int | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """y = residual + mask * (x + bias) / (1 - p), in one pass; the mask is a function of a fresh seed and of each
-    element's index in the full tensor.
+    """Computes y = residual + mask * (x + bias) / (1 - p) in one pass; the mask is a function of a fresh seed and of
+    each element's index in the full tensor.
 
     Args:
         x: ``[.., n]``.
         p: the probability of dropping an element.
-        training: False: nothing is dropped, scaled or drawn from torch's generator; nor with ``p = 0``.
+        training: if False, nothing is dropped, scaled or drawn from torch's generator; the same for ``p = 0``.
         bias: ``[n]``. residual: the shape of x.
         group: the ranks that hold the other slices.
         dim: the dim of the full tensor of which x is this rank's slice; None: x is replicated, and so is the mask.
@@ -55,13 +55,13 @@ def dropout(
     if not training or p == 0:
         if bias is None and residual is None:
             return x
-        no_seed = torch.zeros((), dtype=torch.int64, device=x.device)  # torch's generator stays where it is
+        no_seed = torch.zeros((), dtype=torch.int64, device=x.device)  # without a draw from torch's generator
         return _ops.bias_dropout_residual(x, bias, residual, no_seed, 0.0, *index)
     return _ops.bias_dropout_residual(x, bias, residual, draw_seed(x.device), p, *index)
 
 
 def _index(x: Tensor, group: tuple[str, int, int], dim: int, sizes: Sequence[int] | None) -> tuple[int, int, int]:
-    """Where x's elements are in the full tensor: local_inner, full_inner, offset of csrc/kernels/philox.h."""
+    """Returns the index of x in the full tensor: local_inner, full_inner and offset of csrc/kernels/philox.h."""
     _, p, rank = group
     lengths = [x.shape[dim]] * p if sizes is None else list(sizes)
     if len(lengths) != p or lengths[rank] != x.shape[dim]:
@@ -71,7 +71,7 @@ def _index(x: Tensor, group: tuple[str, int, int], dim: int, sizes: Sequence[int
 
 
 class Dropout(ParallelModule):
-    """``torch.nn.Dropout`` with the unsharded model's masks.
+    """Dropout layer: ``torch.nn.Dropout`` with the unsharded model's masks.
 
     Args:
         p: the probability of dropping an element.
@@ -88,7 +88,8 @@ class Dropout(ParallelModule):
         self.p = p
 
     def forward(self, x: Tensor, residual: Tensor | None = None, total_tokens: int | None = None) -> Tensor:
-        """
+        """Applies dropout to x.
+
         Args:
             x: any shape.
             residual: of x's shape; added after dropping, in the same pass.

@@ -1,4 +1,4 @@
-"""The two ends of a language model with their vocabulary sharded over the ranks: embedding and output head."""
+"""Embedding and output head of a language model, with the vocabulary sharded over the ranks."""
 
 from typing import Any, Self
 
@@ -17,8 +17,8 @@ from tp_ext.sharding import Part, Sharding
 
 
 def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> Sharding:
-    """How ``[vocab_size, ..]`` is cut: like ``tensor_split``, or equal lengths that are multiples of
-    ``pad_to_multiple_of``, the last rows being padding."""
+    """Returns the sharding of ``[vocab_size, ..]``: like ``tensor_split``, or in equal lengths that are multiples of
+    ``pad_to_multiple_of``, with padding as the last rows."""
     check_positive(vocab_size=vocab_size)
     if vocab_size < p:
         raise ValueError(f"vocab_size: {vocab_size} must be at least the number of ranks, p = {p}")
@@ -30,7 +30,7 @@ def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> S
 
 
 class _VocabParallel(ParallelModule):
-    """Base of both ends: a weight ``[vocab_local, n]`` that may be tied to the other's."""
+    """Base class of embedding and head: a weight ``[vocab_local, n]`` that may be tied to the other's."""
 
     weight: nn.Parameter
 
@@ -72,17 +72,17 @@ class _VocabParallel(ParallelModule):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """y = weight[ids]; the rows of the table are sharded, each rank looks up its own and the ranks add.
+    """Embedding y = weight[ids]: the rows of the table are sharded, each rank looks up its own, the ranks add.
 
     Shapes: ids of any shape, integers, the same on all ranks -> y ``[*ids.shape, dim]`` (SP: ``[tokens_local, dim]``,
-    ids flattened). weight ``[vocab_local, dim]``. Exactly ``nn.Embedding``: one addend is not zero.
+    ids flattened). weight ``[vocab_local, dim]``. Exactly ``nn.Embedding``: only one term of the sum is not zero.
 
     Communicates: forward, one all-reduce of y (SP: reduce-scatter, and backward an all-gather).
 
     Args:
         num_embeddings, embedding_dim: of the full table.
-        group, sequence_parallel: as everywhere.
-        padding_idx: as ``nn.Embedding``: this row starts at zero and gets no gradient from here.
+        group, sequence_parallel: as :class:`ColumnParallelLinear`.
+        padding_idx: as ``nn.Embedding``: this row is initialised to zero and gets no gradient from the embedding.
         pad_to_multiple_of: all ranks hold equally many rows, a multiple of this; the rows beyond the vocabulary are
             never looked up and never in a full state dict. Default: split as ``torch.tensor_split``.
         init: default N(0, 1), as ``nn.Embedding``.
@@ -126,13 +126,13 @@ class VocabParallelEmbedding(_VocabParallel):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
-        """The layer with the table of ``embedding``, of which this rank keeps its shard.
+        """Returns the layer with this rank's shard of the table of ``embedding``.
 
         Args:
             embedding: the dense layer, with the same values on all ranks; it is not changed.
             options: as in the constructor; ``padding_idx``, ``device`` and ``dtype`` are those of ``embedding``.
 
-        A head that is tied to it: make both with the same ``pad_to_multiple_of``, then
+        To tie a head to it, make both with the same ``pad_to_multiple_of``, then set
         ``head.weight = embedding.weight``.
 
         Raises:
@@ -195,10 +195,10 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class VocabParallelLMHead(_VocabParallel):
-    """logits_local = x weight^T (+ bias): the output head, its vocabulary sharded, its logits never gathered.
+    """Output head logits_local = x weight^T (+ bias), with a sharded vocabulary and logits that are never gathered.
 
-    Shapes: x ``[.., hidden]`` (SP: ``[tokens_local, hidden]``) -> ``[.., vocab_local]``, of which :meth:`loss`,
-    :meth:`sample` and :meth:`argmax` make a loss or ids. Tied to an embedding by ``head.weight = embedding.weight``.
+    Shapes: x ``[.., hidden]`` (SP: ``[tokens_local, hidden]``) -> ``[.., vocab_local]``, from which :meth:`loss`,
+    :meth:`sample` and :meth:`argmax` compute a loss or ids. Tied to an embedding by ``head.weight = embedding.weight``.
 
     Communicates as :class:`ColumnParallelLinear`.
 
@@ -206,7 +206,7 @@ class VocabParallelLMHead(_VocabParallel):
         hidden_size, vocab_size, bias: of the full layer.
         group, sequence_parallel, pad_to_multiple_of: as :class:`VocabParallelEmbedding`.
         grad_accumulation_fusion: as :class:`ColumnParallelLinear`.
-        init: of the weight; default and bias as ``nn.Linear``.
+        init: initialiser of the weight; default and bias as ``nn.Linear``.
 
     Raises:
         ValueError: fewer entries than ranks; in forward, a tied weight of another shape.
@@ -250,7 +250,7 @@ class VocabParallelLMHead(_VocabParallel):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
-        """The head with the weights of ``linear``, of which this rank keeps its shard.
+        """Returns the head with this rank's shard of the weights of ``linear``.
 
         Args:
             linear: the dense layer, with the same values on all ranks; it is not changed.
@@ -276,12 +276,13 @@ class VocabParallelLMHead(_VocabParallel):
         return layer
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
-        """
+        """Computes the local logits of x.
+
         Args:
             x: ``[.., hidden]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
-            weight: used instead of the layer's own, ``[vocab_local, hidden]``: the embedding's, on another pipeline
-                stage, say.
+            weight: used instead of the layer's own, ``[vocab_local, hidden]``; for instance the embedding's, on another
+                pipeline stage.
         """
         weight = self._checked(self.weight if weight is None else weight)
         return _ops.column_parallel_linear(
@@ -304,14 +305,14 @@ class VocabParallelLMHead(_VocabParallel):
         weight: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """:func:`vocab_parallel_cross_entropy` of this head's logits of x, over its group and its vocabulary.
+        """Computes :func:`vocab_parallel_cross_entropy` of this head's logits of x, over its group and vocabulary.
 
         Args:
             x, total_tokens, weight: as :meth:`forward`.
-            target: ``[..]``, of all tokens also under SP, where the logits are those of all tokens.
+            target: ``[..]``, of all tokens, also under SP, as the logits.
             options: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction``, ``inplace_backward``.
 
-        Communicates and raises as the two of them.
+        Communicates and raises as both of them.
         """
         logits = self(x, total_tokens, weight=weight)
         return vocab_parallel_cross_entropy(logits, target, self.tp_group.name, vocab_size=self.vocab_size, **options)
@@ -320,20 +321,20 @@ class VocabParallelLMHead(_VocabParallel):
     def sample(
         self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """:func:`vocab_parallel_sample` from this head's logits of x: ids ``[..]``, the same on all ranks.
+        """Draws ids ``[..]`` by :func:`vocab_parallel_sample` from this head's logits of x, the same on all ranks.
 
         Args:
-            x, total_tokens, weight: as :meth:`forward`; of the last token of each sequence, ``h[:, -1]``, for the next.
+            x, total_tokens, weight: as :meth:`forward`; for the next token x is ``h[:, -1]``, the last one's.
             options: ``temperature``, ``top_k``, ``top_p``.
 
-        Communicates and raises as the two of them.
+        Communicates and raises as both of them.
         """
         logits = self(x, total_tokens, weight=weight)
         return vocab_parallel_sample(logits, self.tp_group.name, vocab_size=self.vocab_size, **options)
 
     @torch.no_grad()
     def argmax(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
-        """:func:`vocab_parallel_argmax` of this head's logits of x: ids ``[..]``, the same on all ranks.
+        """Returns :func:`vocab_parallel_argmax` of this head's logits of x: ids ``[..]``, the same on all ranks.
 
         Args and communication as :meth:`sample`.
         """

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that an attention layer has seen, so that the next token costs one row, not all."""
+"""Cache of the keys and values of an attention layer, so that the next token costs one row instead of all."""
 
 from typing import Self
 
@@ -11,26 +11,27 @@ from tp_ext.nn.scaled_dot_product import attention, explicit_attention, restrict
 
 
 class KVCache(nn.Module):
-    """The keys and values of one :class:`ParallelAttention`, this rank's heads: ``layer.new_cache(..)`` makes it.
+    """Keys and values of this rank's heads of one :class:`ParallelAttention`, made by ``layer.new_cache(..)``.
 
     ``k`` and ``v`` are ``[batch_size, kv_heads_local, max_seq, head_dim]``, contiguous and allocated once: with the
     tokens next to each other, ``scaled_dot_product_attention`` streams through them. A slot holds one token; a forward
     of n tokens fills the next n slots and attends to all before them. Prefill (any n) and decoding (n = 1, or more in
     speculative decoding) are the same call. Communicates nothing; every rank keeps the same length.
 
-    ``static=False``: the length is an int, attention reads the filled slots alone. ``static=True``: it is the 0-d int64
-    tensor ``position``, all slots are read under a mask, so shapes and code are the same at every step: what CUDA
-    graphs replay and ``torch.compile`` compiles once. ``cache.static = True`` switches over, after the prefill, say.
+    ``static=False``: the length is an int, attention reads only the filled slots. ``static=True``: it is the 0-d int64
+    tensor ``position``, and all slots are read under a mask, so shapes and code are the same at every step: CUDA graphs
+    can replay it and ``torch.compile`` compiles it once. ``cache.static = True`` switches, for instance after prefill.
 
     Prompts of different lengths are padded on the *left*: ``reset(padding=counts)``. Padding is never attended to, and
-    positions (RoPE) count from behind it, so every sequence comes out as it would alone.
+    positions (RoPE) count from its end, so every sequence gives the same result as alone.
 
     A sliding window bounds the slots that are read (all of a static cache, under a mask), not those that are kept.
 
-    Holds no gradients: forward with a cache is refused where they are recorded. Its buffers are in no state dict.
+    A cache holds no gradients: forward with a cache is refused where they are recorded. Its buffers are in no state
+    dict.
 
     Args:
-        batch_size, max_seq: of the sequences, prompt and padding included.
+        batch_size, max_seq: number and maximal length of the sequences, prompt and padding included.
         num_kv_heads_local, head_dim: of the layer on this rank.
         static: see above.
         device, dtype: of the layer's keys (under autocast the low precision).
@@ -60,7 +61,7 @@ class KVCache(nn.Module):
         self.batch_size, self.max_seq = batch_size, max_seq
         shape = (batch_size, num_kv_heads_local, max_seq, head_dim)
         with torch.inference_mode(False):  # an inference tensor could not be written outside that mode
-            for name in ("k", "v"):  # zeros: what a mask hides is still multiplied, by 0
+            for name in ("k", "v"):  # zeros: masked values are still multiplied, by 0
                 self.register_buffer(name, torch.zeros(shape, device=device, dtype=dtype), persistent=False)
             for name, count in (("position", ()), ("padding", (batch_size,))):
                 zeros = torch.zeros(count, device=device, dtype=torch.int64)
@@ -69,7 +70,7 @@ class KVCache(nn.Module):
 
     @property
     def length(self) -> int:
-        """Filled slots, padding included. With ``static``, on a GPU, this waits for the device."""
+        """Number of filled slots, padding included. With ``static``, on a GPU, this waits for the device."""
         return int(self.position) if self._static else self._length
 
     @property
@@ -90,10 +91,10 @@ class KVCache(nn.Module):
 
     @torch.no_grad()
     def reset(self, padding: Tensor | None = None) -> Self:
-        """Empties the cache, for new prompts.
+        """Empties the cache for new prompts.
 
         Args:
-            padding: ``[batch_size]``, integers: so many leading tokens of each prompt are padding; default none.
+            padding: ``[batch_size]``, integers: the number of leading padding tokens of each prompt; default 0.
 
         Raises:
             ValueError: another shape, counts outside [0, max_seq). TypeError: counts that are no integers.
@@ -107,17 +108,17 @@ class KVCache(nn.Module):
                 raise ValueError(f"padding: {padding.tolist()} must be in [0, max_seq = {self.max_seq})")
         self._padded = padding is not None
         for buffer in (self.k, self.v, self.padding):
-            buffer.zero_()  # k, v: a NaN of the last text would get through the mask of a static cache
+            buffer.zero_()  # k, v: a NaN of the last text would pass the mask of a static cache
         if padding is not None:
             self.padding.copy_(padding)
         self._set_length(0)
         return self
 
     def truncate(self, length: int) -> Self:
-        """Forgets the tokens from ``length`` on: drafts that speculative decoding rejects.
+        """Removes the tokens from ``length`` on, such as drafts that speculative decoding rejects.
 
         Raises:
-            ValueError: more tokens than there are.
+            ValueError: ``length`` is larger than that of the cache.
         """
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"length: {length!r} must be in [0, {self.length}], the tokens in the cache")
@@ -126,7 +127,7 @@ class KVCache(nn.Module):
 
     @torch.no_grad()
     def reorder(self, index: Tensor) -> Self:
-        """Sequence i goes on from what sequence ``index[i]`` was: beam search. In place, as graphs need it.
+        """Continues sequence i from the state of sequence ``index[i]``, for beam search; in place, for CUDA graphs.
 
         Args:
             index: ``[batch_size]``, integers, the same on all ranks.
@@ -142,8 +143,8 @@ class KVCache(nn.Module):
         return self
 
     def positions(self, n: int) -> Tensor:
-        """Positions of the next n tokens, for RoPE: ``[batch_size, n]``, or ``[1, n]`` if all sequences have the same.
-        Those of padding are 0."""
+        """Returns the positions of the next n tokens, for RoPE: ``[batch_size, n]``, or ``[1, n]`` if all sequences
+        have the same. Positions of padding are 0."""
         slots = self._slots(n)[None]
         return (slots - self.padding[:, None]).clamp_min(0) if self._padded else slots
 
@@ -154,7 +155,7 @@ class KVCache(nn.Module):
         return torch.arange(self._length, self._length + n, device=device)
 
     def check(self, batch: int, n: int) -> None:
-        """Checks that n tokens of ``batch`` sequences can follow.
+        """Checks that n more tokens of ``batch`` sequences fit.
 
         Raises:
             RuntimeError: gradients are recorded. With ``static`` in compiled code or on a GPU also too many tokens, on
@@ -168,7 +169,7 @@ class KVCache(nn.Module):
         if batch != self.batch_size:
             raise ValueError(f"cache: made for batch_size = {self.batch_size}, but x has {batch} sequences")
         if self._static and (torch.compiler.is_compiling() or self.k.is_cuda):
-            # No value of a tensor may steer what is compiled or captured
+            # Compiled or captured code must not branch on the value of a tensor
             torch._assert_async(
                 self.position + n <= self.max_seq,
                 f"cache: {n} more tokens must not exceed max_seq = {self.max_seq}",
@@ -180,7 +181,7 @@ class KVCache(nn.Module):
             )
 
     def keys_after(self, n: int) -> int:
-        """Keys that the next n tokens are compared with: those in the cache and their own; if static all slots."""
+        """Returns the number of keys for the next n tokens: cached and new ones, or all slots of a static cache."""
         return self.max_seq if self._static else self._length + n
 
     def attend(
@@ -194,7 +195,7 @@ class KVCache(nn.Module):
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Appends the next n tokens; each attends to itself and all before it, or to the last of them.
+        """Appends the next n tokens; each attends to itself and the tokens before it, within the window if any.
 
         Args:
             q: ``[batch, n, heads_local, head_dim]``. k, v: ``[batch, n, kv_heads_local, head_dim]``.
@@ -212,7 +213,7 @@ class KVCache(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         plain = not self._static and not self._padded
         first, alone = plain and self._length == 0, plain and n == 1
-        # The first tokens attend as without a cache; a single one, with the keys cut to its window, needs no mask
+        # The first tokens attend as without a cache; a single one, with the keys limited to its window, needs no mask
         slots = None if first or alone else self._slots(n)
         oldest = 0
         if self._static:
@@ -251,8 +252,8 @@ class KVCache(nn.Module):
         return y.reshape(batch, heads, n, head_dim).transpose(1, 2)
 
     def _visible(self, slots: Tensor, oldest: int, count: int, sliding_window: int | None) -> Tensor:
-        """True where the tokens in ``slots`` attend to the ``count`` slots from ``oldest`` on:
-        ``[batch or 1, 1, n, count]``. Padding attends to itself, lest its softmax be one over nothing."""
+        """Returns a mask, True where the tokens in ``slots`` attend to the ``count`` slots from ``oldest`` on:
+        ``[batch or 1, 1, n, count]``. Padding attends to itself, so that its softmax is not over an empty set."""
         keys = torch.arange(oldest, oldest + count, device=slots.device)
         seen = visible(slots, keys, True, sliding_window)[None, None]
         if self._padded:

@@ -1,4 +1,4 @@
-"""The two tensor-parallel linears. Together they make a block with one collective forward and one backward:
+"""Column-parallel and row-parallel linear. Together they form a block with one collective forward, one backward:
 
 ::
 
@@ -26,7 +26,7 @@ from tp_ext.sharding import Part, Sharding
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """y_local = x W_local^T + b_local: the output features are sharded.
+    """Linear layer y_local = x W_local^T + b_local with sharded output features.
 
     Shapes: x ``[.., in]`` replicated (SP: ``[tokens_local, .., in]``) -> y ``[.., out_local]`` (with
     ``gather_output``: ``[.., out]``). weight ``[out_local, in]``, bias ``[out_local]``.
@@ -36,18 +36,18 @@ class ColumnParallelLinear(ParallelLinear):
 
     Args:
         in_features, out_features, bias: as ``nn.Linear``, of the full layer.
-        group: process group, 1-D mesh, group name or None (unsharded). Left out in a job of several ranks, it warns.
-        parts: the output features as consecutive parts that are cut each on its own (q | k | v, gate | up);
+        group: process group, 1-D mesh, group name or None (unsharded). Omitting it in a job of several ranks warns.
+        parts: the output features as consecutive parts, each sharded on its own (q | k | v, gate | up);
             :class:`Part` or int, their sum ``out_features``.
         unit: without ``parts``, output features that stay together.
         gather_output: returns all output features, in the order of the unsharded layer.
         sequence_parallel: x is sharded on dim 0.
         skip_bias_add: returns ``(y, bias)`` and leaves the addition to the caller.
-        grad_accumulation_fusion: backward adds the gradient of the weight to ``weight.main_grad``, in the dtype of
-            that, multiplied and added in one; ``weight.grad`` stays None and hooks on the weight are not called.
-        overlap_chunks: under SP, the all-gather of x comes in so many pieces, each under the GEMM of another; for
-            thousands of tokens, see docs/reference/performance.md. In one piece where operators are traced, and
-            where a piece would have fewer than 64 tokens.
+        grad_accumulation_fusion: backward adds the gradient of the weight to ``weight.main_grad``, in its dtype, by a
+            GEMM that accumulates; ``weight.grad`` stays None and hooks on the weight are not called.
+        overlap_chunks: under SP, the number of blocks in which x is all-gathered, each overlapping the GEMM of another;
+            for thousands of tokens, see docs/reference/performance.md. A single block is used where operators are
+            traced, or where a block would have fewer than 64 tokens.
         init: initialiser of the weight (:mod:`tp_ext.random`, or a callable on the full tensor); default and bias as
             ``nn.Linear``.
 
@@ -98,14 +98,14 @@ class ColumnParallelLinear(ParallelLinear):
         self.gather_output = gather_output
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
-        """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
+        """Computes y; returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
 
         Args:
             x: ``[.., in]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
             weight: used instead of the layer's own, ``[out_local, in]``.
         """
-        own, main_grad = self.__dict__, None  # each self.name is a failed look-up of the class first
+        own, main_grad = self.__dict__, None  # faster: self.name would first fail to find the name in the class
         group, skip_bias_add, parameters = own["tp_group"], own["skip_bias_add"], own["_parameters"]
         if weight is None:
             weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401, computed
@@ -129,7 +129,7 @@ class ColumnParallelLinear(ParallelLinear):
         return (y, bias) if skip_bias_add else y
 
     def gathered(self, y: Tensor) -> Tensor:
-        """All output features of ``[.., out_local]``, in the order of the unsharded layer."""
+        """Returns all output features of ``[.., out_local]``, in the order of the unsharded layer."""
         sharding = self.tp_shardings["weight"]
         assert sharding is not None
         sizes = sharding.local_sizes(self.tp_group.size)
@@ -140,7 +140,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """y = sum over ranks of x_local W_local^T, + b: the input features are sharded.
+    """Linear layer y = sum over ranks of x_local W_local^T, + b, with sharded input features.
 
     Shapes: x ``[.., in_local]`` -> y ``[.., out]`` replicated (SP: ``[tokens_local, .., out]``).
     weight ``[out, in_local]``; bias ``[out]``, replicated, added once, after the sum.
@@ -151,11 +151,12 @@ class RowParallelLinear(ParallelLinear):
     Args:
         in_features, out_features, bias: as ``nn.Linear``, of the full layer.
         group, skip_bias_add, grad_accumulation_fusion, init: as :class:`ColumnParallelLinear`.
-        parts, unit: as there, of the input features.
+        parts, unit: as there, for the input features.
         input_is_parallel: x is this rank's slice of the features; False: x is replicated and sliced here.
         sequence_parallel: y is sharded on dim 0.
-        overlap_chunks: y is computed and summed in so many pieces, the sum of one under the GEMM of the next; under SP
-            also the all-gather of dy, under the GEMM of dx. When not: as :class:`ColumnParallelLinear`.
+        overlap_chunks: the number of blocks in which y is computed and summed, the sum of one overlapping the GEMM of
+            the next; under SP also for the all-gather of dy, overlapping the GEMM of dx. Exceptions as
+            :class:`ColumnParallelLinear`.
 
     Raises:
         ValueError: parts that do not make up ``in_features``; ``input_is_parallel=False`` with SP.
@@ -206,11 +207,11 @@ class RowParallelLinear(ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
-        """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
+        """Computes y; returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
 
         Args:
             x: ``[.., in_local]``.
-            total_tokens: accepted like the column layer's; x has them all, so it is only checked.
+            total_tokens: accepted as by the column layer; x holds all tokens, so it is only checked.
             weight: used instead of the layer's own, ``[out, in_local]``.
         """
         own, main_grad = self.__dict__, None  # as in the column layer
@@ -222,7 +223,7 @@ class RowParallelLinear(ParallelLinear):
         if not own["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
             x = self.scattered(x)
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, where parametrized
-        summed = "bias" in own["entered"]  # together with others
+        summed = "bias" in own["entered"]  # by coalesce_gradients
         if summed:
             bias = own["entered"]["bias"]
         skipped = self.replicated_parameter("bias") if skip_bias_add else None
@@ -240,13 +241,13 @@ class RowParallelLinear(ParallelLinear):
         return (y, skipped) if skip_bias_add else y
 
     def scattered(self, x: Tensor) -> Tensor:
-        """This rank's slice ``[.., in_local]`` of the replicated ``[.., in]``."""
+        """Returns this rank's slice ``[.., in_local]`` of the replicated ``[.., in]``."""
         sharding = self.tp_shardings["weight"]
         assert sharding is not None
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
         p = self.tp_group.size
-        if len(sharding.parts) > 1 or self.has_padding("weight"):  # into the order of the ranks, zeros for padding
+        if len(sharding.parts) > 1 or self.has_padding("weight"):  # in rank order, with zeros for padding
             last = Sharding(-1, sharding.parts)
             x = torch.cat([last.shard(x, rank, p) for rank in range(p)], -1)
         return _ops.scatter_to_region(x, self.tp_group.name, -1, sharding.local_sizes(p))

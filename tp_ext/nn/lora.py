@@ -11,7 +11,8 @@ row     the same under SP                       reduce-scatter of tokens x r    
                                                                                     all-reduce of dB
 ======  ==================  ==================  ==================================  =================================
 
-Both factors are layers of ours: every gradient is complete when ``backward()`` returns, and whatever is sent is r wide.
+Both factors are layers of this package: every gradient is complete when ``backward()`` returns, and all additional
+communication is r wide.
 
 Hu et al., "LoRA: Low-rank adaptation of large language models" (arXiv:2106.09685).
 """
@@ -33,7 +34,7 @@ from tp_ext.sharding import Sharding
 
 
 class _ReplicatedLinear(ParallelModule):
-    """y = x W^T, W ``[out, in]`` the same on all ranks; under SP on sharded tokens, so that dW is summed over them."""
+    """Linear layer y = x W^T with replicated W ``[out, in]``; under SP, on sharded tokens, dW is summed over ranks."""
 
     weight: nn.Parameter
 
@@ -61,22 +62,22 @@ class _ReplicatedLinear(ParallelModule):
 
 
 class LoRALinear(ParallelModule):
-    """A column or row linear with an adapter, in its place: y = base(x) + (alpha / r) B(A(dropout(x))).
+    """Replacement of a column or row linear by one with an adapter: y = base(x) + (alpha / r) B(A(dropout(x))).
 
-    Shapes, options and what is returned (``skip_bias_add``, ``gather_output``, ``input_is_parallel=False``) are the
+    Shapes, options and return values (``skip_bias_add``, ``gather_output``, ``input_is_parallel=False``) are the
     base layer's. State-dict names are peft's: ``base_layer.weight``, ``lora_A.weight`` ``[r, in]``, ``lora_B.weight``
     ``[out, r]``. B follows the parts of the base (q | k | v, copied KV heads).
 
-    Communicates what the base layer does, and r-wide tensors: see :mod:`tp_ext.nn.lora`. No activation is saved for the
-    frozen weight.
+    Communicates as the base layer, and r-wide tensors: see :mod:`tp_ext.nn.lora`. No activation is saved for the frozen
+    weight.
 
     Args:
         base: the layer; its parameters are frozen. Device and dtype of the adapter are its weight's.
         r: the rank.
         alpha: the adapter is scaled by alpha / r.
-        dropout: of the adapter's input; the masks are those of the unsharded model.
+        dropout: probability for the adapter's input; the masks are those of the unsharded model.
 
-    A starts as ``nn.Linear`` does (Kaiming-uniform with a = sqrt(5), as peft), the same for every p; B with zeros.
+    A is initialised as ``nn.Linear`` (Kaiming-uniform with a = sqrt(5), as peft), the same for every p; B with zeros.
 
     Raises:
         TypeError: ``base`` is no column or row linear. ValueError: ``r`` is no positive integer, ``alpha`` is not
@@ -101,7 +102,7 @@ class LoRALinear(ParallelModule):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.r, self.scaling, self.dropout, self.merged = r, alpha / r, dropout, False
         self.base_layer = base.requires_grad_(False)
-        # What concerns input and output as a whole is done once, here, and not by base and adapter each
+        # Input and output are scattered and gathered once, here, not by base and adapter each
         self.gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
         self.scatters = isinstance(base, RowParallelLinear) and not base.input_is_parallel
         options: dict[str, Any] = {
@@ -157,23 +158,23 @@ class LoRALinear(ParallelModule):
         sharding = self.base_layer.tp_shardings["weight"]
         assert sharding is not None
         dropped = []
-        for piece, part in zip(_pieces(x, Sharding(-1, sharding.parts), rank, p), sharding.parts, strict=True):
+        for share, part in zip(_split_parts(x, Sharding(-1, sharding.parts), rank, p), sharding.parts, strict=True):
             whole = Sharding(-1, (part,))
             sizes = [found.stop - found.start for q in range(p) for found in whole.slices(q, p)]  # without padding
-            own = dropout(piece[..., : sizes[rank]], self.dropout, group=group or None, dim=-1, sizes=sizes)
-            dropped.append(F.pad(own, (0, piece.shape[-1] - sizes[rank])) if part.padding else own)
+            kept = dropout(share[..., : sizes[rank]], self.dropout, group=group or None, dim=-1, sizes=sizes)
+            dropped.append(F.pad(kept, (0, share.shape[-1] - sizes[rank])) if part.padding else kept)
         return dropped[0] if len(dropped) == 1 else torch.cat(dropped, -1)
 
     def merge(self) -> None:
-        """Adds the adapter to the base weight, W += (alpha / r) B A, which then works alone. Communicates nothing.
+        """Adds the adapter to the base weight, W += (alpha / r) B A, which is then used alone. Communicates nothing.
 
         Raises:
-            ValueError: it is merged, or FSDP2 has dealt the weights.
+            ValueError: it is already merged, or FSDP2 has sharded the weights.
         """
         self._add(1, merged=True)
 
     def unmerge(self) -> None:
-        """The inverse of :meth:`merge`, to rounding. Raises ValueError: it is not merged."""
+        """Inverts :meth:`merge`, up to rounding. Raises ValueError: it is not merged."""
         self._add(-1, merged=False)
 
     @torch.no_grad()
@@ -188,10 +189,10 @@ class LoRALinear(ParallelModule):
         assert sharding is not None
         _, p, rank = self.tp_group
         column = sharding.dim == 0
-        cut = _pieces(b if column else a, sharding, rank, p)
-        # Part by part: what several ranks hold they then multiply in the same shape, to the same bits
-        for target, piece in zip(_pieces(weight, sharding, rank, p), cut, strict=True):
-            left, right = (piece, a) if column else (b, piece)
+        factor = _split_parts(b if column else a, sharding, rank, p)
+        # Part by part: ranks with copies then multiply them in the same shape, to the same bits
+        for target, share in zip(_split_parts(weight, sharding, rank, p), factor, strict=True):
+            left, right = (share, a) if column else (b, share)
             wide = torch.promote_types(weight.dtype, torch.float32)
             target.copy_(target + sign * self.scaling * (left.to(wide, copy=True) @ right.to(wide)))
         self.merged = merged
@@ -200,8 +201,8 @@ class LoRALinear(ParallelModule):
         return f"r={self.r}, scaling={self.scaling}, dropout={self.dropout}, merged={self.merged}"
 
 
-def _pieces(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> tuple[Tensor, ...]:
-    """The local tensor's views of its parts."""
+def _split_parts(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> tuple[Tensor, ...]:
+    """Returns views of the rank's share of each part of a local tensor."""
     lengths = [stop - start for start, stop in (part.span(rank, p) for part in sharding.parts)]
     return tensor.split(lengths, sharding.dim)
 
@@ -215,13 +216,13 @@ def add_lora(
     dropout: float = 0.0,
     freeze: bool = True,
 ) -> list[str]:
-    """Puts a :class:`LoRALinear` in the place of each column or row linear that ``targets`` names.
+    """Replaces each column or row linear that ``targets`` names by a :class:`LoRALinear`.
 
     Args:
         targets: one or more shell patterns; each is matched with the whole name of a layer (``"blocks.0.*.qkv"``) and
-            with every end of it that starts after a dot (``"qkv"``, ``"mlp.*"``).
+            with every suffix of it after a dot (``"qkv"``, ``"mlp.*"``).
         r, alpha, dropout: as :class:`LoRALinear`.
-        freeze: all parameters of the model but adapters are frozen; the optimizer gets those that require gradients.
+        freeze: freezes all parameters of the model but adapters; pass the optimizer those that require gradients.
 
     Returns:
         The names of the layers.
@@ -249,7 +250,7 @@ def add_lora(
         adapters = {p for _, layer in _lora_layers(model) for n, p in layer.named_parameters() if n.startswith("lora_")}
         for param in set(model.parameters()) - adapters:
             param.requires_grad_(False)
-    wrapped: dict[nn.Module, LoRALinear] = {}  # a layer that is used in two places keeps being one
+    wrapped: dict[nn.Module, LoRALinear] = {}  # a layer that is used in two places remains one layer
     for name in chosen:
         base = model.get_submodule(name)
         if isinstance(base, LoRALinear):  # in a block that is used in two places
@@ -262,11 +263,11 @@ def add_lora(
 
 
 def merge_lora(model: nn.Module) -> list[str]:
-    """Merges every adapter of the model and puts the base layers back, with the names of the model before
-    :func:`add_lora`; returns those of the layers. They stay frozen.
+    """Merges every adapter of the model and restores the base layers, with the names before :func:`add_lora`; returns
+    the names of the layers. They stay frozen.
 
     Raises:
-        ValueError: there is none inside the model; see :meth:`LoRALinear.merge`.
+        ValueError: there is no adapter inside the model; see :meth:`LoRALinear.merge`.
     """
     names, layers = [], [(name, layer) for name, layer in _lora_layers(model) if name]
     if not layers:

@@ -1,4 +1,4 @@
-"""Cross-entropy over logits whose vocabulary is dealt over the ranks."""
+"""Cross-entropy over logits whose vocabulary is sharded over the ranks."""
 
 from typing import Any
 
@@ -25,35 +25,34 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     inplace_backward: bool = False,
 ) -> Tensor:
-    """``F.cross_entropy`` over the full vocabulary, plus ``z_loss * logsumexp(logits)^2``, per row.
+    """Computes ``F.cross_entropy`` over the full vocabulary, plus ``z_loss * logsumexp(logits)^2``, per row.
 
     With x the logits of a row, V the vocabulary, t the target, e the smoothing:
     ``(1 - e) (logsumexp(x) - x[t]) + e (logsumexp(x) - sum(x) / V) + z_loss logsumexp(x)^2``.
 
-    :meth:`VocabParallelLMHead.loss` knows group and vocabulary and needs neither.
+    :meth:`VocabParallelLMHead.loss` takes group and vocabulary from the head.
 
     Args:
         logits_local: ``[.., vocab_local]``, this rank's columns: either ``torch.tensor_split`` of ``vocab_size``, or of
             equal width w with p w >= ``vocab_size``, the columns from ``vocab_size`` on being padding.
         target: ``[..]``, int64, ids in the full vocabulary, the same on all ranks.
         group: the ranks that hold the other columns.
-        vocab_size: V; default p w. It must be given where the ranks' widths differ: where p does not divide V.
+        vocab_size: V; default p w. It is required if the ranks' widths differ, that is if p does not divide V.
         ignore_index: rows with this target have no loss and no gradient.
         label_smoothing: e, over the *full* vocabulary.
-        z_loss: its weight (Chowdhery et al., "PaLM", arXiv:2204.02311); 0 at ignored rows too.
+        z_loss: weight of that term (Chowdhery et al., "PaLM", arXiv:2204.02311); 0 at ignored rows too.
         reduction: ``none`` (the shape of target), ``mean`` over the rows that are not ignored (0 if all are), ``sum``.
         inplace_backward: the gradient overwrites the logits; a second backward is then refused.
 
     A row that is -inf in every column has no softmax: its loss and its gradient are NaN, as in torch; so are those of a
-    row with a NaN or +inf in it. Ignored rows are 0 whatever is in them.
+    row with a NaN or +inf in it. Ignored rows are 0 for any logits.
 
-    Communicates: forward, one all-gather of four numbers per row, and of four more in which the ranks compare their
-    widths and vocabularies; backward, nothing. Saved: logits and two numbers per
-    row; no softmax is kept.
+    Communicates: forward, one all-gather of four numbers per row, and of four more by which the ranks compare their
+    widths and vocabularies; backward, nothing. Saved for backward: logits and two numbers per row, no softmax.
 
     Raises:
         ValueError: full logits at p > 1, shapes that do not match, an unknown reduction, a smoothing outside [0, 1].
-            On every rank, after the exchange: widths or ``vocab_size`` that make up no one vocabulary (CPU; a device
+            On every rank, after the exchange: widths or ``vocab_size`` that do not form one vocabulary (CPU; a device
             assert on CUDA).
         IndexError: a target outside the vocabulary (CPU; a device assert on CUDA); without ``vocab_size`` after the
             exchange, when all ranks' widths are known.
@@ -83,10 +82,10 @@ def vocab_parallel_cross_entropy(
 
 
 def vocab_columns(width: int, vocab_size: int | None, group: ParallelGroup) -> tuple[int, int, int]:
-    """First column, number of real columns and size of the full vocabulary, as this rank sees them.
+    """Returns the first column, the number of columns without padding and the full vocabulary size, as known locally.
 
-    Widths that no rank can have are refused here, on all ranks alike. What may be right on another rank is not: the
-    ranks compare widths and sizes when they exchange.
+    Widths that are wrong on every rank are refused here, on all ranks alike. Widths that may be right on another rank
+    are not: the ranks compare widths and sizes when they communicate.
     """
     _, p, rank = group
     if vocab_size is None:
@@ -112,7 +111,7 @@ def vocab_columns(width: int, vocab_size: int | None, group: ParallelGroup) -> t
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """:func:`vocab_parallel_cross_entropy` as a module: logits ``[.., vocab_local]``, target ``[..]`` -> loss."""
+    """The module of :func:`vocab_parallel_cross_entropy`: logits ``[.., vocab_local]``, target ``[..]`` -> loss."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ GATED_ACTIVATIONS = ("swiglu", "geglu")
 
 
 class ParallelMLP(ParallelModule):
-    """y = act(x W_up^T + b_up) W_down^T + b_down.
+    """Feed-forward block y = act(x W_up^T + b_up) W_down^T + b_down.
 
     Gated: y = (act(x W_gate^T + b_gate) * (x W_up^T + b_up)) W_down^T + b_down.
 
@@ -33,13 +33,13 @@ class ParallelMLP(ParallelModule):
             (exact gelu; Shazeer, arXiv:2002.05202).
         bias: in both linears.
         group, sequence_parallel, grad_accumulation_fusion, overlap_chunks: as :class:`ColumnParallelLinear`.
-        gemm_epilogue: the block as one operator, whose GEMMs end in bias and activation, backward in their gradients:
-            no pass over the activation is made for those. For ``activation="gelu_tanh"``, with biases. On CUDA in bf16
-            and fp16 where the local ffn is a multiple of 8: that is cublasLt's GELU, which is the tanh form, so exact
-            ``gelu`` keeps its kernel. Elsewhere the same is computed in steps. Values are those without it up to
-            rounding; what is saved and sent is the same. Where ``up`` or ``down`` has hooks, was replaced (LoRA, FSDP2
-            on each) or lost its bias, they are called one by one as ever. False by default, since no GPU has measured
-            it: docs/reference/performance.md.
+        gemm_epilogue: runs the block as one operator with bias and activation as epilogue of the GEMMs, and their
+            gradients as epilogue in backward: no separate pass over the activation. For ``activation="gelu_tanh"``,
+            with biases. It is fused on CUDA in bf16 and fp16 where the local ffn is a multiple of 8, by cublasLt's
+            GELU, which is the tanh form, so exact ``gelu`` keeps its kernel. Elsewhere the same is computed in steps.
+            Values equal those without it up to rounding; saved tensors and communication are the same. Where ``up`` or
+            ``down`` has hooks, was replaced (LoRA, FSDP2 on each) or lost its bias, they are called one by one.
+            False by default, since it has not been measured on a GPU: docs/reference/performance.md.
         init: initialiser of both weights.
 
     Raises:
@@ -87,20 +87,21 @@ class ParallelMLP(ParallelModule):
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, bias, **options)
 
     def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
-        """
+        """Computes y from x.
+
         Args:
             x: ``[.., hidden]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
         """
-        if self.gemm_epilogue and self._whole():
-            return self._in_one(x, total_tokens)
+        if self.gemm_epilogue and self._is_plain():
+            return self._forward_fused(x, total_tokens)
         activate = _ops.gated_act if self.gated else _ops.bias_act
         h, bias = self.up(x, total_tokens)
         y: Tensor = self.down(activate(h, bias, self.activation), total_tokens)
         return y
 
-    def _whole(self) -> bool:
-        """Whether up and down are what they were made as, and nobody waits for their calls."""
+    def _is_plain(self) -> bool:
+        """Returns whether up and down are the original layers and have no hooks."""
         if _has_any_global_hook():
             return False
         for layer, kind in ((self.up, ColumnParallelLinear), (self.down, RowParallelLinear)):
@@ -110,12 +111,12 @@ class ParallelMLP(ParallelModule):
                 return False
         return True
 
-    def _in_one(self, x: Tensor, total_tokens: int | None) -> Tensor:
+    def _forward_fused(self, x: Tensor, total_tokens: int | None) -> Tensor:
         up, down = self.up, self.down
         up_weight, up_main_grad = _weight_of(up)
         down_weight, down_main_grad = _weight_of(down)
         up_bias = up.sharded_parameter("bias")
-        summed = "bias" in down.entered  # together with others
+        summed = "bias" in down.entered  # by coalesce_gradients
         down_bias = down.entered["bias"] if summed else down.parameter_of_call("bias")
         assert up_bias is not None and down_bias is not None
         return _ops.parallel_mlp(

@@ -1,33 +1,32 @@
-"""What all layers share: the group, and parameters that know how they are cut."""
+"""Base class of all layers: holds the group, the parameters' shardings and their initialisers."""
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, check_place, global_ranks, group_name, layer_group
 from tp_ext.random import Init, initialise_
-from tp_ext.sharding import Pieces, Sharding, split_sizes
+from tp_ext.sharding import CopiedRows, Sharding, split_sizes
 
 
 class ParallelModule(nn.Module):
     """A module some of whose parameters are shards.
 
     Attributes:
-        tp_group: name, size p and own rank of the group.
-        tp_shardings: local parameter name -> :class:`Sharding`, or None for a replicated one. This, never an attribute
-            of a parameter (those get lost in ``deepcopy``, ``to_empty``, FSDP2), says how a parameter is cut;
-            ``param.tp_sharding`` mirrors it for people.
+        tp_group: name, size p and rank in the group.
+        tp_shardings: local parameter name -> :class:`Sharding`, or None for a replicated one. This table, never an
+            attribute of a parameter (``deepcopy``, ``to_empty`` and FSDP2 lose those), defines how a parameter is
+            sharded; ``param.tp_sharding`` mirrors it for users.
         sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
-        tied: names of parameters in whose place another layer's was put, as in ``head.weight = embedding.weight``;
-            ``tp_ext.debug.check`` tells if they came apart.
+        tied: names of parameters that were replaced by another layer's, as in ``head.weight = embedding.weight``;
+            ``tp_ext.debug.check`` reports those that are no longer tied.
     """
 
     def __init__(self, group: Group, *, sequence_parallel: bool = False) -> None:
@@ -37,9 +36,9 @@ class ParallelModule(nn.Module):
         self.tp_shardings: dict[str, Sharding | None] = {}
         self.sequence_parallel = sequence_parallel
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
-        self._copied: dict[str, Pieces] = {}  # of the parameters that have rows which other ranks hold too
+        self._copied: dict[str, CopiedRows] = {}  # by parameter with rows that other ranks hold, too
         self.tied: set[str] = set()
-        self.entered: dict[str, Tensor] = {}  # parameters that coalesce_gradients will sum, during a forward
+        self.entered: dict[str, Tensor] = {}  # during a forward: parameters that coalesce_gradients sums
 
     def add_parameter(
         self,
@@ -51,26 +50,26 @@ class ParallelModule(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Registers the own shard of a parameter of ``full_shape``, initialised by ``init``."""
+        """Registers this rank's shard of a parameter of ``full_shape``, initialised by ``init``."""
         _, p, rank = self.tp_group
         shape = torch.Size(full_shape)
         local = shape if sharding is None else sharding.local_shape(shape, rank, p)
         self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
         self.tp_shardings[name] = sharding
         self._inits[name] = (shape, init)
-        pieces = sharding.copied_pieces(rank, p) if sharding is not None and p > 1 else None
-        if pieces is not None:
-            self._copied[name] = pieces
+        copied = sharding.copied_pieces(rank, p) if sharding is not None and p > 1 else None
+        if copied is not None:
+            self._copied[name] = copied
         self._reset(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        own = self._parameters.get(name)  # None while a parametrization is put on or taken off
+        own = self._parameters.get(name)  # None while a parametrization is registered or removed
         if own is not None and own is not param and hasattr(param, "tp_sharding"):
             self.tied.add(name)
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
-        """Draws all parameters of this module anew; after ``to_empty``, say. The same for every p."""
+        """Draws all parameters of this module anew, as after ``to_empty``; the values do not depend on p."""
         for name in self._inits:
             self._reset(name)
 
@@ -79,25 +78,26 @@ class ParallelModule(nn.Module):
         param = getattr(self, name)
         shape, init = self._inits[name]
         _, p, rank = self.tp_group
-        computed = parametrize.is_parametrized(self, name)  # from what the assignment below inverts
-        dealt = isinstance(param, DTensor)  # by FSDP2: a slice of the shard, that of what the shard would be
-        whole = torch.empty(param.shape, dtype=param.dtype, device=param.device) if computed or dealt else param
+        computed = parametrize.is_parametrized(self, name)  # the assignment below calls right_inverse
+        # FSDP2 holds a slice of this rank's shard: draw the whole shard, keep that slice
+        temporary = computed or isinstance(param, DTensor)
+        whole = torch.empty(param.shape, dtype=param.dtype, device=param.device) if temporary else param
         initialise_(whole, init, self.tp_shardings[name], shape, rank, p)
         self.after_init(name, whole)
         if computed:
             setattr(self, name, whole)
         elif isinstance(param, DTensor) and not param.is_meta:
-            own = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
-            param.to_local().copy_(own.to_local())
+            drawn = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+            param.to_local().copy_(drawn.to_local())
         self.mirror_shardings()
 
     def after_init(self, name: str, shard: Tensor) -> None:
-        """Changes the shard that ``init`` has just drawn. A hook for layers; here it does nothing."""
+        """Modifies the shard that ``init`` has just drawn. A hook for layers; does nothing here."""
 
     @torch.no_grad()
     def copy_shards(self, dense: nn.Module) -> None:
-        """Takes this rank's shard of each parameter of ``dense``, which has the full ones under the same names, and its
-        ``requires_grad``."""
+        """Copies this rank's shard and ``requires_grad`` of each parameter of ``dense``, which has the full parameters
+        under the same names."""
         _, p, rank = self.tp_group
         for name, full in dense.named_parameters():
             sharding, local = self.tp_shardings[name], getattr(self, name)
@@ -105,7 +105,7 @@ class ParallelModule(nn.Module):
             local.requires_grad_(full.requires_grad)
 
     def mirror_shardings(self) -> None:
-        """Sets ``tp_sharding`` on the parameters, for people who look at them."""
+        """Sets ``tp_sharding`` on the parameters, for users who inspect them."""
         for name, sharding in self.tp_shardings.items():
             param = self._parameters.get(name)  # not getattr, which computes a parametrized one
             if param is not None:
@@ -125,23 +125,23 @@ class ParallelModule(nn.Module):
         return copied
 
     def local_shape(self, name: str) -> torch.Size:
-        """Shape of this rank's shard of the parameter."""
+        """Returns the shape of this rank's shard of the parameter."""
         shape, sharding = self._inits[name][0], self.tp_shardings[name]
         return shape if sharding is None else sharding.local_shape(shape, self.tp_group.rank, self.tp_group.size)
 
     def has_padding(self, name: str) -> bool:
-        """Whether shards of the parameter hold elements that the full one has not."""
+        """Returns whether shards of the parameter hold padding, which the full parameter does not have."""
         sharding = self.tp_shardings[name]
         return sharding is not None and any(part.padding for part in sharding.parts)
 
     def parameter_of_call(self, name: str) -> Tensor | None:
-        """``getattr(self, name)``, in half the time for a parameter that nothing computes, as a parametrization does:
-        ``nn.Module`` finds those only after a failed look-up of everything else."""
+        """Returns ``getattr(self, name)``, in half the time for a parameter without parametrization: ``nn.Module``
+        finds parameters only after a failed look-up of everything else."""
         own = self._parameters
         return own[name] if name in own else getattr(self, name)
 
     def sharded_parameter(self, name: str) -> Tensor | None:
-        """The parameter as sharded work uses it: the gradient of rows that other ranks hold too is summed over them."""
+        """Returns the parameter for sharded work: gradients of copied rows are summed over the ranks that hold them."""
         if name in self.entered:
             return self.entered[name]
         param = self.parameter_of_call(name)
@@ -152,11 +152,11 @@ class ParallelModule(nn.Module):
         check_place(self.tp_group)
 
     def summed_over_copies(self, name: str, value: Tensor) -> Tensor:
-        """``value`` in place of the parameter, some rows of which other ranks hold too: their gradients are summed."""
+        """Returns ``value``, used in place of the parameter; gradients of copied rows are summed over their ranks."""
         return _ops.copy_pieces_to_region(value, self.tp_group.name, *self._copied[name])
 
     def replicated_parameter(self, name: str) -> Tensor | None:
-        """The parameter as sharded tokens use it: under sequence parallelism its gradient is summed over the ranks."""
+        """Returns the parameter for sharded tokens: under sequence parallelism its gradient is summed over ranks."""
         if name in self.entered:
             return self.entered[name]
         param = self.parameter_of_call(name)
@@ -165,19 +165,19 @@ class ParallelModule(nn.Module):
         return _ops.copy_to_region(param, self.tp_group.name)
 
     def summed_parameters(self) -> list[str]:
-        """Names of the parameters whose gradients the layer sums over the ranks, or over those that hold copies."""
+        """Returns the names of parameters whose gradients the layer sums over all ranks, or over holders of copies."""
         if self.tp_group.size == 1:
             return []
         whole = [n for n, sharding in self.tp_shardings.items() if sharding is None and self.sequence_parallel]
         return whole + list(self._copied)
 
     def entering_parameter(self, name: str) -> Tensor | None:
-        """The parameter before the region that sums its gradient."""
+        """Returns the parameter as it enters the region that sums its gradient."""
         param: Tensor | None = getattr(self, name)
         return param
 
     def copied_rows(self, name: str) -> list[int]:
-        """Which rows of the parameter are summed, as ``copy_to_region_coalesced`` wants to know: [0] for all."""
+        """Returns the rows of the parameter to sum, as ``copy_to_region_coalesced`` takes them: [0] for all."""
         if name not in self._copied:
             return [0]
         starts, lengths, full_starts, full_size = self._copied[name]
@@ -185,7 +185,7 @@ class ParallelModule(nn.Module):
         return [len(lengths), full_size, *rows]
 
     def token_sizes(self, total_tokens: int | None) -> list[int] | None:
-        """Each rank's tokens of ``total_tokens``; None (all ranks alike) if it is not told."""
+        """Returns each rank's number of tokens; None (equal on all ranks) if ``total_tokens`` is not given."""
         if total_tokens is None or not self.sequence_parallel or self.tp_group.size == 1:
             return None
         if not isinstance(total_tokens, int) or total_tokens < 0:
@@ -193,13 +193,13 @@ class ParallelModule(nn.Module):
         return split_sizes(total_tokens, self.tp_group.size)
 
     def parallel_repr(self) -> str:
-        """For ``extra_repr``: what a reader of ``print(model)`` must know about the shard."""
+        """Returns the text about the shard for ``extra_repr``."""
         sp = ", sequence_parallel=True" if self.sequence_parallel else ""
         return f"p={self.tp_group.size}, rank={self.tp_group.rank}{sp}"
 
 
 def refuse_group(**values: object) -> None:
-    """Raises a TypeError that names the first of ``values`` that is a group, given by position as in Megatron-LM."""
+    """Raises a TypeError that names the first of ``values`` that is a group, passed by position as in Megatron-LM."""
     for name, value in values.items():
         if isinstance(value, ProcessGroup | DeviceMesh):
             raise TypeError(f"{name}: a {type(value).__name__} must not stand here; pass group= by keyword")
@@ -229,10 +229,10 @@ def check_epsilon(eps: float) -> None:
 
 
 def model_group(model: nn.Module, group: Group = NOT_GIVEN) -> str:
-    """Name of the group over which the model is sharded: that of its layers. ``group``, if given, must be the same.
+    """Returns the name of the group of the model's layers; ``group``, if given, must be the same.
 
     Raises:
-        ValueError: ``group`` has other ranks than the layers' group; or it is not given, and the layers are of several.
+        ValueError: ``group`` has other ranks than the layers' group; or it is not given, and the layers have several.
         TypeError: ``group`` is none of the accepted kinds.
     """
     layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
@@ -261,97 +261,3 @@ def _shown(ranks: tuple[int, ...]) -> str:
     if not ranks:
         return "None"
     return f"the group of ranks {list(ranks)}" if len(ranks) <= 16 else f"a group of {len(ranks)} ranks"
-
-
-def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
-    """(name, sharding) of every parameter of the model, named as in ``named_parameters()``; None means replicated.
-
-    Raises:
-        ValueError: see :func:`locate`.
-    """
-    for name, _ in model.named_parameters():
-        yield name, locate(model, name).sharding
-
-
-def sharding_of(module: nn.Module, name: str) -> Sharding | None:
-    """How the module's own parameter (or buffer) ``name`` is cut; None means replicated. What ``torch.nn.utils.prune``
-    makes of it (``weight_orig``, ``weight_mask``) is cut alike."""
-    table: dict[str, Sharding | None] = getattr(module, "tp_shardings", {})
-    return table.get(name, table.get(name.removesuffix("_orig").removesuffix("_mask")))
-
-
-class Place(NamedTuple):
-    """Where an entry of a state dict belongs.
-
-    Attributes:
-        name: its key in the unsharded model, without what wrappers add.
-        owner: the module that holds it.
-        local: its name there.
-        sharding: how it is cut; None means replicated.
-    """
-
-    name: str
-    owner: nn.Module
-    local: str
-    sharding: Sharding | None
-
-
-_CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's CheckpointWrapper takes it out of the keys, not out of the names
-_WRAPPED = ("_orig_mod", _CHECKPOINTED)  # by torch.compile, by CheckpointWrapper
-
-
-def locate(model: nn.Module, key: str) -> Place:
-    """Where the parameter, buffer or state-dict entry ``key`` of the model belongs, through DDP, ``torch.compile`` and
-    checkpoint wrappers.
-
-    What a parametrization (``torch.nn.utils.parametrize``) makes a sharded tensor of is cut as that tensor is, where it
-    has the tensor's elements in the sharded dim; single numbers that are not trained are replicated.
-
-    Raises:
-        ValueError: at p > 1, a parametrization of a sharded tensor that is no function of each shard on its own:
-            torch's ``orthogonal`` and ``spectral_norm``, or one that keeps something else, such as a norm over the
-            sharded dim, of which each rank would have another, or a trained number, whose gradient nobody would sum.
-    """
-    *path, local = key.split(".")
-    owner, names = model, []
-    parametrized: tuple[nn.Module, str] | None = None
-    for step, part in enumerate(path):
-        if _CHECKPOINTED in owner._modules and part != _CHECKPOINTED:
-            owner = owner.get_submodule(_CHECKPOINTED)
-        if part not in _WRAPPED and not (part == "module" and isinstance(owner, DistributedDataParallel)):
-            names.append(part)
-        if part == "parametrizations" and step + 1 < len(path):
-            parametrized = owner, path[step + 1]
-        owner = owner.get_submodule(part)
-    if _CHECKPOINTED in owner._modules:
-        owner = owner.get_submodule(_CHECKPOINTED)
-    sharding = sharding_of(owner, local) if parametrized is None else _parametrized(key, *parametrized, owner, local)
-    return Place(".".join([*names, local]), owner, local, sharding)
-
-
-_OF_THE_WHOLE = {"_SpectralNorm", "_Orthogonal"}  # torch.nn.utils.parametrizations, of the whole matrix
-
-
-def _parametrized(key: str, module: nn.Module, name: str, owner: nn.Module, local: str) -> Sharding | None:
-    """How what ``owner``, the parametrization of the tensor ``name`` of ``module`` or a part of it, calls ``local`` is
-    cut; see :func:`locate`."""
-    sharding, value = sharding_of(module, name), getattr(owner, local, None)
-    if sharding is None or not isinstance(module, ParallelModule) or not isinstance(value, Tensor):
-        return sharding
-    _, p, _ = module.tp_group
-    made_by = module.get_submodule(f"parametrizations.{name}")
-    if p > 1 and (whole := _OF_THE_WHOLE.intersection(type(m).__name__ for m in made_by.children())):
-        raise ValueError(f"module: {key!r}: {min(whole)} must see all of {name}, of which a rank has a shard, p = {p}")
-    if owner is made_by and local == "original":
-        return sharding
-    lengths = sharding.local_sizes(p)
-    dims = len(module.local_shape(name))
-    # A length of 1 tells nothing: a norm over the sharded dim has it too
-    if value.dim() == dims and value.shape[sharding.dim] in lengths and (p == 1 or min(lengths) > 1):
-        return sharding
-    if p == 1 or (value.numel() == 1 and local not in owner._parameters):
-        return None
-    raise ValueError(
-        f"module: {key!r}: shape {tuple(value.shape)} must have the {lengths} elements of {name} on the ranks in dim "
-        f"{sharding.dim}, which is sharded, p = {p}: this parametrization is not one of each shard on its own"
-    )

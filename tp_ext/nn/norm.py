@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: torch's modules, with weights that get their whole gradient under sequence parallelism."""
+"""RMSNorm and LayerNorm: torch's modules, with complete gradients of the weights under sequence parallelism."""
 
 from collections.abc import Sequence
 from typing import overload
@@ -15,7 +15,7 @@ EPSILON_32, EPSILON_64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float
 
 
 class _Norm(ParallelModule):
-    """What both share: the normalised dims, flattened to one, and the replicated parameters."""
+    """Base class of both norms: the normalised dims, flattened to one, and the replicated parameters."""
 
     weight: nn.Parameter | None
 
@@ -58,21 +58,22 @@ class _Norm(ParallelModule):
 
 
 class RMSNorm(_Norm):
-    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dims; ``torch.nn.RMSNorm`` otherwise.
+    """RMS norm y = x / sqrt(mean(x^2) + eps) * weight, over the last dims; otherwise as ``torch.nn.RMSNorm``.
 
     Shapes: x ``[.., *normalized_shape]`` -> the same. Statistics in fp32 (fp64 for fp64); saved for backward: x and one
     number per row. Communicates: under SP, backward, one all-reduce of the weight's gradient.
 
-    ``norm(x, residual)``, the sublayer's output and what goes past it, is ``(y, total)``: total = x + residual, rounded
-    to their dtype, and y = norm(total), in one pass over memory; the same bits as those two steps. residual is like x
-    in shape, dtype and device (ValueError, TypeError; under autocast their dtypes may differ, as in torch). Saved for
-    backward: total, which lives anyway, instead of x. Backward adds the gradient of total on its way: x and residual
-    have one gradient.
+    ``norm(x, residual)``, of a sublayer's output and its residual stream, returns ``(y, total)``: total = x + residual,
+    rounded to their dtype, and y = norm(total), in one pass over memory, with the same bits as the two steps. residual
+    has x's shape, dtype and device (ValueError, TypeError; under autocast their dtypes may differ, as in torch). Saved
+    for backward: total, which stays alive anyway, instead of x. Backward adds the gradient of total in the same pass: x
+    and residual share one gradient.
 
     Args:
         normalized_shape, eps, elementwise_affine: as torch; ``eps=None`` is the machine epsilon of the dtype that the
             statistics are computed in (fp32 for half types).
-        group, sequence_parallel: as everywhere; x is then ``[tokens_local, ..]``.
+        group: the tensor-parallel group.
+        sequence_parallel: x is ``[tokens_local, ..]``, sharded on dim 0.
 
     Zhang and Sennrich, "Root mean square layer normalization" (arXiv:1910.07467).
     """
@@ -129,14 +130,15 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dims; ``torch.nn.LayerNorm`` otherwise.
+    """Layer norm y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dims, as torch's.
 
     Shapes, precision, communication and ``norm(x, residual)`` as :class:`RMSNorm`, with two numbers per row and, under
     SP, a second all-reduce for the bias. Nothing is saved if only the bias is trained.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias: as torch.
-        group, sequence_parallel: as everywhere; x is then ``[tokens_local, ..]``.
+        group: the tensor-parallel group.
+        sequence_parallel: x is ``[tokens_local, ..]``, sharded on dim 0.
     """
 
     bias: nn.Parameter | None

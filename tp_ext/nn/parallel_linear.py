@@ -1,4 +1,4 @@
-"""What the tensor-parallel linears have in common."""
+"""Base class of the tensor-parallel linears: parameters, sharding, and the weight of a call."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Self
@@ -14,10 +14,10 @@ from tp_ext.sharding import Part, Sharding
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """``weight.main_grad``, to which backward adds the gradient; None if there will be no backward.
+    """Returns ``weight.main_grad``, to which backward adds the gradient; None if there will be no backward.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the weight has no ``main_grad``.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
@@ -31,12 +31,13 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def _accumulated(weight: Tensor, main_grad: Tensor | None) -> Tensor:
-    """weight, its gradient being added to main_grad: only after the sum over the copies, which follows the linear."""
+    """Returns the weight, with a backward that adds its gradient to ``main_grad``. It stands before the region that
+    sums over KV copies, so ``main_grad`` gets the sum."""
     return weight if main_grad is None else _ops.accumulate_grad_into(weight, main_grad)
 
 
 def linear_sharding(dim: int, size: int, parts: Iterable[Part | int] | None, unit: int, name: str) -> Sharding:
-    """How ``size`` features, called ``name``, are cut along ``dim`` of the weight, as ``parts`` or ``unit`` says."""
+    """Returns the sharding of ``size`` features along ``dim`` of the weight, by ``parts`` or ``unit``."""
     if parts is None:
         return Sharding(dim, (Part(size, unit),))
     if unit != 1:
@@ -48,7 +49,7 @@ def linear_sharding(dim: int, size: int, parts: Iterable[Part | int] | None, uni
 
 
 class ParallelLinear(ParallelModule):
-    """What column and row share: the parameters, the weight of a call, and making one from ``nn.Linear``."""
+    """Base class of the column and row linear: the parameters, the weight of a call, conversion from ``nn.Linear``."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -94,7 +95,7 @@ class ParallelLinear(ParallelModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
-        """The layer with the weights of ``linear``, of which this rank keeps its shard.
+        """Returns the layer with this rank's shard of the weights of ``linear``.
 
         Args:
             linear: the dense layer, with the same values on all ranks; it is not changed.
@@ -105,7 +106,7 @@ class ParallelLinear(ParallelModule):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
-        make: Callable[..., Self] = cls  # column or row: the head of their signatures is nn.Linear's
+        make: Callable[..., Self] = cls  # column or row: their signatures begin as nn.Linear's
         layer = make(
             linear.in_features,
             linear.out_features,
@@ -119,15 +120,15 @@ class ParallelLinear(ParallelModule):
         return layer
 
     def used_weight(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The weight as a call uses it, and where its gradient is to be added if autograd shall not see it.
+        """Returns the weight for a call, and the tensor to which its gradient is added if autograd does not return it.
 
         Args:
-            weight: the layer's own or one of the caller's, of this rank's shape.
+            weight: the layer's own or the caller's, of this rank's shape.
 
         Raises:
             ValueError: it has another shape; ``grad_accumulation_fusion`` and it has no ``main_grad``.
         """
-        if weight.shape != self._weight_shape:  # one of the caller's, or put in the place of the own
+        if weight.shape != self._weight_shape:  # the caller's, or a replacement of the layer's own
             raise ValueError(
                 f"weight: shape {tuple(weight.shape)} must be {tuple(self._weight_shape)}, this rank's shard"
             )

@@ -1,10 +1,10 @@
-"""Longer contexts for rotary embeddings: what a Hugging Face ``rope_scaling`` dict makes of the frequencies."""
+"""Scaling of rotary embeddings for longer contexts: the frequencies by a Hugging Face ``rope_scaling`` dict."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-# Per rope_type its keys and whether each is required; "ntk" is ours, the others are Hugging Face's
+# Keys of each rope_type, and whether each is required; "ntk" is ours, the others are Hugging Face's
 _FACTOR, _CONTEXT = {"factor": True}, {"original_max_position_embeddings": True}
 _OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 KEYS: dict[str, dict[str, bool]] = {
@@ -15,17 +15,17 @@ KEYS: dict[str, dict[str, bool]] = {
     "llama3": {**_FACTOR, **_CONTEXT, "low_freq_factor": True, "high_freq_factor": True},
     "yarn": {**_FACTOR, **_CONTEXT, **dict.fromkeys(_OPTIONAL, False)},
 }
-MOST = 512  # rotated features: their frequencies are an argument of the kernel
+MOST = 512  # rotated features, since their frequencies are an argument of the kernel
 _LEAST = {"factor": 1, "original_max_position_embeddings": 1, "mscale": 0, "mscale_all_dim": 0}  # the others: > 0
 
 
 def base_and_rotary_dim(
     scaling: Mapping[str, Any] | None, head_dim: int, base: float | None, rotary_dim: int | None
 ) -> tuple[float, int]:
-    """``base`` and ``rotary_dim``; those that are None by ``rope_theta`` and ``partial_rotary_factor`` of ``scaling``.
+    """Returns ``base`` and ``rotary_dim``, from ``rope_theta`` and ``partial_rotary_factor`` of ``scaling`` if None.
 
     Raises:
-        ValueError: ``scaling`` is no dict, or says otherwise.
+        ValueError: ``scaling`` is no dict, or contradicts a given value.
     """
     if scaling is not None and not isinstance(scaling, Mapping):
         raise ValueError(f"scaling: {scaling!r} must be a dict, as Hugging Face's config.rope_parameters, or None")
@@ -56,15 +56,15 @@ class RopeScaling:
             - ``ntk``: base times ``factor^(d / (d - 2))``, d = rotary_dim.
             - ``dynamic``: ``ntk`` with ``factor L / n - (factor - 1)``, L the tokens of the longest sequence, at least
               n = ``original_max_position_embeddings`` (Hugging Face's ``config.max_position_embeddings``).
-            - ``llama3``: frequencies that turn less than ``low_freq_factor`` times over n tokens are divided by
-              ``factor``, those of more than ``high_freq_factor`` turns kept, those between interpolated linearly.
-            - ``yarn`` (arXiv:2309.00071): the same between ``beta_slow`` and ``beta_fast`` turns, default 1 and 32,
+            - ``llama3``: frequencies with fewer than ``low_freq_factor`` rotations over n tokens are divided by
+              ``factor``, those with more than ``high_freq_factor`` rotations kept, those between interpolated linearly.
+            - ``yarn`` (arXiv:2309.00071): the same between ``beta_slow`` and ``beta_fast`` rotations, default 1 and 32,
               linear in i, between whole i if ``truncate`` (the default); cosine and sine times
               ``attention_factor``, default ``0.1 ln(factor) + 1``, or the quotient of
               ``0.1 m ln(factor) + 1`` for m = ``mscale`` and ``mscale_all_dim``.
 
-            ``rope_theta`` and ``partial_rotary_factor`` in it are for :func:`base_and_rotary_dim`. A key whose value
-            is None counts as absent.
+            ``rope_theta`` and ``partial_rotary_factor`` in it are used by :func:`base_and_rotary_dim`. A key whose
+            value is None counts as absent.
         rotary_dim, base: of the embedding.
 
     Raises:
@@ -112,11 +112,11 @@ class RopeScaling:
 
     @property
     def dynamic(self) -> bool:
-        """The frequencies depend on the number of tokens."""
+        """True if the frequencies depend on the number of tokens."""
         return self._fixed is None
 
     def frequencies(self, length: int) -> list[float]:
-        """Radians per position of each pair, for sequences of at most ``length`` tokens."""
+        """Returns the radians per position of each pair, for sequences of at most ``length`` tokens."""
         return self._frequencies(length) if self._fixed is None else self._fixed
 
     def _frequencies(self, length: int) -> list[float]:
@@ -139,15 +139,15 @@ class RopeScaling:
     def _llama3_kept(self, plain: list[float]) -> list[float]:
         o = self.options
         low, high = o["low_freq_factor"], o["high_freq_factor"]
-        turns = (f * o["original_max_position_embeddings"] / (2 * math.pi) for f in plain)
-        return [min(max((n - low) / (high - low), 0.0), 1.0) for n in turns]
+        rotations = (f * o["original_max_position_embeddings"] / (2 * math.pi) for f in plain)
+        return [min(max((n - low) / (high - low), 0.0), 1.0) for n in rotations]
 
     def _yarn_kept(self) -> list[float]:
         o, d = self.options, self.rotary_dim
 
-        def pair_of(turns: float) -> float:
-            """The (fractional) index i of the pair that makes `turns` turns over the original context."""
-            ratio = o["original_max_position_embeddings"] / (2 * math.pi * turns)
+        def pair_of(rotations: float) -> float:
+            """Returns the (fractional) index i of the pair with this many rotations over the original context."""
+            ratio = o["original_max_position_embeddings"] / (2 * math.pi * rotations)
             return d * math.log(ratio) / (2 * math.log(self.base))
 
         first, last = pair_of(o.get("beta_fast", 32.0)), pair_of(o.get("beta_slow", 1.0))
@@ -167,7 +167,7 @@ class RopeScaling:
         def grown(scale: float) -> float:
             return 0.1 * scale * math.log(o["factor"]) + 1.0
 
-        both = o.get("mscale") and o.get("mscale_all_dim")  # 0 is Hugging Face's for absent
+        both = o.get("mscale") and o.get("mscale_all_dim")  # Hugging Face treats 0 as absent
         return grown(o["mscale"]) / grown(o["mscale_all_dim"]) if both else grown(1.0)
 
     def __repr__(self) -> str:

@@ -13,18 +13,18 @@ from tp_ext.nn.rope_scaling import RopeScaling, base_and_rotary_dim
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates pairs of features by position * base^(-2 i / rotary_dim): pair i is features (i, i + rotary_dim / 2), or
-    (2 i, 2 i + 1) if ``interleaved``.
+    """Rotary embedding: rotates pairs of features by position * base^(-2 i / rotary_dim); pair i is features
+    (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if ``interleaved``.
 
-    Holds no buffer: angles are computed in fp64 from the positions, so no cast of the model can spoil them.
+    It has no buffer: angles are computed in fp64 from the positions, so casting the model does not affect them.
     Communicates nothing. Backward is the rotation by the negative angles; it keeps the tables, not x.
 
     Args:
         head_dim: features of a head.
         base: of the angles' geometric series; default ``rope_theta`` of ``scaling``, or 10000.
-        interleaved: which features make a pair.
-        rotary_dim: rotate only that many leading features, the rest pass through; default as ``partial_rotary_factor``
-            of ``scaling`` says, or all.
+        interleaved: selects the features of a pair, see above.
+        rotary_dim: the number of leading features to rotate, the rest pass through; default by
+            ``partial_rotary_factor`` of ``scaling``, or all.
         scaling: Hugging Face's ``config.rope_scaling`` or ``config.rope_parameters``, for contexts longer than those of
             pretraining: linear, ntk, dynamic, llama3 or yarn, see :class:`tp_ext.nn.rope_scaling.RopeScaling`. At most
             512 rotated features.
@@ -58,10 +58,10 @@ class RotaryEmbedding(nn.Module):
         self.scaling = None if scaled is None or scaled.kind == "default" else scaled
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype, *, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, ``[positions, rotary_dim / 2]``, for x of ``dtype``, at integer ``positions``, 1-D.
+        """Returns cosine and sine, ``[positions, rotary_dim / 2]``, for x of ``dtype`` at integer ``positions``, 1-D.
 
-        ``length``, for dynamic scaling alone: tokens of the longest sequence. Default the largest position + 1, for
-        which the host waits for the device.
+        ``length``, for dynamic scaling only: the number of tokens of the longest sequence. Default: the largest
+        position + 1, for which the host waits for the device.
         """
         table = torch.float64 if dtype == torch.float64 else torch.float32
         scaling = self.scaling
@@ -80,14 +80,15 @@ class RotaryEmbedding(nn.Module):
         offset: int = 0,
         cu_seqlens: Tensor | Sequence[int] | None = None,
     ) -> Tensor:
-        """
+        """Rotates x.
+
         Args:
             x: ``[tokens, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, any strides.
-            positions: integers, one for each token: ``[tokens]`` or ``[batch, seq]``. Default: 0, 1, 2, .. of each
-                sequence, with one row of the tables for each, whatever the batch is.
-            offset: position of the first token of each sequence, in place of 0.
-            cu_seqlens: x ``[tokens, ..]`` is packed sequences; sequence i is tokens ``cu_seqlens[i]`` to
-                ``cu_seqlens[i + 1]``, and positions start anew in each. A list, or an integer tensor (one on a GPU is
+            positions: integers, one for each token: ``[tokens]`` or ``[batch, seq]``. Default: 0, 1, 2, .. in each
+                sequence, with one row of the tables for each, for any batch size.
+            offset: position of the first token of each sequence, instead of 0.
+            cu_seqlens: x ``[tokens, ..]`` consists of packed sequences; sequence i is tokens ``cu_seqlens[i]`` to
+                ``cu_seqlens[i + 1]``, and positions restart in each. A list, or an integer tensor (one on a GPU is
                 copied to the host).
 
         Raises:
@@ -137,7 +138,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def sequence_lengths(cu_seqlens: Tensor | Sequence[int], tokens: int) -> list[int]:
-    """Lengths of the packed sequences; they must sum to ``tokens``."""
+    """Returns the lengths of the packed sequences, which must sum to ``tokens``."""
     ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if not all(isinstance(end, int) for end in ends):
         raise TypeError(f"cu_seqlens: {ends} must be integers")
@@ -148,5 +149,5 @@ def sequence_lengths(cu_seqlens: Tensor | Sequence[int], tokens: int) -> list[in
 
 
 def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
-    """0, 1, 2, .. of each sequence, one after the other."""
+    """Returns the positions 0, 1, 2, .. of each sequence, one after the other."""
     return torch.cat([torch.arange(n, device=device) for n in lengths])

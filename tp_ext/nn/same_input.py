@@ -1,7 +1,7 @@
-"""The debug mode, in which the ranks of a tensor-parallel group compare the ids and targets that they are given.
+"""Debug mode, in which the ranks of a tensor-parallel group compare the ids and targets passed to them.
 
-Ranks of one group must read the same batch. A DataLoader that shuffles by the global rank gives each another one; then
-nothing raises, and the model learns noise. The comparison costs an exchange per call, so it is off by default.
+Ranks of one group must read the same batch. A DataLoader that shuffles by the global rank gives each rank another one;
+then nothing raises, and the model learns noise. The comparison costs an exchange per call, so it is off by default.
 """
 
 import os
@@ -16,23 +16,24 @@ from tp_ext.group import ParallelGroup, process_group
 
 
 class DebugMode:
-    """``on`` is what layers ask for before they compare."""
+    """The state of the debug mode: layers compare inputs if ``on`` is set."""
 
     on = os.environ.get("TP_EXT_DEBUG", "0") not in ("", "0")
 
 
 class enable:
     """Turns the debug mode on, from now on or for a ``with`` block: :class:`VocabParallelEmbedding` compares its ids
-    over the group, :func:`vocab_parallel_cross_entropy` its targets. ``TP_EXT_DEBUG=1`` in the environment does it
+    over the group, :func:`vocab_parallel_cross_entropy` its targets. ``TP_EXT_DEBUG=1`` in the environment turns it on
     from the start.
 
-    Every rank of the group must have it on. Communicates one all-gather of 80 bytes a rank per call, and waits for it.
+    It must be on on every rank of the group. Communicates one all-gather of 80 bytes per rank and call, and waits for
+    it.
     In code compiled by ``torch.compile`` nothing is compared.
 
     Args:
         on: False turns it off.
 
-    Raises, in those calls and on every rank of the group:
+    Raises, in those calls, on every rank of the group:
         ValueError: the ranks that differ, the first index, both values.
     """
 
@@ -53,15 +54,15 @@ def compare_input(name: str, given: Tensor, group: ParallelGroup) -> None:
         return
     ranks, values = process_group(group.name), given.detach().long()
     shape = [*values.shape, *[-1] * 8][:8]
-    own = torch.cat([torch.tensor(shape, device=values.device), checksum(bits_of(values))])
-    everyone = _gathered(own, ranks).tolist()
+    mine = torch.cat([torch.tensor(shape, device=values.device), checksum(bits_of(values))])
+    everyone = _all_gather_values(mine, ranks).tolist()
     if all(one == everyone[0] for one in everyone):
         return
     rule = "must be the same on all ranks of a tensor-parallel group, which read one batch"
     shapes = [[n for n in one[:8] if n >= 0] for one in everyone]
     if any(one != shapes[0] for one in shapes):
         raise ValueError(f"{name}: {rule}; the shapes are {shapes}, p = {group.size}")
-    flat = _gathered(values.flatten(), ranks)
+    flat = _all_gather_values(values.flatten(), ranks)
     others = [rank for rank in range(group.size) if everyone[rank] != everyone[0]]
     first = int((flat[others[0]] != flat[0]).nonzero()[0])
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), values.shape))
@@ -71,7 +72,7 @@ def compare_input(name: str, given: Tensor, group: ParallelGroup) -> None:
     )
 
 
-def _gathered(tensor: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+def _all_gather_values(tensor: Tensor, ranks: dist.ProcessGroup) -> Tensor:
     gathered = tensor.new_empty((ranks.size(), *tensor.shape))
     dist.all_gather_into_tensor(gathered.view(-1), tensor.contiguous().view(-1), group=ranks)
     return gathered

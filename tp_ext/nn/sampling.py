@@ -1,7 +1,7 @@
-"""The next token from logits whose vocabulary is sharded over the ranks, without gathering them.
+"""Choice of the next token from logits with a vocabulary sharded over the ranks, without gathering them.
 
-Every rank gets the same tokens, and every number of ranks p the same ones from the same logits, up to ties within the
-last bit of fp64: the noise of each candidate is a function of the seed and of its index in the full vocabulary.
+Every rank gets the same tokens, which do not depend on the number of ranks p, given the same logits, up to ties within
+the last bit of fp64: the noise of each candidate is a function of the seed and of its index in the full vocabulary.
 """
 
 import math
@@ -22,22 +22,22 @@ from tp_ext.sharding import split_sizes
 
 @torch.no_grad()
 def vocab_parallel_argmax(logits_local: Tensor, group: Group, *, vocab_size: int | None = None) -> Tensor:
-    """``argmax(-1)`` of the full logits: ids ``[..]``, int64, the same on all ranks.
+    """Returns ``argmax(-1)`` of the full logits: ids ``[..]``, int64, the same on all ranks.
 
     As torch's: of equal logits the lowest id, and NaN is the largest. Padding columns are never chosen.
 
     Args:
         logits_local: ``[.., vocab_local]``, this rank's columns, as :func:`vocab_parallel_cross_entropy` takes them.
         group: the ranks that hold the other columns.
-        vocab_size: of the full vocabulary; default p times the local width. Where p does not divide it, it must be
-            given.
+        vocab_size: size of the full vocabulary; default p times the local width. It is required if p does not divide
+            it.
 
-    Communicates: one all-gather of two numbers (maximum and id) per row, and of two more in which the ranks compare
+    Communicates: one all-gather of two numbers (maximum and id) per row, and of two more by which the ranks compare
     their widths and vocabularies.
 
     Raises:
         ValueError: full logits at p > 1; on every rank, after the exchange, widths or ``vocab_size`` of the ranks that
-            make up no one vocabulary (CPU; a device assert on CUDA).
+            do not form one vocabulary (CPU; a device assert on CUDA).
     """
     resolved = parallel_group(group)
     real, shard = _real_columns(logits_local, vocab_size, resolved)
@@ -56,20 +56,20 @@ def vocab_parallel_sample(
 ) -> Tensor:
     """Draws ids ``[..]`` from ``softmax(logits / temperature)``, int64, the same on all ranks and for every p.
 
-    By the Gumbel trick: argmax of ``logits / temperature - log(-log(u))``, u uniform and a function of (seed, row, id)
-    alone, the seed being one draw of torch's default generator. Arithmetic in fp64. An id less likely than 1e-10 times
-    the rest may never come, since u has 32 random bits.
+    It uses the Gumbel trick: argmax of ``logits / temperature - log(-log(u))``, with u uniform and a function of
+    (seed, row, id) alone, where the seed is one draw of torch's default generator. Arithmetic is in fp64. An id less
+    likely than 1e-10 times the rest may never be drawn, since u has 32 random bits.
 
     Args:
         logits_local, group, vocab_size: as :func:`vocab_parallel_argmax`.
         temperature: 0 is the argmax, and draws nothing.
-        top_k: only ids whose logit is at least the k-th largest; ties at that place stay in.
+        top_k: only ids whose logit is at least the k-th largest; ties with the k-th are included.
         top_p: only the fewest most likely ids (after ``temperature`` and ``top_k``) whose probabilities add up to it,
             and those as likely as the last of them (Holtzman et al., arXiv:1904.09751).
 
     Communicates as :func:`vocab_parallel_argmax`. With ``top_k`` another all-gather of min(top_k, vocab_local) + 1
-    numbers per row; with ``top_p`` and no ``top_k`` another of the logits themselves, since no rank knows how many make
-    up the sum, and before it one of two numbers, in which the ranks compare their widths: give both.
+    numbers per row; with ``top_p`` and no ``top_k`` another of the logits themselves, since no rank knows how many
+    reach the sum, and before it one of two numbers, by which the ranks compare their widths: prefer to pass both.
 
     Raises:
         ValueError: as :func:`vocab_parallel_argmax`; a temperature that is negative or not finite, ``top_k`` below 1,
@@ -85,24 +85,24 @@ def vocab_parallel_sample(
         raise ValueError(f"top_p: {top_p!r} must be in (0, 1]")
     if temperature == 0:
         return _argmax(real, shard, resolved)
-    if resolved.size > 1 and top_k is None and top_p is not None and top_p < 1:  # columns themselves will be sent
+    if resolved.size > 1 and top_k is None and top_p is not None and top_p < 1:  # gathers the columns themselves
         numbers = real.new_empty((1, 2), dtype=torch.float64)
         numbers[:, 0].fill_(shard.width)
         numbers[:, 1].fill_(shard.full)
-        _agreed(numbers, all_gather_region(numbers, resolved.name), shard.full)
+        _checked_vocabulary(numbers, all_gather_region(numbers, resolved.name), shard.full)
     least = _least_logit(real, shard, resolved, temperature, top_k, top_p)
     noise = torch.empty(real.shape, dtype=torch.float64, device=real.device)
     if noise.numel():
         _ops.philox_uniform_(noise, draw_seed(real.device), 0.0, 1.0, real.shape[-1], shard.full, shard.start)
         noise.log_().neg_().log_().neg_()
     else:
-        draw_seed(real.device)  # the ranks' generators stay together
+        draw_seed(real.device)  # keeps the ranks' generators in step
     scores = noise.add_(real.double() / temperature)
     return _argmax(scores if least is None else scores.masked_fill_(real < least, float("-inf")), shard, resolved)
 
 
 class _Shard(NamedTuple):
-    """The columns of this rank, as it sees them: their number with padding, the id of the first, and the size of the
+    """The columns of this rank, as known locally: their number with padding, the id of the first, and the size of the
     full vocabulary."""
 
     width: int
@@ -111,7 +111,7 @@ class _Shard(NamedTuple):
 
 
 def _real_columns(logits_local: Tensor, vocab_size: int | None, group: ParallelGroup) -> tuple[Tensor, _Shard]:
-    """This rank's logits without padding."""
+    """Returns this rank's logits without padding, and its columns."""
     if not logits_local.is_floating_point():
         raise TypeError(f"logits_local: dtype {logits_local.dtype} must be a floating point type")
     if logits_local.dim() < 1:
@@ -122,12 +122,12 @@ def _real_columns(logits_local: Tensor, vocab_size: int | None, group: ParallelG
 
 
 def _argmax(scores: Tensor, shard: _Shard, group: ParallelGroup) -> Tensor:
-    """The id of the largest score over all ranks. fp64 holds every id, and every score of any dtype, exactly."""
+    """Returns the id of the largest score over all ranks. fp64 holds every id and every score exactly."""
     if group.size == 1 and scores.shape[-1]:
         return scores.argmax(-1)
     shape = scores.shape[:-1]
     rows = math.prod(shape)
-    best = scores.new_empty((2, rows + 1), dtype=torch.float64)  # the last column: how this rank sees the vocabulary
+    best = scores.new_empty((2, rows + 1), dtype=torch.float64)  # last column: local view of width and vocabulary size
     best[0, rows:].fill_(shard.width)
     best[1, rows:].fill_(shard.full)
     if scores.shape[-1]:
@@ -141,15 +141,15 @@ def _argmax(scores: Tensor, shard: _Shard, group: ParallelGroup) -> Tensor:
         return best[1, :rows].long().view(shape)
     everyone = all_gather_region(best[None], group.name)
     values, ids = everyone[:, 0, :rows], everyone[:, 1, :rows]
-    winner = values.argmax(0)  # of equal ones the first rank, whose ids are lower
-    return _agreed(ids.gather(0, winner[None])[0].long().view(shape), everyone[..., rows], shard.full)
+    winner = values.argmax(0)  # among equal scores the first rank, whose ids are lower
+    return _checked_vocabulary(ids.gather(0, winner[None])[0].long().view(shape), everyone[..., rows], shard.full)
 
 
-def _agreed(ids: Tensor, shards: Tensor, full: int) -> Tensor:
-    """Returns ids if the ranks' widths and vocabularies, ``[p, 2]``, make up one vocabulary.
+def _checked_vocabulary(ids: Tensor, shards: Tensor, full: int) -> Tensor:
+    """Returns ``ids`` if the ranks' widths and vocabularies, ``[p, 2]``, form one vocabulary.
 
-    Compared by the operator that compares them for the loss, given no rows: it raises on every rank, and waits for no
-    GPU. In compiled code the result has to depend on it.
+    The operator that compares them for the loss is called with no rows: it raises on every rank, and waits for no GPU.
+    In compiled code the result must depend on it.
     """
     numbers = shards.new_zeros((shards.shape[0], 1, 4))
     numbers[:, 0, 1::2] = shards
@@ -166,7 +166,7 @@ def _least_logit(
     top_k: int | None,
     top_p: float | None,
 ) -> Tensor | None:
-    """The smallest logit ``[.., 1]`` that may be drawn; None if all may.
+    """Returns the smallest logit ``[.., 1]`` that may be drawn; None if all may.
 
     A threshold, unlike a set of ids, needs no agreement about ties.
     """
@@ -175,7 +175,7 @@ def _least_logit(
     top_p = None if top_p == 1 else top_p
     if top_k == full and top_p is None:
         return None
-    widest = max(shard.width, split_sizes(full, group.size)[0])  # the same on all ranks, however the vocabulary is cut
+    widest = max(shard.width, split_sizes(full, group.size)[0])  # the same on all ranks for any sharding
     ties: Tensor | float = 0.0
     if top_k == full:
         equal = F.pad(real, (0, widest - real.shape[-1]), value=float("-inf"))
@@ -184,7 +184,7 @@ def _least_logit(
         ordered, ties = _candidates(real, min(top_k, widest), top_k, group)
     if top_p is None:
         return ordered[..., -1:]
-    # Probabilities in descending order, whatever the ranks: the same sums for every p
+    # Probabilities in descending order over all ranks: the same sums for every p
     mass = ((ordered.double() - ordered[..., :1].double()) / temperature).exp()
     sums = mass.cumsum(-1)
     total = sums[..., -1:] + ties * mass[..., -1:]
@@ -193,10 +193,10 @@ def _least_logit(
 
 
 def _candidates(real: Tensor, count: int, top_k: int, group: ParallelGroup) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` largest logits, descending, ``[.., top_k]``, and how many more are equal to the last, ``[.., 1]``.
+    """Returns the ``top_k`` largest logits, descending, ``[.., top_k]``, and the number of others equal to the last.
 
-    Each rank sends its ``count`` largest, and how many more of its columns are equal to the smallest of those: should
-    that value be the last of all, these are the ties that nobody sees.
+    Each rank sends its ``count`` largest logits, and the number of its other columns equal to the smallest of those: if
+    that value is the last of all, these are ties that no rank has received. The number is ``[.., 1]``.
     """
     wide = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)  # for the counts
     own = wide.topk(min(count, wide.shape[-1]), -1).values

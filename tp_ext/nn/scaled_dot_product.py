@@ -12,7 +12,7 @@ from tp_ext import _ops
 
 
 def visible(queries: Tensor, keys: Tensor, causal: bool, sliding_window: int | None) -> Tensor:
-    """True where a query may attend to a key: j <= i if causal, and i - w < j < i + w with a sliding window w.
+    """Returns a mask, True where a query may attend to a key: j <= i if causal, i - w < j < i + w with a window w.
 
     Args:
         queries, keys: positions i and j, 1-D.
@@ -27,7 +27,7 @@ def visible(queries: Tensor, keys: Tensor, causal: bool, sliding_window: int | N
 
 
 def restricted(mask: Tensor | None, seen: Tensor) -> Tensor:
-    """``mask``, bool (True: may attend) or added to the scores, where ``seen`` is True; nothing elsewhere."""
+    """Returns ``mask``, bool (True: may attend) or added to the scores, restricted to where ``seen`` is True."""
     if mask is None:
         return seen
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(seen.logical_not(), float("-inf"))
@@ -46,16 +46,16 @@ def attention(
     dropout: float = 0.0,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """``softmax(cap(scale q k^T) + mask) v``, where ``cap(s) = softcap tanh(s / softcap)``, of whole sequences.
+    """Computes ``softmax(cap(scale q k^T) + mask) v``, ``cap(s) = softcap tanh(s / softcap)``, of whole sequences.
 
-    torch's fused function where it can; :func:`explicit_attention` with ``softcap`` or ``drop``.
+    Uses torch's fused function where possible; :func:`explicit_attention` with ``softcap`` or ``drop``.
 
     Args:
         q: ``[batch, heads, n, head_dim]``. k, v: ``[batch, kv_heads, n, head_dim]``.
         mask: 4-D, broadcastable to ``[batch, heads, n, n]``, bool or of q's dtype. A query without a key gets 0.
         scale: default ``head_dim ** -0.5``.
         causal, sliding_window: as :func:`visible`.
-        dropout: probability, masks by torch. drop: dropout of the weights ``[batch, heads, n, n]``.
+        dropout: probability, with torch's masks. drop: dropout of the weights ``[batch, heads, n, n]``.
     """
     n, gqa = q.shape[2], q.shape[1] != k.shape[1]
     window = sliding_window if sliding_window is not None and sliding_window < n else None
@@ -67,14 +67,14 @@ def attention(
     else:
         attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=gqa)
     if window is not None and drop is None:
-        return _in_blocks(attend, q, k, v, mask, causal, window)
+        return _by_query_groups(attend, q, k, v, mask, causal, window)
     if causal or window is not None:
         places = torch.arange(n, device=q.device)
         mask = restricted(mask, visible(places, places, causal, window))
     return attend(q, k, v, attn_mask=mask)
 
 
-def _in_blocks(
+def _by_query_groups(
     attend: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
@@ -84,18 +84,18 @@ def _in_blocks(
     window: int,
     least: int = 512,
 ) -> Tensor:
-    """``attend`` for blocks of at least ``least`` queries, each with the keys that its window reaches: time and memory
-    grow with n (window + block), not with n^2."""
-    n, block, outputs = q.shape[2], max(window, least), []
+    """Calls ``attend`` for groups of at least ``least`` queries, each with the keys within its window: time and memory
+    grow with n (window + group), not with n^2."""
+    n, length, outputs = q.shape[2], max(window, least), []
     places = torch.arange(n, device=q.device)
-    shared: dict[tuple[int, int, int], Tensor] = {}  # of blocks that lie alike
-    for start in range(0, n, block):
-        stop = min(start + block, n)
+    shared: dict[tuple[int, int, int], Tensor] = {}  # masks of groups with the same relative position
+    for start in range(0, n, length):
+        stop = min(start + length, n)
         first, last = max(0, start - window + 1), stop if causal else min(n, stop + window - 1)
         alike = (start - first, stop - start, last - first)
         if alike not in shared:
             seen = visible(places[start:stop], places[first:last], causal, window)
-            # Added to the scores, as torch would make it for each call anew
+            # A mask to be added to the scores, which torch would otherwise make anew in each call
             shared[alike] = seen if mask is not None else q.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
         own = shared[alike]
         if mask is not None:
@@ -116,12 +116,12 @@ def explicit_attention(
     blind: bool,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """:func:`attention` written out; keeps ``[batch, heads, n, m]`` weights for backward.
+    """Computes :func:`attention` step by step; keeps ``[batch, heads, n, m]`` weights for backward.
 
     Args:
         q: ``[batch, heads, n, head_dim]``. k, v: ``[batch, kv_heads, m, head_dim]``.
-        attn_mask: all that hides keys, broadcastable to ``[batch, heads, n, m]``.
-        blind: some query may attend to no key; it gets 0.
+        attn_mask: the complete mask, broadcastable to ``[batch, heads, n, m]``.
+        blind: whether some query may attend to no key; it gets 0.
     """
     batch, heads, n, head_dim = q.shape
     q, k, v = (t.contiguous() for t in (q, k, v))  # a view of q | k | v would keep all three until backward

@@ -1,1 +1,1 @@
-"""Functions of a whole model over its ranks: gradient norm, and what must not wrap the model."""
+"""Functions of a whole model over its ranks: gradient norm, and the guard against data parallelism over TP ranks."""

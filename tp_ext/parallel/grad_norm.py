@@ -1,9 +1,10 @@
 """The norm of the full gradient, and clipping by it.
 
-With fp16 and loss scaling a gradient may overflow in one rank's shard alone, and every rank must skip that step: scale
-with ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(device, process_group=group)``, on any device, which
-asks all ranks of its group. That has to hold every rank whose gradients differ: under FSDP2 or in a pipeline, the whole
-world. ``torch.amp.GradScaler`` asks nobody: some ranks would step, and replicated parameters drift.
+With fp16 and loss scaling a gradient may overflow in one rank's shard alone, and every rank must skip that step. Use
+``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(device, process_group=group)``, on any device, which
+all-reduces the overflow flag over its group. The group must contain every rank whose gradients differ: under FSDP2 or
+in a pipeline, the whole world. ``torch.amp.GradScaler`` does not communicate: only some ranks would step, and
+replicated parameters drift.
 """
 
 import functools
@@ -19,15 +20,16 @@ from torch.distributed.tensor import DTensor
 
 from tp_ext import _ops
 from tp_ext._build import load
-from tp_ext.chunks import boxes
+from tp_ext.chunks import local_chunks
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
-from tp_ext.nn.module import model_group, shardings
+from tp_ext.nn.fqn import shardings
+from tp_ext.nn.module import model_group
 from tp_ext.sharding import Sharding
 
 Given = nn.Module | Iterable[Tensor] | Tensor
 Groups = Group | Sequence[Group]
 
-_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # of our kernels, and their devices
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # supported by our kernels; their devices below
 _DEVICES = {"cpu", "cuda"} if load().build_info()["cuda"] else {"cpu"}
 _UNKNOWN: Any = object()
 
@@ -44,13 +46,13 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of the unsharded model: gradients times min(1, max_norm / (norm + 1e-6)), with
-    the norm of :func:`grad_norm`.
+    """Clips as ``torch.nn.utils.clip_grad_norm_`` of the unsharded model: gradients times
+    min(1, max_norm / (norm + 1e-6)), with the norm of :func:`grad_norm`.
 
     Args:
         max_norm: as torch.
         parameters_or_module, norm_type, group, extra_groups, exclude, error_if_nonfinite, foreach: as
-            :func:`grad_norm`; what ``exclude`` holds is scaled all the same.
+            :func:`grad_norm`; the gradients of ``exclude`` are scaled, too.
 
     Returns:
         The norm before clipping, the same on all ranks.
@@ -64,8 +66,8 @@ def clip_grad_norm_(
     _refuse_tangents(table)
     exact = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
     total = _checked(exact, table, norm_type, error_if_nonfinite)
-    # Each once, also if it was given twice: the kernel works on all at the same time
-    stored = {id(grad): grad for _, _, addends in table for grad in addends}
+    # Each only once, even if given twice: the kernel processes all at the same time
+    stored = {id(grad): grad for _, _, terms in table for grad in terms}
     _clip([*map(_local, stored.values())], max_norm, exact if foreach is not False else total, foreach)
     return total
 
@@ -81,33 +83,33 @@ def grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """The norm of the unsharded model's gradient as one vector: every element counts once, shards on their rank,
-    replicated gradients on rank 0, of copied KV heads the first copy, padding never, tied weights once. Gradients under
-    FSDP2 count on every rank what it stores, replicas along a data axis (DDP, HSDP) once.
+    """Computes the norm of the unsharded model's gradient as one vector. Every element counts once: shards on their
+    rank, replicated gradients on rank 0, of copied KV heads the first copy, padding never, tied weights once. Under
+    FSDP2 every rank counts the elements that it stores; replicas along a data axis (DDP, HSDP) count once.
 
     Args:
         parameters_or_module: the module; or parameters that still carry ``tp_sharding``. The gradient of a parameter
             is its ``.grad`` plus its ``main_grad``, if it has one (``grad_accumulation_fusion``).
-        norm_type: positive, also infinite.
+        norm_type: positive, may be infinite.
         group: the tensor-parallel group; default: that of the module's layers. With parameters it must be given.
-        extra_groups: one or several other groups whose ranks hold different parameters, a pipeline's, say:
-            ``mesh["pp"]``. FSDP2's data axes are known from its parameters; DDP's are none of these.
-        exclude: parameters that do not count here, since a rank of ``extra_groups`` counts them: the second of two
-            stages that hold copies of one tied weight, with the same gradient.
+        extra_groups: one or several other groups whose ranks hold different parameters, such as a pipeline's,
+            ``mesh["pp"]``. FSDP2's data axes are known from its parameters; do not list DDP's.
+        exclude: parameters that this rank does not count, since a rank of ``extra_groups`` counts them: those of the
+            second of two stages that hold copies of one tied weight, with the same gradient.
         error_if_nonfinite: as torch.
         foreach: None or True: the squares of all tensors are added in one pass, in fp64, whatever their dtypes
             (``norm_type=2``; other orders as torch). False: tensor by tensor, as torch.
 
     Returns:
-        The norm, the same on all ranks, in the widest dtype of the gradients of ``group``. By the one pass it has but
-        one rounding to that dtype, is finite where squares overflow in it, and is the same for any number of threads.
+        The norm, the same on all ranks, in the widest dtype of the gradients of ``group``. The one-pass norm is rounded
+        once to that dtype, is finite where squares overflow in it, and is the same for any number of threads.
 
     Communicates: one all-reduce of one number over ``group``, over every axis of FSDP2's mesh and every extra group.
 
     Raises:
         ValueError: a bare parameter without ``tp_sharding`` (pass the module), or a shard without ``group``; a group
             that is not that of the module's layers; a norm_type that is not positive.
-        TypeError: what is no parameter.
+        TypeError: an element that is no parameter.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
         NotImplementedError: a gradient has a tangent (forward-mode AD).
     """
@@ -117,8 +119,8 @@ def grad_norm(
     return _checked(total, table, norm_type, error_if_nonfinite)
 
 
-# A parameter, how it is cut, and what makes up its gradient: .grad, main_grad, or both, of a weight tied to another
-# layer's. These are many and small: plain tuples, and loops without calls where there may be thousands of parameters.
+# A parameter, its sharding, and the terms of its gradient: .grad, main_grad, or both, for a weight tied to another
+# layer's. There may be thousands: hence plain tuples, and loops without calls.
 _Row = tuple[Tensor, Sharding | None, list[Tensor]]
 
 
@@ -130,30 +132,30 @@ def _norm(
     exclude: Iterable[Tensor],
     foreach: bool | None,
 ) -> Tensor:
-    """The norm in fp64, the same on all ranks."""
+    """Computes the norm in fp64, the same on all ranks."""
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
     _, p, rank = parallel_group(group)
     skipped = {id(param) for param in exclude}
-    last = _axes([group, *_listed(extra_groups)])  # over which everything is added in the end
+    last = _axes([group, *_listed(extra_groups)])  # over which the total is reduced at the end
     tp = _axes([group]).keys()
     axes: dict[DeviceMesh | None, dict[tuple[int, ...], str]] = {None: {}}
     owned: dict[DeviceMesh | None, list[Tensor]] = {None: []}
-    for param, sharding, addends in table:
+    for param, sharding, terms in table:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         if mesh is not None and mesh not in axes:
             axes[mesh] = _axes(mesh.get_all_groups())
             owned[mesh] = []
-        if not addends or (skipped and id(param) in skipped):
+        if not terms or (skipped and id(param) in skipped):
             continue
-        grad = addends[0] if len(addends) == 1 else addends[0] + addends[1]
+        grad = terms[0] if len(terms) == 1 else terms[0] + terms[1]
         if sharding is None and not isinstance(grad, DTensor):
             if rank == 0:
                 owned[mesh].append(grad)
             continue
-        # A DTensor over the tensor-parallel axis itself tells alone which rank counts what
+        # A DTensor over the tensor-parallel axis itself determines alone which rank counts which elements
         alone = mesh is not None and not tp.isdisjoint(axes[mesh])
-        owned[mesh] += _counted(grad, sharding, 0 if alone else rank, 1 if alone else p)
+        owned[mesh] += _owned_views(grad, sharding, 0 if alone else rank, 1 if alone else p)
     device = _device([param for param, _, _ in table[:1]])
     norms = []
     for mesh, counted in owned.items():
@@ -168,8 +170,9 @@ def _norm(
 
 
 def _checked(total: Tensor, table: Sequence[_Row], norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """The norm as it is returned. A rank that owns nothing has no dtype to go by: the widest is everyone's."""
-    dtypes = {grad.dtype for _, _, addends in table for grad in addends}
+    """Returns the norm in its final dtype, after the check for finiteness. The dtype is the widest over all gradients,
+    since a rank that owns none has no dtype of its own."""
+    dtypes = {grad.dtype for _, _, terms in table for grad in terms}
     total = total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
@@ -179,26 +182,26 @@ def _checked(total: Tensor, table: Sequence[_Row], norm_type: float, error_if_no
     return total
 
 
-def _counted(grad: Tensor, sharding: Sharding | None, rank: int, p: int) -> list[Tensor]:
-    """The pieces of a gradient that this rank counts."""
+def _owned_views(grad: Tensor, sharding: Sharding | None, rank: int, p: int) -> list[Tensor]:
+    """Returns the chunks of a gradient that this rank counts."""
     if sharding is not None and not isinstance(grad, DTensor) and _counts_all(grad.shape, sharding, rank, p):
         return [grad]
-    return [box.tensor for box in boxes(grad, sharding, rank, p)[1] if box.owned]
+    return [chunk.tensor for chunk in local_chunks(grad, sharding, rank, p)[1] if chunk.owned]
 
 
 def _counts_all(shape: torch.Size, sharding: Sharding, rank: int, p: int) -> bool:
-    """Whether a shard has neither padding nor copies, as most; False too if it has not the shape that it should."""
+    """Returns whether a shard has neither padding nor copies, as most; False, too, if its shape is wrong."""
     fits = -len(shape) <= sharding.dim < len(shape) and shape[sharding.dim] == sharding.local_size(rank, p)
     return fits and all(part.padding == 0 and part.copies == 1 for part in sharding.parts)
 
 
 def _is_full(param: Tensor, sharding: Sharding) -> bool:
-    """Whether the parameter is the full tensor, as without parallelism."""
+    """Returns whether the parameter is the full tensor, as without parallelism."""
     return all(part.copies == 1 for part in sharding.parts) and param.shape[sharding.dim] == sharding.local_size(0, 1)
 
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | None:
-    """The tensors of each device, or None if not all of them are such as our kernels take."""
+    """Returns the tensors of each device, or None if our kernels do not support all of them."""
     if not {Tensor}.issuperset(map(type, tensors)) or not _DTYPES.issuperset([tensor.dtype for tensor in tensors]):
         return None
     devices = {tensor.device for tensor in tensors}
@@ -211,7 +214,7 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | 
 
 def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     devices = _by_device(tensors) if norm_type == 2 and tensors and foreach is not False else None
-    if devices is None:  # torch knows no largest element of none
+    if devices is None:  # torch fails on the largest element of an empty tensor
         return torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], norm_type, foreach=foreach)
     squares = [_ops.multi_tensor_squared_norm(there) for there in devices.values()]
     return sum((one.to(squares[0].device) for one in squares[1:]), squares[0]).sqrt()
@@ -229,12 +232,12 @@ def _clip(tensors: list[Tensor], max_norm: float, total: Tensor, foreach: bool |
 
 
 class _Stored(NamedTuple):
-    """What torch's clipping takes for a parameter: the part of a gradient that is stored here."""
+    """A stand-in for a parameter in torch's clipping: ``grad`` is the locally stored gradient."""
 
     grad: Tensor
 
 
-def _addends(param: Tensor) -> list[Tensor]:
+def _gradient_terms(param: Tensor) -> list[Tensor]:
     grad, main_grad = param.grad, getattr(param, "main_grad", None)
     if main_grad is None or main_grad is grad:
         return [] if grad is None else [grad]
@@ -246,7 +249,7 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _device(params: Sequence[Tensor]) -> torch.device:
-    """Where numbers are sent: what FSDP2 offloads to the CPU, on the device of its mesh."""
+    """Returns the device for communication: for a parameter that FSDP2 offloads to the CPU, that of its mesh."""
     for param in params:
         return torch.device(param.device_mesh.device_type) if isinstance(param, DTensor) else param.device
     return torch.device("cpu")
@@ -257,31 +260,33 @@ def _listed(groups: Groups) -> Sequence[Group]:
 
 
 def _axes(groups: Sequence[Group]) -> dict[tuple[int, ...], str]:
-    """The groups' names by their ranks: two groups of the same ranks are one axis, and one rank alone is none."""
+    """Returns the groups' names by their ranks: groups of the same ranks are one axis, and a single rank is none."""
     names = [group_name(group) for group in groups]
     return {tuple(global_ranks(name)): name for name in names if parallel_group(name).size > 1}
 
 
 def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
-    """The norm of all ranks' elements from the norms of each rank's."""
+    """Returns the norm of all ranks' elements from the norm of each rank's."""
     if math.isinf(norm_type):
         return _ops.all_gather_region(norm.reshape(1), axis, 0, None).amax()
     return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
 
 
 def _refuse_tangents(table: list[_Row]) -> None:
-    """The kernels would drop them."""
+    """Raises if a gradient has a tangent, which the kernels would drop."""
     if forward_ad._current_level < 0:
         return
-    if any(forward_ad.unpack_dual(grad).tangent is not None for _, _, addends in table for grad in addends):
+    if any(forward_ad.unpack_dual(grad).tangent is not None for _, _, terms in table for grad in terms):
         raise NotImplementedError("tp_ext: grad_norm has no forward-mode derivative; use reverse mode")
 
 
 def _table(given: Given, group: Group) -> tuple[str, list[_Row]]:
-    """The name of the group that ``given`` is sharded over, and the rows."""
+    """Returns the name of the group that ``given`` is sharded over, and the rows."""
     if isinstance(given, nn.Module):
         params = dict(given.named_parameters())
-        rows: list[_Row] = [(params[name], sharding, _addends(params[name])) for name, sharding in shardings(given)]
+        rows: list[_Row] = [
+            (params[name], sharding, _gradient_terms(params[name])) for name, sharding in shardings(given)
+        ]
         return model_group(given, group), rows
     name, p, _ = parallel_group(group)
     table: list[_Row] = []
@@ -302,5 +307,5 @@ def _table(given: Given, group: Group) -> tuple[str, list[_Row]]:
                 f"shard of {sharding.size} elements in dim {sharding.dim}; pass group=, or the module, whose layers "
                 "have it"
             )
-        table.append((param, None if sharding is _UNKNOWN else sharding, _addends(param)))
+        table.append((param, None if sharding is _UNKNOWN else sharding, _gradient_terms(param)))
     return name, table
