@@ -112,7 +112,7 @@ ReplicatedRows checked(const Tensor& x, at::IntArrayRef local_starts, at::IntArr
   for (size_t i = 0; i < lengths.size(); ++i)
     TORCH_CHECK_VALUE(0 <= local_starts[i] && local_starts[i] + lengths[i] <= x.sym_size(0) &&
                           0 <= full_starts[i] && full_starts[i] + lengths[i] <= full_size,
-                      "lengths: piece ", i, " of ", lengths[i], " rows must lie inside the ",
+                      "lengths: entry ", i, " of ", lengths[i], " rows must lie inside the ",
                       x.sym_size(0), " local and the ", full_size, " full rows");
   return {local_starts.vec(), lengths.vec(), full_starts.vec(), full_size};
 }

@@ -6,7 +6,20 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-PLACES = ("README.md", "CONTRIBUTING.md", "docs", "examples", "benchmarks")  # files and folders that are checked
+PLACES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs",
+    "examples",
+    "benchmarks",
+    "tp_ext",
+    "csrc",
+)  # files and folders that are checked
+EXCEPTIONS = {  # an argument of an operator's schema; the method of Box and Muller
+    "csrc/autograd/coalesced.cpp": {"pieces"},
+    "csrc/library.cpp": {"pieces"},
+    "csrc/kernels/random_fill.h": {"box"},
+}
 GLOSSARY = ROOT / "docs" / "develop" / "glossary.md"
 TEXTS = {".md", ".py", ".h", ".cpp", ".cu", ".cuh"}
 
@@ -40,5 +53,7 @@ def test_the_table_is_read():
 @pytest.mark.parametrize("file", list(files()), ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_retired_word(file):
     text = file.read_text()
-    found = [f"line {text.count(chr(10), 0, m.start()) + 1}: {m[0]!r}" for m in pattern(retired_words()).finditer(text)]
+    allowed = EXCEPTIONS.get(str(file.relative_to(ROOT)), ())
+    matches = [m for m in pattern(retired_words()).finditer(text) if m[0].lower() not in allowed]
+    found = [f"line {text.count(chr(10), 0, m.start()) + 1}: {m[0]!r}" for m in matches]
     assert not found, f"{found}; {GLOSSARY.relative_to(ROOT)} says which word to use"
