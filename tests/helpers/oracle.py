@@ -174,14 +174,14 @@ def addend(full: Tensor, sharding: Sharding, rank: int, p: int) -> Tensor:
 
 
 def own_input(x: Tensor, layer: nn.Module, group) -> Tensor:
-    """What this rank feeds a linear, if x is the unsharded model's."""
+    """This rank's input of a linear layer, from the input x of the unsharded layer."""
     if isinstance(layer, RowParallelLinear):
         return addend(x, layer.tp_shardings["weight"], group.rank(), group.size())
     return own_tokens(x, group) if layer.sequence_parallel else x
 
 
 def own_output(y: Tensor, layer: nn.Module, group) -> Tensor:
-    """The upstream gradient at a linear's output on this rank, if y is the unsharded model's."""
+    """This rank's share of y, a tensor of the shape of the unsharded layer's output."""
     if isinstance(layer, ColumnParallelLinear):
         return addend(y, layer.tp_shardings["weight"], group.rank(), group.size())
     return own_tokens(y, group) if layer.sequence_parallel else y

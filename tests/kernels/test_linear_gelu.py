@@ -192,7 +192,7 @@ def _cublaslt_headers() -> Path | None:
 def test_wrapper_over_an_imitation_of_cublaslt(tmp_path):
     """tests/emulation/linear_gelu.cpp: layouts, transposes, leading dims, types, epilogues, beta, algorithms, errors.
 
-    Under the address sanitizer, which sees reads and writes beside a matrix.
+    Runs under the address sanitizer, which reports accesses outside a matrix.
     """
     headers, compiler = _cublaslt_headers(), shutil.which("g++")
     if headers is None or compiler is None:

@@ -24,8 +24,8 @@ TP = {"megatron-core, gloo", *(f"{name}, {over}" for name in ("DTensor", "ours")
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_as_found():
-    """What a script changes for good: threads and glibc here; pins, and Megatron's state, in the ranks. They are new
-    in the beginning, too: they keep models between calls, and a pool with too many groups is closed after a call."""
+    """Restores the state that a script changes: threads and glibc in this process; pins and Megatron's state in the
+    ranks, which are closed. They are new at the start too: a pool closes when it has made too many groups."""
     ranks.close()
     threads = torch.get_num_threads()
     with mock.patch.object(harness, "keep_memory"):

@@ -63,8 +63,8 @@ def same(x: torch.Tensor, y: torch.Tensor) -> None:
     assert torch.equal(x, y), f"{x.flatten()[:8]} should be {y.flatten()[:8]}"
 
 
-def told(call: Callable) -> tuple[float, str]:
-    """How many seconds a call takes to raise a RuntimeError, and what it says; -1 and what it returned if none."""
+def timed_error(call: Callable) -> tuple[float, str]:
+    """Seconds until a call raises a RuntimeError, and its message; -1 and the result if it raises none."""
     begin = time.monotonic()
     try:
         return -1.0, f"no error, but {call()}"

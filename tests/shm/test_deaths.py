@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.shm.backends import collective, launch, results, start, told
+from tests.shm.backends import collective, launch, results, start, timed_error
 
 pytestmark = pytest.mark.core
 
@@ -19,7 +19,7 @@ def _killed(rank, p, folder, backend, name):
     if rank == 1:
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
-    return told(collective(name, None, p, 1))
+    return timed_error(collective(name, None, p, 1))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def _on_and_on(rank, p, folder, backend, n, seconds):
     except RuntimeError as e:
         message, late = str(e), time.monotonic() - end
     for call in (lambda: dist.all_reduce(x), lambda: dist.barrier()):
-        assert 0 <= told(call)[0] < 5  # the group stays broken
+        assert 0 <= timed_error(call)[0] < 5  # the group stays broken
     return late, message
 
 
@@ -71,7 +71,7 @@ def _left(rank, p, folder, backend):
     """Rank 1 ends as a process should, without a call that the others make."""
     start(rank, p, folder, backend)
     dist.barrier()
-    return None if rank == 1 else told(lambda: dist.all_reduce(torch.ones(3)))
+    return None if rank == 1 else timed_error(lambda: dist.all_reduce(torch.ones(3)))
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:tp_shm"])

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run
-from tests.shm.backends import launch, results, start, told
+from tests.shm.backends import launch, results, start, timed_error
 
 pytestmark = pytest.mark.core
 SHM = Path("/dev/shm")
@@ -100,7 +100,7 @@ def _stopped(rank, p, folder, after):
     """Killed that long after its start began, wherever it is by then."""
     if rank == p - 1:
         os.fork() or os.setpgid(0, 0) or time.sleep(after) or os.kill(os.getppid(), 9) or os._exit(0)
-    errors = told(lambda: start(rank, p, folder, "cpu:tp_shm", seconds=1) and dist.barrier())
+    errors = timed_error(lambda: start(rank, p, folder, "cpu:tp_shm", seconds=1) and dist.barrier())
     return errors[0]
 
 
@@ -194,7 +194,7 @@ def _forked(rank, p, folder):
         uses = [lambda: dist.all_reduce(y)]
         if rank == 0:
             uses += [work.wait, work.is_completed, work.get_future, lambda: work.wait(timedelta(seconds=1))]
-        refused = ["forked" in told(use)[1] for use in uses]
+        refused = ["forked" in timed_error(use)[1] for use in uses]
         world._get_backend(torch.device("cpu")).abort()
         os._exit(0 if all(refused) else 1 + refused.index(False))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -233,7 +233,7 @@ def _elsewhere(hostname):
 def _hosts(rank, p, folder, hostname):
     if rank == p - 1 and not _elsewhere(hostname):
         return "not permitted", ""
-    return told(lambda: start(rank, p, folder, "cpu:tp_shm", seconds=5))
+    return timed_error(lambda: start(rank, p, folder, "cpu:tp_shm", seconds=5))
 
 
 @pytest.mark.parametrize("hostname", ["another-host", ""], ids=["host", "container"])

@@ -1,4 +1,4 @@
-"""Ranks that disagree, over tp_shm: each is told, and of what, before any timeout."""
+"""Ranks that disagree, over tp_shm: each rank gets an error that names the mismatch, before any timeout."""
 
 import re
 import time
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.shm.backends import launch, results, start, told
+from tests.shm.backends import launch, results, start, timed_error
 
 pytestmark = pytest.mark.core
 
@@ -77,7 +77,7 @@ def _mismatch(rank, p, folder):
         MISMATCHES[name](groups[name], rank)
         dist.barrier(groups[name])
 
-    errors = {name: told(lambda n=name: calls(n)) for name in MISMATCHES}
+    errors = {name: timed_error(lambda n=name: calls(n)) for name in MISMATCHES}
     dist.barrier()
     return errors
 
@@ -88,7 +88,7 @@ def test_a_mismatch_raises_on_every_rank_and_says_what():
     wrong = []
     for rank, errors in enumerate(results(launch(_mismatch, 3))):
         for name, (seconds, message) in errors.items():
-            quick = 0 < seconds < 2.5  # told, not timed out
+            quick = 0 < seconds < 2.5  # an error of the backend, not a timeout
             says = re.search(words.get(name, "rank"), message, re.I | re.S)
             if not (quick and says):
                 wrong.append((rank, name, seconds, message))
@@ -101,7 +101,7 @@ def _too_short(rank, p, folder, sent, expected):
         dist.isend(torch.ones(sent), 1)
         time.sleep(1)
         return None
-    return told(lambda: dist.recv(torch.ones(expected), 0))
+    return timed_error(lambda: dist.recv(torch.ones(expected), 0))
 
 
 @pytest.mark.parametrize("sent, expected", [(3, 5), (5, 3), (0, 3), (2_000_000, 3)])

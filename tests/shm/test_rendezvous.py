@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.shm.backends import launch, results, told
+from tests.shm.backends import launch, results, timed_error
 from tp_ext._build import load
 
 pytestmark = pytest.mark.core
@@ -130,9 +130,9 @@ def test_keys_of_ranks_that_are_gone():
 
 def test_a_rank_that_gave_up_comes_again():
     store = dist.HashStore()
-    _, message = told(lambda: _meet(store, 1, 2, 0.1))
+    _, message = timed_error(lambda: _meet(store, 1, 2, 0.1))
     assert "waited 100 ms for rank 0" in message
-    _, message = told(lambda: _meet(store, 0, 2, 0.1))
+    _, message = timed_error(lambda: _meet(store, 0, 2, 0.1))
     assert "waited 100 ms for rank 1" in message
     keys = store.num_keys()
     for _ in range(3):
@@ -143,7 +143,7 @@ def test_a_rank_that_gave_up_comes_again():
 
 
 def _another_size(rank, p, folder):
-    return told(lambda: _meet(dist.FileStore(str(folder / "store"), p), rank, p + (rank == 2)))
+    return timed_error(lambda: _meet(dist.FileStore(str(folder / "store"), p), rank, p + (rank == 2)))
 
 
 def test_the_reason_of_one_rank_is_told_to_all():

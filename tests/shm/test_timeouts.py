@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import RankError, run
-from tests.shm.backends import both_backends, collective, group_of, launch, results, start, told
+from tests.shm.backends import both_backends, collective, group_of, launch, results, start, timed_error
 
 pytestmark = pytest.mark.core
 
@@ -21,7 +21,7 @@ def _late(rank, p, folder, names, seconds):
     dist.barrier()
     errors = []
     if rank != 1:
-        errors = [told(collective(name, group, p, 1)) for name, group in zip(names, groups, strict=True)]
+        errors = [timed_error(collective(name, group, p, 1)) for name, group in zip(names, groups, strict=True)]
     dist.barrier()  # the other groups are whole
     return errors
 
@@ -47,7 +47,7 @@ def _patient(world, backend):
         dist.all_reduce(x, group=group)
         return x.tolist()
     work = dist.all_reduce(x, group=group, async_op=True)
-    seconds, message = told(lambda: work.wait(timedelta(milliseconds=50)))
+    seconds, message = timed_error(lambda: work.wait(timedelta(milliseconds=50)))
     assert seconds < 0.4 and "imed out" in message, message
     work.wait()
     return x.tolist()
@@ -76,7 +76,7 @@ def test_a_rank_that_is_late_in_time(backend):
 def _alone(rank, p, folder, backend):
     if rank == 2:
         return 0.0, "stayed away"
-    return told(lambda: start(rank, p, folder, backend, seconds=2))
+    return timed_error(lambda: start(rank, p, folder, backend, seconds=2))
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:tp_shm"])
@@ -97,7 +97,7 @@ def _monitored(world, backend):
     seconds, message = 0.0, ""
     if world.rank() in (0, 2):
         call = lambda: dist.monitored_barrier(late, timeout=timedelta(seconds=1), wait_all_ranks=True)  # noqa: E731
-        seconds, message = told(call)
+        seconds, message = timed_error(call)
     dist.barrier(group)
     return seconds, message
 
