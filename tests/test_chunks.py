@@ -1,4 +1,4 @@
-"""Boxes: over all ranks the owned ones are the full tensor exactly once, on TP-local tensors and on what FSDP2 or a
+"""Chunks: over all ranks the owned ones are the full tensor exactly once, on TP-local tensors and on what FSDP2 or a
 DTensor of several data axes makes of them, and they are views.
 """
 
@@ -13,10 +13,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import tp_ext
 from tests.helpers import ranks
 from tests.test_sharding import cuts
-from tp_ext import Part, Sharding
-from tp_ext.chunks import LocalChunk, local_chunks
+from tp_ext import Layout, Part, Sharding
+from tp_ext.chunks import LocalChunk
+from tp_ext.group import ParallelGroup
+from tp_ext.nn.model_groups import ModelGroups
 
 pytestmark = pytest.mark.core
+
+
+def local_chunks(tensor, sharding, rank, p):
+    """The shape and the chunks of a tensor of one rank of p, sharded or replicated over them."""
+    group = ParallelGroup(f"group@{rank}/{p}", p, rank)
+    groups = ModelGroups((group,), {group.name: (0, True)}, group)
+    return groups.local_chunks(tensor, Layout() if sharding is None else Layout((sharding, group)))
 
 
 def assert_covers(full: torch.Tensor, held: list[list[LocalChunk]]) -> None:
@@ -58,7 +67,7 @@ def test_replicated_tensors_are_owned_by_rank_0(shape):
     assert_covers(full, [one for _, one in found])
 
 
-def test_neighbours_are_one_box():
+def test_adjacent_parts_are_one_chunk():
     """q | k | v at p = 1, and at p = 2 the k and v that follow each other neither locally nor in full."""
     sharding = Sharding(0, (4, 2, 2))
     assert len(local_chunks(torch.ones(8, 2), sharding, 0, 1)[1]) == 1
@@ -67,7 +76,7 @@ def test_neighbours_are_one_box():
     assert shape == (5, 2) and [chunk.tensor.shape for chunk in found] == [(5, 2)]
 
 
-def test_nothing_is_no_box():
+def test_empty_tensors_have_no_chunk():
     assert local_chunks(torch.ones(0, 3), None, 0, 1) == ((0, 3), [])
     assert local_chunks(torch.ones(0, 3), Sharding(0, [1]), 1, 2) == ((1, 3), [])
 
@@ -82,7 +91,7 @@ SHARDINGS = {
 
 
 def _cut_twice(group, mesh_shape, placements):
-    """Boxes on this data rank of what each tensor-parallel rank of 4 holds, cut again by these placements."""
+    """This data rank's chunks of the tensors of each of 4 tensor-parallel ranks, sharded again by the placements."""
     mesh, p, found = init_device_mesh("cpu", mesh_shape), 4, {}
     for name, sharding in SHARDINGS.items():
         full = torch.arange(16 * 8.0).view(16, 8)[: sharding.size if sharding and sharding.dim == 0 else 16]
@@ -90,7 +99,7 @@ def _cut_twice(group, mesh_shape, placements):
         for rank in range(p):
             local = full if sharding is None else sharding.shard(full, rank, p)
             if any(isinstance(placement, _StridedShard) for placement in placements) and len(local) % 4:
-                continue  # torch deals out even ones only
+                continue  # torch shards even ones only
             tensor = distribute_tensor(local, mesh, placements)
             shape, held = local_chunks(tensor, sharding, rank, p)
             assert shape == full.shape
@@ -131,7 +140,7 @@ def _strided(group):
     return [[chunk.offsets for chunk in local_chunks(t, None, 0, 1)[1]] for t in (tensor, half)]
 
 
-def test_strided_shards_are_several_boxes():
+def test_strided_shards_are_several_chunks():
     assert ranks.run(_strided, 4)[1] == [[(4,)], [(1,), (5,)]]
 
 

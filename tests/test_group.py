@@ -1,5 +1,6 @@
 """A group that was forgotten is said; functions of a model take the group from its layers."""
 
+import functools
 import inspect
 import os
 import warnings
@@ -139,10 +140,11 @@ def _call(group, what, given):
     wrong = {"whole": group, "none": None, "other": _alone(group)}
     options = {} if given == "left out" else {"group": wrong[given]}
     if what == "list":
+        for param in model.parameters():
+            param.__dict__.pop("tp_layout", None)
         tp_ext.clip_grad_norm_(model.parameters(), 1.0, **options)
-    if what == "two groups":
-        model.append(tp_ext.ColumnParallelLinear(4, 4, group=_pair(group)))
-        tp_ext.clip_grad_norm_(model, 1.0, **options)
+    if what == "overlap":
+        model = nn.Sequential(*(tp_ext.ColumnParallelLinear(4, 4, group=one) for one in _overlapping(group)))
     for call in (tp_ext.grad_norm, tp_ext.full_state_dict, tp_ext.sharded_state_dict):
         call(model, **options)
 
@@ -151,8 +153,11 @@ def _alone(group):
     return _subgroups(group, 1)
 
 
-def _pair(group):
-    return _subgroups(group, 2)
+@functools.cache
+def _overlapping(group):
+    """Two groups of this rank that share it and another one."""
+    groups = [dist.new_group(members) for members in ([0, 1, 2], [0, 1, 3], [0, 2, 3], [1, 2, 3])]
+    return groups[:2] if group.rank() < 2 else groups[2:]
 
 
 _made = {}
@@ -171,8 +176,12 @@ def _subgroups(group, size):
         ("model", "none", r"group: None must be that of the model's layers, the group of ranks \[0, 1, 2, 3\]"),
         ("model", "other", r"group: the group of ranks \[\d\] must be .*, the group of ranks \[0, 1, 2, 3\]"),
         ("made without", "whole", r"group: the group of ranks \[0, 1, 2, 3\] must be .*, which were made without one"),
-        ("two groups", "left out", r"group: must be given, .* of several groups, of \[2, 4\] ranks"),
-        ("list", "left out", r"group: must be given with parameters instead of a module: .*\(\d, 4\) is a shard of 7"),
+        (
+            "overlap",
+            "left out",
+            r"group: the model's groups of ranks \[\d, \d, \d\] and \[\d, \d, \d\] share several ranks",
+        ),
+        ("list", "left out", r"group: must be given with parameters that carry .*\(\d, 4\) is a shard of 7"),
     ],
 )
 def test_a_group_that_contradicts_or_cannot_be_known(what, given, match):

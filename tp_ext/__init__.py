@@ -19,8 +19,9 @@ from tp_ext.nn.attention import ParallelAttention
 from tp_ext.nn.coalesce import coalesce_gradients
 from tp_ext.nn.dropout import Dropout, dropout
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
-from tp_ext.nn.fqn import shardings
+from tp_ext.nn.fqn import layouts, shardings
 from tp_ext.nn.kv_cache import KVCache
+from tp_ext.nn.layouts import declare_layouts
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.lora import LoRALinear, add_lora, merge_lora
 from tp_ext.nn.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
@@ -40,7 +41,7 @@ from tp_ext.regions import (
     reduce_scatter_region,
     scatter_to_region,
 )
-from tp_ext.sharding import Part, Sharding
+from tp_ext.sharding import Layout, Part, Sharding
 
 __all__ = [
     "CheckpointReader",
@@ -48,6 +49,7 @@ __all__ = [
     "Dropout",
     "KVCache",
     "LayerNorm",
+    "Layout",
     "LoRALinear",
     "ParallelAttention",
     "ParallelMLP",
@@ -69,11 +71,13 @@ __all__ = [
     "coalesce_gradients",
     "copy_to_region",
     "debug",
+    "declare_layouts",
     "dropout",
     "full_optimizer_state_dict",
     "full_state_dict",
     "gather_from_region",
     "grad_norm",
+    "layouts",
     "load_checkpoint",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",

@@ -3,14 +3,18 @@
 import contextlib
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
+Axes = Sequence[ProcessGroup]
+"""The groups of this rank along each axis of a mesh."""
+
 _BUILTIN = (KeyError, TypeError, ValueError, pickle.UnpicklingError)
 
 
@@ -62,6 +66,44 @@ def call_on_all_ranks(process_group: ProcessGroup | None, act: Callable[[], T]) 
     results: list[T] = []
     call_and_gather(process_group, lambda: results.append(act()))
     return results[0]
+
+
+def broadcast_from_first(make: Callable[[], T], axes: Axes) -> T:
+    """Calls ``make`` on the rank that is the first of all axes and returns its result, or raises its error, on all
+    ranks.
+
+    Communicates: one broadcast of an object along every axis.
+    """
+    result: list[Any] = [None, None]  # value, error
+    if all(axis.rank() == 0 for axis in axes):
+        try:
+            result[0] = make()
+        except Exception as error:  # of any kind: the other ranks wait for an answer
+            result[1] = error
+    for axis in broadcast_axes(axes):
+        dist.broadcast_object_list(result, group=axis, group_src=0)
+    if result[1] is not None:
+        raise result[1]
+    return cast(T, result[0])
+
+
+def broadcast_axes(axes: Axes) -> Iterator[ProcessGroup]:
+    """Yields the axes along which this rank takes part when something goes from the rank that is the first of all axes
+    to all ranks, along one axis after the other: it takes part along an axis if it is the first of all later ones."""
+    for i, axis in enumerate(axes):
+        if all(later.rank() == 0 for later in axes[i + 1 :]):
+            yield axis
+
+
+def true_on_any_rank(flag: bool, axes: Axes, device: torch.device) -> bool:
+    """Returns whether the flag is set on any rank, so that all know of one's failure.
+
+    Communicates: one all-reduce of one number along every axis.
+    """
+    number = torch.tensor([float(flag)], device=device)
+    for axis in axes:
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=axis)
+    return bool(number)
 
 
 def _error_to_raise(errors: Iterable[Exception]) -> Exception:

@@ -40,10 +40,18 @@ class ParallelGroup(NamedTuple):
     size: int
     rank: int
 
+    @property
+    def torch_name(self) -> str:
+        """The name of the process group, as torch knows it."""
+        return _parse(self.name)[0]
+
     def plain(self) -> "ParallelGroup":
         """Returns the group without the fields that :mod:`tp_ext.symmetric_memory` appends to its name."""
-        bare = self.name.rpartition("@")[0]
-        return ParallelGroup(_key(bare, self.rank, self.size), self.size, self.rank) if bare else self
+        return self.member(self.rank)
+
+    def member(self, rank: int) -> "ParallelGroup":
+        """Returns the group as its member of this rank holds it, without those fields."""
+        return ParallelGroup(_key(self.torch_name, rank, self.size) if self.name else "", self.size, rank)
 
     def __reduce__(self) -> tuple[type["ParallelGroup"], tuple[object, ...]]:
         return ParallelGroup, tuple(self.plain())  # the process that unpickles it has no symmetric memory
@@ -95,8 +103,8 @@ def parallel_group(group: Group) -> ParallelGroup:
     name = group_name(group)
     if not name:
         return ParallelGroup("", 1, 0)
-    rank, size = name.rpartition("@")[2].split("/")[:2]
-    return ParallelGroup(name, int(size), int(rank))
+    _, rank, size = _parse(name)
+    return ParallelGroup(name, size, rank)
 
 
 def layer_group(group: Group, layer: str) -> ParallelGroup:
@@ -158,7 +166,7 @@ def process_group(group: Group) -> ProcessGroup:
     tp = parallel_group(group)
     if not tp.name:
         raise ValueError(f"group: {group!r} must be a group of ranks")
-    name = tp.name.rpartition("@")[0]
+    name = tp.torch_name
     found = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     if (found.rank(), found.size()) != (tp.rank, tp.size):
         raise ValueError(  # same text as in csrc/comm/collectives.cpp
@@ -180,9 +188,8 @@ def check_place(group: ParallelGroup) -> None:
     Raises:
         ValueError: this process has another rank in the group of that name, or the group another size.
     """
-    bare = group.name.rpartition("@")[0]
     try:
-        here = _rank_and_size(bare) if bare else (group.rank, group.size)
+        here = _rank_and_size(group.torch_name) if group.name else (group.rank, group.size)
     except ValueError:  # no such group here: nothing can be checked, and no operator will run
         return
     if here != (group.rank, group.size):
@@ -194,6 +201,13 @@ def check_place(group: ParallelGroup) -> None:
 
 def _key(name: str, rank: int, size: int) -> str:
     return f"{name}@{rank}/{size}"
+
+
+def _parse(name: str) -> tuple[str, int, int]:
+    """Returns the process group's name, the rank and the size of a name that :func:`group_name` returned."""
+    bare, _, place = name.rpartition("@")
+    rank, size = place.split("/")[:2] if place else ("0", "1")
+    return bare, int(rank), int(size)
 
 
 def _is_key(name: str) -> bool:

@@ -6,8 +6,9 @@ The seed of each draw comes from torch's default generator, whose state must be 
 tensor-parallel group: ``torch.manual_seed`` with one value on all ranks, or :func:`manual_seed`, suffices.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from tp_ext import _ops
-from tp_ext.sharding import Sharding
+from tp_ext.group import ParallelGroup
+from tp_ext.sharding import Layout, Sharding
 
 
 def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") -> None:
@@ -157,41 +159,50 @@ def torch_linear_init(fan_in: int) -> Uniform:
 
 @torch.no_grad()
 def initialise_(
-    local: Tensor,
-    init: Init,
-    sharding: Sharding | None,
-    full_shape: torch.Size,
-    rank: int,
-    p: int,
+    local: Tensor, init: Init, sharding: Sharding | Layout | None, full_shape: torch.Size, rank: int = 0, p: int = 1
 ) -> None:
-    """Fills ``local`` with its slice of the full tensor that ``init`` would make, and padding with zeros.
+    """Fills ``local`` with its chunks of the full tensor that ``init`` would make, and padding with zeros.
 
-    Draws one seed from torch's default generator for any p, rank and shape (:class:`Constant` draws none; on ``meta``
-    nothing is drawn or filled).
+    ``sharding`` is a :class:`Layout`; or a :class:`Sharding` over p ranks, of which ``local`` is the shard of ``rank``;
+    or None for a full tensor. Draws one seed from torch's default generator for any layout, rank and shape
+    (:class:`Constant` draws none; on ``meta`` nothing is drawn or filled).
     """
+    if isinstance(sharding, Sharding):
+        sharding = Layout((sharding, ParallelGroup("", p, rank)))
+    layout = sharding or Layout()
     if not isinstance(init, Uniform | Normal | TruncatedNormal | Constant):
         if local.is_meta:
             return
         full = torch.empty(full_shape, dtype=local.dtype)
         init(full)
-        local.copy_(full if sharding is None else sharding.shard(full, rank, p))
+        local.copy_(layout.shard(full))
         return
     seed = local if isinstance(init, Constant) else draw_seed(local.device)
     if local.is_meta:
         return
-    if sharding is None:
+    if not layout:
         init.fill(local, seed, (max(local.numel(), 1), max(local.numel(), 1), 0))
         return
     local.zero_()
-    at, dim = 0, sharding.dim % len(full_shape)
-    inner = math.prod(full_shape[dim + 1 :])
-    for part, where in zip(sharding.parts, sharding.slices(rank, p), strict=True):
-        length = where.stop - where.start
-        target = local.narrow(dim, at, length)
-        dense = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-        if target.numel():
-            init.fill(dense, seed, (length * inner, full_shape[dim] * inner, where.start * inner))
-        if dense is not target:
-            target.copy_(dense)
-        start, stop = part.span(rank, p)
-        at += stop - start
+    for offsets, chunk, _ in layout.local_chunks(local)[1]:
+        dense = chunk if chunk.is_contiguous() else torch.empty_like(chunk, memory_format=torch.contiguous_format)
+        for block, index in _strided_blocks(dense, offsets, full_shape):
+            init.fill(block, seed, index)
+        if dense is not chunk:
+            chunk.copy_(dense)
+
+
+def _strided_blocks(
+    chunk: Tensor, offsets: tuple[int, ...], full_shape: torch.Size
+) -> Iterator[tuple[Tensor, tuple[int, int, int]]]:
+    """Yields the chunk in blocks of rows that lie at one distance in the full tensor, each with (length of a row,
+    distance, index of the first element). A chunk of a tensor that is sharded in several dims is more than one block if
+    dims before the last but one of them have several elements."""
+    dims = [d for d, (size, full) in enumerate(zip(chunk.shape, full_shape, strict=True)) if size < full]
+    last, outer = (dims or [0])[-1], dims[-2] if len(dims) > 1 else 0
+    inner = math.prod(full_shape[last + 1 :])
+    for position in itertools.product(*map(range, chunk.shape[:outer])):
+        first = 0
+        for d, (offset, full) in enumerate(zip(offsets, full_shape, strict=True)):
+            first = first * full + offset + (position[d] if d < outer else 0)
+        yield chunk[position], (chunk.shape[last] * inner, full_shape[last] * inner, first)

@@ -1,13 +1,18 @@
-"""Sharding of a full tensor over the ranks of a group: the one description that initialisation, state dicts, resharding
-and weight import use.
+"""Sharding of a full tensor over the ranks of a group, and layout over several groups: the one description that
+initialisation, state dicts, resharding, norms and weight import use.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tp_ext.chunks import Interval, LocalChunk, chunks_of, compose, merge_adjacent
+from tp_ext.group import Group, ParallelGroup, parallel_group
 
 
 def split_sizes(n: int, p: int) -> list[int]:
@@ -69,6 +74,35 @@ class CopiedRows(NamedTuple):
     full_size: int
 
 
+class LocalPart(NamedTuple):
+    """A rank's share of a part.
+
+    Attributes:
+        part: the part.
+        local_start, full_start: its first element in the local dim, and in the full dim.
+        length: its number of elements, without padding.
+        padding: the number of elements of padding that follow them locally.
+        rank: the rank.
+    """
+
+    part: Part
+    local_start: int
+    full_start: int
+    length: int
+    padding: int
+    rank: int
+
+    @property
+    def full(self) -> slice:
+        """The slice of the full dim."""
+        return slice(self.full_start, self.full_start + self.length)
+
+    @property
+    def owned(self) -> bool:
+        """Whether the rank counts these elements: of copies only the first does."""
+        return self.rank % self.part.copies == 0
+
+
 @dataclass(frozen=True)
 class Sharding:
     """A sharding of one dim: along ``dim`` the full tensor is the concatenation of ``parts``, each sharded over the
@@ -93,15 +127,20 @@ class Sharding:
         """Length of ``dim`` in the full tensor."""
         return sum(part.size for part in self.parts)
 
+    def local_parts(self, rank: int, p: int) -> Iterator[LocalPart]:
+        """Yields the rank's share of each part, in the order of the local tensor. Every walk over a shard uses it."""
+        self._check_rank(rank, p)
+        local_start = offset = 0
+        for part in self.parts:
+            start, stop = part.span(rank, p)
+            length = min(stop, part.size) - min(start, part.size)
+            yield LocalPart(part, local_start, offset + min(start, part.size), length, stop - start - length, rank)
+            local_start += stop - start
+            offset += part.size
+
     def slices(self, rank: int, p: int) -> list[slice]:
         """Returns the slices of the full dim that the local tensor consists of, in order, one per part; no padding."""
-        self._check_rank(rank, p)
-        result, offset = [], 0
-        for part in self.parts:
-            start, stop = (offset + min(end, part.size) for end in part.span(rank, p))
-            result.append(slice(start, stop))
-            offset += part.size
-        return result
+        return [one.full for one in self.local_parts(rank, p)]
 
     def local_size(self, rank: int, p: int) -> int:
         """Returns the length of ``dim`` on the rank, padding included."""
@@ -132,13 +171,11 @@ class Sharding:
         """
         self._check_full(full.shape)
         shares = []
-        for part, where in zip(self.parts, self.slices(rank, p), strict=True):
-            shares.append(full.narrow(self.dim, where.start, where.stop - where.start))
-            start, stop = part.span(rank, p)
-            missing = (stop - start) - (where.stop - where.start)
-            if missing:
+        for one in self.local_parts(rank, p):
+            shares.append(full.narrow(self.dim, one.full_start, one.length))
+            if one.padding:
                 shape = list(full.shape)
-                shape[self.dim] = missing
+                shape[self.dim] = one.padding
                 shares.append(full.new_zeros(shape))
         return torch.cat(shares, self.dim)
 
@@ -158,40 +195,39 @@ class Sharding:
                     f"locals: shape {shape} on rank {rank} must have {self.local_size(rank, p)} elements in dim "
                     f"{self.dim}, for {self} and p = {p}"
                 )
-        at = [0] * p
-        shares = []
-        for index, part in enumerate(self.parts):
-            for rank, local in enumerate(locals_):
-                where = self.slices(rank, p)[index]
-                if rank % part.copies == 0:
-                    shares.append(local.narrow(self.dim, at[rank], where.stop - where.start))
-                start, stop = part.span(rank, p)
-                at[rank] += stop - start
+        held = [list(self.local_parts(rank, p)) for rank in range(p)]
+        shares = [
+            local.narrow(self.dim, parts[index].local_start, parts[index].length)
+            for index in range(len(self.parts))
+            for local, parts in zip(locals_, held, strict=True)
+            if parts[index].owned
+        ]
         return torch.cat(shares, self.dim)
 
     def owned(self, local: Tensor, rank: int, p: int) -> list[Tensor]:
         """Returns views of the local tensor that, over all ranks, cover the full tensor exactly once: without padding,
         of copies only the first."""
-        views, at = [], 0
-        for part, where in zip(self.parts, self.slices(rank, p), strict=True):
-            if rank % part.copies == 0 and where.stop > where.start:
-                views.append(local.narrow(self.dim, at, where.stop - where.start))
-            start, stop = part.span(rank, p)
-            at += stop - start
-        return views
+        return [
+            local.narrow(self.dim, one.local_start, one.length)
+            for one in self.local_parts(rank, p)
+            if one.owned and one.length
+        ]
+
+    def intervals(self, rank: int, p: int) -> list[Interval]:
+        """Returns the rank's intervals of the dim, without padding; adjacent ones are merged."""
+        parts = self.local_parts(rank, p)
+        return merge_adjacent(Interval(one.local_start, one.full_start, one.length, one.owned) for one in parts)
 
     def copied_pieces(self, rank: int, p: int) -> CopiedRows | None:
         """Returns the local rows of parts with ``copies`` > 1, for summing gradients over the copies; None if none."""
         rows = CopiedRows([], [], [], sum(part.size + part.padding for part in self.parts if part.copies > 1))
-        local_start = full_start = 0
-        for part in self.parts:
-            start, stop = part.span(rank, p)
-            if part.copies > 1:
-                rows.local_starts.append(local_start)
-                rows.lengths.append(stop - start)
-                rows.full_starts.append(full_start + start)
-                full_start += part.size + part.padding
-            local_start += stop - start
+        full_start = 0
+        for one in self.local_parts(rank, p):
+            if one.part.copies > 1:
+                rows.local_starts.append(one.local_start)
+                rows.lengths.append(one.length + one.padding)
+                rows.full_starts.append(full_start + one.part.span(rank, p)[0])
+                full_start += one.part.size + one.part.padding
         return rows if rows.lengths else None
 
     def _check_rank(self, rank: int, p: int) -> None:
@@ -204,6 +240,166 @@ class Sharding:
                 f"full: shape {tuple(shape)} must have {self.size} elements in dim {self.dim}, "
                 f"the sum of the parts {self.parts}"
             )
+
+
+class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
+    """A layout of a full tensor over the ranks of any number of groups: an ordered tuple of (:class:`Sharding`, group).
+
+    An empty layout means replicated. Each entry shards the tensor that the entries before it leave on this rank: along
+    another dim, or along the same dim once more, padding included. For entries of different dims the order does not
+    matter. As a weight ``[out, in]`` sharded on both dims of a (2, 2) mesh::
+
+        Layout((Sharding(0, [out]), mesh["x"]), (Sharding(1, [in_]), mesh["y"]))
+
+    Args:
+        entries: pairs of a :class:`Sharding` and a group in any form that layers take; None is a group of one rank.
+
+    Raises:
+        TypeError: an entry is no such pair, or its group is none of the accepted kinds.
+        ValueError: the parts of an entry are not the elements that the entries before it leave on this rank; two
+            entries have the same group; the dims of several entries count from different ends.
+    """
+
+    def __new__(cls, *entries: tuple[Sharding, Group | ParallelGroup]) -> "Layout":
+        made: list[tuple[Sharding, ParallelGroup]] = []
+        left: dict[int, int] = {}
+        for entry in entries:
+            if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], Sharding):
+                raise TypeError(f"entries: {entry!r} must be a pair of a Sharding and a group")
+            sharding, given = entry
+            group = given if isinstance(given, ParallelGroup) else parallel_group(given)
+            if group.size > 1 and any(group.name == other.name for _, other in made):
+                raise ValueError(f"entries: {sharding} must have another group than the entries before it")
+            if any((sharding.dim < 0) != (other.dim < 0) for other, _ in made):
+                raise ValueError(f"entries: dim {sharding.dim} must count from the same end as that of the first entry")
+            length = left.get(sharding.dim, sharding.size)
+            if sharding.size != length:
+                raise ValueError(
+                    f"entries: {sharding} must have the {length} elements of dim {sharding.dim} that the entries "
+                    "before it leave on this rank"
+                )
+            left[sharding.dim] = sharding.local_size(group.rank, group.size)
+            made.append((sharding, group))
+        return super().__new__(cls, made)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"Layout({', '.join(f'({sharding}, {group.name or None!r})' for sharding, group in self)})"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of ranks of each entry's group."""
+        return tuple(group.size for _, group in self)
+
+    def at(self, *ranks: int) -> "Layout":
+        """Returns the layout as the members of the groups with these ranks have it, one rank per entry.
+
+        They differ where an entry shards a dim again of which the entries before leave other ranks another length.
+
+        Raises:
+            ValueError: another number of ranks than entries; the length that is left there differs and cannot be
+                sharded alike: into several parts, or into whole units.
+        """
+        if len(ranks) != len(self):
+            raise ValueError(f"ranks: {ranks} must be one rank for each of the {len(self)} entries")
+        made: list[tuple[Sharding, ParallelGroup]] = []
+        left: dict[int, int] = {}
+        for (sharding, group), rank in zip(self, ranks, strict=True):
+            length = left.get(sharding.dim, sharding.size)
+            if length != sharding.size:
+                if len(sharding.parts) > 1:
+                    raise ValueError(f"ranks: {ranks} have {length} elements in dim {sharding.dim}, unlike {sharding}")
+                sharding = Sharding(sharding.dim, [replace(sharding.parts[0], size=length)])
+            left[sharding.dim] = sharding.local_size(rank, group.size)
+            made.append((sharding, group.member(rank)))
+        return tuple.__new__(Layout, made)
+
+    def local_shape(self, full_shape: Sequence[int]) -> torch.Size:
+        """Returns the shape of this rank's tensor.
+
+        Raises:
+            ValueError: ``full_shape`` is not that of the shardings.
+        """
+        shape = torch.Size(full_shape)
+        for sharding, group in self:
+            shape = sharding.local_shape(shape, group.rank, group.size)
+        return shape
+
+    def full_shape(self, local_shape: Sequence[int]) -> torch.Size:
+        """Returns the shape of the full tensor, from that of any rank's local one."""
+        shape = list(local_shape)
+        for sharding, _ in reversed(self):
+            shape[sharding.dim] = sharding.size
+        return torch.Size(shape)
+
+    def shard(self, full: Tensor) -> Tensor:
+        """Returns this rank's tensor of a full one: a contiguous copy; padding is zero. A replicated one is ``full``.
+
+        Raises:
+            ValueError: the shape of ``full`` is not that of the shardings.
+        """
+        for sharding, group in self:
+            full = sharding.shard(full, group.rank, group.size)
+        return full
+
+    def unshard(self, locals_: Sequence[Tensor]) -> Tensor:
+        """Returns the full tensor made from the local ones of all ranks of the groups. Of copies the first is used.
+
+        Args:
+            locals_: the tensors in the order of the ranks in the groups, those of the last entry's group fastest; one
+                tensor for a replicated layout.
+
+        Raises:
+            ValueError: another number of tensors, or one has another length than this layout gives its rank.
+        """
+        if len(locals_) != math.prod(self.sizes):
+            raise ValueError(f"locals: {len(locals_)} tensors must be one for each rank of groups of {self.sizes}")
+        tensors = list(locals_)
+        for index in reversed(range(len(self))):
+            p, joined = self.sizes[index], []
+            for first, outer in enumerate(itertools.product(*map(range, self.sizes[:index]))):
+                sharding = self.at(*outer, *[0] * (len(self) - index))[index][0]
+                joined.append(sharding.unshard(tensors[first * p : (first + 1) * p]))
+            tensors = joined
+        return tensors[0]
+
+    def local_chunks(self, tensor: Tensor) -> tuple[torch.Size, list[LocalChunk]]:
+        """Returns the shape of the full tensor and this rank's chunks of it; nothing is copied or communicated.
+
+        Args:
+            tensor: this rank's tensor: a plain one, or the DTensor that FSDP2 made of it over data axes.
+
+        Returns:
+            The shape, and chunks that are never empty. No chunk contains padding. Of copies (KV heads, replicas along a
+            data axis) every holder has the chunk and the first one owns it. Over the ranks of the layout's groups, and
+            of the data axes of a DTensor, the owned chunks cover the full tensor exactly once; replicas outside of them
+            each own their chunks.
+
+        Raises:
+            ValueError: the tensor has another length than the layout gives this rank, or is a DTensor with partial
+                sums.
+        """
+        shape, expected = list(tensor.shape), {}
+        for sharding, group in self:  # the last entry of a dim determines its local length
+            expected[sharding.dim] = sharding, group
+        for sharding, (_, p, rank) in expected.values():
+            if not -len(shape) <= sharding.dim < len(shape) or shape[sharding.dim] != sharding.local_size(rank, p):
+                raise ValueError(
+                    f"tensor: shape {tuple(shape)} on rank {rank} must have {sharding.local_size(rank, p)} elements in "
+                    f"dim {sharding.dim}, for {sharding} and p = {p}"
+                )
+        sharded: dict[int, list[Interval]] = {}
+        for sharding, group in self:
+            dim, own = sharding.dim % len(shape), sharding.intervals(group.rank, group.size)
+            sharded[dim] = list(compose(own, sharded[dim])) if dim in sharded else own
+        return self.full_shape(shape), chunks_of(tensor, sharded)
+
+    def owned(self, local: Tensor) -> list[Tensor]:
+        """Returns views of the local tensor that, over all ranks of the groups, cover the full tensor exactly once:
+        without padding, of copies only the first."""
+        return [chunk.tensor for chunk in self.local_chunks(local)[1] if chunk.owned]
 
 
 def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int) -> tuple[Part, Part]:

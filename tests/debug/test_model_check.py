@@ -270,17 +270,15 @@ def _two_groups(group, drifted, over):
     model = nn.Sequential(tp_ext.ColumnParallelLinear(4, 4, group=group), tp_ext.ColumnParallelLinear(4, 4, group=pair))
     if rank == drifted:
         model[1].bias.data[0] = 7
-    debug.check(model, group={"own": None, "whole": group, "pair": pair, "across": across}[over])
+    debug.check(model, **({} if over == "own" else {"group": {"whole": group, "pair": pair, "across": across}[over]}))
 
 
 def test_models_of_several_groups():
-    """Of two groups neither is meant by itself. Over a third one, the data axis, a layer's shards are replicated."""
-    for over in ("whole", "pair", "across"):
+    """Over a third group, the data axis, a layer's shards are replicated."""
+    for over in ("own", "whole", "pair", "across"):
         run(_two_groups, 4, None, over)
-    for over in ("whole", "pair"):  # over them the drifted layer is cut
+    for over in ("whole", "pair"):  # over them the drifted layer is sharded
         run(_two_groups, 4, 2, over)
-    message = r"group: must be given, .* of several groups, of \[2, 4\] ranks"
-    run_raises(_two_groups, 4, ValueError, message, None, "own", in_turns=False)
     with pytest.raises(RankError, match=r"1.bias: must be the same on ranks \[0, 1\]; ranks \[1\] .*: 7.0") as error:
         run(_two_groups, 4, 2, "across")
     assert sorted(error.value.ranks) == [0, 2]

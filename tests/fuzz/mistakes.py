@@ -1,12 +1,14 @@
 """Mistakes, made on purpose on the ranks alone, that the fuzzer has to find: those that libraries of the field have
 shipped, and a few that would be easy to make here."""
 
+import contextlib
 from unittest.mock import patch
 
 from tp_ext import _ops
 from tp_ext.nn.attention import ParallelAttention
+from tp_ext.nn.model_groups import ModelGroups
 from tp_ext.nn.module import ParallelModule
-from tp_ext.parallel import grad_norm
+from tp_ext.sharding import Layout
 
 
 def norm_gradients_unsummed():
@@ -68,13 +70,11 @@ def padding_in_the_loss():
 
 def copies_in_the_norm():
     """Every rank counts what it holds: replicated gradients, and those of copied KV heads, as often as there are."""
-    real = grad_norm.local_chunks
-
-    def local_chunks(*arguments):
-        shape, held = real(*arguments)
-        return shape, [chunk._replace(owned=True) for chunk in held]
-
-    return patch.object(grad_norm, "local_chunks", local_chunks)
+    mistakes = contextlib.ExitStack()
+    mistakes.enter_context(patch.multiple(ModelGroups, first=True, counts=lambda groups, layout: True))
+    held = patch.object(Layout, "owned", lambda layout, grad: [chunk.tensor for chunk in layout.local_chunks(grad)[1]])
+    mistakes.enter_context(held)
+    return mistakes
 
 
 def masks_of_the_local_index():

@@ -148,7 +148,7 @@ def _block(group, sp, kv_heads, state, x):
     y = y + model["mlp"](y, 10)
     y = y + model["plain"](y, 10)
     y.sin().sum().backward()
-    table, full = dict(tp_ext.shardings(model)), {}
+    table, full = dict(tp_ext.layouts(model)), {}
     for name, param in model.named_parameters():
         assert (param.grad is None) == ("lora" not in name)
         if param.grad is not None:

@@ -40,7 +40,7 @@ def dense():
 
 def full_grads(module, tp):
     ranks_ = ranks_of(module, tp)
-    table = dict(tp_ext.shardings(module))
+    table = dict(tp_ext.layouts(module))
     return {
         name: gather_full(param.grad, table[name], ranks_)
         for name, param in module.named_parameters()

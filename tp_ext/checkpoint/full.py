@@ -8,17 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tp_ext.checkpoint.gather import (
-    broadcast_from_first,
-    check_one_mesh,
-    gather_full,
-    ranks_of,
-    scatter_full,
-    write_full,
-)
-from tp_ext.group import NOT_GIVEN, Group
+from tp_ext._object_collectives import broadcast_from_first
+from tp_ext.checkpoint.gather import check_one_mesh, gather_full, ranks_of, scatter_full, write_full
+from tp_ext.group import NOT_GIVEN, Group, ParallelGroup
 from tp_ext.nn.fqn import resolve_fqn
-from tp_ext.sharding import Sharding
+from tp_ext.sharding import Layout
 
 StateDict = dict[str, Any]
 
@@ -28,35 +22,29 @@ class StateEntry(NamedTuple):
 
     value: Any
     owner: nn.Module
-    sharding: Sharding | None
+    layout: Layout
     extra: bool
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the full tensor."""
-        return full_shape(self.value, self.sharding)
+        return self.layout.full_shape(self.value.shape)
 
 
-def full_shape(local: Tensor, sharding: Sharding | None) -> torch.Size:
-    """Returns the shape of the full tensor."""
-    shape = list(local.shape)
-    if sharding is not None:
-        shape[sharding.dim] = sharding.size
-    return torch.Size(shape)
-
-
-def state_entries(module: nn.Module) -> dict[str, StateEntry]:
+def state_entries(module: nn.Module, group: ParallelGroup) -> dict[str, StateEntry]:
     """Returns the module's state dict with the keys of the unwrapped, unsharded model. Tied entries are one object.
 
+    ``group`` is that of modules that declare ``tp_shardings`` and have no group of their own.
+
     Raises:
-        ValueError: an entry is on the meta device; its sharding cannot be resolved (:func:`resolve_fqn`).
+        ValueError: an entry is on the meta device; its layout cannot be resolved (:func:`resolve_fqn`).
     """
     entries = {}
     for key, value in module.state_dict(keep_vars=True).items():
-        found = resolve_fqn(module, key)
+        found = resolve_fqn(module, key, group)
         if isinstance(value, Tensor) and value.is_meta:
             raise ValueError(f"module: {found.name!r} is on the meta device and must have values; see to_empty")
-        entries[found.name] = StateEntry(value, found.owner, found.sharding, found.local == "_extra_state")
+        entries[found.name] = StateEntry(value, found.owner, found.layout, found.local == "_extra_state")
     return entries
 
 
@@ -68,29 +56,32 @@ def full_state_dict(
     Args:
         module: a module with sharded parameters. FSDP2, DDP, ``torch.compile`` and checkpoint wrappers change neither
             keys nor values: their prefixes are removed.
-        group: the tensor-parallel group; default: that of the module's layers.
-        rank0_only: the other ranks take part and return an empty dict. Rank 0 is that of ``group``, on the first rank
-            of every data axis. The data axis of DDP is known only from its wrapper: given the bare module, rank 0 of
-            every replica counts.
+        group: not needed: the groups of the module's layers, and of the layouts that modules declare, are known. If
+            given, it must be one of them. Of a module without any, it is the group of the ``tp_shardings`` that it
+            declares.
+        rank0_only: the other ranks take part and return an empty dict. Rank 0 is the first rank of each of the groups
+            and of every data axis. The data axis of DDP is known only from its wrapper: given the bare module, rank 0
+            of every replica counts.
         cpu_offload: tensors are moved to the CPU one by one; else they stay on the module's device.
 
-    Communicates: under FSDP2, an all-gather of every shard over the data axis. Then one all-gather per sharded tensor;
-        with ``rank0_only``, one gather to rank 0. One full tensor at a time is made: with ``rank0_only`` the other
-        ranks never hold one; with ``cpu_offload`` no device holds more than one and the shards it is made of.
+    Communicates: under FSDP2, an all-gather of every shard over the data axis. Then one all-gather per sharded tensor
+        and group of its layout; with ``rank0_only``, one gather to rank 0. One full tensor at a time is made: with
+        ``rank0_only`` the other ranks never hold one; with ``cpu_offload`` no device holds more than one and the shards
+        it is made of.
 
     Raises:
-        ValueError: an entry is on the meta device; its sharding is not known; ``group`` is not that of the module's
-            layers.
+        ValueError: an entry is on the meta device; its layout is not known; ``group`` is not one of the module's; two
+            of its groups overlap and are no axes of one mesh.
     """
-    entries = state_entries(module)
     ranks = ranks_of(module, group)
+    entries = state_entries(module, ranks.groups.default)
     state: StateDict = {}
     made: dict[int, Tensor | None] = {}
     for name, entry in entries.items():
         value = entry.value
         if not entry.extra:
             if id(entry.value) not in made:
-                full = gather_full(entry.value, entry.sharding, ranks, rank0_only=rank0_only)
+                full = gather_full(entry.value, entry.layout, ranks, rank0_only=rank0_only)
                 made[id(entry.value)] = full.cpu() if full is not None and cpu_offload else full
             value = made[id(entry.value)]
         if ranks.first or not rank0_only:
@@ -123,27 +114,27 @@ def load_full_state_dict(
             and both shapes. Under ``strict``, tied entries with different values. An entry of the module is on the meta
             device. In all these cases nothing has been loaded, on any rank.
     """
-    entries = state_entries(module)
     ranks = ranks_of(module, group)
+    entries = state_entries(module, ranks.groups.default)
     if not broadcast_from_rank0:
         for name in check_state(state, entries, strict):
             entry = entries[name]
             if entry.extra:
                 entry.owner.set_extra_state(state[name])
             else:
-                write_full(state[name].detach(), entry.value, entry.sharding, ranks.tp)
+                write_full(state[name].detach(), entry.value, entry.layout)
         return
     check_one_mesh(module)
 
     def plan() -> StateDict:
         return {name: state[name] if entries[name].extra else None for name in check_state(state, entries, strict)}
 
-    for name, extra in broadcast_from_first(plan, ranks).items():
+    for name, extra in broadcast_from_first(plan, ranks.axes).items():
         entry = entries[name]
         if entry.extra:
             entry.owner.set_extra_state(extra)
         else:
-            scatter_full(state[name].detach() if ranks.first else None, entry.value, entry.sharding, ranks)
+            scatter_full(state[name].detach() if ranks.first else None, entry.value, entry.layout, ranks)
 
 
 def check_state(state: Mapping[str, Any], entries: Mapping[str, StateEntry], strict: bool) -> list[str]:

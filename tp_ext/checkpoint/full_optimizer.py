@@ -6,17 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tp_ext.checkpoint.full import StateDict, check_full, full_shape
-from tp_ext.checkpoint.gather import (
-    broadcast_from_first,
-    check_one_mesh,
-    gather_full,
-    ranks_of,
-    scatter_full,
-    write_full,
-)
+from tp_ext._object_collectives import broadcast_from_first
+from tp_ext.checkpoint.full import StateDict, check_full
+from tp_ext.checkpoint.gather import check_one_mesh, gather_full, ranks_of, scatter_full, write_full
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.fqn import ResolvedParameter, resolve_fqn
+from tp_ext.nn.fqn import resolve_optimizer
+from tp_ext.sharding import Layout
 
 
 def full_optimizer_state_dict(
@@ -35,16 +30,16 @@ def full_optimizer_state_dict(
     Raises:
         ValueError: the optimizer holds a parameter that is not the module's.
     """
-    resolved = _resolve_parameters(module, optimizer)
     ranks = ranks_of(module, group)
+    resolved = {param: found for param, found, _ in resolve_optimizer(module, optimizer, ranks.groups.default)}
     states: StateDict = {}
     for param, found in resolved.items():
         entry = {}
         for key, value in optimizer.state.get(param, {}).items():
             full = value
             if isinstance(value, Tensor):
-                sharding = found.sharding if _same_shape(value, param) else None
-                full = gather_full(value, sharding, ranks, rank0_only=rank0_only)
+                layout = found.layout if value.shape == param.shape else Layout()
+                full = gather_full(value, layout, ranks, rank0_only=rank0_only)
                 full = full.cpu() if full is not None and cpu_offload else full
             entry[key] = full
         if entry:
@@ -73,15 +68,15 @@ def load_full_optimizer_state_dict(
         ValueError: parameter groups that hold other names, or a state tensor of another shape; then nothing has been
             loaded.
     """
-    resolved = _resolve_parameters(module, optimizer)
     ranks = ranks_of(module, group)
+    resolved = {param: found for param, found, _ in resolve_optimizer(module, optimizer, ranks.groups.default)}
     order = [[resolved[param].name for param in g["params"]] for g in optimizer.param_groups]
     params = {found.name: param for param, found in resolved.items()}
-    shardings = {found.name: found.sharding for found in resolved.values()}
+    layouts = {found.name: found.layout for found in resolved.values()}
 
     def plan() -> StateDict:
         """Returns the state, with its dtype in place of every tensor that is sharded like its parameter."""
-        _check(state, order, params, shardings)
+        _check(state, order, params, layouts)
         entries = {
             name: {key: v.dtype if _is_sharded(v, params[name]) else v for key, v in entry.items()}
             for name, entry in state["state"].items()
@@ -90,7 +85,7 @@ def load_full_optimizer_state_dict(
 
     if broadcast_from_rank0:
         check_one_mesh(module)
-    planned = broadcast_from_first(plan, ranks) if broadcast_from_rank0 else plan()
+    planned = broadcast_from_first(plan, ranks.axes) if broadcast_from_rank0 else plan()
     numbers = {name: i for i, name in enumerate(name for names in order for name in names)}
     states: dict[int, dict[str, Any]] = {}
     for name, entry in planned["state"].items():
@@ -100,15 +95,15 @@ def load_full_optimizer_state_dict(
                 local[key] = made = torch.zeros_like(params[name].detach(), dtype=value)
                 if broadcast_from_rank0:
                     full = state["state"][name][key] if ranks.first else None
-                    scatter_full(full, made, shardings[name], ranks)
+                    scatter_full(full, made, layouts[name], ranks)
                 else:
-                    write_full(state["state"][name][key], made, shardings[name], ranks.tp)
+                    write_full(state["state"][name][key], made, layouts[name])
     groups = [{**g, "params": [numbers[name] for name in g["params"]]} for g in planned["param_groups"]]
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def _check(
-    state: Mapping[str, Any], order: list[list[str]], params: Mapping[str, Tensor], shardings: Mapping[str, Any]
+    state: Mapping[str, Any], order: list[list[str]], params: Mapping[str, Tensor], layouts: Mapping[str, Layout]
 ) -> None:
     if missing := {"state", "param_groups"} - state.keys():
         raise KeyError(f"state: missing keys {sorted(missing)}, it must be what full_optimizer_state_dict returns")
@@ -120,22 +115,7 @@ def _check(
             raise ValueError(f"state: {name!r} must be a parameter of the optimizer, {list(params)}")
         for key, value in entry.items():
             if _is_sharded(value, params[name]):
-                check_full(f"{name}.{key}", value, full_shape(params[name], shardings[name]))
-
-
-def _resolve_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, ResolvedParameter]:
-    """Returns the optimizer's parameters in its order, each with its name and sharding."""
-    names = {param: name for name, param in module.named_parameters()}
-    resolved: dict[Tensor, ResolvedParameter] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if param not in names:
-            raise ValueError(f"optimizer: a parameter of shape {tuple(param.shape)} must be one of the module's")
-        resolved[param] = resolve_fqn(module, names[param])
-    return resolved
-
-
-def _same_shape(value: Tensor, param: Tensor) -> bool:
-    return value.shape == param.shape
+                check_full(f"{name}.{key}", value, layouts[name].full_shape(params[name].shape))
 
 
 def _is_sharded(value: Any, param: Tensor) -> bool:

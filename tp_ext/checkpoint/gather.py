@@ -2,8 +2,8 @@
 not depend on a data axis (FSDP2, DDP).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,45 +13,49 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext import _ops
-from tp_ext.chunks import local_chunks
-from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
-from tp_ext.nn.module import model_group
-from tp_ext.sharding import Sharding
-
-T = TypeVar("T")
+from tp_ext._object_collectives import broadcast_axes
+from tp_ext.group import Group, ParallelGroup, process_group
+from tp_ext.nn.model_groups import ModelGroups, model_groups
+from tp_ext.sharding import Layout, Sharding
 
 
 class Ranks(NamedTuple):
     """The ranks that take part when the full state of a module is gathered or scattered.
 
     Attributes:
-        tp: the tensor-parallel group.
-        axes: the groups of the data axes over which the module is sharded (FSDP2) or replicated (DDP).
-        data_first: this rank is the first on all of them.
+        groups: the groups over which layouts shard it.
+        data_axes: the groups of the data axes over which the module is sharded (FSDP2) or replicated (DDP).
+        axes: the axes of ``groups``, then the data axes.
         device: the device on which the ranks communicate.
     """
 
-    tp: ParallelGroup
+    groups: ModelGroups
+    data_axes: tuple[ProcessGroup, ...]
     axes: tuple[ProcessGroup, ...]
-    data_first: bool
     device: torch.device
 
     @property
     def first(self) -> bool:
         """True on the rank that ``rank0_only`` refers to."""
-        return self.data_first and self.tp.rank == 0
+        return all(axis.rank() == 0 for axis in self.axes)
+
+    @property
+    def data_first(self) -> bool:
+        """True on the ranks that are the first of all data axes."""
+        return all(axis.rank() == 0 for axis in self.data_axes)
 
 
 def ranks_of(module: nn.Module, group: Group) -> Ranks:
-    """Returns the ranks over which the module's state is distributed: its tensor-parallel group (``group``, if given,
-    must be that one), the meshes of its DTensors, the groups of DDP."""
-    groups = [axis for mesh in _meshes(module) for axis in mesh.get_all_groups()]
-    groups += [wrap.process_group for wrap in module.modules() if isinstance(wrap, DistributedDataParallel)]
+    """Returns the ranks over which the module's state is distributed: the groups of its modules (``group``, if given,
+    must be one of them), the meshes of its DTensors, the groups of DDP."""
+    groups = model_groups(module, group)
+    own = [process_group(axis.name) for axis in groups.axes]
+    found = [axis for mesh in _meshes(module) for axis in mesh.get_all_groups()]
+    found += [wrap.process_group for wrap in module.modules() if isinstance(wrap, DistributedDataParallel)]
     # Two groups of the same ranks are one axis
-    axes = tuple({tuple(dist.get_process_group_ranks(axis)): axis for axis in groups}.values())
+    data = tuple({tuple(dist.get_process_group_ranks(axis)): axis for axis in found}.values())
     devices = (_device(tensor) for tensor in _tensors(module))
-    device = next(devices, torch.device("cpu"))
-    return Ranks(parallel_group(model_group(module, group)), axes, all(axis.rank() == 0 for axis in axes), device)
+    return Ranks(groups, data, (*own, *data), next(devices, torch.device("cpu")))
 
 
 def check_one_mesh(module: nn.Module) -> None:
@@ -78,29 +82,33 @@ def _device(tensor: Tensor) -> torch.device:
 
 
 @torch.no_grad()
-def gather_full(local: Tensor, sharding: Sharding | None, ranks: Ranks, *, rank0_only: bool = False) -> Tensor | None:
+def gather_full(local: Tensor, layout: Layout, ranks: Ranks, *, rank0_only: bool = False) -> Tensor | None:
     """Gathers the full tensor from the shards: a copy, so that no entry changes as training goes on; None on ranks that
     do not receive it.
 
     Communicates: for a DTensor, one all-gather of the TP-local shard over its data axes; for a sharded tensor, one
-    all-gather, or with ``rank0_only`` one gather to rank 0 of the elements that the ranks own.
+    all-gather over the group of each entry of its layout, the last one first, or with ``rank0_only`` one gather of the
+    elements that the ranks own to rank 0 of each.
     """
-    _, p, rank = ranks.tp
     value = _without_data_axes(local.detach())
-    if rank0_only and not ranks.data_first:
+    if rank0_only and not (ranks.data_first and ranks.groups.counts(layout)):
         return None
-    if sharding is None or p == 1:
-        if rank0_only and rank:
-            return None
-        if sharding is not None:
-            return sharding.unshard([value])
+    if not layout:
         own = local.to_local() if isinstance(local, DTensor) else local
         return value.clone() if value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else value
-    if rank0_only:
-        return _gather_to_first(value, sharding, ranks.tp)
-    sizes = sharding.local_sizes(p)
-    gathered = _ops.gather_from_region(value, ranks.tp.name, sharding.dim, sizes)
-    return sharding.unshard(gathered.split(sizes, sharding.dim))
+    for sharding, group in reversed(layout):
+        if group.size == 1:
+            value = sharding.unshard([value])
+        elif rank0_only:
+            gathered = _gather_to_first(value, sharding, group)
+            if gathered is None:
+                return None
+            value = gathered
+        else:
+            sizes = sharding.local_sizes(group.size)
+            joined = _ops.gather_from_region(value, group.name, sharding.dim, sizes)
+            value = sharding.unshard(joined.split(sizes, sharding.dim))
+    return value
 
 
 def _without_data_axes(tensor: Tensor) -> Tensor:
@@ -147,9 +155,9 @@ def _gather_to_first(local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Te
 def _owned_targets(full: Tensor, sharding: Sharding, rank: int, p: int) -> list[Tensor]:
     """Returns the views of the full tensor that hold the elements that the rank owns (:meth:`Sharding.owned`)."""
     return [
-        full.narrow(sharding.dim, where.start, where.stop - where.start)
-        for part, where in zip(sharding.parts, sharding.slices(rank, p), strict=True)
-        if rank % part.copies == 0 and where.stop > where.start
+        full.narrow(sharding.dim, one.full_start, one.length)
+        for one in sharding.local_parts(rank, p)
+        if one.owned and one.length
     ]
 
 
@@ -165,83 +173,66 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def write_full(full: Tensor, local: Tensor, sharding: Sharding | None, tp: ParallelGroup) -> None:
+def write_full(full: Tensor, local: Tensor, layout: Layout) -> None:
     """Writes this rank's shard of the full tensor into its local storage, and zeros into padding."""
-    if sharding is not None and any(part.padding for part in sharding.parts):
+    if any(part.padding for sharding, _ in layout for part in sharding.parts):
         local.detach().zero_()
-    for chunk in local_chunks(local, sharding, tp.rank, tp.size)[1]:
-        where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.tensor.shape, strict=True))
-        chunk.tensor.copy_(full[where])
+    for offsets, chunk, _ in layout.local_chunks(local)[1]:
+        chunk.copy_(full[chunk_slices(offsets, chunk)])
+
+
+def chunk_slices(offsets: tuple[int, ...], chunk: Tensor) -> tuple[slice, ...]:
+    """Returns the slices of the full tensor that a chunk stands for."""
+    return tuple(slice(start, start + size) for start, size in zip(offsets, chunk.shape, strict=True))
 
 
 @torch.no_grad()
-def scatter_full(full: Tensor | None, local: Tensor, sharding: Sharding | None, ranks: Ranks) -> None:
+def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Ranks) -> None:
     """Does what :func:`write_full` does, with a full tensor that only the first rank has; no other rank holds more of
-    it than the TP-local tensor.
+    it than the shards that it passes on.
 
-    Communicates: one scatter of the shards over ``group`` (for a replicated tensor, one broadcast), then one broadcast
-    of them along every data axis.
+    Communicates: one scatter of the shards over the group of each entry of the layout, then one broadcast of them along
+    every other axis. If a group is only a part of its axis, a broadcast of the full tensor along every axis instead.
     """
-    tp = ranks.tp
-    if sharding is not None and tp.size > 1 and ranks.data_first:
-        shard = _scatter(full, local, sharding, tp)
-    else:
-        shard = torch.empty(local.shape, dtype=local.dtype, device=_device(local))
-        if full is not None:
-            shard.copy_(full if sharding is None else sharding.shard(full, 0, 1))
-        if sharding is None and tp.size > 1 and ranks.data_first and shard.numel():
-            dist.broadcast(_bytes(shard), group=process_group(tp.name), group_src=0)
-    if shard.numel():
-        for axis in _broadcast_axes(ranks):
-            dist.broadcast(_bytes(shard), group=axis, group_src=0)
-    write_full(shard, local, None, ParallelGroup("", 1, 0))
+    value = None if full is None else full.to(_device(local), local.dtype)
+    shape = layout.full_shape(local.shape)
+    groups = [group for _, group in layout if group.size > 1]
+    if not all(map(ranks.groups.is_axis, groups)):
+        whole = _broadcast(value, shape, local, broadcast_axes(ranks.axes))
+        return write_full(whole, local, layout)
+    scattered = [process_group(group.plain().name) for group in groups]
+    members = [dist.get_process_group_ranks(axis) for axis in scattered]
+    others = [axis for axis in ranks.axes if dist.get_process_group_ranks(axis) not in members]
+    along = list(broadcast_axes([*scattered, *others]))
+    for sharding, group in layout:
+        shape = sharding.local_shape(shape, group.rank, group.size)
+        if group.size == 1:
+            value = None if value is None else sharding.shard(value, 0, 1)
+        elif process_group(group.plain().name) in along:
+            value = _scatter(value, shape, local, sharding, group)
+    return write_full(_broadcast(value, shape, local, [axis for axis in along if axis in others]), local, Layout())
 
 
-def _scatter(full: Tensor | None, local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Tensor:
-    """Scatters the shards of rank 0's full tensor; returns this rank's, in the dtype of ``local``."""
-    dim, sizes = sharding.dim, sharding.local_sizes(tp.size)
-    shape = list(local.shape)
-    shape[dim] = max(sizes)
-    received = torch.empty(shape, dtype=local.dtype, device=_device(local))
+def _scatter(full: Tensor | None, shape: torch.Size, local: Tensor, sharding: Sharding, group: ParallelGroup) -> Tensor:
+    """Scatters the shards of the tensor that the group's first rank has; returns this rank's, of this shape."""
+    dim, sizes = sharding.dim, sharding.local_sizes(group.size)
+    padded = list(shape)
+    padded[dim] = max(sizes)
+    received = torch.empty(padded, dtype=local.dtype, device=_device(local))
     if received.numel():
         shards = []
         for receiver, size in enumerate(sizes if full is not None else []):
             shards.append(torch.empty_like(received))
-            shards[-1].narrow(dim, 0, size).copy_(sharding.shard(cast(Tensor, full), receiver, tp.size))
+            shards[-1].narrow(dim, 0, size).copy_(sharding.shard(cast(Tensor, full), receiver, group.size))
         sent = [_bytes(shard) for shard in shards] or None
-        dist.scatter(_bytes(received), sent, group=process_group(tp.name), group_src=0)
-    return received.narrow(dim, 0, sizes[tp.rank]).contiguous()
+        dist.scatter(_bytes(received), sent, group=process_group(group.plain().name), group_src=0)
+    return received.narrow(dim, 0, sizes[group.rank]).contiguous()
 
 
-def broadcast_from_first(make: Callable[[], T], ranks: Ranks) -> T:
-    """Calls ``make`` on the first rank and returns its result, or raises its error, on all ranks."""
-    result: list[Any] = [None, None]  # value, error
-    if ranks.first:
-        try:
-            result[0] = make()
-        except Exception as error:  # of any kind: the other ranks wait for an answer
-            result[1] = error
-    if ranks.data_first and ranks.tp.size > 1:
-        dist.broadcast_object_list(result, group=process_group(ranks.tp.name), group_src=0)
-    for axis in _broadcast_axes(ranks):
-        dist.broadcast_object_list(result, group=axis, group_src=0)
-    if result[1] is not None:
-        raise result[1]
-    return cast(T, result[0])
-
-
-def _broadcast_axes(ranks: Ranks) -> Iterator[ProcessGroup]:
-    """Yields the data axes along which this rank takes part in a broadcast from the ranks that are first on all axes:
-    along an axis, the ranks that are first on all later ones take part."""
-    for i, axis in enumerate(ranks.axes):
-        if all(later.rank() == 0 for later in ranks.axes[i + 1 :]):
-            yield axis
-
-
-def true_on_any_rank(flag: bool, ranks: Ranks) -> bool:
-    """Returns whether the flag is set on any rank, so that all know of one's failure. Communicates one number per
-    group."""
-    number = torch.tensor([float(flag)], device=ranks.device)
-    for axis in (*([process_group(ranks.tp.name)] if ranks.tp.size > 1 else []), *ranks.axes):
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=axis)
-    return bool(number)
+def _broadcast(value: Tensor | None, shape: torch.Size, local: Tensor, axes: Iterable[ProcessGroup]) -> Tensor:
+    """Broadcasts the tensor of the first ranks along each of the axes."""
+    made = torch.empty(shape, dtype=local.dtype, device=_device(local)) if value is None else value.contiguous()
+    if made.numel():
+        for axis in axes:
+            dist.broadcast(_bytes(made), group=axis, group_src=0)
+    return made

@@ -13,12 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from tp_ext._object_collectives import true_on_any_rank
 from tp_ext.checkpoint.full import StateEntry, state_entries
-from tp_ext.checkpoint.gather import Ranks, gather_full, ranks_of, true_on_any_rank, write_full
+from tp_ext.checkpoint.gather import Ranks, chunk_slices, gather_full, ranks_of, write_full
 from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.safetensors_files import Export, check_dtype, index_of, split_into_files, target_of, weight_map
 from tp_ext.checkpoint.write_lock import check_lock_timeout
-from tp_ext.chunks import local_chunks
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import check_positive
 
@@ -65,8 +65,8 @@ def save_safetensors(
     head = {"format": "pt", **(metadata or {})}
     if wrong := [key for key, value in head.items() if not (isinstance(key, str) and isinstance(value, str))]:
         raise TypeError(f"metadata: {wrong} must be strings, and their values")
-    entries = state_entries(module)
     ranks = ranks_of(module, group)
+    entries = state_entries(module, ranks.groups.default)
     written: dict[int, str] = {}
     for name, entry in entries.items():
         check_dtype(name, entry)
@@ -78,7 +78,7 @@ def save_safetensors(
         _wait_for(export, lock_timeout, ranks, path)
         _run_step(export.begin if export else None, (), ranks, path)
         for number, shard in enumerate(shards):
-            tensors = (gather_full(entry.value, entry.sharding, ranks, rank0_only=True) for _, entry in shard)
+            tensors = (gather_full(entry.value, entry.layout, ranks, rank0_only=True) for _, entry in shard)
             _run_step(partial(export.write, number, tensors) if export else None, tensors, ranks, path)
         _run_step(export.finish if export else None, (), ranks, path)
     finally:
@@ -96,7 +96,7 @@ def _wait_for(export: Export | None, timeout: float, ranks: Ranks, path: str | o
         ended[0] = export.wait(timeout)
 
     _run_step(turn if export else None, (), ranks, path)
-    while true_on_any_rank(not ended[0], ranks):
+    while true_on_any_rank(not ended[0], ranks.axes, ranks.device):
         _run_step(turn if export else None, (), ranks, path)
 
 
@@ -112,7 +112,7 @@ def _run_step(
         failure = error
     for _ in tensors:  # the remaining ones after a failure, and all of them on the other ranks
         pass
-    if true_on_any_rank(failure is not None, ranks):
+    if true_on_any_rank(failure is not None, ranks.axes, ranks.device):
         raise OSError(
             f"path: {os.fspath(path)!r} could not be written by rank 0, whose error has the cause"
         ) from failure
@@ -153,15 +153,15 @@ def load_safetensors(
         ValueError: an entry of another shape than the unsharded parameter's; names the key and both shapes. A file that
             is no complete safetensors file, a malformed index, tied entries that differ, an entry on the meta device.
     """
-    entries = state_entries(module)
     ranks = ranks_of(module, group)
+    entries = state_entries(module, ranks.groups.default)
     failure: Exception | None = None
     with ExitStack() as opened:
         try:
-            found = _match_sources(entries, _open_sources(Path(path), opened), ranks, strict)
+            found = _match_sources(entries, _open_sources(Path(path), opened), strict)
         except Exception as error:  # of any kind: it must reach the other ranks
             failure = error
-        if true_on_any_rank(failure is not None, ranks):
+        if true_on_any_rank(failure is not None, ranks.axes, ranks.device):
             raise failure or OSError(
                 f"path: {os.fspath(path)!r} could not be read on another rank, whose error has the cause"
             )
@@ -170,7 +170,7 @@ def load_safetensors(
             if entry.extra:
                 entry.owner.set_extra_state(source.file.get_tensor(source.name))
             else:
-                write_full(source.values(), entry.value, entry.sharding, ranks.tp)
+                write_full(source.values(), entry.value, entry.layout)
 
 
 def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
@@ -197,9 +197,7 @@ def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
     return sources | {name: sources[kept] for name, kept in tied.items() if kept in sources and name not in sources}
 
 
-def _match_sources(
-    entries: Mapping[str, StateEntry], sources: dict[str, _Source], ranks: Ranks, strict: bool
-) -> dict[str, _Source]:
+def _match_sources(entries: Mapping[str, StateEntry], sources: dict[str, _Source], strict: bool) -> dict[str, _Source]:
     """Returns the source of each entry, after checking names, shapes and tied entries."""
     found = {name: sources[name] for name in entries if name in sources}
     of_tied = {id(entries[name].value): name for name in reversed(found)}
@@ -214,15 +212,15 @@ def _match_sources(
                 f"path: {name!r} has shape {tuple(source.shape())} and must have {tuple(entry.shape)}, "
                 "that of the unsharded module"
             )
-        if strict and source != found[first] and not _equal(source, found[first], entry, ranks):
+        if strict and source != found[first] and not _equal(source, found[first], entry):
             raise ValueError(f"path: {first!r} and {name!r} are one tensor in the module and must be equal")
     return found
 
 
-def _equal(one: _Source, other: _Source, entry: StateEntry, ranks: Ranks) -> bool:
+def _equal(one: _Source, other: _Source, entry: StateEntry) -> bool:
     """Returns True if two sources of one tensor are equal in the chunks that this rank holds."""
-    for chunk in local_chunks(entry.value, entry.sharding, ranks.tp.rank, ranks.tp.size)[1]:
-        where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.tensor.shape, strict=True))
+    for offsets, chunk, _ in entry.layout.local_chunks(entry.value)[1]:
+        where = chunk_slices(offsets, chunk)
         if not torch.equal(one.values()[where], other.values()[where]):
             return False
     return True

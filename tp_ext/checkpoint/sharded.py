@@ -10,19 +10,18 @@ from torch.optim import Optimizer
 
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.full import StateDict, state_entries
-from tp_ext.chunks import local_chunks
-from tp_ext.group import NOT_GIVEN, Group, parallel_group
-from tp_ext.nn.fqn import resolve_fqn
-from tp_ext.nn.module import model_group
-from tp_ext.sharding import Sharding
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.fqn import resolve_optimizer
+from tp_ext.nn.model_groups import ModelGroups, model_groups
+from tp_ext.sharding import Layout
 
 
 class OptimizedParameter(NamedTuple):
-    """A parameter of an optimizer: its name in the unsharded model, its sharding, and the options of its group."""
+    """A parameter of an optimizer: its name in the unsharded model, its layout, and the options of its group."""
 
     name: str
     param: Tensor
-    sharding: Sharding | None
+    layout: Layout
     options: StateDict
 
 
@@ -40,32 +39,31 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *,
         module: a module with sharded parameters; it may be wrapped by FSDP2 or DistributedDataParallel over data axes,
             and be one stage of a pipeline whose stages use different names.
         optimizer: an optimizer of parameters of this module.
-        group: the tensor-parallel group; default: that of the module's layers.
+        group: as for :func:`full_state_dict`; not needed.
 
     Communicates nothing.
 
     Raises:
-        ValueError: a parameter has another shape than its sharding gives or is on the meta device, the optimizer holds
+        ValueError: a parameter has another shape than its layout gives or is on the meta device, the optimizer holds
             a parameter that is not the module's, or state of a sharded parameter that has another shape than it;
-            ``group`` is not that of the module's layers.
+            ``group`` is not one of the module's.
     """
-    group = model_group(module, group)
+    groups = model_groups(module, group)
     state: StateDict = {"model": {}}
-    for name, entry in state_entries(module).items():
-        state["model"][name] = entry.value if entry.extra else _as_chunked_tensor(entry.value, entry.sharding, group)
+    for name, entry in state_entries(module, groups.default).items():
+        state["model"][name] = entry.value if entry.extra else _as_chunked_tensor(entry.value, entry.layout, groups)
     if optimizer is not None:
         state["optimizer"] = saved = {}
-        for one in optimized_params(module, optimizer):
+        for one in optimized_params(module, optimizer, groups):
             for key, value in one.options.items():
                 saved[f"param_groups.{one.name}.{key}"] = value
             for key, value in optimizer.state.get(one.param, {}).items():
-                saved[f"state.{one.name}.{key}"] = shard_optimizer_state(key, value, one, group)
+                saved[f"state.{one.name}.{key}"] = shard_optimizer_state(key, value, one, groups)
     return state
 
 
-def _as_chunked_tensor(value: Tensor, sharding: Sharding | None, group: Group) -> Tensor:
-    _, p, rank = parallel_group(group)
-    shape, held = local_chunks(value, sharding, rank, p)
+def _as_chunked_tensor(value: Tensor, layout: Layout, groups: ModelGroups) -> Tensor:
+    shape, held = groups.local_chunks(value, layout)
     if not value.dim():  # stagers do not treat a single number as a tensor
         return value.detach()
     if not shape.numel():  # no rank could hold a chunk of it
@@ -73,33 +71,25 @@ def _as_chunked_tensor(value: Tensor, sharding: Sharding | None, group: Group) -
     return ChunkedTensor(shape, held, dtype=value.dtype, device=value.device)
 
 
-def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, group: Group) -> Any:
+def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, groups: ModelGroups) -> Any:
     """Returns state of the parameter's shape sharded like the parameter; a single number, and state of a replicated
     parameter, unchanged."""
     if isinstance(value, dict | list | tuple) or "." in key:
         raise ValueError(f"optimizer: state {key!r} of {of.name!r}, a {type(value).__name__}, must be a tensor")
     if not isinstance(value, Tensor) or (value.dim() == 0 and of.param.dim() > 0):
         return value
-    if value.shape != of.param.shape and (of.sharding is not None or type(value) is not type(of.param.data)):
+    if value.shape != of.param.shape and (of.layout or type(value) is not type(of.param.data)):
         raise ValueError(
             f"optimizer: state {key!r} of {of.name!r} has shape {tuple(value.shape)} and must have that of the "
-            f"parameter, {tuple(of.param.shape)}, from which its sharding is known"
+            f"parameter, {tuple(of.param.shape)}, from which its layout is known"
         )
-    return _as_chunked_tensor(value, of.sharding, group)
+    return _as_chunked_tensor(value, of.layout, groups)
 
 
-def optimized_params(module: nn.Module, optimizer: Optimizer) -> list[OptimizedParameter]:
+def optimized_params(module: nn.Module, optimizer: Optimizer, groups: ModelGroups) -> list[OptimizedParameter]:
     """Returns the parameters of the optimizer, in order. One that has several names is listed under the first."""
-    keys = {param: key for key, param in module.named_parameters()}
-    found = []
-    for param_group in optimizer.param_groups:
+    made = []
+    for param, found, param_group in resolve_optimizer(module, optimizer, groups.default):
         options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
-        for param in param_group["params"]:
-            if param not in keys:
-                raise ValueError(
-                    f"optimizer: a parameter of shape {tuple(param.shape)} must be one of the module's; "
-                    "under FSDP2 optimizers are made after fully_shard"
-                )
-            resolved = resolve_fqn(module, keys[param])
-            found.append(OptimizedParameter(resolved.name, param, resolved.sharding, options))
-    return found
+        made.append(OptimizedParameter(found.name, param, found.layout, options))
+    return made

@@ -25,7 +25,7 @@ from tp_ext.checkpoint.full import StateDict, state_entries
 from tp_ext.checkpoint.reader import PlainPlanner
 from tp_ext.checkpoint.sharded import OptimizedParameter, optimized_params, shard_optimizer_state, sharded_state_dict
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.module import model_group
+from tp_ext.nn.model_groups import model_groups
 
 T = TypeVar("T")
 _ATTEMPTS = 20  # to read one checkpoint while others replace it
@@ -163,9 +163,9 @@ class _Destination:
     """The destination of the entries of a checkpoint: the live shards, and the values that are set afterwards."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, metadata: Metadata, group: Group) -> None:
-        group = model_group(module, group)
+        groups = model_groups(module, group)
         self.flat, self.paths = flatten_state_dict(sharded_state_dict(module, group=group))
-        self.extra = {name: entry.owner for name, entry in state_entries(module).items() if entry.extra}
+        self.extra = {name: entry.owner for name, entry in state_entries(module, groups.default).items() if entry.extra}
         self.optimizer = optimizer
         self.options: list[dict[str, list[str]]] = []  # per group of the optimizer: flat keys by option
         self.states: dict[Tensor, dict[str, tuple[str, Tensor | None]]] = {}  # per parameter: its entries
@@ -175,7 +175,7 @@ class _Destination:
             _by_name(metadata, "optimizer.state."),
             _by_name(metadata, "optimizer.param_groups."),
         )
-        params = iter(optimized_params(module, optimizer))
+        params = iter(optimized_params(module, optimizer, groups))
         for param_group in optimizer.param_groups:
             keys: dict[str, list[str]] = {}
             for _ in param_group["params"]:
@@ -189,7 +189,7 @@ class _Destination:
                     flat_key = f"optimizer.state.{one.name}.{key}"
                     value = _state(key, entry, one, optimizer)
                     states[key] = flat_key, value
-                    self.flat[flat_key] = None if value is None else shard_optimizer_state(key, value, one, group)
+                    self.flat[flat_key] = None if value is None else shard_optimizer_state(key, value, one, groups)
             self.options.append(keys)
 
     def check_options(self) -> None:
@@ -252,6 +252,6 @@ def _state(key: str, entry: Any, of: OptimizedParameter, optimizer: Optimizer) -
     if len(entry.size) == 0 and param.dim() > 0:
         on_device = of.options.get("capturable") or of.options.get("fused") or key != "step"
         return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
-    if of.sharding is None and not isinstance(param, DTensor):
+    if not of.layout and not isinstance(param, DTensor):
         return torch.zeros(entry.size, dtype=dtype, device=param.device)
     return torch.zeros_like(param, dtype=dtype, requires_grad=False)

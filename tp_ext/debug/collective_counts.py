@@ -103,7 +103,7 @@ class CollectiveCounts:
         """
         if kind is not None and kind not in _WIRE:
             raise ValueError(f"kind: {kind!r} must be one of {', '.join(_WIRE)}")
-        name = None if group is None else parallel_group(group).name.rpartition("@")[0]
+        name = None if group is None else parallel_group(group).torch_name
         rows = [row for row in self.rows if kind in (None, row.kind) and name in (None, row.group)]
         return CollectiveCounts(lambda: rows)
 

@@ -1,6 +1,7 @@
 """Checks of a model over its ranks, for tests and for a training script once in a while."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ from tp_ext.debug.replication import (
     tensor_digests,
 )
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
-from tp_ext.nn.module import ParallelModule, model_group
+from tp_ext.nn.model_groups import model_groups
+from tp_ext.nn.module import ParallelModule
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 
 Batch = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
@@ -52,7 +54,7 @@ def check(
 def findings(
     model: nn.Module, *, group: Group = NOT_GIVEN, optimizer: Optimizer | None = None, batch: Batch = None
 ) -> list[str]:
-    """Returns mistakes of the model over the ranks of its group, a sentence each; the same list on every rank.
+    """Returns mistakes of the model over the ranks of its groups, a sentence each; the same list on every rank.
 
     - parameters, buffers and gradients that should be replicated and differ, with rank, index and both values
       (:func:`assert_replicated`);
@@ -70,34 +72,51 @@ def findings(
     - a ``batch`` that differs over the ranks.
 
     Args:
-        model: the whole model, wrapped or not, called on every rank of the group at the same point of the program.
-        group: default the group of the model's layers. Over another one, such as the data axis, everything is taken as
-            replicated, and generators may differ.
+        model: the whole model, wrapped or not, called on every rank of the groups at the same point of the program.
+        group: default every group of the model's layers and layouts, one after the other. Over another one, such as the
+            data axis, everything is taken as replicated, and generators may differ.
         optimizer: an optimizer of the model's parameters.
         batch: the model's input: a tensor, or dicts, lists and tuples of tensors. Nothing of it is kept between calls,
             so only the batch given here is compared; :class:`enable` compares all of them.
 
-    Communicates: one exchange of some 200 bytes per parameter; a second one, of values, if there are differences.
-    Under FSDP2 see :func:`assert_replicated`.
+    Communicates, over each group: one exchange of some 200 bytes per parameter; a second one, of values, if there are
+    differences. If there are several groups, one exchange of the findings over each axis. Under FSDP2 see
+    :func:`assert_replicated`.
 
     Raises:
-        ValueError: without ``group``, the layers of the model have several groups.
+        ValueError: without ``group``, two groups of the model overlap and are no axes of one mesh.
     """
     forgotten = _forgotten(model) if group is NOT_GIVEN else []
-    name = model_group(model) if group is NOT_GIVEN or group is None else group_name(group)
-    p = parallel_group(name).size
-    table = compared_tensors(model, name)
     alone = [*forgotten, *misplaced(model), *(foreign_parameters(model, optimizer) if optimizer is not None else ())]
-    alone += [*find_mixed_wrappers(model), *_wrong_shapes(table), *_no_longer_tied(model, table)]
-    if p == 1:
+    alone += find_mixed_wrappers(model)
+    if group is not NOT_GIVEN and group is not None:
+        return _findings_over(group_name(group), model, alone, batch)
+    groups = model_groups(model)
+    names = list({tuple(global_ranks(name)): name for name in groups.within}.values())
+    if len(names) < 2:
+        return _findings_over(names[0] if names else "", model, alone, batch)
+    found: list[str] = []
+    for name in names:
+        over = _findings_over(name, model, alone, batch)
+        found += [f"over the ranks {global_ranks(name)}: {sentence}" for sentence in over]
+    for axis in groups.axes:
+        found = [sentence for one in all_gather_objects(found, process_group(axis.name)) for sentence in one]
+    return list(dict.fromkeys(found))
+
+
+def _findings_over(group: str, model: nn.Module, alone: list[str], batch: Batch) -> list[str]:
+    """Returns the findings of one group, ``alone`` those of this rank without communication among them."""
+    table = compared_tensors(model, group)
+    alone = [*alone, *_wrong_shapes(table), *_no_longer_tied(model, table)]
+    if not group:
         return alone
-    tensors = {key: part for entry in table for key, part in replicated_parts(entry, name)}
+    tensors = {key: part for entry in table for key, part in replicated_parts(entry, group)}
     given = dict(_tensors("batch", batch))
     tensors |= {(one, -1, 0): local_tensor(tensor) for one, tensor in given.items()}
     held = dict(zip(tensors, tensor_digests(tensors.values()), strict=True))
-    facts_here = _facts(model, table, _is_sharded_over(model, name)) | dict.fromkeys(given, "given")
-    mine = _Report(alone, facts_here, _slices(table, name), held)
-    reports = all_gather_objects(mine, process_group(name))
+    facts_here = _facts(model, table, _is_sharded_over(model, group)) | dict.fromkeys(given, "given")
+    mine = _Report(alone, facts_here, _slices(table, group), held)
+    reports = all_gather_objects(mine, process_group(group))
     all_held = [one.held for one in reports]
     facts = [one.facts for one in reports]
     found = _merge_local_findings([one.alone for one in reports]) + _disagreements(facts) + _same_slices(reports)
@@ -105,7 +124,7 @@ def findings(
     absent = describe_missing(all_held)
     found += [sentence for sentence in absent if sentence.split(":")[0].removesuffix(".grad") in known]
     different = differing_keys(all_held)
-    found += describe_differences(different[:EXPLAINED], tensors, all_held, name) if different else []
+    found += describe_differences(different[:EXPLAINED], tensors, all_held, group) if different else []
     return found + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
 
 
@@ -134,7 +153,7 @@ def _layers(model: nn.Module) -> Iterator[ParallelModule]:
 
 def _is_sharded_over(model: nn.Module, group: str) -> bool:
     ranks = global_ranks(group)
-    return any(global_ranks(layer.tp_group.name) == ranks for layer in _layers(model) if layer.tp_group.size > 1)
+    return any(global_ranks(name) == ranks for name in model_groups(model).within)
 
 
 class _Report(NamedTuple):
@@ -148,12 +167,16 @@ class _Report(NamedTuple):
 
 def _wrong_shapes(table: list[ComparedTensor]) -> Iterator[str]:
     for entry in table:
-        name = entry.name.rpartition(".")[2]
-        if entry.layer is not None and name in entry.layer.tp_shardings:
-            expected, p = entry.layer.local_shape(name), entry.layer.tp_group.size
-            if entry.tensor.shape != expected:
-                shape = tuple(entry.tensor.shape)
-                yield f"{entry.name}: shape {shape} must be {tuple(expected)}, by its sharding at p = {p}"
+        name, shape, layout = entry.name.rpartition(".")[2], entry.tensor.shape, entry.layout
+        if entry.layer is not None and name in entry.layer.tp_layouts:
+            expected = entry.layer.local_shape(name)
+        elif all(-len(shape) <= sharding.dim < len(shape) for sharding, _ in layout):
+            expected = layout.local_shape(layout.full_shape(shape))
+        else:
+            expected = torch.Size([])
+        if shape != expected:
+            p = math.prod(layout.sizes)
+            yield f"{entry.name}: shape {tuple(shape)} must be {tuple(expected)}, by its sharding at p = {p}"
 
 
 def _no_longer_tied(model: nn.Module, table: list[ComparedTensor]) -> Iterator[str]:
@@ -172,7 +195,7 @@ def _no_longer_tied(model: nn.Module, table: list[ComparedTensor]) -> Iterator[s
 def _facts(model: nn.Module, table: list[ComparedTensor], generators: bool) -> dict[str, str]:
     """Returns the facts that must be the same on all ranks."""
     facts = {}
-    for name, tensor, _, sharding in table:
+    for name, tensor, _, sharding, _ in table:
         cut = f"dim {sharding.dim} cut in {[part.size for part in sharding.parts]}" if sharding else "replicated"
         facts[name] = f"{tensor.dtype}, requires_grad={tensor.requires_grad}, {cut}"
     for name, module in model.named_modules():
@@ -195,7 +218,7 @@ def _slices(table: list[ComparedTensor], group: str) -> dict[str, list[tuple[int
     """Returns, for each sharded parameter, the start and the digest of this rank's share of each part."""
     _, p, rank = parallel_group(group)
     slices = {}
-    for name, tensor, _, sharding in table:
+    for name, tensor, _, sharding, _ in table:
         if sharding is None or tensor.is_meta or is_sharded_by_fsdp2(tensor, group):
             continue
         if isinstance(tensor, DTensor) and all(part.copies == 1 for part in sharding.parts):

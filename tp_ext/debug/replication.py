@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import Group, global_ranks, parallel_group, process_group
-from tp_ext.nn.fqn import sharding_of, shardings
+from tp_ext.nn.fqn import resolve_fqn
 from tp_ext.nn.module import ParallelModule
 from tp_ext.parallel.ddp_guard import layers_by_tensor_id, mesh_ranks
-from tp_ext.sharding import Sharding
+from tp_ext.sharding import Layout, Sharding
 
 PartKey = tuple[str, int, int]
 """(name, index of the part, its start in the full tensor); part -1 is the whole tensor."""
@@ -34,12 +34,13 @@ class TensorDigest(NamedTuple):
 
 
 class ComparedTensor(NamedTuple):
-    """A parameter or buffer with its name, its layer, and its sharding over the group of the comparison."""
+    """A parameter or buffer with its name, its layer, its sharding over the group of the comparison, its layout."""
 
     name: str
     tensor: Tensor
     layer: ParallelModule | None
     sharding: Sharding | None
+    layout: Layout
 
 
 def assert_replicated(model_or_tensor: nn.Module | Tensor, *, group: Group) -> None:
@@ -78,15 +79,21 @@ def assert_replicated(model_or_tensor: nn.Module | Tensor, *, group: Group) -> N
 
 
 def compared_tensors(model: nn.Module, group: Group) -> list[ComparedTensor]:
-    """Returns every parameter and buffer of the model once, except those that a layer of another group shards over some
+    """Returns every parameter and buffer of the model once, except those that are sharded over another group with some
     of this group's ranks, which cannot be compared over this group."""
-    ranks, layers, cuts, found = global_ranks(group), layers_by_tensor_id(model), dict(shardings(model)), []
+    over, layers, found = parallel_group(group), layers_by_tensor_id(model), []
+    ranks = global_ranks(over.name)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        layer, local_name = layers.get(id(tensor)), name.rpartition(".")[2]
-        sharding = cuts[name] if name in cuts else sharding_of(layer, local_name) if layer is not None else None
-        cut_over = global_ranks(layer.tp_group.name) if layer is not None and sharding is not None else []
-        if cut_over == ranks or len(set(cut_over) & set(ranks)) < 2:
-            found.append(ComparedTensor(name, tensor, layer, sharding if cut_over == ranks else None))
+        layout = resolve_fqn(model, name, over).layout
+        shared: Sharding | None = None
+        for sharding, other in layout:
+            members = global_ranks(other.name)
+            if members == ranks:
+                shared = sharding
+            elif len(set(members) & set(ranks)) > 1:
+                break
+        else:
+            found.append(ComparedTensor(name, tensor, layers.get(id(tensor)), shared, layout))
     return found
 
 
@@ -109,11 +116,8 @@ def parts_of_shard(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> Ite
     if tensor.dim() <= sharding.dim or tensor.shape[sharding.dim] != sharding.local_size(rank, p):
         return
     whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-    at = 0
-    for part, where in zip(sharding.parts, sharding.slices(rank, p), strict=True):
-        yield whole.narrow(sharding.dim, at, where.stop - where.start)
-        start, stop = part.span(rank, p)
-        at += stop - start
+    for one in sharding.local_parts(rank, p):
+        yield whole.narrow(sharding.dim, one.local_start, one.length)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -1,60 +1,93 @@
-"""Resolution of fully qualified names: the module that owns a parameter, through any wrappers, and its sharding."""
+"""Resolution of fully qualified names: the module that owns a parameter, through any wrappers, and its layout."""
 
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, parallel_group
 from tp_ext.nn.module import ParallelModule
-from tp_ext.sharding import Sharding
+from tp_ext.sharding import Layout, Sharding
+
+_ALONE = ParallelGroup("", 1, 0)
 
 
-def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
-    """Yields (name, sharding) of every parameter of the model, named as in ``named_parameters()``; None: replicated.
+def layouts(model: nn.Module, *, group: Group = NOT_GIVEN) -> Iterator[tuple[str, Layout]]:
+    """Yields (name, layout) of every parameter of the model, named as in ``named_parameters()``.
+
+    Args:
+        model: any module, wrapped or not.
+        group: the group of modules that declare ``tp_shardings`` and have no group of their own.
 
     Raises:
         ValueError: see :func:`resolve_fqn`.
     """
+    over = parallel_group(group)
     for name, _ in model.named_parameters():
-        yield name, resolve_fqn(model, name).sharding
+        yield name, resolve_fqn(model, name, over).layout
 
 
-def sharding_of(module: nn.Module, name: str) -> Sharding | None:
-    """Returns the sharding of the module's own parameter or buffer ``name``; None: replicated.
+def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
+    """Yields (name, sharding) of every parameter of the model, named as in ``named_parameters()``; None: replicated. Of
+    a parameter that is sharded over several groups it is the first entry of its layout (:func:`layouts`).
 
-    The tensors by which ``torch.nn.utils.prune`` replaces it (``weight_orig``, ``weight_mask``) are sharded alike.
+    Raises:
+        ValueError: see :func:`resolve_fqn`.
     """
-    table: dict[str, Sharding | None] = getattr(module, "tp_shardings", {})
-    return table.get(name, table.get(name.removesuffix("_orig").removesuffix("_mask")))
+    for name, layout in layouts(model):
+        yield name, layout[0][0] if layout else None
+
+
+def layout_of(module: nn.Module, name: str, group: ParallelGroup = _ALONE) -> Layout:
+    """Returns the layout of the module's own parameter or buffer ``name``.
+
+    The tensors by which ``torch.nn.utils.prune`` replaces it (``weight_orig``, ``weight_mask``) have the same one. A
+    module that is no :class:`ParallelModule` may declare ``tp_shardings`` over ``group`` in place of layouts.
+    """
+    own = module.__dict__
+    if "tp_layouts" in own:
+        table: dict[str, Layout] = own["tp_layouts"]
+        return table.get(name) or table.get(_unpruned(name)) or Layout()
+    if "tp_shardings" in own:
+        declared: dict[str, Sharding | None] = own["tp_shardings"]
+        sharding = declared.get(name, declared.get(_unpruned(name)))
+        return Layout() if sharding is None else Layout((sharding, group))
+    return Layout()
+
+
+def _unpruned(name: str) -> str:
+    return name.removesuffix("_orig").removesuffix("_mask")
 
 
 class ResolvedParameter(NamedTuple):
-    """The owner and the sharding of a state-dict entry.
+    """The owner and the layout of a state-dict entry.
 
     Attributes:
         name: its key in the unsharded model, without the prefixes that wrappers add.
         owner: the module that holds it.
         local: its name in ``owner``.
-        sharding: its sharding; None means replicated.
+        layout: its layout.
     """
 
     name: str
     owner: nn.Module
     local: str
-    sharding: Sharding | None
+    layout: Layout
 
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's CheckpointWrapper takes it out of the keys, not out of the names
 _WRAPPED = ("_orig_mod", _CHECKPOINTED)  # by torch.compile, by CheckpointWrapper
 
 
-def resolve_fqn(model: nn.Module, key: str) -> ResolvedParameter:
+def resolve_fqn(model: nn.Module, key: str, group: ParallelGroup = _ALONE) -> ResolvedParameter:
     """Resolves the parameter, buffer or state-dict entry ``key`` of the model, through DDP, ``torch.compile`` and
-    checkpoint wrappers.
+    checkpoint wrappers. ``group`` is that of modules that declare ``tp_shardings`` and have no group of their own.
 
     The tensors by which a parametrization (``torch.nn.utils.parametrize``) replaces a sharded tensor are sharded like
-    that tensor if they have its number of elements in the sharded dim. Single numbers that are not trained are
+    that tensor if they have its number of elements in the sharded dims. Single numbers that are not trained are
     replicated.
 
     Raises:
@@ -77,37 +110,58 @@ def resolve_fqn(model: nn.Module, key: str) -> ResolvedParameter:
     if _CHECKPOINTED in owner._modules:
         owner = owner.get_submodule(_CHECKPOINTED)
     if parametrized is None:
-        sharding = sharding_of(owner, local)
+        layout = layout_of(owner, local, group)
     else:
-        sharding = _sharding_of_parametrization(key, *parametrized, owner, local)
-    return ResolvedParameter(".".join([*names, local]), owner, local, sharding)
+        layout = _layout_of_parametrization(key, *parametrized, owner, local)
+    return ResolvedParameter(".".join([*names, local]), owner, local, layout)
+
+
+def resolve_optimizer(
+    model: nn.Module, optimizer: Optimizer, group: ParallelGroup = _ALONE
+) -> Iterator[tuple[Tensor, ResolvedParameter, dict[str, Any]]]:
+    """Yields the parameters of the optimizer in order, each resolved, with the parameter group that holds it. One that
+    has several names is resolved by the first.
+
+    Raises:
+        ValueError: the optimizer holds a parameter that is not the model's; see :func:`resolve_fqn`.
+    """
+    keys = {param: key for key, param in model.named_parameters()}
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            if param not in keys:
+                raise ValueError(
+                    f"optimizer: a parameter of shape {tuple(param.shape)} must be one of the module's; "
+                    "under FSDP2 optimizers are made after fully_shard"
+                )
+            yield param, resolve_fqn(model, keys[param], group), param_group
 
 
 _OF_THE_WHOLE = {"_SpectralNorm", "_Orthogonal"}  # torch.nn.utils.parametrizations, of the whole matrix
 
 
-def _sharding_of_parametrization(
-    key: str, module: nn.Module, name: str, owner: nn.Module, local: str
-) -> Sharding | None:
-    """Returns the sharding of the tensor ``local`` of ``owner``, which is the parametrization of the tensor ``name`` of
+def _layout_of_parametrization(key: str, module: nn.Module, name: str, owner: nn.Module, local: str) -> Layout:
+    """Returns the layout of the tensor ``local`` of ``owner``, which is the parametrization of the tensor ``name`` of
     ``module`` or a submodule of it; see :func:`resolve_fqn`."""
-    sharding, value = sharding_of(module, name), getattr(owner, local, None)
-    if sharding is None or not isinstance(module, ParallelModule) or not isinstance(value, Tensor):
-        return sharding
-    _, p, _ = module.tp_group
+    layout, value = layout_of(module, name), getattr(owner, local, None)
+    if not layout or not isinstance(module, ParallelModule) or not isinstance(value, Tensor):
+        return layout
+    p = math.prod(layout.sizes)
     made_by = module.get_submodule(f"parametrizations.{name}")
     if p > 1 and (whole := _OF_THE_WHOLE.intersection(type(m).__name__ for m in made_by.children())):
         raise ValueError(f"module: {key!r}: {min(whole)} must see all of {name}, of which a rank has a shard, p = {p}")
     if owner is made_by and local == "original":
-        return sharding
-    lengths = sharding.local_sizes(p)
-    dims = len(module.local_shape(name))
-    # A length of 1 is ambiguous: a norm over the sharded dim has it too
-    if value.dim() == dims and value.shape[sharding.dim] in lengths and (p == 1 or min(lengths) > 1):
-        return sharding
-    if p == 1 or (value.numel() == 1 and local not in owner._parameters):
-        return None
-    raise ValueError(
-        f"module: {key!r}: shape {tuple(value.shape)} must have the {lengths} elements of {name} on the ranks in dim "
-        f"{sharding.dim}, which is sharded, p = {p}: this parametrization is not one of each shard on its own"
-    )
+        return layout
+    same_dims = value.dim() == len(module.local_shape(name))
+    for sharding, group in layout:
+        lengths = sharding.local_sizes(group.size)
+        # A length of 1 is ambiguous: a norm over the sharded dim has it too
+        if same_dims and value.shape[sharding.dim] in lengths and (p == 1 or min(lengths) > 1):
+            continue
+        if p == 1 or (value.numel() == 1 and local not in owner._parameters):
+            return Layout()
+        raise ValueError(
+            f"module: {key!r}: shape {tuple(value.shape)} must have the {lengths} elements of {name} on the ranks in "
+            f"dim {sharding.dim}, which is sharded, p = {group.size}: this parametrization is not one of each shard on "
+            "its own"
+        )
+    return layout

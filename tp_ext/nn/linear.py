@@ -130,8 +130,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def gathered(self, y: Tensor) -> Tensor:
         """Returns all output features of ``[.., out_local]``, in the order of the unsharded layer."""
-        sharding = self.tp_shardings["weight"]
-        assert sharding is not None
+        sharding = self.tp_layouts["weight"][0][0]
         sizes = sharding.local_sizes(self.tp_group.size)
         full = _ops.gather_from_region(y, self.tp_group.name, -1, sizes)
         if len(sharding.parts) == 1 and sharding.parts[0].copies == 1 and not self.has_padding("weight"):
@@ -242,8 +241,7 @@ class RowParallelLinear(ParallelLinear):
 
     def scattered(self, x: Tensor) -> Tensor:
         """Returns this rank's slice ``[.., in_local]`` of the replicated ``[.., in]``."""
-        sharding = self.tp_shardings["weight"]
-        assert sharding is not None
+        sharding = self.tp_layouts["weight"][0][0]
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
         p = self.tp_group.size

@@ -111,8 +111,7 @@ class LoRALinear(ParallelModule):
             "device": base.weight.device,
             "dtype": base.weight.dtype,
         }
-        sharding = base.tp_shardings["weight"]
-        assert sharding is not None
+        sharding = base.tp_layouts["weight"][0][0]
         first, last = torch_linear_init(base.in_features), Constant(0.0)
         if isinstance(base, ColumnParallelLinear):
             base.gather_output = False
@@ -155,8 +154,7 @@ class LoRALinear(ParallelModule):
             sharded = self.sequence_parallel and p > 1
             sizes = self.token_sizes(total_tokens)
             return dropout(x, self.dropout, group=group or None, dim=0 if sharded else None, sizes=sizes)
-        sharding = self.base_layer.tp_shardings["weight"]
-        assert sharding is not None
+        sharding = self.base_layer.tp_layouts["weight"][0][0]
         dropped = []
         for share, part in zip(_split_parts(x, Sharding(-1, sharding.parts), rank, p), sharding.parts, strict=True):
             whole = Sharding(-1, (part,))
@@ -185,8 +183,7 @@ class LoRALinear(ParallelModule):
             raise ValueError(f"merged: is {merged} already")
         if isinstance(weight, DTensor):
             raise ValueError("base_layer.weight: a DTensor must not be merged into; merge in a model without FSDP2")
-        sharding = self.base_layer.tp_shardings["weight"]
-        assert sharding is not None
+        sharding = self.base_layer.tp_layouts["weight"][0][0]
         _, p, rank = self.tp_group
         column = sharding.dim == 0
         factor = _split_parts(b if column else a, sharding, rank, p)
@@ -203,7 +200,7 @@ class LoRALinear(ParallelModule):
 
 def _split_parts(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> tuple[Tensor, ...]:
     """Returns views of the rank's share of each part of a local tensor."""
-    lengths = [stop - start for start, stop in (part.span(rank, p) for part in sharding.parts)]
+    lengths = [one.length + one.padding for one in sharding.local_parts(rank, p)]
     return tensor.split(lengths, sharding.dim)
 
 

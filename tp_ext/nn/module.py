@@ -1,7 +1,7 @@
 """Base class of all layers: holds the group, the parameters' shardings and their initialisers."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
 
 from tp_ext import _ops
-from tp_ext.group import NOT_GIVEN, Group, check_place, global_ranks, group_name, layer_group
+from tp_ext.group import Group, check_place, layer_group
+from tp_ext.nn.layouts import ShardingView, mirror_layouts
 from tp_ext.random import Init, initialise_
-from tp_ext.sharding import CopiedRows, Sharding, split_sizes
+from tp_ext.sharding import CopiedRows, Layout, Sharding, split_sizes
 
 
 class ParallelModule(nn.Module):
@@ -21,9 +22,9 @@ class ParallelModule(nn.Module):
 
     Attributes:
         tp_group: name, size p and rank in the group.
-        tp_shardings: local parameter name -> :class:`Sharding`, or None for a replicated one. This table, never an
-            attribute of a parameter (``deepcopy``, ``to_empty`` and FSDP2 lose those), defines how a parameter is
-            sharded; ``param.tp_sharding`` mirrors it for users.
+        tp_layouts: local parameter name -> :class:`Layout`. This table, never an attribute of a parameter
+            (``deepcopy``, ``to_empty`` and FSDP2 lose those), defines how a parameter is sharded; ``param.tp_layout``
+            mirrors it for users, ``param.tp_sharding`` its first :class:`Sharding`.
         sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
         tied: names of parameters that were replaced by another layer's, as in ``head.weight = embedding.weight``;
             ``tp_ext.debug.check`` reports those that are no longer tied.
@@ -33,7 +34,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         check_flags(sequence_parallel=sequence_parallel)
         self.tp_group = layer_group(group, type(self).__name__)
-        self.tp_shardings: dict[str, Sharding | None] = {}
+        self.tp_layouts: dict[str, Layout] = {}
         self.sequence_parallel = sequence_parallel
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
         self._copied: dict[str, CopiedRows] = {}  # by parameter with rows that other ranks hold, too
@@ -46,21 +47,53 @@ class ParallelModule(nn.Module):
         full_shape: tuple[int, ...],
         init: Init,
         *,
-        sharding: Sharding | None = None,
+        sharding: Sharding | Layout | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Registers this rank's shard of a parameter of ``full_shape``, initialised by ``init``."""
-        _, p, rank = self.tp_group
+        """Registers this rank's shard of a parameter of ``full_shape``, initialised by ``init``.
+
+        Args:
+            sharding: over the layer's group, or a :class:`Layout` over any groups; None: replicated.
+
+        Raises:
+            ValueError: a shape that is not that of the sharding; parts with copies over another group than the layer's,
+                or in a dim that is sharded twice: the layer sums the gradients of copied rows over its group.
+        """
         shape = torch.Size(full_shape)
-        local = shape if sharding is None else sharding.local_shape(shape, rank, p)
+        if sharding is not None and not isinstance(sharding, Layout):
+            sharding = Layout((sharding, self.tp_group))
+        layout = sharding or Layout()
+        copied = self._copied_rows_of(name, layout)
+        local = layout.local_shape(shape)
         self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
-        self.tp_shardings[name] = sharding
+        self.tp_layouts[name] = layout
         self._inits[name] = (shape, init)
-        copied = sharding.copied_pieces(rank, p) if sharding is not None and p > 1 else None
         if copied is not None:
             self._copied[name] = copied
         self._reset(name)
+
+    def _copied_rows_of(self, name: str, layout: Layout) -> CopiedRows | None:
+        """Returns the rows of a parameter of this layout that other ranks hold, too."""
+        for sharding, group in layout:
+            copied = sharding.copied_pieces(group.rank, group.size) if group.size > 1 else None
+            if copied is not None:
+                alone = [other.dim for other, _ in layout].count(sharding.dim) == 1
+                if group.name != self.tp_group.name or not alone:
+                    raise ValueError(f"sharding: {name!r} has {layout}; copies must be over the layer's group, alone")
+                return copied
+        return None
+
+    @property
+    def tp_shardings(self) -> "ShardingView":
+        """Local parameter name -> the first :class:`Sharding` of its layout, None for a replicated one; assigning one
+        makes it the layout, over the layer's group."""
+        return ShardingView(self.tp_layouts, self.tp_group)
+
+    @tp_shardings.setter
+    def tp_shardings(self, shardings: Mapping[str, Sharding | None]) -> None:
+        self.tp_layouts.clear()
+        self.tp_shardings.update(shardings)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         own = self._parameters.get(name)  # None while a parametrization is registered or removed
@@ -77,19 +110,18 @@ class ParallelModule(nn.Module):
     def _reset(self, name: str) -> None:
         param = getattr(self, name)
         shape, init = self._inits[name]
-        _, p, rank = self.tp_group
         computed = parametrize.is_parametrized(self, name)  # the assignment below calls right_inverse
         # FSDP2 holds a slice of this rank's shard: draw the whole shard, keep that slice
         temporary = computed or isinstance(param, DTensor)
         whole = torch.empty(param.shape, dtype=param.dtype, device=param.device) if temporary else param
-        initialise_(whole, init, self.tp_shardings[name], shape, rank, p)
+        initialise_(whole, init, self.tp_layouts[name], shape)
         self.after_init(name, whole)
         if computed:
             setattr(self, name, whole)
         elif isinstance(param, DTensor) and not param.is_meta:
             drawn = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
             param.to_local().copy_(drawn.to_local())
-        self.mirror_shardings()
+        mirror_layouts(self)
 
     def after_init(self, name: str, shard: Tensor) -> None:
         """Modifies the shard that ``init`` has just drawn. A hook for layers; does nothing here."""
@@ -98,22 +130,14 @@ class ParallelModule(nn.Module):
     def copy_shards(self, dense: nn.Module) -> None:
         """Copies this rank's shard and ``requires_grad`` of each parameter of ``dense``, which has the full parameters
         under the same names."""
-        _, p, rank = self.tp_group
         for name, full in dense.named_parameters():
-            sharding, local = self.tp_shardings[name], getattr(self, name)
-            local.copy_(full if sharding is None else sharding.shard(full, rank, p))
+            local = getattr(self, name)
+            local.copy_(self.tp_layouts[name].shard(full))
             local.requires_grad_(full.requires_grad)
-
-    def mirror_shardings(self) -> None:
-        """Sets ``tp_sharding`` on the parameters, for users who inspect them."""
-        for name, sharding in self.tp_shardings.items():
-            param = self._parameters.get(name)  # not getattr, which computes a parametrized one
-            if param is not None:
-                param.tp_sharding = sharding  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.mirror_shardings()
+        mirror_layouts(self)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -121,18 +145,16 @@ class ParallelModule(nn.Module):
         memo[id(self)] = copied
         for key, value in self.__dict__.items():
             copied.__dict__[key] = copy.deepcopy(value, memo)
-        copied.mirror_shardings()
+        mirror_layouts(copied)
         return copied
 
     def local_shape(self, name: str) -> torch.Size:
         """Returns the shape of this rank's shard of the parameter."""
-        shape, sharding = self._inits[name][0], self.tp_shardings[name]
-        return shape if sharding is None else sharding.local_shape(shape, self.tp_group.rank, self.tp_group.size)
+        return self.tp_layouts[name].local_shape(self._inits[name][0])
 
     def has_padding(self, name: str) -> bool:
         """Returns whether shards of the parameter hold padding, which the full parameter does not have."""
-        sharding = self.tp_shardings[name]
-        return sharding is not None and any(part.padding for part in sharding.parts)
+        return any(part.padding for sharding, _ in self.tp_layouts[name] for part in sharding.parts)
 
     def parameter_of_call(self, name: str) -> Tensor | None:
         """Returns ``getattr(self, name)``, in half the time for a parameter without parametrization: ``nn.Module``
@@ -149,7 +171,8 @@ class ParallelModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        check_place(self.tp_group)
+        for group in {self.tp_group, *(group for layout in self.tp_layouts.values() for _, group in layout)}:
+            check_place(group)
 
     def summed_over_copies(self, name: str, value: Tensor) -> Tensor:
         """Returns ``value``, used in place of the parameter; gradients of copied rows are summed over their ranks."""
@@ -168,7 +191,7 @@ class ParallelModule(nn.Module):
         """Returns the names of parameters whose gradients the layer sums over all ranks, or over holders of copies."""
         if self.tp_group.size == 1:
             return []
-        whole = [n for n, sharding in self.tp_shardings.items() if sharding is None and self.sequence_parallel]
+        whole = [name for name, layout in self.tp_layouts.items() if not layout and self.sequence_parallel]
         return whole + list(self._copied)
 
     def entering_parameter(self, name: str) -> Tensor | None:
@@ -226,38 +249,3 @@ def check_epsilon(eps: float) -> None:
     if not isinstance(eps, int | float) or isinstance(eps, bool):
         refuse_group(eps=eps)
         raise TypeError(f"eps: {eps!r} must be a number")
-
-
-def model_group(model: nn.Module, group: Group = NOT_GIVEN) -> str:
-    """Returns the name of the group of the model's layers; ``group``, if given, must be the same.
-
-    Raises:
-        ValueError: ``group`` has other ranks than the layers' group; or it is not given, and the layers have several.
-        TypeError: ``group`` is none of the accepted kinds.
-    """
-    layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
-    names = dict.fromkeys(layer.tp_group.plain().name for layer in layers if layer.tp_group.size > 1)
-    by_ranks = {tuple(global_ranks(name)): name for name in names}
-    if group is NOT_GIVEN:
-        if len(by_ranks) > 1:
-            sizes = sorted(len(ranks) for ranks in by_ranks)
-            raise ValueError(
-                f"group: must be given, for the layers of the model are of several groups, of {sizes} ranks"
-            )
-        return next(iter(by_ranks.values()), "")
-    given = group_name(group)
-    ranks = tuple(global_ranks(given))
-    if by_ranks and ranks not in by_ranks:
-        theirs = " or ".join(_shown(one) for one in by_ranks)
-        raise ValueError(
-            f"group: {_shown(ranks)} must be that of the model's layers, {theirs}; without group= it is taken from them"
-        )
-    if not by_ranks and len(ranks) > 1 and any(s is not None for one in layers for s in one.tp_shardings.values()):
-        raise ValueError(f"group: {_shown(ranks)} must be that of the model's layers, which were made without one")
-    return given
-
-
-def _shown(ranks: tuple[int, ...]) -> str:
-    if not ranks:
-        return "None"
-    return f"the group of ranks {list(ranks)}" if len(ranks) <= 16 else f"a group of {len(ranks)} ranks"

@@ -17,8 +17,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext.group import global_ranks
-from tp_ext.nn.fqn import shardings
+from tp_ext.nn.fqn import layouts
 from tp_ext.nn.module import ParallelModule
+from tp_ext.sharding import Layout
 
 
 def find_mixed_wrappers(model: nn.Module) -> Iterator[str]:
@@ -32,10 +33,10 @@ def find_mixed_wrappers(model: nn.Module) -> Iterator[str]:
             sentence = _describe_mixed(module.module, dist.get_process_group_ranks(module.process_group), ignored)
             if sentence:
                 yield f"{name or 'model'}: DistributedDataParallel over {sentence}"
-    for name, layer, param in _sharded_parameters(model):
+    for name, layout, param in _sharded_parameters(model):
         if isinstance(param, DTensor):
             ranks = mesh_ranks(param)
-            if shared := _shared_tp_ranks(ranks, layer):
+            if shared := _shared_tp_ranks(ranks, layout):
                 yield (
                     f"{name}: FSDP2's mesh of ranks {ranks} holds the tensor-parallel ranks {shared}, "
                     "whose shards differ; pass fully_shard the data axis, as in fully_shard(model, mesh=mesh['dp'])"
@@ -69,8 +70,8 @@ register_module_module_registration_hook(refuse_mixed_ddp)
 
 
 def _describe_mixed(model: nn.Module, ranks: list[int], ignored: set[str]) -> str:
-    for name, layer, _ in _sharded_parameters(model):
-        shared = _shared_tp_ranks(ranks, layer)
+    for name, layout, _ in _sharded_parameters(model):
+        shared = _shared_tp_ranks(ranks, layout)
         if shared and name not in ignored:
             return (
                 f"ranks {ranks} would overwrite and average {name}, of which the tensor-parallel ranks "
@@ -88,15 +89,17 @@ def layers_by_tensor_id(model: nn.Module) -> dict[int, ParallelModule]:
     return layers
 
 
-def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, ParallelModule, Tensor]]:
-    layers, params = layers_by_tensor_id(model), dict(model.named_parameters())
-    for name, sharding in shardings(model):
-        layer = layers.get(id(params[name]))
-        if sharding is not None and layer is not None and layer.tp_group.size > 1:
-            yield name, layer, params[name]
+def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Layout, Tensor]]:
+    params = dict(model.named_parameters())
+    for name, layout in layouts(model):
+        if any(group.size > 1 for _, group in layout):
+            yield name, layout, params[name]
 
 
-def _shared_tp_ranks(ranks: list[int], layer: ParallelModule) -> list[int]:
-    """Returns the tensor-parallel ranks of the layer that are in ``ranks``, if there are several."""
-    shared = [rank for rank in global_ranks(layer.tp_group.name) if rank in ranks]
-    return shared if len(shared) > 1 else []
+def _shared_tp_ranks(ranks: list[int], layout: Layout) -> list[int]:
+    """Returns the ranks of a group of the layout that are in ``ranks``, if there are several."""
+    for _, group in layout:
+        shared = [rank for rank in global_ranks(group.name) if rank in ranks]
+        if len(shared) > 1:
+            return shared
+    return []

@@ -10,7 +10,7 @@ replicated parameters drift.
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from tp_ext import _ops
 from tp_ext._build import load
-from tp_ext.chunks import local_chunks
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
-from tp_ext.nn.fqn import shardings
-from tp_ext.nn.module import model_group
-from tp_ext.sharding import Sharding
+from tp_ext.nn.fqn import layouts
+from tp_ext.nn.model_groups import ModelGroups, groups_of, model_groups
+from tp_ext.sharding import Layout
 
 Given = nn.Module | Iterable[Tensor] | Tensor
 Groups = Group | Sequence[Group]
@@ -62,9 +61,9 @@ def clip_grad_norm_(
     max_norm = float(max_norm)  # as torch, "inf" too
     if not max_norm >= 0:
         raise ValueError(f"max_norm: {max_norm} must be at least 0")
-    group, table = _table(parameters_or_module, group)
+    groups, table = _table(parameters_or_module, group)
     _refuse_tangents(table)
-    exact = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
+    exact = _norm(table, float(norm_type), groups, extra_groups, exclude, foreach)
     total = _checked(exact, table, norm_type, error_if_nonfinite)
     # Each only once, even if given twice: the kernel processes all at the same time
     stored = {id(grad): grad for _, _, terms in table for grad in terms}
@@ -84,14 +83,16 @@ def grad_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     """Computes the norm of the unsharded model's gradient as one vector. Every element counts once: shards on their
-    rank, replicated gradients on rank 0, of copied KV heads the first copy, padding never, tied weights once. Under
-    FSDP2 every rank counts the elements that it stores; replicas along a data axis (DDP, HSDP) count once.
+    rank, replicated gradients on the first of the ranks that hold them, of copied KV heads the first copy, padding
+    never, tied weights once. Layers and parameters may be sharded over different groups (:class:`Layout`). Under FSDP2
+    every rank counts the elements that it stores; replicas along a data axis (DDP, HSDP) count once.
 
     Args:
-        parameters_or_module: the module; or parameters that still carry ``tp_sharding``. The gradient of a parameter
-            is its ``.grad`` plus its ``main_grad``, if it has one (``grad_accumulation_fusion``).
+        parameters_or_module: the module; or parameters that still carry ``tp_layout``. The gradient of a parameter is
+            its ``.grad`` plus its ``main_grad``, if it has one (``grad_accumulation_fusion``).
         norm_type: positive, may be infinite.
-        group: the tensor-parallel group; default: that of the module's layers. With parameters it must be given.
+        group: not needed: the groups of the module's layers and of the layouts of parameters are known. If given, it
+            must be one of them. Parameters that carry ``tp_sharding`` alone need it.
         extra_groups: one or several other groups whose ranks hold different parameters, such as a pipeline's,
             ``mesh["pp"]``. FSDP2's data axes are known from its parameters; do not list DDP's.
         exclude: parameters that this rank does not count, since a rank of ``extra_groups`` counts them: those of the
@@ -101,33 +102,33 @@ def grad_norm(
             (``norm_type=2``; other orders as torch). False: tensor by tensor, as torch.
 
     Returns:
-        The norm, the same on all ranks, in the widest dtype of the gradients of ``group``. The one-pass norm is rounded
+        The norm, the same on all ranks, in the widest dtype of the gradients. The one-pass norm is rounded
         once to that dtype, is finite where squares overflow in it, and is the same for any number of threads.
 
-    Communicates: one all-reduce of one number over ``group``, over every axis of FSDP2's mesh and every extra group.
+    Communicates: one all-reduce of one number over every group, every axis of FSDP2's mesh and every extra group.
 
     Raises:
-        ValueError: a bare parameter without ``tp_sharding`` (pass the module), or a shard without ``group``; a group
-            that is not that of the module's layers; a norm_type that is not positive.
+        ValueError: a bare parameter without ``tp_layout`` (pass the module), or a shard whose group is not known; a
+            group that is not one of the module's; a norm_type that is not positive.
         TypeError: an element that is no parameter.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
         NotImplementedError: a gradient has a tangent (forward-mode AD).
     """
-    group, table = _table(parameters_or_module, group)
+    groups, table = _table(parameters_or_module, group)
     _refuse_tangents(table)
-    total = _norm(table, float(norm_type), group, extra_groups, exclude, foreach)
+    total = _norm(table, float(norm_type), groups, extra_groups, exclude, foreach)
     return _checked(total, table, norm_type, error_if_nonfinite)
 
 
-# A parameter, its sharding, and the terms of its gradient: .grad, main_grad, or both, for a weight tied to another
+# A parameter, its layout, and the terms of its gradient: .grad, main_grad, or both, for a weight tied to another
 # layer's. There may be thousands: hence plain tuples, and loops without calls.
-_Row = tuple[Tensor, Sharding | None, list[Tensor]]
+_Row = tuple[Tensor, Layout, list[Tensor]]
 
 
 def _norm(
     table: Sequence[_Row],
     norm_type: float,
-    group: Group,
+    groups: ModelGroups,
     extra_groups: Groups,
     exclude: Iterable[Tensor],
     foreach: bool | None,
@@ -135,13 +136,12 @@ def _norm(
     """Computes the norm in fp64, the same on all ranks."""
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
-    _, p, rank = parallel_group(group)
     skipped = {id(param) for param in exclude}
-    last = _axes([group, *_listed(extra_groups)])  # over which the total is reduced at the end
-    tp = _axes([group]).keys()
+    tp = _axes([axis.name for axis in groups.axes])
+    last = tp | _axes(_listed(extra_groups))  # over which the total is reduced at the end
     axes: dict[DeviceMesh | None, dict[tuple[int, ...], str]] = {None: {}}
     owned: dict[DeviceMesh | None, list[Tensor]] = {None: []}
-    for param, sharding, terms in table:
+    for param, layout, terms in table:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         if mesh is not None and mesh not in axes:
             axes[mesh] = _axes(mesh.get_all_groups())
@@ -149,13 +149,16 @@ def _norm(
         if not terms or (skipped and id(param) in skipped):
             continue
         grad = terms[0] if len(terms) == 1 else terms[0] + terms[1]
-        if sharding is None and not isinstance(grad, DTensor):
-            if rank == 0:
+        if not layout and not isinstance(grad, DTensor):
+            if groups.first:
                 owned[mesh].append(grad)
             continue
         # A DTensor over the tensor-parallel axis itself determines alone which rank counts which elements
-        alone = mesh is not None and not tp.isdisjoint(axes[mesh])
-        owned[mesh] += _owned_views(grad, sharding, 0 if alone else rank, 1 if alone else p)
+        alone = mesh is not None and not tp.keys().isdisjoint(axes[mesh])
+        if alone:
+            owned[mesh] += Layout(*((sharding, None) for sharding, _ in layout)).owned(grad)
+        elif groups.counts(layout):
+            owned[mesh] += [grad] if _is_owned_whole(grad, layout) else layout.owned(grad)
     device = _device([param for param, _, _ in table[:1]])
     norms = []
     for mesh, counted in owned.items():
@@ -182,22 +185,21 @@ def _checked(total: Tensor, table: Sequence[_Row], norm_type: float, error_if_no
     return total
 
 
-def _owned_views(grad: Tensor, sharding: Sharding | None, rank: int, p: int) -> list[Tensor]:
-    """Returns the chunks of a gradient that this rank counts."""
-    if sharding is not None and not isinstance(grad, DTensor) and _counts_all(grad.shape, sharding, rank, p):
-        return [grad]
-    return [chunk.tensor for chunk in local_chunks(grad, sharding, rank, p)[1] if chunk.owned]
-
-
-def _counts_all(shape: torch.Size, sharding: Sharding, rank: int, p: int) -> bool:
+def _is_owned_whole(grad: Tensor, layout: Layout) -> bool:
     """Returns whether a shard has neither padding nor copies, as most; False, too, if its shape is wrong."""
+    if isinstance(grad, DTensor) or len(layout) > 1:
+        return False
+    (sharding, (_, p, rank)), shape = layout[0], grad.shape
     fits = -len(shape) <= sharding.dim < len(shape) and shape[sharding.dim] == sharding.local_size(rank, p)
     return fits and all(part.padding == 0 and part.copies == 1 for part in sharding.parts)
 
 
-def _is_full(param: Tensor, sharding: Sharding) -> bool:
+def _is_full(param: Tensor, layout: Layout) -> bool:
     """Returns whether the parameter is the full tensor, as without parallelism."""
-    return all(part.copies == 1 for part in sharding.parts) and param.shape[sharding.dim] == sharding.local_size(0, 1)
+    return all(
+        all(part.copies == 1 for part in sharding.parts) and param.shape[sharding.dim] == sharding.local_size(0, 1)
+        for sharding, _ in layout
+    )
 
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | None:
@@ -280,32 +282,46 @@ def _refuse_tangents(table: list[_Row]) -> None:
         raise NotImplementedError("tp_ext: grad_norm has no forward-mode derivative; use reverse mode")
 
 
-def _table(given: Given, group: Group) -> tuple[str, list[_Row]]:
-    """Returns the name of the group that ``given`` is sharded over, and the rows."""
+def _table(given: Given, group: Group) -> tuple[ModelGroups, list[_Row]]:
+    """Returns the groups that ``given`` is sharded over, and the rows."""
     if isinstance(given, nn.Module):
-        params = dict(given.named_parameters())
-        rows: list[_Row] = [
-            (params[name], sharding, _gradient_terms(params[name])) for name, sharding in shardings(given)
-        ]
-        return model_group(given, group), rows
-    name, p, _ = parallel_group(group)
-    table: list[_Row] = []
-    for param in [given] if isinstance(given, Tensor) else given:
+        named = dict(given.named_parameters())
+        groups = model_groups(given, group)
+        table = layouts(given, group=groups.default.name)
+        return groups, [(named[name], layout, _gradient_terms(named[name])) for name, layout in table]
+    over = parallel_group(group)
+    params = [given] if isinstance(given, Tensor) else list(given)
+    for param in params:
         if not isinstance(param, Tensor):
             raise TypeError(f"parameters_or_module: {param!r} must be a module, a parameter or several")
-        sharding = getattr(param, "tp_sharding", _UNKNOWN)
-        if sharding is _UNKNOWN:
-            if p > 1:
-                raise ValueError(
-                    f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding, "
-                    "its sharding; pass the module instead"
-                )
-            layer_group(group, "grad_norm of parameters")  # for its warning
-        elif sharding is not None and group is NOT_GIVEN and not _is_full(param, sharding):
+    known = [_layout_of_bare(param, group) for param in params]
+    groups = groups_of([over, *(axis for layout in known for _, axis in layout or ())])
+    for param, found in zip(params, known, strict=True):
+        if found is None and groups.axes:
             raise ValueError(
-                f"group: must be given with parameters instead of a module: one of shape {tuple(param.shape)} is a "
-                f"shard of {sharding.size} elements in dim {sharding.dim}; pass group=, or the module, whose layers "
-                "have it"
+                f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_layout or "
+                "tp_sharding; pass the module instead"
             )
-        table.append((param, None if sharding is _UNKNOWN else sharding, _gradient_terms(param)))
-    return name, table
+    if None in known:
+        layer_group(group, "grad_norm of parameters")  # for its warning
+    return groups, [(one, found or Layout(), _gradient_terms(one)) for one, found in zip(params, known, strict=True)]
+
+
+def _layout_of_bare(param: Tensor, group: Group) -> Layout | None:
+    """Returns the layout that a parameter without its module carries; None if it carries none."""
+    layout = getattr(param, "tp_layout", None)
+    if layout is not None:
+        return cast(Layout, layout)
+    sharding = getattr(param, "tp_sharding", _UNKNOWN)
+    if sharding is _UNKNOWN:
+        return None
+    if sharding is None:
+        return Layout()
+    layout = Layout((sharding, parallel_group(group)))
+    if group is NOT_GIVEN and not _is_full(param, layout):
+        raise ValueError(
+            f"group: must be given with parameters that carry tp_sharding alone: one of shape {tuple(param.shape)} is "
+            f"a shard of {sharding.size} elements in dim {sharding.dim}; pass group=, or the module, whose layers have "
+            "it"
+        )
+    return layout

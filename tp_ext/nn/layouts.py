@@ -1,0 +1,80 @@
+"""The table of layouts of a module: local parameter name -> :class:`Layout`."""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+
+from torch import nn
+
+from tp_ext.group import ParallelGroup
+from tp_ext.sharding import Layout, Sharding
+
+
+class ShardingView(MutableMapping[str, Sharding | None]):
+    """A view of a module's layouts as shardings over one group: the first entry of each."""
+
+    def __init__(self, layouts: dict[str, Layout], group: ParallelGroup) -> None:
+        self._layouts, self._group = layouts, group
+
+    def __getitem__(self, name: str) -> Sharding | None:
+        layout = self._layouts[name]
+        return layout[0][0] if layout else None
+
+    def __setitem__(self, name: str, sharding: Sharding | None) -> None:
+        self._layouts[name] = Layout() if sharding is None else Layout((sharding, self._group))
+
+    def __delitem__(self, name: str) -> None:
+        del self._layouts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def layouts_of(module: nn.Module) -> dict[str, Layout]:
+    """Returns the layouts of the module's own parameters, by local name; none for a module that declares none."""
+    own: dict[str, Layout] = module.__dict__.get("tp_layouts", {})
+    return own
+
+
+def mirror_layouts(module: nn.Module) -> None:
+    """Sets ``tp_layout`` and ``tp_sharding`` on the module's parameters, for users who inspect them."""
+    for name, layout in layouts_of(module).items():
+        param = module._parameters.get(name)  # not getattr, which computes a parametrized one
+        if param is not None:
+            param.tp_layout = layout  # type: ignore[attr-defined]
+            param.tp_sharding = layout[0][0] if layout else None  # type: ignore[attr-defined]
+
+
+def declare_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Declares how parameters and buffers of a module that is no :class:`ParallelModule` are sharded, so that state
+    dicts, checkpoints, gradient norms and checks of the whole model treat them like those of our layers.
+
+    The module itself computes with its local tensors and communicates as it sees fit; nothing of it is changed but the
+    table ``module.tp_layouts``, which ``deepcopy`` and ``to_empty`` keep. ``param.tp_layout`` mirrors it. Parameters
+    without a layout are replicated.
+
+    Args:
+        module: the module that holds the parameters itself.
+        layouts: name of a parameter or buffer -> :class:`Layout`; added to those declared before.
+
+    Communicates nothing.
+
+    Raises:
+        ValueError: the module has no such parameter or buffer, or it has another shape than the layout gives this rank.
+        TypeError: a value that is no :class:`Layout`.
+    """
+    for name, layout in layouts.items():
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layouts: {name!r} is {type(layout).__name__} and must be a Layout")
+        tensor = module._parameters.get(name, module._buffers.get(name))
+        if tensor is None:
+            known = [*module._parameters, *module._buffers]
+            raise ValueError(f"layouts: {name!r} must be a parameter or buffer of the module itself, one of {known}")
+        layout.local_chunks(tensor)
+    table: dict[str, Layout] = {**layouts_of(module), **layouts}
+    module.tp_layouts = table  # type: ignore[assignment]
+    mirror_layouts(module)

@@ -1,0 +1,143 @@
+"""The groups of a model: those of its layers and of the layouts that its modules declare, as the axes of a mesh. Whole
+models (state dicts, checkpoints, norms, checks) communicate over them, and count each element on one rank.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext.chunks import LocalChunk
+from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
+from tp_ext.nn.layouts import layouts_of
+from tp_ext.nn.module import ParallelModule
+from tp_ext.sharding import Layout
+
+
+class ModelGroups(NamedTuple):
+    """The groups of a model.
+
+    Attributes:
+        axes: the groups of more than one rank, in the order in which the modules use them. Two of them share this rank
+            only, like the axes of a mesh; groups within another one are left out.
+        within: the name of each group of the model -> the index of its axis, and whether the group holds the axis's
+            first rank.
+        default: the group of modules that declare ``tp_shardings`` and have no group of their own: the one that is
+            given, or the model's only one.
+    """
+
+    axes: tuple[ParallelGroup, ...]
+    within: dict[str, tuple[int, bool]]
+    default: ParallelGroup
+
+    @property
+    def first(self) -> bool:
+        """True on the rank that is the first of all axes."""
+        return all(axis.rank == 0 for axis in self.axes)
+
+    def is_axis(self, group: ParallelGroup) -> bool:
+        """Returns whether a group of the model is a whole axis."""
+        return self.axes[self.within[group.plain().name][0]].size == group.size
+
+    def counts(self, layout: Layout) -> bool:
+        """Returns whether this rank counts its shard: of the ranks that hold the same one, it is the first.
+
+        Raises:
+            ValueError: the layout has several groups within one axis that do not make up the axis.
+        """
+        if len(self.axes) == 1 and len(layout) == 1 and layout[0][1].size == self.axes[0].size:
+            return True
+        of_axis: dict[int, list[ParallelGroup]] = {}
+        for _, group in layout:
+            if group.size > 1:
+                of_axis.setdefault(self.within[group.plain().name][0], []).append(group)
+        for index, axis in enumerate(self.axes):
+            groups = of_axis.get(index, [])
+            if math.prod(group.size for group in groups) == axis.size:
+                continue
+            if len(groups) > 1:
+                sizes = [group.size for group in groups]
+                raise ValueError(
+                    f"layout: its groups of {sizes} ranks must make up the {axis.size} ranks of their axis"
+                )
+            if not (self.within[groups[0].plain().name][1] if groups else axis.rank == 0):
+                return False
+        return True
+
+    def local_chunks(self, tensor: Tensor, layout: Layout) -> tuple[torch.Size, list[LocalChunk]]:
+        """Returns :meth:`Layout.local_chunks`, owned only by the first of the ranks of the model that hold them."""
+        shape, chunks = layout.local_chunks(tensor)
+        if not self.counts(layout):
+            chunks = [chunk._replace(owned=False) for chunk in chunks]
+        return shape, chunks
+
+
+def groups_of(groups: Iterable[ParallelGroup]) -> ModelGroups:
+    """Returns the axes of which these are the groups.
+
+    Raises:
+        ValueError: two groups share several ranks, and neither is within the other.
+    """
+    ranks: dict[tuple[int, ...], ParallelGroup] = {}
+    names: dict[str, tuple[int, ...]] = {}
+    for group in {group.name: group for group in groups}.values():
+        plain = group.plain()
+        if plain.size > 1 and plain.name not in names:
+            names[plain.name] = tuple(global_ranks(plain.name))
+            ranks.setdefault(names[plain.name], plain)
+    largest = [one for one in ranks if not any(set(one) < set(other) for other in ranks)]
+    for i, one in enumerate(largest):
+        for other in largest[:i]:
+            if len(set(one) & set(other)) > 1:
+                raise ValueError(
+                    f"group: the model's groups of ranks {list(other)} and {list(one)} share several ranks, and must "
+                    "be axes of one mesh, or one within the other"
+                )
+    within = {}
+    for name, members in names.items():
+        index = next(i for i, axis in enumerate(largest) if set(members) <= set(axis))
+        within[name] = index, largest[index][0] in members
+    axes = tuple(ranks[one] for one in largest)
+    return ModelGroups(axes, within, axes[0] if len(axes) == 1 else ParallelGroup("", 1, 0))
+
+
+def model_groups(model: nn.Module, group: Group = NOT_GIVEN) -> ModelGroups:
+    """Returns the groups of the model's modules; ``group``, if given, must be one of them. A model without any, whose
+    modules may declare ``tp_shardings`` over ``group``, has that one.
+
+    Raises:
+        ValueError: ``group`` has other ranks than each of the model's groups; two groups overlap and are no axes of one
+            mesh.
+        TypeError: ``group`` is none of the accepted kinds.
+    """
+    layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
+    found = groups_of(_groups(model))
+    if group is NOT_GIVEN:
+        return found
+    given = parallel_group(group).plain()
+    ranks = tuple(global_ranks(given.name))
+    theirs = {tuple(global_ranks(name)) for name in found.within}
+    if theirs and ranks not in theirs:
+        names = " or ".join(_shown(one) for one in sorted(theirs))
+        raise ValueError(
+            f"group: {_shown(ranks)} must be that of the model's layers, {names}; without group= it is taken from them"
+        )
+    if not theirs and len(ranks) > 1 and any(any(layer.tp_layouts.values()) for layer in layers):
+        raise ValueError(f"group: {_shown(ranks)} must be that of the model's layers, which were made without one")
+    return found._replace(default=given) if theirs else groups_of([given])
+
+
+def _groups(model: nn.Module) -> Iterator[ParallelGroup]:
+    for module in model.modules():
+        if isinstance(module, ParallelModule):
+            yield module.tp_group
+        for layout in layouts_of(module).values():
+            yield from (group for _, group in layout)
+
+
+def _shown(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return "None"
+    return f"the group of ranks {list(ranks)}" if len(ranks) <= 16 else f"a group of {len(ranks)} ranks"
