@@ -13,12 +13,17 @@ from tp_ext.sharding import Layout
 
 def norm_gradients_unsummed():
     """Norm weights used by sharded tokens as they are: under SP each rank has its own tokens' gradient."""
-    return patch.object(ParallelModule, "replicated_parameter", lambda self, name: getattr(self, name))
+    real = ParallelModule.parameter
+
+    def parameter(self, name, *given, **options):
+        return getattr(self, name) if self.tp_shardings.get(name) is None else real(self, name, *given, **options)
+
+    return patch.object(ParallelModule, "parameter", parameter)
 
 
 def copied_heads_unsummed():
     """KV heads that several ranks hold, each with the gradient of its own query heads."""
-    return patch.object(ParallelModule, "summed_over_copies", lambda self, name, value: value)
+    return patch.object(_ops, "copy_pieces_to_region", lambda value, *rest: value)
 
 
 def mask_gradient_unsummed():

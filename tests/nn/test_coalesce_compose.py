@@ -40,7 +40,7 @@ def _called(group, how):
     call = CALLS[how](block)
     used = call if isinstance(call, nn.Module) else block
     same_results = same(step(used, x, call), want)
-    left = [name for name, m in used.named_modules() if getattr(m, "entered", {})]
+    left = [name for name, m in used.named_modules() if getattr(m, "_coalesced", {})]
     return same_results, number_of_sums(used, x, call), left
 
 
@@ -75,7 +75,7 @@ def _other_ways(group):
     with pytest.raises(ArithmeticError):
         block(x)
     hook.remove()
-    left = [name for name, m in block.named_modules() if getattr(m, "entered", {})]
+    left = [name for name, m in block.named_modules() if getattr(m, "_coalesced", {})]
     with torch.inference_mode():
         block(x)
     handle.remove()

@@ -61,8 +61,8 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
     groups: dict[str, list[SummedParameter]] = {}
     for layer in module.modules():
         if isinstance(layer, ParallelModule):
-            for name in layer.summed_parameters():
-                groups.setdefault(layer.tp_group.name, []).append((layer, name, layer.copied_rows(name)))
+            for name, rows in layer.summed_parameters().items():
+                groups.setdefault(layer.tp_group.name, []).append((layer, name, rows))
     if not groups:
         return CoalescedGradients()
     hooks = _Hooks(groups)
@@ -94,7 +94,7 @@ class _Hooks:
         for group, entries in self.groups.items():
             names, values, rows_of_all = [], [], []
             for layer, name, rows in entries:
-                if name in layer.entered:  # by the hooks of an outer module
+                if layer.is_coalesced(name):  # by the hooks of an outer module
                     continue
                 value = layer.entering_parameter(name)
                 if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, DTensor):
@@ -104,11 +104,11 @@ class _Hooks:
             if values:
                 results = _ops.copy_to_region_coalesced(values, group, rows_of_all)
                 for (layer, name), result in zip(names, results, strict=True):
-                    layer.entered[name] = result
+                    layer._coalesced[name] = result
                 self.entered += names
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if self.entered:
             for layer, name in self.entered:
-                layer.entered.pop(name, None)
+                layer._coalesced.pop(name, None)
             self.entered.clear()

@@ -163,7 +163,7 @@ class VocabParallelEmbedding(_VocabParallel):
             compare_input("ids", ids, self.tp_group)
         y = _ops.vocab_parallel_embedding(
             ids,
-            self._checked(self.weight),
+            self._checked(self.parameter("weight")),
             self.tp_group.name,
             self.vocab_start,
             self.vocab_local,
@@ -284,11 +284,11 @@ class VocabParallelLMHead(_VocabParallel):
             weight: used instead of the layer's own, ``[vocab_local, hidden]``; for instance the embedding's, on another
                 pipeline stage.
         """
-        weight = self._checked(self.weight if weight is None else weight)
+        weight = self._checked(self.parameter("weight", weight))
         return _ops.column_parallel_linear(
             x,
             weight,
-            self.bias,
+            self.parameter("bias"),
             self.tp_group.name,
             self.sequence_parallel,
             self.token_sizes(total_tokens),

@@ -20,7 +20,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import check_flags, check_positive
-from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding
+from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding, operands
 from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
 
@@ -54,6 +54,8 @@ class ColumnParallelLinear(ParallelLinear):
     Raises:
         ValueError: parts that do not make up ``out_features``; ``skip_bias_add`` with ``gather_output``.
     """
+
+    operator_sums_bias = False
 
     def __init__(
         self,
@@ -105,15 +107,9 @@ class ColumnParallelLinear(ParallelLinear):
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
             weight: used instead of the layer's own, ``[out_local, in]``.
         """
-        own, main_grad = self.__dict__, None  # faster: self.name would first fail to find the name in the class
-        group, skip_bias_add, parameters = own["tp_group"], own["skip_bias_add"], own["_parameters"]
-        if weight is None:
-            weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401, computed
-            weight = own["entered"].get("weight", weight)
-        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, where parametrized
-        if own["_copied"] or own["grad_accumulation_fusion"] or weight.shape != own["_weight_shape"]:
-            weight, main_grad = self.used_weight(weight)
-            bias = self.sharded_parameter("bias")
+        own = self.__dict__  # faster, see operands()
+        weight, bias, main_grad = operands(self, own, weight, own["_copied"])
+        group, skip_bias_add = own["tp_group"], own["skip_bias_add"]
         y = _ops.column_parallel_linear(
             x,
             weight,
@@ -160,6 +156,8 @@ class RowParallelLinear(ParallelLinear):
     Raises:
         ValueError: parts that do not make up ``in_features``; ``input_is_parallel=False`` with SP.
     """
+
+    operator_sums_bias = True
 
     def __init__(
         self,
@@ -213,19 +211,11 @@ class RowParallelLinear(ParallelLinear):
             total_tokens: accepted as by the column layer; x holds all tokens, so it is only checked.
             weight: used instead of the layer's own, ``[out, in_local]``.
         """
-        own, main_grad = self.__dict__, None  # as in the column layer
-        group, skip_bias_add, parameters = own["tp_group"], own["skip_bias_add"], own["_parameters"]
-        if weight is None:
-            weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401, computed
-        if own["grad_accumulation_fusion"] or weight.shape != own["_weight_shape"]:
-            weight, main_grad = self.used_weight(weight)
+        own = self.__dict__  # faster, see operands()
+        group, skip_bias_add, coalesced = own["tp_group"], own["skip_bias_add"], own["_coalesced"]
+        weight, bias, main_grad = operands(self, own, weight, coalesced)
         if not own["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
             x = self.scattered(x)
-        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401, where parametrized
-        summed = "bias" in own["entered"]  # by coalesce_gradients
-        if summed:
-            bias = own["entered"]["bias"]
-        skipped = self.replicated_parameter("bias") if skip_bias_add else None
         y = _ops.row_parallel_linear(
             x,
             weight,
@@ -235,9 +225,9 @@ class RowParallelLinear(ParallelLinear):
             None if total_tokens is None else self.token_sizes(total_tokens),
             main_grad,
             own["overlap_chunks"],
-            not summed,
+            not coalesced,
         )
-        return (y, skipped) if skip_bias_add else y
+        return (y, self.parameter("bias")) if skip_bias_add else y
 
     def scattered(self, x: Tensor) -> Tensor:
         """Returns this rank's slice ``[.., in_local]`` of the replicated ``[.., in]``."""

@@ -53,9 +53,7 @@ class _ReplicatedLinear(ParallelModule):
         self.add_parameter("weight", (out_features, in_features), init, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
-        weight = self.replicated_parameter("weight")
-        assert weight is not None
-        return F.linear(x, weight)
+        return F.linear(x, self.parameter("weight"))
 
     def extra_repr(self) -> str:
         return f"local={tuple(self.weight.shape)}, {self.parallel_repr()}"

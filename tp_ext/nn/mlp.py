@@ -10,7 +10,7 @@ from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.module import ParallelModule, check_flags, check_positive
-from tp_ext.nn.parallel_linear import ParallelLinear
+from tp_ext.nn.parallel_linear import operands
 from tp_ext.random import Init
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
@@ -113,11 +113,8 @@ class ParallelMLP(ParallelModule):
 
     def _forward_fused(self, x: Tensor, total_tokens: int | None) -> Tensor:
         up, down = self.up, self.down
-        up_weight, up_main_grad = _weight_of(up)
-        down_weight, down_main_grad = _weight_of(down)
-        up_bias = up.sharded_parameter("bias")
-        summed = "bias" in down.entered  # by coalesce_gradients
-        down_bias = down.entered["bias"] if summed else down.parameter_of_call("bias")
+        up_weight, up_bias, up_main_grad = operands(up, up.__dict__, None, up._copied)
+        down_weight, down_bias, down_main_grad = operands(down, down.__dict__, None, down._coalesced)
         assert up_bias is not None and down_bias is not None
         return _ops.parallel_mlp(
             x,
@@ -130,17 +127,11 @@ class ParallelMLP(ParallelModule):
             self.token_sizes(total_tokens),
             up_main_grad,
             down_main_grad,
-            not summed,
+            not down.is_coalesced("bias"),
         )
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}" + (", gemm_epilogue=True" if self.gemm_epilogue else "")
-
-
-def _weight_of(layer: ParallelLinear) -> tuple[Tensor, Tensor | None]:
-    weight = layer.parameter_of_call("weight")
-    assert weight is not None
-    return layer.used_weight(weight)
 
 
 def _check_epilogue(activation: str, bias: bool, overlap_chunks: int) -> None:

@@ -18,7 +18,36 @@ from tp_ext.sharding import CopiedRows, Layout, Sharding, split_sizes
 
 
 class ParallelModule(nn.Module):
-    """A module some of whose parameters are shards.
+    """A module some of whose parameters are shards: the base class of all layers, and of layers of your own.
+
+    A subclass registers its parameters by :meth:`add_parameter`, given full shapes and shardings; in ``forward`` it
+    reads them by :meth:`parameter`, never as ``self.weight``, and communicates by the regions
+    (:mod:`tp_ext.regions`)::
+
+        class Scale(tp_ext.ParallelModule):
+            def __init__(self, features, *, group, sequence_parallel=False):
+                super().__init__(group, sequence_parallel=sequence_parallel)
+                self.add_parameter("weight", (features,), Constant(1.0))  # replicated; initialisers: tp_ext.random
+
+            def forward(self, x):
+                return x * self.parameter("weight")  # complete gradient, also under sequence parallelism
+
+    Then initialisation that does not depend on p, state dicts, checkpoints, gradient norms, FSDP2 and
+    ``tp_ext.debug.check`` work as for the layers of this package. ``docs/develop/add_a_layer.md`` has an example with
+    its test.
+
+    To be called by a subclass:
+        :meth:`add_parameter`, :meth:`parameter`; :meth:`token_sizes`, this rank's tokens under sequence parallelism if
+        p does not divide them; :meth:`copy_shards`, for a constructor from an unsharded module; :meth:`parallel_repr`,
+        for ``extra_repr``; :meth:`local_shape` and :meth:`has_padding`, about one parameter.
+
+    To be overridden:
+        :meth:`after_init`, which modifies what an initialiser has drawn, such as a row of zeros. Not
+        :meth:`reset_parameters`: it draws every parameter anew by its initialiser.
+
+    Args:
+        group: process group, 1-D mesh, group name or None (unsharded).
+        sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
 
     Attributes:
         tp_group: name, size p and rank in the group.
@@ -39,7 +68,7 @@ class ParallelModule(nn.Module):
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
         self._copied: dict[str, CopiedRows] = {}  # by parameter with rows that other ranks hold, too
         self.tied: set[str] = set()
-        self.entered: dict[str, Tensor] = {}  # during a forward: parameters that coalesce_gradients sums
+        self._coalesced: dict[str, Tensor] = {}  # coalesce_gradients', during a forward: from the region that sums
 
     def add_parameter(
         self,
@@ -156,56 +185,79 @@ class ParallelModule(nn.Module):
         """Returns whether shards of the parameter hold padding, which the full parameter does not have."""
         return any(part.padding for sharding, _ in self.tp_layouts[name] for part in sharding.parts)
 
-    def parameter_of_call(self, name: str) -> Tensor | None:
-        """Returns ``getattr(self, name)``, in half the time for a parameter without parametrization: ``nn.Module``
-        finds parameters only after a failed look-up of everything else."""
-        own = self._parameters
-        return own[name] if name in own else getattr(self, name)
-
-    def sharded_parameter(self, name: str) -> Tensor | None:
-        """Returns the parameter for sharded work: gradients of copied rows are summed over the ranks that hold them."""
-        if name in self.entered:
-            return self.entered[name]
-        param = self.parameter_of_call(name)
-        return param if param is None or name not in self._copied else self.summed_over_copies(name, param)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in {self.tp_group, *(group for layout in self.tp_layouts.values() for _, group in layout)}:
             check_place(group)
 
-    def summed_over_copies(self, name: str, value: Tensor) -> Tensor:
-        """Returns ``value``, used in place of the parameter; gradients of copied rows are summed over their ranks."""
-        return _ops.copy_pieces_to_region(value, self.tp_group.name, *self._copied[name])
+    def parameter(self, name: str, given: Tensor | None = None, *, operator_sums: bool = False) -> Any:
+        """Returns the parameter as ``forward`` has to use it: its gradient will be complete on every rank.
 
-    def replicated_parameter(self, name: str) -> Tensor | None:
-        """Returns the parameter for sharded tokens: under sequence parallelism its gradient is summed over ranks."""
-        if name in self.entered:
-            return self.entered[name]
-        param = self.parameter_of_call(name)
-        if param is None or not self.sequence_parallel or self.tp_group.size == 1:
-            return param
-        return _ops.copy_to_region(param, self.tp_group.name)
+        The value is always that of ``getattr(self, name)``. What autograd does with its gradient depends on the
+        parameter:
 
-    def summed_parameters(self) -> list[str]:
-        """Returns the names of parameters whose gradients the layer sums over all ranks, or over holders of copies."""
+        ======================================  ========================================================
+        parameter                               gradient
+        ======================================  ========================================================
+        sharded                                 this rank's, which is complete
+        sharded, with rows that other ranks     of those rows, the sum over the ranks that hold them
+        hold, too (KV replicas)
+        replicated                              this rank's, which is that of all tokens
+        replicated, under sequence parallelism  the sum over the ranks, each of which has its own tokens
+        ======================================  ========================================================
+
+        A sum costs one collective in backward, unless :func:`tp_ext.coalesce_gradients` makes one of all those of a
+        block. A parametrized parameter (``torch.nn.utils.parametrize``, pruning) is computed here.
+
+        Args:
+            name: of a parameter of this layer.
+            given: used in place of the layer's own parameter, of the same local shape; None: that one.
+            operator_sums: the operator that uses the parameter sums its gradient itself unless it is coalesced
+                (:meth:`is_coalesced`), as ``row_parallel_linear`` does for the bias. It is returned as it is.
+
+        Returns:
+            A tensor; None if the parameter was registered as None (``bias=False``).
+        """
+        own = self.__dict__  # faster: nn.Module finds parameters only after a failed look-up of everything else
+        if given is None:
+            if name in own["_coalesced"]:
+                return own["_coalesced"][name]
+            parameters = own["_parameters"]
+            given = parameters[name] if name in parameters else getattr(self, name)
+        if given is None or operator_sums:
+            return given
+        group = own["tp_group"]
+        if name in own["_copied"]:
+            return _ops.copy_pieces_to_region(self._entering(name, given), group.name, *own["_copied"][name])
+        if own["sequence_parallel"] and group.size > 1 and not own["tp_layouts"].get(name):
+            return _ops.copy_to_region(given, group.name)
+        return given
+
+    def is_coalesced(self, name: str) -> bool:
+        """Returns whether, in this call, :func:`tp_ext.coalesce_gradients` sums the gradient of the layer's own
+        parameter ``name``."""
+        return name in self._coalesced
+
+    def _entering(self, name: str, value: Tensor) -> Tensor:
+        """Returns ``value`` as it enters the region that sums its gradient. A hook for layers."""
+        return value
+
+    def summed_parameters(self) -> dict[str, list[int]]:
+        """Returns the parameters whose gradients the layer sums over all ranks, or over holders of copies: by name the
+        rows to sum, as ``copy_to_region_coalesced`` takes them; [0] for all rows."""
         if self.tp_group.size == 1:
-            return []
-        whole = [name for name, layout in self.tp_layouts.items() if not layout and self.sequence_parallel]
-        return whole + list(self._copied)
+            return {}
+        replicated = [name for name, layout in self.tp_layouts.items() if not layout]
+        summed = {name: [0] for name in replicated if self.sequence_parallel}
+        for name, (starts, lengths, full_starts, full_size) in self._copied.items():
+            rows = [n for row in zip(starts, lengths, full_starts, strict=True) for n in row]
+            summed[name] = [len(lengths), full_size, *rows]
+        return summed
 
     def entering_parameter(self, name: str) -> Tensor | None:
-        """Returns the parameter as it enters the region that sums its gradient."""
-        param: Tensor | None = getattr(self, name)
-        return param
-
-    def copied_rows(self, name: str) -> list[int]:
-        """Returns the rows of the parameter to sum, as ``copy_to_region_coalesced`` takes them: [0] for all."""
-        if name not in self._copied:
-            return [0]
-        starts, lengths, full_starts, full_size = self._copied[name]
-        rows = [n for row in zip(starts, lengths, full_starts, strict=True) for n in row]
-        return [len(lengths), full_size, *rows]
+        """Returns the parameter as it enters the region that sums its gradient, for ``coalesce_gradients``."""
+        value = getattr(self, name)
+        return None if value is None else self._entering(name, value)
 
     def token_sizes(self, total_tokens: int | None) -> list[int] | None:
         """Returns each rank's number of tokens; None (equal on all ranks) if ``total_tokens`` is not given."""

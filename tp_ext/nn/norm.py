@@ -53,7 +53,7 @@ class _Norm(ParallelModule):
         return (y, total) if len(self.normalized_shape) == 1 else (y.view(x.shape), total.view(x.shape))
 
     def _flat_parameter(self, name: str) -> Tensor | None:
-        param = self.replicated_parameter(name)
+        param = self.parameter(name)
         return param.flatten() if param is not None and param.dim() > 1 else param
 
 

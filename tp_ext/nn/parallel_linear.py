@@ -1,7 +1,7 @@
 """Base class of the tensor-parallel linears: parameters, sharding, and the weight of a call."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class ParallelLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    operator_sums_bias: ClassVar[bool]  # whether the operator sums the gradient of the bias under sequence parallelism
 
     def __init__(
         self,
@@ -119,34 +120,54 @@ class ParallelLinear(ParallelModule):
         layer.copy_shards(linear)
         return layer
 
-    def used_weight(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the weight for a call, and the tensor to which its gradient is added if autograd does not return it.
+    def _entering(self, name: str, value: Tensor) -> Tensor:
+        if name != "weight":
+            return value
+        self.check_shape(value)
+        return _accumulated(value, main_grad_of(value)) if self.grad_accumulation_fusion else value
 
-        Args:
-            weight: the layer's own or the caller's, of this rank's shape.
-
-        Raises:
-            ValueError: it has another shape; ``grad_accumulation_fusion`` and it has no ``main_grad``.
-        """
-        if weight.shape != self._weight_shape:  # the caller's, or a replacement of the layer's own
+    def check_shape(self, weight: Tensor) -> None:
+        """Raises a ValueError unless the weight, the caller's or a replacement of the layer's own, is a shard's."""
+        if weight.shape != self._weight_shape:
             raise ValueError(
                 f"weight: shape {tuple(weight.shape)} must be {tuple(self._weight_shape)}, this rank's shard"
             )
-        if weight is self.entered.get("weight"):
-            return weight, None
-        main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
-        if "weight" not in self._copied:
-            return weight, main_grad
-        return self.summed_over_copies("weight", _accumulated(weight, main_grad)), None
-
-    def entering_parameter(self, name: str) -> Tensor | None:
-        param = super().entering_parameter(name)
-        if name != "weight" or param is None or not self.grad_accumulation_fusion:
-            return param
-        return _accumulated(param, main_grad_of(param))
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"local={tuple(self.weight.shape)}, bias={self.bias is not None}, {self.parallel_repr()}"
         )
+
+
+def operands(
+    layer: ParallelLinear, own: dict[str, Any], given: Tensor | None, summed: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns weight, bias and ``main_grad`` of a call of the layer, as its operator takes them.
+
+    Weight and bias are those of :meth:`ParallelModule.parameter`. In the usual case they are read here without it: a
+    linear is called more often than any other layer, and each attribute of an ``nn.Module``, a method too, costs some
+    1000 of the 51 000 instructions of a forward, an entry of its ``__dict__`` 60. This is the only such place.
+
+    Args:
+        own: the ``__dict__`` of the layer.
+        given: the caller's weight, of this rank's shape; None: the layer's own.
+        summed: the parameters that leave a region which sums their gradients: ``_copied`` of a column layer, which
+            replicates nothing, ``_coalesced`` of a row layer, which has no copies.
+
+    Raises:
+        ValueError: the weight has another shape; ``grad_accumulation_fusion`` and it has no ``main_grad``.
+    """
+    if given is None and not (summed or own["grad_accumulation_fusion"]):
+        parameters = own["_parameters"]
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # computed by a parametrization
+            weight, bias = layer.weight, layer.bias
+        if weight.shape == own["_weight_shape"]:
+            return weight, bias, None
+    weight = layer.parameter("weight", given)
+    layer.check_shape(weight)
+    # With copies main_grad gets the sum over the ranks: see _entering
+    main_grad = main_grad_of(weight) if own["grad_accumulation_fusion"] and "weight" not in own["_copied"] else None
+    return weight, layer.parameter("bias", operator_sums=layer.operator_sums_bias), main_grad
