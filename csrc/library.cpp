@@ -3,7 +3,8 @@
 // Public operators are composite: autograd/ implements them over torch::autograd::Function, so that
 // their collectives are visible to torch.compile, CommDebugMode and activation checkpointing.
 // Primitive operators (leading underscore) are opaque kernels: cpu/, cuda/ and a fake in
-// tp_ext/_ops/fakes.py, without communication and without autograd of their own.
+// tp_ext/_ops/, without communication and without autograd of their own. tp_ext/_ops/ declares every
+// operator for Python.
 //
 // `group` is the name of a process group, followed by this rank and the size if the caller knows
 // them ("0@1/4"); "" means no parallelism (one rank). `sizes` holds one length per rank.
@@ -14,7 +15,7 @@
 #endif
 
 TORCH_LIBRARY(tp_ext, m) {
-  m.set_python_module("tp_ext._ops.fakes");
+  m.set_python_module("tp_ext._ops.binding");
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
   // Regions: identity | sum, slice | concatenate, concatenate | summed slice, exchange

@@ -5,6 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tp_ext import _ops
+from tp_ext._ops import binding
 
 DIRECT = {name: function for name, function in vars(_ops).items() if type(function) is type(len)}
 
@@ -60,7 +61,7 @@ def test_all_arguments_are_read_without_torch_ops(name):
     def never(*args, **kwargs):
         raise AssertionError(f"{name} went through torch.ops with {args} {kwargs}")
 
-    function = _ops._library.direct_call(name, never)
+    function = binding.library.direct_call(name, never)
     assert torch.equal(function(*arguments(name)), DIRECT[name](*arguments(name)))
     with pytest.raises(AssertionError, match="through"):
         function(*arguments(name)[:-1])
@@ -139,4 +140,4 @@ def test_errors_are_those_of_torch_ops(name, args):
 
 def test_only_operators_of_the_table():
     with pytest.raises(ValueError, match="'nothing' must be an operator of the table"):
-        _ops._library.direct_call("nothing", print)
+        binding.library.direct_call("nothing", print)

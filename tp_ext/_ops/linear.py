@@ -1,0 +1,116 @@
+"""Linear layers: the operators of :mod:`tp_ext.nn.linear` and :mod:`tp_ext.nn.mlp`, and the GEMMs that they fuse.
+
+C++: csrc/autograd/linear.cpp, mlp.cpp, main_grad.cpp; formulas, saved tensors and overlap are at the top of each.
+"""
+
+from torch import Tensor
+
+from tp_ext._ops.binding import Sizes, direct_operator, operator, primitive
+from tp_ext._ops.fake_tensors import like
+
+
+@direct_operator
+def column_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    sequence_parallel: bool = False,
+    sizes: Sizes = None,
+    main_grad: Tensor | None = None,
+    overlap_chunks: int = 1,
+) -> Tensor:
+    """Returns ``x weight^T + bias``, ``[.., out_local]``; dx is summed over the ranks.
+
+    Args:
+        x: ``[.., in]``; under SP this rank's shard of dim 0, and the result has all of it.
+        weight, bias: ``[out_local, in]`` and ``[out_local]``.
+        sizes: under SP, the lengths of dim 0 of the ranks; default all equal.
+        main_grad: the gradient of ``weight`` is added to it; ``weight`` gets none.
+        overlap_chunks: number of chunks in which communication without a GEMM to overlap with is issued.
+
+    Communicates: backward, one all-reduce of x; under SP, forward an all-gather of x, backward an all-gather of x and a
+    reduce-scatter of dx.
+    """
+
+
+@direct_operator
+def row_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    sequence_parallel: bool = False,
+    sizes: Sizes = None,
+    main_grad: Tensor | None = None,
+    overlap_chunks: int = 1,
+    sum_bias_grad: bool = True,
+) -> Tensor:
+    """Returns the sum over ranks of ``x weight^T``, plus ``bias``: ``[.., out]``.
+
+    Args:
+        x: ``[.., in_local]``.
+        weight, bias: ``[out, in_local]`` and ``[out]``, the bias replicated.
+        sizes: under SP the result is this rank's shard of dim 0, whose lengths these are; default as
+            ``torch.tensor_split``.
+        main_grad, overlap_chunks: as in :func:`column_parallel_linear`.
+        sum_bias_grad: False leaves the gradient of ``bias`` under SP partial, for the caller to sum.
+
+    Communicates: forward, one all-reduce of the result; under SP, forward a reduce-scatter, backward an all-gather of
+    dy and an all-reduce of the bias gradient.
+    """
+
+
+@direct_operator
+def parallel_mlp(
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor,
+    down_weight: Tensor,
+    down_bias: Tensor,
+    group: str,
+    sequence_parallel: bool = False,
+    sizes: Sizes = None,
+    up_main_grad: Tensor | None = None,
+    down_main_grad: Tensor | None = None,
+    sum_bias_grad: bool = True,
+) -> Tensor:
+    """Returns a column linear, gelu_tanh and a row linear as one operator, whose GEMMs fuse bias and activation.
+
+    Args:
+        x: ``[.., in]``, under SP this rank's shard of dim 0, like the result.
+        up_weight, up_bias: ``[ffn_local, in]`` and ``[ffn_local]``.
+        down_weight, down_bias: ``[out, ffn_local]`` and ``[out]``.
+        sizes, up_main_grad, down_main_grad, sum_bias_grad: as in the two linears.
+
+    Communicates: what the two linears do.
+    """
+
+
+@primitive("_linear_gelu_fwd")
+def linear_gelu_fwd(x: Tensor, weight: Tensor, bias: Tensor, keep_pre: bool) -> tuple[Tensor, Tensor]:
+    """Returns y = gelu_tanh(pre) and pre = x weight^T + bias, both ``[.., out]``; pre is empty unless ``keep_pre``."""
+    y = x.new_empty([*x.shape[:-1], weight.shape[0]])
+    return y, y.new_empty(y.shape if keep_pre else 0)
+
+
+@primitive("_linear_dgelu_bwd")
+def linear_dgelu_bwd(dy: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns dpre = (dy weight) * gelu_tanh'(pre), and its sums over rows, dbias.
+
+    Args:
+        dy: ``[.., out]``, the gradient after the next linear.
+        weight: ``[out, ffn_local]``, of the next linear.
+        pre: ``[.., ffn_local]``, of :func:`linear_gelu_fwd`.
+    """
+    return like(pre), pre.new_empty(weight.shape[1])
+
+
+@primitive("_add_weight_grad_")
+def add_weight_grad_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Adds ``dy^T x`` to ``main_grad``, ``[out, in]``; dy ``[.., out]``, x ``[.., in]``."""
+
+
+@operator
+def accumulate_grad_into(x: Tensor, main_grad: Tensor) -> Tensor:
+    """Returns x; backward adds dy to ``main_grad``, and x gets no gradient."""
