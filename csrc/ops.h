@@ -1,4 +1,5 @@
-// Calls between C++ files: operators are called by name, through the dispatcher.
+// Calls between C++ files: operators are called by name, through the dispatcher. Their types are in
+// operators.h.
 
 #pragma once
 
@@ -9,10 +10,9 @@ namespace tp_ext {
 
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
-using OptionalSizes = at::OptionalSymIntArrayRef;
+using Sizes = at::OptionalSymIntArrayRef;
 
-// The typed handle of "tp_ext::<name>". Look it up once per call site:
-//   static const auto op = find_op<Tensor(const Tensor&, double)>("tp_ext::_name");
+// The typed handle of "tp_ext::<name>"; TP_OP of operators.h gives it the declared type
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();

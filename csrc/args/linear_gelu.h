@@ -9,7 +9,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "check.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace tp_ext::composed {
 
@@ -60,8 +60,7 @@ inline void check_add_weight_grad(const Tensor& main_grad, const Tensor& dy, con
 
 inline std::tuple<Tensor, Tensor> linear_gelu_fwd(const Tensor& x, const Tensor& weight,
                                                   const Tensor& bias, bool keep_pre) {
-  using Forward = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
-  static const auto activate = find_op<Forward>("tp_ext::_bias_act_fwd");
+  static const auto activate = TP_OP(_bias_act_fwd);
   const Tensor pre = at::linear(x, weight, bias);
   return {activate.call(pre, std::nullopt, "gelu_tanh"), keep_pre ? pre : pre.new_empty({0})};
 }
@@ -69,9 +68,7 @@ inline std::tuple<Tensor, Tensor> linear_gelu_fwd(const Tensor& x, const Tensor&
 // A zero bias makes _bias_act_bwd return the column sums too, taken before dx is rounded
 inline std::tuple<Tensor, Tensor> linear_dgelu_bwd(const Tensor& dy, const Tensor& weight,
                                                    const Tensor& pre) {
-  using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
-                                              std::string_view);
-  static const auto backward = find_op<Backward>("tp_ext::_bias_act_bwd");
+  static const auto backward = TP_OP(_bias_act_bwd);
   const Tensor dh = at::mm(rows_of(dy), weight).view(pre.sizes());
   return backward.call(dh, pre, at::zeros({pre.size(-1)}, pre.options()), "gelu_tanh");
 }

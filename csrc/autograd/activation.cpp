@@ -8,7 +8,7 @@
 
 #include "autograd/differentiation.h"
 #include "check.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace tp_ext {
 namespace {
@@ -16,22 +16,18 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using Forward = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
-using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
-                                            std::string_view);
-
 struct BiasAct {
   static constexpr const char* kName = "bias_act";
   static const auto& forward() {
-    static const auto op = find_op<Forward>("tp_ext::_bias_act_fwd");
+    static const auto op = TP_OP(_bias_act_fwd);
     return op;
   }
   static const auto& backward() {
-    static const auto op = find_op<Backward>("tp_ext::_bias_act_bwd");
+    static const auto op = TP_OP(_bias_act_bwd);
     return op;
   }
   static const auto& composite() {
-    static const auto op = find_op<Forward>("tp_ext::bias_act");
+    static const auto op = TP_OP(bias_act);
     return op;
   }
 };
@@ -39,15 +35,15 @@ struct BiasAct {
 struct GatedAct {
   static constexpr const char* kName = "gated_act";
   static const auto& forward() {
-    static const auto op = find_op<Forward>("tp_ext::_gated_act_fwd");
+    static const auto op = TP_OP(_gated_act_fwd);
     return op;
   }
   static const auto& backward() {
-    static const auto op = find_op<Backward>("tp_ext::_gated_act_bwd");
+    static const auto op = TP_OP(_gated_act_bwd);
     return op;
   }
   static const auto& composite() {
-    static const auto op = find_op<Forward>("tp_ext::gated_act");
+    static const auto op = TP_OP(gated_act);
     return op;
   }
 };
@@ -92,9 +88,17 @@ Tensor autocast(const Tensor& x, const OptionalTensor& bias, std::string_view ac
 
 }  // namespace
 
+Tensor bias_act(const Tensor& x, const OptionalTensor& bias, std::string_view activation) {
+  return composite<BiasAct>(x, bias, activation);
+}
+
+Tensor gated_act(const Tensor& x, const OptionalTensor& bias, std::string_view activation) {
+  return composite<GatedAct>(x, bias, activation);
+}
+
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<composite<BiasAct>>(m, "bias_act");
-  impl_composite<composite<GatedAct>>(m, "gated_act");
+  impl_composite<bias_act>(m, "bias_act");
+  impl_composite<gated_act>(m, "gated_act");
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {

@@ -11,7 +11,7 @@
 #include <torch/library.h>
 
 #include "autograd/differentiation.h"
-#include "ops.h"
+#include "operators.h"
 #include "rows.h"
 
 namespace tp_ext {
@@ -22,17 +22,11 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
-                             const OptionalTensor& residual, const Tensor& seed, double p,
-                             SymInt local_inner, SymInt full_inner, SymInt offset);
-
 struct BiasDropoutResidual : Function<BiasDropoutResidual> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& bias,
                         const OptionalTensor& residual, const Tensor& seed, double p,
                         const SymInt& local_inner, const SymInt& full_inner, const SymInt& offset) {
-    static const auto op =
-        find_op<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                       double, SymInt, SymInt, SymInt)>("tp_ext::_bias_dropout_residual_fwd");
+    static const auto op = TP_OP(_bias_dropout_residual_fwd);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({seed});
     ctx->saved_data["has_bias"] = bias.has_value();
@@ -47,11 +41,8 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
   // dx, and the gradient of the bias if it is needed
   static std::tuple<Tensor, Tensor> dropout_again(AutogradContext* ctx, const Tensor& grad,
                                                   bool bias_wanted) {
-    static const auto op =
-        find_op<Tensor(const Tensor&, const Tensor&, double, SymInt, SymInt, SymInt)>(
-            "tp_ext::_dropout_bwd");
-    static const auto op_with_bias = find_op<std::tuple<Tensor, Tensor>(
-        const Tensor&, const Tensor&, double, SymInt, SymInt, SymInt)>("tp_ext::_bias_dropout_bwd");
+    static const auto op = TP_OP(_dropout_bwd);
+    static const auto op_with_bias = TP_OP(_bias_dropout_bwd);
     const auto saved = ctx->get_saved_variables();
     auto& data = ctx->saved_data;
     const double p = data["p"].toDouble();
@@ -86,6 +77,8 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
   }
 };
 
+}  // namespace
+
 // Dtypes as in torch's composition: the bias follows x; x and the residual get their common type
 Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
                              const OptionalTensor& residual, const Tensor& seed, double p,
@@ -94,9 +87,7 @@ Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
   const auto dtype =
       has_residual ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
   if (any_tangent(x, bias, residual)) {
-    static const auto op =
-        find_op<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                       double, SymInt, SymInt, SymInt)>("tp_ext::bias_dropout_residual");
+    static const auto op = TP_OP(bias_dropout_residual);
     const auto tangent = [](const OptionalTensor& t) {
       return has_tangent(t) ? OptionalTensor(tangent_of(*t)) : std::nullopt;
     };
@@ -110,8 +101,6 @@ Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
       has_residual ? OptionalTensor(residual->to(dtype)) : std::nullopt, seed, p, local_inner,
       full_inner, offset);
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<bias_dropout_residual>(m, "bias_dropout_residual");

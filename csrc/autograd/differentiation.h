@@ -111,9 +111,8 @@ inline Tensor make_dual(const Tensor& primal, const Tensor& tangent) {
 
 // A linear operator on a dual x: applied to its primal and to its tangent, through the dispatcher,
 // since either may belong to a level of torch.func further out.
-template <typename Signature, typename... Args>
-Tensor on_dual(const char* op, const Tensor& x, const Args&... args) {
-  const auto linear = find_op<Signature>(op);
+template <typename Operator, typename... Args>
+Tensor on_dual(const Operator& linear, const Tensor& x, const Args&... args) {
   const Tensor y = linear.call(primal_of(x), args...);  // first, on every rank: it may communicate
   return make_dual(y, linear.call(tangent_of(x), args...));
 }

@@ -15,8 +15,8 @@
 #include <torch/library.h>
 
 #include "autograd/differentiation.h"
-#include "autograd/regions.h"
 #include "comm/collectives.h"
+#include "operators.h"
 
 namespace tp_ext {
 namespace {
@@ -86,20 +86,20 @@ struct ReduceReplicas : Function<ReduceReplicas> {
   }
 };
 
-Tensor on_dual_replicas(const char* op, const Tensor& x, const std::string& group,
+template <typename Operator>
+Tensor on_dual_replicas(const Operator& op, const Tensor& x, const std::string& group,
                         const ReplicatedRows& rows) {
-  return on_dual<ReplicasRegion>(op, x, group, at::IntArrayRef(rows.local_starts),
-                                 at::IntArrayRef(rows.lengths), at::IntArrayRef(rows.full_starts),
-                                 rows.full_size);
+  return on_dual(op, x, group, at::IntArrayRef(rows.local_starts), at::IntArrayRef(rows.lengths),
+                 at::IntArrayRef(rows.full_starts), rows.full_size);
 }
 
 Tensor copy_replicas_to(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
-  if (has_tangent(x)) return on_dual_replicas("tp_ext::copy_pieces_to_region", x, group, rows);
+  if (has_tangent(x)) return on_dual_replicas(TP_OP(copy_pieces_to_region), x, group, rows);
   return needs_graph(x) ? CopyReplicas::apply(x, group, rows) : x;
 }
 
 Tensor reduce_replicas_from(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
-  if (has_tangent(x)) return on_dual_replicas("tp_ext::reduce_pieces_from_region", x, group, rows);
+  if (has_tangent(x)) return on_dual_replicas(TP_OP(reduce_pieces_from_region), x, group, rows);
   return needs_graph(x) ? ReduceReplicas::apply(x, group, rows) : sum_replicas(x, group, rows);
 }
 
@@ -117,6 +117,8 @@ ReplicatedRows checked(const Tensor& x, at::IntArrayRef local_starts, at::IntArr
   return {local_starts.vec(), lengths.vec(), full_starts.vec(), full_size};
 }
 
+}  // namespace
+
 Tensor copy_pieces_to_region(const Tensor& x, const std::string& group,
                              at::IntArrayRef local_starts, at::IntArrayRef lengths,
                              at::IntArrayRef full_starts, int64_t full_size) {
@@ -130,8 +132,6 @@ Tensor reduce_pieces_from_region(const Tensor& x, const std::string& group,
   const auto rows = checked(x, local_starts, lengths, full_starts, full_size);
   return comm::size(group) == 1 ? x : reduce_replicas_from(x, group, rows);
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<copy_pieces_to_region>(m, "copy_pieces_to_region");

@@ -28,10 +28,9 @@
 #include "autograd/linear_checks.h"
 #include "autograd/main_grad.h"
 #include "autograd/linear_overlap.h"
-#include "autograd/regions.h"
 #include "comm/collectives.h"
 #include "comm/symmetric_memory.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace tp_ext {
 namespace {
@@ -254,23 +253,18 @@ bool is_plain(int64_t p, const OptionalTensor& main_grad) {
 
 // Forward mode: composed of regions and torch's linear, which knows the product rule. Regions go
 // through the dispatcher, since an input may belong to a level of torch.func further out.
-Tensor by_region(const char* op, const Tensor& x, const std::string& group) {
-  return find_op<Region>(op).call(x, group);
-}
-Tensor by_region(const char* op, const Tensor& x, const std::string& group, const Split& tokens) {
-  return find_op<DimRegion>(op).call(x, group, 0, c10::SymIntArrayRef(tokens.sizes));
-}
+c10::SymIntArrayRef sizes_of(const Split& tokens) { return tokens.sizes; }
 Tensor accumulating(const Tensor& weight, const OptionalTensor& main_grad) {
   if (!main_grad.has_value()) return weight;
-  return find_op<Tensor(const Tensor&, const Tensor&)>("tp_ext::accumulate_grad_into")
-      .call(weight, *main_grad);
+  return TP_OP(accumulate_grad_into).call(weight, *main_grad);
 }
 
 Tensor column_by_regions(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                          const std::string& group, bool sequence_parallel, const Split& tokens,
                          const OptionalTensor& main_grad) {
-  const Tensor x_full = sequence_parallel ? by_region("tp_ext::all_gather_region", x, group, tokens)
-                                          : by_region("tp_ext::copy_to_region", x, group);
+  const Tensor x_full = sequence_parallel
+                            ? TP_OP(all_gather_region).call(x, group, 0, sizes_of(tokens))
+                            : TP_OP(copy_to_region).call(x, group);
   return at::linear(x_full, accumulating(weight, main_grad), bias);
 }
 
@@ -279,12 +273,14 @@ Tensor row_by_regions(const Tensor& x, const Tensor& weight, const OptionalTenso
                       const OptionalTensor& main_grad, bool sum_bias_grad) {
   const Tensor partial = at::linear(x, accumulating(weight, main_grad));
   const Tensor y = sequence_parallel
-                       ? by_region("tp_ext::reduce_scatter_region", partial, group, tokens)
-                       : by_region("tp_ext::reduce_from_region", partial, group);
+                       ? TP_OP(reduce_scatter_region).call(partial, group, 0, sizes_of(tokens))
+                       : TP_OP(reduce_from_region).call(partial, group);
   if (!bias.has_value()) return y;
   const bool sum = sequence_parallel && sum_bias_grad;
-  return at::add(y, sum ? by_region("tp_ext::copy_to_region", *bias, group) : *bias);
+  return at::add(y, sum ? TP_OP(copy_to_region).call(*bias, group) : *bias);
 }
+
+}  // namespace
 
 Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                               const std::string& group, bool sequence_parallel, Sizes sizes,
@@ -316,6 +312,8 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
   return RowLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad,
                           p > 1 ? overlap_chunks : 1, sum_bias_grad);
 }
+
+namespace {
 
 // Autocast as for torch's linear: all tensors in the low precision, fp32 weights cast once per
 // autocast region

@@ -5,7 +5,7 @@
 
 #include "autograd/differentiation.h"
 #include "check.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace tp_ext {
 
@@ -23,8 +23,7 @@ void check_main_grad(const std::optional<Tensor>& main_grad, const Tensor& weigh
 }
 
 void add_weight_grad(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
-  static const auto op =
-      find_op<void(const Tensor&, const Tensor&, const Tensor&)>("tp_ext::_add_weight_grad_");
+  static const auto op = TP_OP(_add_weight_grad_);
   op.call(main_grad, dy, x);
 }
 
@@ -43,16 +42,16 @@ struct AccumulateGrad : Function<AccumulateGrad> {
   }
 };
 
+}  // namespace
+
 Tensor accumulate_grad_into(const Tensor& x, const Tensor& main_grad) {
   check_main_grad(main_grad, x);
   if (has_tangent(x)) {  // the gradient of a tangent must not be added
-    const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("tp_ext::accumulate_grad_into");
+    const auto op = TP_OP(accumulate_grad_into);
     return make_dual(op.call(primal_of(x), main_grad), tangent_of(x));
   }
   return needs_graph(x) ? AccumulateGrad::apply(x, main_grad) : x;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<accumulate_grad_into>(m, "accumulate_grad_into");

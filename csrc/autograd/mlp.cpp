@@ -28,9 +28,8 @@
 #include "autograd/linear_checks.h"
 #include "autograd/main_grad.h"
 #include "autograd/linear_overlap.h"
-#include "autograd/regions.h"
 #include "comm/collectives.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace tp_ext {
 namespace {
@@ -57,14 +56,12 @@ void check_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
 
 std::tuple<Tensor, Tensor> linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                        bool keep_pre) {
-  using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, bool);
-  static const auto op = find_op<Forward>("tp_ext::_linear_gelu_fwd");
+  static const auto op = TP_OP(_linear_gelu_fwd);
   return op.call(x, weight, bias, keep_pre);
 }
 
 std::tuple<Tensor, Tensor> linear_dgelu(const Tensor& dy, const Tensor& weight, const Tensor& pre) {
-  using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&);
-  static const auto op = find_op<Backward>("tp_ext::_linear_dgelu_bwd");
+  static const auto op = TP_OP(_linear_dgelu_bwd);
   return op.call(dy, weight, pre);
 }
 
@@ -152,6 +149,8 @@ struct ParallelMlp : Function<ParallelMlp> {
   }
 };
 
+}  // namespace
+
 Tensor parallel_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
                     const Tensor& down_weight, const Tensor& down_bias, const std::string& group,
                     bool sequence_parallel, Sizes sizes, const OptionalTensor& up_main_grad,
@@ -166,6 +165,8 @@ Tensor parallel_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_b
                             tokens, up_main_grad, down_main_grad, sum_bias_grad,
                             at::GradMode::is_enabled());
 }
+
+namespace {
 
 // As for the linears: all tensors in the low precision, fp32 parameters cast once per autocast
 // region

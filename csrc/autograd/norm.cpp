@@ -26,6 +26,7 @@
 
 #include "autograd/differentiation.h"
 #include "args/norm.h"
+#include "operators.h"
 #include "rows.h"
 
 namespace tp_ext {
@@ -37,12 +38,8 @@ using torch::autograd::variable_list;
 // y, sum (undefined without a residual) and rstd
 std::tuple<Tensor, Tensor, Tensor> rms_norm_fwd(const Tensor& x, const OptionalTensor& residual,
                                                 const OptionalTensor& weight, double eps) {
-  static const auto plain =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, double)>(
-          "tp_ext::_rms_norm_fwd");
-  static const auto adding = find_op<std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, const Tensor&, const OptionalTensor&, double)>(
-      "tp_ext::_rms_norm_residual_fwd");
+  static const auto plain = TP_OP(_rms_norm_fwd);
+  static const auto adding = TP_OP(_rms_norm_residual_fwd);
   if (has(residual)) return adding.call(x, *residual, weight, eps);
   auto [y, rstd] = plain.call(x, weight, eps);
   return {y, Tensor(), rstd};
@@ -52,9 +49,7 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad, const Tensor& x,
                                         const OptionalTensor& weight, const Tensor& rstd,
                                         const OptionalTensor& grad_sum,
                                         std::array<bool, 2> wanted) {
-  static const auto op = find_op<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
-      std::array<bool, 2>)>("tp_ext::_rms_norm_bwd");
+  static const auto op = TP_OP(_rms_norm_bwd);
   return op.call(grad, x, weight, rstd, grad_sum, wanted);
 }
 
@@ -63,12 +58,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& x,
                                                           const OptionalTensor& residual,
                                                           const OptionalTensor& weight,
                                                           const OptionalTensor& bias, double eps) {
-  static const auto plain = find_op<std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, const OptionalTensor&, const OptionalTensor&, double)>(
-      "tp_ext::_layer_norm_fwd");
-  static const auto adding = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor>(
-      const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, double)>(
-      "tp_ext::_layer_norm_residual_fwd");
+  static const auto plain = TP_OP(_layer_norm_fwd);
+  static const auto adding = TP_OP(_layer_norm_residual_fwd);
   if (has(residual)) return adding.call(x, *residual, weight, bias, eps);
   auto [y, mean, rstd] = plain.call(x, weight, bias, eps);
   return {y, Tensor(), mean, rstd};
@@ -79,9 +70,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad, const Tens
                                                   const Tensor& rstd,
                                                   const OptionalTensor& grad_sum,
                                                   std::array<bool, 3> wanted) {
-  static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-      const OptionalTensor&, std::array<bool, 3>)>("tp_ext::_layer_norm_bwd");
+  static const auto op = TP_OP(_layer_norm_bwd);
   return op.call(grad, x, weight, mean, rstd, grad_sum, wanted);
 }
 
@@ -192,6 +181,8 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
   }
 };
 
+}  // namespace
+
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
   refuse_forward_mode("rms_norm", x, weight);
   return RmsNorm::apply(x, std::nullopt, weight, eps)[0];
@@ -217,6 +208,8 @@ std::tuple<Tensor, Tensor> layer_norm_residual(const Tensor& x, const Tensor& re
   const auto both = LayerNorm::apply(x, residual, weight, bias, eps);
   return {both[0], both[1]};
 }
+
+namespace {
 
 template <typename T>
 T fp32(const T& t) {

@@ -16,14 +16,13 @@
 // rank computes the same gradient: take this rank's slice of it) or sharded work (gradients are
 // partials: sum them).
 
-#include "autograd/regions.h"
-
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "autograd/differentiation.h"
 #include "check.h"
 #include "comm/collectives.h"
+#include "operators.h"
 
 namespace tp_ext {
 
@@ -31,11 +30,6 @@ using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
-
-Tensor scatter_to_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes);
-Tensor gather_from_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes);
-Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t split_dim,
-                         int64_t concat_dim, Sizes split_sizes, Sizes concat_sizes);
 
 namespace {
 
@@ -149,13 +143,13 @@ struct AllToAll : Function<AllToAll> {
 
 Tensor copy_to_region(const Tensor& x, const std::string& group) {
   if (comm::size(group) == 1 || !needs_graph(x)) return x;
-  if (has_tangent(x)) return on_dual<Region>("tp_ext::copy_to_region", x, group);
+  if (has_tangent(x)) return on_dual(TP_OP(copy_to_region), x, group);
   return CopyTo::apply(x, group);
 }
 
 Tensor reduce_from_region(const Tensor& x, const std::string& group) {
   if (comm::size(group) == 1) return x;
-  if (has_tangent(x)) return on_dual<Region>("tp_ext::reduce_from_region", x, group);
+  if (has_tangent(x)) return on_dual(TP_OP(reduce_from_region), x, group);
   return needs_graph(x) ? ReduceFrom::apply(x, group) : comm::all_reduce(x, group);
 }
 
@@ -163,7 +157,7 @@ Tensor scatter_to_region(const Tensor& x, const std::string& group, int64_t dim,
   dim = check_dim(dim, x.dim(), "dim");
   const auto split = split_full(x.sym_size(dim), comm::size(group), sizes);
   if (split.sizes.size() == 1) return x;
-  if (has_tangent(x)) return on_dual<DimRegion>("tp_ext::scatter_to_region", x, group, dim, sizes);
+  if (has_tangent(x)) return on_dual(TP_OP(scatter_to_region), x, group, dim, sizes);
   return needs_graph(x) ? ScatterTo::apply(x, group, dim, split) : slice(x, group, dim, split);
 }
 
@@ -171,7 +165,7 @@ Tensor gather_from_region(const Tensor& x, const std::string& group, int64_t dim
   dim = check_dim(dim, x.dim(), "dim");
   const auto split = split_local(x.sym_size(dim), comm::rank(group), comm::size(group), sizes);
   if (split.sizes.size() == 1) return x;
-  if (has_tangent(x)) return on_dual<DimRegion>("tp_ext::gather_from_region", x, group, dim, sizes);
+  if (has_tangent(x)) return on_dual(TP_OP(gather_from_region), x, group, dim, sizes);
   return needs_graph(x) ? GatherFrom::apply(x, group, dim, split)
                         : comm::all_gather(x, group, dim, split);
 }
@@ -180,7 +174,7 @@ Tensor all_gather_region(const Tensor& x, const std::string& group, int64_t dim,
   dim = check_dim(dim, x.dim(), "dim");
   const auto split = split_local(x.sym_size(dim), comm::rank(group), comm::size(group), sizes);
   if (split.sizes.size() == 1) return x;
-  if (has_tangent(x)) return on_dual<DimRegion>("tp_ext::all_gather_region", x, group, dim, sizes);
+  if (has_tangent(x)) return on_dual(TP_OP(all_gather_region), x, group, dim, sizes);
   return needs_graph(x) ? AllGather::apply(x, group, dim, split)
                         : comm::all_gather(x, group, dim, split);
 }
@@ -189,8 +183,7 @@ Tensor reduce_scatter_region(const Tensor& x, const std::string& group, int64_t 
   dim = check_dim(dim, x.dim(), "dim");
   const auto split = split_full(x.sym_size(dim), comm::size(group), sizes);
   if (split.sizes.size() == 1) return x;
-  if (has_tangent(x))
-    return on_dual<DimRegion>("tp_ext::reduce_scatter_region", x, group, dim, sizes);
+  if (has_tangent(x)) return on_dual(TP_OP(reduce_scatter_region), x, group, dim, sizes);
   return needs_graph(x) ? ReduceScatter::apply(x, group, dim, split)
                         : comm::reduce_scatter(x, group, dim, split);
 }
@@ -206,8 +199,8 @@ Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t spli
   const auto concat = split_local(own, rank, p, concat_sizes, "concat_sizes");
   if (p == 1) return x;
   if (has_tangent(x))
-    return on_dual<ExchangeRegion>("tp_ext::all_to_all_region", x, group, split_dim, concat_dim,
-                                   split_sizes, concat_sizes);
+    return on_dual(TP_OP(all_to_all_region), x, group, split_dim, concat_dim, split_sizes,
+                   concat_sizes);
   return needs_graph(x) ? AllToAll::apply(x, group, split_dim, concat_dim, split, concat)
                         : comm::all_to_all(x, group, split_dim, concat_dim, split, concat);
 }

@@ -10,7 +10,7 @@
 #include <torch/library.h>
 
 #include "autograd/differentiation.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace tp_ext {
 namespace {
@@ -22,8 +22,7 @@ using torch::autograd::variable_list;
 struct Rope : Function<Rope> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cos, const Tensor& sin,
                         bool interleaved, bool inverse, const OptionalTensor& positions) {
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, bool, bool,
-                                          const OptionalTensor&)>("tp_ext::_rope");
+    static const auto op = TP_OP(_rope);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({cos, sin, positions.value_or(Tensor())});
     ctx->saved_data["interleaved"] = interleaved;
@@ -45,17 +44,14 @@ struct Rope : Function<Rope> {
   }
 };
 
+}  // namespace
+
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved,
             const OptionalTensor& positions) {
   refuse_forward_mode("rope: the table of angles", cos, sin);
-  if (has_tangent(x))
-    return on_dual<Tensor(const Tensor&, const Tensor&, const Tensor&, bool,
-                          const OptionalTensor&)>("tp_ext::rope", x, cos, sin, interleaved,
-                                                  positions);
+  if (has_tangent(x)) return on_dual(TP_OP(rope), x, cos, sin, interleaved, positions);
   return Rope::apply(x, cos.detach(), sin.detach(), interleaved, false, positions);
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) { impl_composite<rope>(m, "rope"); }
 

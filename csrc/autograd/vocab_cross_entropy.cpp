@@ -15,7 +15,7 @@
 #include "autograd/differentiation.h"
 #include "check.h"
 #include "comm/collectives.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace tp_ext {
 namespace {
@@ -50,24 +50,15 @@ struct Arguments {
 // With several ranks an extra row holds each rank's width and vocabulary: no rank can check those
 // alone, so _vocab_ce_loss does, once all rows are gathered
 Tensor local_stats(const Tensor& logits, const Tensor& target, const Arguments& a) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt, int64_t, bool, bool)>(
-          "tp_ext::_vocab_ce_stats");
+  static const auto op = TP_OP(_vocab_ce_stats);
   return op.call(logits, target, a.vocab_start, a.vocab_local, a.vocab_size, a.ignore_index,
                  comm::size(a.group) > 1, a.vocab_size_given);
 }
 
 std::tuple<Tensor, Tensor> row_losses(const Tensor& stats, const Tensor& target,
                                       const Arguments& a) {
-  static const auto op = find_op<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, SymInt, int64_t, double, double)>("tp_ext::_vocab_ce_loss");
+  static const auto op = TP_OP(_vocab_ce_loss);
   return op.call(stats, target, a.vocab_size, a.ignore_index, a.label_smoothing, a.z_loss);
-}
-
-template <typename Result>
-auto find_backward(const char* name) {
-  return find_op<Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt,
-                        SymInt, int64_t, double, double)>(name);
 }
 
 // Below the dispatcher's autograd layers `to` may return its argument, which operators must not
@@ -127,10 +118,10 @@ struct CrossEntropy : Function<CrossEntropy> {
                      data["label_smoothing"].toDouble(), data["z_loss"].toDouble());
     };
     if (!data["inplace_backward"].toBool()) {
-      static const auto op = find_backward<Tensor>("tp_ext::_vocab_ce_bwd");
+      static const auto op = TP_OP(_vocab_ce_bwd);
       return {call(op, logits), Tensor(), Tensor()};
     }
-    static const auto op = find_backward<void>("tp_ext::_vocab_ce_bwd_");
+    static const auto op = TP_OP(_vocab_ce_bwd_);
     const Tensor dlogits = logits.detach();  // the same memory
     call(op, dlogits);
     // Anyone else who saved the logits for backward gets torch's error instead of a wrong gradient

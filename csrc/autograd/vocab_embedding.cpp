@@ -12,9 +12,8 @@
 #include <torch/library.h>
 
 #include "autograd/differentiation.h"
-#include "autograd/regions.h"
 #include "check.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace tp_ext {
 namespace {
@@ -26,8 +25,7 @@ using torch::autograd::variable_list;
 
 Tensor lookup(const Tensor& weight, const Tensor& ids, const SymInt& vocab_start,
               const SymInt& vocab_local, const SymInt& vocab_size) {
-  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt)>(
-      "tp_ext::_vocab_embedding_fwd");
+  static const auto op = TP_OP(_vocab_embedding_fwd);
   return op.call(weight, ids, vocab_start, vocab_local, vocab_size);
 }
 
@@ -45,14 +43,15 @@ struct Lookup : Function<Lookup> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward("vocab_parallel_embedding", grads);
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, SymInt, SymInt, SymInt)>(
-        "tp_ext::_vocab_embedding_bwd");
+    static const auto op = TP_OP(_vocab_embedding_bwd);
     auto& data = ctx->saved_data;
     return {op.call(grads[0], ctx->get_saved_variables()[0], data["num_rows"].toSymInt(),
                     data["vocab_start"].toSymInt(), data["vocab_local"].toSymInt()),
             Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
+
+}  // namespace
 
 Tensor vocab_parallel_embedding(const Tensor& ids, const Tensor& weight, const std::string& group,
                                 SymInt vocab_start, SymInt vocab_local, SymInt vocab_size,
@@ -61,9 +60,7 @@ Tensor vocab_parallel_embedding(const Tensor& ids, const Tensor& weight, const s
                     " must be [rows, hidden]");
   if (has_tangent(weight)) {
     const auto embed = [&](const Tensor& w) {
-      static const auto op =
-          find_op<Tensor(const Tensor&, const Tensor&, const std::string&, SymInt, SymInt, SymInt,
-                         bool, Sizes)>("tp_ext::vocab_parallel_embedding");
+      static const auto op = TP_OP(vocab_parallel_embedding);
       return op.call(ids, w, group, vocab_start, vocab_local, vocab_size, sequence_parallel, sizes);
     };
     const Tensor y = embed(primal_of(weight));
@@ -81,5 +78,4 @@ TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<vocab_parallel_embedding>(m, "vocab_parallel_embedding");
 }
 
-}  // namespace
 }  // namespace tp_ext

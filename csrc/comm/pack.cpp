@@ -6,7 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "comm/collectives.h"
-#include "ops.h"
+#include "operators.h"
 
 namespace tp_ext::comm {
 
@@ -25,16 +25,13 @@ bool by_primitives(const Tensor& x) {
 }
 
 Tensor pack(const Tensor& x, int64_t dim, const Split& split, bool padded) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, int64_t, c10::SymIntArrayRef, bool)>("tp_ext::_pack_shards");
+  static const auto op = TP_OP(_pack_shards);
   at::AutoDispatchBelowADInplaceOrView below;
   return op.call(x, dim, split.sizes, padded);
 }
 
 Tensor unpack(const Tensor& blocks, int64_t dim, const Split& split, Sizes shape) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, int64_t, c10::SymIntArrayRef, at::OptionalSymIntArrayRef)>(
-          "tp_ext::_unpack_shards");
+  static const auto op = TP_OP(_unpack_shards);
   at::AutoDispatchBelowADInplaceOrView below;
   return op.call(blocks, dim, split.sizes, shape);
 }

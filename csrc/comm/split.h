@@ -2,14 +2,12 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
-#include <string>
 #include <vector>
 
-namespace tp_ext {
+#include "ops.h"
 
-using Sizes = at::OptionalSymIntArrayRef;
+namespace tp_ext {
 
 struct Split {
   std::vector<c10::SymInt> sizes;  // one length per rank

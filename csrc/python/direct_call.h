@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "comm/split.h"
 #include "ops.h"
 
 namespace tp_ext {

@@ -1,0 +1,142 @@
+// The C++ types of the operators that C++ or csrc/python/direct_call.cpp calls, each declared once.
+// Schemas: library.cpp.
+//
+// A public operator is a function, defined in autograd/. A primitive (leading underscore) is a type
+// only: cpu/ and cuda/ define one function each, which the dispatcher compares with it.
+
+#pragma once
+
+#include <array>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "ops.h"
+
+// The typed handle of an operator declared below: TP_OP(_rope).call(x, ..). A lookup takes a lock;
+// where a call must be fast: static const auto op = TP_OP(_rope);
+#define TP_OP(name) ::tp_ext::find_op<decltype(::tp_ext::name)>("tp_ext::" #name)
+
+namespace tp_ext {
+
+// Regions
+Tensor copy_to_region(const Tensor& x, const std::string& group);
+Tensor reduce_from_region(const Tensor& x, const std::string& group);
+Tensor scatter_to_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes);
+Tensor gather_from_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes);
+Tensor all_gather_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes);
+Tensor reduce_scatter_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes);
+Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t split_dim,
+                         int64_t concat_dim, Sizes split_sizes, Sizes concat_sizes);
+Tensor copy_pieces_to_region(const Tensor& x, const std::string& group,
+                             at::IntArrayRef local_starts, at::IntArrayRef lengths,
+                             at::IntArrayRef full_starts, int64_t full_size);
+Tensor reduce_pieces_from_region(const Tensor& x, const std::string& group,
+                                 at::IntArrayRef local_starts, at::IntArrayRef lengths,
+                                 at::IntArrayRef full_starts, int64_t full_size);
+Tensor _pack_shards(const Tensor& x, int64_t dim, c10::SymIntArrayRef sizes, bool padded);
+Tensor _unpack_shards(const Tensor& blocks, int64_t dim, c10::SymIntArrayRef sizes, Sizes shape);
+
+// Linear layers
+Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                              const std::string& group, bool sequence_parallel, Sizes sizes,
+                              const OptionalTensor& main_grad, int64_t overlap_chunks);
+Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                           const std::string& group, bool sequence_parallel, Sizes sizes,
+                           const OptionalTensor& main_grad, int64_t overlap_chunks,
+                           bool sum_bias_grad);
+Tensor parallel_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
+                    const Tensor& down_weight, const Tensor& down_bias, const std::string& group,
+                    bool sequence_parallel, Sizes sizes, const OptionalTensor& up_main_grad,
+                    const OptionalTensor& down_main_grad, bool sum_bias_grad);
+std::tuple<Tensor, Tensor> _linear_gelu_fwd(const Tensor& x, const Tensor& weight,
+                                            const Tensor& bias, bool keep_pre);
+std::tuple<Tensor, Tensor> _linear_dgelu_bwd(const Tensor& dy, const Tensor& weight,
+                                             const Tensor& pre);
+void _add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x);
+Tensor accumulate_grad_into(const Tensor& x, const Tensor& main_grad);
+
+// Activations
+Tensor bias_act(const Tensor& x, const OptionalTensor& bias, std::string_view activation);
+Tensor _bias_act_fwd(const Tensor& x, const OptionalTensor& bias, std::string_view activation);
+std::tuple<Tensor, Tensor> _bias_act_bwd(const Tensor& grad, const Tensor& x,
+                                         const OptionalTensor& bias, std::string_view activation);
+Tensor gated_act(const Tensor& x, const OptionalTensor& bias, std::string_view activation);
+Tensor _gated_act_fwd(const Tensor& x, const OptionalTensor& bias, std::string_view activation);
+std::tuple<Tensor, Tensor> _gated_act_bwd(const Tensor& grad, const Tensor& x,
+                                          const OptionalTensor& bias, std::string_view activation);
+
+// Norms
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps);
+std::tuple<Tensor, Tensor> rms_norm_residual(const Tensor& x, const Tensor& residual,
+                                             const OptionalTensor& weight, double eps);
+std::tuple<Tensor, Tensor> _rms_norm_fwd(const Tensor& x, const OptionalTensor& weight, double eps);
+std::tuple<Tensor, Tensor, Tensor> _rms_norm_residual_fwd(const Tensor& x, const Tensor& residual,
+                                                          const OptionalTensor& weight, double eps);
+std::tuple<Tensor, Tensor> _rms_norm_bwd(const Tensor& grad, const Tensor& x,
+                                         const OptionalTensor& weight, const Tensor& rstd,
+                                         const OptionalTensor& grad_sum,
+                                         std::array<bool, 2> output_mask);
+Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                  double eps);
+std::tuple<Tensor, Tensor> layer_norm_residual(const Tensor& x, const Tensor& residual,
+                                               const OptionalTensor& weight,
+                                               const OptionalTensor& bias, double eps);
+std::tuple<Tensor, Tensor, Tensor> _layer_norm_fwd(const Tensor& x, const OptionalTensor& weight,
+                                                   const OptionalTensor& bias, double eps);
+std::tuple<Tensor, Tensor, Tensor, Tensor> _layer_norm_residual_fwd(const Tensor& x,
+                                                                    const Tensor& residual,
+                                                                    const OptionalTensor& weight,
+                                                                    const OptionalTensor& bias,
+                                                                    double eps);
+std::tuple<Tensor, Tensor, Tensor> _layer_norm_bwd(const Tensor& grad, const Tensor& x,
+                                                   const OptionalTensor& weight, const Tensor& mean,
+                                                   const Tensor& rstd,
+                                                   const OptionalTensor& grad_sum,
+                                                   std::array<bool, 3> output_mask);
+
+// Rotary embedding
+Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved,
+            const OptionalTensor& positions);
+Tensor _rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved, bool inverse,
+             const OptionalTensor& positions);
+
+// Randomness by global index
+Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
+                             const OptionalTensor& residual, const Tensor& seed, double p,
+                             c10::SymInt local_inner, c10::SymInt full_inner, c10::SymInt offset);
+Tensor _bias_dropout_residual_fwd(const Tensor& x, const OptionalTensor& bias,
+                                  const OptionalTensor& residual, const Tensor& seed, double p,
+                                  c10::SymInt local_inner, c10::SymInt full_inner,
+                                  c10::SymInt offset);
+Tensor _dropout_bwd(const Tensor& grad, const Tensor& seed, double p, c10::SymInt local_inner,
+                    c10::SymInt full_inner, c10::SymInt offset);
+std::tuple<Tensor, Tensor> _bias_dropout_bwd(const Tensor& grad, const Tensor& seed, double p,
+                                             c10::SymInt local_inner, c10::SymInt full_inner,
+                                             c10::SymInt offset);
+
+// Vocabulary
+Tensor vocab_parallel_embedding(const Tensor& ids, const Tensor& weight, const std::string& group,
+                                c10::SymInt vocab_start, c10::SymInt vocab_local,
+                                c10::SymInt vocab_size, bool sequence_parallel, Sizes sizes);
+Tensor _vocab_embedding_fwd(const Tensor& weight, const Tensor& ids, c10::SymInt vocab_start,
+                            c10::SymInt vocab_local, c10::SymInt vocab_size);
+Tensor _vocab_embedding_bwd(const Tensor& grad, const Tensor& ids, c10::SymInt num_rows,
+                            c10::SymInt vocab_start, c10::SymInt vocab_local);
+Tensor _vocab_ce_stats(const Tensor& logits, const Tensor& target, c10::SymInt vocab_start,
+                       c10::SymInt vocab_local, c10::SymInt vocab_size, int64_t ignore_index,
+                       bool shard_row, bool vocab_size_given);
+std::tuple<Tensor, Tensor> _vocab_ce_loss(const Tensor& stats, const Tensor& target,
+                                          c10::SymInt vocab_size, int64_t ignore_index,
+                                          double label_smoothing, double z_loss);
+Tensor _vocab_ce_bwd(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                     const Tensor& lse, c10::SymInt vocab_start, c10::SymInt vocab_local,
+                     c10::SymInt vocab_size, int64_t ignore_index, double label_smoothing,
+                     double z_loss);
+void _vocab_ce_bwd_(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                    const Tensor& lse, c10::SymInt vocab_start, c10::SymInt vocab_local,
+                    c10::SymInt vocab_size, int64_t ignore_index, double label_smoothing,
+                    double z_loss);
+
+}  // namespace tp_ext
