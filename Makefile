@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | gpu-check | cuda-check: each sets up what it needs, once, in $(VENV) and
+# make demo | test | lint | docs | bench | gpu-check | cuda-check: each sets up what it needs, once, in $(VENV) and
 # beside the sources.
 #
 #   PYTHON=python3.13              the interpreter to make the environment from
@@ -37,12 +37,13 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench gpu-check cuda-check build clean FORCE
+.PHONY: help demo test lint docs bench gpu-check cuda-check build clean FORCE
 
 help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
 	@echo 'make test    runs the tests (PYTEST_ARGS="-k linear" for some of them)'
 	@echo 'make lint    checks format, style and types'
+	@echo 'make docs    builds the documentation as a site, build/docs/index.html, and checks its links'
 	@echo 'make bench   runs every benchmark, tables and plots to $(BENCH_OUT) (BENCH_ARGS=--full takes longer)'
 	@echo 'make gpu-check  builds, tests and times everything on a GPU, results to runs/gpu_check'
 	@echo 'make cuda-check  compiles every CUDA kernel for several GPUs, tells its registers, fails on a spill'
@@ -61,6 +62,11 @@ lint: $(STAMPS)/torch-$(TORCH) $(STAMPS)/lint
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/python -m mypy
+
+# Reads the sources and needs no build. The notice that it hides: docs/develop/design.md, "Documentation"
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo 'The site is build/docs/index.html'
 
 bench: $(BUILT) $(STAMPS)/bench
 	@for script in benchmarks/*/bench_*.py; do echo "== $$script"; module=$${script%.py}; \

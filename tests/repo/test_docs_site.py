@@ -1,0 +1,64 @@
+"""The site of ``make docs``: every public name has its place among the pages, and its checks see what is wrong."""
+
+import importlib.util
+import inspect
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import tp_ext
+from tests.helpers.paths import ROOT
+
+API = ROOT / "docs" / "reference" / "api"
+MODULES = ("group", "sharding", "random", "regions", "shm", "symmetric_memory", "megatron", "debug")
+
+
+def hook(name):
+    """A module of docs/site, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_public_name_is_on_one_page_of_the_api():
+    """By itself, as `::: tp_ext.name`, or with its public module."""
+    listed = [name for page in sorted(API.glob("*.md")) for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)]
+    assert len(listed) == len(set(listed))
+    assert {f"tp_ext.{name}" for name in MODULES} <= set(listed)
+    for name in set(tp_ext.__all__) - {"__version__"} - set(MODULES):
+        value = getattr(tp_ext, name)
+        homes = {f"tp_ext.{name}", inspect.getmodule(value).__name__}
+        assert len(homes & set(listed)) == 1, f"{name}: one of {homes} must be in docs/reference/api"
+    assert set(listed) <= {f"tp_ext.{name}" for name in (*tp_ext.__all__, *MODULES)}
+
+
+def test_an_unlisted_page_is_appended_to_the_section_of_its_folder():
+    nav = [{"Home": "index.md"}, {"Guide": ["guide/b.md", "guide/a.md"]}, {"Development": ["develop/z.md"]}]
+    pages = ["develop/new.md", "develop/z.md", "guide/a.md", "guide/b.md", "index.md", "other/page.md"]
+    files = SimpleNamespace(documentation_pages=lambda: [SimpleNamespace(src_uri=page) for page in pages])
+    hook("folders").on_files(files, SimpleNamespace(nav=nav))
+    assert nav[1:] == [{"Guide": ["guide/b.md", "guide/a.md"]}, {"Development": ["develop/z.md", "develop/new.md"]}]
+
+
+@pytest.mark.parametrize(
+    ("address", "right"),
+    [
+        ("b.html#there", True),
+        ("b.html#missing", False),
+        ("#here", True),
+        ("#missing", False),
+        ("c.html", False),
+        ("picture.png", True),
+        ("https://example.org/x", True),
+        ("https://", False),
+        ("htps://example.org", False),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_found(address, right, tmp_path):
+    (tmp_path / "picture.png").touch()
+    (tmp_path / "a.html").write_text(f'<h1 id="here">a</h1><a href="{address}">x</a>')
+    (tmp_path / "b.html").write_text('<h1 id="there">b</h1>')
+    found = list(hook("links").problems(tmp_path))
+    assert found == ([] if right else [((tmp_path / "a.html").resolve(), address)])
