@@ -66,7 +66,7 @@ lint: $(STAMPS)/torch-$(TORCH) $(STAMPS)/lint
 # Reads the sources and needs no build. The notice that it hides: docs/develop/design.md, "Documentation"
 docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo 'The site is build/docs/index.html'
+	@echo 'The site is build/docs/index.html; python3 -m http.server -d build/docs serves it, the search included'
 
 bench: $(BUILT) $(STAMPS)/bench
 	@for script in benchmarks/*/bench_*.py; do echo "== $$script"; module=$${script%.py}; \

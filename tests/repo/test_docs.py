@@ -3,7 +3,10 @@
 import ast
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from functools import cache
 from unittest import mock
 
@@ -26,10 +29,13 @@ def blocks(page):
         yield found[1].strip() or "ours", text.count("\n", 0, found.start()) + 2, found[2]
 
 
-def _run(group, page):
-    """Runs the page's blocks one after the other, as a reader would; what they print. The process group is ours."""
+def _run(group, page, folder):
+    """Runs the page's blocks one after the other, as a reader would, in a folder that the ranks share.
+
+    The process group is ours. Returns what the blocks print."""
     printed, names = io.StringIO(), {"__name__": "__main__"}
-    with mock.patch.object(dist, "init_process_group"), contextlib.redirect_stdout(printed):
+    ours = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
+    with ours, contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         for whose, line, code in blocks(page):
             if whose == "ours":  # empty lines above, so that a traceback tells the line of the page
                 exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
@@ -48,26 +54,45 @@ def test_every_block_is_python(page):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(w == "ours" for w, *_ in blocks(p))], ids=lambda p: p.name)
-def test_blocks_run_on_two_ranks(page):
-    ranks.run(_run, 2, page, timeout=120)
+def test_blocks_run_on_two_ranks(page, tmp_path):
+    ranks.run(_run, 2, page, tmp_path, timeout=120)
 
 
-def test_the_mesh_of_first_steps_has_two_data_parallel_replicas_on_four_ranks():
+def test_the_mesh_of_first_steps_has_two_data_parallel_replicas_on_four_ranks(tmp_path):
     """Under FSDP2 the weights are those of one process only if all replicas draw the same ones: the page asserts it."""
     page = ROOT / "docs" / "guide" / "first_steps.md"
-    ranks.run(_run, 4, page, timeout=120)
+    ranks.run(_run, 4, page, tmp_path, timeout=120)
 
 
 @pytest.mark.parametrize("name", ["attention.md", "inference.md", "migrating.md"])
-def test_head_counts_of_the_examples_run_on_three_ranks(name):
-    ranks.run(_run, 3, ROOT / "docs" / "guide" / name, timeout=120)
+def test_head_counts_of_the_examples_run_on_three_ranks(name, tmp_path):
+    ranks.run(_run, 3, ROOT / "docs" / "guide" / name, tmp_path, timeout=120)
 
 
-def test_the_readme_prints_the_same_for_every_p():
+def test_the_readme_prints_the_same_for_every_p(tmp_path):
     """Ten steps in fp32, whose sums differ by rounding alone; `tensor_split` of 1000 ids at p = 3 is uneven."""
-    losses = [[float(line.split()[1]) for line in ranks.run(_run, p, PAGES[0])[0].splitlines()] for p in (1, 2, 3)]
+    losses = [
+        [float(line.split()[1]) for line in ranks.run(_run, p, PAGES[0], tmp_path)[0].splitlines()] for p in (1, 2, 3)
+    ]
     assert len(losses[0]) == 10
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(losses[:1]).expand(3, -1), rtol=1e-4, atol=0)
+
+
+def test_the_tutorial_prints_what_it_says_under_torchrun_and_the_same_losses_for_every_p(tmp_path):
+    """Its first block is a program. Losses to the digits shown but the last, which depends on the machine."""
+    page = ROOT / "docs" / "guide" / "tutorial.md"
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.M | re.S)
+    (tmp_path / "mine.py").write_text(next(blocks(page))[2])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "mine.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    three = ranks.run(_run, 3, page, tmp_path)[0].partition("rank 0 holds [22, 8] of [64, 8]")
+    assert three[1]
+    assert re.sub(r"\d+\.\d+", "", result.stdout) == re.sub(r"\d+\.\d+", "", shown)
+    losses = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in (shown, result.stdout, three[0])]
+    assert len(losses[0]) == 5
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(losses[:1]).expand(3, -1), rtol=1e-3, atol=0)
 
 
 @cache

@@ -1,0 +1,65 @@
+"""docs/guide/gallery.md shows commands and what they print: the commands run, and print that."""
+
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+PAGE = (ROOT / "docs" / "guide" / "gallery.md").read_text()
+PAIRS = re.findall(r"^```\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S)
+VARIES = re.compile(r"[\d,.]+ (?:tokens/s|MiB)")  # with the machine
+NUMBER = re.compile(r"\d+\.\d+(?:e-\d+)?")
+
+
+def run(command, folder):
+    """Runs a command of the page, with its output in ``folder``; returns what it prints."""
+    words = shlex.split(command.replace("\\\n", " ").replace("runs/", f"{folder}/"))
+    launcher = {"torchrun": ["-m", "torch.distributed.run"], "python": []}[words[0]]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    whole = [sys.executable, *launcher, *words[1:]]
+    result = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def lines(text, folder):
+    """Lines without trailing spaces, those of the machine's speed and the output's place made alike."""
+    text = VARIES.sub("..", text.replace(f"{folder}/", "runs/"))
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def test_the_page_shows_three_commands():
+    assert len(PAIRS) == 3 and PAGE.count("```text") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_training_and_its_resumption_print_what_the_page_shows(tmp_path):
+    """In fp64, so that the digits shown, and the text sampled, are the same on any machine."""
+    for command, shown in PAIRS[:2]:
+        printed = lines(run(command, tmp_path), tmp_path)
+        expected = lines(shown, tmp_path)
+        assert [NUMBER.sub("x", line) for line in printed] == [NUMBER.sub("x", line) for line in expected]
+        for line, other in zip(printed, expected, strict=True):
+            numbers = [[float(number) for number in NUMBER.findall(text)] for text in (line, other)]
+            assert numbers[0] == pytest.approx(numbers[1], abs=1.1e-4), other
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_prints_the_table_of_the_page(tmp_path):
+    """Its text, and so its losses, depend on the version of Python."""
+    command, shown = PAIRS[2]
+    texts = (run(command, tmp_path).replace(f"{tmp_path}/", "runs/"), shown)
+    table, expected = (text.partition("\nloss, nats per byte")[2].splitlines() for text in texts)
+    assert [NUMBER.sub("x", line) for line in table] == [NUMBER.sub("x", line) for line in expected]
+    (apart,) = (float(line.split()[-1]) for line in table if line.startswith("largest difference"))
+    assert (
+        math.isfinite(apart) and apart < 1e-9 and "text sampled after training                      the same" in table
+    )
