@@ -11,7 +11,7 @@ import torch
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.stateful import assert_same, made, train
+from tests.helpers.models import assert_same, model_and_optimizer, train
 from tp_ext.checkpoint import directory
 from tp_ext.checkpoint.write_lock import WriteLock
 
@@ -19,19 +19,19 @@ pytestmark = pytest.mark.core
 
 
 def _save(group, path, options, steps, **more):
-    model, optimizer = made(group, **options)
+    model, optimizer = model_and_optimizer(group, **options)
     train(model, optimizer, group, steps)
     tp_ext.save_checkpoint(path, model, optimizer, group=group, epoch=3, **more)
     want = train(model, optimizer, group, steps)
     # Every rank finds it as soon as it is back from saving
-    model, optimizer = made(group, seed=8, **options)
+    model, optimizer = model_and_optimizer(group, seed=8, **options)
     assert tp_ext.load_checkpoint(path, model, optimizer, group=group) == {"epoch": 3, **more}
     assert torch.equal(train(model, optimizer, group, steps), want)
     return want
 
 
 def _resume(group, path, options, steps):
-    model, optimizer = made(group, seed=9, **options)
+    model, optimizer = model_and_optimizer(group, seed=9, **options)
     tp_ext.load_checkpoint(path, model, optimizer, group=group)
     before = tp_ext.full_state_dict(model, group=group), tp_ext.full_optimizer_state_dict(model, optimizer, group=group)
     return *before, train(model, optimizer, group, steps)
@@ -48,7 +48,7 @@ def _flat(state):
 )
 def test_training_goes_on_at_another_p_as_if_nothing_had_happened(p, q, options, tmp_path):
     """fp64 bound 1e-12: the sums over ranks run in another order. What is loaded is what was saved to the last bit."""
-    model, optimizer = made(None)
+    model, optimizer = model_and_optimizer(None)
     want = train(model, optimizer, None, 6)[3:]
     path = tmp_path / "new" / "step-3"
     for losses in ranks.run(_save, p, path, options, 3):
@@ -68,7 +68,7 @@ def test_training_goes_on_at_another_p_as_if_nothing_had_happened(p, q, options,
 
 def _fail(group, path, failing, how):
     """Saves; if `how` is "full", rank `failing` cannot write files of more than a few bytes."""
-    model, optimizer = made(group, seed=8)
+    model, optimizer = model_and_optimizer(group, seed=8)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if group.rank() == failing and how == "full":
@@ -193,7 +193,7 @@ def _lose_a_file(group, path):
 
     directory._Writer.finish = finish
     try:
-        tp_ext.save_checkpoint(path, made(group)[0], group=group)
+        tp_ext.save_checkpoint(path, model_and_optimizer(group)[0], group=group)
     finally:
         directory._Writer.finish = original
 

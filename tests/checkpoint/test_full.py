@@ -9,8 +9,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.models import OPTIONS, assert_same, model_and_optimizer, train
 from tests.helpers.oracle import counts_by_kind
-from tests.helpers.stateful import OPTIONS, assert_same, made, train
 
 pytestmark = pytest.mark.core
 
@@ -18,13 +18,13 @@ SIZES = (1, 2, 3, 4)
 
 
 def _state(group, options, rank0_only):
-    return tp_ext.full_state_dict(made(group, **options)[0], group=group, rank0_only=rank0_only)
+    return tp_ext.full_state_dict(model_and_optimizer(group, **options)[0], group=group, rank0_only=rank0_only)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("p", SIZES)
 def test_full_state_is_that_of_one_process_to_the_last_bit(p, options):
-    want = tp_ext.full_state_dict(made(None)[0])
+    want = tp_ext.full_state_dict(model_and_optimizer(None)[0])
     assert want["attention.qkv.weight"].shape == (12, 8) and want["embedding.weight"].shape == (13, 8)
     for state in ranks.run(_state, p, options, False):
         assert_same(state, want)
@@ -34,7 +34,7 @@ def test_full_state_is_that_of_one_process_to_the_last_bit(p, options):
 
 
 def _load_and_read(group, state, options):
-    model, _ = made(group, seed=8, **options)
+    model, _ = model_and_optimizer(group, seed=8, **options)
     tp_ext.load_full_state_dict(model, state, group=group)
     return tp_ext.full_state_dict(model, group=group)
 
@@ -47,17 +47,18 @@ def test_what_p_ranks_gathered_q_ranks_load(p, q, options):
         assert_same(state, saved)
 
 
+@pytest.mark.smoke
 def test_plain_modules_load_it():
     """Keys, shapes and layout are those of the unsharded module."""
     state = ranks.run(_state, 2, {}, False)[0]
-    plain = nn.ModuleDict({"embedding": nn.Embedding(13, 8), "norm": nn.LayerNorm(8), "back": nn.Linear(7, 8)})
+    plain = nn.ModuleDict({"embedding": nn.Embedding(13, 8), "norm1": nn.LayerNorm(8), "row": nn.Linear(7, 8)})
     wanted = plain.state_dict().keys()
     plain.load_state_dict({k: v for k, v in state.items() if k in wanted})
-    made(None)[0].load_state_dict(state)
+    model_and_optimizer(None)[0].load_state_dict(state)
 
 
 def _count(group):
-    model = made(group)[0]
+    model = model_and_optimizer(group)[0]
     with CommDebugMode() as counts:
         tp_ext.full_state_dict(model, group=group)
     return counts_by_kind(counts), sum(sharding is not None for _, sharding in tp_ext.shardings(model))
@@ -69,7 +70,7 @@ def test_one_all_gather_per_sharded_entry():
 
 
 def _load_wrong(group, what, how):
-    model, optimizer = made(group)
+    model, optimizer = model_and_optimizer(group)
     train(model, optimizer, group, 1)
     state = tp_ext.full_state_dict(model, group=group)
     whole = tp_ext.full_optimizer_state_dict(model, optimizer, group=group)

@@ -9,8 +9,8 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.models import model_and_optimizer
 from tests.helpers.peak_memory import Peak
-from tests.helpers.stateful import made
 
 pytestmark = pytest.mark.core
 
@@ -82,9 +82,9 @@ def test_the_meta_device_is_refused_by_name(function):
 
 
 def _wrong(group, what, from_first):
-    model, _ = made(group)
+    model, _ = model_and_optimizer(group)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = {name: value + 1 for name, value in tp_ext.full_state_dict(made(None)[0]).items()}
+    state = {name: value + 1 for name, value in tp_ext.full_state_dict(model_and_optimizer(None)[0]).items()}
     if what == "vocabulary":
         state["embedding.weight"] = state["head.weight"] = torch.ones(17, 8)
     elif what == "tie":
@@ -117,8 +117,8 @@ def test_what_does_not_fit_is_told_on_all_ranks_and_nothing_is_loaded(what, from
 
 def _peak(group, dim, rank0_only, from_first):
     """Peak of gathering, bytes sent, peak of loading, bytes dealt; of a model of 8 equal matrices of 8 KiB."""
-    made = (tp_ext.RowParallelLinear, tp_ext.ColumnParallelLinear)[dim == 0]
-    model = nn.Sequential(*(made(32, 32, False, group=group, dtype=torch.float64) for _ in range(8)))
+    kind = (tp_ext.RowParallelLinear, tp_ext.ColumnParallelLinear)[dim == 0]
+    model = nn.Sequential(*(kind(32, 32, False, group=group, dtype=torch.float64) for _ in range(8)))
     sent, gather, scatter = [], dist.gather, dist.scatter
 
     def count_collectives_of(original):

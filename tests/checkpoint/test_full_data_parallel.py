@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.stateful import OPTIONS, assert_same, made, train
+from tests.helpers.models import OPTIONS, assert_same, model_and_optimizer, train
 
 pytestmark = pytest.mark.core
 
@@ -25,7 +25,7 @@ def wrapped(group, how, seed=7, **options):
     names = ("replicas", "dp", "tp") if how == "HSDP" else ("dp", "tp")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     tp = mesh["tp"]
-    model, _ = made(tp, seed, **options)
+    model, _ = model_and_optimizer(tp, seed, **options)
     if "SDP" in how:
         data = mesh["replicas", "dp"] if how == "HSDP" else mesh["dp"]
         for part in (model.mlp, model.attention, model):
@@ -55,7 +55,7 @@ def flat(optimizer_state):
 
 
 def trained(steps=2):
-    model, optimizer = made(None)
+    model, optimizer = model_and_optimizer(None)
     train(model, optimizer, None, steps)
     return tp_ext.full_state_dict(model), tp_ext.full_optimizer_state_dict(model, optimizer)
 
@@ -95,7 +95,7 @@ def _load(group, how, options, state, optimizer_state, from_first):
 @pytest.mark.parametrize("from_first", [False, True], ids=["on all ranks", "on rank 0"])
 @pytest.mark.parametrize("how", WRAPS[:4])
 def test_wraps_load(how, from_first):
-    model, optimizer = made(None)
+    model, optimizer = model_and_optimizer(None)
     train(model, optimizer, None, 2)
     state, optimizer_state = tp_ext.full_state_dict(model), tp_ext.full_optimizer_state_dict(model, optimizer)
     want = train(model, optimizer, None, 2)
@@ -107,7 +107,7 @@ def test_wraps_load(how, from_first):
 
 
 def test_compiled_models_and_their_parts():
-    model, _ = made(None)
+    model, _ = model_and_optimizer(None)
     want = tp_ext.full_state_dict(model)
     model.mlp = torch.compile(model.mlp)
     assert_same(tp_ext.full_state_dict(torch.compile(model)), want)

@@ -12,13 +12,13 @@ from torch import nn
 import tp_ext
 from tests.checkpoint.test_full_data_parallel import wrapped
 from tests.helpers import ranks
-from tests.helpers.stateful import OPTIONS, assert_same, made
+from tests.helpers.models import OPTIONS, assert_same, model_and_optimizer
 
 pytestmark = pytest.mark.core
 
 
 def state_of_one():
-    return tp_ext.full_state_dict(made(None)[0])
+    return tp_ext.full_state_dict(model_and_optimizer(None)[0])
 
 
 def read(folder):
@@ -30,13 +30,13 @@ def read(folder):
 
 
 def _save(group, path, options, **more):
-    model, _ = made(group, **options)
+    model, _ = model_and_optimizer(group, **options)
     tp_ext.save_safetensors(path, model, group=group, **more)
     assert any(file.suffix == ".safetensors" for file in path.iterdir())  # on every rank, once it is back
 
 
 def _load(group, path, options):
-    model, _ = made(group, seed=8, **options)
+    model, _ = model_and_optimizer(group, seed=8, **options)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(3e9)
@@ -110,14 +110,14 @@ def test_the_bytes_are_the_librarys_own(tmp_path):
 
 
 def _untied(group, path):
-    model, _ = made(group, seed=8)
+    model, _ = model_and_optimizer(group, seed=8)
     model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
     tp_ext.load_safetensors(path, model, group=group)
     return tp_ext.full_state_dict(model, group=group)
 
 
 def _error(group, path):
-    model, _ = made(group, seed=8)
+    model, _ = model_and_optimizer(group, seed=8)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
         tp_ext.load_safetensors(path, model, group=group)
@@ -168,7 +168,7 @@ class Noted(nn.Module):
 
 
 def _wrong(group, path, what):
-    model, _ = made(group, seed=8)
+    model, _ = model_and_optimizer(group, seed=8)
     if what == "extra state":
         model.noted = Noted()
         return tp_ext.save_safetensors(path, model, group=group)

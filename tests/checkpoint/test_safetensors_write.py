@@ -16,8 +16,8 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.models import model_and_optimizer
 from tests.helpers.peak_memory import Peak
-from tests.helpers.stateful import made
 from tp_ext.checkpoint import safetensors_files
 from tp_ext.checkpoint.write_lock import WriteLock
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 
 
 def _save(group, path, options, **more):
-    tp_ext.save_safetensors(path, made(group, **options)[0], group=group, **more)
+    tp_ext.save_safetensors(path, model_and_optimizer(group, **options)[0], group=group, **more)
 
 
 def _peaks(group, path):
@@ -70,7 +70,7 @@ def _no_space(group, path, size, limit):
     try:
         if group.rank() == 0:  # Python ignores the signal: write fails with "File too large"
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-        tp_ext.save_safetensors(path, made(group, seed=9)[0], group=group, max_shard_size=size)
+        tp_ext.save_safetensors(path, model_and_optimizer(group, seed=9)[0], group=group, max_shard_size=size)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

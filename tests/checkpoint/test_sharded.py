@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.stateful import SMALL, made, train
+from tests.helpers.models import FP64, model_and_optimizer, train
 
 pytestmark = pytest.mark.core
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # sums over ranks in another order
@@ -25,7 +25,7 @@ class Wide(nn.Module):
 
     def __init__(self, group=None):
         super().__init__()
-        options = SMALL | {"group": group}
+        options = FP64 | {"group": group}
         self.embedding = tp_ext.VocabParallelEmbedding(19, 16, pad_to_multiple_of=8, **options)
         self.copied = tp_ext.ParallelAttention(16, 8, num_kv_heads=1, head_dim=2, rope=100.0, **options)
         self.grouped = tp_ext.ParallelAttention(16, 8, num_kv_heads=4, head_dim=2, qk_norm=True, **options)
@@ -74,7 +74,7 @@ def _laid_out(sizes, kind, seed):
     """A model on a mesh of (dp, tp), its optimizer and tensor-parallel group."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
     group = mesh["tp"].get_group()
-    model, optimizer = made(group, seed=seed)
+    model, optimizer = model_and_optimizer(group, seed=seed)
     if kind == "fsdp":
         fully_shard(model.mlp, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
@@ -111,7 +111,7 @@ def _elements(path):
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_saved_on_2_x_2_goes_on_at_other_axes_and_unsharded(kind, tmp_path):
-    model, optimizer = made(None)
+    model, optimizer = model_and_optimizer(None)
     want = train(model, optimizer, None, 5)[3:]
     path = tmp_path / "saved"
     for losses in ranks.run(_save_laid_out, 4, (2, 2), kind, path):
@@ -127,7 +127,7 @@ def test_saved_on_2_x_2_goes_on_at_other_axes_and_unsharded(kind, tmp_path):
 
 def _plain(path):
     """Losses of the unsharded model, loaded by torch alone: it knows nothing of tensor parallelism."""
-    model, optimizer = made(None, seed=8)
+    model, optimizer = model_and_optimizer(None, seed=8)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
     dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -140,7 +140,7 @@ def _plain(path):
 
 
 def _async(group, path, writer):
-    model, optimizer = made(group)
+    model, optimizer = model_and_optimizer(group)
     train(model, optimizer, group, 1)
     own = dist.new_group(backend="gloo")  # its collectives must not mix with the training's
     state = tp_ext.sharded_state_dict(model, optimizer, group=group)
@@ -148,7 +148,7 @@ def _async(group, path, writer):
     saving = dcp.async_save(state, process_group=own, **where)
     want = train(model, optimizer, group, 3)
     saving.result()
-    model, optimizer = made(group, seed=8)
+    model, optimizer = model_and_optimizer(group, seed=8)
     tp_ext.load_checkpoint(path, model, optimizer, group=group)
     assert torch.equal(train(model, optimizer, group, 3), want)
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.stateful import SMALL
+from tests.helpers.models import FP64
 
 pytestmark = pytest.mark.core
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # sums over ranks in another order
@@ -21,9 +21,9 @@ class Odd(nn.Module):
 
     def __init__(self, group):
         super().__init__()
-        self.up = tp_ext.ColumnParallelLinear(3, 7, group=group, **SMALL)
-        self.down = tp_ext.RowParallelLinear(7, 3, group=group, **SMALL)
-        self.plain = nn.Linear(3, 3, **SMALL)
+        self.up = tp_ext.ColumnParallelLinear(3, 7, group=group, **FP64)
+        self.down = tp_ext.RowParallelLinear(7, 3, group=group, **FP64)
+        self.plain = nn.Linear(3, 3, **FP64)
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.empty = nn.Parameter(torch.empty(0, 4, dtype=torch.float64))
         self.register_buffer("seen", torch.zeros(2))
@@ -111,7 +111,7 @@ def test_every_optimizer_and_every_entry(tmp_path):
 def _stage(group, path, load):
     """Each rank is a stage of a pipeline: names of its own, no tensor parallelism."""
     torch.manual_seed(group.rank() + 10 * load)
-    model = nn.ModuleDict({f"layer{group.rank()}": tp_ext.ColumnParallelLinear(3, 4, group=None, **SMALL)})
+    model = nn.ModuleDict({f"layer{group.rank()}": tp_ext.ColumnParallelLinear(3, 4, group=None, **FP64)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if load else 0.1 * group.rank())
     (tp_ext.load_checkpoint if load else tp_ext.save_checkpoint)(path, model, optimizer)
     return model.state_dict(), optimizer.param_groups[0]["lr"]

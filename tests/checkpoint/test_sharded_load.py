@@ -9,7 +9,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.stateful import made, train
+from tests.helpers.models import model_and_optimizer, train
 
 pytestmark = [
     pytest.mark.core,
@@ -19,7 +19,7 @@ pytestmark = [
 
 def _saved(path, change):
     """What the unsharded model and its optimizer would save, changed."""
-    model, optimizer = made(None)
+    model, optimizer = model_and_optimizer(None)
     train(model, optimizer, None, 1)
     state = tp_ext.sharded_state_dict(model, optimizer)
     state["model"] = {k: v + 1 for k, v in model.state_dict().items()}
@@ -58,7 +58,7 @@ WRONG = {
         r"\['model.mlp.sideways.weight', 'optimizer.state.mlp.sideways.weight.exp_avg'\]",
     ),
     "no optimizer": (lambda state: state.pop("optimizer"), KeyError, r"missing keys \['optimizer.param_groups"),
-    "kind": (_put("model", "norm.bias", 3), TypeError, "'model.norm.bias' is no tensor and must be one"),
+    "kind": (_put("model", "norm1.bias", 3), TypeError, "'model.norm1.bias' is no tensor and must be one"),
     "state": (
         _put("optimizer", "state.mlp.up.weight.exp_avg", torch.ones(3, 8)),
         ValueError,
@@ -73,7 +73,7 @@ WRONG = {
 
 
 def _load(group, path, options):
-    model, optimizer = made(group, **options)
+    model, optimizer = model_and_optimizer(group, **options)
     before = [p.detach().clone() for p in model.parameters()]
     try:
         tp_ext.load_checkpoint(path, model, optimizer, group=group)
@@ -91,15 +91,16 @@ def test_what_does_not_fit_is_told_and_nothing_is_loaded(what, tmp_path):
 
 
 def _load_some(group, path):
-    model, _ = made(group)
+    model, _ = model_and_optimizer(group)
     tp_ext.load_checkpoint(path, model, group=group)
     return tp_ext.full_state_dict(model, group=group)
 
 
+@pytest.mark.smoke
 def test_the_unsharded_model_saves_by_torch_alone(tmp_path):
     """Its optimizer is not asked for; what others have saved beside it is their own."""
     _saved(tmp_path / "saved", lambda state: state.update(epoch=3))
-    model, optimizer = made(None)
+    model, optimizer = model_and_optimizer(None)
     train(model, optimizer, None, 1)
     for state in ranks.run(_load_some, 2, tmp_path / "saved"):
         for name, value in model.state_dict().items():
@@ -112,7 +113,7 @@ class _Failing(tp_ext.CheckpointReader):
 
 
 def _one_fails(group, path, failing, where):
-    model, _ = made(group)
+    model, _ = model_and_optimizer(group)
     reader = _Failing(path) if where == "data" and group.rank() == failing else tp_ext.CheckpointReader(path)
     if where == "metadata" and group.rank() == failing:
         reader = tp_ext.CheckpointReader(path / "nowhere")

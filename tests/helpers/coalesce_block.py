@@ -3,7 +3,8 @@
 import torch
 
 import tp_ext
-from tests.helpers.makers import HIDDEN, TOKENS, RichBlock
+from tests.helpers.makers import HIDDEN, TOKENS
+from tests.helpers.models import RichBlock
 from tests.helpers.oracle import own_tokens
 
 # By backward of RichBlock under SP: 4 of the norms, 2 row biases, q_norm, k_norm, weight and bias of qkv's copied head

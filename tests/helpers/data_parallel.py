@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
+from tests.helpers.models import RichModel
 
 VOCAB, BATCH, SEQ = 31, 2, 5  # of one microbatch of one data-parallel rank
 
@@ -22,41 +23,11 @@ def mesh(dp, tp):
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
-class Zoo(nn.Module):
-    """What the GPT of the examples has not: biases, LayerNorm, plain and attention dropout, an ungated MLP, single
-    linears, norms of q and k, one KV head for all ranks, a padded vocabulary, a head of its own, a module of torch."""
-
-    def __init__(self, group, sequence_parallel):
-        super().__init__()
-        options = {"group": group, "sequence_parallel": sequence_parallel}
-        self.embedding = tp_ext.VocabParallelEmbedding(VOCAB, 12, pad_to_multiple_of=4, **options)
-        self.norm = tp_ext.LayerNorm(12, **options)
-        self.attention = tp_ext.ParallelAttention(
-            12, 3, num_kv_heads=1, rope=100.0, qk_norm=True, dropout=0.2, **options
-        )
-        self.mlp = tp_ext.ParallelMLP(12, 9, **options)
-        self.column = tp_ext.ColumnParallelLinear(12, 7, **options)
-        self.row = tp_ext.RowParallelLinear(7, 12, **options)
-        self.dropout = tp_ext.Dropout(0.2, **options)
-        self.head = tp_ext.VocabParallelLMHead(12, VOCAB, bias=True, pad_to_multiple_of=4, **options)
-        self.scale = nn.Parameter(torch.ones(1))  # FSDP2 takes no 0-d ones
-
-    def forward(self, ids):
-        tokens = ids.numel()
-        x = self.embedding(ids.flatten())
-        attended = self.attention(self.norm(x), batch_size=ids.shape[0], total_tokens=tokens)
-        x = self.dropout(attended, residual=x, total_tokens=tokens)
-        x = x + self.mlp(x, tokens)
-        x = x + self.row(self.column(x, tokens).tanh(), tokens)
-        # A parameter of the user's own, on replicated activations, so that its gradient is complete
-        logits = self.head(x, tokens)
-        return logits * tp_ext.copy_to_region(self.scale, self.embedding.tp_group.name)
-
-
 def make(kind, group, sequence_parallel):
     tp_ext.manual_seed(3)
-    if kind == "zoo":
-        return Zoo(group, sequence_parallel)
+    if kind == "rich":
+        options = {"ffn": 9, "activation": "gelu_tanh", "dropout": 0.2, "dtype": None}
+        return RichModel(group, sequence_parallel, vocab=VOCAB, pad=4, tied=False, **options)
     sizes = {"hidden_size": 12, "num_layers": 2, "num_heads": 3, "num_kv_heads": 1, "ffn_hidden_size": 10}
     return GPT(GPTConfig(VOCAB, **sizes, dropout=0.2, sequence_parallel=sequence_parallel), group)
 
@@ -104,7 +75,7 @@ def dense_training(kind, parts, steps=3, prepare=None):
                 (loss / parts).backward()
                 losses.append(loss.item())
             optimizer.step()
-        return losses, tp_ext.full_state_dict(model)
+        return losses, _state(model)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -136,9 +107,16 @@ def wrapped_training(group, kind, how, dp, tp, sequence_parallel, micro, steps=3
                 losses.append((step, part, loss))
             optimizer.step()
         tp_ext.debug.check(model, group=axes["tp"])
-        return losses, tp_ext.full_state_dict(model, group=axes["tp"])
+        return losses, _state(model, group=axes["tp"])
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def _state(model, **group):
+    """The full state without the count of forwards: of the microbatches a data-parallel rank computes its share."""
+    state = tp_ext.full_state_dict(model, **group)
+    state.pop("steps", None)
+    return state
 
 
 def _one(model, group, step, part, micro):

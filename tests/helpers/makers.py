@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.models import RichBlock
 from tests.helpers.oracle import full_gradients, gradients, own_tokens
 from tp_ext import Sharding
 
@@ -41,23 +42,6 @@ def config(**options) -> GPTConfig:
 
 def gpt(group, sequence_parallel=False, **options) -> GPT:
     return GPT(config(sequence_parallel=sequence_parallel, **options), group)
-
-
-class RichBlock(nn.Module):
-    """What the example's Block has not: LayerNorm, biases, query and key norm, dropout of the attention weights."""
-
-    def __init__(self, hidden: int = HIDDEN, heads: int = 4, kv_heads: int = 1, ffn: int = FFN, **parallel: Any):
-        super().__init__()
-        self.norm1, self.norm2 = tp_ext.LayerNorm(hidden, **parallel), tp_ext.LayerNorm(hidden, **parallel)
-        options = {"num_kv_heads": kv_heads, "qk_norm": True, "rope": 100.0, "dropout": 0.25}
-        self.attention = tp_ext.ParallelAttention(hidden, heads, **options, **parallel)
-        self.mlp = tp_ext.ParallelMLP(hidden, ffn, activation="gelu_tanh", **parallel)
-        self.dropout = tp_ext.Dropout(0.2, **parallel)
-
-    def forward(self, x: Tensor, batch_size: int = BATCH, tokens: int = TOKENS) -> Tensor:
-        attended = self.attention(self.norm1(x), batch_size=batch_size, total_tokens=tokens)
-        x = self.dropout(attended, residual=x, total_tokens=tokens)
-        return self.dropout(self.mlp(self.norm2(x), tokens), residual=x, total_tokens=tokens)
 
 
 def _attention(**options: Any) -> Callable[..., nn.Module]:

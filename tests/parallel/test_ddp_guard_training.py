@@ -39,10 +39,11 @@ def _compare(dense, ranks, parts):
             torch.testing.assert_close(rank_state[name], value, **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("how", WRAPS)
-@pytest.mark.parametrize("kind", ["gpt", "zoo"])
+@pytest.mark.parametrize("kind", ["gpt", "rich"])
 def test_training_is_that_of_one_process(kind, how, tp, sp):
     wrapper, options = WRAPS[how]
     ranks = run(wrapped_training, 2 * tp, kind, wrapper, 2, tp, sp, 1, **options)
@@ -50,7 +51,7 @@ def test_training_is_that_of_one_process(kind, how, tp, sp):
 
 
 @pytest.mark.parametrize("how", ["ddp", "ddp unused, tiny buckets", "fsdp", "fsdp kept"])
-@pytest.mark.parametrize("kind", ["gpt", "zoo"])
+@pytest.mark.parametrize("kind", ["gpt", "rich"])
 def test_gradients_accumulate_without_synchronisation(kind, how):
     """no_sync of DDP (which with static_graph refuses to begin with it, whatever the module is) and
     set_requires_gradient_sync of FSDP2; two microbatches of each rank."""

@@ -82,6 +82,7 @@ def _dense(grads, max_norm, norm_type):
     return norm, {name: param.grad for name, param in params.items()}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("bare", [False, True], ids=["module", "parameters"])
 @pytest.mark.parametrize(("norm_type", "foreach"), list(itertools.product(NORMS, FLAGS)))
 @pytest.mark.parametrize("p", [1, 2, 4])

@@ -15,15 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.models import model_and_optimizer
 from tests.helpers.oracle import counts_by_kind
-from tests.helpers.stateful import made
 from tp_ext.checkpoint.gather import gather_full, ranks_of
 
 pytestmark = pytest.mark.core
 
 close = {"rtol": 1e-12, "atol": 1e-12}
 NORMS = [1, 2, 3.5, float("inf")]
-STAGES = (("embedding", "norm", "attention"), ("mlp", "last", "column", "back", "head"))
+STAGES = (("embedding", "norm1", "attention"), ("norm2", "mlp", "column", "row", "last", "head", "scale"))
 IDS = torch.arange(14).view(2, 7) * 5 % 13
 
 
@@ -33,7 +33,7 @@ def backward(model, group=None):
 
 def dense():
     """The unsharded model after backward, and its gradients."""
-    model, _ = made(None)
+    model, _ = model_and_optimizer(None)
     backward(model)
     return model, {name: param.grad.clone() for name, param in model.named_parameters()}
 
@@ -52,7 +52,7 @@ def _trained(group, how, max_norm, norm_type, foreach):
     shape = {"HSDP": (2, 2, 1), "FSDP2 over all": (1, 4, 1)}.get(how, (1, 2, 2))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp"))
     tp = mesh["tp"]
-    model, _ = made(tp, pad=4)
+    model, _ = model_and_optimizer(tp, pad=4)
     if how == "DDP":
         wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     elif how == "partly":  # what FSDP2 does not hold the data ranks hold alike
@@ -89,7 +89,7 @@ def stage_of(group, grads, axes):
     weight, with the same gradient, as they have once it is summed over both."""
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "pp", "tp"))
     tp, stage = mesh["tp"], mesh["pp"].get_local_rank()
-    whole, _ = made(tp)
+    whole, _ = model_and_optimizer(tp)
     whole.head.weight = nn.Parameter(whole.embedding.weight.detach().clone())
     model = nn.ModuleDict({name: getattr(whole, name) for name in STAGES[stage]})
     for part in model.values():
@@ -135,7 +135,7 @@ def test_pipelines(axes):
 
 def _count(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, _ = made(mesh["tp"])
+    model, _ = model_and_optimizer(mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
     backward(model, mesh["tp"])
     with CommDebugMode() as counts:
