@@ -224,6 +224,7 @@ def _seeded(group, seed, axes, tp_axis):
     return torch.rand(4), mesh.get_coordinate()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp"), ("dp", "model")])
 @pytest.mark.parametrize("seed", [0, -1, 1 << 70])
 def test_seed_is_shared_along_tp_and_by_nobody_else(axes, seed):
@@ -234,6 +235,17 @@ def test_seed_is_shared_along_tp_and_by_nobody_else(axes, seed):
         for other, elsewhere in draws:
             assert torch.equal(draw, other) == (place[dp] == elsewhere[dp])
     assert not any(torch.equal(a[0], b[0]) for a in draws for b in ranks.run(_seeded, 4, seed + 1, axes, tp_axis))
+
+
+def _seeded_on_two_axes(group):
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
+    tp_ext.manual_seed(5, mesh)
+    return torch.rand(4)
+
+
+def test_every_position_of_two_data_axes_has_its_own_seed():
+    draws = ranks.run(_seeded_on_two_axes, 4)
+    assert len({tuple(draw.tolist()) for draw in draws}) == 4
 
 
 def test_seed_without_a_mesh_is_torchs():

@@ -38,8 +38,8 @@ MISTAKES = {
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    """Compiles all programs, two at a time; gives a function that runs one of them."""
+def program(request, tmp_path_factory):
+    """Compiles the programs of the tests that were selected, two at a time; gives a function that runs one of them."""
     if GXX is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("emulation")
@@ -52,7 +52,10 @@ def program(tmp_path_factory):
         command = [GXX, *FLAGS, HERE / f"{name}.cpp", "-o", folder / name]
         return subprocess.run(command, capture_output=True, text=True)
 
-    names = ["faults", *FAMILIES]
+    tests = [item for item in request.session.items if item.path == Path(__file__)]
+    names = sorted(
+        {item.callspec.params["family"] if item.originalname == "test_kernels" else "faults" for item in tests}
+    )
     with ThreadPoolExecutor(2) as pool:
         for name, done in zip(names, pool.map(make, names), strict=True):
             assert done.returncode == 0 and "warning" not in done.stderr, f"{name}: {done.stderr[-4000:]}"

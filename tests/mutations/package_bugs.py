@@ -86,7 +86,7 @@ SHARED = [
         "position = position * length + index",
         "position = position + index",
         "Two positions of a mesh with several data axes share their random numbers.",
-        "test_random.py::test_seed_is_shared_along_tp_and_by_nobody_else",
+        "test_random.py::test_every_position_of_two_data_axes_has_its_own_seed",
     ),
     _bug(
         "own_random_numbers_shared",
