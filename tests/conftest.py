@@ -1,4 +1,5 @@
-"""Fixtures for all tests: devices, a fixed random state, the ranks' end; skips are counted."""
+"""Fixtures and options for all tests: devices, a fixed random state, the ranks' end; grids are thinned, skips
+counted."""
 
 import collections
 import os
@@ -9,8 +10,13 @@ import pytest
 import torch
 
 from tests.helpers import ranks
+from tests.helpers.thinning import mark_exhaustive
 
 _skips: collections.Counter[str] = collections.Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run all cases of thinned tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,7 +25,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """TP_EXT_SHARD=i/n: every n-th test from the i-th on, for n processes side by side."""
+    """Leaves out what only ``--exhaustive`` runs. TP_EXT_SHARD=i/n: every n-th test from the i-th on, for n processes
+    at the same time."""
+    mark_exhaustive(items)
+    if not config.getoption("--exhaustive"):
+        named = {argument for argument in config.args if "[" in argument}
+        left_out = [item for item in items if item.get_closest_marker("exhaustive") and item.nodeid not in named]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     if shard := os.environ.get("TP_EXT_SHARD"):
         i, n = map(int, shard.split("/"))
         config.hook.pytest_deselected(items=[item for k, item in enumerate(items) if k % n != i])

@@ -51,6 +51,7 @@ def _mlp(group, gated, sp, state, x, dy):
         return results, grads | {"down.weight": theirs.linear_fc2.weight.grad}, gradients(ours)
 
 
+@pytest.mark.thinned
 @EVERY
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
@@ -127,6 +128,7 @@ def _check_attention(p, heads, sp, rope, bound):
     close(torch.cat([g[1]["out.weight"] for g in got], 1), full["out.weight"], bound)
 
 
+@pytest.mark.thinned
 @EVERY
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("name", ATTENTIONS)

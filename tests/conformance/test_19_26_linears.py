@@ -151,6 +151,7 @@ def _block(group, up, down, x, sp):
     return y, x.grad, *full_state_dict(first, group=group).values(), *full_state_dict(second, group=group).values()
 
 
+@pytest.mark.smoke
 @EVERY
 @SP
 def test_case_26_column_gelu_row(sp, p):

@@ -47,6 +47,7 @@ def test_case_35_ids_outside_the_vocabulary_raise_on_all_ranks(p, wrong, sp):
     ranks.run_raises(_out_of_range, p, IndexError, f"ids.*{wrong}.*10", wrong, sp)
 
 
+@pytest.mark.smoke
 @EVERY
 def test_case_36_analytic(p):
     """Each rank holds 32 columns, 0 to 7 four times: log(4 p (1 + e + .. + e^7)), 10.2309 at p = 4."""

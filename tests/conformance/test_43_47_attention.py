@@ -20,6 +20,7 @@ EVERY = pytest.mark.parametrize("p", [1, 2, 3, 4])
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 
 
+@pytest.mark.thinned
 @EVERY
 @SP
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)

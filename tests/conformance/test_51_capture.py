@@ -47,6 +47,7 @@ def _compiled(group, sp, backend):
     assert counters["aot_autograd"]["total"] == counters["aot_autograd"]["ok"] == 1
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.core
 @EVERY
 @SP
@@ -99,6 +100,7 @@ def _explained(group, sp):
     assert explained.graph_break_count == 0 and explained.graph_count == 1, explained.break_reasons
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.core
 @EVERY
 @SP
@@ -136,6 +138,7 @@ def _traced(group, sp):
         torch.testing.assert_close(*results, **CLOSE)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.core
 @EVERY
 @SP

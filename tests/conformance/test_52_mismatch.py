@@ -119,6 +119,7 @@ def _differing(group, name, how):
     return str(raised.value), time.monotonic() - before
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("how", ["shape", "dtype"])
 @pytest.mark.parametrize("name", CALLS)
@@ -221,6 +222,7 @@ def _undisturbed(group, work, sp):
             assert torch.equal(got, want)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("p", [2, 3, 4])
 @SP
 @pytest.mark.parametrize("work", [_step, _layers])

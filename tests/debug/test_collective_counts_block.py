@@ -133,6 +133,7 @@ def test_layer_norm_has_two_small_sums(p):
     check(p, want, True, *shape, norm=tp_ext.LayerNorm)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("how", RECOMPUTED)
 @BOTH
 @EVERY_P

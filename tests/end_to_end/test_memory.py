@@ -83,6 +83,7 @@ def _measure(group, name, sp, dtype, frozen=False, leaf=True):
     return saved_bytes(lambda: module(x), module)
 
 
+@pytest.mark.thinned
 @EVERY
 @pytest.mark.parametrize("name", LINEARS | NORMS | MLPS)
 def test_linears_norms_and_mlp(name, p, sp, dtype):
@@ -156,6 +157,7 @@ def _attention(group, options, sp, dtype):
     return own, saved_bytes(lambda: module(module(x, batch_size=B, **tables), batch_size=B, **tables), module), shared
 
 
+@pytest.mark.thinned
 @EVERY
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention(name, p, sp, dtype):

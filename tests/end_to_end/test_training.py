@@ -28,6 +28,7 @@ def dense():
         return {dtype: _train(None, dtype) for dtype in (torch.float64, torch.float32)}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("p", [1, 2, 4])

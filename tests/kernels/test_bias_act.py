@@ -53,6 +53,7 @@ def assert_as_good_as_torch(ours: list[Tensor], torchs: list[Tensor], exact: lis
             assert (error <= eps * e.abs() + 4e-6 * largest).all()
 
 
+@pytest.mark.thinned
 @every_activation
 @every_bias
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -23,6 +23,7 @@ def pair(activation):
     return (lambda x, b: _ops.bias_act(x, b, activation)), (lambda x, b: ACTIVATIONS[activation](x + b))
 
 
+@pytest.mark.thinned
 @every_activation
 @every_dtype
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,6 +31,7 @@ def pair(target, smoothing, z):
     return ours, theirs
 
 
+@pytest.mark.thinned
 @every_loss
 @every_dtype
 @pytest.mark.parametrize("kind", KINDS)

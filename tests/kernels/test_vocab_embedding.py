@@ -30,6 +30,7 @@ def weight_grad(weight: Tensor, ids: Tensor, grad: Tensor) -> Tensor:
     return exact.grad
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 7, 8, 33, 1030])
 @pytest.mark.parametrize("widths", [[48], [24, 24], [17, 0, 31]])

@@ -20,6 +20,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("p", "name", "layout"), EVERY)
 def test_output_and_all_gradients_are_those_of_dense_attention(p, name, layout):
     assert_dense(p, CASES[name], *LAYOUTS[layout])

@@ -143,6 +143,7 @@ def _cached(group, options, state, x, mask, static):
     return torch.cat(ys, 1)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
 @pytest.mark.parametrize("name", ["blocked", "alibi", "learned_per_key"])
 @pytest.mark.parametrize("case", ["all", "softcap", "window"])

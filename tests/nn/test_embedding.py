@@ -21,6 +21,7 @@ SIZES = (1, 2, 3, 4)
 PADDING = [None, 1, 8]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("pad", PADDING)
 @pytest.mark.parametrize("vocab", [4, 7, 50, 65])
 @pytest.mark.parametrize("p", SIZES)

@@ -66,6 +66,7 @@ def _splits(group, options, state, x, splits, static, sp=False):
         return [in_steps(module, x, cache.reset(), split) for split in splits]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CAUSAL)
@@ -106,6 +107,7 @@ def _padded(group, options, state, texts, static):
     return [row[n:] for row, n in zip(y, padding, strict=True)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("name", ["all", "rope_partial", "no_bias"])

@@ -79,6 +79,7 @@ def _in_pieces(group, kind, sp, leading):
     return found
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("leading", [(), (2,)], ids=["2d", "3d"])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @BOTH

@@ -90,6 +90,7 @@ def _run(group, case, sp, x, dy):
     return y, x.grad, gradients(layer)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize(("case", "sp"), CALLS)
 def test_outputs_and_all_gradients_are_those_of_plain_torch(case, sp, p):

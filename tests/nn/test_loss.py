@@ -22,6 +22,7 @@ SIZES = (1, 2, 3, 4)
 ALL = list(itertools.product((0.0, 0.1, 1.0), (0.0, 1e-2), ("none", "mean", "sum")))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("smoothing", "z_loss", "reduction"), ALL)
 @pytest.mark.parametrize("p", SIZES)
 def test_every_option_with_even_uneven_and_padded_vocabularies(p, smoothing, z_loss, reduction):

@@ -72,6 +72,7 @@ def assert_as_dense(p, dense, sp, close, leading=(7, 2), **options):
         close(full[name], param.grad)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("bias", [False, True])

@@ -45,6 +45,7 @@ def _close(got, want, dtype):
     )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(("name", "shape", "options"), CASES, ids=IDS)
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (0,)], ids=str)
@@ -93,6 +94,7 @@ def _sharded(group, name, shape, options, x, dy, sp):
     return y, x.grad, gradients(ours)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize(("name", "shape", "options"), CASES, ids=IDS)

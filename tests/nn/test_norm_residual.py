@@ -46,6 +46,7 @@ def _sharded(group, name, shape, options, tensors, sp):
     return [*outputs, x.grad, residual.grad], gradients(ours)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize(("name", "shape", "options"), CASES, ids=IDS)

@@ -93,6 +93,7 @@ def _draw(group, logits, width, options, times=1):
     return torch.stack(drawn), torch.get_rng_state()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_tokens_are_the_same_for_every_p_and_every_cut(options, dtype):

@@ -21,6 +21,7 @@ MASKS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", MASKS)

@@ -254,6 +254,7 @@ def test_import_without_a_build(tmp_path: Path, missing: str) -> None:
     assert "pip install --no-build-isolation" in error
 
 
+@pytest.mark.smoke
 def test_build_info() -> None:
     import torch
 

@@ -86,6 +86,7 @@ def _train(world, backend, options, p, steps):
     return [param.detach() for param in model.parameters()]
 
 
+@pytest.mark.thinned
 @both_backends
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("p", [2, 3])

@@ -119,6 +119,7 @@ def _layers(world, backend, sequence_parallel, uneven):
     return [loss.detach(), *(param.grad for param in model.parameters()), *model.parameters()]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("p, uneven", [(2, False), (2, True), (4, True)], ids=["2", "2 uneven", "4 uneven"])
 def test_our_layers_are_those_over_gloo(p, uneven, sequence_parallel):

@@ -41,6 +41,7 @@ def _all_reduce(world, backend, operation):
             same(x, expected(xs))
 
 
+@pytest.mark.thinned
 @both_backends
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("p", [2, 3, 4])

@@ -86,6 +86,7 @@ def _autocast_step(group, name, sp, low):
     return y, dx, gradients(module)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("low", LOW, ids=str)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
@@ -141,6 +142,7 @@ def _low_module(group, name, sp, low):
     return y.float(), None if dx is None else dx.float(), {k: (g.float(), s) for k, (g, s) in gradients(module).items()}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("low", LOW, ids=str)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])

@@ -65,6 +65,7 @@ def _train(group, name, sp, how):
     return norms, tp_ext.full_state_dict(module, group=group), gradients(module)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("how", ["elementwise", "weight_norm"])
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
