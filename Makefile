@@ -1,15 +1,16 @@
-# make demo | test | lint | docs | bench | gpu-check | cuda-check: each sets up what it needs, once, in $(VENV) and
-# beside the sources.
+# make demo | test | smoke | lint | docs | bench | gpu-check | cuda-check: each sets up what it needs, once, in
+# $(VENV) and next to the sources.
 #
 #   PYTHON=python3.13              the interpreter to make the environment from
 #   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
 #   TP_EXT_CUDA=0|1|auto           CUDA kernels; default: only where there is a GPU
-#   PYTEST_ARGS='-k linear'  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'
+#   PYTEST_ARGS='-k linear'  WORKERS=2 (processes that run tests)  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'
 
 PYTHON ?= python3
 TORCH ?= 2.15.0
 VENV ?= .venv
 PYTEST_ARGS ?=
+WORKERS ?= 2# they wait half of the time: 0 runs the tests in pytest itself, for a debugger
 BENCH_ARGS ?=
 GPU_CHECK_ARGS ?=
 BENCH_OUT ?= runs/bench
@@ -37,11 +38,13 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint docs bench gpu-check cuda-check build clean FORCE
+.PHONY: help demo test test-all smoke lint docs bench gpu-check cuda-check build clean FORCE
 
 help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
 	@echo 'make test    runs the tests (PYTEST_ARGS="-k linear" for some of them)'
+	@echo 'make test-all  runs them in all cases, where make test thins large grids'
+	@echo 'make smoke   shows in two minutes that the installation works'
 	@echo 'make lint    checks format, style and types'
 	@echo 'make docs    builds the documentation as a site, build/docs/index.html, and checks its links'
 	@echo 'make bench   runs every benchmark, tables and plots to $(BENCH_OUT) (BENCH_ARGS=--full takes longer)'
@@ -54,8 +57,18 @@ help:
 demo: $(BUILT) $(STAMPS)/demo
 	$(BIN)/python examples/demo.py
 
+# A worker takes a file at a time: its tests share what they compile and the ranks that they start
+PYTEST := $(BIN)/python -m pytest -q -n $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
+
 test: $(BUILT) $(STAMPS)/test
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: $(BUILT) $(STAMPS)/test
+	$(PYTEST) --exhaustive $(PYTEST_ARGS)
+
+smoke: $(BUILT) $(STAMPS)/test
+	@$(BIN)/python -m pytest -q -m smoke || { echo 'smoke: FAILED, tp_ext does not work here'; exit 1; }
+	@echo 'smoke: tp_ext works here: build, linears at p = 1, 2, 4, loss, checkpoint, shared memory'
 
 lint: $(STAMPS)/torch-$(TORCH) $(STAMPS)/lint
 	$(BIN)/ruff check
