@@ -75,3 +75,13 @@ def test_an_assigned_weight_of_other_features(kind, p):
     ranks.run_raises(
         _wrong_weight, p, ValueError, r"weight: shape \(5, \d\) must be \(\d, \d\), this rank's shard", kind
     )
+
+
+def _wrong_weight_with_copies(group):
+    layer = ColumnParallelLinear(4, 12, parts=(8, Part(2, copies=2), Part(2, copies=2)), group=group)
+    layer(torch.empty(2, 4), weight=torch.empty(3, 4))
+
+
+def test_a_weight_of_the_callers_without_its_copied_rows():
+    """The shape is checked before the region that sums the gradients of those rows, which has an error of its own."""
+    ranks.run_raises(_wrong_weight_with_copies, 4, ValueError, r"weight: shape \(3, 4\) must be \(4, 4\)")
