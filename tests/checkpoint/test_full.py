@@ -35,7 +35,12 @@ def test_full_state_is_that_of_one_process_to_the_last_bit(p, options):
 
 def _load_and_read(group, state, options):
     model, _ = model_and_optimizer(group, seed=8, **options)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(3e9)
     tp_ext.load_full_state_dict(model, state, group=group)
+    if options.get("pad"):  # padding is zero
+        assert not model.embedding.weight[model.embedding.vocab_local :].any()
     return tp_ext.full_state_dict(model, group=group)
 
 

@@ -92,7 +92,7 @@ def _wrong(group, what, from_first):
     elif what == "type":
         state["last.weight"] = [1.0] * 8
     elif what == "keys":
-        state["more"] = state.pop("steps")
+        state["more"] = state.pop("calls")
     if from_first and group.rank():
         state = {}
     try:
@@ -105,7 +105,7 @@ WRONG = {
     "vocabulary": (ValueError, r"'embedding.weight' has shape \(17, 8\) and must have \(13, 8\)"),
     "tie": (ValueError, "'embedding.weight' and 'head.weight' are one tensor in the module and must be equal"),
     "type": (TypeError, "'last.weight' is list"),
-    "keys": (KeyError, r"missing keys \['steps'\], unexpected keys \['more'\]"),
+    "keys": (KeyError, r"missing keys \['calls'\], unexpected keys \['more'\]"),
 }
 
 

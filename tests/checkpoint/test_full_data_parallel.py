@@ -65,7 +65,7 @@ def test_wraps_leave_no_trace(how):
     """fp64 bound 1e-12: the sums over ranks run in another order."""
     want, want_optimizer = trained()
     if how == "checkpointed":
-        want["steps"] *= 2  # counted again when it is computed again
+        want["calls"] *= 2  # counted again when it is computed again
     results = ranks.run(_states, 4, how, OPTIONS[2] if "SDP" in how else {})
     for state, optimizer_state, _, _ in results:
         assert_same(state, want, exact=False)

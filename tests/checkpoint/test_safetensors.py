@@ -95,9 +95,11 @@ def test_the_bytes_are_the_librarys_own(tmp_path):
     got = safetensors.torch.load_file(path)
     assert all(torch.equal(got[name].float(), value.float()) for name, value in want.items())
     assert {name: value.dtype for name, value in got.items()} == {name: value.dtype for name, value in want.items()}
-    plain = {name: value for name, value in want.items() if value.dtype == torch.float32}
-    floats = nn.ParameterDict(plain)
-    tp_ext.save_safetensors(path, floats)
+    plain = {name: value for name, value in want.items() if value.dtype in (torch.float32, torch.bool)}
+    holder = nn.Module()
+    for name, value in plain.items():
+        holder.register_buffer(name, value)
+    tp_ext.save_safetensors(path, holder)
     assert path.read_bytes() == safetensors.torch.save(plain, metadata={"format": "pt"})
     other = Dtypes()
     other.note = None
@@ -184,7 +186,7 @@ def _wrong(group, path, what):
 
 WRONG = {
     "vocabulary": (ValueError, r"'embedding.weight' has shape \(17, 8\) and must have \(13, 8\)"),
-    "keys": (KeyError, r"missing keys \['steps'\], unexpected keys \['more'\]"),
+    "keys": (KeyError, r"missing keys \['calls'\], unexpected keys \['more'\]"),
     "cut off": (ValueError, "model.safetensors' must be a whole safetensors file"),
     "nothing": (FileNotFoundError, "must have 'model.safetensors' or 'model.safetensors.index.json'"),
     "index": (ValueError, "index.json' must be an index"),
@@ -205,7 +207,7 @@ def test_what_does_not_fit_is_told_on_all_ranks(what, tmp_path):
         state["embedding.weight"] = state["head.weight"] = torch.ones(17, 8)
         state["head.weight"] = state["head.weight"].clone()
     elif what == "keys":
-        state["more"] = state.pop("steps")
+        state["more"] = state.pop("calls")
     safetensors.torch.save_file(state, path)
     if what == "cut off":
         path.write_bytes(path.read_bytes()[:-1])
@@ -214,9 +216,9 @@ def test_what_does_not_fit_is_told_on_all_ranks(what, tmp_path):
     if what == "index":
         index.write_text('{"weight_map": 3}')
     elif what == "elsewhere":
-        index.write_text('{"weight_map": {"steps": "../model.safetensors"}}')
+        index.write_text('{"weight_map": {"calls": "../model.safetensors"}}')
     elif what == "a file less":
-        index.write_text('{"weight_map": {"steps": "model-00002-of-00009.safetensors"}}')
+        index.write_text('{"weight_map": {"calls": "model-00002-of-00009.safetensors"}}')
     ranks.run_raises(_wrong, 2, *WRONG[what], tmp_path, what, in_turns=False)
     assert what in ("extra state", "dtype", "metadata", "size") or not list(tmp_path.glob("*.tmp"))
 

@@ -10,6 +10,7 @@ from torch import nn
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.models import model_and_optimizer, train
+from tp_ext._object_collectives import call_on_all_ranks
 
 pytestmark = [
     pytest.mark.core,
@@ -155,3 +156,15 @@ def test_other_modules_are_named(tmp_path):
         tp_ext.load_checkpoint(tmp_path / "saved", nn.Linear(2, 2))
     with pytest.raises(FileNotFoundError, match=r"path: .*nowhere' must be a checkpoint, a directory with .metadata"):
         tp_ext.load_checkpoint(tmp_path / "nowhere", nn.Linear(2, 2))
+
+
+def _fail_everywhere(group):
+    def fail():
+        raise ValueError(f"of rank {group.rank()}")
+
+    with pytest.raises(ValueError, match="of rank 0"):
+        call_on_all_ranks(group, fail)
+
+
+def test_of_the_errors_of_several_ranks_all_raise_the_first():
+    ranks.run(_fail_everywhere, 3)

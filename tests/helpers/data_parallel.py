@@ -115,7 +115,7 @@ def wrapped_training(group, kind, how, dp, tp, sequence_parallel, micro, steps=3
 def _state(model, **group):
     """The full state without the count of forwards: of the microbatches a data-parallel rank computes its share."""
     state = tp_ext.full_state_dict(model, **group)
-    state.pop("steps", None)
+    state.pop("calls", None)
     return state
 
 

@@ -70,13 +70,13 @@ class RichModel(RichBlock):
         if tied:
             self.head.weight = self.embedding.weight
         self.scale = Scale(group, dtype)
-        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, ids: Tensor) -> Tensor:
         tokens = ids.numel()
         x = super().forward(self.embedding(ids.flatten()), len(ids), tokens)
         x = x + self.row(self.column(x, tokens).tanh(), tokens)
-        self.steps += 1
+        self.calls += 1
         return self.scale(self.head(self.last(x), tokens))
 
 

@@ -193,7 +193,7 @@ LAYERS = [
         "(slots - self.padding[:, None]).clamp_min(0) if self._padded else slots",
         "slots",
         "Padding on the left shifts the positions of a prompt.",
-        "nn/test_kv_cache.py::test_left_padded_prompts_come_out_as_they_would_alone",
+        "nn/test_kv_cache.py::test_positions_are_counted_from_the_end_of_the_padding",
     ),
     _bug(
         "cache_not_cleared",

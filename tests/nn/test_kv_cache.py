@@ -141,6 +141,13 @@ def test_truncate_forgets_and_reorder_shuffles(static):
     close(shuffled, want[:, 5:])
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["", "static"])
+def test_positions_are_counted_from_the_end_of_the_padding(static):
+    """Attention with RoPE depends on distances alone, and does not show it."""
+    cache = tp_ext.KVCache(2, 8, 1, 4, static=static).reset(padding=torch.tensor([0, 3]))
+    assert cache.positions(5).tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 0, 1]]
+
+
 def test_switching_to_static_after_the_prefill_keeps_the_text():
     module = loaded(None, CASES["all"], oracle.random_state(make(CASES["all"])))
     x = torch.randn(2, SEQ, HIDDEN, dtype=torch.float64)

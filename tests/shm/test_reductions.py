@@ -161,6 +161,20 @@ def test_infinities_nans_and_minus_zero(dtype, backend):
     run(_special, 2, backend, dtype)
 
 
+def _with_nan(world, operation, holder):
+    x = torch.tensor([float("nan") if world.rank() == holder else 1.0] * 3)
+    dist.all_reduce(x, getattr(dist.ReduceOp, operation), group=group_of("tp_shm"))
+    return bool(x.isnan().all())
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("operation", ["MIN", "MAX"])
+def test_a_nan_of_any_rank_is_the_minimum_and_the_maximum(operation, p):
+    """No promise of gloo's."""
+    for holder in range(p):
+        assert all(run(_with_nan, p, operation, holder))
+
+
 def _wraps(world, backend):
     group = group_of(backend)
     x = torch.tensor([100, -100, 127], dtype=torch.int8)
