@@ -178,7 +178,7 @@ def _inductor_in_turns(group, x, folder):
 def test_compiled_code_on_disk_is_not_taken_from_another_rank_or_another_p(tmp_path):
     # What a region becomes depends on p and the own rank: torch's caches must be told.
     x = torch.arange(12.0)
-    for p in (1, 2, 4):
+    for p in (2, 3):
         got = ranks.run(_inductor_in_turns, p, x, str(tmp_path), timeout=120)
         for a, b in zip(got, x.tensor_split(p), strict=True):
             assert torch.equal(a, b), f"p = {p}: {got}"
