@@ -153,7 +153,7 @@ LINEARS = [
         'ctx->saved_data["main_grad"].toTensor().add_(grads[0]);',
         'ctx->saved_data["main_grad"].toTensor().copy_(grads[0]);',
         "The second microbatch overwrites the gradient of the first.",
-        "nn/test_linear_main_grad.py::test_two_microbatches_add_up",
+        "nn/test_linear_main_grad.py::test_a_second_gradient_is_added_to_main_grad",
     ),
     _bug(
         "overlap_bias",

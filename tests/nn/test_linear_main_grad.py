@@ -225,3 +225,11 @@ def _graph(weight):
 
 
 MAKE = {"none": _none, "shape": _shape, "integers": _integers, "graph": _graph}
+
+
+def test_a_second_gradient_is_added_to_main_grad():
+    """By the operator alone: layers with copied heads call it in every microbatch."""
+    x, main_grad = torch.ones(2, requires_grad=True), torch.ones(2)
+    for _ in range(2):
+        torch.ops.tp_ext.accumulate_grad_into(x, main_grad).sum().backward()
+    assert main_grad.tolist() == [3, 3] and x.grad is None
