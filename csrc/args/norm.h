@@ -1,6 +1,10 @@
-// Argument checks of the norm operators, the same on CPU and CUDA.
+// Argument checks of the norm operators, and their six primitives out of one forward and one
+// backward, the same on CPU and CUDA.
 
 #pragma once
+
+#include <array>
+#include <tuple>
 
 #include "check.h"
 #include "ops.h"
@@ -59,5 +63,49 @@ inline NormShape check_norm_backward(const Tensor& grad, const Tensor& x,
   check_norm_stat(rstd, "rstd", x, shape.rows);
   return shape;
 }
+
+// The primitives of a device, given its functions, centred or not (layer norm or RMSNorm):
+//   forward(x, residual, weight, bias, eps) -> y, sum, mean, rstd
+//   backward(grad, x, weight, mean, rstd, grad_sum, output_mask) -> dx, dweight, dbias
+template <auto rms_forward, auto layer_forward, auto rms_backward, auto layer_backward>
+struct NormPrimitives {
+  static std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& x, const OptionalTensor& weight,
+                                                 double eps) {
+    const auto [y, sum, mean, rstd] = rms_forward(x, {}, weight, std::nullopt, eps);
+    return {y, rstd};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> rms_norm_residual_fwd(const Tensor& x,
+                                                                  const Tensor& residual,
+                                                                  const OptionalTensor& weight,
+                                                                  double eps) {
+    const auto [y, sum, mean, rstd] = rms_forward(x, residual, weight, std::nullopt, eps);
+    return {y, sum, rstd};
+  }
+
+  static std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad, const Tensor& x,
+                                                 const OptionalTensor& weight, const Tensor& rstd,
+                                                 const OptionalTensor& grad_sum,
+                                                 std::array<bool, 2> output_mask) {
+    const auto [dx, dweight, none] = rms_backward(grad, x, weight, rstd, rstd, grad_sum,
+                                                  {output_mask[0], output_mask[1], false});
+    return {dx, dweight};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& x,
+                                                           const OptionalTensor& weight,
+                                                           const OptionalTensor& bias, double eps) {
+    const auto [y, sum, mean, rstd] = layer_forward(x, {}, weight, bias, eps);
+    return {y, mean, rstd};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad, const Tensor& x,
+                                                           const OptionalTensor& weight,
+                                                           const Tensor& mean, const Tensor& rstd,
+                                                           const OptionalTensor& grad_sum,
+                                                           std::array<bool, 3> output_mask) {
+    return layer_backward(grad, x, weight, mean, rstd, grad_sum, output_mask);
+  }
+};
 
 }  // namespace tp_ext

@@ -7,9 +7,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <charconv>
-#include <string_view>
-
+#include "comm/group_name.h"
 #include "comm/pack.h"
 #include "comm/symmetric_memory.h"
 
@@ -21,29 +19,12 @@ using c10::SymInt;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// Parses "name" or "name@rank/size"; copies nothing
-struct GroupKey {
-  std::string_view name;
-  int64_t rank = -1, size = -1;  // -1: not given
-
-  explicit GroupKey(const std::string& group) : name(group) {
-    const auto at = name.rfind('@');
-    if (at == std::string_view::npos) return;
-    const char *place = group.data() + at + 1, *const end = group.data() + group.size();
-    const auto after_rank = std::from_chars(place, end, rank);
-    TORCH_CHECK_VALUE(after_rank.ptr < end && *after_rank.ptr == '/', "group: '", group,
-                      "' must be a name, or name@rank/size");
-    std::from_chars(after_rank.ptr + 1, end, size);
-    name = name.substr(0, at);
-  }
-};
-
-std::string bare_name(const std::string& group) { return std::string(GroupKey(group).name); }
+std::string bare_name(const std::string& group) { return std::string(GroupName(group).name); }
 
 // The process group of that name. Its rank and size must match the key: slices and blocks are
 // computed from the key, but c10d uses the group's.
 ProcessGroup resolve(const std::string& group) {
-  const GroupKey key(group);
+  const GroupName key(group);
   const std::string name(key.name);
   ProcessGroup found;
   try {
@@ -138,12 +119,12 @@ void check_place(const std::string& group) {
 
 int64_t size(const std::string& group) {
   if (group.empty()) return 1;
-  const GroupKey key(group);
+  const GroupName key(group);
   return key.size > 0 ? key.size : resolve(group)->getSize();
 }
 int64_t rank(const std::string& group) {
   if (group.empty()) return 0;
-  const GroupKey key(group);
+  const GroupName key(group);
   return key.rank >= 0 ? key.rank : resolve(group)->getRank();
 }
 

@@ -6,8 +6,7 @@
 //                 dispatch modes (traced)
 //   asynchronous  returns Pending: overlaps the caller's computation (traced: waits at once)
 //
-// A group is a name, or name@rank/size, which spares the lookup of rank and size; "" is no group.
-// Further fields ask for symmetric memory (symmetric_memory.h). Only collectives.cpp uses c10d, and
+// group_name.h describes the name of a group; "" is no group. Only collectives.cpp uses c10d, and
 // counter.cpp, which counts the calls of its operators.
 
 #pragma once

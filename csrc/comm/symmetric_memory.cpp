@@ -7,10 +7,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
-#include <cstdlib>
 #include <mutex>
 #include <unordered_map>
 
+#include "comm/group_name.h"
 #include "comm/pack.h"
 #include "comm/collectives.h"
 #include "comm/stream_order.h"
@@ -20,39 +20,11 @@ namespace {
 
 using at::Tensor;
 
-// The options encoded in the group's name
-struct Limits {
-  std::string name;
-  int64_t rank, size, one_shot_bytes, max_bytes;
-  uint64_t buffer;
-  bool fused;
-};
-
-std::optional<Limits> limits_of(const std::string& group) {
-  const auto at = group.rfind('@');
-  if (at == std::string::npos) return std::nullopt;
-  uint64_t numbers[6];
-  const char* text = group.c_str() + at;  // each number follows an '@' or a '/'
-  for (auto& number : numbers) {
-    if (*text != (text == group.c_str() + at ? '@' : '/')) return std::nullopt;
-    char* end = nullptr;
-    number = std::strtoull(text + 1, &end, 10);
-    text = end;
-  }
-  return Limits{group.substr(0, at),
-                static_cast<int64_t>(numbers[0]),
-                static_cast<int64_t>(numbers[1]),
-                static_cast<int64_t>(numbers[2]),
-                static_cast<int64_t>(numbers[3]),
-                numbers[4],
-                numbers[5] != 0};
-}
-
 constexpr int64_t kAccess = 16;  // bytes per access of torch's kernels
 
 enum class Algorithm { backend, one_shot, two_shot };
 
-Algorithm choose(at::ScalarType dtype, int64_t numel, const Limits& limits) {
+Algorithm choose(at::ScalarType dtype, int64_t numel, const SymmetricGroup& limits) {
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   const bool kernels = dtype == at::kFloat || dtype == at::kBFloat16;
   if (!kernels || bytes == 0 || bytes % kAccess != 0) return Algorithm::backend;
@@ -87,7 +59,7 @@ Tensor aligned(const Tensor& x) {
 }
 
 // The group's buffer, shaped like x. Must have no other user at the same time.
-Tensor buffer_like(const Tensor& x, const Limits& limits) {
+Tensor buffer_like(const Tensor& x, const SymmetricGroup& limits) {
   const auto bytes = c10d::symmetric_memory::empty_strided_p2p(
       {limits.max_bytes}, {1}, at::kByte, x.device(), limits.name, limits.buffer);
   return bytes.narrow(0, 0, x.numel() * static_cast<int64_t>(x.element_size()))
@@ -108,7 +80,7 @@ bool is_capturing(const S&, long) {
 // One use of a group's memory, on the current stream
 class Use {
  public:
-  Use(const Tensor& x, const Limits& limits)
+  Use(const Tensor& x, const SymmetricGroup& limits)
       : group_(std::hash<std::string>()(limits.name)),
         stream_(c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device())),
         capturing_(is_capturing(stream_, 0)),
@@ -147,9 +119,10 @@ class Use {
 };
 
 // Fused GEMMs: nothing to gain without rows, and torch splits them evenly
-std::optional<Limits> fusable(const Tensor& x, const std::string& group, const Split& tokens) {
+std::optional<SymmetricGroup> fusable(const Tensor& x, const std::string& group,
+                                      const Split& tokens) {
   if (traced(x) || !tokens.even() || x.dim() < 2 || x.sym_numel() == 0) return std::nullopt;
-  auto limits = limits_of(group);
+  auto limits = symmetric_group(group);
   if (!limits.has_value() || !limits->fused) return std::nullopt;
   check_place(group);
   return limits;
@@ -158,14 +131,14 @@ std::optional<Limits> fusable(const Tensor& x, const std::string& group, const S
 }  // namespace
 
 const char* all_reduce_algorithm(at::ScalarType dtype, int64_t numel, const std::string& group) {
-  const auto limits = limits_of(group);
+  const auto limits = symmetric_group(group);
   const auto chosen = limits ? choose(dtype, numel, *limits) : Algorithm::backend;
   if (chosen == Algorithm::backend) return "backend";
   return chosen == Algorithm::one_shot ? "one_shot" : "two_shot";
 }
 
 std::optional<Tensor> symmetric_all_reduce(const Tensor& x, const std::string& group) {
-  const auto limits = limits_of(group);
+  const auto limits = symmetric_group(group);
   if (!limits) return std::nullopt;
   const auto chosen = choose(x.scalar_type(), x.numel(), *limits);
   if (chosen == Algorithm::backend) return std::nullopt;

@@ -1,8 +1,6 @@
 // torch's symmetric memory: memory of each rank that the other ranks read and write directly, over
 // NVLink or PCIe, and the operators torch::symm_mem that sum and multiply through it. For groups
-// whose name asks for it, after rank and size (tp_ext/symmetric_memory.py builds the name):
-//
-//   name@rank/size/one_shot_bytes/max_bytes/buffer/fused
+// whose name asks for it (group_name.h).
 //
 // Each function returns nothing where the group's backend must do the work. The criteria (name,
 // dtype, size, device type, streams of captures) are the same on every rank. torch owns the buffer,

@@ -6,10 +6,8 @@
 
 #include "cpu/philox_words.h"
 #include "cpu/dispatch.h"
-#include "kernels/random_fill.h"
 #include "ops.h"
-#include "args/random.h"
-#include "args/truncated_normal.h"
+#include "args/random_fill.h"
 
 namespace tp_ext {
 namespace {
@@ -45,50 +43,33 @@ void fill_range(T* self, const PhiloxKeys& keys, Draw draw, const GlobalIndex& i
   });
 }
 
-template <typename Draw>
-void fill(Tensor& self, const Tensor& seed, Draw draw, const char* op, int64_t local_inner,
-          int64_t full_inner, int64_t offset) {
-  check_seed(seed, self, "self");
-  const GlobalIndex index = check_global_index(self, "self", local_inner, full_inner, offset);
-  const bool direct = self.is_contiguous();
-  const Tensor to = direct ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
-  const PhiloxKeys keys(static_cast<uint64_t>(*in<int64_t>(seed)));
-  dispatch_floating(self.scalar_type(), op, [&](auto tag) {
-    using T = decltype(tag);
-    at::parallel_for(0, to.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      fill_range<T>(out<T>(to), keys, draw, index, begin, end);
+struct Fill {
+  template <typename Draw>
+  void operator()(Tensor& self, const Tensor& seed, Draw draw, const char* op, int64_t local_inner,
+                  int64_t full_inner, int64_t offset) const {
+    check_seed(seed, self, "self");
+    const GlobalIndex index = check_global_index(self, "self", local_inner, full_inner, offset);
+    const bool direct = self.is_contiguous();
+    const Tensor to = direct ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
+    const PhiloxKeys keys(static_cast<uint64_t>(*in<int64_t>(seed)));
+    dispatch_floating(self.scalar_type(), op, [&](auto tag) {
+      using T = decltype(tag);
+      at::parallel_for(0, to.numel(), kGrain, [&](int64_t begin, int64_t end) {
+        fill_range<T>(out<T>(to), keys, draw, index, begin, end);
+      });
     });
-  });
-  if (!direct) self.copy_(to);
-}
+    if (!direct) self.copy_(to);
+  }
+};
 
-void philox_uniform_(Tensor& self, const Tensor& seed, double low, double high, int64_t local_inner,
-                     int64_t full_inner, int64_t offset) {
-  check_floating(self, "self");
-  fill(self, seed, Uniform{low, high - low}, "_philox_uniform_", local_inner, full_inner, offset);
-}
-
-void philox_normal_(Tensor& self, const Tensor& seed, double mean, double std, int64_t local_inner,
-                    int64_t full_inner, int64_t offset) {
-  check_floating(self, "self");
-  fill(self, seed, Normal{mean, std}, "_philox_normal_", local_inner, full_inner, offset);
-}
-
-void philox_truncated_normal_(Tensor& self, const Tensor& seed, double mean, double std, double low,
-                              double high, int64_t local_inner, int64_t full_inner,
-                              int64_t offset) {
-  check_floating(self, "self");
-  with_truncated_draw(check_truncated_normal(self, mean, std, low, high), [&](auto draw) {
-    fill(self, seed, draw, "_philox_truncated_normal_", local_inner, full_inner, offset);
-  });
-}
+using Primitives = RandomFillPrimitives<Fill>;
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
-  m.impl("_philox_uniform_", philox_uniform_);
-  m.impl("_philox_normal_", philox_normal_);
-  m.impl("_philox_truncated_normal_", philox_truncated_normal_);
+  m.impl("_philox_uniform_", Primitives::philox_uniform_);
+  m.impl("_philox_normal_", Primitives::philox_normal_);
+  m.impl("_philox_truncated_normal_", Primitives::philox_truncated_normal_);
 }
 
 }  // namespace tp_ext

@@ -191,49 +191,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
   return {dx, dw, db};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& x, const OptionalTensor& weight, double eps) {
-  const auto [y, sum, mean, rstd] = forward<false>(x, {}, weight, std::nullopt, eps);
-  return {y, rstd};
-}
-
-std::tuple<Tensor, Tensor, Tensor> rms_norm_residual_fwd(const Tensor& x, const Tensor& residual,
-                                                         const OptionalTensor& weight, double eps) {
-  const auto [y, sum, mean, rstd] = forward<false>(x, residual, weight, std::nullopt, eps);
-  return {y, sum, rstd};
-}
-
-std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& x, const OptionalTensor& weight,
-                                                  const OptionalTensor& bias, double eps) {
-  const auto [y, sum, mean, rstd] = forward<true>(x, {}, weight, bias, eps);
-  return {y, mean, rstd};
-}
-
-std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad, const Tensor& x,
-                                        const OptionalTensor& weight, const Tensor& rstd,
-                                        const OptionalTensor& grad_sum,
-                                        std::array<bool, 2> output_mask) {
-  const auto [dx, dweight, none] = backward<false>(grad, x, weight, rstd, rstd, grad_sum,
-                                                   {output_mask[0], output_mask[1], false});
-  return {dx, dweight};
-}
-
-std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad, const Tensor& x,
-                                                  const OptionalTensor& weight, const Tensor& mean,
-                                                  const Tensor& rstd,
-                                                  const OptionalTensor& grad_sum,
-                                                  std::array<bool, 3> output_mask) {
-  return backward<true>(grad, x, weight, mean, rstd, grad_sum, output_mask);
-}
+using Primitives = NormPrimitives<forward<false>, forward<true>, backward<false>, backward<true>>;
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
-  m.impl("_rms_norm_fwd", rms_norm_fwd);
-  m.impl("_rms_norm_residual_fwd", rms_norm_residual_fwd);
-  m.impl("_rms_norm_bwd", rms_norm_bwd);
-  m.impl("_layer_norm_fwd", layer_norm_fwd);
+  m.impl("_rms_norm_fwd", Primitives::rms_norm_fwd);
+  m.impl("_rms_norm_residual_fwd", Primitives::rms_norm_residual_fwd);
+  m.impl("_rms_norm_bwd", Primitives::rms_norm_bwd);
+  m.impl("_layer_norm_fwd", Primitives::layer_norm_fwd);
   m.impl("_layer_norm_residual_fwd", forward<true>);
-  m.impl("_layer_norm_bwd", layer_norm_bwd);
+  m.impl("_layer_norm_bwd", Primitives::layer_norm_bwd);
 }
 
 }  // namespace tp_ext

@@ -7,58 +7,40 @@
 #include "cuda/launch.h"
 #include "kernels/random_fill.cuh"
 #include "ops.h"
-#include "args/random.h"
-#include "args/truncated_normal.h"
+#include "args/random_fill.h"
 
 namespace tp_ext {
 namespace {
 
-template <typename Draw>
-void fill(Tensor& self, const Tensor& seed, Draw draw, const char* op, int64_t local_inner,
-          int64_t full_inner, int64_t offset) {
-  check_seed(seed, self, "self");
-  const GlobalIndex index = check_global_index(self, "self", local_inner, full_inner, offset);
-  const int64_t n = self.numel();
-  if (n == 0) return;
-  const c10::cuda::CUDAGuard guard(self.device());
-  const bool direct = self.is_contiguous();
-  const Tensor to = direct ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
-  dispatch_floating(self.scalar_type(), op, [&](auto tag) {
-    using T = decltype(tag);
-    random_fill_kernel<<<grid_for(n / 4 + 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        out<T>(to), n, in<int64_t>(seed), draw, index);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  });
-  if (!direct) self.copy_(to);
-}
+struct Fill {
+  template <typename Draw>
+  void operator()(Tensor& self, const Tensor& seed, Draw draw, const char* op, int64_t local_inner,
+                  int64_t full_inner, int64_t offset) const {
+    check_seed(seed, self, "self");
+    const GlobalIndex index = check_global_index(self, "self", local_inner, full_inner, offset);
+    const int64_t n = self.numel();
+    if (n == 0) return;
+    const c10::cuda::CUDAGuard guard(self.device());
+    const bool direct = self.is_contiguous();
+    const Tensor to = direct ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
+    dispatch_floating(self.scalar_type(), op, [&](auto tag) {
+      using T = decltype(tag);
+      random_fill_kernel<<<grid_for(n / 4 + 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          out<T>(to), n, in<int64_t>(seed), draw, index);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+    if (!direct) self.copy_(to);
+  }
+};
 
-void philox_uniform_(Tensor& self, const Tensor& seed, double low, double high, int64_t local_inner,
-                     int64_t full_inner, int64_t offset) {
-  check_floating(self, "self");
-  fill(self, seed, Uniform{low, high - low}, "_philox_uniform_", local_inner, full_inner, offset);
-}
-
-void philox_normal_(Tensor& self, const Tensor& seed, double mean, double std, int64_t local_inner,
-                    int64_t full_inner, int64_t offset) {
-  check_floating(self, "self");
-  fill(self, seed, Normal{mean, std}, "_philox_normal_", local_inner, full_inner, offset);
-}
-
-void philox_truncated_normal_(Tensor& self, const Tensor& seed, double mean, double std, double low,
-                              double high, int64_t local_inner, int64_t full_inner,
-                              int64_t offset) {
-  check_floating(self, "self");
-  with_truncated_draw(check_truncated_normal(self, mean, std, low, high), [&](auto draw) {
-    fill(self, seed, draw, "_philox_truncated_normal_", local_inner, full_inner, offset);
-  });
-}
+using Primitives = RandomFillPrimitives<Fill>;
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
-  m.impl("_philox_uniform_", philox_uniform_);
-  m.impl("_philox_normal_", philox_normal_);
-  m.impl("_philox_truncated_normal_", philox_truncated_normal_);
+  m.impl("_philox_uniform_", Primitives::philox_uniform_);
+  m.impl("_philox_normal_", Primitives::philox_normal_);
+  m.impl("_philox_truncated_normal_", Primitives::philox_truncated_normal_);
 }
 
 }  // namespace tp_ext

@@ -241,7 +241,7 @@ def test_opcheck_and_compile(device):
         ({"seed": torch.zeros(1, dtype=torch.int64)}, ValueError, "seed: shape"),
         ({"seed": torch.zeros(())}, TypeError, "seed: dtype"),
         ({"local_inner": 7}, ValueError, "local_inner: 7"),
-        ({"offset": 20}, ValueError, "offset: 20"),
+        ({"full_inner": 20}, ValueError, "local_inner: 24 must be at most full_inner = 20"),
         ({"offset": -1}, ValueError, "offset: -1"),
         ({"x": torch.zeros(4, 6, dtype=torch.int64)}, TypeError, "x: dtype"),
     ],

@@ -290,8 +290,10 @@ def test_errors_name_the_argument(fill, device):
     t, seed = torch.zeros(4, 6, device=device), torch.tensor(0, device=device)
     with pytest.raises(ValueError, match="local_inner: 5"):
         fill(t, seed, 0.0, 1.0, 5, 24, 0)
-    with pytest.raises(ValueError, match="offset: 1"):
-        fill(t, seed, 0.0, 1.0, 24, 24, 1)
+    with pytest.raises(ValueError, match="local_inner: 24 must be at most full_inner = 23"):
+        fill(t, seed, 0.0, 1.0, 24, 23, 0)
+    with pytest.raises(ValueError, match="offset: -1"):
+        fill(t, seed, 0.0, 1.0, 24, 24, -1)
     with pytest.raises(TypeError, match="seed: dtype"):
         fill(t, seed.float(), 0.0, 1.0, 24, 24, 0)
     with pytest.raises(TypeError, match="self: dtype"):

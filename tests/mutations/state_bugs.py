@@ -11,7 +11,7 @@ STATE_BUGS = [
     _bug(
         "norm_counts_replicas",
         "parallel/grad_norm.py",
-        "if rank == 0:\n                owned",
+        "if groups.first:\n                owned",
         "if True:\n                owned",
         "The norm counts replicated gradients p times.",
         "parallel/test_grad_norm.py::test_norm_and_clipped_gradients_are_those_of_the_unsharded_model",
@@ -43,8 +43,8 @@ STATE_BUGS = [
     _bug(
         "ddp_guard",
         "parallel/ddp_guard.py",
-        "return shared if len(shared) > 1 else []",
-        "return shared if len(shared) > 2 else []",
+        "if len(shared) > 1:\n            return shared",
+        "if len(shared) > 2:\n            return shared",
         "DDP may average the shards of two ranks.",
         "parallel/test_ddp_guard.py",
     ),
