@@ -169,8 +169,8 @@ def _unfinished(group, case, dense, norm, x, dy):
 
 @pytest.mark.parametrize("case", ["bias of a row", "weight of a norm", "bias of a frozen column"])
 def test_gradients_that_backward_leaves_unfinished(case):
-    """Under sequence parallelism each rank has the addend of its own tokens; Megatron's finalize_model_grads sums them.
-    Of a frozen weight's bias there is no gradient at all, even on one rank."""
+    """Under sequence parallelism each rank has the partial gradient of its own tokens; Megatron's
+    finalize_model_grads sums them. Of a frozen weight's bias there is no gradient at all, even on one rank."""
     dense, norm = nn.Linear(4, 6).float().double(), nn.LayerNorm(4).double()
     x, dy = torch.randn(4, 4).double(), torch.randn(4, 6).double()
     dense(norm(x) if case == "weight of a norm" else x).backward(dy)

@@ -1,4 +1,5 @@
-"""Operators that Python calls without boxing (csrc/python/direct_call.h): what torch.ops does, for whoever watches."""
+"""Operators that Python calls without boxing (csrc/python/direct_call.h): the results of torch.ops, also under modes
+and subclasses."""
 
 import pytest
 import torch

@@ -50,7 +50,8 @@ def full_state(group, seed, **options):
 
 
 def comparable(state, p):
-    """The entries that p leaves as they are: two KV heads cannot be dealt to three ranks, which have a smaller qkv."""
+    """The entries that p leaves as they are: two KV heads cannot be sharded over three ranks, which have a smaller
+    qkv."""
     return {k: v for k, v in state.items() if p != 3 or not k.startswith("attention.qkv")}
 
 

@@ -89,7 +89,7 @@ def test_second_order_is_that_of_one_process(p, case):
 
 
 class _OwnSlot(torch.autograd.Function):
-    """[p, ...] equal on all ranks -> the own entry; backward: everyone's."""
+    """[p, ...] equal on all ranks -> this rank's entry; backward: all entries."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -32,8 +32,8 @@ def _own(group, xs):
     return xs[group.rank()].clone().requires_grad_()
 
 
-# How often, and with which collective, each region talks: forward, backward
-TALK = {
+# Collectives of each region: forward, backward
+COLLECTIVES = {
     "copy_to_region": ([], ["allreduce"]),
     "reduce_from_region": (["allreduce"], []),
     "scatter_to_region": ([], ["allgather"]),
@@ -69,7 +69,7 @@ def _count(group, case, xs):
 
 @pytest.mark.parametrize("case", AT_TWO)
 def test_each_region_talks_as_often_as_it_says(case):
-    assert ranks.run(_count, 2, case, case.inputs(2)) == [TALK[case.name]] * 2
+    assert ranks.run(_count, 2, case, case.inputs(2)) == [COLLECTIVES[case.name]] * 2
 
 
 def _inference(group, case, xs):
@@ -95,7 +95,7 @@ def _checkpointed(group, case, xs):
     with CommDebugMode() as counts:
         got = _grad_of_sines(checkpoint(block, x, use_reentrant=False), x)
     assert torch.equal(got, want)
-    forward, backward = TALK[case.name]
+    forward, backward = COLLECTIVES[case.name]
     # The recomputation may stop at the last tensor that backward needs: exp's result, after it all
     assert _heard(counts) == sorted(2 * forward + backward)
 
@@ -176,7 +176,7 @@ def _inductor_in_turns(group, x, folder):
 
 
 def test_compiled_code_on_disk_is_not_taken_from_another_rank_or_another_p(tmp_path):
-    # What a region becomes depends on p and the own rank: torch's caches must be told.
+    # The compiled region depends on p and this rank: the keys of torch's caches must contain both.
     x = torch.arange(12.0)
     for p in (2, 3):
         got = ranks.run(_inductor_in_turns, p, x, str(tmp_path), timeout=120)

@@ -1,4 +1,4 @@
-"""Bad input of the regions: each rank tells it on its own, before it sends anything."""
+"""Bad input of the regions: each rank raises on its own, before any communication."""
 
 import pytest
 import torch

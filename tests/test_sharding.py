@@ -15,7 +15,7 @@ from tp_ext.sharding import split_sizes
 PADDING = -1
 
 
-def dealt(part: Part, p: int) -> list[list[int]]:
+def shards_of(part: Part, p: int) -> list[list[int]]:
     """The elements of the part that each rank holds, by the words of section 3: groups, units, copies."""
     elements = torch.cat([torch.arange(part.size), torch.full((part.padding,), PADDING)])
     holders = p // (part.copies * part.groups)
@@ -30,7 +30,7 @@ def held_elements(parts: list[Part], p: int) -> list[list[int]]:
     """The same for a dim that is the concatenation of parts."""
     held, offset = [[] for _ in range(p)], 0
     for part in parts:
-        for rank, elements in enumerate(dealt(part, p)):
+        for rank, elements in enumerate(shards_of(part, p)):
             held[rank] += [e if e == PADDING else e + offset for e in elements]
         offset += part.size
     return held
@@ -54,7 +54,7 @@ cuts = st.integers(1, 6).flatmap(lambda p: st.tuples(st.just(p), some_parts(p)))
 
 @settings(max_examples=300, deadline=None)
 @given(cuts)
-def test_ranks_hold_what_is_dealt_to_them(cut):
+def test_ranks_hold_their_shards(cut):
     p, parts = cut
     sharding = Sharding(0, parts)
     held = held_elements(parts, p)
@@ -97,18 +97,18 @@ def test_every_element_has_one_owner_and_copies_stay_together(cut):
     for rank, local in enumerate(locals_):
         views = sharding.owned(local, rank, p)
         assert all(v.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() for v in views)
-        pieces = sharding.copied_pieces(rank, p)
+        rows_held = sharding.copied_pieces(rank, p)
         copied = [part for part in parts if part.copies > 1]
-        assert (pieces is None) == (not copied)
-        if pieces is None:
+        assert (rows_held is None) == (not copied)
+        if rows_held is None:
             continue
-        assert pieces.full_size >= sum(part.size for part in copied)
-        rows = torch.full((pieces.full_size,), PADDING)
-        for start, length, at in zip(pieces.local_starts, pieces.lengths, pieces.full_starts, strict=True):
-            assert at + length <= pieces.full_size, "the piece sticks out of the tensor that sums the copies"
+        assert rows_held.full_size >= sum(part.size for part in copied)
+        rows = torch.full((rows_held.full_size,), PADDING)
+        for start, length, at in zip(rows_held.local_starts, rows_held.lengths, rows_held.full_starts, strict=True):
+            assert at + length <= rows_held.full_size, "the rows reach beyond the tensor that sums the copies"
             rows[at : at + length] = local[start : start + length]
-        # a rank's pieces do not overlap: all of its copied elements, padding included, are there
-        assert int((rows != PADDING).sum()) == sum(len(dealt(part, p)[rank]) for part in copied)
+        # a rank's rows do not overlap: all of its copied elements, padding included, are there
+        assert int((rows != PADDING).sum()) == sum(len(shards_of(part, p)[rank]) for part in copied)
 
 
 def test_split_sizes_are_those_of_tensor_split():

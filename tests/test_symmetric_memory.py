@@ -142,11 +142,11 @@ def refused(tp, max_bytes, buffer):
     ],
 )
 def test_why_not(p, changes, options, reason):
-    told = ranks.run(enable_stubbed, p, changes, **options)
-    for rank, (name, why_not) in enumerate(told):
+    answers = ranks.run(enable_stubbed, p, changes, **options)
+    for rank, (name, why_not) in enumerate(answers):
         assert why_not is not None and re.search(reason, why_not)
         assert name == f"0@{rank}/{p}"
-    assert len({why_not for _, why_not in told}) == 1
+    assert len({why_not for _, why_not in answers}) == 1
 
 
 def share_a_device(group, given, on=(0, 1)):
@@ -158,22 +158,22 @@ def test_ranks_may_share_a_device_when_torch_is_told_so():
     both = symmetric_memory.SHARING
     assert ranks.run(share_a_device, 2, both) == [None, None]
     for given, on in (both[:1], (0, 1)), (both[1:], (0, 1)), (both, (0,)):
-        told = ranks.run(share_a_device, 2, given, on)
-        assert all("several ranks are on one device" in why_not for why_not in told)
+        answers = ranks.run(share_a_device, 2, given, on)
+        assert all("several ranks are on one device" in why_not for why_not in answers)
 
 
 @pytest.mark.parametrize("changes", [{"is_available": no}, {"_exchange": refused}])
 def test_what_one_rank_lacks_is_off_for_all(changes):
-    told = ranks.run(enable_stubbed, 3, changes, only_rank=1)
-    assert {why_not.partition(":")[0] for _, why_not in told} == {"rank 1"}
-    assert [name for name, _ in told] == [f"0@{rank}/3" for rank in range(3)]
+    answers = ranks.run(enable_stubbed, 3, changes, only_rank=1)
+    assert {why_not.partition(":")[0] for _, why_not in answers} == {"rank 1"}
+    assert [name for name, _ in answers] == [f"0@{rank}/3" for rank in range(3)]
 
 
 def test_without_stubs_there_is_none_on_a_cpu():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    told = ranks.run(real_enable, 2)
-    assert told == [(f"0@{rank}/2", "rank 0: there is no CUDA device") for rank in range(2)]
+    answers = ranks.run(real_enable, 2)
+    assert answers == [(f"0@{rank}/2", "rank 0: there is no CUDA device") for rank in range(2)]
 
 
 def real_enable(group):

@@ -23,7 +23,7 @@ def enabled(group, **options):
     return name
 
 
-def addends(p, shape, dtype, seed=0):
+def terms(p, shape, dtype, seed=0):
     torch.manual_seed(seed)
     return [torch.randn(shape, device="cuda").to(dtype) for _ in range(p)]
 
@@ -40,7 +40,7 @@ def sums(group, dtype, numel):
     """Whether sums are right to the bit, and x unwritten: contiguous, strided, and off a 16-byte boundary."""
     name, same = enabled(group), []
     for seed in range(3):  # one after the other, so that a buffer is written while peers could still read it
-        xs = addends(group.size(), (numel // 4, 4), dtype, seed)
+        xs = terms(group.size(), (numel // 4, 4), dtype, seed)
         own, expected = xs[group.rank()], in_order(xs)
         shifted = torch.cat([own.new_zeros(1), own.flatten()])[1:].view_as(own)
         for x in (own, own.t().contiguous().t(), shifted if group.rank() else own):
@@ -58,7 +58,7 @@ def test_sums_are_those_in_the_order_of_the_ranks(p, numel, chosen, dtype):
 
 def three_ranks(group):
     name = enabled(group)
-    xs = addends(3, (40,), torch.float32)
+    xs = terms(3, (40,), torch.float32)
     return torch.equal(tp_ext.reduce_from_region(xs[group.rank()], name), in_order(xs))
 
 
@@ -68,7 +68,7 @@ def test_three_ranks_one_shot():
 
 def gradient(group):
     name = enabled(group)
-    grads = addends(group.size(), (8, 4), torch.float32)
+    grads = terms(group.size(), (8, 4), torch.float32)
     x = torch.zeros(8, 4, device="cuda", requires_grad=True)
     tp_ext.copy_to_region(x, name).backward(grads[group.rank()])
     return torch.equal(x.grad, in_order(grads))
@@ -92,7 +92,7 @@ def captured(group):
         sums = [tp_ext.reduce_from_region(x, name) for x in (small, large, small)]
     same = []
     for seed in range(3):
-        xs, ys = addends(p, 64, torch.float32, seed), addends(p, 2048, torch.float32, seed + 9)
+        xs, ys = terms(p, 64, torch.float32, seed), terms(p, 2048, torch.float32, seed + 9)
         small.copy_(xs[rank])
         large.copy_(ys[rank])
         graph.replay()
@@ -128,7 +128,7 @@ def row_against_dense(group, dtype, fused_matmul):
     return max(((a.cpu().double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
-# Products of 64 terms and sums of p of them in fp32 are good to 64 ulp; bf16 rounds the addends, their sum and the bias
+# Products of 64 terms and sums of p of them in fp32 are good to 64 ulp; bf16 rounds the terms, their sum and the bias
 BOUNDS = {torch.float32: 64 * 2**-24, torch.bfloat16: 4 * 2**-8}
 
 

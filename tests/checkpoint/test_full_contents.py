@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_told_on_all_ranks_and_nothing_is_loaded(what, from
 
 
 def _peak(group, dim, rank0_only, from_first):
-    """Peak of gathering, bytes sent, peak of loading, bytes dealt; of a model of 8 equal matrices of 8 KiB."""
+    """Peak of gathering, bytes sent, peak of loading, bytes scattered; for a model of 8 equal matrices of 8 KiB."""
     kind = (tp_ext.RowParallelLinear, tp_ext.ColumnParallelLinear)[dim == 0]
     model = nn.Sequential(*(kind(32, 32, False, group=group, dtype=torch.float64) for _ in range(8)))
     sent, gather, scatter = [], dist.gather, dist.scatter
@@ -146,17 +146,17 @@ MATRIX = 32 * 32 * 8
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_one_full_tensor_at_a_time_and_on_rank_0_alone(dim):
-    """Rank 0 keeps the eight it returns, and while one comes what it owns of it and, unless those are blocks of rows,
-    the pieces that it is put together from. No other rank has more than its own piece, and sends no more. All that
-    twice, since gloo's thread may not yet have let go of the last one's.
+    """Rank 0 holds the eight tensors that it returns and, while it gathers one, its own shard and, unless the shards
+    are blocks of rows, those of the others. No other rank holds or sends more than its shard. The bounds are twice
+    that, since gloo's thread may not have released the previous tensor.
     """
     p = 4
     (peak, _, loading, _), *others = ranks.run(_peak, p, dim, True, True)
     assert 8 * MATRIX <= peak <= (8 + 2 * (0.25 if dim == 0 else 1.25)) * MATRIX
     assert loading <= 2 * 1.5 * MATRIX
-    for peak, sent, loading, dealt in others:
+    for peak, sent, loading, scattered in others:
         assert peak <= 2 * MATRIX // p and sent == 8 * MATRIX // p
-        assert loading <= 2 * MATRIX // p and dealt == 8 * MATRIX // p
-    for peak, sent, loading, dealt in ranks.run(_peak, p, dim, False, False):
+        assert loading <= 2 * MATRIX // p and scattered == 8 * MATRIX // p
+    for peak, sent, loading, scattered in ranks.run(_peak, p, dim, False, False):
         assert 8 * MATRIX <= peak <= 11 * MATRIX
-        assert sent == loading == dealt == 0  # views of what is given
+        assert sent == loading == scattered == 0  # views of what is given

@@ -74,7 +74,7 @@ def test_wraps_leave_no_trace(how):
     (_, _, first, first_optimizer), *others = results
     assert_same(first, results[0][0])
     assert_same(flat(first_optimizer), flat(results[0][1]))
-    # Without a module that tells of a data axis every replica has a rank 0
+    # Without a wrapper that shows the data axis, every replica has a rank 0
     empty = [not state and not optimizer_state for *_, state, optimizer_state in others]
     assert empty == ([True] * 3 if "DP" in how else [True, False, True])
 

@@ -49,9 +49,9 @@ class Taken:
         self.values, self.taken = values, taken
 
     def __getitem__(self, where):
-        piece = self.values[where]
-        self.taken.append(piece.numel())
-        return piece
+        part = self.values[where]
+        self.taken.append(part.numel())
+        return part
 
 
 def test_one_tensor_at_a_time_is_written_and_own_slices_are_read(tmp_path):

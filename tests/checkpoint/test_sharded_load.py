@@ -99,7 +99,7 @@ def _load_some(group, path):
 
 @pytest.mark.smoke
 def test_the_unsharded_model_saves_by_torch_alone(tmp_path):
-    """Its optimizer is not asked for; what others have saved beside it is their own."""
+    """Its optimizer is not loaded; entries that others saved next to the model are ignored."""
     _saved(tmp_path / "saved", lambda state: state.update(epoch=3))
     model, optimizer = model_and_optimizer(None)
     train(model, optimizer, None, 1)

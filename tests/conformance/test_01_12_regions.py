@@ -196,15 +196,15 @@ def test_case_11_sequence_to_hidden_and_back(p):
 
 
 def _case_12(group, odd=False):
-    # Rank s sends counts[s][d] rows of its own to rank d: s and d are told by every row.
+    # Rank s sends counts[s][d] rows of its own to rank d; every row contains s and d.
     r, p = group.rank(), group.size()
     counts = [[(2 * s + d) % 3 for d in range(p)] for s in range(p)]
 
-    def piece(s, d):
+    def block(s, d):
         return torch.tensor([[100.0 * s + 10 * d + i, -i] for i in range(counts[s][d])]).view(-1, 2)
 
-    sent = torch.cat([piece(r, d) for d in range(p)])
-    received = torch.cat([piece(s, r) for s in range(p)])
+    sent = torch.cat([block(r, d) for d in range(p)])
+    received = torch.cat([block(s, r) for s in range(p)])
     x = leaf(sent, odd)
     y = all_to_all_region(x, group, 0, 0, split_sizes=counts[r], concat_sizes=[counts[s][r] for s in range(p)])
     check(y, x, 3 * received, received, 3 * sent)

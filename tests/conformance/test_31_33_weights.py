@@ -95,8 +95,8 @@ def test_case_32_gated_mlp_is_the_dense_one(activation, sp, p):
 @EVERY
 @SP
 def test_case_33_bf16_of_whole_numbers(sp, p):
-    """Sums of a column's products in fp32 are exact, so its result is the fp32 one rounded once. A row's addends are
-    rounded before they are summed: exact for sums of fewer than 256 ones."""
+    """Sums of a column's products in fp32 are exact, so its result is the fp32 one rounded once. A row's partial sums
+    are rounded before they are summed: exact for sums of fewer than 256 ones."""
     for kind, k, high in ((ColumnParallelLinear, 512, 8), (RowParallelLinear, 128, 1)):
         dense = nn.Linear(k, 16, dtype=torch.bfloat16)
         with torch.no_grad():
@@ -113,7 +113,7 @@ def test_case_33_bf16_of_whole_numbers(sp, p):
             assert all(t.dtype == torch.bfloat16 for t in got)
             assert torch.equal(got[0], ys[rank])
             assert torch.equal(got[2], slices(dw, p, 0 if column else 1)[rank])
-            if not column or p == 1:  # a column's dx is a sum of rounded addends, of at most 16 * 64 / p
+            if not column or p == 1:  # a column's dx is a sum of rounded terms of at most 16 * 64 / p
                 assert torch.equal(got[1], dxs[rank])
             else:
                 torch.testing.assert_close(got[1], dxs[rank], rtol=2**-8, atol=p * 2**-8 * 1024)

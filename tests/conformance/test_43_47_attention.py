@@ -34,7 +34,7 @@ GQA = CASES["gqa_2_kv"]
 
 
 def _gqa(p):
-    """8 query heads; two KV heads cannot be dealt to three ranks, one can."""
+    """8 query heads; two KV heads cannot be sharded over three ranks, one can."""
     return GQA if fits(GQA, p) else GQA | {"num_kv_heads": 1}
 
 

@@ -143,8 +143,8 @@ def _traced(group, sp):
 @EVERY
 @SP
 def test_case_51_a_recorded_step_runs_on_other_data(sp, p):
-    """Forward, loss and backward as a list of operators: the twin of the CUDA graph for a machine without GPU. A value
-    read on the host would have been recorded as a constant."""
+    """Forward, loss and backward as a list of operators: the counterpart of the CUDA graph on a machine without GPU.
+    A value read on the host would have been recorded as a constant."""
     ranks.run(_traced, p, sp, timeout=120)
 
 

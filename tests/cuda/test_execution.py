@@ -116,7 +116,7 @@ def test_no_step_waits_for_the_device(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_step_needs_a_value_on_the_host(name: str) -> None:
-    """The twin for a machine without GPU: fake tensors have no values to read."""
+    """The counterpart on a machine without GPU: fake tensors have no values to read."""
     with FakeTensorMode():
         results = FAMILIES[name].step(*FAMILIES[name].inputs("cpu", torch.float32))
     assert all(isinstance(r, torch._subclasses.FakeTensor) for r in results)

@@ -1,7 +1,7 @@
 """Tensors of more than 2^31 elements, where a 32-bit index would run over: 2.7e9 of bf16, 5.4 GB each.
 
 The rows at both ends and around 2^31 must be those that the kernel computes from these rows alone, the gradients of
-parameters those of the pieces together. On the CPU the same bodies run on few rows.
+parameters those of the chunks together. On the CPU the same bodies run on few rows.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ FAMILIES = [bias_act, gated_act, rms_norm, layer_norm, rope, dropout, cross_entr
 
 
 def enough(device: torch.device, tensors: int) -> None:
-    """Skips, with a word, where so many large tensors do not fit."""
+    """Skips the test, with the reason, if the large tensors do not fit."""
     need = tensors * ROWS["cuda"] * N * DTYPE.itemsize
     if device.type == "cuda" and (free := torch.cuda.mem_get_info()[0]) < need:
         pytest.skip(f"{free >> 30} GiB of GPU memory are free, {need >> 30} are needed")
@@ -110,9 +110,9 @@ def test_rows_beyond_32_bits(family, device):
     for start in (0, rows // 2 - 1, rows * 4 // 5 - 2, rows - 3):
         own = slice(start, start + 3)
         few = x[own].detach().requires_grad_()
-        piece = call(few, start)
-        torch.testing.assert_close(y[own], piece, **close)
-        torch.testing.assert_close(dx[own], torch.autograd.grad(piece, few, dy[own])[0], **close)
+        chunk = call(few, start)
+        torch.testing.assert_close(y[own], chunk, **close)
+        torch.testing.assert_close(dx[own], torch.autograd.grad(chunk, few, dy[own])[0], **close)
 
     want = [torch.zeros(p.shape, dtype=torch.double, device=device) for p in params]
     step = -(-rows // 20)

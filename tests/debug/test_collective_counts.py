@@ -1,5 +1,5 @@
-"""count_collectives sees every collective once, with the right bytes, whoever issues it and from which thread; and what
-is counted is what takes place uncounted: the kernel's own count of bytes written to gloo's sockets is the witness.
+"""count_collectives sees every collective once, with the right bytes, from any caller and any thread; and counting
+changes nothing: the kernel's count of bytes written to gloo's sockets is the independent counter.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def _calls(p, rank):
     total, last = sum(uneven), p - 1
     x = torch.ones(p, 3)
     ring = Fraction(2 * (p - 1), p)
-    away = (p - 1) * 12  # of p rows, all but the own one
+    away = (p - 1) * 12  # of p rows, all but this rank's
     result = {
         "all_reduce": (lambda: dist.all_reduce(x), "all_reduce", 12 * p, ring * 12 * p),
         "async": (lambda: dist.all_reduce(x, async_op=True).wait(), "all_reduce", 12 * p, ring * 12 * p),

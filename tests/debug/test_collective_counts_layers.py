@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 def _module(kind, *args, width=H, cut=False, own=False, frozen=False, **options):
-    """kind(*args, ..) called with [N, width]: of it the own features if cut, the own tokens if own."""
+    """kind(*args, ..) called with [N, width]: with this rank's features if cut, with its tokens if own."""
 
     def make(g):
         module = kind(*args, group=g, **options)

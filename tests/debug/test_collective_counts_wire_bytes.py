@@ -1,5 +1,5 @@
 """What count_collectives counts of layers, DDP, FSDP2 and compiled code is what they send uncounted: the kernel's own
-count of the bytes that gloo writes to its sockets is the witness, and torch's CommDebugMode another.
+count of the bytes that gloo writes to its sockets is one independent counter, torch's CommDebugMode another.
 """
 
 from pathlib import Path
@@ -146,7 +146,7 @@ def _data_parallel(group):
             wrapped = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
         else:
             wrapped = fully_shard(model, mesh=mesh["dp"])
-        for _ in range(2):  # the second forward of DDP tells the order of its buckets
+        for _ in range(2):  # the second forward of DDP shows the order of its buckets
             wrapped(torch.ones(3, 8)).sum().backward()
         with count_collectives() as counts:
             wrapped(torch.ones(3, 8)).sum().backward()

@@ -222,11 +222,11 @@ def test_check_finds(defect):
 
 
 def _plain_norm_under_sp(group):
-    """The error that users of other libraries lose weeks to: the gradient is that of the own tokens alone."""
+    """The error that users of other libraries lose weeks to: the gradient is that of this rank's tokens alone."""
     norm = nn.LayerNorm(8)
     mlp = tp_ext.ParallelMLP(8, 12, group=group, sequence_parallel=True)
     model = nn.Sequential(norm, mlp)
-    torch.manual_seed(group.rank())  # the own tokens
+    torch.manual_seed(group.rank())  # this rank's tokens
     x = torch.randn(3, 8)
     torch.manual_seed(0)
     debug.check(model)

@@ -140,7 +140,7 @@ def attention_bytes(z, options, d=HEAD, heads=HEADS, seq=S):
         total += 4 * z.n * a  # log-sum-exp, fp32
         total += seq * seq * z.e if options.get("sliding_window") else 0  # mask, as torch adds it
     if options.get("qk_norm"):
-        total += z.n * (a + k) * (d * z.e + 4)  # normed q and k beside those before; a number per row
+        total += z.n * (a + k) * (d * z.e + 4)  # q and k before and after their norm; a number per row
     if options.get("rope"):
         total += 4 * seq * d  # cos and sin, fp32, d / 2 each, of one sequence
     return total

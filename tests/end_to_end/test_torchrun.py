@@ -52,7 +52,7 @@ def text(tmp_path_factory) -> Path:
     (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
     (folder / "b.bin").write_bytes(b"\0\1\2" * 100)  # not text: left out
     (folder / "deep").mkdir()
-    (folder / "deep" / "c.txt").write_text("pack my box with five dozen liquor jugs. " * 50)
+    (folder / "deep" / "c.txt").write_text("the five boxing wizards jump quickly. " * 50)
     return folder
 
 

@@ -10,8 +10,8 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu")
 
 
 def draw(seed, ranks=(1, 2, 3, 4)):
-    """The configuration of a seed. p is each of ``ranks`` in turn; every other one has no dropout, so that its twin can
-    be plain torch."""
+    """The configuration of a seed. p is each of ``ranks`` in turn; every other one has no dropout, so that its
+    reference model can be plain torch."""
     r = random.Random(seed)
     while not valid(config := _draw(r, seed, ranks)):
         pass

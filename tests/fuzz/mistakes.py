@@ -38,7 +38,7 @@ def mask_gradient_unsummed():
 
 
 def row_bias_p_times():
-    """Each rank adds the bias to its addend."""
+    """Each rank adds the bias to its partial sum."""
     real = _ops.row_parallel_linear
 
     def row(x, weight, bias, group, *rest):

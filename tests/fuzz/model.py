@@ -51,7 +51,7 @@ def shape_of(config):
 
 
 def _parts(place, given):
-    """The unsharded twin is cut nowhere: groups, copies and padding are of p ranks."""
+    """The reference model has no shards: groups, copies and padding belong to p ranks."""
     if given is None:
         return None
     names = ("size", "unit") if place.group is None else ("size", "unit", "copies", "groups", "padding")
@@ -247,7 +247,7 @@ class Model(nn.Module):
         return x if self.head is None else self.head(x, **self.place.tell)
 
     def loss(self, y, target, weights):
-        """Of all tokens for logits; of this rank's tokens for anything else, where each rank has its addend."""
+        """Of all tokens for logits; of this rank's tokens for anything else, where each rank has a partial sum."""
         if self.head is None:
             return (y.sin() * self.place.cut(weights)).sum()
         o = dict(self.config["loss"])

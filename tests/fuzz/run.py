@@ -1,4 +1,5 @@
-"""Random models on p ranks against their unsharded twins: outputs, losses, gradients, five steps of training, in fp64.
+"""Random models on p ranks against their unsharded reference models: outputs, losses, gradients, five steps of
+training, in fp64.
 
     python -m tests.fuzz.run --seeds 0:2000                 # a range; p is 1, 2, 3, 4 in turn
     python -m tests.fuzz.run --minutes 30 --ranks 2,4       # from the first seed on, for so long

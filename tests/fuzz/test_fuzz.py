@@ -1,7 +1,7 @@
-"""Random models against their unsharded twins (fuzz.py), a fixed range of seeds; and that the fuzzer would find what
-libraries of this field got wrong.
+"""Random models against unsharded reference models (run.py), a fixed range of seeds; and that the fuzzer would find
+what libraries of this field got wrong.
 
-TP_EXT_FUZZ=2000 tries so many seeds instead of the few that every run can afford.
+TP_EXT_FUZZ=2000 tries 2000 seeds instead of the few that every run can afford.
 """
 
 import ast
@@ -32,7 +32,7 @@ def test_models_are_their_unsharded_twins(p):
 
 
 def found(mistake, over):
-    """The first failure within so many seeds, or None; and the number of seeds tried."""
+    """The first failure within this number of seeds, or None; and the number of seeds tried."""
     for tried, (config, wrong, _) in enumerate(fuzz.fuzz(range(WITHIN), over, mistake, batch_size=4), 1):
         if wrong:
             return fuzz.Failure(config, wrong), tried

@@ -1,7 +1,7 @@
-"""What the fuzzer does with one configuration: five steps of training, on every rank and in the unsharded twin.
+"""The fuzzer's run of one configuration: five steps of training, on every rank and in the unsharded reference model.
 
-The twin has no group: for half of the configurations it is plain torch (fuzz_plain.py), for the others, which have
-dropout, it is the library itself at ``group=None``, with the same weights and masks by construction.
+The reference model has no group: for half of the configurations it is plain torch (fuzz_plain.py), for the others,
+which have dropout, it is the library itself at ``group=None``, with the same weights and masks by construction.
 """
 
 import zlib
@@ -30,7 +30,7 @@ class Record:
 
 
 def train(config, kit, group):
-    """What is to be compared, of one rank or of the twin."""
+    """The results to be compared, of one rank or of the reference model."""
     training = Training(config, kit, group)
     for step in range(config["steps"]):
         if step == 2 and config["reload"] and group is not None:
@@ -41,7 +41,8 @@ def train(config, kit, group):
 
 
 class Training:
-    """A model, its optimizer and a generator of batches; the same of ranks and twin. ``record``: what they show."""
+    """A model, its optimizer and a generator of batches; the same for ranks and reference model. ``record`` collects
+    results."""
 
     def __init__(self, config, kit, group):
         self.config, self.kit, self.group, self.record = config, kit, group, Record()

@@ -1,4 +1,5 @@
-"""How far a kernel is from fp64, beside torch's operators in the same dtype; and what it makes of NaN and infinity.
+"""Errors of a kernel against fp64, next to those of torch's operators in the same dtype; its results for NaN and
+infinity.
 
 The reference is the composition of torch's operators in fp64, from the same (rounded) inputs; the measure is the same
 composition in the inputs' dtype. Compared are the output and every gradient, each by the root of its mean square error

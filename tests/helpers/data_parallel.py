@@ -43,7 +43,7 @@ def wrap(model, how, data_mesh, **options):
 
 
 def batch(step, part):
-    """ids and targets, the same for whoever asks."""
+    """ids and targets, the same on every rank."""
     windows = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(100 * step + part))
     return windows[:, :-1].contiguous(), windows[:, 1:].flatten()
 

@@ -1,4 +1,4 @@
-"""Every module, small, with what it takes and gives, so that one test of a piece of machinery can go through all.
+"""Every module, small, with its inputs and outputs, so that one test of a feature of torch covers them all.
 
 Weights depend on the seed only, not on the number of ranks: the same case at p = 1 is the oracle. 6 tokens, 10 features
 of the linears, 13 words and, of the multi-query attention, the copied key and value heads are uneven or copied at most
@@ -75,7 +75,7 @@ CASES = {
 def build(name: str, group: Any, sp: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(11)
     module = CASES[name].make(group=group, sequence_parallel=sp).to(dtype)
-    module.tested_dtype = dtype  # Dropout has no parameter that tells
+    module.tested_dtype = dtype  # Dropout has no parameter to take it from
     return module
 
 
@@ -154,13 +154,13 @@ def gathered(name: str, sp: bool, per_rank: list[tuple]) -> dict[str, Tensor | N
     full = full_gradients([r[2] for r in per_rank])
     ys, dxs = [r[0] for r in per_rank], [r[1] for r in per_rank]
 
-    def tokens(pieces):
-        if pieces[0] is None:
+    def tokens(parts):
+        if parts[0] is None:
             return None
         if sp:
-            return torch.cat(pieces)
-        assert all(torch.equal(piece, pieces[0]) for piece in pieces), "replicated, and yet not the same"
-        return pieces[0]
+            return torch.cat(parts)
+        assert all(torch.equal(part, parts[0]) for part in parts), "replicated, and yet not the same"
+        return parts[0]
 
     full["y"] = _columns(module).unshard(ys) if case.gives == "features" else tokens(ys)
     full["dx"] = torch.cat(dxs, -1) if case.takes == "features" else tokens(dxs)

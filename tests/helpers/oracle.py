@@ -139,11 +139,11 @@ def gathered(locals_, shardings):
     last bit on all of them, and that padding is zero."""
     p, full = len(locals_), {}
     for name, sharding in shardings.items():
-        pieces = [one[name] for one in locals_]
-        full[name] = pieces[0] if sharding is None else sharding.unshard(pieces)
-        for rank, piece in enumerate(pieces):
+        shards = [one[name] for one in locals_]
+        full[name] = shards[0] if sharding is None else sharding.unshard(shards)
+        for rank, shard in enumerate(shards):
             want = full[name] if sharding is None else sharding.shard(full[name], rank, p)
-            assert torch.equal(piece, want), f"{name} on rank {rank}: copies that differ, or padding that is not 0"
+            assert torch.equal(shard, want), f"{name} on rank {rank}: copies that differ, or padding that is not 0"
     return full
 
 
@@ -164,8 +164,9 @@ def own_tokens(x: Tensor, group) -> Tensor:
     return x.tensor_split(group.size())[group.rank()].contiguous()
 
 
-def addend(full: Tensor, sharding: Sharding, rank: int, p: int) -> Tensor:
-    """The rank's slice of the last dim; what several ranks hold is weighted, differently, so that the sum is whole."""
+def partial_slice(full: Tensor, sharding: Sharding, rank: int, p: int) -> Tensor:
+    """The rank's slice of the last dim; copies on several ranks are weighted, differently, so that their sum is
+    whole."""
     weights = []
     for part in sharding.parts:
         copy, total = rank % part.copies + 1, part.copies * (part.copies + 1) / 2
@@ -176,14 +177,14 @@ def addend(full: Tensor, sharding: Sharding, rank: int, p: int) -> Tensor:
 def own_input(x: Tensor, layer: nn.Module, group) -> Tensor:
     """This rank's input of a linear layer, from the input x of the unsharded layer."""
     if isinstance(layer, RowParallelLinear):
-        return addend(x, layer.tp_shardings["weight"], group.rank(), group.size())
+        return partial_slice(x, layer.tp_shardings["weight"], group.rank(), group.size())
     return own_tokens(x, group) if layer.sequence_parallel else x
 
 
 def own_output(y: Tensor, layer: nn.Module, group) -> Tensor:
     """This rank's share of y, a tensor of the shape of the unsharded layer's output."""
     if isinstance(layer, ColumnParallelLinear):
-        return addend(y, layer.tp_shardings["weight"], group.rank(), group.size())
+        return partial_slice(y, layer.tp_shardings["weight"], group.rank(), group.size())
     return own_tokens(y, group) if layer.sequence_parallel else y
 
 

@@ -127,10 +127,10 @@ def _forward(name, xs, dim=0, sizes=None, split_dim=0, concat_dim=0, split_sizes
     if name in ("reduce_from_region", "reduce_scatter_region"):
         total = torch.stack(xs).sum(0)
         cut = total.split(sizes, dim) if name == "reduce_scatter_region" else [total] * p
-        return [piece.clone() for piece in cut]
+        return [part.clone() for part in cut]
     rows = split_sizes if split_dim == concat_dim else [split_sizes] * p
     cut = [x.split(row, split_dim) for x, row in zip(xs, rows, strict=True)]
-    return [torch.cat([pieces[rank] for pieces in cut], concat_dim) for rank in range(p)]
+    return [torch.cat([parts[rank] for parts in cut], concat_dim) for rank in range(p)]
 
 
 class _Emulate(torch.autograd.Function):

@@ -26,7 +26,7 @@ def batches(steps=STEPS):
 
 
 def make(group, **options):
-    """The model, always from the same seed. Two KV heads cannot be dealt to three ranks: there it is one."""
+    """The model, always from the same seed. Two KV heads cannot be sharded over three ranks: there it is one."""
     tp_ext.manual_seed(7)
     kv = 1 if group is not None and group.size() == 3 else 2
     return GPT(GPTConfig(**CONFIG | {"num_kv_heads": kv} | options), group)

@@ -25,7 +25,7 @@ def covering(cases: Sequence[dict[str, Hashable]], strength: int) -> list[int]:
 
 
 def _values(params: dict[str, Any]) -> dict[str, Hashable]:
-    """Returns what tells the values of parameters apart: True and 1 are two, and a list has only its identity."""
+    """Returns keys that distinguish the values of parameters: True and 1 are two, and a list has only its identity."""
     plain = (bool, int, float, str, type(None))
     return {name: (type(v), v) if isinstance(v, plain) else (type(v), id(v)) for name, v in params.items()}
 

@@ -23,7 +23,7 @@ def embed(group, weight, ids, g, sp, pad):
 
 
 def assert_embedded(p, vocab, ids, dtype=torch.float64, sp=False, pad=None):
-    """Exactly nn.Embedding, since all addends but one are zeros; its gradient, sums over repeated ids, within 1e-12."""
+    """Exactly nn.Embedding, since all terms but one are zeros; its gradient, sums over repeated ids, within 1e-12."""
     weight = torch.randn(vocab, 16, dtype=dtype)
     g = torch.randn(*ids.shape, 16, dtype=dtype)
     table = weight.clone().requires_grad_()
@@ -52,7 +52,7 @@ def dense(logits, target, *, z_loss=0.0, ignore_index=-100, reduction="mean", la
 
 
 def columns(full, p, rank, width=None):
-    """The rank's columns: dealt like tensor_split, or, given a width, padded with rubbish."""
+    """The rank's columns: sharded like tensor_split, or, given a width, padded with rubbish."""
     if width is None:
         return full.split(split_sizes(full.shape[-1], p), -1)[rank].clone()
     rubbish = torch.full((*full.shape[:-1], p * width - full.shape[-1]), 1e4, dtype=full.dtype)

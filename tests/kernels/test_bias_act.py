@@ -16,7 +16,7 @@ ACTIVATIONS = {
     "silu": F.silu,
 }
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# Around the vector widths; (70, 2100) has several row chunks and column tiles; (3, 12001) pieces of a row
+# Around the vector widths; (70, 2100) has several row chunks and column tiles; (3, 12001) parts of a row
 SHAPES = [(0, 8), (3, 0), (1, 1), (5, 7), (2, 3, 8), (3, 9), (4, 31), (2, 33), (600, 5), (70, 2100), (3, 12001)]
 
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -1,4 +1,4 @@
-"""bias_act: errors against fp64 beside torch's own; NaN, infinities."""
+"""bias_act: errors against fp64, next to torch's; NaN, infinities."""
 
 import pytest
 import torch

@@ -59,7 +59,7 @@ def test_forward_and_gradients(shape, with_bias, with_residual, dtype, device):
     x64, b64, r64 = (None if t is None else next(parts) for t in (x, bias, residual))
     y64 = reference(x64, b64, r64, mask_of(shape, p, seed), p)
     assert y.dtype == dtype and y.shape == x.shape
-    # One rounding, of a sum whose addends are below 8: 3 fp32 roundings and one to the dtype
+    # One rounding, of a sum whose terms are below 8: 3 fp32 roundings and one to the dtype
     accuracy = {"rtol": 2 * ulp(dtype), "atol": 8 * ulp(min(dtype, torch.float32, key=ulp))}
     torch.testing.assert_close(y.double(), y64, **accuracy)
     dy = torch.randn(shape, dtype=dtype, device=device)

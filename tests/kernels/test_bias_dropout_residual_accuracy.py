@@ -1,4 +1,4 @@
-"""residual + dropout(x + bias): errors against fp64 beside torch's own, given the mask; NaN, infinities."""
+"""residual + dropout(x + bias): errors against fp64, next to torch's, given the mask; NaN, infinities."""
 
 import pytest
 import torch

@@ -144,10 +144,10 @@ def test_the_lower_half_decides_where_the_upper_one_equals_the_threshold(library
             p = (int(numbers[i]) + above) / 2**32
             t = ran(library, how, dtype, ("bias",), p, n, first)
             sums, y = t["x"].float()[BEFORE:][:n] + t["bias"][BEFORE:][:n], t["y"][BEFORE:][:n]
-            told = (sums.isfinite() & (sums.abs() > 1e-6)).numpy()
+            decided = (sums.isfinite() & (sums.abs() > 1e-6)).numpy()
             want = kept(SEED, p, index)
-            assert want[i] == (above <= 0) and told[i]
-            assert np.array_equal((y != 0).numpy()[told], want[told])
+            assert want[i] == (above <= 0) and decided[i]
+            assert np.array_equal((y != 0).numpy()[decided], want[decided])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.core
 
 ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# Halves around the vector widths; (70, 4200) has several row chunks and column tiles; (3, 24000) pieces of a row
+# Halves around the vector widths; (70, 4200) has several row chunks and column tiles; (3, 24000) parts of a row
 SHAPES = [(0, 8), (3, 0), (1, 2), (5, 14), (2, 3, 16), (3, 18), (4, 62), (2, 66), (600, 10), (70, 4200), (3, 24000)]
 
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -1,4 +1,4 @@
-"""gated_act: errors against fp64 beside torch's own; NaN, infinities."""
+"""gated_act: errors against fp64, next to torch's; NaN, infinities."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def test_scale_is_that_of_torch(dtype, device):
         xs = of_lengths(lengths, dtype, device, offset)
         for scale in (0.37, 0.0, -2.0, float("inf"), float("nan")):
             want = [x * scale for x in xs]
-            got = [torch.nn.functional.pad(x, (1, 1), value=7.0) for x in xs]  # what is beside must stay
+            got = [torch.nn.functional.pad(x, (1, 1), value=7.0) for x in xs]  # neighbours must stay
             _ops.multi_tensor_scale_([x[1:-1] for x in got], torch.tensor(scale, dtype=torch.float64, device=device))
             for one, other in zip(got, want, strict=True):
                 torch.testing.assert_close(one[1:-1], other, rtol=0, atol=0, equal_nan=True)
@@ -78,7 +78,7 @@ def test_storage_offsets_change_nothing(device):
 
 
 def test_mixed_dtypes_and_strides(device):
-    """Transposed ones are one stretch of memory; slices, with holes in between, and 0-d ones are not."""
+    """Transposed tensors are one contiguous range; slices, with holes in between, and 0-d tensors are not."""
     wide = torch.randn(40, 30, device=device)
     xs = [
         wide[:, 3:17],

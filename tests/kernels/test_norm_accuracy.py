@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: errors against fp64 beside torch's own; NaN and infinity stay in their row."""
+"""RMSNorm and LayerNorm: errors against fp64, next to torch's; NaN and infinity stay in their row."""
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ class Masks(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "residual"])
 def test_computes_the_gradients_that_are_asked_for(kind: str, adds: bool, device: torch.device) -> None:
-    """Trained or frozen, and asked for all or one by one as a zero-bubble pipeline does: the kernel is told."""
+    """Trained or frozen, all at once or one by one as a zero-bubble pipeline asks: the kernel gets the mask."""
     names = ["x", "residual", "weight", "bias"]
     for trained in (["x"], ["residual"], ["weight"], ["x", "weight"], ["residual", "bias"], ["weight", "bias"], names):
         tensors = dict(zip(names, inputs(kind, (6, 40), torch.float32, device), strict=True))

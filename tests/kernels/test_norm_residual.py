@@ -145,7 +145,7 @@ def test_deterministic_whatever_the_threads(kind: str, device: torch.device) -> 
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
-# One tensor is the gradient of both addends
+# One tensor is the gradient of both terms
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Rotary embedding: errors against fp64 beside torch's own; NaN and infinity stay in their pair."""
+"""Rotary embedding: errors against fp64, next to torch's; NaN and infinity stay in their pair."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Cross entropy: errors against fp64 beside torch's own; masked rows, NaN, infinities."""
+"""Cross entropy: errors against fp64, next to torch's; masked rows, NaN, infinities."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ every_loss = pytest.mark.parametrize(("smoothing", "z"), [(0, 0), (0.1, 0), (0, 
 
 def pair(target, smoothing, z):
     """Ours and torch's, of the logits. z-loss in torch: lse = max + log(sum(exp(x - max))), whose gradient keeps the
-    log of the sum beside a maximum of 1e30, unlike logsumexp's."""
+    log of the sum next to a maximum of 1e30, unlike logsumexp's."""
 
     def ours(x):
         n = x.shape[-1]

@@ -1,4 +1,4 @@
-"""The embedding's gradient: errors against fp64 beside torch's own; NaN and infinity stay in their row."""
+"""The embedding's gradient: errors against fp64, next to torch's; NaN and infinity stay in their row."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ def test_exact_dropout_is_the_same_for_every_p(name, sp):
 
 
 def _masks(group, exact):
-    """v = 1 and all scores equal: what enters the row linear tells, per head and query, how many keys were kept."""
+    """v = 1 and all scores equal: the input of the row linear shows, per head and query, how many keys were kept."""
     module = make({"num_heads": 4, "causal": False}, group, dropout=0.5, exact_dropout=exact)
     with torch.no_grad():
         module.qkv.weight.zero_()

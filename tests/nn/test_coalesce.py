@@ -20,7 +20,7 @@ def _both(group, sp):
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_gradients_are_those_without(p, sp):
-    """To the last bit for two ranks, since a + b = b + a; for more, within the rounding of another order of 4 addends.
+    """To the last bit for two ranks, since a + b = b + a; for more, within the rounding of another order of 4 terms.
     And those of the unsharded block, within 1e-12."""
     per_rank = ranks.run(_both, p, sp)
     for (plain, _), (coalesced, _) in per_rank:

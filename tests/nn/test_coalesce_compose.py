@@ -1,4 +1,5 @@
-"""Blocks with coalesce_gradients that are checkpointed, copied, pickled, compiled, dealt by FSDP2, called otherwise."""
+"""Blocks with coalesce_gradients that are checkpointed, copied, pickled, compiled, sharded by FSDP2, called
+otherwise."""
 
 import copy
 import io

@@ -1,6 +1,6 @@
 """VocabParallelEmbedding and VocabParallelLMHead against nn.Embedding and nn.Linear.
 
-The embedding is exact: of its addends all but one are zeros. The head is bounded by 1e-12 in fp64, rounding.
+The embedding is exact: of its terms all but one are zeros. The head is bounded by 1e-12 in fp64, rounding.
 """
 
 import pytest

@@ -56,7 +56,7 @@ def step(module, x, cache):
 
 
 def in_steps(module, x, cache, split):
-    return torch.cat([step(module, piece, cache) for piece in x.split(split, 1)], 1)
+    return torch.cat([step(module, part, cache) for part in x.split(split, 1)], 1)
 
 
 def _splits(group, options, state, x, splits, static, sp=False):

@@ -9,10 +9,10 @@ from torch import nn
 
 from tests.helpers import ranks
 from tests.helpers.oracle import (
-    addend,
     full_gradients,
     gradients,
     own_tokens,
+    partial_slice,
     results,
     small_input,
     small_layer,
@@ -59,7 +59,7 @@ class Case:
     def local(self, x, group, sharding: Sharding, features: bool, tokens: bool):
         """This rank's part of a full activation, of which the features or the tokens may be sharded."""
         if features:
-            return addend(x, sharding, group.rank(), group.size()).contiguous()
+            return partial_slice(x, sharding, group.rank(), group.size()).contiguous()
         return own_tokens(x, group) if tokens else x.clone()
 
     def local_input(self, x, group, sharding):
@@ -134,7 +134,7 @@ def _assert_as_dense(p, case, dtype, rtol, atol):
     firsts = ranks.run(_first_order, p, case, dense, x.detach(), dy)
     for rank, (got_y, got_dx, _, sharding) in enumerate(firsts):
         g, sharded = _Rank(rank, p), case.column and not case.options.get("gather_output", False)
-        # copies of a piece of y hold the same values, while their gradients are addends: see `addend`
+        # copies of a part of y hold the same values, while their gradients are partial: see `partial_slice`
         want = Sharding(-1, sharding.parts).shard(y, rank, p) if sharded else case.local_output(y, g, sharding)
         same(got_y, want, f"y of rank {rank}")
         same(got_dx, case.local_input(x.grad, g, sharding).detach(), f"dx of rank {rank}")

@@ -26,7 +26,7 @@ def _run(group, dense, x, g):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_sums_over_ranks_are_within_their_bound(p, dtype):
-    """Each addend is a sum of n fp32 products, rounded to the dtype; then p - 1 sums and, in the row, the bias. With u
+    """Each partial sum has n fp32 products, rounded to the dtype; then p - 1 sums and, in the row, the bias. With u
     the unit roundoff of the dtype and S the sum of the absolute products: |error| <= (p + 2) u S + n u_fp32 S."""
     dense = nn.Linear(K, OUT, dtype=dtype)
     x, g = torch.randn(ROWS, K, dtype=dtype), torch.randn(ROWS, OUT, dtype=dtype)

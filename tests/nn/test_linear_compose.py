@@ -191,7 +191,7 @@ def _autocast(group, kind, sp):
         low = results(layer, x)
     assert low[0].dtype == torch.bfloat16
     assert all(g.dtype == torch.float32 for g in low[1:])
-    # each of the p addends is rounded to bf16 (2^-9), as are inputs, results and gradients
+    # each of the p partial sums is rounded to bf16 (2^-9), as are inputs, results and gradients
     for got, want in zip(low, results(layer, x), strict=True):
         torch.testing.assert_close(got.float(), want, rtol=0, atol=(group.size() + 4) * 2**-8 * float(want.abs().max()))
         assert not torch.equal(got.float(), want), "nothing was computed in bf16"

@@ -1,4 +1,4 @@
-"""overlap_chunks: the linears in pieces give what they give in one, to the last bit where sums are exact."""
+"""overlap_chunks: linears in chunks have the results of linears in one, to the last bit where sums are exact."""
 
 import time
 
@@ -7,7 +7,7 @@ import torch
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.oracle import addend, count_collectives_of, own_input, own_output, own_tokens
+from tests.helpers.oracle import count_collectives_of, own_input, own_output, own_tokens, partial_slice
 from tp_ext import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = pytest.mark.core
@@ -55,7 +55,7 @@ def _equal(got, want):
 
 
 def _sent(run):
-    """Collectives, as gloo tells the profiler; with a dispatch mode there would be one piece."""
+    """Collectives, as gloo reports them to the profiler; with a dispatch mode there would be one chunk."""
     with torch.profiler.profile() as profile:
         run()
     return sum(event.name.startswith("gloo:") for event in profile.events())
@@ -107,7 +107,7 @@ def _counts(group, kind, sp):
 
 @BOTH
 def test_collectives(kind, sp):
-    """In 4 pieces: forward, backward; in one piece: 127 tokens, and where a dispatch mode watches. Backward of the
+    """In 4 chunks: forward, backward; in one chunk: 127 tokens, and under a dispatch mode. Backward of the
     column has a GEMM for each collective as it is."""
     want = {
         (ColumnParallelLinear, False): [0, 1, 0, 1],
@@ -161,7 +161,7 @@ def _modules(group):
 
 
 def test_mlp_and_attention_have_the_option():
-    """2 row linears, whose backward has an all-gather in 3 pieces. Rounding of GEMMs of other shapes, in fp64."""
+    """2 row linears, whose backward has an all-gather in 3 chunks. Rounding of GEMMs of other shapes, in fp64."""
     assert ranks.run(_modules, 2) == [2 * 2] * 2
 
 
@@ -205,7 +205,9 @@ def _interrupted(group):
             raise ArithmeticError("the second GEMM")
         return out.zero_()
 
-    x = torch.ones(TOKENS, addend(torch.ones(1, IN), layer.tp_shardings["weight"], group.rank(), 2).shape[-1]).double()
+    x = torch.ones(
+        TOKENS, partial_slice(torch.ones(1, IN), layer.tp_shardings["weight"], group.rank(), 2).shape[-1]
+    ).double()
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.out", mm, "CPU")
     try:

@@ -162,8 +162,8 @@ def _block(group, sp, kv_heads, state, x):
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize(("p", "kv_heads"), [(2, 4), (2, 1), (3, 4), (4, 2), (4, 1)])
 def test_drop_in_for_the_linears_of_attention_and_mlp(p, kv_heads, sp):
-    """The MLP takes its bias apart (skip_bias_add) and tells both linears the tokens; with fewer KV heads than ranks
-    B's rows of k and v are on several ranks, whose gradients check() compares bit by bit."""
+    """The MLP takes its bias apart (skip_bias_add) and gives both linears the number of tokens; with fewer KV heads
+    than ranks B's rows of k and v are on several ranks, whose gradients check() compares bit by bit."""
     x = torch.randn(10, 8, dtype=torch.float64)
     state = _block(None, False, kv_heads, None, x)
     y, dx, full = _block(None, False, kv_heads, state, x)

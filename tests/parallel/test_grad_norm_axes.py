@@ -1,4 +1,4 @@
-"""The norm over several axes: FSDP2, DDP and pipelines beside tensor parallelism, in fp64 within 1e-12 of the unsharded
+"""The norm over several axes: FSDP2, DDP and pipelines with tensor parallelism, in fp64 within 1e-12 of the unsharded
 model's, whatever is cut, copied, padded, replicated or tied.
 """
 
@@ -85,7 +85,7 @@ def test_data_axes(how):
 
 
 def stage_of(group, grads, axes):
-    """This rank's stage of two, under FSDP2, with its pieces of `grads`; the stages hold each a copy of the tied
+    """This rank's stage of two, under FSDP2, with its shards of `grads`; the stages hold each a copy of the tied
     weight, with the same gradient, as they have once it is summed over both."""
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "pp", "tp"))
     tp, stage = mesh["tp"], mesh["pp"].get_local_rank()
@@ -148,7 +148,7 @@ def test_one_number_per_axis_is_sent():
 
 
 def _over_the_group_itself(group):
-    """A DTensor of torch's own tensor parallelism beside our layers."""
+    """A DTensor of torch's own tensor parallelism next to our layers."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = nn.ModuleDict({"ours": tp_ext.ColumnParallelLinear(3, 4, False, group=mesh), "cut": nn.Linear(3, 4)})
     weight, bias = model["cut"].weight.detach(), model["cut"].bias.detach()

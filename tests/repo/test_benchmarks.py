@@ -35,7 +35,7 @@ def _left_as_found():
 
 
 def _rows(folder, script):
-    """Of the CSV that lies beside a plot."""
+    """Rows of the CSV that belongs to a plot."""
     assert (folder / f"{script}.png").read_bytes().startswith(b"\x89PNG")
     with (folder / f"{script}.csv").open() as file:
         rows = list(csv.DictReader(file))

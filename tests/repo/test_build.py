@@ -48,7 +48,7 @@ def fake_torch(path: Path, version: str, cuda: str | None, cuda_home: Path | Non
 
 
 def copy_of_package(path: Path, torch: str, torch_cuda: str | None) -> Path:
-    """The package as if built for another torch; a library that is opened nevertheless tells."""
+    """The package as if built for another torch; a library that is loaded nevertheless reports it."""
     shutil.copytree(PACKAGE, path / "tp_ext", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
     built_for = f"TORCH = {torch!r}\nTORCH_CUDA = {torch_cuda!r}\n"
     (path / "tp_ext/_built_for.py").write_text(built_for)

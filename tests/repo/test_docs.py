@@ -37,7 +37,7 @@ def _run(group, page, folder):
     ours = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
     with ours, contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         for whose, line, code in blocks(page):
-            if whose == "ours":  # empty lines above, so that a traceback tells the line of the page
+            if whose == "ours":  # empty lines above, so that a traceback shows the line of the page
                 exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
     return printed.getvalue()
 

@@ -24,7 +24,7 @@ SHM = Path("/dev/shm")
 
 
 def _names():
-    """Of segments of tp_shm, whoever made them."""
+    """Names of the segments of tp_shm, of any process."""
     return {name for name in os.listdir(SHM) if name.startswith("tp_shm")}
 
 

@@ -71,7 +71,7 @@ def _all_gather_forms(world, backend):
     out = torch.empty(p, 2, 3, dtype=torch.float64)  # stacked
     dist.all_gather_into_tensor(out, xs[rank], group=group)
     same(out, torch.stack(xs))
-    whole = torch.empty(p, 2, 3, dtype=torch.float64)  # the input is the own part of the output
+    whole = torch.empty(p, 2, 3, dtype=torch.float64)  # the input is this rank's part of the output
     whole[rank] = xs[rank]
     dist.all_gather_into_tensor(whole, whole[rank], group=group)
     same(whole, torch.stack(xs))

@@ -197,7 +197,7 @@ def test_more_ranks_than_cores(backend):
 
 
 def _mixed(rank, p, folder):
-    """tp_shm for tensors of the CPU beside another backend of the same group."""
+    """tp_shm for CPU tensors, and another backend, in one group."""
     start(rank, p, folder, "cpu:tp_shm,cuda:gloo")
     gloo = dist.new_group(backend="gloo")
     return _sum(None, rank + 1), _sum(gloo, 1)  # a rank that left without a call might leave another connecting

@@ -73,7 +73,8 @@ def _mismatch(rank, p, folder):
     dist.barrier()
 
     def calls(name):
-        """A root need not wait for those it serves: at the latest the next call of a group tells it."""
+        """A root need not wait for the ranks that it serves: it gets the error by the next call of the group at the
+        latest."""
         MISMATCHES[name](groups[name], rank)
         dist.barrier(groups[name])
 

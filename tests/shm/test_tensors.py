@@ -158,7 +158,7 @@ def test_strided_tensors(make, backend):
 
 
 def _around(world, backend):
-    """Nothing beside an output is written."""
+    """Nothing outside of an output is written."""
     group, p, rank = group_of(backend), world.size(), world.rank()
     memory = torch.full((10_000,), -7.0)
     for n in (1, 3, 1000, 4097):

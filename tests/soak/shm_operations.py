@@ -26,7 +26,7 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
 KINDS = ["all_reduce"] * 6 + ["gather_tensor", "gather_list", "reduce_scatter", "broadcast", "exchange", "reduce"]
 KINDS += ["gather", "scatter", "message", "message", "barrier"]
-PATTERN = 8192  # numbers from 0 to 3 repeat after so many; no power of two divides the steps below
+PATTERN = 8192  # period of the numbers from 0 to 3; no power of two divides the steps below
 IN_FLIGHT = 12
 
 
@@ -139,7 +139,7 @@ def issue(rank: Rank, op: Operation):
 
 
 def _exchange(rank, op, k, me, late):
-    """Rows from a to b: (n + a + 2 b) % 7, or so many for every pair."""
+    """Rows from a to b: (n + a + 2 b) % 7, or the same number for every pair."""
     rows = [[(op.n + a + 2 * b) % 7 if op.salt & 1 else op.n // k for b in range(k)] for a in range(k)]
     sent = rank.input(op, me, sum(rows[me]))
     out = sent.new_empty(sum(rows[a][me] for a in range(k)))
@@ -222,7 +222,7 @@ def soak(world: Any, backend: str, seed: int, count: int, report: float = 0.0) -
 
 
 def settle(rank: Rank) -> None:
-    """What nobody waited for comes to its end all the same; a future tells when."""
+    """Works that no rank waited for end all the same; a future reports when."""
     for future, op, wanted in rank.unwaited:
         future.wait()
         check(rank, op, wanted)

@@ -28,10 +28,10 @@ pytestmark = pytest.mark.core
 
 LOW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # and their units in the last place
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-WITH_TWINS = [name for name in CASES if name not in ("block", "rich_block", "gpt", "attention_dropout", "dropout")]
+WITH_REFERENCE = [name for name in CASES if name not in ("block", "rich_block", "gpt", "attention_dropout", "dropout")]
 
 
-class Twin(nn.Module):
+class Reference(nn.Module):
     """The torch module, or composition of them, of a case, with the case's weights."""
 
     def __init__(self, name: str):
@@ -70,12 +70,12 @@ class Twin(nn.Module):
 
 
 def _twin_step(name, low):
-    twin = Twin(name)
-    x = own_input(name, twin, None, False, torch.float32)
+    reference = Reference(name)
+    x = own_input(name, reference, None, False, torch.float32)
     with torch.autocast("cpu", low):
-        y = twin(x)
+        y = reference(x)
     y.backward(own_upstream(name, build(name, None, False), None, False, torch.float32).to(y.dtype))
-    grads = {key.replace("/", "."): value.grad for key, value in twin.weights.items()}
+    grads = {key.replace("/", "."): value.grad for key, value in reference.weights.items()}
     return {**grads, "y": y.detach(), "dx": x.grad}
 
 
@@ -91,9 +91,9 @@ def _autocast_step(group, name, sp, low):
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_dtypes_and_values_of_torchs_modules(p, sp, low):
-    """Inputs, weights, each of the p addends and every result in between are rounded once to the low precision, here
-    and there at other places: at most (p + 12) half units of the largest value."""
-    for name in WITH_TWINS:
+    """Inputs, weights, each of the p partial sums and every result in between are rounded once to the low precision,
+    here and there at other places: at most (p + 12) half units of the largest value."""
+    for name in WITH_REFERENCE:
         bound = (p + 12) * LOW[low] / 2
         assert_parity(_autocast_step, name, p, sp, _twin_step(name, low), bound, low)
 

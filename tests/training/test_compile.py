@@ -126,8 +126,8 @@ def _inductor(group, sp, eager_random):
 @pytest.mark.slow
 @pytest.mark.parametrize("eager_random", [True, False])
 def test_inductor(eager_random):
-    """It draws seeds of its own, as it does for torch's dropout, unless told not to (fallback_random): the same ones on
-    all ranks and for every p."""
+    """It draws seeds of its own, as it does for torch's dropout, unless fallback_random says otherwise: the same ones
+    on all ranks and for every p."""
     one = ranks.run(_inductor, 1, False, eager_random, timeout=280)
     two = ranks.run(_inductor, 2, True, eager_random, timeout=280)
     for i in range(2):  # compiled, eager

@@ -150,7 +150,7 @@ def test_another_ranks_pickle_is_refused(what):
 
 
 def _averaged(group, sp):
-    """An exponential moving average beside the model; its full state is the average of the unsharded model's."""
+    """An exponential moving average of the model; its full state is the average of the unsharded model's."""
     model = build("gpt", group, sp)
     averages = [AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)]
     states = []
