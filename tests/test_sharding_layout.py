@@ -22,11 +22,14 @@ def member(name: str, rank: int, p: int) -> ParallelGroup:
     return ParallelGroup(f"{name}@{rank}/{p}", p, rank)
 
 
-def laid(first: Sharding, p: int, second: Sharding | None, q: int, dim: int) -> dict[tuple[int, int], Layout]:
-    """The layout of each pair of ranks: ``first`` over p, then ``second`` over q; None: along ``dim`` once more."""
+def laid(first: Sharding, p: int, second: Sharding | int, q: int) -> dict[tuple[int, int], Layout]:
+    """The layout of each pair of ranks: ``first`` over p, then ``second`` over q; an int: along the same dim once
+    more, with this number of copies."""
     layouts = {}
     for i, j in itertools.product(range(p), range(q)):
-        again = second or Sharding(dim, [Part(first.local_size(i, p))])
+        again = (
+            Sharding(first.dim, [Part(first.local_size(i, p), copies=second)]) if isinstance(second, int) else second
+        )
         layouts[i, j] = Layout((first, member("x", i, p)), (again, member("y", j, q)))
     return layouts
 
@@ -35,8 +38,9 @@ def laid(first: Sharding, p: int, second: Sharding | None, q: int, dim: int) -> 
 def two_entries(draw):
     p, q = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     first = Sharding(0, draw(some_parts(p)))
-    second = draw(st.one_of(st.none(), some_parts(q).map(lambda parts: Sharding(1, parts))))
-    return laid(first, p, second, q, 0), (first.size, second.size if second else 3, 2)
+    copies = st.sampled_from([n for n in range(1, q + 1) if q % n == 0])
+    second = draw(st.one_of(copies, some_parts(q).map(lambda parts: Sharding(1, parts))))
+    return laid(first, p, second, q), (first.size, 3 if isinstance(second, int) else second.size, 2)
 
 
 @settings(max_examples=200, deadline=None)
@@ -78,7 +82,7 @@ def test_initial_values_of_tensors_that_are_sharded_in_two_dims(dims):
     full = draw(Layout())
     assert full.unique().numel() == full.numel()
     first, second = (Sharding(dim, (shape[dim] - 1, 1)) for dim in dims)
-    for layout in laid(first, 2, second, 3, 0).values():
+    for layout in laid(first, 2, second, 3).values():
         assert torch.equal(draw(layout), layout.shard(full))
 
 
