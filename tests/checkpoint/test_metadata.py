@@ -7,7 +7,11 @@ import time
 import tracemalloc
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+import tp_ext
 from tp_ext.checkpoint.metadata import overlapping, parse_metadata
 
 pytestmark = pytest.mark.core
@@ -104,3 +108,26 @@ def test_nested_lists_are_what_they_are_said_to_be():
         value, other = value
         assert value is other
     assert value == []
+
+
+def test_enums_as_python_3_11_2_pickles_them(monkeypatch, tmp_path):
+    """By getattr, which is data to the parser: it is neither refused nor called."""
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
+    model = nn.Linear(3, 2)
+    tp_ext.save_checkpoint(tmp_path / "checkpoint", model, group=None)
+    content = (tmp_path / "checkpoint" / ".metadata").read_bytes()
+    assert b"getattr" in content
+    assert parse_metadata(content).state_dict_metadata["model.weight"].size == (2, 3)
+    weight = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    tp_ext.load_checkpoint(tmp_path / "checkpoint", model, group=None)
+    assert torch.equal(model.weight, weight)
+    with pytest.raises(ValueError, match=r"getattr.* must be a Metadata"):
+        parse_metadata(pickle.dumps(_Calls()))
+
+
+class _Calls:
+    def __reduce__(self):
+        return getattr, ("text", "upper")

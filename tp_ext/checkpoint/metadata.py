@@ -80,6 +80,7 @@ class _Record:
 
 
 _KNOWN = {
+    "builtins": {"getattr"},  # by which Python 3.11.0 to 3.11.3 pickle enums; a record like the others, never called
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
