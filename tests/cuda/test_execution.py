@@ -62,11 +62,21 @@ def test_a_step_runs_on_the_current_stream(name: str, device: torch.device) -> N
 
 
 def functions(file: Path) -> dict[str, str]:
-    """Their bodies, of those at the top of a namespace."""
+    """Bodies of the functions at the top of a namespace, and of structs that are called like functions."""
     code = re.sub(r"//[^\n]*", "", file.read_text())
-    return {
-        found[1]: found[2] for found in re.finditer(r"^\w[^;{}=]*?\b(\w+)\([^;{}]*\) \{\n(.*?)^\}", code, re.M | re.S)
-    }
+    patterns = r"^\w[^;{}=]*?\b(\w+)\([^;{}]*\) \{\n(.*?)^\}", r"^struct (\w+) \{\n(.*?)^\};"
+    return {found[1]: found[2] for pattern in patterns for found in re.finditer(pattern, code, re.M | re.S)}
+
+
+def registered_functions(file: Path) -> list[str]:
+    """The functions that a file registers, those in place of a list of primitives that is made of them."""
+    code = file.read_text()
+    names = re.findall(r'm\.impl\(\s*"\w+",\s*&?(\w+)', code)
+    if made_of := re.search(r"using Primitives = \w+<(.*?)>;", code, re.S):
+        return [name for name in names if name != "Primitives"] + re.findall(
+            r"\b([A-Za-z]\w+)(?:<\w+>)?(?:,|$)", made_of[1]
+        )
+    return names
 
 
 def guarded(name: str, bodies: dict[str, str]) -> bool:
@@ -84,7 +94,7 @@ def guarded(name: str, bodies: dict[str, str]) -> bool:
 def test_every_operator_guards_the_device_of_its_tensors(file: Path) -> None:
     """Before it asks for the current stream, or that of another device would be taken. With one GPU no run can tell."""
     bodies = functions(file)
-    registered = re.findall(r'm\.impl\(\s*"\w+",\s*&?(\w+)', file.read_text())
+    registered = registered_functions(file)
     assert registered or "TORCH_LIBRARY_IMPL" not in file.read_text()
     for name in registered:
         assert guarded(name, bodies), f"{file.name}: {name} has no device guard"

@@ -299,8 +299,8 @@ def _table(given: Given, group: Group) -> tuple[ModelGroups, list[_Row]]:
     for param, found in zip(params, known, strict=True):
         if found is None and groups.axes:
             raise ValueError(
-                f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_layout or "
-                "tp_sharding; pass the module instead"
+                f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding or "
+                "tp_layout; pass the module instead"
             )
     if None in known:
         layer_group(group, "grad_norm of parameters")  # for its warning
