@@ -67,6 +67,7 @@ class ParallelModule(nn.Module):
         self.sequence_parallel = sequence_parallel
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
         self._copied: dict[str, CopiedRows] = {}  # by parameter with rows that other ranks hold, too
+        self._sharded: set[str] = set()  # names: torch.compile of torch 2.11 takes an empty Layout for true
         self.tied: set[str] = set()
         self._coalesced: dict[str, Tensor] = {}  # coalesce_gradients', during a forward: from the region that sums
 
@@ -98,6 +99,8 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
         self.tp_layouts[name] = layout
         self._inits[name] = (shape, init)
+        if layout:
+            self._sharded.add(name)
         if copied is not None:
             self._copied[name] = copied
         self._reset(name)
@@ -229,7 +232,7 @@ class ParallelModule(nn.Module):
         group = own["tp_group"]
         if name in own["_copied"]:
             return _ops.copy_pieces_to_region(self._entering(name, given), group.name, *own["_copied"][name])
-        if own["sequence_parallel"] and group.size > 1 and not own["tp_layouts"].get(name):
+        if own["sequence_parallel"] and group.size > 1 and name not in own["_sharded"]:
             return _ops.copy_to_region(given, group.name)
         return given
 
