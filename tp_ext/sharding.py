@@ -99,7 +99,7 @@ class LocalPart(NamedTuple):
 
     @property
     def owned(self) -> bool:
-        """Whether the rank counts these elements: of copies only the first does."""
+        """True if this rank counts the elements. Of the ranks that hold copies, only the first does."""
         return self.rank % self.part.copies == 0
 
 

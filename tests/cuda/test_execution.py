@@ -118,10 +118,14 @@ def test_no_step_waits_for_the_device(name: str) -> None:
     family.step(*inputs)  # the first use may
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
+    waited = None
     try:
         family.step(*inputs)
+    except RuntimeError as error:
+        waited = error
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+    assert waited is None, waited
 
 
 @pytest.mark.parametrize("name", FAMILIES)

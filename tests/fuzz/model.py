@@ -247,7 +247,7 @@ class Model(nn.Module):
         return x if self.head is None else self.head(x, **self.place.tell)
 
     def loss(self, y, target, weights):
-        """Of all tokens for logits; of this rank's tokens for anything else, where each rank has a partial sum."""
+        """Returns the loss. For logits it covers all tokens; for other outputs it is this rank's partial sum."""
         if self.head is None:
             return (y.sin() * self.place.cut(weights)).sum()
         o = dict(self.config["loss"])

@@ -27,7 +27,7 @@ def _draw(dtype, device, *shapes):
     return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 
 
-def _close(got, want, scale, dtype, ulps=2.0):
+def _assert_close(got, want, scale, dtype, ulps=2.0):
     """Within `ulps` of scale, which is at least as large as want; fp32 sums of up to 64 products lose 1e-6 of it."""
     assert got.dtype == dtype and got.shape == want.shape
     eps = {torch.float64: 1e-14, torch.float32: 3e-7}.get(dtype, torch.finfo(dtype).eps)
@@ -47,10 +47,10 @@ def test_linear_gelu(device, shape, dtype):
     scale = F.linear(wide[0].abs(), wide[1].abs(), wide[2].abs())
     want = F.linear(*wide)
     y, pre = _ops.linear_gelu_fwd(x, weight, bias, True)
-    _close(pre, want, scale, dtype)
-    _close(y, F.gelu(want, approximate="tanh"), scale, dtype)
+    _assert_close(pre, want, scale, dtype)
+    _assert_close(y, F.gelu(want, approximate="tanh"), scale, dtype)
     only, none = _ops.linear_gelu_fwd(x, weight, bias, False)
-    _close(only, F.gelu(want, approximate="tanh"), scale, dtype)
+    _assert_close(only, F.gelu(want, approximate="tanh"), scale, dtype)
     assert none.shape == (0,)
 
 
@@ -66,8 +66,8 @@ def test_linear_dgelu(device, shape, dtype):
     want = (dy.double() @ weight.double()) * slope
     scale = 1.13 * dy.double().abs() @ weight.double().abs()
     dpre, dbias = _ops.linear_dgelu_bwd(dy, weight, pre)
-    _close(dpre, want, scale, dtype)
-    _close(dbias, want.sum(0), scale.sum(0), dtype)
+    _assert_close(dpre, want, scale, dtype)
+    _assert_close(dbias, want.sum(0), scale.sum(0), dtype)
 
 
 @core
@@ -83,7 +83,7 @@ def test_add_weight_grad(device, shape, dtype, wide):
     want = main_grad.double() + dy.double().T @ x.double()
     scale = main_grad.double().abs() + dy.double().abs().T @ x.double().abs()
     _ops.add_weight_grad_(main_grad, dy, x)
-    _close(main_grad, want, scale, of_grad)
+    _assert_close(main_grad, want, scale, of_grad)
 
 
 @core

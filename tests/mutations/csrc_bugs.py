@@ -1,11 +1,8 @@
 """Bugs of one line in the C++ and CUDA sources."""
 
-from tests.mutations.mutation import Mutation
+from tests.mutations.mutation import mutation_in
 
-
-def _bug(name: str, file: str, old: str, new: str, bug: str, *tests: str) -> Mutation:
-    return Mutation(name, f"csrc/{file}", old, new, bug, tests)
-
+_bug = mutation_in("csrc")
 
 REGIONS = [
     _bug(

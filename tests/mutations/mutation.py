@@ -1,5 +1,6 @@
 """The form of an entry of the lists of mutations."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -24,5 +25,14 @@ class Mutation(NamedTuple):
 
     @property
     def compiled(self) -> bool:
-        """Whether the extension must be built to see it; the tests of the emulation compile the kernels themselves."""
+        """True if the extension must be rebuilt. Tests of the emulation compile the kernels themselves."""
         return self.file.startswith("csrc/") and not all(test.startswith("emulation/") for test in self.tests)
+
+
+def mutation_in(folder: str) -> Callable[..., Mutation]:
+    """Returns a constructor of mutations of the files in a folder: name, file, old, new, bug, tests."""
+
+    def make(name: str, file: str, old: str, new: str, bug: str, *tests: str) -> Mutation:
+        return Mutation(name, f"{folder}/{file}", old, new, bug, tests)
+
+    return make

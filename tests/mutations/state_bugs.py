@@ -1,11 +1,8 @@
 """Bugs of one line in the Python package, in what reads and writes or inspects a whole model."""
 
-from tests.mutations.mutation import Mutation
+from tests.mutations.mutation import mutation_in
 
-
-def _bug(name: str, file: str, old: str, new: str, bug: str, *tests: str) -> Mutation:
-    return Mutation(name, f"tp_ext/{file}", old, new, bug, tests)
-
+_bug = mutation_in("tp_ext")
 
 STATE_BUGS = [
     _bug(

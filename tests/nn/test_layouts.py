@@ -220,6 +220,50 @@ def test_a_group_within_another():
     assert [owned for *_, owned in per_rank] == [4, 4, 2, 2]
 
 
+def _overlapping(group):
+    """On ranks 0 and 1, a model with layers over groups that share these two ranks; None elsewhere."""
+    shared, *groups = [dist.new_group(members) for members in ([0, 1], [0, 1, 2], [0, 1, 3])]
+    if group.rank() > 1:
+        return None
+    model = nn.Sequential(*(tp_ext.RMSNorm(4, group=one) for one in groups))
+    with pytest.raises(ValueError, match="must be axes of one mesh"):
+        tp_ext.debug.findings(model)
+    return tp_ext.debug.findings(model, group=shared)
+
+
+def test_check_over_one_group_needs_no_mesh():
+    assert ranks.run(_overlapping, 4) == [[], [], None, None]
+
+
+class Assigned(tp_ext.ParallelModule):
+    """Registers its parameters by itself and assigns their shardings, at once or one by one."""
+
+    def __init__(self, group, at_once):
+        super().__init__(group, sequence_parallel=True)
+        shardings = {"sharded": Sharding(0, [4]), "replicated": None}
+        for name in shardings:
+            self.register_parameter(name, nn.Parameter(torch.ones(2)))
+        if at_once:
+            self.tp_shardings = shardings
+        else:
+            self.tp_shardings.update(shardings)
+
+    def forward(self):
+        return self.parameter("sharded").sum() + self.parameter("replicated").sum()
+
+
+def _assigned(group, at_once):
+    layer = Assigned(group, at_once)
+    layer().backward()
+    return layer.sharded.grad, layer.replicated.grad
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_assigned_shardings_decide_which_gradients_are_summed(at_once):
+    for sharded, replicated in ranks.run(_assigned, 2, at_once):
+        assert sharded.tolist() == [1, 1] and replicated.tolist() == [2, 2]
+
+
 def test_declaring_layouts():
     module, layout = nn.Linear(4, 3), Layout((Sharding(0, [3]), None))
     tp_ext.declare_layouts(module, {"weight": layout})

@@ -38,7 +38,7 @@ def _pair(name, shape, options, dtype, group=None, sp=False):
     return dense, ours
 
 
-def _close(got, want, dtype):
+def _assert_close(got, want, dtype):
     assert got.dtype == want.dtype
     torch.testing.assert_close(
         got, want, rtol=BOUNDS[dtype], atol=BOUNDS[dtype] * max([1.0, *want.abs().flatten().tolist()])
@@ -63,7 +63,7 @@ def test_torchs_module(name, shape, options, dtype, leading):
         y.backward(dy)
         got.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])
     for a, b in zip(got[1], got[0], strict=True):
-        _close(a, b, dtype)
+        _assert_close(a, b, dtype)
 
 
 @pytest.mark.parametrize("dtype", [*BOUNDS, torch.float16], ids=str)
@@ -108,11 +108,11 @@ def test_weights_have_their_whole_gradient_when_backward_returns(name, shape, op
     results = ranks.run(_sharded, p, name, shape, options, x.detach(), dy, sp)
     for i, want in enumerate((y.detach(), x.grad)):
         for rank, result in enumerate(results):
-            _close(result[i], want.tensor_split(p)[rank] if sp else want, torch.float64)
+            _assert_close(result[i], want.tensor_split(p)[rank] if sp else want, torch.float64)
     full = full_gradients([r[2] for r in results])
     assert full.keys() == dict(dense.named_parameters()).keys()
     for key, param in dense.named_parameters():
-        _close(full[key], param.grad, torch.float64)
+        _assert_close(full[key], param.grad, torch.float64)
 
 
 def _counts(group, name, sp):
@@ -156,7 +156,7 @@ def test_autocast_as_torch(name, dtype):
     x = torch.randn(3, 8, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         want, got = dense(x), ours(x)
-    _close(got, want, dtype)
+    _assert_close(got, want, dtype)
 
 
 # Errors

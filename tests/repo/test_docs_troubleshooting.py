@@ -52,7 +52,7 @@ def messages_of_cpp():
 
 @cache
 def torch_contains(text):
-    """Whether torch's distributed Python code or its library for CPUs holds the bytes."""
+    """Returns whether the text occurs in torch's distributed Python code or in its CPU library."""
     package = Path(torch.__file__).parent
     if any(text in file.read_text() for file in (package / "distributed").glob("*.py")):
         return True
@@ -62,7 +62,7 @@ def torch_contains(text):
 
 
 def is_quoted_from_sources(message, texts):
-    """Whether one string holds the fragments of the message in their order, values between them."""
+    """Returns whether a string contains all fragments of the message, in order, with any values between them."""
     pattern = re.compile(".*?".join(map(re.escape, message.split(" .. "))), re.S)
     return any(map(pattern.search, texts))
 

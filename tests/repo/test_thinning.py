@@ -23,7 +23,7 @@ def test_every_combination_of_values_occurs(strength, most):
 
 @pytest.mark.parametrize(("options", "number"), [([], 6), (["--exhaustive"], 12)])
 def test_what_is_left_out_can_be_run(options, number):
-    """Of the 12 cases of this file's own grid."""
+    """The grid is :func:`test_grid`, which has 12 cases."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options]
     done = subprocess.run([*command, f"{__file__}::test_grid"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.count("::test_grid[") == number
@@ -35,3 +35,4 @@ def test_what_is_left_out_can_be_run(options, number):
 @pytest.mark.parametrize("c", [[], []])
 def test_grid(a, b, c):
     """True and 1 are two values, and so are two equal lists."""
+    assert isinstance(a, bool) and b in (1, None) and c == []

@@ -200,7 +200,7 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
     if not all(map(ranks.groups.is_axis, groups)):
         whole = _broadcast(value, shape, local, broadcast_axes(ranks.axes))
         return write_full(whole, local, layout)
-    scattered = [process_group(group.plain().name) for group in groups]
+    scattered = [process_group(group.name) for group in groups]
     members = [dist.get_process_group_ranks(axis) for axis in scattered]
     others = [axis for axis in ranks.axes if dist.get_process_group_ranks(axis) not in members]
     along = list(broadcast_axes([*scattered, *others]))
@@ -208,7 +208,7 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
         shape = sharding.local_shape(shape, group.rank, group.size)
         if group.size == 1:
             value = None if value is None else sharding.shard(value, 0, 1)
-        elif process_group(group.plain().name) in along:
+        elif process_group(group.name) in along:
             value = _scatter(value, shape, local, sharding, group)
     return write_full(_broadcast(value, shape, local, [axis for axis in along if axis in others]), local, Layout())
 
@@ -225,7 +225,7 @@ def _scatter(full: Tensor | None, shape: torch.Size, local: Tensor, sharding: Sh
             shards.append(torch.empty_like(received))
             shards[-1].narrow(dim, 0, size).copy_(sharding.shard(cast(Tensor, full), receiver, group.size))
         sent = [_bytes(shard) for shard in shards] or None
-        dist.scatter(_bytes(received), sent, group=process_group(group.plain().name), group_src=0)
+        dist.scatter(_bytes(received), sent, group=process_group(group.name), group_src=0)
     return received.narrow(dim, 0, sizes[group.rank]).contiguous()
 
 

@@ -28,7 +28,7 @@ from tp_ext.debug.replication import (
     tensor_digests,
 )
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
-from tp_ext.nn.model_groups import model_groups
+from tp_ext.nn.model_groups import groups_in_use, model_groups
 from tp_ext.nn.module import ParallelModule
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 
@@ -153,7 +153,7 @@ def _layers(model: nn.Module) -> Iterator[ParallelModule]:
 
 def _is_sharded_over(model: nn.Module, group: str) -> bool:
     ranks = global_ranks(group)
-    return any(global_ranks(name) == ranks for name in model_groups(model).within)
+    return any(global_ranks(one.name) == ranks for one in groups_in_use(model) if one.size > 1)
 
 
 class _Report(NamedTuple):

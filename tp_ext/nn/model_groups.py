@@ -37,9 +37,13 @@ class ModelGroups(NamedTuple):
         """True on the rank that is the first of all axes."""
         return all(axis.rank == 0 for axis in self.axes)
 
+    def _place(self, group: ParallelGroup) -> tuple[int, bool]:
+        """Returns the entry of ``within`` of a group of the model."""
+        return self.within[group.plain().name]
+
     def is_axis(self, group: ParallelGroup) -> bool:
         """Returns whether a group of the model is a whole axis."""
-        return self.axes[self.within[group.plain().name][0]].size == group.size
+        return self.axes[self._place(group)[0]].size == group.size
 
     def counts(self, layout: Layout) -> bool:
         """Returns whether this rank counts its shard: of the ranks that hold the same one, it is the first.
@@ -52,7 +56,7 @@ class ModelGroups(NamedTuple):
         of_axis: dict[int, list[ParallelGroup]] = {}
         for _, group in layout:
             if group.size > 1:
-                of_axis.setdefault(self.within[group.plain().name][0], []).append(group)
+                of_axis.setdefault(self._place(group)[0], []).append(group)
         for index, axis in enumerate(self.axes):
             groups = of_axis.get(index, [])
             if math.prod(group.size for group in groups) == axis.size:
@@ -62,7 +66,7 @@ class ModelGroups(NamedTuple):
                 raise ValueError(
                     f"layout: its groups of {sizes} ranks must make up the {axis.size} ranks of their axis"
                 )
-            if not (self.within[groups[0].plain().name][1] if groups else axis.rank == 0):
+            if not (self._place(groups[0])[1] if groups else axis.rank == 0):
                 return False
         return True
 
@@ -113,7 +117,7 @@ def model_groups(model: nn.Module, group: Group = NOT_GIVEN) -> ModelGroups:
         TypeError: ``group`` is none of the accepted kinds.
     """
     layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
-    found = groups_of(_groups(model))
+    found = groups_of(groups_in_use(model))
     if group is NOT_GIVEN:
         return found
     given = parallel_group(group).plain()
@@ -129,7 +133,8 @@ def model_groups(model: nn.Module, group: Group = NOT_GIVEN) -> ModelGroups:
     return found._replace(default=given) if theirs else groups_of([given])
 
 
-def _groups(model: nn.Module) -> Iterator[ParallelGroup]:
+def groups_in_use(model: nn.Module) -> Iterator[ParallelGroup]:
+    """Yields the group of each layer and those of all layouts, in the order of the modules, some of them repeatedly."""
     for module in model.modules():
         if isinstance(module, ParallelModule):
             yield module.tp_group

@@ -67,7 +67,6 @@ class ParallelModule(nn.Module):
         self.sequence_parallel = sequence_parallel
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
         self._copied: dict[str, CopiedRows] = {}  # by parameter with rows that other ranks hold, too
-        self._sharded: set[str] = set()  # names: torch.compile of torch 2.11 takes an empty Layout for true
         self.tied: set[str] = set()
         self._coalesced: dict[str, Tensor] = {}  # coalesce_gradients', during a forward: from the region that sums
 
@@ -99,8 +98,6 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
         self.tp_layouts[name] = layout
         self._inits[name] = (shape, init)
-        if layout:
-            self._sharded.add(name)
         if copied is not None:
             self._copied[name] = copied
         self._reset(name)
@@ -232,7 +229,8 @@ class ParallelModule(nn.Module):
         group = own["tp_group"]
         if name in own["_copied"]:
             return _ops.copy_pieces_to_region(self._entering(name, given), group.name, *own["_copied"][name])
-        if own["sequence_parallel"] and group.size > 1 and name not in own["_sharded"]:
+        # len, since torch.compile of torch 2.11 takes an empty Layout for true
+        if own["sequence_parallel"] and group.size > 1 and len(own["tp_layouts"].get(name, ())) == 0:
             return _ops.copy_to_region(given, group.name)
         return given
 
