@@ -14,7 +14,7 @@ from tests.helpers.paths import ROOT
 PAGE = (ROOT / "docs" / "guide" / "gallery.md").read_text()
 PAIRS = re.findall(r"^```\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S)
 VARIES = re.compile(r"[\d,.]+ (?:tokens/s|MiB)")  # with the machine
-NUMBER = re.compile(r"\d+\.\d+(?:e-\d+)?")
+NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?")  # a difference of none at all is 0.0e+00
 
 
 def run(command, folder):
