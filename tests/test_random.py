@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import tp_ext
 from tests.helpers import ranks
@@ -247,6 +248,45 @@ def _seeded_on_two_axes(group):
 def test_every_position_of_two_data_axes_has_its_own_seed():
     draws = ranks.run(_seeded_on_two_axes, 4)
     assert len({tuple(draw.tolist()) for draw in draws}) == 4
+
+
+def _build(group=None, masks=True):
+    options = {"group": group, "dtype": torch.float64}
+    first = tp_ext.ColumnParallelLinear(4, 6, **options)
+    mask = tp_ext.dropout(torch.ones(64)) if masks else None
+    return nn.Sequential(first, tp_ext.RowParallelLinear(6, 4, init=nn.init.xavier_uniform_, **options)), mask
+
+
+def _replicas(group, fsdp, again):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp_ext.manual_seed(5, mesh)
+    if again:
+        torch.manual_seed(6)
+    model, mask = _build(mesh["tp"])
+    if fsdp:
+        fully_shard(model, mesh=mesh["dp"])
+    return tp_ext.full_state_dict(model), mask, torch.rand(4)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_replicas_start_with_the_weights_of_one_process_and_draw_other_masks(fsdp):
+    results = ranks.run(_replicas, 4, fsdp, False)
+    tp_ext.manual_seed(5)
+    want = _build(masks=False)[0].state_dict()
+    for weights, *_ in results:
+        assert all(torch.equal(weights[name], want[name]) for name in want)
+    (_, *one), (_, *same), (_, *other), _ = results
+    assert all(map(torch.equal, one, same)) and not any(map(torch.equal, one, other))
+
+
+def test_torchs_own_seed_holds_for_weights_too():
+    """As ever: after torch.manual_seed the weights are drawn between the masks, from one generator."""
+    results = ranks.run(_replicas, 4, False, True)
+    torch.manual_seed(6)
+    model, mask = _build()
+    for weights, theirs, _ in results:
+        assert torch.equal(mask, theirs)
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
 def test_seed_without_a_mesh_is_torchs():

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from tp_ext.sharding import Layout, Sharding
 
 def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") -> None:
     """Seeds torch's generators: the same along ``tp_axis``, different along every other axis of ``mesh``.
+
+    Dropout masks differ along those axes. Initial weights of the layers of this package do not: they are drawn from
+    generators of their own, seeded by ``seed`` on every rank, until torch is seeded by another number. So replicas
+    start with the weights of one process, under FSDP2, too. Modules of torch draw their weights from torch's
+    generators: build a model that has such modules after ``manual_seed(seed)``, and call this function afterwards.
 
     Args:
         seed: any integer, the same on all ranks.
@@ -48,8 +53,12 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         for name, length, index in zip(names, mesh.shape, coordinate, strict=True):
             if name != tp_axis:
                 position = position * length + index
-        seed += position * 0x9E3779B97F4A7C15  # far apart, so that no other position has seed + 1
-    torch.manual_seed(seed % (1 << 63))
+        own = (seed + position * 0x9E3779B97F4A7C15) % (1 << 63)  # far apart, so that no other position has seed + 1
+    else:
+        own = seed % (1 << 63)
+    torch.manual_seed(own)
+    _WeightDraws.seeds = None if mesh is None else (own, seed % (1 << 63))
+    _WeightDraws.states.clear()
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -58,6 +67,48 @@ def draw_seed(device: torch.device) -> Tensor:
     It is a torch draw, so activation checkpointing and CUDA graphs replay it like any other.
     """
     return torch.randint(0, 1 << 62, (), dtype=torch.int64, device=device)
+
+
+class _WeightDraws:
+    """A context in which torch's generators of the CPU and of ``device`` are those of initial weights, if
+    ``manual_seed(seed, mesh)`` seeded torch last.
+
+    Attributes:
+        seeds: the seed of torch's generators on this rank, and that of weights; None without a mesh.
+        states: the state of the weights' generator of a device, once it has been used.
+    """
+
+    seeds: ClassVar[tuple[int, int] | None] = None
+    states: ClassVar[dict[torch.device, Tensor]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        in_force = self.seeds is not None and self.seeds[0] == torch.initial_seed()
+        self._devices = [torch.device("cpu")] if in_force else []
+        if in_force and device.type == "cuda":
+            self._devices.append(
+                torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            )
+        self._outside: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        for device in self._devices:
+            generator = _default_generator(device)
+            self._outside.append(generator.get_state())
+            if device in self.states:
+                generator.set_state(self.states[device])
+            else:
+                assert self.seeds is not None
+                generator.manual_seed(self.seeds[1])
+
+    def __exit__(self, *error: Any) -> None:
+        for device, outside in zip(self._devices, self._outside, strict=True):
+            generator = _default_generator(device)
+            self.states[device] = generator.get_state()
+            generator.set_state(outside)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
 
 
 class OwnRandomNumbers:
@@ -169,7 +220,11 @@ def initialise_(
     """
     if isinstance(sharding, Sharding):
         sharding = Layout((sharding, ParallelGroup("", p, rank)))
-    layout = sharding or Layout()
+    with _WeightDraws(local.device):
+        _draw_weights(local, init, sharding or Layout(), full_shape)
+
+
+def _draw_weights(local: Tensor, init: Init, layout: Layout, full_shape: torch.Size) -> None:
     if not isinstance(init, Uniform | Normal | TruncatedNormal | Constant):
         if local.is_meta:
             return
