@@ -310,7 +310,8 @@ class VocabParallelLMHead(_VocabParallel):
         Args:
             x, total_tokens, weight: as :meth:`forward`.
             target: ``[..]``, of all tokens, also under SP, as the logits.
-            options: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction``, ``inplace_backward``.
+            options: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction``, ``inplace_backward``,
+                ``mean_over``, ``gradient_reduction``.
 
         Communicates and raises as both of them.
         """

@@ -1,8 +1,12 @@
 """Cross-entropy over logits whose vocabulary is sharded over the ranks."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
@@ -11,6 +15,9 @@ from tp_ext.nn.same_input import DebugMode, compare_input
 from tp_ext.sharding import split_sizes
 
 REDUCTIONS = ("none", "mean", "sum")
+GRADIENT_REDUCTIONS = ("mean", "sum")
+DATA_AXES = ("dp", "cp")
+"""The axes of a mesh whose ranks have different tokens."""
 
 
 def vocab_parallel_cross_entropy(
@@ -24,6 +31,8 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
     inplace_backward: bool = False,
+    mean_over: Group | Sequence[Group] = None,
+    gradient_reduction: str = "mean",
 ) -> Tensor:
     """Computes ``F.cross_entropy`` over the full vocabulary, plus ``z_loss * logsumexp(logits)^2``, per row.
 
@@ -43,15 +52,23 @@ def vocab_parallel_cross_entropy(
         z_loss: weight of that term (Chowdhery et al., "PaLM", arXiv:2204.02311); 0 at ignored rows too.
         reduction: ``none`` (the shape of target), ``mean`` over the rows that are not ignored (0 if all are), ``sum``.
         inplace_backward: the gradient overwrites the logits; a second backward is then refused.
+        mean_over: the ranks that have other tokens of the same step: a group, several groups that are axes of one mesh,
+            or a mesh with axes ``dp`` or ``cp``. The loss is then the mean over the rows of all of them that are not
+            ignored, however many each has, and the same number on every rank. It is that of one call: microbatches with
+            different numbers of such rows need ``reduction="sum"`` and the count of the step.
+        gradient_reduction: how data parallelism combines the gradients of these ranks: ``mean`` (DDP, FSDP2) or
+            ``sum``. In either case the combined gradient is that of the loss.
 
     A row that is -inf in every column has no softmax: its loss and its gradient are NaN, as in torch; so are those of a
     row with a NaN or +inf in it. Ignored rows are 0 for any logits.
 
     Communicates: forward, one all-gather of four numbers per row, and of four more by which the ranks compare their
-    widths and vocabularies; backward, nothing. Saved for backward: logits and two numbers per row, no softmax.
+    widths and vocabularies; with ``mean_over``, one all-reduce of two numbers over each of its axes; backward, nothing.
+    Saved for backward: logits and two numbers per row, no softmax.
 
     Raises:
-        ValueError: full logits at p > 1, shapes that do not match, an unknown reduction, a smoothing outside [0, 1].
+        ValueError: full logits at p > 1, shapes that do not match, an unknown reduction, a smoothing outside [0, 1];
+            ``mean_over`` with another reduction than ``mean``, or a mesh without an axis ``dp`` or ``cp``.
             On every rank, after the exchange: widths or ``vocab_size`` that do not form one vocabulary (CPU; a device
             assert on CUDA).
         IndexError: a target outside the vocabulary (CPU; a device assert on CUDA); without ``vocab_size`` after the
@@ -62,10 +79,15 @@ def vocab_parallel_cross_entropy(
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r} must be one of {REDUCTIONS}")
+    if gradient_reduction not in GRADIENT_REDUCTIONS:
+        raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+    axes = _data_axes(mean_over)
+    if axes and reduction != "mean":
+        raise ValueError(f"mean_over: must not be given with reduction={reduction!r}, which is no mean")
     if DebugMode.on:
         compare_input("target", target, resolved)
     start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved)
-    return _ops.vocab_parallel_cross_entropy(
+    loss: Tensor = _ops.vocab_parallel_cross_entropy(
         logits_local,
         target,
         resolved.name,
@@ -75,10 +97,36 @@ def vocab_parallel_cross_entropy(
         ignore_index,
         label_smoothing,
         z_loss,
-        reduction,
+        "sum" if axes else reduction,
         inplace_backward,
         vocab_size is not None,
     )
+    if not axes:
+        return loss
+    return _global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
+
+
+def _data_axes(mean_over: Group | Sequence[Group]) -> list[ParallelGroup]:
+    """Returns the groups of several ranks over which the mean is taken."""
+    if isinstance(mean_over, DeviceMesh) and mean_over.ndim > 1:
+        names = mean_over.mesh_dim_names or ()
+        axes = [parallel_group(mean_over[name]) for name in DATA_AXES if name in names]
+        if not axes:
+            raise ValueError(f"mean_over: a mesh with axes {names} must have one of {DATA_AXES}")
+    else:
+        axes = [parallel_group(one) for one in (mean_over if isinstance(mean_over, list | tuple) else [mean_over])]
+    return [axis for axis in axes if axis.size > 1]
+
+
+def _global_mean(loss: Tensor, rows: Tensor, axes: list[ParallelGroup], gradient_reduction: str) -> Tensor:
+    """Returns the mean loss per row over the ranks of the axes, from each rank's sum and number of rows."""
+    sums = torch.stack([loss.detach().double(), rows.double()])
+    for axis in axes:
+        sums = _ops.reduce_from_region(sums, axis.name)
+    count = sums[1].clamp(min=1)
+    ranks = math.prod(axis.size for axis in axes) if gradient_reduction == "mean" else 1
+    own = loss * (ranks / count).to(loss.dtype)
+    return (sums[0] / count).to(loss.dtype) + (own - own.detach())  # the value of the mean, the gradient of own
 
 
 def vocab_columns(width: int, vocab_size: int | None, group: ParallelGroup) -> tuple[int, int, int]:
@@ -123,6 +171,8 @@ class VocabParallelCrossEntropy(nn.Module):
         z_loss: float = 0.0,
         reduction: str = "mean",
         inplace_backward: bool = False,
+        mean_over: Group | Sequence[Group] = None,
+        gradient_reduction: str = "mean",
     ) -> None:
         super().__init__()
         self.tp_group = layer_group(group, type(self).__name__)
@@ -132,6 +182,8 @@ class VocabParallelCrossEntropy(nn.Module):
         self.z_loss = z_loss
         self.reduction = reduction
         self.inplace_backward = inplace_backward
+        self.mean_over = [axis.name for axis in _data_axes(mean_over)]
+        self.gradient_reduction = gradient_reduction
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -148,6 +200,8 @@ class VocabParallelCrossEntropy(nn.Module):
             z_loss=self.z_loss,
             reduction=self.reduction,
             inplace_backward=self.inplace_backward,
+            mean_over=self.mean_over,
+            gradient_reduction=self.gradient_reduction,
         )
 
     def extra_repr(self) -> str:
