@@ -1,6 +1,5 @@
 """What tp_shm leaves on the machine: nothing, in /dev/shm or elsewhere; who may read it while it is there; forks."""
 
-import ctypes
 import os
 import stat
 import subprocess
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from tests.helpers.other_host import move_to_another_host
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run
 from tests.shm.backends import launch, results, start, timed_error
@@ -209,29 +209,9 @@ def test_a_forked_child_does_no_harm_to_its_parents_group():
 
 # Another host
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
-
-
-def _elsewhere(hostname):
-    """This process moves to another /dev/shm, or (with `hostname`) to what looks like another machine."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    user = 0 if os.geteuid() == 0 else CLONE_NEWUSER
-    if libc.unshare(user | CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC):
-        return False
-    libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None)  # MS_REC | MS_PRIVATE: it stays ours
-    if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None):
-        return False
-    if hostname:
-        boot = Path("/tmp") / f"boot_id_{os.getpid()}"
-        boot.write_text("01234567-89ab-cdef-0123-456789abcdef\n")
-        libc.sethostname(hostname.encode(), len(hostname))
-        libc.mount(str(boot).encode(), b"/proc/sys/kernel/random/boot_id", None, 0x1000, None)  # MS_BIND
-        boot.unlink()
-    return True
-
 
 def _hosts(rank, p, folder, hostname):
-    if rank == p - 1 and not _elsewhere(hostname):
+    if rank == p - 1 and not move_to_another_host(hostname):
         return "not permitted", ""
     return timed_error(lambda: start(rank, p, folder, "cpu:tp_shm", seconds=5))
 

@@ -1,0 +1,107 @@
+"""docs/guide/multi_node.md as it stands there: its script under two agents that believe to be two hosts, killed and
+restarted; its templates."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from tests.helpers.other_host import move_to_another_host
+from tests.helpers.paths import ROOT
+
+PAGE = (ROOT / "docs" / "guide" / "multi_node.md").read_text()
+SECONDS = 300
+
+
+def _block(language: str, number: int = 0) -> str:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.M | re.S)[number]
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def _agent(folder: Path, index: int, *options: str) -> subprocess.Popen:
+    """torchrun of one host, with two ranks."""
+    (folder / "train.py").write_text(_block("python"))
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"CHECKPOINT": str(folder / "checkpoint"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *options, "train.py"]
+    output = (folder / f"output{index}").open("w")
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        start_new_session=True,
+        preexec_fn=lambda: move_to_another_host(f"host{index}"),
+    )
+
+
+def _end(agents: list[subprocess.Popen], seconds: float) -> list[int]:
+    try:
+        return [agent.wait(seconds) for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+
+
+def _losses(folder: Path) -> dict[int, list[str]]:
+    """The losses that were printed, by step; a step that was done again has several."""
+    losses: dict[int, list[str]] = {}
+    for index in (0, 1):
+        for step, loss in re.findall(r"^step (\d+): loss (\S+)", (folder / f"output{index}").read_text(), re.M):
+            losses.setdefault(int(step), []).append(loss)
+    return losses
+
+
+def _workers(agent: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
+
+
+def _uninterrupted(folder: Path) -> dict[int, list[str]]:
+    address = ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
+    agents = [_agent(folder, index, f"--node-rank={index}", *address) for index in (0, 1)]
+    codes = _end(agents, SECONDS)
+    assert codes == [0, 0], "".join((folder / f"output{index}").read_text() for index in (0, 1))
+    return _losses(folder)
+
+
+def test_a_worker_that_dies_is_restarted_and_the_losses_are_those_of_an_uninterrupted_run(tmp_path):
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    whole = _uninterrupted(folders[0])
+    assert list(whole) == list(range(6)) and all(len(losses) == 1 for losses in whole.values())
+
+    endpoint = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--rdzv-id=1"]
+    options = [*endpoint, "--max-restarts=3", "--local-addr=127.0.0.1"]
+    agents = [_agent(folders[1], index, *options) for index in (0, 1)]
+    deadline = time.monotonic() + SECONDS
+    while 2 not in _losses(folders[1]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(_workers(agents[1])[0], signal.SIGKILL)
+    codes = _end(agents, SECONDS)
+    assert codes == [0, 0], "".join((folders[1] / f"output{index}").read_text() for index in (0, 1))
+    killed = _losses(folders[1])
+    assert killed.keys() == whole.keys()
+    assert all(set(killed[step]) == set(whole[step]) for step in whole)
+
+
+def test_templates_can_be_parsed():
+    subprocess.run(["bash", "-n"], input=_block("bash", 2), text=True, check=True)
+    job = yaml.safe_load(_block("yaml"))
+    for pods in job["spec"]["pytorchReplicaSpecs"].values():
+        assert pods["template"]["spec"]["containers"][0]["command"] == ["torchrun", "train.py"]
+        assert pods["restartPolicy"] == "OnFailure" and pods["replicas"] == 1
