@@ -16,7 +16,7 @@ from tp_ext.checkpoint.safetensors import load_safetensors, save_safetensors
 from tp_ext.checkpoint.sharded import sharded_state_dict
 from tp_ext.checkpoint.sharded_load import load_sharded_state_dict
 from tp_ext.nn.attention import ParallelAttention
-from tp_ext.nn.coalesce import coalesce_gradients
+from tp_ext.nn.coalesce import coalesce_gradients, uncoalesce_gradients
 from tp_ext.nn.dropout import Dropout, dropout
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
 from tp_ext.nn.fqn import layouts, shardings
@@ -94,6 +94,7 @@ __all__ = [
     "shardings",
     "shm",
     "symmetric_memory",
+    "uncoalesce_gradients",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_sample",

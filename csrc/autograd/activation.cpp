@@ -1,12 +1,14 @@
 // bias_act and gated_act: autograd over the fused kernels. Saved: x and bias; backward recomputes
-// the rest. Under autocast the dtype follows x, the output of a linear layer; only the bias, an
-// fp32 parameter, is cast to it.
+// the rest. Its one kernel makes the gradients of x and bias; in a backward in two halves
+// (split_backward.h) the first keeps the bias's. Under autocast the dtype follows x, the output of a
+// linear layer; only the bias, an fp32 parameter, is cast to it.
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "autograd/differentiation.h"
+#include "autograd/split_backward.h"
 #include "check.h"
 #include "operators.h"
 
@@ -62,12 +64,16 @@ struct Activation : torch::autograd::Function<Activation<Op>> {
     refuse_double_backward(Op::kName, grads);
     const variable_list saved = ctx->get_saved_variables();
     const Tensor& bias = saved[1];
-    auto [dx, dbias] = Op::backward().call(grads[0], saved[0],
-                                           bias.defined() ? OptionalTensor(bias) : std::nullopt,
-                                           ctx->saved_data["activation"].toStringRef());
     // needs_input_grad counts defined tensors only: x is 0, bias is 1
     const bool give_dx = ctx->needs_input_grad(0);
     const bool give_dbias = bias.defined() && ctx->needs_input_grad(1);
+    if (!give_dx)
+      if (const auto kept = take_results(ctx, grads[0]); !kept.empty())
+        return {Tensor(), kept[0], Tensor()};
+    auto [dx, dbias] = Op::backward().call(grads[0], saved[0],
+                                           bias.defined() ? OptionalTensor(bias) : std::nullopt,
+                                           ctx->saved_data["activation"].toStringRef());
+    if (give_dx && bias.defined() && asked_later(ctx, 1)) keep_results(ctx, grads[0], {dbias});
     return {give_dx ? dx : Tensor(), give_dbias ? dbias : Tensor(), Tensor()};
   }
 };

@@ -3,14 +3,18 @@
 //
 //   dx = dropout(dy) with the same mask    dbias = sum of dx over rows    dresidual = dy itself
 //
-// Saved: the seed. Dropout is linear and its own transpose: the derivative of dx is the same
+// Saved: the seed. In a backward in two halves (split_backward.h) the first keeps dbias, which comes
+// from the same pass as dx. Dropout is linear and its own transpose: the derivative of dx is the same
 // operator, and so is the tangent in forward mode.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <utility>
+
 #include "autograd/differentiation.h"
+#include "autograd/split_backward.h"
 #include "operators.h"
 #include "rows.h"
 
@@ -67,10 +71,13 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     const bool bias_wanted = has_bias && ctx->needs_input_grad(1);
     const bool residual_wanted =
         ctx->saved_data["has_residual"].toBool() && ctx->needs_input_grad(has_bias ? 2 : 1);
-    if (ctx->needs_input_grad(0) || bias_wanted) {
-      Tensor dx;
-      std::tie(dx, result[1]) = dropout_again(ctx, grad, bias_wanted);
-      if (ctx->needs_input_grad(0)) result[0] = dx;
+    if (ctx->needs_input_grad(0)) {
+      const bool keeps_bias = has_bias && !at::GradMode::is_enabled() && asked_later(ctx, 1);
+      std::tie(result[0], result[1]) = dropout_again(ctx, grad, bias_wanted || keeps_bias);
+      if (keeps_bias) keep_results(ctx, grad, {std::exchange(result[1], Tensor())});
+    } else if (bias_wanted) {
+      const auto kept = take_results(ctx, grad);
+      result[1] = kept.empty() ? std::get<1>(dropout_again(ctx, grad, true)) : kept[0];
     }
     if (residual_wanted) result[2] = grad;
     return result;

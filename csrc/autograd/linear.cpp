@@ -12,8 +12,9 @@
 // backward: the sum of dx overlaps the GEMM of dw, and under SP the gather of x overlaps the GEMM
 // of dx. Row backward under SP: the sum of db overlaps both GEMMs. Double backward is composed of
 // regions and matmuls, by the same table. With main_grad, dw is added to it and autograd gets no
-// gradient. overlap_chunks splits communication that has no such GEMM to overlap with
-// (linear_overlap.h). Without sum_bias_grad the caller sums db over the ranks.
+// gradient (main_grad.h). overlap_chunks splits communication that has no such GEMM to overlap with
+// (linear_overlap.h). Without sum_bias_grad the caller sums db over the ranks. In a backward in two
+// halves (split_backward.h) the row linear keeps the gathered dy for dw.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -28,6 +29,7 @@
 #include "autograd/linear_checks.h"
 #include "autograd/main_grad.h"
 #include "autograd/linear_overlap.h"
+#include "autograd/split_backward.h"
 #include "comm/collectives.h"
 #include "comm/symmetric_memory.h"
 #include "operators.h"
@@ -101,11 +103,11 @@ struct Unrecorded {
   }
 };
 
-// The gradient of the weight; undefined if it is added to main_grad
+// The gradient of the weight, or what autograd gets in its place if it is added to main_grad
 Tensor weight_grad(const Saved& s, const Tensor& dy, const Tensor& x) {
   if (!s.main_grad.defined()) return weight_grad(dy, x);
   add_weight_grad(s.main_grad, as_rows(dy), as_rows(x));
-  return Tensor();
+  return grad_beside(s.main_grad, dy, 1);
 }
 
 variable_list gradients(Tensor dx, Tensor dw, Tensor db) {
@@ -213,14 +215,20 @@ struct RowLinear : Function<RowLinear> {
     const Unrecorded guard(grads[0]);
     std::optional<comm::Pending> dy_full, db;
     Tensor dx, dy = grads[0];
-    if (s.sequence_parallel) {
+    const bool keeps_dy = s.sequence_parallel && wants_x && asked_later(ctx, 1);
+    const auto kept =
+        s.sequence_parallel && wants_w && !wants_x ? take_results(ctx, dy) : variable_list();
+    if (!kept.empty()) {
+      dy = kept[0];
+    } else if (s.sequence_parallel) {
       const auto chunks = wants_x ? chunks_of(dy, s.tokens.total(), s.overlap_chunks) : 1;
+      const bool needs_dy = wants_w || keeps_dy;
       if (auto fused = wants_x ? comm::fused_all_gather_matmul(dy, s.weight, false, s.group,
-                                                               s.tokens, wants_w)
+                                                               s.tokens, needs_dy)
                                : std::nullopt)
         std::tie(dx, dy) = std::pair(fused->y, fused->x);
       else if (chunks > 1)
-        std::tie(dx, dy) = gather_mm(dy, s.weight, s.group, s.tokens, chunks, wants_w);
+        std::tie(dx, dy) = gather_mm(dy, s.weight, s.group, s.tokens, chunks, needs_dy);
       else if (wants_x || wants_w)
         dy_full.emplace(comm::all_gather_async(dy, s.group, 0, s.tokens));
     }
@@ -230,6 +238,7 @@ struct RowLinear : Function<RowLinear> {
     if (wants_b && s.sequence_parallel && s.sum_bias_grad)
       db.emplace(comm::all_reduce_async(db_local, s.group));
     if (dy_full) dy = dy_full->wait();
+    if (keeps_dy) keep_results(ctx, grads[0], {dy});
     if (wants_x && !dx.defined()) dx = input_grad(dy, s.weight);
     const Tensor dw = wants_w ? weight_grad(s, dy, s.x) : Tensor();
     return gradients(dx, dw, db ? db->wait() : db_local);

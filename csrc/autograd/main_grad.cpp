@@ -1,6 +1,8 @@
 #include "autograd/main_grad.h"
 
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include "autograd/differentiation.h"
@@ -27,9 +29,25 @@ void add_weight_grad(const Tensor& main_grad, const Tensor& dy, const Tensor& x)
   op.call(main_grad, dy, x);
 }
 
+Tensor grad_beside(const Tensor& main_grad, const Tensor& dy, size_t i) {
+  // Of a subclass: torch.compile traces by autograd.grad and stores the result like backward()
+  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+  if (asked == nullptr || asked->empty() || dy.key_set().has(c10::DispatchKey::Python)) return {};
+  const auto running = torch::autograd::get_current_node();
+  // The weight itself, or what it was cast from
+  const auto* node = running ? running->next_edge(i).function.get() : nullptr;
+  while (node != nullptr) {
+    const auto found = asked->find(const_cast<torch::autograd::Node*>(node));
+    if (found != asked->end() && found->second.captures_)
+      return at::zeros_symint(main_grad.sym_sizes(), dy.options());
+    node = node->num_outputs() == 1 ? node->next_edge(0).function.get() : nullptr;
+  }
+  return {};
+}
+
 namespace {
 
-// Forward: identity. Backward: main_grad += dy; no gradient is passed on.
+// Forward: identity. Backward: main_grad += dy.
 struct AccumulateGrad : Function<AccumulateGrad> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& main_grad) {
     ctx->saved_data["main_grad"] = main_grad;
@@ -37,8 +55,9 @@ struct AccumulateGrad : Function<AccumulateGrad> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward("gradient accumulation into main_grad", grads);
-    ctx->saved_data["main_grad"].toTensor().add_(grads[0]);
-    return {Tensor(), Tensor()};
+    const Tensor main_grad = ctx->saved_data["main_grad"].toTensor();
+    main_grad.add_(grads[0]);
+    return {grad_beside(main_grad, grads[0], 0), Tensor()};
   }
 };
 

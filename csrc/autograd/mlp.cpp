@@ -14,7 +14,8 @@
 //
 // Saved: the input x (the shard), pre, h and the weights, each only if a gradient may need it: as
 // many bytes as the three separate operators save. Recomputing h from pre would cost one more pass
-// over both.
+// over both. In a backward in two halves (split_backward.h) the first keeps the gathered dy, dpre and
+// db_up.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -28,6 +29,7 @@
 #include "autograd/linear_checks.h"
 #include "autograd/main_grad.h"
 #include "autograd/linear_overlap.h"
+#include "autograd/split_backward.h"
 #include "comm/collectives.h"
 #include "operators.h"
 
@@ -65,12 +67,14 @@ std::tuple<Tensor, Tensor> linear_dgelu(const Tensor& dy, const Tensor& weight, 
   return op.call(dy, weight, pre);
 }
 
-// dy^T x; undefined if it is added to main_grad
-Tensor weight_grad(AutogradContext* ctx, const char* main_grad, const Tensor& dy, const Tensor& x) {
+// dy^T x, the gradient of input i, or what autograd gets in its place if it is added to main_grad
+Tensor weight_grad(AutogradContext* ctx, size_t i, const char* main_grad, const Tensor& dy,
+                   const Tensor& x) {
   const auto found = ctx->saved_data.find(main_grad);
   if (found == ctx->saved_data.end()) return at::mm(as_rows(dy).t(), as_rows(x));
-  add_weight_grad(found->second.toTensor(), as_rows(dy), as_rows(x));
-  return Tensor();
+  const Tensor sum = found->second.toTensor();
+  add_weight_grad(sum, as_rows(dy), as_rows(x));
+  return grad_beside(sum, dy, i);
 }
 
 struct ParallelMlp : Function<ParallelMlp> {
@@ -120,18 +124,30 @@ struct ParallelMlp : Function<ParallelMlp> {
     const bool wants_up_bias = ctx->needs_input_grad(2), wants_down = ctx->needs_input_grad(3);
     const bool wants_down_bias = ctx->needs_input_grad(4);
     const bool wants_pre = wants_x || wants_up || wants_up_bias;
+    const bool up_later = wants_x && asked_later(ctx, 1),
+               down_later = wants_x && asked_later(ctx, 3);
+    const bool up_bias_later = wants_x && asked_later(ctx, 2);
 
     Tensor dy = grads[0], dx, dpre, up_bias_grad, down_bias_grad;
     std::optional<comm::Pending> dy_full, x_full, dx_sum, bias_sum;
-    if (sequence_parallel && (wants_pre || wants_down))
+    const auto kept = wants_x ? variable_list() : take_results(ctx, dy);
+    const bool complete =
+        !kept.empty() && (!wants_down || kept[0].defined()) && (!wants_up || kept[1].defined());
+    if (complete) {
+      std::tie(dy, dpre, up_bias_grad) = std::tie(kept[0], kept[1], kept[2]);
+    } else if (sequence_parallel && (wants_pre || wants_down)) {
       dy_full.emplace(comm::all_gather_async(dy, group, 0, tokens));
+    }
     // A collective waits for everything queued before it: the order below is the one that overlaps
     if (sequence_parallel && wants_up) x_full.emplace(comm::all_gather_async(x, group, 0, tokens));
-    if (wants_down_bias) down_bias_grad = as_rows(dy).sum(0);
+    if (wants_down_bias) down_bias_grad = as_rows(grads[0]).sum(0);
     if (wants_down_bias && sequence_parallel && data.count("caller_sums_bias_grad") == 0)
       bias_sum.emplace(comm::all_reduce_async(down_bias_grad, group));
     if (dy_full) dy = dy_full->wait();
-    if (wants_pre) std::tie(dpre, up_bias_grad) = linear_dgelu(dy, down_weight, pre);
+    if (wants_pre && !complete) std::tie(dpre, up_bias_grad) = linear_dgelu(dy, down_weight, pre);
+    if (up_later || down_later || up_bias_later)
+      keep_results(ctx, grads[0],
+                   {down_later ? dy : Tensor(), up_later ? dpre : Tensor(), up_bias_grad});
     if (wants_x) {
       auto shape = dpre.sym_sizes().vec();
       shape.back() = up_weight.sym_size(1);
@@ -140,8 +156,9 @@ struct ParallelMlp : Function<ParallelMlp> {
                                        : comm::all_reduce_async(partial, group));
     }
     variable_list result(12);  // undefined for arguments that are not tensors
-    if (wants_down) result[3] = weight_grad(ctx, "down_main_grad", dy, h);
-    if (wants_up) result[1] = weight_grad(ctx, "up_main_grad", dpre, x_full ? x_full->wait() : x);
+    if (wants_down) result[3] = weight_grad(ctx, 3, "down_main_grad", dy, h);
+    if (wants_up)
+      result[1] = weight_grad(ctx, 1, "up_main_grad", dpre, x_full ? x_full->wait() : x);
     if (dx_sum) result[0] = dx_sum->wait();
     if (wants_up_bias) result[2] = up_bias_grad;
     if (wants_down_bias) result[4] = bias_sum ? bias_sum->wait() : down_bias_grad;

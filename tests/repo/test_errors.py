@@ -268,6 +268,7 @@ REST = [
     ("Dropout(0.5, group=g, **sp)(ones(4, 2), total_tokens=5)", ValueError, r"sizes: \[3, 2\].* 4 at rank"),
     ("LoRALinear(nn.Linear(4, 4), 2, alpha=1)", TypeError, "base: Linear must be a ColumnParallelLinear"),
     ("coalesce_gradients(3)", TypeError, "module: int must be an nn.Module"),
+    ("uncoalesce_gradients(3)", TypeError, "module: int must be an nn.Module"),
     ("add_lora(nn.Linear(4, 4), targets='up', r=2, alpha=1)", ValueError, "targets: 'up' must name"),
     ("merge_lora(nn.Linear(4, 4))", ValueError, "model: Linear must hold a LoRALinear inside"),
     ("Part(8, unit=3)", ValueError, "size: 8 .*whole units of 3"),

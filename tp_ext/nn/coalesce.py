@@ -50,6 +50,11 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
     ``module`` is compiled (the hooks have side effects, which ``torch.compile`` does not allow under checkpointing) or
     transformed by ``torch.func``. Without parallelism it does nothing.
 
+    Pipeline schedules that split the backward (``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``,
+    ``ScheduleDualPipeV``) need :func:`uncoalesce_gradients`: they compute the gradients of weights group by group, and
+    weights whose gradients are summed together form one group that spans the whole block. With it torch would run the
+    input's backward of the block again, and raises ``Trying to backward through the graph a second time``.
+
     Args:
         module: a module with layers of this package, such as a transformer block.
 
@@ -70,6 +75,29 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
         module.register_forward_pre_hook(hooks.enter),
         module.register_forward_hook(hooks.leave, always_call=True),
     )
+
+
+def uncoalesce_gradients(module: nn.Module) -> None:
+    """Undoes :func:`coalesce_gradients` for ``module`` and all its submodules: from the next forward on each layer sums
+    its own gradients.
+
+    For pipeline schedules that split the backward, with blocks that coalesce in their constructor.
+
+    Args:
+        module: a model, or a stage of a pipeline.
+
+    Communicates nothing.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: {type(module).__name__} must be an nn.Module")
+    for each in module.modules():
+        for hook in each._forward_pre_hooks.values():
+            hooks = getattr(hook, "__self__", None)
+            if isinstance(hooks, _Hooks):
+                hooks.groups = {}
 
 
 SummedParameter = tuple[ParallelModule, str, list[int]]  # layer, name of its parameter, rows of it to sum

@@ -44,7 +44,9 @@ class ColumnParallelLinear(ParallelLinear):
         sequence_parallel: x is sharded on dim 0.
         skip_bias_add: returns ``(y, bias)`` and leaves the addition to the caller.
         grad_accumulation_fusion: backward adds the gradient of the weight to ``weight.main_grad``, in its dtype, by a
-            GEMM that accumulates; ``weight.grad`` stays None and hooks on the weight are not called.
+            GEMM that accumulates; ``weight.grad`` stays None and hooks on the weight are not called. Where
+            ``torch.autograd.grad`` asks for the gradient, as pipeline schedules that split the backward do, it gets
+            zeros.
         overlap_chunks: under SP, the number of blocks in which x is all-gathered, each overlapping the GEMM of another;
             for thousands of tokens, see docs/reference/performance.md. A single block is used where operators are
             traced, or where a block would have fewer than 64 tokens.
