@@ -32,6 +32,18 @@ def sgd(*params):
     return torch.optim.SGD(params, lr=0.1)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Keeps its state in another optimizer."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inside = torch.optim.AdamW(self.param_groups)
+
+
+def wrapping(module):
+    return module, Wrapping(module.parameters())
+
+
 def load_optimizer(group, params=("weight", "bias"), state=None):
     module = tp_ext.ColumnParallelLinear(4, 6, group=group)
     state = {"param_groups": [{"lr": 0.1, "params": list(params)}], "state": state or {}}
@@ -294,6 +306,8 @@ REST = [
     ("load_optimizer(g, state={'other': {}})", ValueError, "state: 'other' must be a parameter of the optimizer"),
     ("full_optimizer_state_dict(Column(4, 4, group=g), sgd(ones(2)), group=g)", ValueError, r"optimizer: .*\(2,\)"),
     ("sharded_state_dict(Column(4, 4, group=g), sgd(ones(2)), group=g)", ValueError, r"optimizer: .*\(2,\)"),
+    ("sharded_state_dict(*wrapping(nn.Linear(2, 2)))", ValueError, "optimizer: Wrapping must have .* in its 'inside'"),
+    ("full_optimizer_state_dict(*wrapping(nn.Linear(2, 2)))", ValueError, "'inside', a AdamW; pass that optimizer"),
     ("CheckpointReader(3)", TypeError, "expected str, bytes or os.PathLike object"),
     ("grad_norm(Column(4, 4, group=g), -1, group=g)", ValueError, "norm_type: -1.0 must be positive"),
     ("KVCache(2, 0, 1, 4)", ValueError, "max_seq: 0 must be"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tp_ext._object_collectives import broadcast_from_first
 from tp_ext.checkpoint.full import StateDict, check_full
 from tp_ext.checkpoint.gather import check_one_mesh, gather_full, ranks_of, scatter_full, write_full
+from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.fqn import resolve_optimizer
 from tp_ext.sharding import Layout
@@ -25,18 +26,20 @@ def full_optimizer_state_dict(
     """Returns the optimizer's state for the unsharded model: ``state`` by parameter name, ``param_groups`` with names
     in place of parameters. State tensors of the shape of their parameter are sharded like it.
 
-    Arguments, communication and memory as :func:`full_state_dict`.
+    Arguments, communication and memory as :func:`full_state_dict`. Under ``ZeroRedundancyOptimizer``, also one
+    exchange of keys over its group, and one broadcast of each shard from the rank that has it.
 
     Raises:
-        ValueError: the optimizer holds a parameter that is not the module's.
+        ValueError: the optimizer holds a parameter that is not the module's, or keeps its state in another optimizer.
     """
     ranks = ranks_of(module, group)
     resolved = {param: found for param, found, _ in resolve_optimizer(module, optimizer, ranks.groups.default)}
+    held = HeldState(optimizer)
     states: StateDict = {}
-    for param, found in resolved.items():
+    for (param, found), described in zip(resolved.items(), held.described(resolved), strict=True):
         entry = {}
-        for key, value in optimizer.state.get(param, {}).items():
-            full = value
+        for key, one in described.items():
+            full = value = held.fetch(param, key, one)
             if isinstance(value, Tensor):
                 layout = found.layout if value.shape == param.shape else Layout()
                 full = gather_full(value, layout, ranks, rank0_only=rank0_only)
@@ -61,16 +64,18 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Loads a :func:`full_optimizer_state_dict`, at any number of ranks.
 
-    Arguments and communication as :func:`load_full_state_dict`.
+    Arguments and communication as :func:`load_full_state_dict`. Under ``ZeroRedundancyOptimizer`` each rank keeps the
+    state of its own parameters.
 
     Raises:
         KeyError: ``state`` has no ``state`` or ``param_groups``.
-        ValueError: parameter groups that hold other names, or a state tensor of another shape; then nothing has been
-            loaded.
+        ValueError: parameter groups that hold other names, a state tensor of another shape, or an optimizer that keeps
+            its state in another one; then nothing has been loaded.
     """
     ranks = ranks_of(module, group)
     resolved = {param: found for param, found, _ in resolve_optimizer(module, optimizer, ranks.groups.default)}
     order = [[resolved[param].name for param in g["params"]] for g in optimizer.param_groups]
+    held = HeldState(optimizer)
     params = {found.name: param for param, found in resolved.items()}
     layouts = {found.name: found.layout for found in resolved.values()}
 
@@ -86,20 +91,22 @@ def load_full_optimizer_state_dict(
     if broadcast_from_rank0:
         check_one_mesh(module)
     planned = broadcast_from_first(plan, ranks.axes) if broadcast_from_rank0 else plan()
-    numbers = {name: i for i, name in enumerate(name for names in order for name in names)}
-    states: dict[int, dict[str, Any]] = {}
+    states: dict[Tensor, dict[str, Any]] = {}
     for name, entry in planned["state"].items():
-        states[numbers[name]] = local = dict(entry)
+        param, local = params[name], dict(entry)
+        if held.holds(param):
+            states[param] = local
+        elif not broadcast_from_rank0:
+            continue
         for key, value in entry.items():
             if isinstance(value, torch.dtype):
-                local[key] = made = torch.zeros_like(params[name].detach(), dtype=value)
+                local[key] = made = torch.zeros_like(param.detach(), dtype=value)
                 if broadcast_from_rank0:
                     full = state["state"][name][key] if ranks.first else None
                     scatter_full(full, made, layouts[name], ranks)
                 else:
                     write_full(state["state"][name][key], made, layouts[name])
-    groups = [{**g, "params": [numbers[name] for name in g["params"]]} for g in planned["param_groups"]]
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    held.load(states, planned["param_groups"])
 
 
 def _check(

@@ -139,13 +139,13 @@ def _gather_to_first(local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Te
         for view, packed in zip(sharding.owned(local, rank, p), _packed(sent, targets[rank], dim), strict=True):
             packed.copy_(view)
         if rank:
-            dist.gather(_bytes(sent), group=pg, group_dst=0)
+            dist.gather(as_bytes(sent), group=pg, group_dst=0)
             return None
         # Equal blocks of rows, one per rank, are received in place in the full tensor; others in buffers
         rows = [of_one[0] for of_one in targets if len(of_one) == 1 and of_one[0].shape == sent.shape]
         direct = len(rows) == p and all(block.is_contiguous() for block in rows)
         received = rows if direct else [torch.empty_like(sent) for _ in targets]
-        dist.gather(_bytes(sent), [_bytes(block) for block in received], group=pg, group_dst=0)
+        dist.gather(as_bytes(sent), [as_bytes(block) for block in received], group=pg, group_dst=0)
         for of_one, block in zip(targets, received, strict=True) if not direct else ():
             for target, packed in zip(of_one, _packed(block, of_one, dim), strict=True):
                 target.copy_(packed)
@@ -167,7 +167,7 @@ def _packed(whole: Tensor, targets: Sequence[Tensor], dim: int) -> list[Tensor]:
     return list(whole.split([*sizes, whole.shape[dim] - sum(sizes)], dim))[:-1]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the contiguous tensor as bytes, which every backend can send."""
     return tensor.view(-1).view(torch.uint8)
 
@@ -224,8 +224,8 @@ def _scatter(full: Tensor | None, shape: torch.Size, local: Tensor, sharding: Sh
         for receiver, size in enumerate(sizes if full is not None else []):
             shards.append(torch.empty_like(received))
             shards[-1].narrow(dim, 0, size).copy_(sharding.shard(cast(Tensor, full), receiver, group.size))
-        sent = [_bytes(shard) for shard in shards] or None
-        dist.scatter(_bytes(received), sent, group=process_group(group.name), group_src=0)
+        sent = [as_bytes(shard) for shard in shards] or None
+        dist.scatter(as_bytes(received), sent, group=process_group(group.name), group_src=0)
     return received.narrow(dim, 0, sizes[group.rank]).contiguous()
 
 
@@ -234,5 +234,5 @@ def _broadcast(value: Tensor | None, shape: torch.Size, local: Tensor, axes: Ite
     made = torch.empty(shape, dtype=local.dtype, device=_device(local)) if value is None else value.contiguous()
     if made.numel():
         for axis in axes:
-            dist.broadcast(_bytes(made), group=axis, group_src=0)
+            dist.broadcast(as_bytes(made), group=axis, group_src=0)
     return made

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.full import StateDict, state_entries
+from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.fqn import resolve_optimizer
 from tp_ext.nn.model_groups import ModelGroups, model_groups
@@ -38,26 +39,28 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *,
     Args:
         module: a module with sharded parameters; it may be wrapped by FSDP2 or DistributedDataParallel over data axes,
             and be one stage of a pipeline whose stages use different names.
-        optimizer: an optimizer of parameters of this module.
+        optimizer: an optimizer of parameters of this module. Under ``ZeroRedundancyOptimizer`` each rank gives the
+            state of its own parameters.
         group: as for :func:`full_state_dict`; not needed.
 
     Communicates nothing.
 
     Raises:
         ValueError: a parameter has another shape than its layout gives or is on the meta device, the optimizer holds
-            a parameter that is not the module's, or state of a sharded parameter that has another shape than it;
-            ``group`` is not one of the module's.
+            a parameter that is not the module's or state of a sharded parameter that has another shape than it, or
+            keeps its state in another optimizer; ``group`` is not one of the module's.
     """
     groups = model_groups(module, group)
     state: StateDict = {"model": {}}
     for name, entry in state_entries(module, groups.default).items():
         state["model"][name] = entry.value if entry.extra else _as_chunked_tensor(entry.value, entry.layout, groups)
     if optimizer is not None:
+        held = HeldState(optimizer)
         state["optimizer"] = saved = {}
         for one in optimized_params(module, optimizer, groups):
             for key, value in one.options.items():
                 saved[f"param_groups.{one.name}.{key}"] = value
-            for key, value in optimizer.state.get(one.param, {}).items():
+            for key, value in held.of(one.param).items():
                 saved[f"state.{one.name}.{key}"] = shard_optimizer_state(key, value, one, groups)
     return state
 

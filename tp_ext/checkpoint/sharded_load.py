@@ -22,6 +22,7 @@ from tp_ext._object_collectives import (
     unwrap_checkpoint_errors,
 )
 from tp_ext.checkpoint.full import StateDict, state_entries
+from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.checkpoint.reader import PlainPlanner
 from tp_ext.checkpoint.sharded import OptimizedParameter, optimized_params, shard_optimizer_state, sharded_state_dict
 from tp_ext.group import NOT_GIVEN, Group
@@ -171,6 +172,7 @@ class _Destination:
         self.states: dict[Tensor, dict[str, tuple[str, Tensor | None]]] = {}  # per parameter: its entries
         if optimizer is None:
             return
+        self.held = held = HeldState(optimizer)
         saved_states, saved_options = (
             _by_name(metadata, "optimizer.state."),
             _by_name(metadata, "optimizer.param_groups."),
@@ -184,10 +186,12 @@ class _Destination:
                     flat_key = f"optimizer.param_groups.{one.name}.{key}"
                     keys.setdefault(key, []).append(flat_key)
                     self.flat[flat_key] = _option(entry)
+                if not held.holds(one.param):
+                    continue
                 states = self.states[one.param] = {}
                 for key, entry in saved_states.get(one.name, {}).items():
                     flat_key = f"optimizer.state.{one.name}.{key}"
-                    value = _state(key, entry, one, optimizer)
+                    value = _state(key, entry, one, held)
                     states[key] = flat_key, value
                     self.flat[flat_key] = None if value is None else shard_optimizer_state(key, value, one, groups)
             self.options.append(keys)
@@ -214,9 +218,7 @@ class _Destination:
             return
         for param, states in self.states.items():
             loaded = {key: self.flat[flat] if value is None else value for key, (flat, value) in states.items()}
-            self.optimizer.state[param] = loaded
-            if not loaded:
-                del self.optimizer.state[param]
+            self.held.set(param, loaded)
         for param_group, keys in zip(self.optimizer.param_groups, self.options, strict=True):
             for key, flat_keys in keys.items():
                 value, current = self.flat[flat_keys[0]], param_group.get(key)
@@ -241,12 +243,12 @@ def _option(entry: Any) -> Tensor | None:
     return torch.zeros(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def _state(key: str, entry: Any, of: OptimizedParameter, optimizer: Optimizer) -> Tensor | None:
+def _state(key: str, entry: Any, of: OptimizedParameter, held: HeldState) -> Tensor | None:
     """Returns the optimizer's tensor, or a new one as torch.optim would make it; None if the entry is no tensor."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     param, dtype = of.param, entry.properties.dtype
-    current = optimizer.state.get(param, {}).get(key)
+    current = held.of(param).get(key)
     if isinstance(current, Tensor) and (current.dim() == 0) == (len(entry.size) == 0):
         return current
     if len(entry.size) == 0 and param.dim() > 0:
