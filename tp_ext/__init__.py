@@ -15,6 +15,7 @@ from tp_ext.checkpoint.reader import CheckpointReader
 from tp_ext.checkpoint.safetensors import load_safetensors, save_safetensors
 from tp_ext.checkpoint.sharded import sharded_state_dict
 from tp_ext.checkpoint.sharded_load import load_sharded_state_dict
+from tp_ext.mesh import init_mesh
 from tp_ext.nn.attention import ParallelAttention
 from tp_ext.nn.coalesce import coalesce_gradients, uncoalesce_gradients
 from tp_ext.nn.dropout import Dropout, dropout
@@ -77,6 +78,7 @@ __all__ = [
     "full_state_dict",
     "gather_from_region",
     "grad_norm",
+    "init_mesh",
     "layouts",
     "load_checkpoint",
     "load_full_optimizer_state_dict",
@@ -103,5 +105,5 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Returns the public names and public modules, not the modules that define the names."""
-    public = {*__all__, "group", "megatron", "random", "regions", "sharding"}
+    public = {*__all__, "group", "megatron", "mesh", "random", "regions", "sharding"}
     return sorted(name for name in globals() if name in public or name.startswith("__"))

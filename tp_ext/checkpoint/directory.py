@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,20 +26,26 @@ from tp_ext.checkpoint.atomic_directory import (
     swap_in,
     sync_to_disk,
 )
+from tp_ext.checkpoint.entries import StateDict
+from tp_ext.checkpoint.gather import ranks_of
 from tp_ext.checkpoint.metadata import file_ends
+from tp_ext.checkpoint.pipeline import check_names_of_stages
 from tp_ext.checkpoint.reader import EXTRA, METADATA, CheckpointReader
-from tp_ext.checkpoint.sharded import StateDict, sharded_state_dict
+from tp_ext.checkpoint.sharded import sharded_state_dict
 from tp_ext.checkpoint.sharded_load import load_from
 from tp_ext.checkpoint.write_lock import WriteLock, check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.mesh import mesh_axes
+from tp_ext.nn.stages import Stages, joined
 
 
 def save_checkpoint(
     path: str | os.PathLike[str],
-    module: nn.Module,
+    module: Stages,
     optimizer: Optimizer | None = None,
     *,
     group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
     process_group: ProcessGroup | None = None,
     lock_timeout: float = 60.0,
     **extra: Any,
@@ -54,7 +59,8 @@ def save_checkpoint(
 
     Args:
         path: a directory on a file system that all ranks share: new, empty, or an earlier checkpoint to be replaced.
-        module, optimizer, group: as for :func:`sharded_state_dict`; data axes and pipelines too.
+        module, optimizer, group, mesh: as for :func:`sharded_state_dict`; data axes and pipelines too. With
+            ``mesh`` stages that use the same names are refused.
         process_group: all participating ranks; None: all ranks of the job.
         lock_timeout: seconds to wait for another save to the same path. The ranks exchange a message every second
             meanwhile, so the timeout of the group does not matter.
@@ -73,13 +79,15 @@ def save_checkpoint(
     first = not dist.is_initialized() or dist.get_rank(process_group) == 0
 
     def prepare() -> tuple[StateDict, bytes]:
-        extra_bytes, state = _dump(extra), sharded_state_dict(module, optimizer, group=group)
+        extra_bytes, state = _dump(extra), sharded_state_dict(module, optimizer, group=group, mesh=mesh)
         if first:
             _check_replaceable(target)
             target.parent.mkdir(parents=True, exist_ok=True)
         return state, extra_bytes
 
     state, extra_bytes = call_on_all_ranks(process_group, prepare)
+    if mesh is not None:
+        check_names_of_stages(state["model"], ranks_of(joined(module), group, mesh))
     lock = WriteLock(target) if first else None
     try:
         _wait_for(lock, lock_timeout, process_group)
@@ -95,10 +103,11 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | os.PathLike[str],
-    module: nn.Module,
+    module: Stages,
     optimizer: Optimizer | None = None,
     *,
     group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
     process_group: ProcessGroup | None = None,
 ) -> StateDict:
     """Loads a checkpoint of :func:`save_checkpoint`, or of ``torch.distributed.checkpoint`` and a
@@ -111,7 +120,7 @@ def load_checkpoint(
     Args, Communicates, Raises: as :func:`load_sharded_state_dict`; FileNotFoundError: there is no checkpoint.
     """
     with contextlib.closing(CheckpointReader(path)) as reader:
-        return load_from(reader, module, optimizer, group, process_group, reader.read_extra)
+        return load_from(reader, joined(module), optimizer, mesh_axes(group, mesh), process_group, reader.read_extra)
 
 
 class _Writer(dcp.FileSystemWriter):

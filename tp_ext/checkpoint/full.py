@@ -3,110 +3,94 @@ depend neither on the number of ranks nor on the model's wrappers, so any run lo
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import DeviceMesh
 
 from tp_ext._object_collectives import broadcast_from_first
-from tp_ext.checkpoint.gather import check_one_mesh, gather_full, ranks_of, scatter_full, write_full
-from tp_ext.group import NOT_GIVEN, Group, ParallelGroup
-from tp_ext.nn.fqn import resolve_fqn
-from tp_ext.sharding import Layout
-
-StateDict = dict[str, Any]
-
-
-class StateEntry(NamedTuple):
-    """An entry of a state dict: ``value`` is the live tensor, or the extra state of ``owner``."""
-
-    value: Any
-    owner: nn.Module
-    layout: Layout
-    extra: bool
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the full tensor."""
-        return self.layout.full_shape(self.value.shape)
-
-
-def state_entries(module: nn.Module, group: ParallelGroup) -> dict[str, StateEntry]:
-    """Returns the module's state dict with the keys of the unwrapped, unsharded model. Tied entries are one object.
-
-    ``group`` is that of modules that declare ``tp_shardings`` and have no group of their own.
-
-    Raises:
-        ValueError: an entry is on the meta device; its layout cannot be resolved (:func:`resolve_fqn`).
-    """
-    entries = {}
-    for key, value in module.state_dict(keep_vars=True).items():
-        found = resolve_fqn(module, key, group)
-        if isinstance(value, Tensor) and value.is_meta:
-            raise ValueError(f"module: {found.name!r} is on the meta device and must have values; see to_empty")
-        entries[found.name] = StateEntry(value, found.owner, found.layout, found.local == "_extra_state")
-    return entries
+from tp_ext.checkpoint.entries import StateDict, state_entries
+from tp_ext.checkpoint.gather import check_one_mesh, ranks_of, scatter_full, write_full
+from tp_ext.checkpoint.pipeline import WholeEntry, gather_whole, to_stages, whole_entries
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.stages import Stages, joined
 
 
 def full_state_dict(
-    module: nn.Module, *, group: Group = NOT_GIVEN, rank0_only: bool = False, cpu_offload: bool = False
+    module: Stages,
+    *,
+    group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
+    rank0_only: bool = False,
+    cpu_offload: bool = False,
 ) -> StateDict:
     """Returns the state dict of the unsharded model. Tied entries are one tensor in it, too.
 
     Args:
         module: a module with sharded parameters. FSDP2, DDP, ``torch.compile`` and checkpoint wrappers change neither
-            keys nor values: their prefixes are removed.
+            keys nor values: their prefixes are removed. Or a list of the stages of a pipeline that this rank holds,
+            with the names of the whole model.
         group: not needed: the groups of the module's layers, and of the layouts that modules declare, are known. If
             given, it must be one of them. Of a module without any, it is the group of the ``tp_shardings`` that it
             declares.
+        mesh: in place of ``group``: a mesh with axes among ``pp``, ``dp``, ``cp`` and ``tp``
+            (:func:`tp_ext.init_mesh`). The state is that of the stages of all ranks of ``pp``. Along ``dp`` and ``cp``
+            parameters are equal copies, unless FSDP2 shards them.
         rank0_only: the other ranks take part and return an empty dict. Rank 0 is the first rank of each of the groups
-            and of every data axis. The data axis of DDP is known only from its wrapper: given the bare module, rank 0
-            of every replica counts.
+            and of every data axis, with ``mesh`` the first of the mesh. Without it the data axis of DDP is known only
+            from its wrapper: given the bare module, rank 0 of every replica counts.
         cpu_offload: tensors are moved to the CPU one by one; else they stay on the module's device.
 
     Communicates: under FSDP2, an all-gather of every shard over the data axis. Then one all-gather per sharded tensor
         and group of its layout; with ``rank0_only``, one gather to rank 0. One full tensor at a time is made: with
         ``rank0_only`` the other ranks never hold one; with ``cpu_offload`` no device holds more than one and the shards
-        it is made of.
+        it is made of. With a pipeline, one exchange of names and shapes over ``pp``, and one broadcast along it per
+        tensor; with ``rank0_only`` only between the first ranks of the stages, which hold one full tensor at a time.
 
     Raises:
         ValueError: an entry is on the meta device; its layout is not known; ``group`` is not one of the module's; two
-            of its groups overlap and are no axes of one mesh.
+            of its groups overlap and are no axes of one mesh; ``mesh`` has other axes; two stages have one name.
+        TypeError: ``group`` and ``mesh`` are both given.
     """
-    ranks = ranks_of(module, group)
+    module = joined(module)
+    ranks = ranks_of(module, group, mesh)
     entries = state_entries(module, ranks.groups.default)
     state: StateDict = {}
-    made: dict[int, Tensor | None] = {}
-    for name, entry in entries.items():
-        value = entry.value
-        if not entry.extra:
-            if id(entry.value) not in made:
-                full = gather_full(entry.value, entry.layout, ranks, rank0_only=rank0_only)
-                made[id(entry.value)] = full.cpu() if full is not None and cpu_offload else full
-            value = made[id(entry.value)]
+    made: dict[str, Tensor | None] = {}
+    for name, one in whole_entries(entries, ranks, with_extra=True, unique=True).items():
+        value = one.value
+        if not one.extra and one.tensor is not None:
+            if one.tied not in made:
+                full = gather_whole(one.tensor, entries.get(name), ranks, rank0_only=rank0_only)
+                made[one.tied] = full.cpu() if full is not None and cpu_offload else full
+            value = made[one.tied]
         if ranks.first or not rank0_only:
             state[name] = value
     return state
 
 
 def load_full_state_dict(
-    module: nn.Module,
+    module: Stages,
     state: Mapping[str, Any],
     *,
     group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
     strict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
     """Loads this rank's shard of each entry of an unsharded model's state dict.
 
     Args:
-        module, group: as in :func:`full_state_dict`.
+        module, group, mesh: as in :func:`full_state_dict`.
         state: given on every rank, on any device.
-        strict: missing or unexpected keys are an error; else they are ignored.
+        strict: missing or unexpected keys are an error; else they are ignored. With ``mesh`` they are those of the
+            stages of all ranks: a key is missing if a stage misses it, unexpected if no stage takes it.
         broadcast_from_rank0: ``state`` is given on rank 0 (in the sense of ``rank0_only``) alone and ignored elsewhere.
 
     Communicates nothing; with ``broadcast_from_rank0``, the errors found, then every rank's shards, one tensor at a
-        time.
+        time. With a pipeline, one exchange of names and shapes over ``pp``, and with ``broadcast_from_rank0`` one
+        broadcast per tensor of another stage than the first, between the first ranks of the stages.
 
     Raises:
         KeyError: under ``strict``, naming the missing and the unexpected keys.
@@ -114,42 +98,50 @@ def load_full_state_dict(
             and both shapes. Under ``strict``, tied entries with different values. An entry of the module is on the meta
             device. In all these cases nothing has been loaded, on any rank.
     """
-    ranks = ranks_of(module, group)
+    module = joined(module)
+    ranks = ranks_of(module, group, mesh)
     entries = state_entries(module, ranks.groups.default)
+    whole = whole_entries(entries, ranks)
     if not broadcast_from_rank0:
-        for name in check_state(state, entries, strict):
-            entry = entries[name]
+        for name in check_state(state, whole, strict):
+            if (entry := entries.get(name)) is None:
+                continue
             if entry.extra:
                 entry.owner.set_extra_state(state[name])
             else:
                 write_full(state[name].detach(), entry.value, entry.layout)
         return
-    check_one_mesh(module)
+    if mesh is None:
+        check_one_mesh(module)
 
     def plan() -> StateDict:
-        return {name: state[name] if entries[name].extra else None for name in check_state(state, entries, strict)}
+        known = check_state(state, whole, strict)
+        return {name: state[name] if whole[name].extra else state[name].dtype for name in known}
 
-    for name, extra in broadcast_from_first(plan, ranks.axes).items():
-        entry = entries[name]
-        if entry.extra:
-            entry.owner.set_extra_state(extra)
-        else:
-            scatter_full(state[name].detach() if ranks.first else None, entry.value, entry.layout, ranks)
+    for name, planned in broadcast_from_first(plan, ranks.axes).items():
+        entry, tensor = entries.get(name), whole[name].tensor
+        if whole[name].extra or tensor is None:
+            if entry is not None:
+                entry.owner.set_extra_state(planned)
+            continue
+        full = to_stages(state[name].detach() if ranks.first else None, tensor._replace(dtype=planned), ranks)
+        if entry is not None:
+            scatter_full(full, entry.value, entry.layout, ranks)
 
 
-def check_state(state: Mapping[str, Any], entries: Mapping[str, StateEntry], strict: bool) -> list[str]:
-    """Checks ``state`` against the module's entries; returns the keys to be loaded, in the order of ``entries``."""
+def check_state(state: Mapping[str, Any], entries: Mapping[str, WholeEntry], strict: bool) -> list[str]:
+    """Checks ``state`` against the model's entries; returns the keys to be loaded, in the order of ``entries``."""
     missing, unexpected = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys())
     if strict and (missing or unexpected):
         raise KeyError(f"state: missing keys {missing}, unexpected keys {unexpected}")
     known = [name for name in entries if name in state]
-    tied: dict[int, str] = {}
+    tied: dict[str, str] = {}
     for name in known:
         entry = entries[name]
-        if entry.extra:
+        if entry.extra or entry.tensor is None:
             continue
-        check_full(name, state[name], entry.shape)
-        first = tied.setdefault(id(entry.value), name)
+        check_full(name, state[name], entry.tensor.shape)
+        first = tied.setdefault(entry.tied, name)
         if strict and first != name and state[first] is not state[name] and not torch.equal(state[first], state[name]):
             raise ValueError(f"state: {first!r} and {name!r} are one tensor in the module and must be equal")
     return known

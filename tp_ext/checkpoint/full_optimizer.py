@@ -1,25 +1,31 @@
 """Full optimizer states: those of an optimizer of the unsharded model, made from shards and loaded into shards."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.optim import Optimizer
 
 from tp_ext._object_collectives import broadcast_from_first
-from tp_ext.checkpoint.full import StateDict, check_full
-from tp_ext.checkpoint.gather import check_one_mesh, gather_full, ranks_of, scatter_full, write_full
-from tp_ext.checkpoint.optimizer_state import HeldState
+from tp_ext.checkpoint.entries import StateDict
+from tp_ext.checkpoint.full import check_full
+from tp_ext.checkpoint.gather import Ranks, check_one_mesh, gather_full, ranks_of, scatter_full, write_full
+from tp_ext.checkpoint.optimizer_state import HeldState, HeldTensor, copy_of_state
+from tp_ext.checkpoint.pipeline import WholeTensor, from_stage, over_stages, to_stages
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.fqn import resolve_optimizer
+from tp_ext.nn.fqn import ResolvedParameter, resolve_optimizer
+from tp_ext.nn.stages import Stages, joined
 from tp_ext.sharding import Layout
 
 
 def full_optimizer_state_dict(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    module: Stages,
+    optimizer: Optimizer,
     *,
     group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
     rank0_only: bool = False,
     cpu_offload: bool = False,
 ) -> StateDict:
@@ -27,39 +33,47 @@ def full_optimizer_state_dict(
     in place of parameters. State tensors of the shape of their parameter are sharded like it.
 
     Arguments, communication and memory as :func:`full_state_dict`. Under ``ZeroRedundancyOptimizer``, also one
-    exchange of keys over its group, and one broadcast of each shard from the rank that has it.
+    exchange of keys over its group, and one broadcast of each shard from the rank that has it. The optimizers of the
+    stages of a pipeline have the same number of parameter groups with the same options; each group of the result has
+    the names of all stages.
 
     Raises:
-        ValueError: the optimizer holds a parameter that is not the module's, or keeps its state in another optimizer.
+        ValueError: the optimizer holds a parameter that is not the module's, or keeps its state in another optimizer;
+            the parameter groups of the stages differ. Others as :func:`full_state_dict`.
     """
-    ranks = ranks_of(module, group)
-    resolved = {param: found for param, found, _ in resolve_optimizer(module, optimizer, ranks.groups.default)}
-    held = HeldState(optimizer)
+    module = joined(module)
+    ranks = ranks_of(module, group, mesh)
+    own = _Own(module, optimizer, ranks)
+    described = dict(zip(own.params, own.held.described(own.params.values()), strict=True))
+    stages = over_stages((own.groups(), _whole_states(described, own, ranks)), ranks)
+    groups = _merged_groups([groups for groups, _ in stages])
     states: StateDict = {}
-    for (param, found), described in zip(resolved.items(), held.described(resolved), strict=True):
-        entry = {}
-        for key, one in described.items():
-            full = value = held.fetch(param, key, one)
-            if isinstance(value, Tensor):
-                layout = found.layout if value.shape == param.shape else Layout()
-                full = gather_full(value, layout, ranks, rank0_only=rank0_only)
-                full = full.cpu() if full is not None and cpu_offload else full
-            entry[key] = full
-        if entry:
-            states[found.name] = entry
+    for of_stage in (states for _, states in stages):
+        for name, entry in of_stage.items():
+            made = {}
+            for key, value in entry.items():
+                made[key] = value
+                if isinstance(value, WholeTensor):
+                    full = None
+                    if value.stages[0] == ranks.stage:
+                        full = own.gather(name, key, described[name][key], rank0_only)
+                    full = from_stage(full, value, ranks, rank0_only=rank0_only)
+                    made[key] = full.cpu() if full is not None and cpu_offload else full
+            if made:
+                states[name] = made
     if rank0_only and not ranks.first:
         return {}
-    groups = [{**g, "params": [resolved[param].name for param in g["params"]]} for g in optimizer.param_groups]
     return {"state": states, "param_groups": groups}
 
 
 @torch.no_grad()
 def load_full_optimizer_state_dict(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    module: Stages,
+    optimizer: Optimizer,
     state: Mapping[str, Any],
     *,
     group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
     broadcast_from_rank0: bool = False,
 ) -> None:
     """Loads a :func:`full_optimizer_state_dict`, at any number of ranks.
@@ -72,60 +86,134 @@ def load_full_optimizer_state_dict(
         ValueError: parameter groups that hold other names, a state tensor of another shape, or an optimizer that keeps
             its state in another one; then nothing has been loaded.
     """
-    ranks = ranks_of(module, group)
-    resolved = {param: found for param, found, _ in resolve_optimizer(module, optimizer, ranks.groups.default)}
-    order = [[resolved[param].name for param in g["params"]] for g in optimizer.param_groups]
-    held = HeldState(optimizer)
-    params = {found.name: param for param, found in resolved.items()}
-    layouts = {found.name: found.layout for found in resolved.values()}
+    module = joined(module)
+    ranks = ranks_of(module, group, mesh)
+    own = _Own(module, optimizer, ranks)
+    stages = over_stages((own.order, {name: own.full_shape(name) for name in own.params}), ranks)
+    order = _merged_names([names for names, _ in stages])
+    shapes = {name: shape for _, of_stage in stages for name, shape in of_stage.items()}
+    holders = {name: tuple(i for i, (_, of_stage) in enumerate(stages) if name in of_stage) for name in shapes}
 
     def plan() -> StateDict:
         """Returns the state, with its dtype in place of every tensor that is sharded like its parameter."""
-        _check(state, order, params, layouts)
+        _check(state, order, shapes)
         entries = {
-            name: {key: v.dtype if _is_sharded(v, params[name]) else v for key, v in entry.items()}
+            name: {key: v.dtype if _is_sharded(v, shapes[name]) else v for key, v in entry.items()}
             for name, entry in state["state"].items()
         }
         return {"state": entries, "param_groups": state["param_groups"]}
 
-    if broadcast_from_rank0:
+    if broadcast_from_rank0 and mesh is None:
         check_one_mesh(module)
     planned = broadcast_from_first(plan, ranks.axes) if broadcast_from_rank0 else plan()
     states: dict[Tensor, dict[str, Any]] = {}
     for name, entry in planned["state"].items():
-        param, local = params[name], dict(entry)
-        if held.holds(param):
+        param, local = own.params.get(name), copy_of_state(entry)  # its steps would be counted in the given state
+        if param is not None and own.held.holds(param):
             states[param] = local
         elif not broadcast_from_rank0:
             continue
         for key, value in entry.items():
-            if isinstance(value, torch.dtype):
+            if not isinstance(value, torch.dtype):
+                continue
+            given: Any = state["state"][name][key] if ranks.first or not broadcast_from_rank0 else None
+            if broadcast_from_rank0:
+                given = to_stages(given, WholeTensor(holders[name], shapes[name], value, ranks.device.type), ranks)
+            if param is not None:
                 local[key] = made = torch.zeros_like(param.detach(), dtype=value)
                 if broadcast_from_rank0:
-                    full = state["state"][name][key] if ranks.first else None
-                    scatter_full(full, made, layouts[name], ranks)
+                    scatter_full(given, made, own.found[name].layout, ranks)
                 else:
-                    write_full(state["state"][name][key], made, layouts[name])
-    held.load(states, planned["param_groups"])
+                    write_full(given, made, own.found[name].layout)
+    own.held.load(states, planned["param_groups"])
 
 
-def _check(
-    state: Mapping[str, Any], order: list[list[str]], params: Mapping[str, Tensor], layouts: Mapping[str, Layout]
-) -> None:
+class _Own:
+    """The parameters of this rank's optimizer, by their names in the unsharded model."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
+        self.ranks, self.held = ranks, HeldState(optimizer)
+        self.params: dict[str, Tensor] = {}
+        self.found: dict[str, ResolvedParameter] = {}
+        self.order: list[list[str]] = []  # names, by group
+        names: dict[Tensor, str] = {}
+        for param, found, _ in resolve_optimizer(module, optimizer, ranks.groups.default):
+            self.params[found.name], self.found[found.name] = param, found
+            names[param] = found.name
+        self.order = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+
+    def full_shape(self, name: str) -> torch.Size:
+        return self.found[name].layout.full_shape(self.params[name].shape)
+
+    def layout_of(self, name: str, value: Tensor | HeldTensor) -> Layout:
+        """Returns the layout of a state tensor: the parameter's, if it has its shape."""
+        return self.found[name].layout if value.shape == self.params[name].shape else Layout()
+
+    def groups(self) -> list[StateDict]:
+        """Returns the options of the parameter groups, with names in place of parameters."""
+        groups = self.held.outer.param_groups
+        return [{**group, "params": names} for group, names in zip(groups, self.order, strict=True)]
+
+    def gather(self, name: str, key: str, value: Any, rank0_only: bool) -> Tensor | None:
+        """Returns the full tensor of an entry of the state."""
+        local = self.held.fetch(self.params[name], key, value)
+        return gather_full(local, self.layout_of(name, local), self.ranks, rank0_only=rank0_only)
+
+
+def _whole_states(described: Mapping[str, Mapping[str, Any]], own: _Own, ranks: Ranks) -> dict[str, StateDict]:
+    """Returns the state of each parameter with a :class:`WholeTensor` in place of each tensor."""
+
+    def whole(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor | HeldTensor):
+            return value
+        device = value.device if isinstance(value, Tensor) else own.params[name].device
+        shape = own.layout_of(name, value).full_shape(value.shape)
+        return WholeTensor((ranks.stage,), shape, value.dtype, device.type)
+
+    return {name: {key: whole(name, value) for key, value in entry.items()} for name, entry in described.items()}
+
+
+def _merged_groups(stages: Sequence[Sequence[StateDict]]) -> list[StateDict]:
+    """Returns the parameter groups of the whole model from those of each stage."""
+    if len(stages) == 1:
+        return list(stages[0])
+    merged = _merged_names([[group["params"] for group in groups] for groups in stages])
+    for stage, groups in enumerate(stages):
+        for index, (one, group) in enumerate(zip(stages[0], groups, strict=True)):
+            for key in (one.keys() | group.keys()) - {"params", "param_names"}:
+                a, b = one.get(key), group.get(key)
+                if not isinstance(a, Tensor) and a != b:
+                    raise ValueError(
+                        f"optimizer: option {key!r} of its parameter group {index} must be the same in all stages, and "
+                        f"is {a!r} in the first, {b!r} in stage {stage} of the pipeline"
+                    )
+    options = [{key: value for key, value in group.items() if key != "param_names"} for group in stages[0]]
+    return [{**group, "params": names} for group, names in zip(options, merged, strict=True)]
+
+
+def _merged_names(stages: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """Returns the names in each parameter group of the whole model, from those of each stage."""
+    counts = [len(groups) for groups in stages]
+    if len(set(counts)) > 1:
+        raise ValueError(f"optimizer: the stages must have the same number of parameter groups, and have {counts}")
+    return [list(dict.fromkeys(name for names in group for name in names)) for group in zip(*stages, strict=True)]
+
+
+def _check(state: Mapping[str, Any], order: list[list[str]], shapes: Mapping[str, torch.Size]) -> None:
     if missing := {"state", "param_groups"} - state.keys():
         raise KeyError(f"state: missing keys {sorted(missing)}, it must be what full_optimizer_state_dict returns")
     saved = [list(g["params"]) for g in state["param_groups"]]
-    if order != saved:
+    if [sorted(names) for names in order] != [sorted(names) for names in saved]:
         raise ValueError(f"state: parameter groups {saved} must be the optimizer's, {order}")
     for name, entry in state["state"].items():
-        if name not in params:
-            raise ValueError(f"state: {name!r} must be a parameter of the optimizer, {list(params)}")
+        if name not in shapes:
+            raise ValueError(f"state: {name!r} must be a parameter of the optimizer, {list(shapes)}")
         for key, value in entry.items():
-            if _is_sharded(value, params[name]):
-                check_full(f"{name}.{key}", value, layouts[name].full_shape(params[name].shape))
+            if _is_sharded(value, shapes[name]):
+                check_full(f"{name}.{key}", value, shapes[name])
 
 
-def _is_sharded(value: Any, param: Tensor) -> bool:
+def _is_sharded(value: Any, shape: torch.Size) -> bool:
     """Returns whether a value of a full state is a tensor sharded like the parameter. A single number (a step) is not,
     unless the parameter is one."""
-    return isinstance(value, Tensor) and (value.dim() > 0 or param.dim() == 0)
+    return isinstance(value, Tensor) and (value.dim() > 0 or len(shape) == 0)

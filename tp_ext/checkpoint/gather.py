@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_ext import _ops
 from tp_ext._object_collectives import broadcast_axes
 from tp_ext.group import Group, ParallelGroup, process_group
+from tp_ext.mesh import mesh_axes
 from tp_ext.nn.model_groups import ModelGroups, model_groups
 from tp_ext.sharding import Layout, Sharding
 
@@ -24,20 +25,38 @@ class Ranks(NamedTuple):
 
     Attributes:
         groups: the groups over which layouts shard it.
-        data_axes: the groups of the data axes over which the module is sharded (FSDP2) or replicated (DDP).
-        axes: the axes of ``groups``, then the data axes.
+        data_axes: the groups of the data axes over which the module is sharded (FSDP2) or replicated (DDP, a mesh's
+            ``dp`` and ``cp``).
+        stage_axes: the axes of ``groups``, then the data axes: those of the ranks that hold this module.
+        pipeline: the group whose ranks hold the other stages; None if this module is the whole model.
         device: the device on which the ranks communicate.
     """
 
     groups: ModelGroups
     data_axes: tuple[ProcessGroup, ...]
-    axes: tuple[ProcessGroup, ...]
+    stage_axes: tuple[ProcessGroup, ...]
+    pipeline: ProcessGroup | None
     device: torch.device
+
+    @property
+    def axes(self) -> tuple[ProcessGroup, ...]:
+        """All axes, that of the pipeline last."""
+        return self.stage_axes if self.pipeline is None else (*self.stage_axes, self.pipeline)
+
+    @property
+    def stage(self) -> int:
+        """The index of this rank in the pipeline."""
+        return 0 if self.pipeline is None else self.pipeline.rank()
 
     @property
     def first(self) -> bool:
         """True on the rank that ``rank0_only`` refers to."""
-        return all(axis.rank() == 0 for axis in self.axes)
+        return self.stage == 0 and self.stage_first
+
+    @property
+    def stage_first(self) -> bool:
+        """True on the first of the ranks that hold this rank's stage."""
+        return all(axis.rank() == 0 for axis in self.stage_axes)
 
     @property
     def data_first(self) -> bool:
@@ -45,17 +64,22 @@ class Ranks(NamedTuple):
         return all(axis.rank() == 0 for axis in self.data_axes)
 
 
-def ranks_of(module: nn.Module, group: Group) -> Ranks:
+def ranks_of(module: nn.Module, group: Group, mesh: DeviceMesh | None = None) -> Ranks:
     """Returns the ranks over which the module's state is distributed: the groups of its modules (``group``, if given,
-    must be one of them), the meshes of its DTensors, the groups of DDP."""
-    groups = model_groups(module, group)
+    must be one of them), the meshes of its DTensors, the groups of DDP, the axes of ``mesh``."""
+    over = mesh_axes(group, mesh)
+    groups = model_groups(module, over.group, over.named)
     own = [process_group(axis.name) for axis in groups.axes]
     found = [axis for mesh in _meshes(module) for axis in mesh.get_all_groups()]
     found += [wrap.process_group for wrap in module.modules() if isinstance(wrap, DistributedDataParallel)]
-    # Two groups of the same ranks are one axis
-    data = tuple({tuple(dist.get_process_group_ranks(axis)): axis for axis in found}.values())
+    found += [process_group(axis.name) for axis in over.data]
+    # Two groups of the same ranks are one axis, and so is a flattened one and those within it
+    members = {frozenset(dist.get_process_group_ranks(axis)): axis for axis in found}
+    used = {frozenset(dist.get_process_group_ranks(axis)) for axis in own}
+    data = tuple(axis for one, axis in members.items() if not any(one < other for other in members) and one not in used)
+    pipeline = process_group(over.pp.name) if over.pp.size > 1 else None
     devices = (_device(tensor) for tensor in _tensors(module))
-    return Ranks(groups, data, (*own, *data), next(devices, torch.device("cpu")))
+    return Ranks(groups, data, (*own, *data), pipeline, next(devices, torch.device("cpu")))
 
 
 def check_one_mesh(module: nn.Module) -> None:
@@ -188,8 +212,8 @@ def chunk_slices(offsets: tuple[int, ...], chunk: Tensor) -> tuple[slice, ...]:
 
 @torch.no_grad()
 def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Ranks) -> None:
-    """Does what :func:`write_full` does, with a full tensor that only the first rank has; no other rank holds more of
-    it than the shards that it passes on.
+    """Does what :func:`write_full` does, with a full tensor that only the first rank of the stage has; no other rank
+    holds more of it than the shards that it passes on.
 
     Communicates: one scatter of the shards over the group of each entry of the layout, then one broadcast of them along
     every other axis. If a group is only a part of its axis, a broadcast of the full tensor along every axis instead.
@@ -198,11 +222,11 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
     shape = layout.full_shape(local.shape)
     groups = [group for _, group in layout if group.size > 1]
     if not all(map(ranks.groups.is_axis, groups)):
-        whole = _broadcast(value, shape, local, broadcast_axes(ranks.axes))
+        whole = _broadcast(value, shape, local, broadcast_axes(ranks.stage_axes))
         return write_full(whole, local, layout)
     scattered = [process_group(group.name) for group in groups]
     members = [dist.get_process_group_ranks(axis) for axis in scattered]
-    others = [axis for axis in ranks.axes if dist.get_process_group_ranks(axis) not in members]
+    others = [axis for axis in ranks.stage_axes if dist.get_process_group_ranks(axis) not in members]
     along = list(broadcast_axes([*scattered, *others]))
     for sharding, group in layout:
         shape = sharding.local_shape(shape, group.rank, group.size)

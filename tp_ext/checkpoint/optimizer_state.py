@@ -117,6 +117,11 @@ class HeldState:
                 group.update({key: value for key, value in given.items() if key != "params"})
 
 
+def copy_of_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of the state of a parameter, for another one."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
 def _described(value: Any, rank: int) -> Any:
     """Returns a value for the other ranks: a single number itself, on the CPU."""
     if not isinstance(value, Tensor):

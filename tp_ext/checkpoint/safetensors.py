@@ -11,23 +11,27 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import DeviceMesh
 
-from tp_ext._object_collectives import true_on_any_rank
-from tp_ext.checkpoint.full import StateEntry, state_entries
-from tp_ext.checkpoint.gather import Ranks, chunk_slices, gather_full, ranks_of, write_full
+from tp_ext._object_collectives import call_and_gather, true_on_any_rank
+from tp_ext.checkpoint.entries import StateEntry, state_entries
+from tp_ext.checkpoint.gather import Ranks, chunk_slices, ranks_of, write_full
 from tp_ext.checkpoint.pinned_directory import open_regular
+from tp_ext.checkpoint.pipeline import gather_whole, whole_entries
 from tp_ext.checkpoint.safetensors_files import Export, check_dtype, index_of, split_into_files, target_of, weight_map
 from tp_ext.checkpoint.write_lock import check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import check_positive
+from tp_ext.nn.stages import Stages, joined
 
 
 def save_safetensors(
     path: str | os.PathLike[str],
-    module: nn.Module,
+    module: Stages,
     *,
     group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
     max_shard_size: int | None = None,
     metadata: Mapping[str, str] | None = None,
     lock_timeout: float = 60.0,
@@ -42,7 +46,8 @@ def save_safetensors(
 
     Args:
         path: a folder, for the names that Hugging Face expects (``model.safetensors``), or a file ``*.safetensors``.
-        module, group: as :func:`full_state_dict`. Rank 0 is the rank of ``rank0_only`` there.
+        module, group, mesh: as :func:`full_state_dict`. Rank 0 is the rank of ``rank0_only`` there. With ``mesh`` the
+            export has the entries of all stages of a pipeline.
         max_shard_size: in bytes; a larger model is split into several files ``model-00001-of-0000N.safetensors``, with
             ``model.safetensors.index.json``. A larger tensor has a file of its own.
         metadata: strings for the header of every file, with ``format`` (``pt``) and, as in ``safetensors.torch``,
@@ -51,13 +56,13 @@ def save_safetensors(
             meanwhile, so the timeout of the group does not matter.
 
     Communicates as :func:`full_state_dict` with ``rank0_only``; one number per file. Rank 0 holds one full tensor at a
-    time, whatever the size of the files.
+    time, whatever the size of the files; the first rank of each other stage, too.
 
     Raises:
         OSError: on every rank, if rank 0 could not write; on rank 0 its cause is the error (a TimeoutError: another
             process, which is named, is still writing there). An earlier export is still in place.
         ValueError, TypeError: an entry that safetensors cannot hold (extra state that is no tensor, a dtype), or that
-            is on the meta device; max_shard_size, metadata, lock_timeout.
+            is on the meta device; max_shard_size, metadata, lock_timeout; ``mesh`` as for :func:`full_state_dict`.
     """
     check_lock_timeout(lock_timeout)
     if max_shard_size is not None:
@@ -65,20 +70,23 @@ def save_safetensors(
     head = {"format": "pt", **(metadata or {})}
     if wrong := [key for key, value in head.items() if not (isinstance(key, str) and isinstance(value, str))]:
         raise TypeError(f"metadata: {wrong} must be strings, and their values")
-    ranks = ranks_of(module, group)
+    module = joined(module)
+    ranks = ranks_of(module, group, mesh)
     entries = state_entries(module, ranks.groups.default)
-    written: dict[int, str] = {}
-    for name, entry in entries.items():
-        check_dtype(name, entry)
-        if written.setdefault(id(entry.value), name) != name:
-            head.setdefault(name, written[id(entry.value)])
-    shards = split_into_files([(name, entries[name]) for name in written.values()], max_shard_size)
+    written = []
+    for name, one in whole_entries(entries, ranks, with_extra=True, unique=True).items():
+        tensor = check_dtype(name, one.tensor, one.value)
+        if one.tied == name:
+            written.append((name, tensor))
+        else:
+            head.setdefault(name, one.tied)
+    shards = split_into_files(written, max_shard_size)
     export = Export(Path(path), shards, head) if ranks.first else None
     try:
         _wait_for(export, lock_timeout, ranks, path)
         _run_step(export.begin if export else None, (), ranks, path)
         for number, shard in enumerate(shards):
-            tensors = (gather_full(entry.value, entry.layout, ranks, rank0_only=True) for _, entry in shard)
+            tensors = (gather_whole(tensor, entries.get(name), ranks, rank0_only=True) for name, tensor in shard)
             _run_step(partial(export.write, number, tensors) if export else None, tensors, ranks, path)
         _run_step(export.finish if export else None, (), ranks, path)
     finally:
@@ -134,18 +142,23 @@ class _Source(NamedTuple):
 
 @torch.no_grad()
 def load_safetensors(
-    path: str | os.PathLike[str], module: nn.Module, *, group: Group = NOT_GIVEN, strict: bool = True
+    path: str | os.PathLike[str],
+    module: Stages,
+    *,
+    group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
+    strict: bool = True,
 ) -> None:
     """Loads an export made by any number of ranks, or by another program from an unsharded model; each rank reads only
     the slices that it holds.
 
     Args:
         path: a folder with ``model.safetensors`` or ``model.safetensors.index.json``, one of these files, or another.
-        module, group: as :func:`load_full_state_dict`.
+        module, group, mesh: as :func:`load_full_state_dict`.
         strict: missing or unexpected keys are an error; else they are ignored. An entry is not missing if one that it
             is tied to, in the module or by the file's metadata, is present. Tied entries must be equal.
 
-    Communicates one number per group: all ranks load, or none.
+    Communicates one number per group: all ranks load, or none. With a pipeline, one exchange of names over ``pp``.
 
     Raises:
         OSError: a file that cannot be read, here or on another rank.
@@ -153,12 +166,13 @@ def load_safetensors(
         ValueError: an entry of another shape than the unsharded parameter's; names the key and both shapes. A file that
             is no complete safetensors file, a malformed index, tied entries that differ, an entry on the meta device.
     """
-    ranks = ranks_of(module, group)
+    module = joined(module)
+    ranks = ranks_of(module, group, mesh)
     entries = state_entries(module, ranks.groups.default)
     failure: Exception | None = None
     with ExitStack() as opened:
         try:
-            found = _match_sources(entries, _open_sources(Path(path), opened), strict)
+            found = _match_sources(entries, lambda: _open_sources(Path(path), opened), strict, ranks)
         except Exception as error:  # of any kind: it must reach the other ranks
             failure = error
         if true_on_any_rank(failure is not None, ranks.axes, ranks.device):
@@ -197,14 +211,25 @@ def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
     return sources | {name: sources[kept] for name, kept in tied.items() if kept in sources and name not in sources}
 
 
-def _match_sources(entries: Mapping[str, StateEntry], sources: dict[str, _Source], strict: bool) -> dict[str, _Source]:
-    """Returns the source of each entry, after checking names, shapes and tied entries."""
-    found = {name: sources[name] for name in entries if name in sources}
-    of_tied = {id(entries[name].value): name for name in reversed(found)}
-    missing = sorted(name for name, entry in entries.items() if name not in found and id(entry.value) not in of_tied)
-    unexpected = sorted(name for name, source in sources.items() if name not in entries and source.name == name)
+def _match_sources(
+    entries: Mapping[str, StateEntry], open_sources: Callable[[], dict[str, _Source]], strict: bool, ranks: Ranks
+) -> dict[str, _Source]:
+    """Opens the sources and returns that of each entry, after checking names, shapes and tied entries."""
+    sources: dict[str, _Source] = {}
+
+    def unmatched() -> tuple[set[str], set[str]]:
+        sources.update(open_sources())
+        held = {id(entry.value) for name, entry in entries.items() if name in sources}
+        missing = {name for name, entry in entries.items() if name not in sources and id(entry.value) not in held}
+        return missing, {name for name, source in sources.items() if name not in entries and source.name == name}
+
+    reports = [unmatched()] if ranks.pipeline is None else call_and_gather(ranks.pipeline, unmatched)
+    missing = sorted(set[str]().union(*(one for one, _ in reports)))
+    unexpected = sorted(set[str].intersection(*(other for _, other in reports)))  # no stage takes it
     if strict and (missing or unexpected):
         raise KeyError(f"path: missing keys {missing}, unexpected keys {unexpected}")
+    found = {name: sources[name] for name in entries if name in sources}
+    of_tied = {id(entries[name].value): name for name in reversed(found)}
     for name, source in found.items():
         entry, first = entries[name], of_tied[id(entries[name].value)]
         if not entry.extra and source.shape() != entry.shape:

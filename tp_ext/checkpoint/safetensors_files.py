@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tp_ext.checkpoint.full import StateEntry
 from tp_ext.checkpoint.pinned_directory import open_regular
+from tp_ext.checkpoint.pipeline import WholeTensor
 from tp_ext.checkpoint.write_lock import WriteLock
 
 DTYPES = {
@@ -37,15 +39,17 @@ DTYPES = {
 
 _LARGEST_INDEX = 1 << 26  # bytes: some 500,000 entries
 
-FileEntries = list[tuple[str, StateEntry]]
+FileEntries = list[tuple[str, WholeTensor]]
 """The entries of one file."""
 
 
-def check_dtype(name: str, entry: StateEntry) -> None:
-    if not isinstance(entry.value, Tensor):
-        raise TypeError(f"module: {name!r} is {type(entry.value).__name__} and must be a tensor to be written")
-    if entry.value.dtype not in DTYPES:
-        raise ValueError(f"module: {name!r} is of {entry.value.dtype} and must be one of {list(DTYPES)} to be written")
+def check_dtype(name: str, tensor: WholeTensor | None, value: Any) -> WholeTensor:
+    """Returns the tensor of an entry, of which ``value`` is the extra state if it has none."""
+    if tensor is None:
+        raise TypeError(f"module: {name!r} is {type(value).__name__} and must be a tensor to be written")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"module: {name!r} is of {tensor.dtype} and must be one of {list(DTYPES)} to be written")
+    return tensor
 
 
 def split_into_files(entries: FileEntries, max_size: int | None) -> list[FileEntries]:
@@ -58,11 +62,11 @@ def split_into_files(entries: FileEntries, max_size: int | None) -> list[FileEnt
             shards.append([])
             size = _size(entry)
         shards[-1].append((name, entry))
-    return [sorted(shard, key=lambda item: (-item[1].value.dtype.itemsize, item[0])) for shard in shards]
+    return [sorted(shard, key=lambda item: (-item[1].dtype.itemsize, item[0])) for shard in shards]
 
 
-def _size(entry: StateEntry) -> int:
-    return entry.shape.numel() * entry.value.dtype.itemsize
+def _size(entry: WholeTensor) -> int:
+    return entry.shape.numel() * entry.dtype.itemsize
 
 
 class Export:
@@ -74,6 +78,7 @@ class Export:
         self.suffix = f".{secrets.token_hex(4)}.tmp"
         self.names = [self.target.name]
         self.old: set[str] = set()
+        self.key = ""
         self.lock = WriteLock(self.target)
         self.started = time.monotonic()
 
@@ -87,6 +92,7 @@ class Export:
         for name in os.listdir(self.target.parent):
             if temporary.fullmatch(name):  # of an export that was killed, since we hold the lock
                 self.target.with_name(name).unlink(missing_ok=True)
+        self._refuse_another_stage()
         with suppress(OSError, ValueError):  # an index that cannot be read belongs to no export that could be damaged
             self.old = {name for name in weight_map(self.index).values() if _is_shard(name)}
         count = len(self.shards)
@@ -95,12 +101,29 @@ class Export:
                 names = [f"{self.target.stem}{tag}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
                 self.names = names if self.old.isdisjoint(names) else self.names
 
+    def _refuse_another_stage(self) -> None:
+        """Raises if another rank of this job has exported other tensors here: stages of a pipeline would replace each
+        other's. A job's store knows the rank of the last export to a path."""
+        if not dist.is_initialized():
+            return
+        self.key, writer = f"tp_ext export {self.target.resolve()}", dist.get_rank()
+        with suppress(RuntimeError, NotImplementedError):  # a store without these functions, or that is gone
+            store = _store()
+            writer = int(store.get(self.key)) if store.check([self.key]) else writer
+        if writer != dist.get_rank():
+            mine, there = {name for shard in self.shards for name, _ in shard}, _names_in(self.target)
+            if mine - there and there - mine:
+                raise ValueError(
+                    f"path: rank {writer} of this job has exported other tensors there, {min(there - mine)!r} is one; "
+                    "the stages of a pipeline go into one export by mesh="
+                )
+
     def write(self, number: int, tensors: Iterable[Tensor | None]) -> None:
         """Writes one file: the length of the head, the head, and the tensors one after the other."""
         entries, at = {}, 0
         for name, entry in self.shards[number]:
             offsets = [at, at := at + _size(entry)]
-            entries[name] = {"dtype": DTYPES[entry.value.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+            entries[name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         head = json.dumps({"__metadata__": self.head, **entries}, separators=(",", ":")).encode()
         head += b" " * (-len(head) % 8)
         with self.temporary(self.names[number]).open("wb") as file:
@@ -132,6 +155,9 @@ class Export:
             os.fsync(folder)
         finally:
             os.close(folder)
+        with suppress(RuntimeError, NotImplementedError):
+            if self.key:
+                _store().set(self.key, str(dist.get_rank()))
 
     def temporary(self, name: str) -> Path:
         return self.target.with_name(name + self.suffix)
@@ -141,6 +167,21 @@ class Export:
             with suppress(OSError):
                 self.temporary(name).unlink()
         self.lock.release()
+
+
+def _store() -> Any:
+    """Returns the store of the job, through which its ranks know of each other's exports."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _names_in(target: Path) -> set[str]:
+    """Returns the names of the tensors of an export; none if there is no readable one."""
+    with suppress(OSError, ValueError, SafetensorError):
+        if not target.exists():
+            return set(weight_map(index_of(target)))
+        with safe_open(target, framework="pt") as file:
+            return set(file.keys())
+    return set()
 
 
 def _temporary_names(stem: str) -> re.Pattern[str]:

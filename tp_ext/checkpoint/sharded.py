@@ -6,14 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
-from tp_ext.checkpoint.full import StateDict, state_entries
+from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.mesh import mesh_axes
 from tp_ext.nn.fqn import resolve_optimizer
 from tp_ext.nn.model_groups import ModelGroups, model_groups
+from tp_ext.nn.stages import Stages, joined
 from tp_ext.sharding import Layout
 
 
@@ -27,7 +30,13 @@ class OptimizedParameter(NamedTuple):
 
 
 @torch.no_grad()
-def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *, group: Group = NOT_GIVEN) -> StateDict:
+def sharded_state_dict(
+    module: Stages,
+    optimizer: Optimizer | None = None,
+    *,
+    group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
+) -> StateDict:
     """Returns this rank's share of the state, for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     ``{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor, "param_groups.<name>.<key>": value}}``, with
@@ -38,10 +47,10 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *,
 
     Args:
         module: a module with sharded parameters; it may be wrapped by FSDP2 or DistributedDataParallel over data axes,
-            and be one stage of a pipeline whose stages use different names.
+            and be one stage of a pipeline whose stages use different names, or a list of the stages of this rank.
         optimizer: an optimizer of parameters of this module. Under ``ZeroRedundancyOptimizer`` each rank gives the
             state of its own parameters.
-        group: as for :func:`full_state_dict`; not needed.
+        group, mesh: as for :func:`full_state_dict`; not needed.
 
     Communicates nothing.
 
@@ -50,7 +59,8 @@ def sharded_state_dict(module: nn.Module, optimizer: Optimizer | None = None, *,
             a parameter that is not the module's or state of a sharded parameter that has another shape than it, or
             keeps its state in another optimizer; ``group`` is not one of the module's.
     """
-    groups = model_groups(module, group)
+    module, over = joined(module), mesh_axes(group, mesh)
+    groups = model_groups(module, over.group, over.named)
     state: StateDict = {"model": {}}
     for name, entry in state_entries(module, groups.default).items():
         state["model"][name] = entry.value if entry.extra else _as_chunked_tensor(entry.value, entry.layout, groups)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
@@ -21,23 +21,26 @@ from tp_ext._object_collectives import (
     call_on_all_ranks,
     unwrap_checkpoint_errors,
 )
-from tp_ext.checkpoint.full import StateDict, state_entries
+from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.checkpoint.reader import PlainPlanner
 from tp_ext.checkpoint.sharded import OptimizedParameter, optimized_params, shard_optimizer_state, sharded_state_dict
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.mesh import MeshAxes, mesh_axes
 from tp_ext.nn.model_groups import model_groups
+from tp_ext.nn.stages import Stages, joined
 
 T = TypeVar("T")
 _ATTEMPTS = 20  # to read one checkpoint while others replace it
 
 
 def load_sharded_state_dict(
-    module: nn.Module,
+    module: Stages,
     optimizer: Optimizer | None = None,
     *,
     storage_reader: StorageReader,
     group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Loads a :func:`sharded_state_dict` that ``torch.distributed.checkpoint`` saved, at any number of ranks, directly
@@ -47,7 +50,7 @@ def load_sharded_state_dict(
     parameter groups, extra state) are unpickled as plain values only.
 
     Args:
-        module, optimizer, group: as for :func:`sharded_state_dict`; ranks, shards and data axes may differ.
+        module, optimizer, group, mesh: as for :func:`sharded_state_dict`; ranks, shards and data axes may differ.
         storage_reader: a reader of the checkpoint; :class:`CheckpointReader` for a directory that need not be trusted.
         process_group: all participating ranks; None: all ranks of the job.
 
@@ -62,7 +65,7 @@ def load_sharded_state_dict(
             the ranks then read the new one. pickle.UnpicklingError: an entry is more than plain values; no tensor has
             been loaded then.
     """
-    load_from(storage_reader, module, optimizer, group, process_group, lambda: None)
+    load_from(storage_reader, joined(module), optimizer, mesh_axes(group, mesh), process_group, lambda: None)
 
 
 @torch.no_grad()
@@ -70,7 +73,7 @@ def load_from(
     reader: StorageReader,
     module: nn.Module,
     optimizer: Optimizer | None,
-    group: Group,
+    over: MeshAxes,
     process_group: ProcessGroup | None,
     before: Callable[[], T],
 ) -> T:
@@ -83,7 +86,7 @@ def load_from(
     for _ in range(_ATTEMPTS):
         try:
             metadata, found = _open(reader, process_group, before)
-            _load(reader, metadata, module, optimizer, group, process_group)
+            _load(reader, metadata, module, optimizer, over, process_group)
             return found
         except RetryError as error:  # on all ranks
             replaced = error
@@ -112,10 +115,10 @@ def _load(
     metadata: Metadata,
     module: nn.Module,
     optimizer: Optimizer | None,
-    group: Group,
+    over: MeshAxes,
     process_group: ProcessGroup | None,
 ) -> None:
-    into = call_on_all_ranks(process_group, lambda: _Destination(module, optimizer, metadata, group))
+    into = call_on_all_ranks(process_group, lambda: _Destination(module, optimizer, metadata, over))
     flat: StateDict = into.flat
     parts = ("model.", "optimizer.") if optimizer is not None else ("model.",)
     saved = {key for key in metadata.state_dict_metadata if key.startswith(parts)}
@@ -163,9 +166,9 @@ def _read(flat: StateDict, reader: StorageReader, process_group: ProcessGroup | 
 class _Destination:
     """The destination of the entries of a checkpoint: the live shards, and the values that are set afterwards."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None, metadata: Metadata, group: Group) -> None:
-        groups = model_groups(module, group)
-        self.flat, self.paths = flatten_state_dict(sharded_state_dict(module, group=group))
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None, metadata: Metadata, over: MeshAxes) -> None:
+        groups = model_groups(module, over.group, over.named)
+        self.flat, self.paths = flatten_state_dict(sharded_state_dict(module, group=over.group))
         self.extra = {name: entry.owner for name, entry in state_entries(module, groups.default).items() if entry.extra}
         self.optimizer = optimizer
         self.options: list[dict[str, list[str]]] = []  # per group of the optimizer: flat keys by option

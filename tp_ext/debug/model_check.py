@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -28,8 +29,10 @@ from tp_ext.debug.replication import (
     tensor_digests,
 )
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
+from tp_ext.mesh import mesh_axes
 from tp_ext.nn.model_groups import groups_in_use, model_groups
 from tp_ext.nn.module import ParallelModule
+from tp_ext.nn.stages import Stages, joined
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 
 Batch = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
@@ -39,20 +42,30 @@ EXPLAINED = 8
 
 
 def check(
-    model: nn.Module, *, group: Group = NOT_GIVEN, optimizer: Optimizer | None = None, batch: Batch = None
+    model: Stages,
+    *,
+    group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
+    optimizer: Optimizer | None = None,
+    batch: Batch = None,
 ) -> None:
     """Raises if :func:`findings` finds anything.
 
     Communicates as :func:`findings`. Raises:
         RuntimeError: the same on every rank, with all findings. ValueError: see :func:`findings`.
     """
-    found = findings(model, group=group, optimizer=optimizer, batch=batch)
+    found = findings(model, group=group, mesh=mesh, optimizer=optimizer, batch=batch)
     if found:
         raise RuntimeError(f"model: {len(found)} findings\n" + "\n".join(f"- {sentence}" for sentence in found))
 
 
 def findings(
-    model: nn.Module, *, group: Group = NOT_GIVEN, optimizer: Optimizer | None = None, batch: Batch = None
+    model: Stages,
+    *,
+    group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
+    optimizer: Optimizer | None = None,
+    batch: Batch = None,
 ) -> list[str]:
     """Returns mistakes of the model over the ranks of its groups, a sentence each; the same list on every rank.
 
@@ -75,33 +88,60 @@ def findings(
         model: the whole model, wrapped or not, called on every rank of the groups at the same point of the program.
         group: default every group of the model's layers and layouts, one after the other. Over another one, such as the
             data axis, everything is taken as replicated, and generators may differ.
+        mesh: in place of ``group``: a mesh with axes among ``pp``, ``dp``, ``cp`` and ``tp``. The model is compared
+            over its groups, then over ``dp`` and ``cp``, along which it is replicated where FSDP2 does not shard it;
+            the findings of all stages are returned, and names that two stages of ``pp`` have. Batches are compared
+            along ``tp`` alone.
         optimizer: an optimizer of the model's parameters.
         batch: the model's input: a tensor, or dicts, lists and tuples of tensors. Nothing of it is kept between calls,
             so only the batch given here is compared; :class:`enable` compares all of them.
 
     Communicates, over each group: one exchange of some 200 bytes per parameter; a second one, of values, if there are
-    differences. If there are several groups, one exchange of the findings over each axis. Under FSDP2 see
-    :func:`assert_replicated`.
+    differences. If there are several groups, one exchange of the findings over each axis; with ``pp`` one of the names.
+    Under FSDP2 see :func:`assert_replicated`.
 
     Raises:
-        ValueError: without ``group``, two groups of the model overlap and are no axes of one mesh.
+        ValueError: without ``group``, two groups of the model overlap and are no axes of one mesh; ``mesh`` has other
+            axes. TypeError: ``group`` and ``mesh`` are both given.
     """
-    forgotten = _forgotten(model) if group is NOT_GIVEN else []
+    model, over = joined(model), mesh_axes(group, mesh)
+    unsharded = mesh is not None and parallel_group(over.group).size == 1
+    forgotten = _forgotten(model) if group is NOT_GIVEN and not unsharded else []
     alone = [*forgotten, *misplaced(model), *(foreign_parameters(model, optimizer) if optimizer is not None else ())]
     alone += find_mixed_wrappers(model)
     if group is not NOT_GIVEN and group is not None:
         return _findings_over(group_name(group), model, alone, batch)
-    groups = model_groups(model)
+    groups = model_groups(model) if mesh is None else model_groups(model, over.group, over.named)
     names = list({tuple(global_ranks(name)): name for name in groups.within}.values())
-    if len(names) < 2:
+    if len(names) < 2 and not over.data and over.pp.size == 1:
         return _findings_over(names[0] if names else "", model, alone, batch)
-    found: list[str] = []
+    found = [] if names else list(alone)
     for name in names:
-        over = _findings_over(name, model, alone, batch)
-        found += [f"over the ranks {global_ranks(name)}: {sentence}" for sentence in over]
-    for axis in groups.axes:
+        found += _located(name, _findings_over(name, model, alone, batch))
+    for axis in over.data:
+        found += _located(axis.name, _findings_over(axis.name, model, [], None))
+    if over.pp.size > 1:
+        found += _same_names(model, process_group(over.pp.name))
+    for axis in (*groups.axes, *over.data, *([over.pp] if over.pp.size > 1 else [])):
         found = [sentence for one in all_gather_objects(found, process_group(axis.name)) for sentence in one]
     return list(dict.fromkeys(found))
+
+
+def _located(group: str, sentences: list[str]) -> list[str]:
+    return [f"over the ranks {global_ranks(group)}: {sentence}" for sentence in sentences]
+
+
+def _same_names(model: nn.Module, pipeline: ProcessGroup) -> list[str]:
+    """Returns a sentence for each parameter that several stages have under one name."""
+    stages: dict[str, list[int]] = {}
+    for stage, names in enumerate(all_gather_objects([name for name, _ in model.named_parameters()], pipeline)):
+        for name in names:
+            stages.setdefault(name, []).append(stage)
+    return [
+        f"{name}: is in the stages {of} of the pipeline and must be in one: stages keep the names of the whole model"
+        for name, of in stages.items()
+        if len(of) > 1
+    ]
 
 
 def _findings_over(group: str, model: nn.Module, alone: list[str], batch: Batch) -> list[str]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, parallel_group
 from tp_ext.nn.module import ParallelModule
+from tp_ext.nn.stages import JoinedStages
 from tp_ext.sharding import Layout, Sharding
 
 _ALONE = ParallelGroup("", 1, 0)
@@ -97,7 +98,7 @@ def resolve_fqn(model: nn.Module, key: str, group: ParallelGroup = _ALONE) -> Re
             summed over the ranks.
     """
     *path, local = key.split(".")
-    owner, names = model, []
+    owner, names = model.stage_of(key) if isinstance(model, JoinedStages) else model, []
     parametrized: tuple[nn.Module, str] | None = None
     for step, part in enumerate(path):
         if _CHECKPOINTED in owner._modules and part != _CHECKPOINTED:

@@ -107,9 +107,9 @@ def groups_of(groups: Iterable[ParallelGroup]) -> ModelGroups:
     return ModelGroups(axes, within, axes[0] if len(axes) == 1 else ParallelGroup("", 1, 0))
 
 
-def model_groups(model: nn.Module, group: Group = NOT_GIVEN) -> ModelGroups:
+def model_groups(model: nn.Module, group: Group = NOT_GIVEN, named: str = "group") -> ModelGroups:
     """Returns the groups of the model's modules; ``group``, if given, must be one of them. A model without any, whose
-    modules may declare ``tp_shardings`` over ``group``, has that one.
+    modules may declare ``tp_shardings`` over ``group``, has that one. ``named`` is the name of ``group`` in messages.
 
     Raises:
         ValueError: ``group`` has other ranks than each of the model's groups; two groups overlap and are no axes of one
@@ -126,10 +126,11 @@ def model_groups(model: nn.Module, group: Group = NOT_GIVEN) -> ModelGroups:
     if theirs and ranks not in theirs:
         names = " or ".join(_shown(one) for one in sorted(theirs))
         raise ValueError(
-            f"group: {_shown(ranks)} must be that of the model's layers, {names}; without group= it is taken from them"
+            f"{named}: {_shown(ranks)} must be that of the model's layers, {names}; without {named.split('[')[0]}= it "
+            "is taken from them"
         )
     if not theirs and len(ranks) > 1 and any(any(layer.tp_layouts.values()) for layer in layers):
-        raise ValueError(f"group: {_shown(ranks)} must be that of the model's layers, which were made without one")
+        raise ValueError(f"{named}: {_shown(ranks)} must be that of the model's layers, which were made without one")
     return found._replace(default=given) if theirs else groups_of([given])
 
 

@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 from tp_ext import _ops
 from tp_ext._build import load
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
+from tp_ext.mesh import MeshAxes, mesh_axes
 from tp_ext.nn.fqn import layouts
 from tp_ext.nn.model_groups import ModelGroups, groups_of, model_groups
+from tp_ext.nn.stages import Stages, joined
 from tp_ext.sharding import Layout
 
-Given = nn.Module | Iterable[Tensor] | Tensor
+Given = Stages | Iterable[Tensor] | Tensor
 Groups = Group | Sequence[Group]
 
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # supported by our kernels; their devices below
@@ -40,6 +42,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
     extra_groups: Groups = (),
     exclude: Iterable[Tensor] = (),
     error_if_nonfinite: bool = False,
@@ -50,7 +53,7 @@ def clip_grad_norm_(
 
     Args:
         max_norm: as torch.
-        parameters_or_module, norm_type, group, extra_groups, exclude, error_if_nonfinite, foreach: as
+        parameters_or_module, norm_type, group, mesh, extra_groups, exclude, error_if_nonfinite, foreach: as
             :func:`grad_norm`; the gradients of ``exclude`` are scaled, too.
 
     Returns:
@@ -61,9 +64,10 @@ def clip_grad_norm_(
     max_norm = float(max_norm)  # as torch, "inf" too
     if not max_norm >= 0:
         raise ValueError(f"max_norm: {max_norm} must be at least 0")
-    groups, table = _table(parameters_or_module, group)
+    over = _axes_over(group, mesh, extra_groups)
+    groups, table = _table(parameters_or_module, over)
     _refuse_tangents(table)
-    exact = _norm(table, float(norm_type), groups, extra_groups, exclude, foreach)
+    exact = _norm(table, float(norm_type), groups, extra_groups if mesh is None else over.pp.name, exclude, foreach)
     total = _checked(exact, table, norm_type, error_if_nonfinite)
     # Each only once, even if given twice: the kernel processes all at the same time
     stored = {id(grad): grad for _, _, terms in table for grad in terms}
@@ -77,6 +81,7 @@ def grad_norm(
     norm_type: float = 2.0,
     *,
     group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
     extra_groups: Groups = (),
     exclude: Iterable[Tensor] = (),
     error_if_nonfinite: bool = False,
@@ -88,11 +93,15 @@ def grad_norm(
     every rank counts the elements that it stores; replicas along a data axis (DDP, HSDP) count once.
 
     Args:
-        parameters_or_module: the module; or parameters that still carry ``tp_layout``. The gradient of a parameter is
+        parameters_or_module: the module; or a list of the stages of a pipeline that this rank holds; or parameters that
+            still carry ``tp_layout``. The gradient of a parameter is
             its ``.grad`` plus its ``main_grad``, if it has one (``grad_accumulation_fusion``).
         norm_type: positive, may be infinite.
         group: not needed: the groups of the module's layers and of the layouts of parameters are known. If given, it
             must be one of them. Parameters that carry ``tp_sharding`` alone need it.
+        mesh: in place of ``group`` and ``extra_groups``: a mesh with axes among ``pp``, ``dp``, ``cp`` and ``tp``
+            (:func:`tp_ext.init_mesh`). The norm is that over the stages of all ranks of ``pp``; along ``dp`` and ``cp``
+            gradients are equal, unless FSDP2 shards them.
         extra_groups: one or several other groups whose ranks hold different parameters, such as a pipeline's,
             ``mesh["pp"]``. FSDP2's data axes are known from its parameters; do not list DDP's.
         exclude: parameters that this rank does not count, since a rank of ``extra_groups`` counts them: those of the
@@ -109,14 +118,15 @@ def grad_norm(
 
     Raises:
         ValueError: a bare parameter without ``tp_layout`` (pass the module), or a shard whose group is not known; a
-            group that is not one of the module's; a norm_type that is not positive.
-        TypeError: an element that is no parameter.
+            group that is not one of the module's; a norm_type that is not positive; a mesh with other axes.
+        TypeError: an element that is no parameter; ``mesh`` together with ``group`` or ``extra_groups``.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
         NotImplementedError: a gradient has a tangent (forward-mode AD).
     """
-    groups, table = _table(parameters_or_module, group)
+    over = _axes_over(group, mesh, extra_groups)
+    groups, table = _table(parameters_or_module, over)
     _refuse_tangents(table)
-    total = _norm(table, float(norm_type), groups, extra_groups, exclude, foreach)
+    total = _norm(table, float(norm_type), groups, extra_groups if mesh is None else over.pp.name, exclude, foreach)
     return _checked(total, table, norm_type, error_if_nonfinite)
 
 
@@ -282,15 +292,24 @@ def _refuse_tangents(table: list[_Row]) -> None:
         raise NotImplementedError("tp_ext: grad_norm has no forward-mode derivative; use reverse mode")
 
 
-def _table(given: Given, group: Group) -> tuple[ModelGroups, list[_Row]]:
+def _axes_over(group: Group, mesh: DeviceMesh | None, extra_groups: Groups) -> MeshAxes:
+    if mesh is not None and extra_groups != ():
+        raise TypeError("extra_groups: must not be given together with mesh, whose axis 'pp' is known")
+    return mesh_axes(group, mesh)
+
+
+def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row]]:
     """Returns the groups that ``given`` is sharded over, and the rows."""
+    if isinstance(given, list | tuple) and any(isinstance(one, nn.Module) for one in given):
+        given = joined(given)
+    group = axes.group
     if isinstance(given, nn.Module):
         named = dict(given.named_parameters())
-        groups = model_groups(given, group)
+        groups = model_groups(given, group, axes.named)
         table = layouts(given, group=groups.default.name)
         return groups, [(named[name], layout, _gradient_terms(named[name])) for name, layout in table]
     over = parallel_group(group)
-    params = [given] if isinstance(given, Tensor) else list(given)
+    params = [given] if isinstance(given, Tensor) else list(cast(Iterable[Tensor], given))
     for param in params:
         if not isinstance(param, Tensor):
             raise TypeError(f"parameters_or_module: {param!r} must be a module, a parameter or several")

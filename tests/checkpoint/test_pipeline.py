@@ -1,0 +1,194 @@
+"""State of stages over a mesh: full states, checkpoints and exports have the entries of all stages, load at any other
+mesh, and training goes on as in one process.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import tp_ext
+from tests.helpers import ranks
+from tests.helpers.models import assert_same
+from tests.helpers.stages import dense, optimizer_of, stages, step
+
+pytestmark = pytest.mark.core
+MESHES = [  # pp, dp, cp, tp; whether the first rank holds both ends
+    ((2, 1, 1, 2), False),
+    ((2, 2, 1, 1), False),
+    ((2, 1, 1, 1), True),
+    ((1, 1, 1, 3), False),
+    ((1, 1, 1, 1), False),
+]
+
+
+def mesh_of(sizes):
+    return tp_ext.init_mesh("cpu", **dict(zip(("pp", "dp", "cp", "tp"), sizes, strict=True)))
+
+
+def flat(states):
+    return {f"{name}.{key}": value for name, entry in states["state"].items() for key, value in entry.items()}
+
+
+def close_states(made, optimizer, model, its_optimizer, mesh):
+    """The full states of the stages are those of the unsharded model; returns them."""
+    state, states = (
+        tp_ext.full_state_dict(made, mesh=mesh),
+        tp_ext.full_optimizer_state_dict(made, optimizer, mesh=mesh),
+    )
+    want = tp_ext.full_optimizer_state_dict(model, its_optimizer)
+    assert "mlp.up.weight.exp_avg" in flat(want)
+    assert_same(state, dict(model.state_dict()), exact=False)
+    assert_same(flat(states), flat(want), exact=False)
+    for got, group in zip(states["param_groups"], want["param_groups"], strict=True):
+        assert sorted(got.pop("params")) == sorted(group.pop("params")) and got == group
+    return state, states
+
+
+def _save(group, sizes, both_ends, path):
+    mesh = mesh_of(sizes)
+    made, optimizer = stages(mesh, both_ends=both_ends)
+    model, its_optimizer = dense()
+    for _ in range(2):
+        step(made, optimizer, model, its_optimizer, mesh)
+    tp_ext.debug.check(made, mesh=mesh, optimizer=optimizer)
+    state, states = close_states(made, optimizer, model, its_optimizer, mesh)
+    first = tp_ext.full_state_dict(made, mesh=mesh, rank0_only=True)
+    first_states = tp_ext.full_optimizer_state_dict(made, optimizer, mesh=mesh, rank0_only=True)
+    assert (first, first_states) == ({}, {}) if group.rank() else not assert_same(first, state)
+    tp_ext.save_checkpoint(path / "saved", made, optimizer, mesh=mesh)
+    tp_ext.save_safetensors(path / "export", made, mesh=mesh, max_shard_size=2000)
+    if group.rank() == 0:
+        assert_same(flat(first_states), flat(states))
+        torch.save((first, first_states), path / "full.pt")
+
+
+def _load(group, sizes, both_ends, path):
+    mesh = mesh_of(sizes)
+    want, want_states = torch.load(path / "full.pt")
+    for how in ("checkpoint", "full", "broadcast", "export"):
+        made, optimizer = stages(mesh, both_ends=both_ends, seed=8)
+        if how == "checkpoint":
+            tp_ext.load_checkpoint(path / "saved", made, optimizer, mesh=mesh)
+        elif how == "export":
+            tp_ext.load_safetensors(path / "export", made, mesh=mesh)
+        else:
+            state, states = ({}, {}) if how == "broadcast" and group.rank() else (want, want_states)
+            on_first = {"mesh": mesh, "broadcast_from_rank0": how == "broadcast"}
+            tp_ext.load_full_state_dict(made, state, **on_first)
+            tp_ext.load_full_optimizer_state_dict(made, optimizer, states, **on_first)
+        assert_same(tp_ext.full_state_dict(made, mesh=mesh), want)
+        if how == "export":
+            continue
+        assert_same(flat(tp_ext.full_optimizer_state_dict(made, optimizer, mesh=mesh)), flat(want_states))
+        model, its_optimizer = dense()
+        model.load_state_dict(want)
+        tp_ext.load_full_optimizer_state_dict(model, its_optimizer, want_states)
+        step(made, optimizer, model, its_optimizer, mesh)
+        close_states(made, optimizer, model, its_optimizer, mesh)
+
+
+@pytest.mark.parametrize(("sizes", "both_ends"), MESHES[:3], ids=str)
+def test_stages_save_what_any_mesh_loads(sizes, both_ends, tmp_path):
+    ranks.run(_save, 4 if both_ends is False else 2, sizes, both_ends, tmp_path)
+    others = [one for one in MESHES if one != (sizes, both_ends)]
+    for other, ends in others if sizes == MESHES[0][0] else others[:1] + others[-1:]:
+        ranks.run(_load, torch.Size(other).numel(), other, ends, tmp_path)
+    names = set(torch.load(tmp_path / "full.pt")[0])
+    files = [load_file(file) for file in (tmp_path / "export").glob("*.safetensors")]
+    assert len(files) > 3 and names == {name for file in files for name in file}
+
+
+def _misses(group, path, keys, match):
+    mesh = mesh_of((2, 1, 1, 1))
+    made, _ = stages(mesh)
+    state = torch.load(path / "full.pt")
+    for name in keys:
+        state = (
+            {key: value for key, value in state.items() if key != name}
+            if name in state
+            else {**state, name: torch.zeros(2)}
+        )
+    with pytest.raises(KeyError, match=match):
+        tp_ext.load_full_state_dict(made, state, mesh=mesh)
+    with pytest.raises(KeyError, match=match):
+        tp_ext.load_full_state_dict(made, state, mesh=mesh, broadcast_from_rank0=True)
+    if group.rank() == 0:
+        save_file(state, path / "other.safetensors")
+    dist.barrier()
+    with pytest.raises(KeyError, match=match):
+        tp_ext.load_safetensors(path / "other.safetensors", made, mesh=mesh)
+    tp_ext.load_safetensors(path / "other.safetensors", made, mesh=mesh, strict=False)
+
+
+def test_strict_loads_see_all_stages(tmp_path):
+    """A missing key of either stage, and a key that no stage takes, is an error on both."""
+    torch.save(dict(dense()[0].state_dict()), tmp_path / "full.pt")
+    for keys, match in [
+        (["mlp.up.weight", "norm1.bias"], r"missing keys \['mlp.up.weight', 'norm1.bias'\], unexpected keys \[\]"),
+        (["other"], r"missing keys \[\], unexpected keys \['other'\]"),
+    ]:
+        ranks.run(_misses, 2, tmp_path, keys, match)
+
+
+def _same_name(group, path):
+    mesh = mesh_of((2, 1, 1, 1))
+    stage = nn.ModuleDict({"norm": tp_ext.RMSNorm(4, group=mesh["tp"])})
+    words = r"'norm.weight' is in the stages \[0, 1\] of the pipeline"
+    for call in (
+        lambda: tp_ext.full_state_dict(stage, mesh=mesh),
+        lambda: tp_ext.save_checkpoint(path / "saved", stage, mesh=mesh),
+        lambda: tp_ext.save_safetensors(path / "export", stage, mesh=mesh),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert not (path / "saved").exists() and not (path / "export").exists()
+    return tp_ext.debug.findings(stage, mesh=mesh)
+
+
+def test_one_name_in_two_stages_is_an_error(tmp_path):
+    for found in ranks.run(_same_name, 2, tmp_path):
+        assert len(found) == 1 and "norm.weight: is in the stages [0, 1] of the pipeline and must be in one" in found[0]
+
+
+def _groups_differ(group, option):
+    mesh = mesh_of((2, 1, 1, 1))
+    made, _ = stages(mesh)
+    params = list(made[0].parameters())
+    if option == "lr":
+        optimizer = torch.optim.AdamW(params, lr=0.1 * (1 + group.rank()))
+    else:
+        optimizer = torch.optim.AdamW(params) if group.rank() else optimizer_of(params)
+    tp_ext.full_optimizer_state_dict(made, optimizer, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ("lr", "option 'lr' of its parameter group 0 must be the same in all stages, and is 0.1 in the first, 0.2 in"),
+        ("number", r"the stages must have the same number of parameter groups, and have \[2, 1\]"),
+    ],
+)
+def test_optimizers_of_stages_that_make_no_whole_are_refused(option, match):
+    ranks.run_raises(_groups_differ, 2, ValueError, match, option, in_turns=False)
+
+
+def _without_mesh(group, path):
+    made, _ = stages(mesh_of((2, 1, 1, 1)))
+    for turn in range(2):
+        if group.rank() == turn == 0:
+            tp_ext.save_safetensors(path, made)
+        elif group.rank() == turn:
+            with pytest.raises(OSError, match="could not be written") as error:
+                tp_ext.save_safetensors(path, made)
+            assert "rank 0 of this job has exported other tensors there" in str(error.value.__cause__)
+        dist.barrier()
+
+
+def test_stages_do_not_replace_each_others_exports(tmp_path):
+    """Without a mesh each stage would be a model of its own."""
+    ranks.run(_without_mesh, 2, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert "embedding.weight" in file.keys()  # noqa: SIM118

@@ -1,0 +1,149 @@
+"""The entries of a whole model over the stages of a pipeline: which stage has which, and how a full tensor goes from
+one stage to the others. Without a pipeline the module is the only stage, and nothing is communicated.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_ext._object_collectives import all_gather_objects
+from tp_ext.checkpoint.entries import StateEntry
+from tp_ext.checkpoint.gather import Ranks, as_bytes, gather_full
+
+T = TypeVar("T")
+
+
+class WholeTensor(NamedTuple):
+    """A full tensor of the whole model: the stages that have it, and what the others must know to receive it."""
+
+    stages: tuple[int, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+
+
+class WholeEntry(NamedTuple):
+    """An entry of the state dict of the whole model.
+
+    Attributes:
+        stages: the stages that have it, as ranks of the pipeline.
+        tensor: the full tensor; None if it is extra state of another kind.
+        tied: the name of the first entry that is the same tensor; its own, if it is the first.
+        extra: whether it is extra state.
+        value: the extra state, where this was asked for.
+    """
+
+    stages: tuple[int, ...]
+    tensor: WholeTensor | None
+    tied: str
+    extra: bool
+    value: Any
+
+
+def over_stages(value: T, ranks: Ranks) -> list[T]:
+    """Returns the value of each stage. Communicates: one exchange over the pipeline."""
+    return [value] if ranks.pipeline is None else all_gather_objects(value, ranks.pipeline)
+
+
+def whole_entries(
+    entries: Mapping[str, StateEntry], ranks: Ranks, *, with_extra: bool = False, unique: bool = False
+) -> dict[str, WholeEntry]:
+    """Returns the entries of the whole model from those of each stage, the stages one after the other.
+
+    Communicates: one exchange over the pipeline, of names and shapes, and of extra state if ``with_extra``.
+
+    Raises:
+        ValueError: under ``unique``, two stages have an entry of one name.
+    """
+    first: dict[int, str] = {}
+    own: dict[str, WholeEntry] = {}
+    for name, entry in entries.items():
+        tensor = None
+        if isinstance(entry.value, Tensor):
+            tensor = WholeTensor((ranks.stage,), entry.shape, entry.value.dtype, entry.value.device.type)
+        tied = first.setdefault(id(entry.value), name)
+        value = entry.value if entry.extra and with_extra else None
+        own[name] = WholeEntry((ranks.stage,), tensor, tied, entry.extra, value)
+    found: dict[str, WholeEntry] = {}
+    for of_stage in over_stages(own, ranks):
+        for name, one in of_stage.items():
+            if name not in found:
+                found[name] = one
+                continue
+            check_unique(name, (*found[name].stages, *one.stages), unique)
+            found[name] = _merged(found[name], one)
+    return found
+
+
+def check_unique(name: str, stages: tuple[int, ...], unique: bool = True) -> None:
+    """Raises ValueError if a name that must be in one stage is in several."""
+    if unique and len(stages) > 1:
+        raise ValueError(
+            f"module: {name!r} is in the stages {list(stages)} of the pipeline, and must be in one: stages keep the "
+            "names of the whole model"
+        )
+
+
+def _merged(one: WholeEntry, other: WholeEntry) -> WholeEntry:
+    stages = one.stages + other.stages
+    return one._replace(stages=stages, tensor=one.tensor and one.tensor._replace(stages=stages))
+
+
+def gather_whole(
+    one: WholeTensor, entry: StateEntry | None, ranks: Ranks, *, rank0_only: bool = False
+) -> Tensor | None:
+    """Gathers a full tensor as :func:`gather_full`, for the ranks of all stages or for rank 0 of the first one;
+    ``entry`` is this rank's.
+
+    Communicates: as :func:`gather_full` in the stage that has it, then one broadcast along the pipeline; with
+    ``rank0_only`` that of the first ranks of each stage, and none for a tensor of the first stage.
+    """
+    full = None
+    if entry is not None and one.stages[0] == ranks.stage:
+        full = gather_full(entry.value, entry.layout, ranks, rank0_only=rank0_only)
+    return from_stage(full, one, ranks, rank0_only=rank0_only)
+
+
+def from_stage(full: Tensor | None, one: WholeTensor, ranks: Ranks, *, rank0_only: bool) -> Tensor | None:
+    """Returns the full tensor that the first stage of ``one.stages`` has: on all stages, or on rank 0 of the first."""
+    source = one.stages[0]
+    if ranks.pipeline is None or (rank0_only and (source == 0 or not ranks.stage_first)):
+        return full
+    moved = _along_pipeline(full, one, source, ranks)
+    return moved if ranks.first or not rank0_only else None
+
+
+def to_stages(full: Tensor | None, one: WholeTensor, ranks: Ranks) -> Tensor | None:
+    """Returns, on the first ranks of the stages that have it, the full tensor that rank 0 of the first stage has.
+
+    Communicates: one broadcast along the pipeline, between the first ranks of each stage; none for a tensor that only
+    the first stage has.
+    """
+    if ranks.pipeline is None or one.stages == (0,) or not ranks.stage_first:
+        return full
+    moved = _along_pipeline(full, one, 0, ranks)
+    return moved if ranks.stage in one.stages else None
+
+
+def _along_pipeline(full: Tensor | None, one: WholeTensor, source: int, ranks: Ranks) -> Tensor:
+    """Broadcasts the full tensor of one stage."""
+    if full is None or ranks.stage != source:
+        sent = torch.empty(one.shape, dtype=one.dtype, device=ranks.device)
+    else:
+        sent = full.detach().to(ranks.device, one.dtype).contiguous()
+    if sent.numel():
+        dist.broadcast(as_bytes(sent), group=ranks.pipeline, group_src=source)
+    return full if full is not None and ranks.stage == source else sent.to(one.device)
+
+
+def check_names_of_stages(names: Iterable[str], ranks: Ranks) -> None:
+    """Raises ValueError if two stages have an entry of one name. Communicates: one exchange over the pipeline."""
+    of: dict[str, tuple[int, ...]] = {}
+    for stage, found in enumerate(over_stages(list(names), ranks)):
+        for name in found:
+            of[name] = (*of.get(name, ()), stage)
+    for name, stages in of.items():
+        check_unique(name, stages)
