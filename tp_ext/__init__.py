@@ -31,6 +31,7 @@ from tp_ext.nn.module import ParallelModule
 from tp_ext.nn.norm import LayerNorm, RMSNorm
 from tp_ext.nn.rotary import RotaryEmbedding
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
+from tp_ext.nn.tied import declare_tied
 from tp_ext.parallel.grad_norm import clip_grad_norm_, grad_norm
 from tp_ext.random import manual_seed
 from tp_ext.regions import (
@@ -73,6 +74,7 @@ __all__ = [
     "copy_to_region",
     "debug",
     "declare_layouts",
+    "declare_tied",
     "dropout",
     "full_optimizer_state_dict",
     "full_state_dict",

@@ -47,10 +47,10 @@ def close_states(made, optimizer, model, its_optimizer, mesh):
     return state, states
 
 
-def _save(group, sizes, both_ends, path):
+def _save(group, sizes, both_ends, tied, path):
     mesh = mesh_of(sizes)
-    made, optimizer = stages(mesh, both_ends=both_ends)
-    model, its_optimizer = dense()
+    made, optimizer = stages(mesh, both_ends=both_ends, tied=tied)
+    model, its_optimizer = dense(tied=tied)
     for _ in range(2):
         step(made, optimizer, model, its_optimizer, mesh)
     tp_ext.debug.check(made, mesh=mesh, optimizer=optimizer)
@@ -65,11 +65,11 @@ def _save(group, sizes, both_ends, path):
         torch.save((first, first_states), path / "full.pt")
 
 
-def _load(group, sizes, both_ends, path):
+def _load(group, sizes, both_ends, tied, path):
     mesh = mesh_of(sizes)
     want, want_states = torch.load(path / "full.pt")
     for how in ("checkpoint", "full", "broadcast", "export"):
-        made, optimizer = stages(mesh, both_ends=both_ends, seed=8)
+        made, optimizer = stages(mesh, both_ends=both_ends, tied=tied, seed=8)
         if how == "checkpoint":
             tp_ext.load_checkpoint(path / "saved", made, optimizer, mesh=mesh)
         elif how == "export":
@@ -83,22 +83,89 @@ def _load(group, sizes, both_ends, path):
         if how == "export":
             continue
         assert_same(flat(tp_ext.full_optimizer_state_dict(made, optimizer, mesh=mesh)), flat(want_states))
-        model, its_optimizer = dense()
+        model, its_optimizer = dense(tied=tied)
         model.load_state_dict(want)
         tp_ext.load_full_optimizer_state_dict(model, its_optimizer, want_states)
         step(made, optimizer, model, its_optimizer, mesh)
         close_states(made, optimizer, model, its_optimizer, mesh)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("sizes", "both_ends"), MESHES[:3], ids=str)
-def test_stages_save_what_any_mesh_loads(sizes, both_ends, tmp_path):
-    ranks.run(_save, 4 if both_ends is False else 2, sizes, both_ends, tmp_path)
+def test_stages_save_what_any_mesh_loads(sizes, both_ends, tied, tmp_path):
+    """Tied: the head's weight on the last stage is a copy of the embedding on the first; in one process, the same."""
+    ranks.run(_save, torch.Size(sizes).numel(), sizes, both_ends, tied, tmp_path)
     others = [one for one in MESHES if one != (sizes, both_ends)]
     for other, ends in others if sizes == MESHES[0][0] else others[:1] + others[-1:]:
-        ranks.run(_load, torch.Size(other).numel(), other, ends, tmp_path)
-    names = set(torch.load(tmp_path / "full.pt")[0])
+        ranks.run(_load, torch.Size(other).numel(), other, ends, tied, tmp_path)
+    names = set(torch.load(tmp_path / "full.pt")[0]) - ({"head.weight"} if tied else set())
     files = [load_file(file) for file in (tmp_path / "export").glob("*.safetensors")]
     assert len(files) > 3 and names == {name for file in files for name in file}
+
+
+def _load_plain(group, path):
+    """An export of another program, which has the tied weight once and does not name the other."""
+    mesh = mesh_of((2, 1, 1, 1))
+    made, _ = stages(mesh, tied=True, seed=8)
+    tp_ext.load_safetensors(path / "plain.safetensors", made, mesh=mesh)
+    state = tp_ext.full_state_dict(made, mesh=mesh)
+    assert state["head.weight"] is state["embedding.weight"]
+    return state
+
+
+def test_one_process_saves_what_stages_load(tmp_path):
+    ranks.run(_save, 1, (1, 1, 1, 1), False, True, tmp_path)
+    want = torch.load(tmp_path / "full.pt")[0]
+    save_file({name: value for name, value in want.items() if name != "head.weight"}, tmp_path / "plain.safetensors")
+    for state in ranks.run(_load_plain, 2, tmp_path):
+        assert_same(state, want)
+    for sizes, both_ends in MESHES[:3]:
+        ranks.run(_load, torch.Size(sizes).numel(), sizes, both_ends, True, tmp_path)
+
+
+def _copies(group, path, pad):
+    """A weight that has one name in the whole model, and a copy of it under this name on the last stage."""
+    mesh = mesh_of((2, 1, 1, 2))
+    last = mesh["pp"].get_local_rank()
+    torch.manual_seed(0)
+    options = {"pad_to_multiple_of": 4} if last and pad else {}  # then 4 and 2 rows, not 3 and 3
+    stage = nn.ModuleDict({"embedding": tp_ext.VocabParallelEmbedding(6, 4, group=mesh["tp"], **options)})
+    optimizer = torch.optim.SGD(stage.parameters(), 0.1, momentum=0.9)
+    stage["embedding"].weight.grad = torch.ones_like(stage["embedding"].weight)
+    if last:
+        tp_ext.declare_tied(stage, {"embedding.weight": "embedding.weight"})
+    optimizer.step()
+    norm = tp_ext.grad_norm(stage, mesh=mesh)
+    tp_ext.save_checkpoint(path / "saved", stage, optimizer, mesh=mesh)
+    tp_ext.save_safetensors(path / "export", stage, mesh=mesh)
+    state = tp_ext.full_state_dict(stage, mesh=mesh)
+    same = tp_ext.debug.findings(stage, mesh=mesh)
+    with torch.no_grad():
+        stage["embedding"].weight.add_(1 + last)
+    drifted = tp_ext.debug.findings(stage, mesh=mesh)
+    tp_ext.load_checkpoint(path / "saved", stage, optimizer, mesh=mesh)
+    assert_same(tp_ext.full_state_dict(stage), state)  # of this stage alone
+    tp_ext.load_full_state_dict(stage, state, mesh=mesh, broadcast_from_rank0=True)
+    tp_ext.load_safetensors(path / "export", stage, mesh=mesh)
+    assert_same(tp_ext.full_state_dict(stage), state)
+    lost = nn.ModuleDict({str(last): nn.Linear(2, 2)})
+    if last:
+        tp_ext.declare_tied(lost, {"1.weight": "elsewhere"})
+    with pytest.raises(ValueError, match=r"'1.weight' is a copy of 'elsewhere', which must be in a stage"):
+        tp_ext.full_state_dict(lost, mesh=mesh)
+    return norm, [*state], same, drifted
+
+
+@pytest.mark.parametrize("pad", [False, True], ids=["", "padded"])
+def test_a_copy_without_a_name_of_its_own(pad, tmp_path):
+    """Padded: the copy is sharded in another way, and local tensors cannot be compared."""
+    for norm, names, same, drifted in ranks.run(_copies, 4, tmp_path, pad):
+        assert names == ["embedding.weight"] and same == [] and norm == 24**0.5
+        sentence = "embedding.weight: in stage 1 must be equal to embedding.weight in stage 0"
+        assert [one.partition(", of which")[0] for one in drifted] == ([] if pad else [sentence])
+    found = tp_ext.CheckpointReader(tmp_path / "saved").read_metadata().state_dict_metadata
+    for name in ("model.embedding.weight", "optimizer.state.embedding.weight.momentum_buffer"):
+        assert [tuple(chunk.offsets) for chunk in found[name].chunks] == [(0, 0), (3, 0)]
 
 
 def _misses(group, path, keys, match):

@@ -25,23 +25,27 @@ def optimizer_of(params):
     return torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
 
 
-def dense(seed=7):
+def dense(seed=7, tied=False):
     torch.manual_seed(seed)
-    model = RichModel(tied=False)
+    model = RichModel(tied=tied)
     del model.calls
     model.register_buffer("calls", torch.zeros(()), persistent=False)
     return model, optimizer_of(model.parameters())
 
 
-def stages(mesh, *, both_ends=False, seed=7):
+def stages(mesh, *, both_ends=False, tied=False, seed=7):
     """This rank's stages, under FSDP2 if the mesh has several data ranks: one, or with ``both_ends`` the outer two of
     four on the first rank and the inner two on the second, as in a V schedule; and their optimizer."""
     torch.manual_seed(seed)
-    whole = RichModel(mesh["tp"], tied=False)
+    whole = RichModel(mesh["tp"], tied=tied)
+    if tied and mesh["pp"].size() > 1:
+        whole.head.weight = nn.Parameter(whole.embedding.weight.detach().clone())
     pp, rank = mesh["pp"].size(), mesh["pp"].get_local_rank()
     width = len(PARTS) // pp
     held = [PARTS[rank], PARTS[3 - rank]] if both_ends else [sum(PARTS[rank * width : (rank + 1) * width], ())]
     made = [nn.ModuleDict({name: getattr(whole, name) for name in names}) for names in held]
+    if tied and "head" in made[-1] and pp > 1:
+        tp_ext.declare_tied(made[-1], {"head.weight": "embedding.weight"})
     if mesh["dp"].size() > 1:
         for stage in made:
             for part in stage.values():

@@ -295,6 +295,12 @@ REST = [
     ("Layout((Sharding(0, [8]), g), (Sharding(0, [8]), None))", ValueError, "entries: .* must have the 4 elements"),
     ("dict(layouts(nn.Linear(2, 2), group=3))", TypeError, "group: 3 must be"),
     ("declare_layouts(nn.Linear(2, 2), {'other': Layout()})", ValueError, "layouts: 'other' must be a parameter"),
+    (
+        "declare_tied(nn.Linear(2, 2), {'weigth': 'other'})",
+        ValueError,
+        r"copies: 'weigth' .* one of \['weight', 'bias'\]",
+    ),
+    ("declare_tied(nn.Linear(2, 2), {'weight': 3})", TypeError, "copies: 'weight' is int and must be the name of"),
     ("manual_seed('one')", TypeError, "seed: 'one' must be an integer"),
     ("manual_seed(1, g)", TypeError, "mesh: .*must be a DeviceMesh"),
     ("init_mesh('cpu', tp=4)", ValueError, "pp, dp, cp, tp: .*tp = 4 must multiply to the 2 ranks"),

@@ -22,7 +22,9 @@ SOURCES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", "
 ORDER = [{"_version", "_build"}, {"_ops"}, {""}, {"nn"}, {"checkpoint", "parallel"}, {"debug"}, {"__init__"}]
 # These folders work on modules and their shardings, and import no layer
 COMPOSITION = {"checkpoint", "parallel", "debug"}
-NOT_LAYERS = {f"tp_ext.nn.{name}" for name in ("fqn", "layouts", "model_groups", "module", "same_input", "stages")}
+NOT_LAYERS = {
+    f"tp_ext.nn.{name}" for name in ("fqn", "layouts", "model_groups", "module", "same_input", "stages", "tied")
+}
 
 
 @cache

@@ -26,7 +26,7 @@ from tp_ext.checkpoint.atomic_directory import (
     swap_in,
     sync_to_disk,
 )
-from tp_ext.checkpoint.entries import StateDict
+from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.gather import ranks_of
 from tp_ext.checkpoint.metadata import file_ends
 from tp_ext.checkpoint.pipeline import check_names_of_stages
@@ -87,7 +87,9 @@ def save_checkpoint(
 
     state, extra_bytes = call_on_all_ranks(process_group, prepare)
     if mesh is not None:
-        check_names_of_stages(state["model"], ranks_of(joined(module), group, mesh))
+        ranks = ranks_of(joined(module), group, mesh)
+        entries = state_entries(joined(module), ranks.groups.default)
+        check_names_of_stages([name for name, entry in entries.items() if entry.copy_of != name], ranks)
     lock = WriteLock(target) if first else None
     try:
         _wait_for(lock, lock_timeout, process_group)
@@ -119,8 +121,9 @@ def load_checkpoint(
 
     Args, Communicates, Raises: as :func:`load_sharded_state_dict`; FileNotFoundError: there is no checkpoint.
     """
+    module, over = joined(module), mesh_axes(group, mesh)
     with contextlib.closing(CheckpointReader(path)) as reader:
-        return load_from(reader, joined(module), optimizer, mesh_axes(group, mesh), process_group, reader.read_extra)
+        return load_from(reader, module, optimizer, over, process_group, reader.read_extra)
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -7,18 +7,21 @@ from torch import Tensor, nn
 
 from tp_ext.group import ParallelGroup
 from tp_ext.nn.fqn import resolve_fqn
+from tp_ext.nn.tied import copies_in
 from tp_ext.sharding import Layout
 
 StateDict = dict[str, Any]
 
 
 class StateEntry(NamedTuple):
-    """An entry of a state dict: ``value`` is the live tensor, or the extra state of ``owner``."""
+    """An entry of a state dict: ``value`` is the live tensor, or the extra state of ``owner``; ``copy_of`` is the name
+    of the parameter of another stage that it is a declared copy of."""
 
     value: Any
     owner: nn.Module
     layout: Layout
     extra: bool
+    copy_of: str = ""
 
     @property
     def shape(self) -> torch.Size:
@@ -34,10 +37,11 @@ def state_entries(module: nn.Module, group: ParallelGroup) -> dict[str, StateEnt
     Raises:
         ValueError: an entry is on the meta device; its layout cannot be resolved (:func:`resolve_fqn`).
     """
-    entries = {}
+    entries, copies = {}, copies_in(module)
     for key, value in module.state_dict(keep_vars=True).items():
         found = resolve_fqn(module, key, group)
         if isinstance(value, Tensor) and value.is_meta:
             raise ValueError(f"module: {found.name!r} is on the meta device and must have values; see to_empty")
-        entries[found.name] = StateEntry(value, found.owner, found.layout, found.local == "_extra_state")
+        extra, copy_of = found.local == "_extra_state", copies.get(id(value), "")
+        entries[found.name] = StateEntry(value, found.owner, found.layout, extra, copy_of)
     return entries

@@ -50,6 +50,8 @@ def full_optimizer_state_dict(
     states: StateDict = {}
     for of_stage in (states for _, states in stages):
         for name, entry in of_stage.items():
+            if name in states:  # of a copy on another stage
+                continue
             made = {}
             for key, value in entry.items():
                 made[key] = value
@@ -125,22 +127,32 @@ def load_full_optimizer_state_dict(
                     scatter_full(given, made, own.found[name].layout, ranks)
                 else:
                     write_full(given, made, own.found[name].layout)
+    for param, name in own.copies:
+        states[param] = copy_of_state(states.get(own.params[name], {}))
     own.held.load(states, planned["param_groups"])
 
 
 class _Own:
-    """The parameters of this rank's optimizer, by their names in the unsharded model."""
+    """The parameters of this rank's optimizer, by their names in the unsharded model, and those that are copies of
+    another one of them."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
         self.ranks, self.held = ranks, HeldState(optimizer)
         self.params: dict[str, Tensor] = {}
         self.found: dict[str, ResolvedParameter] = {}
         self.order: list[list[str]] = []  # names, by group
+        self.copies: list[tuple[Tensor, str]] = []
         names: dict[Tensor, str] = {}
-        for param, found, _ in resolve_optimizer(module, optimizer, ranks.groups.default):
-            self.params[found.name], self.found[found.name] = param, found
+        resolved = list(resolve_optimizer(module, optimizer, ranks.groups.default))
+        originals = {found.name for _, found, _ in resolved if not found.copy}
+        for param, found, _ in resolved:
             names[param] = found.name
-        self.order = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+            if found.copy and found.name in originals:
+                self.copies.append((param, found.name))
+            else:
+                self.params[found.name], self.found[found.name] = param, found
+        groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+        self.order = [list(dict.fromkeys(group)) for group in groups]
 
     def full_shape(self, name: str) -> torch.Size:
         return self.found[name].layout.full_shape(self.params[name].shape)

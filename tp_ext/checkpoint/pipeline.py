@@ -32,6 +32,7 @@ class WholeEntry(NamedTuple):
         stages: the stages that have it, as ranks of the pipeline.
         tensor: the full tensor; None if it is extra state of another kind.
         tied: the name of the first entry that is the same tensor; its own, if it is the first.
+        copy_of: the name of the entry of another stage that it is a declared copy of.
         extra: whether it is extra state.
         value: the extra state, where this was asked for.
     """
@@ -39,6 +40,7 @@ class WholeEntry(NamedTuple):
     stages: tuple[int, ...]
     tensor: WholeTensor | None
     tied: str
+    copy_of: str
     extra: bool
     value: Any
 
@@ -56,7 +58,8 @@ def whole_entries(
     Communicates: one exchange over the pipeline, of names and shapes, and of extra state if ``with_extra``.
 
     Raises:
-        ValueError: under ``unique``, two stages have an entry of one name.
+        ValueError: under ``unique``, two stages have an entry of one name; a declared copy of an entry that no stage
+            has, or that has another shape.
     """
     first: dict[int, str] = {}
     own: dict[str, WholeEntry] = {}
@@ -66,15 +69,26 @@ def whole_entries(
             tensor = WholeTensor((ranks.stage,), entry.shape, entry.value.dtype, entry.value.device.type)
         tied = first.setdefault(id(entry.value), name)
         value = entry.value if entry.extra and with_extra else None
-        own[name] = WholeEntry((ranks.stage,), tensor, tied, entry.extra, value)
+        own[name] = WholeEntry((ranks.stage,), tensor, tied, entry.copy_of, entry.extra, value)
     found: dict[str, WholeEntry] = {}
     for of_stage in over_stages(own, ranks):
         for name, one in of_stage.items():
             if name not in found:
                 found[name] = one
                 continue
-            check_unique(name, (*found[name].stages, *one.stages), unique)
-            found[name] = _merged(found[name], one)
+            other = found[name]
+            check_unique(name, (*other.stages, *one.stages), unique and name not in (one.copy_of, other.copy_of))
+            found[name] = _merged(one, other) if other.copy_of == name else _merged(other, one)
+    for name, one in found.items():
+        original = found.get(one.copy_of)
+        if not one.copy_of or original is one or (original is None and ranks.pipeline is None):
+            continue
+        if original is None or not one.tensor or not original.tensor or original.tensor.shape != one.tensor.shape:
+            raise ValueError(
+                f"module: {name!r} is a copy of {one.copy_of!r}, which must be in a stage and have the same shape; see "
+                "declare_tied"
+            )
+        found[name] = one._replace(tied=original.tied)
     return found
 
 

@@ -219,6 +219,9 @@ def _match_sources(
 
     def unmatched() -> tuple[set[str], set[str]]:
         sources.update(open_sources())
+        for name, entry in entries.items():
+            if entry.copy_of in sources:
+                sources.setdefault(name, sources[entry.copy_of])
         held = {id(entry.value) for name, entry in entries.items() if name in sources}
         missing = {name for name, entry in entries.items() if name not in sources and id(entry.value) not in held}
         return missing, {name for name, source in sources.items() if name not in entries and source.name == name}

@@ -21,12 +21,14 @@ from tp_ext.sharding import Layout
 
 
 class OptimizedParameter(NamedTuple):
-    """A parameter of an optimizer: its name in the unsharded model, its layout, and the options of its group."""
+    """A parameter of an optimizer: its name in the unsharded model, its layout, the options of its group, and whether
+    it is a declared copy of another stage's, with the name of the original."""
 
     name: str
     param: Tensor
     layout: Layout
     options: StateDict
+    copy: bool
 
 
 @torch.no_grad()
@@ -63,11 +65,18 @@ def sharded_state_dict(
     groups = model_groups(module, over.group, over.named)
     state: StateDict = {"model": {}}
     for name, entry in state_entries(module, groups.default).items():
-        state["model"][name] = entry.value if entry.extra else _as_chunked_tensor(entry.value, entry.layout, groups)
+        value = entry.value
+        if not entry.extra:  # a copy without a name of its own is written by the stage of the original
+            value = _as_chunked_tensor(value, entry.layout, groups, owned=entry.copy_of != name)
+        state["model"][name] = value
     if optimizer is not None:
         held = HeldState(optimizer)
         state["optimizer"] = saved = {}
-        for one in optimized_params(module, optimizer, groups):
+        params = optimized_params(module, optimizer, groups)
+        originals = {one.name for one in params if not one.copy}
+        for one in params:
+            if one.copy and one.name in originals:  # both are on this rank
+                continue
             for key, value in one.options.items():
                 saved[f"param_groups.{one.name}.{key}"] = value
             for key, value in held.of(one.param).items():
@@ -75,8 +84,10 @@ def sharded_state_dict(
     return state
 
 
-def _as_chunked_tensor(value: Tensor, layout: Layout, groups: ModelGroups) -> Tensor:
+def _as_chunked_tensor(value: Tensor, layout: Layout, groups: ModelGroups, *, owned: bool) -> Tensor:
     shape, held = groups.local_chunks(value, layout)
+    if not owned:
+        held = [chunk._replace(owned=False) for chunk in held]
     if not value.dim():  # stagers do not treat a single number as a tensor
         return value.detach()
     if not shape.numel():  # no rank could hold a chunk of it
@@ -96,7 +107,7 @@ def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, groups: 
             f"optimizer: state {key!r} of {of.name!r} has shape {tuple(value.shape)} and must have that of the "
             f"parameter, {tuple(of.param.shape)}, from which its layout is known"
         )
-    return _as_chunked_tensor(value, of.layout, groups)
+    return _as_chunked_tensor(value, of.layout, groups, owned=not of.copy)
 
 
 def optimized_params(module: nn.Module, optimizer: Optimizer, groups: ModelGroups) -> list[OptimizedParameter]:
@@ -104,5 +115,5 @@ def optimized_params(module: nn.Module, optimizer: Optimizer, groups: ModelGroup
     made = []
     for param, found, param_group in resolve_optimizer(module, optimizer, groups.default):
         options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
-        made.append(OptimizedParameter(found.name, param, found.layout, options))
+        made.append(OptimizedParameter(found.name, param, found.layout, options, found.copy))
     return made

@@ -22,7 +22,7 @@ from tp_ext._object_collectives import (
     unwrap_checkpoint_errors,
 )
 from tp_ext.checkpoint.entries import StateDict, state_entries
-from tp_ext.checkpoint.optimizer_state import HeldState
+from tp_ext.checkpoint.optimizer_state import HeldState, copy_of_state
 from tp_ext.checkpoint.reader import PlainPlanner
 from tp_ext.checkpoint.sharded import OptimizedParameter, optimized_params, shard_optimizer_state, sharded_state_dict
 from tp_ext.group import NOT_GIVEN, Group
@@ -180,7 +180,10 @@ class _Destination:
             _by_name(metadata, "optimizer.state."),
             _by_name(metadata, "optimizer.param_groups."),
         )
-        params = iter(optimized_params(module, optimizer, groups))
+        optimized = optimized_params(module, optimizer, groups)
+        originals = {one.name: one for one in optimized if not one.copy}
+        self.copied: list[tuple[Tensor, Tensor]] = []  # copies of parameters that are here, too
+        params = iter(optimized)
         for param_group in optimizer.param_groups:
             keys: dict[str, list[str]] = {}
             for _ in param_group["params"]:
@@ -190,6 +193,9 @@ class _Destination:
                     keys.setdefault(key, []).append(flat_key)
                     self.flat[flat_key] = _option(entry)
                 if not held.holds(one.param):
+                    continue
+                if one.copy and one.name in originals:
+                    self.copied.append((one.param, originals[one.name].param))
                     continue
                 states = self.states[one.param] = {}
                 for key, entry in saved_states.get(one.name, {}).items():
@@ -222,6 +228,8 @@ class _Destination:
         for param, states in self.states.items():
             loaded = {key: self.flat[flat] if value is None else value for key, (flat, value) in states.items()}
             self.held.set(param, loaded)
+        for param, original in self.copied:
+            self.held.set(param, copy_of_state(self.held.of(original)))
         for param_group, keys in zip(self.optimizer.param_groups, self.options, strict=True):
             for key, flat_keys in keys.items():
                 value, current = self.flat[flat_keys[0]], param_group.get(key)

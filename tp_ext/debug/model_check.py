@@ -30,9 +30,11 @@ from tp_ext.debug.replication import (
 )
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
 from tp_ext.mesh import mesh_axes
+from tp_ext.nn.fqn import resolve_fqn
 from tp_ext.nn.model_groups import groups_in_use, model_groups
 from tp_ext.nn.module import ParallelModule
 from tp_ext.nn.stages import Stages, joined
+from tp_ext.nn.tied import copies_in
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 
 Batch = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
@@ -90,8 +92,8 @@ def findings(
             data axis, everything is taken as replicated, and generators may differ.
         mesh: in place of ``group``: a mesh with axes among ``pp``, ``dp``, ``cp`` and ``tp``. The model is compared
             over its groups, then over ``dp`` and ``cp``, along which it is replicated where FSDP2 does not shard it;
-            the findings of all stages are returned, and names that two stages of ``pp`` have. Batches are compared
-            along ``tp`` alone.
+            the findings of all stages are returned, names that two stages of ``pp`` have, and declared copies
+            (:func:`declare_tied`) that differ. Batches are compared along ``tp`` alone.
         optimizer: an optimizer of the model's parameters.
         batch: the model's input: a tensor, or dicts, lists and tuples of tensors. Nothing of it is kept between calls,
             so only the batch given here is compared; :class:`enable` compares all of them.
@@ -115,13 +117,13 @@ def findings(
     names = list({tuple(global_ranks(name)): name for name in groups.within}.values())
     if len(names) < 2 and not over.data and over.pp.size == 1:
         return _findings_over(names[0] if names else "", model, alone, batch)
-    found = [] if names else list(alone)
+    found = [] if names else _findings_over("", model, alone, batch)
     for name in names:
         found += _located(name, _findings_over(name, model, alone, batch))
     for axis in over.data:
         found += _located(axis.name, _findings_over(axis.name, model, [], None))
     if over.pp.size > 1:
-        found += _same_names(model, process_group(over.pp.name))
+        found += _over_stages(model, process_group(over.pp.name))
     for axis in (*groups.axes, *over.data, *([over.pp] if over.pp.size > 1 else [])):
         found = [sentence for one in all_gather_objects(found, process_group(axis.name)) for sentence in one]
     return list(dict.fromkeys(found))
@@ -131,17 +133,44 @@ def _located(group: str, sentences: list[str]) -> list[str]:
     return [f"over the ranks {global_ranks(group)}: {sentence}" for sentence in sentences]
 
 
-def _same_names(model: nn.Module, pipeline: ProcessGroup) -> list[str]:
-    """Returns a sentence for each parameter that several stages have under one name."""
-    stages: dict[str, list[int]] = {}
-    for stage, names in enumerate(all_gather_objects([name for name, _ in model.named_parameters()], pipeline)):
-        for name in names:
-            stages.setdefault(name, []).append(stage)
-    return [
+class _InStage(NamedTuple):
+    """A parameter of a stage: its digest if other stages may have a copy, the name of the original if it is one."""
+
+    digest: TensorDigest
+    copy_of: str
+
+
+def _over_stages(model: nn.Module, pipeline: ProcessGroup) -> list[str]:
+    """Returns a sentence for each parameter that several stages have under one name, and for each declared copy that
+    differs from its original.
+
+    Communicates: one exchange over the pipeline, of 100 bytes per parameter.
+    """
+    params = {name: param for name, param in model.named_parameters() if not param.is_meta}
+    own, copies = dict[str, _InStage](), copies_in(model)
+    digests = tensor_digests(local_tensor(param) for param in params.values())
+    for (name, param), digest in zip(params.items(), digests, strict=True):
+        own[resolve_fqn(model, name).name] = _InStage(digest, copies.get(id(param), ""))
+    stages = all_gather_objects(own, pipeline)
+    originals: dict[str, list[int]] = {}
+    for stage, of_stage in enumerate(stages):
+        for name, one in of_stage.items():
+            if one.copy_of != name:
+                originals.setdefault(name, []).append(stage)
+    found = [
         f"{name}: is in the stages {of} of the pipeline and must be in one: stages keep the names of the whole model"
-        for name, of in stages.items()
+        for name, of in originals.items()
         if len(of) > 1
     ]
+    for stage, of_stage in enumerate(stages):
+        for name, one in of_stage.items():
+            for other in originals.get(one.copy_of, [])[:1]:
+                if (there := stages[other][one.copy_of].digest).shape == one.digest.shape and there != one.digest:
+                    found.append(
+                        f"{name}: in stage {stage} must be equal to {one.copy_of} in stage {other}, of which it is a "
+                        "copy: sum the gradients of both over the two stages"
+                    )
+    return found
 
 
 def _findings_over(group: str, model: nn.Module, alone: list[str], batch: Batch) -> list[str]:
@@ -223,8 +252,11 @@ def _no_longer_tied(model: nn.Module, table: list[ComparedTensor]) -> Iterator[s
     """Yields a sentence for each parameter that was tied and no longer is, though one of its shape exists: ``to_empty``
     of a model on the meta device makes two parameters of one."""
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    copies = copies_in(model)
     for entry in table:
         name = entry.name.rpartition(".")[2]
+        if id(entry.tensor) in copies:  # of a parameter of another stage, as declared
+            continue
         if entry.layer is not None and name in entry.layer.tied and uses[id(entry.tensor)] == 1:
             like = [e.name for e in table if e is not entry and e.sharding == entry.sharding is not None]
             like = [e for e in like if model.get_parameter(e).shape == entry.tensor.shape]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, parallel_group
 from tp_ext.nn.module import ParallelModule
 from tp_ext.nn.stages import JoinedStages
+from tp_ext.nn.tied import copies_in
 from tp_ext.sharding import Layout, Sharding
 
 _ALONE = ParallelGroup("", 1, 0)
@@ -71,12 +72,14 @@ class ResolvedParameter(NamedTuple):
         owner: the module that holds it.
         local: its name in ``owner``.
         layout: its layout.
+        copy: whether it is a declared copy of another stage's parameter, and ``name`` that of the original.
     """
 
     name: str
     owner: nn.Module
     local: str
     layout: Layout
+    copy: bool = False
 
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's CheckpointWrapper takes it out of the keys, not out of the names
@@ -121,12 +124,13 @@ def resolve_optimizer(
     model: nn.Module, optimizer: Optimizer, group: ParallelGroup = _ALONE
 ) -> Iterator[tuple[Tensor, ResolvedParameter, dict[str, Any]]]:
     """Yields the parameters of the optimizer in order, each resolved, with the parameter group that holds it. One that
-    has several names is resolved by the first.
+    has several names is resolved by the first; a declared copy of another stage's (:func:`declare_tied`) has the name
+    of the original.
 
     Raises:
         ValueError: the optimizer holds a parameter that is not the model's; see :func:`resolve_fqn`.
     """
-    keys = {param: key for key, param in model.named_parameters()}
+    keys, copies = {param: key for key, param in model.named_parameters()}, copies_in(model)
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             if param not in keys:
@@ -134,7 +138,10 @@ def resolve_optimizer(
                     f"optimizer: a parameter of shape {tuple(param.shape)} must be one of the module's; "
                     "under FSDP2 optimizers are made after fully_shard"
                 )
-            yield param, resolve_fqn(model, keys[param], group), param_group
+            found = resolve_fqn(model, keys[param], group)
+            if id(param) in copies:
+                found = found._replace(name=copies[id(param)], copy=True)
+            yield param, found, param_group
 
 
 _OF_THE_WHOLE = {"_SpectralNorm", "_Orthogonal"}  # torch.nn.utils.parametrizations, of the whole matrix

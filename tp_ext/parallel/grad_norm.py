@@ -25,6 +25,7 @@ from tp_ext.mesh import MeshAxes, mesh_axes
 from tp_ext.nn.fqn import layouts
 from tp_ext.nn.model_groups import ModelGroups, groups_of, model_groups
 from tp_ext.nn.stages import Stages, joined
+from tp_ext.nn.tied import copies_in
 from tp_ext.sharding import Layout
 
 Given = Stages | Iterable[Tensor] | Tensor
@@ -65,9 +66,10 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ValueError(f"max_norm: {max_norm} must be at least 0")
     over = _axes_over(group, mesh, extra_groups)
-    groups, table = _table(parameters_or_module, over)
+    groups, table, copies = _table(parameters_or_module, over)
     _refuse_tangents(table)
-    exact = _norm(table, float(norm_type), groups, extra_groups if mesh is None else over.pp.name, exclude, foreach)
+    skipped = {*copies, *map(id, exclude)}
+    exact = _norm(table, float(norm_type), groups, extra_groups if mesh is None else over.pp.name, skipped, foreach)
     total = _checked(exact, table, norm_type, error_if_nonfinite)
     # Each only once, even if given twice: the kernel processes all at the same time
     stored = {id(grad): grad for _, _, terms in table for grad in terms}
@@ -105,7 +107,8 @@ def grad_norm(
         extra_groups: one or several other groups whose ranks hold different parameters, such as a pipeline's,
             ``mesh["pp"]``. FSDP2's data axes are known from its parameters; do not list DDP's.
         exclude: parameters that this rank does not count, since a rank of ``extra_groups`` counts them: those of the
-            second of two stages that hold copies of one tied weight, with the same gradient.
+            second of two stages that hold copies of one tied weight, with the same gradient. Copies that
+            :func:`declare_tied` has declared are excluded by themselves.
         error_if_nonfinite: as torch.
         foreach: None or True: the squares of all tensors are added in one pass, in fp64, whatever their dtypes
             (``norm_type=2``; other orders as torch). False: tensor by tensor, as torch.
@@ -124,9 +127,10 @@ def grad_norm(
         NotImplementedError: a gradient has a tangent (forward-mode AD).
     """
     over = _axes_over(group, mesh, extra_groups)
-    groups, table = _table(parameters_or_module, over)
+    groups, table, copies = _table(parameters_or_module, over)
     _refuse_tangents(table)
-    total = _norm(table, float(norm_type), groups, extra_groups if mesh is None else over.pp.name, exclude, foreach)
+    skipped = {*copies, *map(id, exclude)}
+    total = _norm(table, float(norm_type), groups, extra_groups if mesh is None else over.pp.name, skipped, foreach)
     return _checked(total, table, norm_type, error_if_nonfinite)
 
 
@@ -140,13 +144,12 @@ def _norm(
     norm_type: float,
     groups: ModelGroups,
     extra_groups: Groups,
-    exclude: Iterable[Tensor],
+    skipped: set[int],
     foreach: bool | None,
 ) -> Tensor:
-    """Computes the norm in fp64, the same on all ranks."""
+    """Computes the norm in fp64, the same on all ranks, without the parameters of these ids."""
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
-    skipped = {id(param) for param in exclude}
     tp = _axes([axis.name for axis in groups.axes])
     last = tp | _axes(_listed(extra_groups))  # over which the total is reduced at the end
     axes: dict[DeviceMesh | None, dict[tuple[int, ...], str]] = {None: {}}
@@ -298,8 +301,8 @@ def _axes_over(group: Group, mesh: DeviceMesh | None, extra_groups: Groups) -> M
     return mesh_axes(group, mesh)
 
 
-def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row]]:
-    """Returns the groups that ``given`` is sharded over, and the rows."""
+def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row], Iterable[int]]:
+    """Returns the groups that ``given`` is sharded over, the rows, and the ids of copies of another stage's."""
     if isinstance(given, list | tuple) and any(isinstance(one, nn.Module) for one in given):
         given = joined(given)
     group = axes.group
@@ -307,7 +310,8 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row]]:
         named = dict(given.named_parameters())
         groups = model_groups(given, group, axes.named)
         table = layouts(given, group=groups.default.name)
-        return groups, [(named[name], layout, _gradient_terms(named[name])) for name, layout in table]
+        rows: list[_Row] = [(named[name], layout, _gradient_terms(named[name])) for name, layout in table]
+        return groups, rows, copies_in(given)
     over = parallel_group(group)
     params = [given] if isinstance(given, Tensor) else list(cast(Iterable[Tensor], given))
     for param in params:
@@ -323,7 +327,8 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row]]:
             )
     if None in known:
         layer_group(group, "grad_norm of parameters")  # for its warning
-    return groups, [(one, found or Layout(), _gradient_terms(one)) for one, found in zip(params, known, strict=True)]
+    rows = [(one, found or Layout(), _gradient_terms(one)) for one, found in zip(params, known, strict=True)]
+    return groups, rows, ()
 
 
 def _layout_of_bare(param: Tensor, group: Group) -> Layout | None:

@@ -1,0 +1,63 @@
+"""Weights tied over the stages of a pipeline: a parameter of a stage that is a copy of another stage's."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+
+def declare_tied(stage: nn.Module, copies: Mapping[str, str]) -> None:
+    """Declares that parameters of a stage are copies of parameters of another stage, kept equal by the training: those
+    of an LM head on the last stage, ``{"head.weight": "embedding.weight"}``, whose embedding is on the first.
+
+    The model is then the one in which both are one parameter. Norms count it once. Full states have one tensor under
+    both names, an export one entry, a checkpoint both names; all of them load where the two are one parameter, and the
+    other way. The state of the optimizer is under the name of the original. The two have the same gradient, summed over
+    both stages, and the same options of the optimizer; then they stay equal, which ``tp_ext.debug.check(mesh=mesh)``
+    compares.
+
+    Args:
+        stage: the stage that holds the copies, before any wrapper renames its parameters.
+        copies: the name of a parameter of the stage -> the name in the whole model of that which it is a copy of. Both
+            may be the same, for a copy that has no name of its own in the whole model. A parameter that is the
+            original itself, as in a stage that holds both ends and ties them, is no copy.
+
+    Communicates nothing.
+
+    Raises:
+        ValueError: the stage has no such parameter. TypeError: the original is not given by its name.
+    """
+    for name, original in copies.items():
+        if not isinstance(original, str):
+            raise TypeError(f"copies: {name!r} is {type(original).__name__} and must be the name of a parameter")
+        owner = dict(stage.named_modules()).get(name.rpartition(".")[0])
+        local = name.rpartition(".")[2]
+        if owner is None or owner._parameters.get(local) is None:
+            known = [one for one, _ in stage.named_parameters()]
+            raise ValueError(f"copies: {name!r} must be a parameter of the stage, one of {known}")
+        owner.tp_copies = {**_declared(owner), local: original}
+
+
+def copies_in(model: nn.Module) -> dict[int, str]:
+    """Returns the parameters that are declared copies, by id: the name of the original of each.
+
+    Raises:
+        ValueError: a module no longer has a parameter that was declared, for example since it is parametrized.
+    """
+    found: dict[int, str] = {}
+    for module in model.modules():
+        for local, original in _declared(module).items():
+            param = module._parameters.get(local)
+            if param is None:
+                raise ValueError(f"module: {local!r}, a copy of {original!r}, must still be a parameter of its module")
+            found[id(param)] = original
+    if found:
+        for module in model.modules():
+            for local, param in module._parameters.items():
+                if param is not None and local not in _declared(module):
+                    found.pop(id(param), None)  # the original itself
+    return found
+
+
+def _declared(module: nn.Module) -> dict[str, str]:
+    own: dict[str, str] = module.__dict__.get("tp_copies", {})
+    return own
