@@ -88,6 +88,7 @@ def _load(group, sizes, both_ends, tied, path):
         tp_ext.load_full_optimizer_state_dict(model, its_optimizer, want_states)
         step(made, optimizer, model, its_optimizer, mesh)
         close_states(made, optimizer, model, its_optimizer, mesh)
+        tp_ext.debug.check(made, mesh=mesh)  # copies of tied weights are still equal
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])

@@ -193,7 +193,7 @@ VOCABULARY = [
     ("loss(g, reduction='average')", ValueError, "reduction: 'average' must be one of"),
     ("loss(g, gradient_reduction='average')", ValueError, "gradient_reduction: 'average' must be one of"),
     ("loss(g, mean_over=g, reduction='sum')", ValueError, "mean_over: must not be given with reduction='sum'"),
-    ("loss(g, mean_over=init_device_mesh('cpu', (1, 2), mesh_dim_names=('a', 'b')))", ValueError, "mean_over: a mesh"),
+    ("loss(g, mean_over=init_device_mesh('cpu', (1, 2), mesh_dim_names=('a', 'b')))", ValueError, "mesh: its axes"),
     ("loss(g, label_smoothing=1.5)", ValueError, r"label_smoothing: 1.5 must be in \[0, 1\]"),
     ("loss(g, label_smoothing=float('nan'))", ValueError, "label_smoothing: nan must be in"),
     ("loss(g, z_loss=-1.0)", ValueError, "z_loss: -1 must be at least 0"),

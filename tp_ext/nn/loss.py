@@ -1,7 +1,6 @@
 """Cross-entropy over logits whose vocabulary is sharded over the ranks."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,14 +9,13 @@ from torch.distributed import DeviceMesh
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
+from tp_ext.mesh import mesh_axes
 from tp_ext.nn.module import check_positive
 from tp_ext.nn.same_input import DebugMode, compare_input
 from tp_ext.sharding import split_sizes
 
 REDUCTIONS = ("none", "mean", "sum")
 GRADIENT_REDUCTIONS = ("mean", "sum")
-DATA_AXES = ("dp", "cp")
-"""The axes of a mesh whose ranks have different tokens."""
 
 
 def vocab_parallel_cross_entropy(
@@ -31,7 +29,7 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
     inplace_backward: bool = False,
-    mean_over: Group | Sequence[Group] = None,
+    mean_over: Group | list[Group] = None,
     gradient_reduction: str = "mean",
 ) -> Tensor:
     """Computes ``F.cross_entropy`` over the full vocabulary, plus ``z_loss * logsumexp(logits)^2``, per row.
@@ -53,9 +51,10 @@ def vocab_parallel_cross_entropy(
         reduction: ``none`` (the shape of target), ``mean`` over the rows that are not ignored (0 if all are), ``sum``.
         inplace_backward: the gradient overwrites the logits; a second backward is then refused.
         mean_over: the ranks that have other tokens of the same step: a group, several groups that are axes of one mesh,
-            or a mesh with axes ``dp`` or ``cp``. The loss is then the mean over the rows of all of them that are not
-            ignored, however many each has, and the same number on every rank. It is that of one call: microbatches with
-            different numbers of such rows need ``reduction="sum"`` and the count of the step.
+            or a mesh (:func:`tp_ext.init_mesh`), for its axes ``dp`` and ``cp``. The loss is then the mean over the
+            rows of all of them that are not ignored, however many each has, and the same number on every rank. It is
+            that of one call: microbatches with different numbers of such rows need ``reduction="sum"`` and the count of
+            the step.
         gradient_reduction: how data parallelism combines the gradients of these ranks: ``mean`` (DDP, FSDP2) or
             ``sum``. In either case the combined gradient is that of the loss.
 
@@ -68,7 +67,7 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: full logits at p > 1, shapes that do not match, an unknown reduction, a smoothing outside [0, 1];
-            ``mean_over`` with another reduction than ``mean``, or a mesh without an axis ``dp`` or ``cp``.
+            ``mean_over`` with another reduction than ``mean``, or a mesh with other axes than :func:`tp_ext.init_mesh`.
             On every rank, after the exchange: widths or ``vocab_size`` that do not form one vocabulary (CPU; a device
             assert on CUDA).
         IndexError: a target outside the vocabulary (CPU; a device assert on CUDA); without ``vocab_size`` after the
@@ -106,15 +105,12 @@ def vocab_parallel_cross_entropy(
     return _global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
 
 
-def _data_axes(mean_over: Group | Sequence[Group]) -> list[ParallelGroup]:
+def _data_axes(mean_over: Group | list[Group]) -> list[ParallelGroup]:
     """Returns the groups of several ranks over which the mean is taken."""
     if isinstance(mean_over, DeviceMesh) and mean_over.ndim > 1:
-        names = mean_over.mesh_dim_names or ()
-        axes = [parallel_group(mean_over[name]) for name in DATA_AXES if name in names]
-        if not axes:
-            raise ValueError(f"mean_over: a mesh with axes {names} must have one of {DATA_AXES}")
+        axes = list(mesh_axes(NOT_GIVEN, mean_over).data)
     else:
-        axes = [parallel_group(one) for one in (mean_over if isinstance(mean_over, list | tuple) else [mean_over])]
+        axes = [parallel_group(one) for one in (mean_over if isinstance(mean_over, list) else [mean_over])]
     return [axis for axis in axes if axis.size > 1]
 
 
@@ -171,7 +167,7 @@ class VocabParallelCrossEntropy(nn.Module):
         z_loss: float = 0.0,
         reduction: str = "mean",
         inplace_backward: bool = False,
-        mean_over: Group | Sequence[Group] = None,
+        mean_over: Group | list[Group] = None,
         gradient_reduction: str = "mean",
     ) -> None:
         super().__init__()
