@@ -172,6 +172,15 @@ ATTENTION = [
     ("RotaryEmbedding(8)(ones(4, 2, 8), ids[:3])", ValueError, r"positions: shape \(3,\) must be .*\(4,\)"),
     ("RotaryEmbedding(8)(ones(4, 2, 7), ids)", ValueError, r"x: shape \(4, 2, 7\) must be .*head_dim = 8"),
 ]
+CONTEXT = [
+    ("ContextLayout([4], group='nobody')", ValueError, "group: 'nobody' must be the name"),
+    ("ContextLayout(batch=2, group=g)", ValueError, "lengths: None must be given, or batch = 2 and seq = None must be"),
+    ("ContextLayout([4, -2], group=g)", ValueError, "lengths: -2 must not be negative"),
+    ("ContextLayout([4.0], group=g)", TypeError, "lengths: 4.0 must be an integer"),
+    ("ContextLayout([4], group=g).shard(ones(5))", ValueError, "x: 5 elements in dim 0 must be the 4 tokens"),
+    ("ContextLayout([4], group=g).unshard(ones(4))", ValueError, "x: 4 elements in dim 0 must be the 2 tokens"),
+    ("ContextLayout([4], group=g).unshard(ones(4), 1)", IndexError, r"dim: 1 must be in \[-1, 1\)"),
+]
 VOCABULARY = [
     ("Embedding(1, 4, group=g)", ValueError, "vocab_size: 1 must be at least the number of ranks, p = 2"),
     ("Embedding(0, 4, group=g)", ValueError, "num_embeddings: 0 must be"),
@@ -356,7 +365,7 @@ def _call(group, text):
     ("text", "exception", "match"),
     [
         pytest.param(*case, id=case[0])
-        for case in GROUPS + REGIONS + LINEARS + ATTENTION + VOCABULARY + BY_POSITION + REST
+        for case in GROUPS + REGIONS + LINEARS + ATTENTION + CONTEXT + VOCABULARY + BY_POSITION + REST
     ],
 )
 def test_bad_input(text, exception, match):

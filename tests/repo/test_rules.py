@@ -138,6 +138,11 @@ def _loss(by_module: bool) -> Callable[[Any], Callable[[Tensor], Tensor]]:
     return make
 
 
+def _layout(group: Any) -> Callable[[Tensor], Tensor]:
+    """Of one sequence, in contiguous shards as torch's tensor_split."""
+    return tp_ext.ContextLayout([TOKENS], group=_key(group), balance=False).unshard
+
+
 def _token(name: str) -> Callable[[Any], Callable[[Tensor], Tensor]]:
     def make(group: Any) -> Callable[[Tensor], Tensor]:
         key = _key(group)
@@ -193,6 +198,7 @@ SUBJECTS = {
     "ParallelAttention": Subject(
         _module(lambda g: tp_ext.ParallelAttention(HIDDEN, HEADS, rope=100.0, group=g), batch_size=1)
     ),
+    "ContextLayout": Subject(_layout, x_dim=0),
     "VocabParallelEmbedding": Subject(_embedding, (VOCAB, HIDDEN), x_dim=0),
     "VocabParallelLMHead": Subject(_module(lambda g: tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, group=g)), y_dim=-1),
     "VocabParallelCrossEntropy": Subject(_loss(True), **_LOGITS),
