@@ -152,6 +152,16 @@ TORCH_LIBRARY(tp_ext, m) {
       "positions=None) -> Tensor",
       tags);
 
+  // Attention of q, k, v [batch, tokens_local, heads_local, head_dim], whose tokens are cut over the
+  // group: chunks are the lengths of chunks_per_sequence chunks of each sequence (context_tiles.h).
+  // Keys and values travel round a ring, or are gathered. seeds [sequences]: of the dropout masks,
+  // by the index in num_heads heads of the full layer, of which first_head is the first one here
+  m.def(
+      "context_attention(Tensor q, Tensor k, Tensor v, Tensor? seeds, str group, bool ring, int[] "
+      "chunks, int chunks_per_sequence, bool causal, float scale, int? sliding_window=None, "
+      "float? softcap=None, float dropout=0.0, int num_heads=0, int first_head=0) -> Tensor",
+      tags);
+
   // Randomness by global index: element i of a contiguous local tensor is element
   // (i / local_inner) * full_inner + offset + i % local_inner of the full one
   m.def(

@@ -21,6 +21,8 @@ TYPES = {
     "bool": bool,
     "int": int,
     "float": float,
+    "Optional[int]": int | None,
+    "Optional[float]": float | None,
     "List[int]": Sequence[int],
     "Optional[List[int]]": Sequence[int] | None,
     "Optional[List[float]]": Sequence[float] | None,

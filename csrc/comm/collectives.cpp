@@ -9,6 +9,7 @@
 
 #include "comm/group_name.h"
 #include "comm/pack.h"
+#include "comm/rotate.h"
 #include "comm/symmetric_memory.h"
 
 namespace tp_ext::comm {
@@ -99,9 +100,9 @@ Work issue_reduce_scatter(const ProcessGroup& group, Tensor& out, Tensor& x, boo
 }
 
 Work issue_all_to_all(const ProcessGroup& group, Tensor& out, Tensor& x,
-                      std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
+                      std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes, bool async) {
   c10d::AllToAllOptions options;
-  options.asyncOp = false;
+  options.asyncOp = async;
   return group->alltoall_base(out, x, out_sizes, in_sizes, options);
 }
 #pragma GCC diagnostic pop
@@ -304,9 +305,34 @@ Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, 
     }
     out = at::empty({incoming}, x.options());
     Tensor from = in;
-    finish(issue_all_to_all(pg, out, from, received_ints, sent_ints));
+    finish(issue_all_to_all(pg, out, from, received_ints, sent_ints, false));
   }
   return concatenate_flat(out, shape, concat_dim, concat);
+}
+
+// An all-to-all whose blocks are empty but for those of the neighbours: torch's compiler knows no
+// send and receive
+Pending rotate_async(const Tensor& x, const std::string& group, c10::SymIntArrayRef shape) {
+  const auto pg = resolve(group);
+  const int64_t p = pg->getSize(), rank = pg->getRank(), next = (rank + 1) % p;
+  const int64_t before = (rank + p - 1) % p;
+  const Tensor in = x.contiguous().view(-1);
+  SymInt incoming = 1;
+  for (const auto& size : shape) incoming = incoming * size;
+  const auto then = [shape = shape.vec()](const Tensor& flat) { return flat.view_symint(shape); };
+  if (traced(x)) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_to_all_single", "");
+    std::vector<SymInt> sent(p, 0), received(p, 0);
+    sent[next] = in.sym_numel(), received[before] = incoming;
+    return Pending(functional(op, in, received, sent, bare_name(group)), nullptr, then);
+  }
+  BelowAutograd below;
+  std::vector<int64_t> sent(p, 0), received(p, 0);
+  sent[next] = in.numel(), received[before] = incoming.guard_int(__FILE__, __LINE__);
+  Tensor out = at::empty({received[before]}, x.options()), from = in;
+  auto work = issue_all_to_all(pg, out, from, received, sent, true);
+  return Pending(std::move(out), std::move(work), then);
 }
 
 }  // namespace tp_ext::comm

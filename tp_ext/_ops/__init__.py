@@ -18,6 +18,7 @@ from tp_ext._ops.activation import (
     gated_act_fwd,
 )
 from tp_ext._ops.binding import Sizes
+from tp_ext._ops.context import context_attention
 from tp_ext._ops.linear import (
     accumulate_grad_into,
     add_weight_grad_,
