@@ -15,8 +15,8 @@ from tp_ext.checkpoint.reader import CheckpointReader
 from tp_ext.checkpoint.safetensors import load_safetensors, save_safetensors
 from tp_ext.checkpoint.sharded import sharded_state_dict
 from tp_ext.checkpoint.sharded_load import load_sharded_state_dict
-from tp_ext.mesh import init_mesh
 from tp_ext.context_layout import ContextLayout
+from tp_ext.mesh import init_mesh
 from tp_ext.nn.attention import ParallelAttention
 from tp_ext.nn.coalesce import coalesce_gradients, uncoalesce_gradients
 from tp_ext.nn.dropout import Dropout, dropout

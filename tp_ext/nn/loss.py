@@ -178,7 +178,7 @@ class VocabParallelCrossEntropy(nn.Module):
         self.z_loss = z_loss
         self.reduction = reduction
         self.inplace_backward = inplace_backward
-        self.mean_over = [axis.name for axis in _data_axes(mean_over)]
+        self.mean_over: list[Group] = [axis.name for axis in _data_axes(mean_over)]
         self.gradient_reduction = gradient_reduction
 
     def __setstate__(self, state: dict[str, Any]) -> None:
