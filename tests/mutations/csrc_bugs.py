@@ -147,8 +147,8 @@ LINEARS = [
     _bug(
         "main_grad_overwritten",
         "autograd/main_grad.cpp",
-        'ctx->saved_data["main_grad"].toTensor().add_(grads[0]);',
-        'ctx->saved_data["main_grad"].toTensor().copy_(grads[0]);',
+        "main_grad.add_(grads[0]);",
+        "main_grad.copy_(grads[0]);",
         "The second microbatch overwrites the gradient of the first.",
         "nn/test_linear_main_grad.py::test_a_second_gradient_is_added_to_main_grad",
     ),

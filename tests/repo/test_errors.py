@@ -373,7 +373,7 @@ def test_bad_input(text, exception, match):
 
 
 def test_every_public_name_is_here():
-    texts = " ".join(case[0] for case in GROUPS + REGIONS + LINEARS + ATTENTION + VOCABULARY + REST)
+    texts = " ".join(case[0] for case in GROUPS + REGIONS + LINEARS + ATTENTION + CONTEXT + VOCABULARY + REST)
     spelled = {value: name for name, value in NAMES.items()} | {
         tp_ext.vocab_parallel_cross_entropy: "loss",
         tp_ext.load_full_state_dict: "load",
