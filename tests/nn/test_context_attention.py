@@ -198,7 +198,9 @@ def test_each_exchange_begins_before_the_attention_to_the_block_at_hand():
 
 def _compiled(group, context, options):
     layout = ContextLayout([9, 0, 5], group=group)
-    inputs = [layout.shard(t).requires_grad_() for t in drawn(14, (4, 4), 8, torch.float64)[:3]]
+    # The fake of the flash kernel of torch 2.11 gives fp32 for the log-sum-exps of fp64
+    dtype, bound = (torch.float64, 1e-13) if torch.__version__ >= "2.12" else (torch.float32, 1e-6)
+    inputs = [layout.shard(t).requires_grad_() for t in drawn(14, (4, 4), 8, dtype)[:3]]
 
     def f(q, k, v):
         return context_attention(q, k, v, layout, context, AttentionOptions(**options))
@@ -208,7 +210,7 @@ def _compiled(group, context, options):
         return [y, *torch.autograd.grad(y.sin().sum(), inputs)]
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(results(compiled), results(f), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(results(compiled), results(f), rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
