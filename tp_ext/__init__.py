@@ -109,5 +109,5 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Returns the public names and public modules, not the modules that define the names."""
-    public = {*__all__, "group", "megatron", "mesh", "random", "regions", "sharding"}
+    public = {*__all__, "group", "megatron", "mesh", "parallel", "random", "regions", "sharding"}
     return sorted(name for name in globals() if name in public or name.startswith("__"))

@@ -2,7 +2,11 @@
 
 from tests.mutations.mutation import Mutation
 
-LAYOUT, FUNCTION = "test_context_layout.py", "nn/test_context_attention.py"
+LAYOUT, FUNCTION, LAYER = (
+    "test_context_layout.py",
+    "nn/test_context_attention.py",
+    "nn/test_attention_context.py",
+)
 
 CONTEXT_BUGS = [
     Mutation(
@@ -60,5 +64,13 @@ CONTEXT_BUGS = [
         "(head * length + tile.q_start) * length",
         "All blocks of keys have the dropout masks of the first.",
         (f"{FUNCTION}::test_dropout_masks_are_those_of_one_rank",),
+    ),
+    Mutation(
+        "sum_gradients_missing",
+        "tp_ext/parallel/gradient_sum.py",
+        "dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=pg)",
+        "pass",
+        "Ranks with different sets of gradients sum different parameters.",
+        (f"{LAYER}::test_sum_gradients",),
     ),
 ]

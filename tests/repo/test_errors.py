@@ -23,6 +23,12 @@ def attention(group, **options):
     return tp_ext.ParallelAttention(8, 4, group=group, **options)
 
 
+def context(group, lengths=(4, 2), way="ring", **options):
+    """Attention over a context group, and a layout of it."""
+    layer = tp_ext.ParallelAttention(8, 4, group=None, context_group=group, context=way, **options)
+    return lambda x, **call: layer(x, **{"layout": tp_ext.ContextLayout(list(lengths), group=group)} | call)
+
+
 def load(group, **changes):
     state = {k: v for k, v in ({"weight": ones(6, 4), "bias": ones(6)} | changes).items() if v is not None}
     tp_ext.load_full_state_dict(tp_ext.ColumnParallelLinear(4, 6, group=group), state, group=group)
@@ -52,6 +58,7 @@ def load_optimizer(group, params=("weight", "bias"), state=None):
 
 NAMES = {name: getattr(tp_ext, name) for name in tp_ext.__all__} | {
     "nn": nn,
+    "parallel": tp_ext.parallel,
     "Column": tp_ext.ColumnParallelLinear,
     "Row": tp_ext.RowParallelLinear,
     "MLP": tp_ext.ParallelMLP,
@@ -180,6 +187,21 @@ CONTEXT = [
     ("ContextLayout([4], group=g).shard(ones(5))", ValueError, "x: 5 elements in dim 0 must be the 4 tokens"),
     ("ContextLayout([4], group=g).unshard(ones(4))", ValueError, "x: 4 elements in dim 0 must be the 2 tokens"),
     ("ContextLayout([4], group=g).unshard(ones(4), 1)", IndexError, r"dim: 1 must be in \[-1, 1\)"),
+    ("context(g, way='star')", ValueError, "context: 'star' must be one of ring, all_gather, ulysses"),
+    ("context(g, attend=3)", TypeError, "attend: 3 must be a callable on q, k, v and a ContextLayout"),
+    ("context(g, dropout=0.1, exact_dropout=False)", ValueError, "exact_dropout: False must not be combined"),
+    ("context(g, way='ulysses', num_kv_heads=4, head_dim=2)(ones(3, 7))", ValueError, r"x: shape \[3, 7\] must end"),
+    ("context(g)(ones(4, 8))", ValueError, r"x: shape \(4, 8\) must be \[3, hidden\] or \[1, 3, hidden\]"),
+    ("context(g)(ones(3, 8), layout=None)", ValueError, "layout: must be given with a context_group of 2 ranks"),
+    ("context(g)(ones(3, 8), layout=[4, 2])", TypeError, r"layout: \[4, 2\] must be a ContextLayout"),
+    ("context(g)(ones(6, 8), layout=ContextLayout([4, 2], group=None))", ValueError, "layout: its group '' must be"),
+    ("context(g)(ones(3, 8), batch_size=1)", ValueError, "batch_size: 1 must not be combined with layout"),
+    ("context(g)(ones(3, 8), cu_seqlens=[0, 3])", ValueError, r"cu_seqlens: \[0, 3\] must not be combined"),
+    ("context(g)(ones(3, 8), total_tokens=6)", ValueError, "total_tokens: 6 must not be combined"),
+    ("context(g)(ones(3, 8), attn_mask=ones(3, 3))", ValueError, "attn_mask: must not be combined with layout"),
+    ("context(g)(ones(3, 8), cache=KVCache(1, 9, 4, 2))", ValueError, "cache: must come with a layout of batch="),
+    ("parallel.sum_gradients([3], g)", TypeError, "model: int must be a parameter"),
+    ("parallel.sum_gradients(nn.Linear(2, 2), 3)", TypeError, "group: 3 must be"),
 ]
 VOCABULARY = [
     ("Embedding(1, 4, group=g)", ValueError, "vocab_size: 1 must be at least the number of ranks, p = 2"),

@@ -1,14 +1,16 @@
 """Multi-head self-attention with its heads sharded over the ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tp_ext import _ops
-from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.context_layout import ContextLayout
+from tp_ext.group import NOT_GIVEN, Group, parallel_group
+from tp_ext.nn.context_attention import AttentionOptions, check_context, check_layout, context_attention
 from tp_ext.nn.kv_cache import KVCache
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.module import ParallelModule, check_positive
@@ -17,6 +19,9 @@ from tp_ext.nn.rotary import RotaryEmbedding, packed_positions, sequence_lengths
 from tp_ext.nn.scaled_dot_product import attention
 from tp_ext.random import Init, OwnRandomNumbers, draw_seed
 from tp_ext.sharding import head_parts
+
+Attend = Callable[[Tensor, Tensor, Tensor, ContextLayout], Tensor]
+"""Attention of q, k, v ``[batch, seq_local, heads_local, head_dim]`` over a context group -> q's shape."""
 
 
 class ParallelAttention(ParallelModule):
@@ -32,7 +37,7 @@ class ParallelAttention(ParallelModule):
     Communicates: one all-reduce forward, one backward; SP: an all-gather and a reduce-scatter each way. With fewer KV
     heads than ranks, backward, one all-reduce of the gradient of k's and v's weights, and of their bias; with
     ``qk_norm``, backward, one for each of the two norm weights; for an ``attn_mask`` that requires grad, one of its
-    gradient.
+    gradient. Over the context group: see :func:`tp_ext.nn.context_attention.context_attention`.
 
     Args:
         hidden_size, num_heads: of the full block.
@@ -50,6 +55,15 @@ class ParallelAttention(ParallelModule):
         exact_dropout: uses the masks of the unsharded model, by an explicit attention that keeps the weights
             (``seq^2`` numbers per head). False: torch's fused attention, with different masks on each rank (with
             ``softcap`` the explicit attention nevertheless).
+        context_group: the ranks over which the tokens of each sequence are cut, by the ``layout`` of ``forward``. They
+            hold the same parameters; each has the gradient of its own tokens, see
+            :func:`tp_ext.parallel.sum_gradients`.
+        context: how keys and values reach the queries of other ranks: ``"ring"``, from rank to rank during the
+            attention to those at hand; ``"all_gather"``, at once, for short sequences; ``"ulysses"``, by all-to-alls
+            that give each rank all tokens of some heads, for which it needs at least as many heads as ranks.
+        attend: computes attention over the context group instead: a callable on q, k, v ``[batch, seq_local,
+            heads_local, head_dim]`` (normalised, rotated; packed sequences have batch 1) and the layout. All options
+            of the scores are its own affair.
         group, sequence_parallel, grad_accumulation_fusion, overlap_chunks, init: as :class:`ColumnParallelLinear`.
 
     Raises:
@@ -74,6 +88,9 @@ class ParallelAttention(ParallelModule):
         scale: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        context_group: Group = None,
+        context: str = "ring",
+        attend: Attend | None = None,
         group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
         grad_accumulation_fusion: bool = False,
@@ -115,6 +132,8 @@ class ParallelAttention(ParallelModule):
         self.causal, self.rope = causal, rope
         self.scale, self.sliding_window, self.softcap = scale, sliding_window, softcap
         self.dropout, self.exact_dropout = dropout, exact_dropout
+        self.context_group, self.context, self.attend = parallel_group(context_group), context, attend
+        self._check_context_options()
 
         options: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
         linear = {"init": init, "sequence_parallel": sequence_parallel, "overlap_chunks": overlap_chunks, **options}
@@ -137,6 +156,7 @@ class ParallelAttention(ParallelModule):
         cache: KVCache | None = None,
         cos_sin: tuple[Tensor, Tensor] | None = None,
         attn_mask: Tensor | None = None,
+        layout: ContextLayout | None = None,
     ) -> Tensor:
         """Computes y from x.
 
@@ -155,7 +175,19 @@ class ParallelAttention(ParallelModule):
                 to ``[batch, num_heads, seq, seq]``: all heads or 1. With ``cache`` the last dim is the keys, those in
                 the cache and the new ones, or all ``max_seq`` slots of a static one. Not with ``cu_seqlens``. A query
                 that may attend to no key gets 0. Its gradient is complete on every rank.
+            layout: how the tokens of each sequence are cut over ``context_group``: x has this rank's tokens, ``[batch,
+                seq_local, hidden]`` or ``[tokens_local, hidden]`` in its order, under SP of these the shard on dim 0.
+                It replaces ``batch_size``, ``cu_seqlens`` and ``total_tokens``; not with ``attn_mask``. An empty
+                ``cache`` gets the keys of all ranks, so that each of them can go on alone, without a layout.
         """
+        if layout is not None:
+            given = {"batch_size": batch_size, "cu_seqlens": cu_seqlens, "total_tokens": total_tokens}
+            check_layout(layout, self.context_group, given)
+            if attn_mask is not None:
+                raise ValueError("attn_mask: must not be combined with layout")
+            return self._forward_over_context(x, layout, cache, cos_sin)
+        if self.context_group.size > 1 and cache is None:
+            raise ValueError(f"layout: must be given with a context_group of {self.context_group.size} ranks")
         self._check_layout(x, batch_size, cu_seqlens)
         # Before the first collective, so that no rank waits for one that has raised
         tokens = self._tokens(x, total_tokens)
@@ -192,6 +224,70 @@ class ParallelAttention(ParallelModule):
         features = self.num_heads_local * self.head_dim
         y: Tensor = self.out(attended.reshape(*qkv.shape[:-1], features), total_tokens)
         return y
+
+    def _forward_over_context(
+        self, x: Tensor, layout: ContextLayout, cache: KVCache | None, cos_sin: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        batch, tokens = layout.batch or 1, layout.sizes[self.context_group.rank]
+        seq = tokens // batch
+        self._check_context_input(x, layout, tokens)
+        if cos_sin is not None:
+            self._check_tables(cos_sin[0], seq, tokens)
+        if cache is not None:
+            self._check_prefill(cache, layout)
+        total_tokens = tokens if self.sequence_parallel else None
+        qkv = self.qkv(x, total_tokens)
+        rows = qkv.reshape(-1, qkv.shape[-1])
+        if cos_sin is None and self.rope is not None:
+            positions = layout.positions[:seq].to(rows.device)  # of one sequence of a batch; of all packed ones
+            cos_sin = self.rope.cos_sin(positions, rows.dtype, length=max(layout.lengths, default=0))
+        tables = None if cos_sin is None else (*cos_sin, None)
+        same = tables is None or tables[0].shape[0] == seq
+        heads = self._heads(rows, (batch, seq) if same else (tokens,), tables)
+        q, k, v = (t.reshape(batch, seq, t.shape[-2], t.shape[-1]) for t in heads)
+        if cache is not None:
+            k_full, v_full = layout.unshard(torch.cat([k, v], 2), 1).chunk(2, 2)
+            cache.append(k_full, v_full)
+        if self.attend is not None:
+            attended = self.attend(q, k, v, layout)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            scores = (self.causal, self.scale, self.sliding_window, self.softcap, dropout)
+            options = AttentionOptions(*scores, num_heads=self.num_heads, first_head=self.first_head_local)
+            attended = context_attention(q, k, v, layout, self.context, options)
+        features = self.num_heads_local * self.head_dim
+        y: Tensor = self.out(attended.reshape(*qkv.shape[:-1], features), total_tokens)
+        return y
+
+    def _check_context_options(self) -> None:
+        check_context(self.context)
+        if self.attend is not None and not callable(self.attend):
+            raise TypeError(f"attend: {self.attend!r} must be a callable on q, k, v and a ContextLayout, or None")
+        p = self.context_group.size
+        if p > 1 and self.attend is None:
+            if self.context == "ulysses":
+                head_parts(self.num_heads_local, self.num_kv_heads_local, 1, p)  # raises if they cannot be cut
+            if self.dropout and not self.exact_dropout:
+                raise ValueError("exact_dropout: False must not be combined with dropout over a context_group")
+
+    def _check_context_input(self, x: Tensor, layout: ContextLayout, tokens: int) -> None:
+        shapes: list[tuple[int, ...]] = [(tokens,)]
+        if self.sequence_parallel:
+            sizes = self.token_sizes(tokens)
+            shapes = [(tokens if sizes is None else sizes[self.tp_group.rank],)]
+        elif layout.batch:
+            shapes.append((layout.batch, tokens // layout.batch))
+        elif layout.batch is None:
+            shapes.append((1, tokens))
+        if tuple(x.shape[:-1]) not in shapes:
+            allowed = " or ".join(str([*shape, "hidden"]) for shape in shapes).replace("'", "")
+            raise ValueError(f"x: shape {tuple(x.shape)} must be {allowed}, by the layout")
+
+    def _check_prefill(self, cache: KVCache, layout: ContextLayout) -> None:
+        if layout.batch is None:
+            raise ValueError("cache: must come with a layout of batch= and seq=, not of packed lengths")
+        self._check_cache(cache, layout.batch, max(layout.lengths, default=0), None)
+        cache.check_empty()
 
     def _tokens(self, x: Tensor, total_tokens: int | None) -> int:
         """Returns the number of tokens of all ranks together."""

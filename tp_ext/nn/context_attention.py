@@ -1,7 +1,7 @@
 """Attention over a context group: the tokens of each sequence are cut over the ranks by a :class:`ContextLayout`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.context_layout import ContextLayout, inverse_order
+from tp_ext.group import ParallelGroup
 from tp_ext.nn.scaled_dot_product import attention
 from tp_ext.random import draw_seed
 from tp_ext.sharding import Part, head_parts
@@ -109,6 +110,18 @@ def check_context(context: str) -> None:
     """Raises ValueError: ``context`` is no way to attend over a context group."""
     if context not in CONTEXTS:
         raise ValueError(f"context: {context!r} must be one of {', '.join(CONTEXTS)}")
+
+
+def check_layout(layout: ContextLayout, group: ParallelGroup, given: Mapping[str, object]) -> None:
+    """Raises unless ``layout`` is one of the context group, and nothing else is given that says the same."""
+    if not isinstance(layout, ContextLayout):
+        raise TypeError(f"layout: {layout!r} must be a ContextLayout")
+    alone = layout.group.size == group.size == 1
+    if not alone and layout.group.plain() != group.plain():
+        raise ValueError(f"layout: its group {layout.group.name!r} must be the context_group, {group.name!r}")
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}: {value} must not be combined with layout, which says the same")
 
 
 def _ulysses(

@@ -184,6 +184,34 @@ class KVCache(nn.Module):
         """Returns the number of keys for the next n tokens: cached and new ones, or all slots of a static cache."""
         return self.max_seq if self._static else self._length + n
 
+    def check_empty(self) -> None:
+        """Raises ValueError: there are tokens or padding in the cache, so that a prompt over a context group does not
+        begin at position 0."""
+        if self._padded or self.length:
+            raise ValueError(f"cache: {self.length} tokens and padding = {self._padded} must be none: reset() it")
+
+    def append(self, k: Tensor, v: Tensor, slots: Tensor | None = None) -> None:
+        """Appends the keys and values of the next n tokens, ``[batch, n, kv_heads_local, head_dim]``.
+
+        ``slots``, of a static cache: where they go, if the caller has computed it.
+
+        Raises:
+            TypeError: keys of another dtype than the cache.
+        """
+        if k.dtype != self.k.dtype:
+            raise TypeError(f"cache: dtype {self.k.dtype} must be that of the keys, {k.dtype}: new_cache(.., dtype=)")
+        n = k.shape[1]
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if self._static:
+            slots = self._slots(n) if slots is None else slots
+            self.k.index_copy_(2, slots, k)
+            self.v.index_copy_(2, slots, v)
+            self.position.add_(n)
+        else:
+            self.k.narrow(2, self._length, n).copy_(k)
+            self.v.narrow(2, self._length, n).copy_(v)
+            self._length += n
+
     def attend(
         self,
         q: Tensor,
@@ -207,28 +235,19 @@ class KVCache(nn.Module):
         Raises:
             TypeError: keys of another dtype than the cache.
         """
-        if k.dtype != self.k.dtype:
-            raise TypeError(f"cache: dtype {self.k.dtype} must be that of the keys, {k.dtype}: new_cache(.., dtype=)")
         n = q.shape[1]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         plain = not self._static and not self._padded
         first, alone = plain and self._length == 0, plain and n == 1
         # The first tokens attend as without a cache; a single one, with the keys limited to its window, needs no mask
         slots = None if first or alone else self._slots(n)
         oldest = 0
-        if self._static:
-            assert slots is not None
-            self.k.index_copy_(2, slots, k)
-            self.v.index_copy_(2, slots, v)
-            self.position.add_(n)
-            keys, values = self.k, self.v
-        else:
-            self.k.narrow(2, self._length, n).copy_(k)
-            self.v.narrow(2, self._length, n).copy_(v)
-            if sliding_window is not None:
-                oldest = max(0, self._length + 1 - sliding_window)
-            self._length += n
-            keys, values = (t.narrow(2, oldest, self._length - oldest) for t in (self.k, self.v))
+        if not self._static and sliding_window is not None:
+            oldest = max(0, self._length + 1 - sliding_window)
+        self.append(k, v, slots)
+        keys, values = self.k, self.v
+        if not self._static:
+            keys, values = (t.narrow(2, oldest, self._length - oldest) for t in (keys, values))
+        q = q.transpose(1, 2)
         if first:
             return attention(q, keys, values, mask, True, scale, sliding_window, softcap).transpose(1, 2)
         blind = mask is not None

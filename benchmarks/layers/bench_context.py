@@ -1,0 +1,116 @@
+"""Attention over a context group of two ranks, forward and backward: each way to exchange, contiguous and balanced.
+
+q [1, seq, 8, 64], k and v [1, seq, 2, 64] in fp32, causal. "dense" is torch's attention of the whole sequence in one
+process with one thread, while the ranks wait; half its time is the ceiling of two ranks with one thread each. Output
+and gradients are compared with dense before any measurement.
+"""
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import tp_ext
+from benchmarks.lib import interleave, report
+from benchmarks.lib.harness import TOLERANCE
+from benchmarks.lib.report import Record
+from tp_ext.nn.context_attention import CONTEXTS, context_attention
+
+RANKS = 2
+
+
+@functools.cache
+def inputs(seq: int) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the result."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn((1, seq, heads, 64), generator=generator) for heads in (8, 2, 2, 8))
+
+
+@functools.cache
+def dense(seq: int) -> Callable[[], list[Tensor]]:
+    *tensors, grad = inputs(seq)
+    q, k, v = (t.clone().requires_grad_() for t in tensors)
+
+    def step() -> list[Tensor]:
+        parts = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return [y.detach(), *torch.autograd.grad(y, [q, k, v], grad)]
+
+    return step
+
+
+@functools.cache
+def on_rank(seq: int, context: str, balance: bool, backend: str) -> Callable[[], list[Tensor]]:
+    """On a rank: a step, checked."""
+    layout = tp_ext.ContextLayout(batch=1, seq=seq, group=interleave.group_on(backend), balance=balance)
+    *tensors, grad = (layout.shard(t, 1) for t in inputs(seq))
+    q, k, v = (t.requires_grad_() for t in tensors)
+
+    def step() -> list[Tensor]:
+        y = context_attention(q, k, v, layout, context)
+        return [y.detach(), *torch.autograd.grad(y, [q, k, v], grad)]
+
+    for got, want in zip(step(), dense(seq)(), strict=True):
+        error = ((got - layout.shard(want, 1)).norm() / want.norm()).item()
+        assert error <= TOLERANCE[torch.float32], f"off by {error:.1e} of its norm"
+    dist.barrier()
+    return step
+
+
+def measure(seq: int, seconds: float, block: float) -> list[Record]:
+    cores = interleave.cores()
+    pinned = len(cores) >= RANKS
+    interleave.pin_ranks(RANKS, cores, pinned)
+    subjects = {"dense, 1 thread": interleave.here(dense(seq), 1, cores[:1] if pinned else cores)}
+    for backend in interleave.BACKENDS:
+        for context in CONTEXTS:
+            for balance in (True, False):
+                name = f"{context}, {'balanced' if balance else 'contiguous'}, {backend}"
+                subjects[name] = interleave.on_ranks(RANKS, on_rank, seq, context, balance, backend)
+    times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return [
+        {
+            "case": name,
+            "seq": seq,
+            "median_ms": medians[name] * 1e3,
+            "min_ms": min(values) * 1e3,
+            "speedup": medians["dense, 1 thread"] / medians[name],
+            "steps": len(values),
+        }
+        for name, values in times.items()
+    ]
+
+
+def draw(figure: Any, records: list[Record]) -> None:
+    panels: dict[str, dict[str, Any]] = {}
+    for r in records:
+        panels.setdefault(f"attention of {r['seq']} tokens on {RANKS} ranks", {})[str(r["case"])] = r["speedup"]
+    report.draw_bars(figure, panels, "times as fast as dense with 1 thread, medians", mark=1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    report.add_options(parser)
+    args = parser.parse_args()
+    seconds, block = (0.0, 0.0) if args.quick else (60.0, 0.5) if args.full else (16.0, 0.25)
+    run_stamp = report.stamp("cpu")
+    print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
+    records: list[Record] = []
+    for seq in [256] if args.quick else [512, 4096]:
+        rows = measure(seq, seconds, block)
+        report.print_table(rows)
+        records += rows
+    if args.csv:
+        report.write(args.csv, Path(__file__).stem, run_stamp, records, lambda figure: draw(figure, records))
+
+
+if __name__ == "__main__":
+    main()

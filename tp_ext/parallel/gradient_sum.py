@@ -1,0 +1,79 @@
+"""The sum of gradients over the ranks of a context group, for training without data parallelism."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tp_ext.group import Group, parallel_group, process_group
+
+_BUCKET_BYTES = 64 << 20  # of a buffer of gradients that are summed together
+
+
+@torch.no_grad()
+def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
+    """Sums the gradient of every parameter over the ranks of ``group``, in place.
+
+    To be called after backward, by all ranks of the group. Over a context group each rank has the gradient of its own
+    tokens, of the same parameters; their sum is that of all tokens. Where DDP or FSDP2 also has the context group in
+    its mesh it does this itself, as a mean.
+
+    Args:
+        model: a module, or parameters in the same order on all ranks. Summed are ``.grad``, and ``main_grad`` where
+            there is one; tied parameters once. A rank without ``.grad`` where another has one gets the sum.
+
+    Communicates: an all-reduce of one number per parameter, and all-reduces of the gradients of each dtype, in buffers
+    of 64 MiB.
+
+    Raises:
+        TypeError, ValueError: see :func:`tp_ext.group.group_name`; TypeError: an element that is no tensor.
+    """
+    if parallel_group(group).size == 1:
+        return
+    pg = process_group(group)
+    given = model.parameters() if isinstance(model, nn.Module) else model
+    params = list(dict.fromkeys(given))
+    for param in params:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"model: {type(param).__name__} must be a parameter, or the model be a module")
+    if not params:
+        return
+    has_grad = torch.tensor([param.grad is not None for param in params], dtype=torch.int32, device=params[0].device)
+    dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=pg)
+    grads = []
+    for param, present in zip(params, has_grad.tolist(), strict=True):
+        if present:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            grads.append(_local(param.grad))
+        if isinstance(main_grad := getattr(param, "main_grad", None), Tensor):
+            grads.append(_local(main_grad))
+    for bucket in _buckets(grads):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat, group=pg)
+        parts = flat.split([grad.numel() for grad in bucket])
+        torch._foreach_copy_(bucket, [part.view(grad.shape) for part, grad in zip(parts, bucket, strict=True)])
+
+
+def _local(grad: Tensor) -> Tensor:
+    """Returns this rank's shard of a gradient of FSDP2."""
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Returns the gradients in lists of one dtype and device, of about 64 MiB, in their order; none that is empty."""
+    buckets: list[list[Tensor]] = []
+    current: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for grad in grads:
+        if grad.numel() == 0:
+            continue
+        size, key = grad.numel() * grad.element_size(), (grad.dtype, grad.device)
+        bucket, filled = current.get(key, ([], _BUCKET_BYTES))
+        if filled + size > _BUCKET_BYTES:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(grad)
+        current[key] = (bucket, filled + size)
+    return buckets
