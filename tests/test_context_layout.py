@@ -17,7 +17,7 @@ TINY = [[], [0], [1], [1, 1, 1], [2, 0, 1], [3], [4], [0, 5, 0], [7], [13, 1, 0,
 
 
 def layouts(p, *lengths, **options):
-    """Of ranks 0, 1, .. of a group that need not exist: a layout communicates nothing."""
+    """Returns the layouts of ranks 0, 1, .. of a group that need not exist, since a layout communicates nothing."""
     return [ContextLayout(*lengths, group=f"any@{rank}/{p}", **options) for rank in range(p)]
 
 

@@ -11,7 +11,7 @@ from tp_ext.regions import gather_from_region, scatter_to_region
 
 
 class ContextLayout:
-    """How the tokens of each sequence are cut over the p ranks of a context group.
+    """The distribution of the tokens of each sequence over the p ranks of a context group.
 
     Each sequence is cut by itself, into 2 p chunks of equal length: rank r holds chunks r and 2 p - 1 - r, so that
     under a causal mask all ranks have equally much to do. The tokens that remain go, one each, to the ranks with the

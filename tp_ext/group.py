@@ -63,6 +63,10 @@ class ParallelGroup(NamedTuple):
         return self
 
 
+ALONE = ParallelGroup("", 1, 0)
+"""No parallelism: a group of one rank."""
+
+
 def group_name(group: Group) -> str:
     """Returns the group as operators take it: name, this rank and size, as in "0@1/4"; "" means no parallelism.
 
@@ -102,7 +106,7 @@ def parallel_group(group: Group) -> ParallelGroup:
     """
     name = group_name(group)
     if not name:
-        return ParallelGroup("", 1, 0)
+        return ALONE
     _, rank, size = _parse(name)
     return ParallelGroup(name, size, rank)
 

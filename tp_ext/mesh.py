@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from torch.distributed import DeviceMesh, init_device_mesh
 
-from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, job_ranks, parallel_group
+from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, job_ranks, parallel_group
 
 AXES = ("pp", "dp", "cp", "tp")
-_ALONE = ParallelGroup("", 1, 0)
 
 
 class SlowMeshWarning(UserWarning):
@@ -62,7 +61,7 @@ def init_mesh(device_type: str, *, pp: int = 1, dp: int = -1, cp: int = 1, tp: i
 
 
 class MeshAxes(NamedTuple):
-    """What ``group=`` or ``mesh=`` says to a function of a whole model.
+    """The axes of a mesh, or the group given in its place, for a function of a whole model.
 
     Attributes:
         group: the tensor-parallel group, as the argument ``group`` of functions.
@@ -73,7 +72,7 @@ class MeshAxes(NamedTuple):
 
     group: Group
     named: str = "group"
-    pp: ParallelGroup = _ALONE
+    pp: ParallelGroup = ALONE
     data: tuple[ParallelGroup, ...] = ()
 
 
@@ -97,5 +96,5 @@ def mesh_axes(group: Group, mesh: DeviceMesh | None) -> MeshAxes:
         raise ValueError("mesh: this rank must be a member of the mesh")
     groups = {name: parallel_group(mesh.get_group(name)) for name in names}
     data = tuple(groups[name] for name in ("dp", "cp") if name in groups and groups[name].size > 1)
-    pp = groups.get("pp", _ALONE)
-    return MeshAxes(groups["tp"].name if "tp" in groups else None, "mesh['tp']", pp if pp.size > 1 else _ALONE, data)
+    pp = groups.get("pp", ALONE)
+    return MeshAxes(groups["tp"].name if "tp" in groups else None, "mesh['tp']", pp if pp.size > 1 else ALONE, data)

@@ -199,6 +199,12 @@ Gradients formula_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   return {unfolded(dq, q.sym_size(1), tile.queries), dk, dv};
 }
 
+// Without window, softcap and dropout only tiles on the diagonal have keys behind a query
+TileOptions formula_options(const Tile& tile, TileOptions options) {
+  options.causal = options.causal && (tile.diagonal || options.is_explicit());
+  return options;
+}
+
 }  // namespace
 
 Attended tile_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tile& tile,
@@ -207,8 +213,7 @@ Attended tile_forward(const Tensor& q, const Tensor& k, const Tensor& v, const T
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
   if (kernel == Kernel::formula) {
     const auto dtype = accumulating(q);
-    TileOptions here = options;
-    here.causal = options.causal && (tile.diagonal || options.is_explicit());
+    const auto here = formula_options(tile, options);
     return formula_forward(q.to(dtype), k.to(dtype), v.to(dtype), tile, here, length, seed);
   }
   if (kernel == Kernel::flash || heads == kv_heads)  // it knows grouped heads
@@ -226,8 +231,7 @@ Gradients tile_backward(const Tensor& dout, const Tensor& q, const Tensor& k, co
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
   if (kernel == Kernel::formula) {
     const auto dtype = accumulating(q);
-    TileOptions here = options;
-    here.causal = options.causal && (tile.diagonal || options.is_explicit());
+    const auto here = formula_options(tile, options);
     return formula_backward(dout.to(dtype), q.to(dtype), k.to(dtype), v.to(dtype),
                             {merged.out.to(dtype), merged.lse}, tile, here, length, seed);
   }

@@ -139,7 +139,7 @@ def _loss(by_module: bool) -> Callable[[Any], Callable[[Tensor], Tensor]]:
 
 
 def _layout(group: Any) -> Callable[[Tensor], Tensor]:
-    """Of one sequence, in contiguous shards as torch's tensor_split."""
+    """Makes ``unshard`` of a layout of one sequence in contiguous shards, like those of ``torch.tensor_split``."""
     return tp_ext.ContextLayout([TOKENS], group=_key(group), balance=False).unshard
 
 

@@ -16,7 +16,7 @@ from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.module import ParallelModule, check_positive
 from tp_ext.nn.norm import RMSNorm
 from tp_ext.nn.rotary import RotaryEmbedding, packed_positions, sequence_lengths
-from tp_ext.nn.scaled_dot_product import attention
+from tp_ext.nn.scaled_dot_product import attention, dropout_by_index
 from tp_ext.random import Init, OwnRandomNumbers, draw_seed
 from tp_ext.sharding import head_parts
 
@@ -421,18 +421,9 @@ class ParallelAttention(ParallelModule):
         return y.transpose(1, 2)
 
     def _exact_dropout(self, weights: Tensor) -> Tensor:
-        """Applies dropout by the index (batch, head of the full model, query, key)."""
-        per_head = weights.shape[2] * weights.shape[3]
-        return _ops.bias_dropout_residual(
-            weights,
-            None,
-            None,
-            draw_seed(weights.device),
-            self.dropout,
-            max(self.num_heads_local * per_head, 1),
-            self.num_heads * per_head,
-            self.first_head_local * per_head,
-        )
+        """Applies dropout with the masks of the unsharded layer."""
+        seed = draw_seed(weights.device)
+        return dropout_by_index(weights, seed, self.dropout, self.num_heads, self.first_head_local)
 
     def extra_repr(self) -> str:
         return (

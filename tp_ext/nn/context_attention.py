@@ -1,7 +1,8 @@
 """Attention over a context group: the tokens of each sequence are cut over the ranks by a :class:`ContextLayout`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.context_layout import ContextLayout, inverse_order
 from tp_ext.group import ParallelGroup
-from tp_ext.nn.scaled_dot_product import attention
+from tp_ext.nn.scaled_dot_product import attention, dropout_by_index
 from tp_ext.random import draw_seed
 from tp_ext.sharding import Part, head_parts
 
@@ -18,18 +19,21 @@ CONTEXTS = ("ring", "all_gather", "ulysses")
 
 
 class AttentionOptions(NamedTuple):
-    """What an attention computes, apart from its heads: see :class:`tp_ext.ParallelAttention`."""
+    """Options of the attention scores, as of :class:`tp_ext.ParallelAttention`.
+
+    Attributes:
+        dropout: the probability in this call, 0 in evaluation.
+        num_heads: of the full layer, for the masks of dropout; default: the heads of q.
+        first_head: the index of q's first head in the full layer.
+    """
 
     causal: bool = True
     scale: float | None = None
     sliding_window: int | None = None
     softcap: float | None = None
     dropout: float = 0.0
-    """Of this call: 0 in evaluation."""
     num_heads: int | None = None
-    """Of the full layer, for the masks of dropout; default those of q."""
     first_head: int = 0
-    """Of q in the full layer."""
 
 
 def context_attention(
@@ -174,20 +178,10 @@ def _count(part: Part, rank: int, p: int) -> int:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, first_head: int, seed: Tensor | None) -> Tensor:
     """Computes attention of whole sequences, ``[batch, seq, heads, head_dim]``."""
-    drop = None if seed is None else dropout_by_index(seed, options, first_head)
+    drop = None
+    if seed is not None:
+        heads = options.num_heads or 0
+        drop = partial(dropout_by_index, seed=seed, p=options.dropout, num_heads=heads, first_head=first_head)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     window = options.sliding_window
     return attention(q, k, v, None, options.causal, options.scale, window, options.softcap, drop=drop).transpose(1, 2)
-
-
-def dropout_by_index(seed: Tensor, options: AttentionOptions, first_head: int) -> Callable[[Tensor], Tensor]:
-    """Returns the dropout of weights ``[batch, heads_local, n, n]`` by the index (batch, head, query, key)."""
-
-    def drop(weights: Tensor) -> Tensor:
-        per_head = weights.shape[2] * weights.shape[3]
-        local, full = max(weights.shape[1] * per_head, 1), (options.num_heads or 0) * per_head
-        return _ops.bias_dropout_residual(
-            weights, None, None, seed, options.dropout, local, full, first_head * per_head
-        )
-
-    return drop

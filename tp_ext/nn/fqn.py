@@ -8,13 +8,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, parallel_group
+from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, parallel_group
 from tp_ext.nn.module import ParallelModule
 from tp_ext.nn.stages import JoinedStages
 from tp_ext.nn.tied import copies_in
 from tp_ext.sharding import Layout, Sharding
-
-_ALONE = ParallelGroup("", 1, 0)
 
 
 def layouts(model: nn.Module, *, group: Group = NOT_GIVEN) -> Iterator[tuple[str, Layout]]:
@@ -43,7 +41,7 @@ def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
         yield name, layout[0][0] if layout else None
 
 
-def layout_of(module: nn.Module, name: str, group: ParallelGroup = _ALONE) -> Layout:
+def layout_of(module: nn.Module, name: str, group: ParallelGroup = ALONE) -> Layout:
     """Returns the layout of the module's own parameter or buffer ``name``.
 
     The tensors by which ``torch.nn.utils.prune`` replaces it (``weight_orig``, ``weight_mask``) have the same one. A
@@ -86,7 +84,7 @@ _CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's CheckpointWrapper takes 
 _WRAPPED = ("_orig_mod", _CHECKPOINTED)  # by torch.compile, by CheckpointWrapper
 
 
-def resolve_fqn(model: nn.Module, key: str, group: ParallelGroup = _ALONE) -> ResolvedParameter:
+def resolve_fqn(model: nn.Module, key: str, group: ParallelGroup = ALONE) -> ResolvedParameter:
     """Resolves the parameter, buffer or state-dict entry ``key`` of the model, through DDP, ``torch.compile`` and
     checkpoint wrappers. ``group`` is that of modules that declare ``tp_shardings`` and have no group of their own.
 
@@ -121,7 +119,7 @@ def resolve_fqn(model: nn.Module, key: str, group: ParallelGroup = _ALONE) -> Re
 
 
 def resolve_optimizer(
-    model: nn.Module, optimizer: Optimizer, group: ParallelGroup = _ALONE
+    model: nn.Module, optimizer: Optimizer, group: ParallelGroup = ALONE
 ) -> Iterator[tuple[Tensor, ResolvedParameter, dict[str, Any]]]:
     """Yields the parameters of the optimizer in order, each resolved, with the parameter group that holds it. One that
     has several names is resolved by the first; a declared copy of another stage's (:func:`declare_tied`) has the name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.chunks import LocalChunk
-from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
+from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
 from tp_ext.nn.layouts import layouts_of
 from tp_ext.nn.module import ParallelModule
 from tp_ext.sharding import Layout
@@ -104,7 +104,7 @@ def groups_of(groups: Iterable[ParallelGroup]) -> ModelGroups:
         index = next(i for i, axis in enumerate(largest) if set(members) <= set(axis))
         within[name] = index, largest[index][0] in members
     axes = tuple(ranks[one] for one in largest)
-    return ModelGroups(axes, within, axes[0] if len(axes) == 1 else ParallelGroup("", 1, 0))
+    return ModelGroups(axes, within, axes[0] if len(axes) == 1 else ALONE)
 
 
 def model_groups(model: nn.Module, group: Group = NOT_GIVEN, named: str = "group") -> ModelGroups:

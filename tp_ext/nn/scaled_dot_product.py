@@ -33,6 +33,19 @@ def restricted(mask: Tensor | None, seen: Tensor) -> Tensor:
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(seen.logical_not(), float("-inf"))
 
 
+def dropout_by_index(weights: Tensor, seed: Tensor, p: float, num_heads: int, first_head: int) -> Tensor:
+    """Applies dropout to attention weights, with masks by the index (batch, head of the full layer, query, key).
+
+    Args:
+        weights: ``[batch, heads_local, n, n]``.
+        seed: 0-d, int64. p: the probability.
+        num_heads, first_head: the heads of the full layer, and the index of the first one here.
+    """
+    per_head = weights.shape[2] * weights.shape[3]
+    local, full = max(weights.shape[1] * per_head, 1), num_heads * per_head
+    return _ops.bias_dropout_residual(weights, None, None, seed, p, local, full, first_head * per_head)
+
+
 def attention(
     q: Tensor,
     k: Tensor,

@@ -65,15 +65,11 @@ def clip_grad_norm_(
     max_norm = float(max_norm)  # as torch, "inf" too
     if not max_norm >= 0:
         raise ValueError(f"max_norm: {max_norm} must be at least 0")
-    over = _axes_over(group, mesh, extra_groups)
-    groups, table, copies = _table(parameters_or_module, over)
-    _refuse_tangents(table)
-    skipped = {*copies, *map(id, exclude)}
-    exact = _norm(table, float(norm_type), groups, extra_groups if mesh is None else over.pp.name, skipped, foreach)
+    exact, table = _exact_norm(parameters_or_module, norm_type, group, mesh, extra_groups, exclude, foreach)
     total = _checked(exact, table, norm_type, error_if_nonfinite)
     # Each only once, even if given twice: the kernel processes all at the same time
     stored = {id(grad): grad for _, _, terms in table for grad in terms}
-    _clip([*map(_local, stored.values())], max_norm, exact if foreach is not False else total, foreach)
+    _clip([*map(local_gradient, stored.values())], max_norm, exact if foreach is not False else total, foreach)
     return total
 
 
@@ -126,17 +122,34 @@ def grad_norm(
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
         NotImplementedError: a gradient has a tangent (forward-mode AD).
     """
-    over = _axes_over(group, mesh, extra_groups)
-    groups, table, copies = _table(parameters_or_module, over)
-    _refuse_tangents(table)
-    skipped = {*copies, *map(id, exclude)}
-    total = _norm(table, float(norm_type), groups, extra_groups if mesh is None else over.pp.name, skipped, foreach)
-    return _checked(total, table, norm_type, error_if_nonfinite)
+    exact, table = _exact_norm(parameters_or_module, norm_type, group, mesh, extra_groups, exclude, foreach)
+    return _checked(exact, table, norm_type, error_if_nonfinite)
 
 
 # A parameter, its layout, and the terms of its gradient: .grad, main_grad, or both, for a weight tied to another
 # layer's. There may be thousands: hence plain tuples, and loops without calls.
 _Row = tuple[Tensor, Layout, list[Tensor]]
+
+
+def _exact_norm(
+    given: Given,
+    norm_type: float,
+    group: Group,
+    mesh: DeviceMesh | None,
+    extra_groups: Groups,
+    exclude: Iterable[Tensor],
+    foreach: bool | None,
+) -> tuple[Tensor, list[_Row]]:
+    """Returns the norm in fp64, the same on all ranks, and the rows that it is computed from."""
+    if mesh is not None and extra_groups != ():
+        raise TypeError("extra_groups: must not be given together with mesh, whose axis 'pp' is known")
+    axes = mesh_axes(group, mesh)
+    groups, table, copies = _table(given, axes)
+    _refuse_tangents(table)
+    skipped = {*copies, *map(id, exclude)}
+    return _norm(
+        table, float(norm_type), groups, extra_groups if mesh is None else axes.pp.name, skipped, foreach
+    ), table
 
 
 def _norm(
@@ -252,14 +265,16 @@ class _Stored(NamedTuple):
     grad: Tensor
 
 
-def _gradient_terms(param: Tensor) -> list[Tensor]:
+def gradient_terms(param: Tensor) -> list[Tensor]:
+    """Returns the tensors whose sum is the gradient of a parameter: ``.grad``, ``main_grad``, both or none."""
     grad, main_grad = param.grad, getattr(param, "main_grad", None)
     if main_grad is None or main_grad is grad:
         return [] if grad is None else [grad]
     return [main_grad] if grad is None else [grad, main_grad]
 
 
-def _local(grad: Tensor) -> Tensor:
+def local_gradient(grad: Tensor) -> Tensor:
+    """Returns the part of a gradient that this rank stores: under FSDP2 its shard."""
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
@@ -295,12 +310,6 @@ def _refuse_tangents(table: list[_Row]) -> None:
         raise NotImplementedError("tp_ext: grad_norm has no forward-mode derivative; use reverse mode")
 
 
-def _axes_over(group: Group, mesh: DeviceMesh | None, extra_groups: Groups) -> MeshAxes:
-    if mesh is not None and extra_groups != ():
-        raise TypeError("extra_groups: must not be given together with mesh, whose axis 'pp' is known")
-    return mesh_axes(group, mesh)
-
-
 def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row], Iterable[int]]:
     """Returns the groups that ``given`` is sharded over, the rows, and the ids of copies of another stage's."""
     if isinstance(given, list | tuple) and any(isinstance(one, nn.Module) for one in given):
@@ -310,7 +319,7 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row], Itera
         named = dict(given.named_parameters())
         groups = model_groups(given, group, axes.named)
         table = layouts(given, group=groups.default.name)
-        rows: list[_Row] = [(named[name], layout, _gradient_terms(named[name])) for name, layout in table]
+        rows: list[_Row] = [(named[name], layout, gradient_terms(named[name])) for name, layout in table]
         return groups, rows, copies_in(given)
     over = parallel_group(group)
     params = [given] if isinstance(given, Tensor) else list(cast(Iterable[Tensor], given))
@@ -327,7 +336,7 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row], Itera
             )
     if None in known:
         layer_group(group, "grad_norm of parameters")  # for its warning
-    rows = [(one, found or Layout(), _gradient_terms(one)) for one, found in zip(params, known, strict=True)]
+    rows = [(one, found or Layout(), gradient_terms(one)) for one, found in zip(params, known, strict=True)]
     return groups, rows, ()
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tp_ext.group import Group, parallel_group, process_group
+from tp_ext.parallel.grad_norm import gradient_terms, local_gradient
 
 _BUCKET_BYTES = 64 << 20  # of a buffer of gradients that are summed together
 
@@ -42,24 +42,16 @@ def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
         return
     has_grad = torch.tensor([param.grad is not None for param in params], dtype=torch.int32, device=params[0].device)
     dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=pg)
-    grads = []
+    grads: list[Tensor] = []
     for param, present in zip(params, has_grad.tolist(), strict=True):
-        if present:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            grads.append(_local(param.grad))
-        if isinstance(main_grad := getattr(param, "main_grad", None), Tensor):
-            grads.append(_local(main_grad))
+        if present and param.grad is None:
+            param.grad = torch.zeros_like(param)
+        grads += map(local_gradient, gradient_terms(param))
     for bucket in _buckets(grads):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         dist.all_reduce(flat, group=pg)
         parts = flat.split([grad.numel() for grad in bucket])
         torch._foreach_copy_(bucket, [part.view(grad.shape) for part, grad in zip(parts, bucket, strict=True)])
-
-
-def _local(grad: Tensor) -> Tensor:
-    """Returns this rank's shard of a gradient of FSDP2."""
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
