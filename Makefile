@@ -57,8 +57,9 @@ help:
 demo: $(BUILT) $(STAMPS)/demo
 	$(BIN)/python examples/demo.py
 
-# A worker takes a file at a time: its tests share what they compile and the ranks that they start
-PYTEST := $(BIN)/python -m pytest -q -n $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
+# A worker takes a file at a time: its tests share what they compile and the ranks that they start. More threads and
+# processes than cores: those that wait must not spin. Many processes import the same modules: let them share bytecode.
+PYTEST := OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 
 test: $(BUILT) $(STAMPS)/test
 	$(PYTEST) $(PYTEST_ARGS)

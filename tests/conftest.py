@@ -52,6 +52,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _caches_of_inductor(tmp_path_factory):
+    """One folder for all processes of this run: what inductor finds out about the compiler takes seconds. Not its
+    default folder, which may hold code that was compiled with another build of the operators."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+
+
 @pytest.fixture(autouse=True)
 def _fixed_random_state():
     """Each test starts from seed 0 and leaves the generators as it found them."""

@@ -151,35 +151,26 @@ def test_compile_all_regions_at_once(how):
     ranks.run(_compiled_all, 2, xs, how)
 
 
-def _inductor(group, xs, folder):
-    # The caches on disk outlive a job, and all ranks of a machine share them.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-        _compiled_all(group, xs, "inductor")
-
-
-def test_compile_with_inductor(tmp_path):
+def test_compile_with_inductor():
     xs = [torch.rand(4, 6, dtype=torch.float64) for _ in range(2)]
-    ranks.run(_inductor, 2, xs, str(tmp_path), timeout=300)
+    ranks.run(_compiled_all, 2, xs, "inductor", timeout=300)
 
 
-def _inductor_in_turns(group, x, folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-        for turn in range(group.size()):
-            if turn == group.rank():
-                torch._dynamo.reset()
-                compiled = torch.compile(lambda x: tp_ext.scatter_to_region(x, group), fullgraph=True)
-                y = compiled(x)
-            dist.barrier(group)
+def _inductor_in_turns(group, x):
+    for turn in range(group.size()):
+        if turn == group.rank():
+            torch._dynamo.reset()
+            compiled = torch.compile(lambda x: tp_ext.scatter_to_region(x, group), fullgraph=True)
+            y = compiled(x)
+        dist.barrier(group)
     return y
 
 
-def test_compiled_code_on_disk_is_not_taken_from_another_rank_or_another_p(tmp_path):
+def test_compiled_code_on_disk_is_not_taken_from_another_rank_or_another_p():
     # The compiled region depends on p and this rank: the keys of torch's caches must contain both.
     x = torch.arange(12.0)
     for p in (2, 3):
-        got = ranks.run(_inductor_in_turns, p, x, str(tmp_path), timeout=120)
+        got = ranks.run(_inductor_in_turns, p, x, timeout=120)
         for a, b in zip(got, x.tensor_split(p), strict=True):
             assert torch.equal(a, b), f"p = {p}: {got}"
 

@@ -43,7 +43,13 @@ def _flat(state):
 
 @pytest.mark.parametrize(
     ("p", "q", "options"),
-    [(1, 4, {}), (2, 3, {"pad": 4}), (3, 1, {}), (4, 1, {}), (4, 2, {"pad": 4}), (4, 3, {})],
+    [
+        (1, 4, {}),
+        (2, 3, {"pad": 4}),
+        (4, 1, {}),
+        (4, 3, {}),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((3, 1, {}), (4, 2, {"pad": 4}))),
+    ],
     ids=str,
 )
 def test_training_goes_on_at_another_p_as_if_nothing_had_happened(p, q, options, tmp_path):

@@ -91,6 +91,7 @@ def _load(group, sizes, both_ends, tied, path):
         tp_ext.debug.check(made, mesh=mesh)  # copies of tied weights are still equal
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("sizes", "both_ends"), MESHES[:3], ids=str)
 def test_stages_save_what_any_mesh_loads(sizes, both_ends, tied, tmp_path):

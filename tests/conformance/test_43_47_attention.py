@@ -67,6 +67,7 @@ def _train(group, sp, steps):
     return first, last, dict(tp_ext.shardings(module))
 
 
+@pytest.mark.thinned(1)
 @SP
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_case_44_replicated_kv_is_bitwise_equal_after_100_steps(p, sp):

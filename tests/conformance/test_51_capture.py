@@ -17,7 +17,7 @@ from tests.helpers import ranks
 from tests.helpers.small_gpt import batches, make
 from tp_ext import Dropout
 
-EVERY = pytest.mark.parametrize("p", [1, 2, 3, 4])
+EVERY = pytest.mark.parametrize("p", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # fp64
 
@@ -55,40 +55,31 @@ def test_case_51_block_compiles_to_one_graph(sp, p):
     ranks.run(_compiled, p, sp, "aot_eager", timeout=120)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Of inductor's caches: what it finds out about the compiler takes seconds."""
-    return str(tmp_path_factory.mktemp("inductor"))
+def _inductor(group):
+    with inductor.patch(fallback_random=True):  # seeds as eager draws them
+        _compiled(group, True, "inductor")
 
 
-def _inductor(group, folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)  # which the ranks share, as they do by default
-        with inductor.patch(fallback_random=True):  # seeds as eager draws them
-            _compiled(group, True, "inductor")
+@pytest.mark.exhaustive  # tests/training/test_compile.py::test_inductor compiles a like block
+def test_case_51_block_compiles_with_inductor():
+    ranks.run(_inductor, 2, timeout=300)
 
 
-def test_case_51_block_compiles_with_inductor(folder):
-    ranks.run(_inductor, 2, folder, timeout=300)
-
-
-def _inductor_masks(group, folder):
+def _inductor_masks(group):
     torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-        layers = [Dropout(0.375, group=group, sequence_parallel=sp) for sp in (True, False)]
-        x = torch.ones(7, 64)
-        x_local = x.tensor_split(group.size())[group.rank()]
-        compiled = torch.compile(lambda a, b: (layers[0](a, total_tokens=7), layers[1](b)), fullgraph=True)
-        torch.manual_seed(3)
-        return compiled(x_local, x)
+    layers = [Dropout(0.375, group=group, sequence_parallel=sp) for sp in (True, False)]
+    x = torch.ones(7, 64)
+    x_local = x.tensor_split(group.size())[group.rank()]
+    compiled = torch.compile(lambda a, b: (layers[0](a, total_tokens=7), layers[1](b)), fullgraph=True)
+    torch.manual_seed(3)
+    return compiled(x_local, x)
 
 
-def test_case_51_masks_of_inductor_are_the_same_for_every_p(folder):
+def test_case_51_masks_of_inductor_are_the_same_for_every_p():
     """By default inductor draws seeds its own way: not eager's masks, but one mask all the same."""
-    ((tokens, whole),) = ranks.run(_inductor_masks, 1, folder, timeout=300)
+    ((tokens, whole),) = ranks.run(_inductor_masks, 1, timeout=300)
     assert not torch.equal(tokens, whole) and len(tokens.unique()) == 2
-    results = ranks.run(_inductor_masks, 2, folder, timeout=300)
+    results = ranks.run(_inductor_masks, 2, timeout=300)
     assert torch.equal(torch.cat([local for local, _ in results]), tokens)
     assert all(torch.equal(replicated, whole) for _, replicated in results)
 

@@ -1,6 +1,7 @@
-"""docs/guide/multi_node.md as it stands there: its script under two agents that believe to be two hosts, killed and
+"""docs/guide/multi_node.md as it stands there: its script under two agents that stand for two hosts, killed and
 restarted; its templates."""
 
+import contextlib
 import os
 import re
 import signal
@@ -9,9 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import yaml
 
+from tests.helpers import ranks
 from tests.helpers.other_host import move_to_another_host
 from tests.helpers.paths import ROOT
 
@@ -61,7 +65,8 @@ def _losses(folder: Path) -> dict[int, list[str]]:
     """The losses that were printed, by step; a step that was done again has several."""
     losses: dict[int, list[str]] = {}
     for index in (0, 1):
-        for step, loss in re.findall(r"^step (\d+): loss (\S+)", (folder / f"output{index}").read_text(), re.M):
+        output = folder / f"output{index}"
+        for step, loss in re.findall(r"^step (\d+): loss (\S+)", output.read_text() if output.exists() else "", re.M):
             losses.setdefault(int(step), []).append(loss)
     return losses
 
@@ -70,31 +75,51 @@ def _workers(agent: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
 
 
-def _uninterrupted(folder: Path) -> dict[int, list[str]]:
+def _run_script(group, folder: Path) -> None:
+    """The script on one host, in ranks that run already."""
+    environment = {"RANK": str(group.rank()), "LOCAL_RANK": str(group.rank()), "WORLD_SIZE": str(group.size())}
+    environment |= {"LOCAL_WORLD_SIZE": "2", "CHECKPOINT": str(folder / "checkpoint")}
+    output = folder / "output0" if group.rank() == 0 else Path(os.devnull)
+    with (
+        mock.patch.dict("os.environ", environment),
+        mock.patch("torch.distributed.init_process_group"),
+        mock.patch("torch.distributed.destroy_process_group"),
+        output.open("w") as file,
+        contextlib.redirect_stdout(file),
+    ):
+        exec(compile(_block("python"), "train.py", "exec"), {"__name__": "__main__"})
+
+
+@pytest.fixture
+def whole(tmp_path) -> dict[int, list[str]]:
+    """The losses of an uninterrupted run."""
+    (tmp_path / "whole").mkdir()
+    ranks.run(_run_script, 4, tmp_path / "whole", timeout=120)
+    losses = _losses(tmp_path / "whole")
+    assert list(losses) == list(range(6)) and all(len(found) == 1 for found in losses.values())
+    return losses
+
+
+@pytest.mark.exhaustive
+def test_static_rendezvous(whole, tmp_path):
     address = ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
-    agents = [_agent(folder, index, f"--node-rank={index}", *address) for index in (0, 1)]
+    agents = [_agent(tmp_path, index, f"--node-rank={index}", *address) for index in (0, 1)]
     codes = _end(agents, SECONDS)
-    assert codes == [0, 0], "".join((folder / f"output{index}").read_text() for index in (0, 1))
-    return _losses(folder)
+    assert codes == [0, 0], "".join((tmp_path / f"output{index}").read_text() for index in (0, 1))
+    assert _losses(tmp_path) == whole
 
 
-def test_a_worker_that_dies_is_restarted_and_the_losses_are_those_of_an_uninterrupted_run(tmp_path):
-    folders = [tmp_path / "whole", tmp_path / "killed"]
-    for folder in folders:
-        folder.mkdir()
-    whole = _uninterrupted(folders[0])
-    assert list(whole) == list(range(6)) and all(len(losses) == 1 for losses in whole.values())
-
+def test_a_worker_that_dies_is_restarted_and_the_losses_are_those_of_an_uninterrupted_run(whole, tmp_path):
     endpoint = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--rdzv-id=1"]
     options = [*endpoint, "--max-restarts=3", "--local-addr=127.0.0.1"]
-    agents = [_agent(folders[1], index, *options) for index in (0, 1)]
+    agents = [_agent(tmp_path, index, *options) for index in (0, 1)]
     deadline = time.monotonic() + SECONDS
-    while 2 not in _losses(folders[1]) and time.monotonic() < deadline:
+    while 2 not in _losses(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(_workers(agents[1])[0], signal.SIGKILL)
     codes = _end(agents, SECONDS)
-    assert codes == [0, 0], "".join((folders[1] / f"output{index}").read_text() for index in (0, 1))
-    killed = _losses(folders[1])
+    assert codes == [0, 0], "".join((tmp_path / f"output{index}").read_text() for index in (0, 1))
+    killed = _losses(tmp_path)
     assert killed.keys() == whole.keys()
     assert all(set(killed[step]) == set(whole[step]) for step in whole)
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor.debug"])
+_context.set_forkserver_preload(["tests.helpers.preloaded"])
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",

@@ -165,6 +165,7 @@ def _wrapped(group, shape, context, sp, compiled):
     torch.testing.assert_close(results[0], results[1], rtol=bound, atol=bound / 100)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["checkpoint", "compile"])

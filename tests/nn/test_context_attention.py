@@ -213,6 +213,7 @@ def _compiled(group, context, options):
     torch.testing.assert_close(results(compiled), results(f), rtol=bound, atol=bound)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sliding_window": 3}], ids=str)
 def test_compiles_whole(context, options):

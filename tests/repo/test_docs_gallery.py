@@ -51,7 +51,7 @@ def test_training_and_its_resumption_print_what_the_page_shows(tmp_path):
             assert numbers[0] == pytest.approx(numbers[1], abs=1.1e-4), other
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_the_demo_prints_the_table_of_the_page(tmp_path):
     """Its text, and so its losses, depend on the version of Python."""

@@ -1,0 +1,17 @@
+"""Imports of rank processes, made once by the server that they are forked from.
+
+Frozen: no garbage collection of a rank traverses the objects of torch's modules, or copies their pages.
+"""
+
+import gc
+
+import torch._dynamo
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.debug  # noqa: F401
+
+import tp_ext  # noqa: F401
+
+gc.collect()
+gc.freeze()

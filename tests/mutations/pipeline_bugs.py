@@ -1,0 +1,65 @@
+"""Bugs of one line in what a model over several stages and the axes of a mesh need."""
+
+from tests.mutations.mutation import mutation_in
+
+_bug = mutation_in("tp_ext")
+STATE = "checkpoint/test_pipeline.py::test_stages_save_what_any_mesh_loads"
+
+PIPELINE_BUGS = [
+    _bug(
+        "mesh_without_pipeline",
+        "mesh.py",
+        "\"mesh['tp']\", pp if pp.size > 1 else ALONE, data)",
+        "\"mesh['tp']\", ALONE, data)",
+        "Functions of whole models see one stage.",
+        STATE,
+    ),
+    _bug(
+        "mesh_without_data_axes",
+        "mesh.py",
+        "data = tuple(groups[name] for name in",
+        "data = tuple(groups[name] for name in () and",
+        "Replicas along dp write the same entries.",
+        "test_mesh.py",
+    ),
+    _bug(
+        "tied_original_is_a_copy",
+        "nn/tied.py",
+        "found.pop(id(param), None)  # the original itself",
+        "pass",
+        "A stage that holds both ends has no original.",
+        STATE,
+    ),
+    _bug(
+        "tied_copy_is_an_entry",
+        "checkpoint/pipeline.py",
+        "found[name] = one._replace(tied=original.tied)",
+        "pass",
+        "The copy of a tied weight is a weight of its own in exports and in one process.",
+        STATE,
+    ),
+    _bug(
+        "stages_with_one_tensor_twice",
+        "nn/stages.py",
+        "if tensors.setdefault(key, tensor) is not tensor:",
+        "if False:",
+        "Of two tensors with one name the first is saved.",
+        "nn/test_stages.py",
+    ),
+    _bug(
+        "stage_checks_its_own_names",
+        "checkpoint/pipeline.py",
+        "of[name] = (*of.get(name, ()), stage)",
+        "of[name] = (stage,)",
+        "Two stages may have an entry of one name.",
+        "checkpoint/test_pipeline.py::test_one_name_in_two_stages_is_an_error",
+    ),
+    _bug(
+        "weights_seeded_as_masks",
+        "random.py",
+        "generator.manual_seed(self.seeds[1])",
+        "generator.manual_seed(self.seeds[0])",
+        "Replicas begin with different weights.",
+        "test_random.py",
+    ),
+]
