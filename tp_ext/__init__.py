@@ -29,6 +29,7 @@ from tp_ext.nn.lora import LoRALinear, add_lora, merge_lora
 from tp_ext.nn.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from tp_ext.nn.mlp import ParallelMLP
 from tp_ext.nn.module import ParallelModule
+from tp_ext.nn.names import name_modules, reset_parameters
 from tp_ext.nn.norm import LayerNorm, RMSNorm
 from tp_ext.nn.rotary import RotaryEmbedding
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
@@ -91,8 +92,10 @@ __all__ = [
     "load_sharded_state_dict",
     "manual_seed",
     "merge_lora",
+    "name_modules",
     "reduce_from_region",
     "reduce_scatter_region",
+    "reset_parameters",
     "save_checkpoint",
     "save_safetensors",
     "scatter_to_region",

@@ -18,6 +18,8 @@ from torch.distributed import DeviceMesh
 
 from tp_ext import _ops
 from tp_ext.group import ParallelGroup
+from tp_ext.random_scope import at as at
+from tp_ext.random_scope import base
 from tp_ext.sharding import Layout, Sharding
 
 
@@ -34,6 +36,10 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         mesh: the whole mesh, with named axes; without it all ranks are seeded alike.
         tp_axis: the axis whose ranks share their random numbers.
 
+    It is also the seed of the numbers that are drawn by name: masks in :func:`at`, and the weights of
+    :func:`tp_ext.reset_parameters`. These are the same along every axis, but for masks along the data axes where
+    :func:`at` is not given the place in the batch.
+
     Raises:
         ValueError: ``mesh`` has no axis names, or none called ``tp_axis``.
         TypeError: ``seed`` is no integer, ``mesh`` no mesh.
@@ -42,6 +48,7 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         raise TypeError(f"seed: {seed!r} must be an integer")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh with named axes, or None")
+    replica, context_size = 0, 1
     if mesh is not None:
         names = mesh.mesh_dim_names
         if names is None or tp_axis not in names:
@@ -53,10 +60,15 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         for name, length, index in zip(names, mesh.shape, coordinate, strict=True):
             if name != tp_axis:
                 position = position * length + index
+            if name not in (tp_axis, "pp", "cp"):
+                replica = replica * length + index
+            if name == "cp":
+                context_size = length
         own = (seed + position * 0x9E3779B97F4A7C15) % (1 << 63)  # far apart, so that no other position has seed + 1
     else:
         own = seed % (1 << 63)
     torch.manual_seed(own)
+    base.seed, base.position, base.context_size = seed, replica, context_size
     _WeightDraws.seeds = None if mesh is None else (own, seed % (1 << 63))
     _WeightDraws.states.clear()
 
@@ -112,13 +124,15 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 class OwnRandomNumbers:
-    """A context in which this rank draws its own random numbers, seeded by rank and one seed common to all ranks.
+    """A context in which this rank draws its own random numbers, seeded by rank and one seed common to all ranks, which
+    is drawn unless it is given.
 
-    Seeds the generators of the CPU and of ``device``, and no other; afterwards they continue as after one draw.
+    Seeds the generators of the CPU and of ``device``, and no other; afterwards they continue as before, or as after
+    one draw.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        seed = int(draw_seed(torch.device("cpu")))
+    def __init__(self, rank: int, device: torch.device, seed: int | None = None) -> None:
+        seed = int(draw_seed(torch.device("cpu"))) if seed is None else seed
         self._fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
         self._device = device
         self._seed = seed + rank
@@ -210,21 +224,33 @@ def torch_linear_init(fan_in: int) -> Uniform:
 
 @torch.no_grad()
 def initialise_(
-    local: Tensor, init: Init, sharding: Sharding | Layout | None, full_shape: torch.Size, rank: int = 0, p: int = 1
+    local: Tensor,
+    init: Init,
+    sharding: Sharding | Layout | None,
+    full_shape: torch.Size,
+    rank: int = 0,
+    p: int = 1,
+    *,
+    seed: int | None = None,
 ) -> None:
     """Fills ``local`` with its chunks of the full tensor that ``init`` would make, and padding with zeros.
 
     ``sharding`` is a :class:`Layout`; or a :class:`Sharding` over p ranks, of which ``local`` is the shard of ``rank``;
     or None for a full tensor. Draws one seed from torch's default generator for any layout, rank and shape
-    (:class:`Constant` draws none; on ``meta`` nothing is drawn or filled).
+    (:class:`Constant` draws none; on ``meta`` nothing is drawn or filled). With ``seed`` it draws none, and a callable
+    runs with generators seeded by it.
     """
     if isinstance(sharding, Sharding):
         sharding = Layout((sharding, ParallelGroup("", p, rank)))
-    with _WeightDraws(local.device):
-        _draw_weights(local, init, sharding or Layout(), full_shape)
+    draws = _WeightDraws(local.device) if seed is None else OwnRandomNumbers(0, local.device, seed)
+    with draws:
+        given = None if seed is None else torch.full((), seed, dtype=torch.int64, device=local.device)
+        _draw_weights(local, init, sharding or Layout(), full_shape, given)
 
 
-def _draw_weights(local: Tensor, init: Init, layout: Layout, full_shape: torch.Size) -> None:
+def _draw_weights(
+    local: Tensor, init: Init, layout: Layout, full_shape: torch.Size, seed: Tensor | None = None
+) -> None:
     if not isinstance(init, Uniform | Normal | TruncatedNormal | Constant):
         if local.is_meta:
             return
@@ -232,7 +258,8 @@ def _draw_weights(local: Tensor, init: Init, layout: Layout, full_shape: torch.S
         init(full)
         local.copy_(layout.shard(full))
         return
-    seed = local if isinstance(init, Constant) else draw_seed(local.device)
+    if seed is None:
+        seed = local if isinstance(init, Constant) else draw_seed(local.device)
     if local.is_meta:
         return
     if not layout:

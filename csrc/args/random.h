@@ -26,10 +26,26 @@ inline GlobalIndex check_global_index(const at::Tensor& x, const char* name, int
   return {local_inner, full_inner, offset};
 }
 
-inline void check_dropout(const at::Tensor& x, const char* name, const at::Tensor& seed, double p) {
+inline void check_dropout(const at::Tensor& x, const char* name, const at::Tensor& seed, double p,
+                          const GlobalIndex& index) {
   check_floating(x, name);
-  check_seed(seed, x, name);
+  if (seed.dim() == 1) {  // a seed and rows
+    TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, "seed: dtype ", seed.scalar_type(),
+                     " must be int64");
+    const int64_t rows = index.local_inner > 0 ? x.numel() / index.local_inner : 0;
+    TORCH_CHECK_VALUE(seed.numel() == 2 || seed.numel() == 1 + rows, "seed: shape ", seed.sizes(),
+                      " must be 0-dimensional, or [2], with the first row, or [", 1 + rows,
+                      "], with each row");
+    TORCH_CHECK_VALUE(seed.is_contiguous(), "seed: strides ", seed.strides(), " must be [1]");
+    check_same_device(seed, "seed", x, name);
+  } else {
+    check_seed(seed, x, name);
+  }
   TORCH_CHECK_VALUE(0 <= p && p <= 1, "p: ", p, " must be in [0, 1]");
+}
+
+inline SeedAndRows seed_and_rows(const at::Tensor& seed) {
+  return {seed.const_data_ptr<int64_t>(), seed.numel()};
 }
 
 // The gradient of a bias is the sum over all dims but the last

@@ -29,16 +29,30 @@ void dropout_range(const T* x, const acc_t<T>* bias, const T* residual, T* y, in
   });
 }
 
-PhiloxKeys keys_of(const Tensor& seed) {
-  return PhiloxKeys(static_cast<uint64_t>(*in<int64_t>(seed)));
+PhiloxKeys keys_of(const Tensor& seed) { return PhiloxKeys(seed_and_rows(seed).seed()); }
+
+// The index of elements whose first row, or each row, is given with the seed. Rows that follow one
+// another in both tensors become one, which is faster.
+GlobalIndex with_rows(GlobalIndex index, const Tensor& seed, int64_t elements) {
+  const SeedAndRows given = seed_and_rows(seed);
+  if (given.size == 1) return index;
+  if (given.size > 2) {
+    index.rows = given.data + 1;
+    return index;
+  }
+  index.offset += given.row(0) * index.full_inner;
+  if (index.local_inner == index.full_inner && elements > 0)
+    index.local_inner = index.full_inner = elements;
+  return index;
 }
 
 Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_in,
                                  const OptionalTensor& residual_in, const Tensor& seed, double p,
                                  int64_t local_inner, int64_t full_inner, int64_t offset) {
-  check_dropout(x_in, "x", seed, p);
+  const GlobalIndex given = check_global_index(x_in, "x", local_inner, full_inner, offset);
+  check_dropout(x_in, "x", seed, p, given);
   check_bias_and_residual(x_in, bias_in, residual_in);
-  const GlobalIndex index = check_global_index(x_in, "x", local_inner, full_inner, offset);
+  const GlobalIndex index = with_rows(given, seed, x_in.numel());
   const bool has_bias = bias_in && bias_in->defined();
   const bool has_residual = residual_in && residual_in->defined();
   const Tensor x = x_in.contiguous();
@@ -70,9 +84,10 @@ Tensor dropout_bwd(const Tensor& grad, const Tensor& seed, double p, int64_t loc
 std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad_in, const Tensor& seed, double p,
                                             int64_t local_inner, int64_t full_inner,
                                             int64_t offset) {
-  check_dropout(grad_in, "grad", seed, p);
+  const GlobalIndex given = check_global_index(grad_in, "grad", local_inner, full_inner, offset);
+  check_dropout(grad_in, "grad", seed, p, given);
   check_bias_rows(grad_in, "grad");
-  const GlobalIndex index = check_global_index(grad_in, "grad", local_inner, full_inner, offset);
+  const GlobalIndex index = with_rows(given, seed, grad_in.numel());
   const Tensor grad = grad_in.contiguous();
   const int64_t n = grad.size(-1), rows = n ? grad.numel() / n : 0;
   const Tensor dx = at::empty_like(grad, at::MemoryFormat::Contiguous);

@@ -52,7 +52,7 @@ void for_each_chunk(const GlobalIndex& index, int64_t begin, int64_t end, int64_
     i += n;
     first += n;
     if (i == row_end) {
-      first += index.full_inner - index.local_inner;
+      first = index.rows && i < end ? index(i) : first + index.full_inner - index.local_inner;
       row_end += index.local_inner;
     }
   }

@@ -28,9 +28,9 @@ void launch_dropout(const DropoutArgs<T>& args, cudaStream_t stream) {
 Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_in,
                                  const OptionalTensor& residual_in, const Tensor& seed, double p,
                                  int64_t local_inner, int64_t full_inner, int64_t offset) {
-  check_dropout(x_in, "x", seed, p);
-  check_bias_and_residual(x_in, bias_in, residual_in);
   const GlobalIndex index = check_global_index(x_in, "x", local_inner, full_inner, offset);
+  check_dropout(x_in, "x", seed, p, index);
+  check_bias_and_residual(x_in, bias_in, residual_in);
   const c10::cuda::CUDAGuard guard(x_in.device());
   const Tensor x = x_in.contiguous();
   OptionalTensor bias, residual;
@@ -41,7 +41,7 @@ Tensor bias_dropout_residual_fwd(const Tensor& x_in, const OptionalTensor& bias_
   dispatch_floating(x.scalar_type(), "bias_dropout_residual", [&](auto tag) {
     using T = decltype(tag);
     launch_dropout<T>({in<T>(x), in<T>(bias), in<T>(residual), out<T>(y), x.numel(),
-                       bias ? bias->numel() : 1, in<int64_t>(seed), Dropout<acc_t<T>>(p), index},
+                       bias ? bias->numel() : 1, seed_and_rows(seed), Dropout<acc_t<T>>(p), index},
                       c10::cuda::getCurrentCUDAStream());
   });
   return y;

@@ -25,7 +25,7 @@ struct DropoutArgs {
   const T *x, *bias, *residual;  // bias and residual may be null
   T* y;
   int64_t n, bias_size;
-  const int64_t* seed;
+  SeedAndRows seed;
   Dropout<acc_t<T>> dropout;
   GlobalIndex index;
 };
@@ -50,15 +50,15 @@ __device__ __forceinline__ uint32_t dropout_kept(const DropoutArgs<T>& a, uint64
 template <typename T>
 __global__ void dropout_vector_kernel(DropoutArgs<T> a) {
   constexpr int kN = kDropoutVec<T>;
-  const uint64_t seed = static_cast<uint64_t>(*a.seed);
+  const uint64_t seed = a.seed.seed();
   grid_stride(a.n, kN, [&](int64_t i) {
     const Vec<T, kN> x = load<kN>(a.x, i);
     Vec<T, kN> bias, residual, y;
     if (a.bias) bias = load<kN>(a.bias, i - divide(i, a.bias_size) * a.bias_size);
     if (a.residual) residual = load<kN>(a.residual, i);
     const int64_t row = divide(i, a.index.local_inner);
-    const uint64_t first = static_cast<uint64_t>(row * a.index.full_inner + a.index.offset + i -
-                                                 row * a.index.local_inner);
+    const uint64_t first = static_cast<uint64_t>(a.seed.row(row) * a.index.full_inner +
+                                                 a.index.offset + i - row * a.index.local_inner);
     const uint32_t kept = dropout_kept(a, seed, first);
 #pragma unroll
     for (int k = 0; k < kN; ++k) {
@@ -77,11 +77,11 @@ TP_HD int64_t quads_per_row(const GlobalIndex& index) { return (index.local_inne
 
 template <typename T>
 __global__ void dropout_general_kernel(DropoutArgs<T> a) {
-  const uint64_t seed = static_cast<uint64_t>(*a.seed);
+  const uint64_t seed = a.seed.seed();
   const int64_t quads = quads_per_row(a.index);
   grid_stride(a.n / a.index.local_inner * quads, 1, [&](int64_t item) {
     const int64_t row = divide(item, quads), start = row * a.index.local_inner;
-    const int64_t first = row * a.index.full_inner + a.index.offset;
+    const int64_t first = a.seed.row(row) * a.index.full_inner + a.index.offset;
     const int64_t quad = first / 4 + (item - row * quads);
     if (4 * quad >= first + a.index.local_inner) return;
     const uint32_t kept = dropout_kept(a, seed, static_cast<uint64_t>(4 * quad));

@@ -33,10 +33,25 @@ TP_HD PhiloxWords philox4x32(uint64_t seed, uint64_t counter, uint32_t stream = 
 
 // Position of a local element in the full tensor: a slice of one dim of a contiguous tensor, viewed
 // as [outer, inner] with local_inner of the full_inner elements of each row, from `offset` on.
+// Row r is row r of the full tensor, or rows[r] if there is such a table.
 struct GlobalIndex {
   int64_t local_inner, full_inner, offset;
+  const int64_t* rows = nullptr;
   TP_HD uint64_t operator()(int64_t i) const {
-    return static_cast<uint64_t>((i / local_inner) * full_inner + offset + i % local_inner);
+    const int64_t r = i / local_inner;
+    return static_cast<uint64_t>((rows ? rows[r] : r) * full_inner + offset + i % local_inner);
+  }
+};
+
+// What a seed of dropout consists of: the seed alone; the seed and the number, in the full tensor,
+// of the first row; or the seed and the number of each row. It is read where the kernel runs, so
+// compiled code serves every microbatch.
+struct SeedAndRows {
+  const int64_t* data;
+  int64_t size;
+  TP_HD uint64_t seed() const { return static_cast<uint64_t>(data[0]); }
+  TP_HD int64_t row(int64_t r) const {
+    return size == 1 ? r : size == 2 ? data[1] + r : data[1 + r];
   }
 };
 

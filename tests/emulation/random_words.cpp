@@ -32,13 +32,15 @@ constexpr uint64_t kSeed = 0x123456789abcdef;
 
 template <typename T>
 void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool residual,
-             int64_t shift, double p, bool vectors) {
+             int64_t shift, double p, bool vectors, const std::vector<int64_t>& given = {}) {
   using A = acc_t<T>;
   const int64_t n = rows * index.local_inner;
   const auto x = values<T>(n, shift, 1), bias = values<T>(bias_size, shift, 2),
              rest = values<T>(residual ? n : 0, shift, 3);
-  Tensor<int64_t> seed(1);
+  const int64_t numbers = 1 + static_cast<int64_t>(given.size());  // rows come with the seed
+  Tensor<int64_t> seed(numbers);
   seed[0] = kSeed;
+  for (int64_t i = 1; i < numbers; ++i) seed[i] = given[i - 1];
   const auto arguments = [&](T* y) {
     return DropoutArgs<T>{x,
                           bias_size ? bias.data() : nullptr,
@@ -46,7 +48,7 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
                           y,
                           n,
                           bias_size ? bias_size : 1,
-                          seed,
+                          {seed, numbers},
                           Dropout<A>(p),
                           index};
   };
@@ -69,7 +71,10 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
   for (int64_t i = 0; i < n; ++i) {
     A value = to_acc(x[i]);
     if (bias_size) value += to_acc(bias[i % bias_size]);
-    value *= drop.factor(drop.keeps_all() || kept(drop, seed[0], index(i)));
+    const int64_t row = i / index.local_inner;
+    const int64_t moved = given.empty() ? 0 : numbers == 2 ? given[0] : given[row] - row;
+    const uint64_t place = index(i) + moved * index.full_inner;
+    value *= drop.factor(drop.keeps_all() || kept(drop, seed[0], place));
     if (residual) value += to_acc(rest[i]);
     want[i] = from_acc<T>(value);
   }
@@ -92,6 +97,10 @@ void dropouts() {
   dropout<T>(3, {11 * N, 21 * N, 9 * N}, 0, true, 0, 0.3, true);  // at odd vectors
   dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, N, 0.3, true);
   dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, N / 2, 0.3, false);
+  dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 0, 0.3, true, {5});
+  dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 0, 0.3, true, {7, 0, 4});
+  dropout<T>(3, {7, 33, 6}, 7, true, 0, 0.3, false, {5});
+  dropout<T>(3, {7, 33, 6}, 7, true, 0, 0.3, false, {7, 0, 4});
   const GlobalIndex whole{10 * N, 20 * N, 10 * N};
   for (const int64_t i : {0, 5, 17, 31, 36, 100})  // at the element's own number, and above it
     for (const int above : {0, 1}) {
@@ -149,7 +158,7 @@ void vast_dropout() {
   const GlobalIndex index{1024, 4096, 2048};
   for (int64_t i = n - 1024; i < n; ++i) x[i] = T(1.f);
   int64_t seed = 3;
-  const DropoutArgs<T> a{x, nullptr, nullptr, y, n, 1, &seed, Dropout<float>(0.5), index};
+  const DropoutArgs<T> a{x, nullptr, nullptr, y, n, 1, {&seed, 1}, Dropout<float>(0.5), index};
   const int64_t items = n / kDropoutVec<T>;
   const int grid = grid_for(items);
   launch(grid, kThreads, [&] { dropout_vector_kernel<T>(a); }, 0,

@@ -105,6 +105,27 @@ def test_a_slice_gets_its_part_of_the_full_mask(full, dim, start, length, dtype,
     assert torch.equal(dx != 0, y != 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape, start, length", [((9, 40), 0, 40), ((9, 40), 8, 16), ((11, 33), 5, 7), ((5, 1), 0, 1)])
+def test_rows_come_with_the_seed(shape, start, length, dtype, device):
+    """Rows from a first one on, and rows in any order, whole or cut, forward and backward."""
+    seed, p, (rows, n) = 2**61 + 5, 0.4, shape
+    bias = torch.rand(length, device=device).add(0.5).to(dtype)
+    full = mask_of(shape, p, seed_of(seed, device))[:, start : start + length]
+    order = torch.randperm(rows, device=device)[: rows // 2]
+    for numbers, own in (([2], full[2:]), (order.tolist(), full[order])):
+        given = seed_of([seed, *numbers], device)
+        x = torch.rand(own.shape, device=device).add(0.5).to(dtype).requires_grad_()
+        index = (length, n, start)
+        y = _ops.bias_dropout_residual(x, bias, None, given, p, *index)
+        assert torch.equal(y != 0, own)
+        dy = torch.ones_like(x)
+        assert torch.equal(torch.autograd.grad(y, x, dy)[0] != 0, own)
+        dx, dbias = _ops.bias_dropout_bwd(dy, given, p, *index)
+        assert torch.equal(dx != 0, own)
+        torch.testing.assert_close(dbias.double(), dx.double().sum(0), rtol=2 * ulp(dtype), atol=0)
+
+
 def test_rate_and_edges(device):
     x = torch.ones(1 << 20, device=device)
     for p in (0.0, 0.1, 0.5, 0.9, 1.0):
@@ -240,6 +261,8 @@ def test_opcheck_and_compile(device):
         ({"residual": torch.zeros(4, 5)}, ValueError, "residual: shape"),
         ({"seed": torch.zeros(1, dtype=torch.int64)}, ValueError, "seed: shape"),
         ({"seed": torch.zeros(())}, TypeError, "seed: dtype"),
+        ({"seed": torch.zeros(3, dtype=torch.int64)}, ValueError, r"seed: shape \[3\] must be 0-dim.*or \[2\]"),
+        ({"seed": torch.zeros(2)}, TypeError, "seed: dtype"),
         ({"local_inner": 7}, ValueError, "local_inner: 7"),
         ({"full_inner": 20}, ValueError, "local_inner: 24 must be at most full_inner = 20"),
         ({"offset": -1}, ValueError, "offset: -1"),

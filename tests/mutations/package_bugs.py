@@ -195,8 +195,8 @@ LAYERS = [
     _bug(
         "exact_dropout_first_head",
         "nn/attention.py",
-        "self.first_head_local * per_head,",
-        "0,",
+        "exact_dropout(seed, dropout, self.num_heads, self.first_head_local)",
+        "exact_dropout(seed, dropout, self.num_heads, 0)",
         "Every rank takes the dropout mask of the first heads.",
         "nn/test_attention_compose.py::test_exact_dropout_is_the_same_for_every_p",
     ),
@@ -211,8 +211,8 @@ LAYERS = [
     _bug(
         "dropout_offset",
         "nn/dropout.py",
-        "sum(lengths[:rank]) * inner",
-        "rank * lengths[rank] * inner",
+        "_Span(lengths[rank], sum(lengths[:rank]), sum(lengths))",
+        "_Span(lengths[rank], rank * lengths[rank], sum(lengths))",
         "With uneven slices a rank draws a part of the mask that another rank draws, too.",
         "nn/test_dropout.py::test_function_has_the_mask_of_its_slice_of_any_dim",
     ),

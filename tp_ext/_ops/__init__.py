@@ -32,6 +32,12 @@ from tp_ext._ops.multi_tensor import (
     multi_tensor_scale_,
     multi_tensor_squared_norm,
 )
+from tp_ext._ops.named_masks import (
+    draw_rows_seed,
+    draw_sequence_seeds,
+    implement,
+    table_rows,
+)
 from tp_ext._ops.norm import (
     layer_norm,
     layer_norm_bwd,

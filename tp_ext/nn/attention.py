@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tp_ext.nn.norm import RMSNorm
 from tp_ext.nn.rotary import RotaryEmbedding, packed_positions, sequence_lengths
 from tp_ext.nn.scaled_dot_product import attention, dropout_by_index
 from tp_ext.random import Init, OwnRandomNumbers, draw_seed
+from tp_ext.random_scope import draws_by_name, sequence_seeds
 from tp_ext.sharding import head_parts
 
 Attend = Callable[[Tensor, Tensor, Tensor, ContextLayout], Tensor]
@@ -212,15 +214,18 @@ class ParallelAttention(ParallelModule):
             q, k, v = (t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v))
             mask = None if attn_mask is None else self._mask_local(attn_mask, q.dtype)
             if cache is None:
-                attended = self._attend(q, k, v, mask)
+                attended = self._attend(q, k, v, mask, self._mask_seeds(q, 1, 1)[0])
             else:
                 window = self.sliding_window
                 attended = cache.attend(
                     q, k, v, mask=mask, scale=self.scale, sliding_window=window, softcap=self.softcap
                 )
         else:
-            sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-            attended = torch.cat([self._attend(*(t[None] for t in one))[0] for one in sequences])
+            seeds = self._mask_seeds(q, len(lengths), 0)
+            sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), seeds, strict=True)
+            attended = torch.cat(
+                [self._attend(a[None], b[None], c[None], None, seed)[0] for a, b, c, seed in sequences]
+            )
         features = self.num_heads_local * self.head_dim
         y: Tensor = self.out(attended.reshape(*qkv.shape[:-1], features), total_tokens)
         return y
@@ -254,7 +259,11 @@ class ParallelAttention(ParallelModule):
             dropout = self.dropout if self.training else 0.0
             scores = (self.causal, self.scale, self.sliding_window, self.softcap, dropout)
             options = AttentionOptions(*scores, num_heads=self.num_heads, first_head=self.first_head_local)
-            attended = context_attention(q, k, v, layout, self.context, options)
+            # Rows of the weights are queries, or with whole sequences on each rank those of a sequence
+            unit = 1 if self.context == "ulysses" else self.num_heads * max(layout.lengths, default=0)
+            seeds = self._mask_seeds(q, len(layout.chunks), 0 if layout.batch is None else unit, layout)
+            seeds = seeds if isinstance(seeds, Tensor) else None
+            attended = context_attention(q, k, v, layout, self.context, options, seeds)
         features = self.num_heads_local * self.head_dim
         y: Tensor = self.out(attended.reshape(*qkv.shape[:-1], features), total_tokens)
         return y
@@ -406,24 +415,28 @@ class ParallelAttention(ParallelModule):
         q, k = rotating[0].split((nq, nkv), -2) if together else rotating
         return q, k, v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _mask_seeds(self, q: Tensor, sequences: int, unit: int, layout: ContextLayout | None = None) -> Any:
+        """Returns the seed of each sequence's mask by name (:func:`tp_ext.random_scope.sequence_seeds`), or None."""
+        exact = self.exact_dropout or self.softcap is not None or layout is not None
+        by_name = self.training and self.dropout and exact and sequences and draws_by_name(self, q.device)
+        return sequence_seeds(self, q, sequences, unit) if by_name else [None] * sequences
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seed: Any = None) -> Tensor:
         """Computes attention of q, k, v ``[batch, seq, heads_local, head_dim]`` -> the same shape."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         options = (mask, self.causal, self.scale, self.sliding_window, self.softcap)
         if dropout and (self.exact_dropout or self.softcap is not None):
-            y = attention(q, k, v, *options, drop=self._exact_dropout)
+            heads = {"num_heads": self.num_heads, "first_head": self.first_head_local}
+            seed = draw_seed(q.device) if seed is None else seed
+            drop = partial(dropout_by_index, seed=seed, p=dropout, **heads)
+            y = attention(q, k, v, *options, drop=drop)
         elif dropout:
             with OwnRandomNumbers(self.tp_group.rank, q.device):
                 y = attention(q, k, v, *options, dropout=dropout)
         else:
             y = attention(q, k, v, *options)
         return y.transpose(1, 2)
-
-    def _exact_dropout(self, weights: Tensor) -> Tensor:
-        """Applies dropout with the masks of the unsharded layer."""
-        seed = draw_seed(weights.device)
-        return dropout_by_index(weights, seed, self.dropout, self.num_heads, self.first_head_local)
 
     def extra_repr(self) -> str:
         return (

@@ -43,6 +43,7 @@ def context_attention(
     layout: ContextLayout,
     context: str = "ring",
     options: AttentionOptions = AttentionOptions(),  # noqa: B008, immutable
+    seeds: Tensor | None = None,
 ) -> Tensor:
     """Returns the attention of this rank's tokens to those of all ranks, exactly that of the whole sequences.
 
@@ -53,7 +54,8 @@ def context_attention(
             before. ``"all_gather"``: they are gathered. ``"ulysses"``: all-to-alls give each rank all tokens of some
             heads.
         options: with dropout each sequence has its masks, by the index (batch, head, query, key), from a seed that is
-            drawn here and must be the same on all ranks.
+            drawn here, unless ``seeds`` has it, and must be the same on all ranks.
+        seeds: ``[sequences]``, or with the first row of each ``[sequences, 2]``; one for a whole batch.
 
     Returns: of q's shape.
 
@@ -84,8 +86,7 @@ def context_attention(
     options = options._replace(scale=scale, num_heads=options.num_heads or q.shape[-2])
     shape = q.shape
     q, k, v = (t.view(batch, tokens // batch, t.shape[-2], t.shape[-1]) for t in (q, k, v))
-    seeds = None
-    if options.dropout:
+    if options.dropout and seeds is None:
         seeds = torch.stack([draw_seed(q.device) for _ in range(len(layout.chunks))]) if layout.chunks else None
     if context == "ulysses":
         return _ulysses(q, k, v, layout, options, seeds).view(shape)

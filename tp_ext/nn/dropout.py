@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, layer_group
 from tp_ext.nn.module import ParallelModule, refuse_group
 from tp_ext.random import draw_seed
+from tp_ext.random_scope import draws_by_name, rows_are_listed, rows_seed
 
 
 def _check_p(p: float) -> None:
@@ -51,7 +53,9 @@ def dropout(
     if dim is not None:
         if not -x.dim() <= dim < x.dim():
             raise IndexError(f"dim: {dim} must be in [{-x.dim()}, {x.dim()}) for x of {x.dim()} dims")
-        index = _index(x, layer_group(group, "dropout"), dim % x.dim(), sizes)
+        span = _span(x, layer_group(group, "dropout"), dim % x.dim(), sizes)
+        inner = math.prod(x.shape[dim % x.dim() + 1 :])
+        index = max(span.length * inner, 1), span.full * inner, span.start * inner
     if not training or p == 0:
         if bias is None and residual is None:
             return x
@@ -60,14 +64,48 @@ def dropout(
     return _ops.bias_dropout_residual(x, bias, residual, draw_seed(x.device), p, *index)
 
 
-def _index(x: Tensor, group: tuple[str, int, int], dim: int, sizes: Sequence[int] | None) -> tuple[int, int, int]:
-    """Returns the index of x in the full tensor: local_inner, full_inner and offset of csrc/kernels/philox.h."""
+class _Span(NamedTuple):
+    """Of a dim: this rank's length and start, and the full length."""
+
+    length: int
+    start: int
+    full: int
+
+
+def _span(x: Tensor, group: tuple[str, int, int], dim: int, sizes: Sequence[int] | None) -> _Span:
     _, p, rank = group
     lengths = [x.shape[dim]] * p if sizes is None else list(sizes)
     if len(lengths) != p or lengths[rank] != x.shape[dim]:
         raise ValueError(f"sizes: {lengths} must have one length per rank, {p}, and {x.shape[dim]} at rank {rank}")
-    inner = math.prod(x.shape[dim + 1 :])
-    return max(lengths[rank] * inner, 1), sum(lengths) * inner, sum(lengths[:rank]) * inner
+    return _Span(lengths[rank], sum(lengths[:rank]), sum(lengths))
+
+
+def layer_dropout(
+    module: ParallelModule,
+    x: Tensor,
+    p: float,
+    *,
+    residual: Tensor | None = None,
+    dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Computes :func:`dropout` of a layer's activations over its group, in training: by the layer's name, in
+    :func:`tp_ext.random.at`. ``dim`` is 0, the last one, or None."""
+    if p == 0 or x.dim() == 0 or not draws_by_name(module, x.device):
+        return dropout(x, p, residual=residual, group=module.tp_group.name or None, dim=dim, sizes=sizes)
+    span = None if dim is None else _span(x, module.tp_group, dim, sizes)
+    tokens = x.dim() <= 2 or module.sequence_parallel
+    per_sequence = rows_are_listed() and not tokens  # rows of tokens, of x [batch, seq, ..]
+    if dim == -1 and span is not None:
+        each, slices = math.prod(x.shape[1:-1]), _Span(x.shape[0], 0, x.shape[0])
+        index = (max(span.length, 1), max(span.full, 1), span.start)
+    else:
+        slices = span or _Span(x.shape[0], 0, x.shape[0])
+        each = x.shape[1] if per_sequence else 1
+        inner = max(math.prod(x.shape[2 if per_sequence else 1 :]), 1)
+        index = (inner, inner, 0)
+    seed = rows_seed(module, x, each, slices.start, slices.full, tokens)
+    return _ops.bias_dropout_residual(x, None, residual, seed, p, *index)
 
 
 class Dropout(ParallelModule):
@@ -95,17 +133,12 @@ class Dropout(ParallelModule):
             residual: of x's shape; added after dropping, in the same pass.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
         """
-        name, size, _ = self.tp_group
-        sharded = self.sequence_parallel and size > 1
-        return dropout(
-            x,
-            self.p,
-            self.training,
-            residual=residual,
-            group=name or None,
-            dim=0 if sharded else None,
-            sizes=self.token_sizes(total_tokens),
-        )
+        sharded = self.sequence_parallel and self.tp_group.size > 1
+        dim, sizes = 0 if sharded else None, self.token_sizes(total_tokens)
+        if self.training:
+            return layer_dropout(self, x, self.p, residual=residual, dim=dim, sizes=sizes)
+        group = self.tp_group.name or None
+        return dropout(x, self.p, False, residual=residual, group=group, dim=dim, sizes=sizes)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, {self.parallel_repr().replace('p=', 'ranks=', 1)}"

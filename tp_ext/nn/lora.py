@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tp_ext.nn.dropout import dropout
+from tp_ext.nn.dropout import layer_dropout
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.module import ParallelModule, check_positive
 from tp_ext.random import Constant, Init, torch_linear_init
@@ -147,17 +147,17 @@ class LoRALinear(ParallelModule):
     def _dropped(self, x: Tensor, total_tokens: int | None) -> Tensor:
         if not self.training or not self.dropout:
             return x
-        group, p, rank = self.tp_group
+        _, p, rank = self.tp_group
         if isinstance(self.base_layer, ColumnParallelLinear):
             sharded = self.sequence_parallel and p > 1
             sizes = self.token_sizes(total_tokens)
-            return dropout(x, self.dropout, group=group or None, dim=0 if sharded else None, sizes=sizes)
+            return layer_dropout(self, x, self.dropout, dim=0 if sharded else None, sizes=sizes)
         sharding = self.base_layer.tp_layouts["weight"][0][0]
         dropped = []
         for share, part in zip(_split_parts(x, Sharding(-1, sharding.parts), rank, p), sharding.parts, strict=True):
             whole = Sharding(-1, (part,))
             sizes = [found.stop - found.start for q in range(p) for found in whole.slices(q, p)]  # without padding
-            kept = dropout(share[..., : sizes[rank]], self.dropout, group=group or None, dim=-1, sizes=sizes)
+            kept = layer_dropout(self, share[..., : sizes[rank]], self.dropout, dim=-1, sizes=sizes)
             dropped.append(F.pad(kept, (0, share.shape[-1] - sizes[rank])) if part.padding else kept)
         return dropped[0] if len(dropped) == 1 else torch.cat(dropped, -1)
 

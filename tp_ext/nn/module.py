@@ -55,9 +55,14 @@ class ParallelModule(nn.Module):
             (``deepcopy``, ``to_empty`` and FSDP2 lose those), defines how a parameter is sharded; ``param.tp_layout``
             mirrors it for users, ``param.tp_sharding`` its first :class:`Sharding`.
         sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
+        tp_name: the name in the unsharded model, by :func:`tp_ext.name_modules`; None before.
         tied: names of parameters that were replaced by another layer's, as in ``head.weight = embedding.weight``;
             ``tp_ext.debug.check`` reports those that are no longer tied.
     """
+
+    tp_name: str | None = None
+    _name_number: int | None = None
+    _name_key: Tensor | None = None  # the number; in traced code an input, so that modules share the code
 
     def __init__(self, group: Group, *, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -100,7 +105,7 @@ class ParallelModule(nn.Module):
         self._inits[name] = (shape, init)
         if copied is not None:
             self._copied[name] = copied
-        self._reset(name)
+        self.reset_parameter(name)
 
     def _copied_rows_of(self, name: str, layout: Layout) -> CopiedRows | None:
         """Returns the rows of a parameter of this layout that other ranks hold, too."""
@@ -133,17 +138,18 @@ class ParallelModule(nn.Module):
     def reset_parameters(self) -> None:
         """Draws all parameters of this module anew, as after ``to_empty``; the values do not depend on p."""
         for name in self._inits:
-            self._reset(name)
+            self.reset_parameter(name)
 
     @torch.no_grad()
-    def _reset(self, name: str) -> None:
+    def reset_parameter(self, name: str, seed: int | None = None) -> None:
+        """Draws one parameter anew, from a ``seed`` of its own or from torch's default generator."""
         param = getattr(self, name)
         shape, init = self._inits[name]
         computed = parametrize.is_parametrized(self, name)  # the assignment below calls right_inverse
         # FSDP2 holds a slice of this rank's shard: draw the whole shard, keep that slice
         temporary = computed or isinstance(param, DTensor)
         whole = torch.empty(param.shape, dtype=param.dtype, device=param.device) if temporary else param
-        initialise_(whole, init, self.tp_layouts[name], shape)
+        initialise_(whole, init, self.tp_layouts[name], shape, seed=seed)
         self.after_init(name, whole)
         if computed:
             setattr(self, name, whole)

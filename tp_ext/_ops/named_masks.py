@@ -1,0 +1,50 @@
+"""Seeds of masks by name, for traced code. These operators are Python's, since the tables that they read are: they are
+registered here, with their fakes, in a library of their own, and implemented by :mod:`tp_ext.random_scope`.
+
+x comes first: torch saves the generator of the first tensor's device where traced code recomputes a random operator. It
+is read for its shape and device alone; that a later call depends on the result of an earlier one keeps their order. The
+name is a tensor, so that compiled code serves all modules of one kind.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("tp_ext_python", "DEF")  # kept for the life of the process
+_tags = [torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe]
+
+_library.define(
+    "draw_rows_seed(Tensor x, Tensor name, SymInt each, SymInt start, SymInt full, bool tokens, bool table) -> Tensor",
+    tags=_tags,
+)
+_library.define(
+    "draw_sequence_seeds(Tensor like, Tensor name, SymInt sequences, SymInt unit) -> Tensor",
+    tags=_tags,
+)
+
+
+@torch.library.register_fake("tp_ext_python::draw_rows_seed")
+def _rows_seed(x: Tensor, name: Tensor, each: int, start: int, full: int, tokens: bool, table: bool) -> Tensor:
+    rows = table_rows(x, tokens) if table else 1
+    return torch.empty(1 + rows, dtype=torch.int64, device=x.device)
+
+
+@torch.library.register_fake("tp_ext_python::draw_sequence_seeds")
+def _sequence_seeds(like: Tensor, name: Tensor, sequences: int, unit: int) -> Tensor:
+    return torch.empty(sequences, 2, dtype=torch.int64, device=like.device)
+
+
+def table_rows(x: Tensor, tokens: bool) -> int:
+    """Returns the number of tokens of x: of dim 0, or if that does not count ``tokens`` of the first two dims."""
+    return x.shape[0] if tokens else x.shape[0] * x.shape[1]
+
+
+draw_rows_seed: Callable[..., Tensor] = torch.ops.tp_ext_python.draw_rows_seed.default
+draw_sequence_seeds: Callable[..., Tensor] = torch.ops.tp_ext_python.draw_sequence_seeds.default
+
+
+def implement(name: str, function: Callable[..., Tensor]) -> None:
+    """Makes ``function`` the implementation of an operator of this file."""
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, function, device)
