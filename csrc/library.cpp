@@ -163,7 +163,8 @@ TORCH_LIBRARY(tp_ext, m) {
       tags);
 
   // Randomness by global index: element i of a contiguous local tensor is element
-  // (i / local_inner) * full_inner + offset + i % local_inner of the full one
+  // (i / local_inner) * full_inner + offset + i % local_inner of the full one. The seed of dropout is
+  // 0-d, or [2]: followed by the number of the first row, or [1 + rows]: by that of each row
   m.def(
       "bias_dropout_residual(Tensor x, Tensor? bias, Tensor? residual, Tensor seed, float p, "
       "SymInt local_inner, SymInt full_inner, SymInt offset) -> Tensor",

@@ -64,7 +64,7 @@ class Model(nn.Module):
                     param.fill_(0.1)
 
     def loss(self, ids, target, call=None, **tokens):
-        """The sum over the tokens; ids ``[batch, seq]``, or ``[tokens]`` with the lengths or the layout of sequences."""
+        """The sum over the tokens; ids ``[batch, seq]``, or ``[tokens]`` with lengths or a layout of sequences."""
         if "cu_seqlens" not in tokens and "layout" not in tokens:
             tokens["batch_size"] = len(ids)
         if self.blocks[0].norm.sequence_parallel and "layout" not in tokens:
@@ -321,7 +321,7 @@ def test_compiled_code_has_the_masks_of_eager_mode(backend):
             x = torch.full((6, 8), 1.0 + i, requires_grad=True)
             with at(STEP, i, batch_offset=2 * i, seq=3):
                 losses.append((x, call(x)))
-        for x, y in losses:
+        for _, y in losses:
             y.square().sum().backward()
         return torch.stack([t for x, y in losses for t in (y.detach(), x.grad)])
 

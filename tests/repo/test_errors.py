@@ -38,6 +38,17 @@ def sgd(*params):
     return torch.optim.SGD(params, lr=0.1)
 
 
+class WithoutReset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(ones(2))
+
+
+def reset_seeded(module):
+    tp_ext.manual_seed(1)
+    tp_ext.reset_parameters(module)
+
+
 class Wrapping(torch.optim.Optimizer):
     """Keeps its state in another optimizer."""
 
@@ -59,6 +70,7 @@ def load_optimizer(group, params=("weight", "bias"), state=None):
 NAMES = {name: getattr(tp_ext, name) for name in tp_ext.__all__} | {
     "nn": nn,
     "parallel": tp_ext.parallel,
+    "random": tp_ext.random,
     "Column": tp_ext.ColumnParallelLinear,
     "Row": tp_ext.RowParallelLinear,
     "MLP": tp_ext.ParallelMLP,
@@ -334,6 +346,11 @@ REST = [
     ("declare_tied(nn.Linear(2, 2), {'weight': 3})", TypeError, "copies: 'weight' is int and must be the name of"),
     ("manual_seed('one')", TypeError, "seed: 'one' must be an integer"),
     ("manual_seed(1, g)", TypeError, "mesh: .*must be a DeviceMesh"),
+    ("random.at('one')", TypeError, "step: 'one' must be an integer"),
+    ("name_modules(nn.Linear(2, 2), prefix=3)", TypeError, "prefix: 3 must be a string"),
+    ("name_modules(3)", TypeError, "module: 3 must be a module, or a list of the stages"),
+    ("reset_seeded(nn.Linear(2, 2, device='meta'))", ValueError, "module: 'weight' is on meta; call to_empty"),
+    ("reset_seeded(WithoutReset())", ValueError, "module: 'weight' belongs to a WithoutReset, which must have reset_p"),
     ("init_mesh('cpu', tp=4)", ValueError, "pp, dp, cp, tp: .*tp = 4 must multiply to the 2 ranks"),
     ("full_state_dict(nn.Linear(2, 2), mesh=g)", TypeError, "mesh: ProcessGroup.* must be a DeviceMesh"),
     ("full_state_dict([])", TypeError, r"module: \[\] must be a module, or a list of the stages"),

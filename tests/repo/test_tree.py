@@ -23,7 +23,8 @@ ORDER = [{"_version", "_build"}, {"_ops"}, {""}, {"nn"}, {"checkpoint", "paralle
 # These folders work on modules and their shardings, and import no layer
 COMPOSITION = {"checkpoint", "parallel", "debug"}
 NOT_LAYERS = {
-    f"tp_ext.nn.{name}" for name in ("fqn", "layouts", "model_groups", "module", "same_input", "stages", "tied")
+    f"tp_ext.nn.{name}"
+    for name in ("fqn", "layouts", "model_groups", "module", "names", "same_input", "stages", "tied")
 }
 
 

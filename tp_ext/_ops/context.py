@@ -29,7 +29,8 @@ def context_attention(
 
     Args:
         q: ``[batch, tokens_local, heads_local, head_dim]``. k, v: ``[batch, tokens_local, kv_heads_local, head_dim]``.
-        seeds: ``[sequences]``, int64, of the dropout masks; needed with ``dropout``.
+        seeds: ``[sequences]``, int64, of the dropout masks, or with a first row ``[sequences, 2]``; needed with
+            ``dropout``.
         ring: keys and values travel from rank to rank; False: they are gathered.
         chunks: lengths of the chunks of all sequences, one sequence after the other.
         chunks_per_sequence: p, or 2 p; chunk c belongs to rank c, or 2 p - 1 - c for c >= p.

@@ -1,7 +1,9 @@
 """Random numbers by global index: every number is a function of the seed and the element's index in the full tensor.
 
 Element i of a contiguous local tensor is element ``(i / local_inner) * full_inner + offset + i % local_inner`` of the
-full one; seed is a 0-d int64 tensor. C++: bias_dropout_residual, random_fill; :mod:`tp_ext.random` draws the seeds.
+full one; seed is a 0-d int64 tensor. For dropout it may also be ``[2]``, with the number of the first row of
+``local_inner`` elements in the full tensor, or ``[1 + rows]``, with that of each row. C++:
+bias_dropout_residual, random_fill; :mod:`tp_ext.random` draws the seeds.
 """
 
 from torch import Tensor
