@@ -80,7 +80,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"reduction: {reduction!r} must be one of {REDUCTIONS}")
     if gradient_reduction not in GRADIENT_REDUCTIONS:
         raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
-    axes = _data_axes(mean_over)
+    axes = data_axes(mean_over)
     if axes and reduction != "mean":
         raise ValueError(f"mean_over: must not be given with reduction={reduction!r}, which is no mean")
     if DebugMode.on:
@@ -105,7 +105,7 @@ def vocab_parallel_cross_entropy(
     return _global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
 
 
-def _data_axes(mean_over: Group | list[Group]) -> list[ParallelGroup]:
+def data_axes(mean_over: Group | list[Group]) -> list[ParallelGroup]:
     """Returns the groups of several ranks over which the mean is taken."""
     if isinstance(mean_over, DeviceMesh) and mean_over.ndim > 1:
         axes = list(mesh_axes(NOT_GIVEN, mean_over).data)
@@ -178,7 +178,7 @@ class VocabParallelCrossEntropy(nn.Module):
         self.z_loss = z_loss
         self.reduction = reduction
         self.inplace_backward = inplace_backward
-        self.mean_over: list[Group] = [axis.name for axis in _data_axes(mean_over)]
+        self.mean_over: list[Group] = [axis.name for axis in data_axes(mean_over)]
         self.gradient_reduction = gradient_reduction
 
     def __setstate__(self, state: dict[str, Any]) -> None:

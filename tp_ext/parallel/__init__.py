@@ -1,6 +1,8 @@
-"""Functions of a whole model over its ranks: gradient norm, the sum of gradients over a context group, and the guard
-against data parallelism over TP ranks."""
+"""Functions of a whole model over its ranks: stages of a pipeline, gradient norm, the sum of gradients over a context
+group, and the guard against data parallelism over TP ranks."""
 
 from tp_ext.parallel.gradient_sum import sum_gradients
+from tp_ext.parallel.pipeline import pipeline_stages
+from tp_ext.parallel.pipeline_steps import PipelineShapeWarning
 
-__all__ = ["sum_gradients"]
+__all__ = ["PipelineShapeWarning", "pipeline_stages", "sum_gradients"]

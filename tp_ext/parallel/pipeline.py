@@ -1,0 +1,267 @@
+"""Pipelines: the stages of a model over the ranks of a pipeline, under a schedule of torch.distributed.pipelining."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import fully_shard
+
+from tp_ext.group import Group, process_group
+from tp_ext.nn.coalesce import uncoalesce_gradients
+from tp_ext.parallel.pipeline_clock import Clock, TimedStage
+from tp_ext.parallel.pipeline_loss import StepLoss
+from tp_ext.parallel.pipeline_parts import Parts, PipelinePart, elements, keywords_of, parts_of
+from tp_ext.parallel.pipeline_schedules import (
+    check_microbatches,
+    check_model,
+    known_schedule,
+)
+from tp_ext.parallel.pipeline_schedules import (
+    stages_per_rank as number_per_rank,
+)
+from tp_ext.parallel.pipeline_shapes import Precision, ShapeModel
+from tp_ext.parallel.pipeline_split import Split, split_blocks
+from tp_ext.parallel.pipeline_steps import PipelineSetup, PipelineSteps, enter_context
+from tp_ext.parallel.pipeline_tied import TiedWeights, find_tied, retied
+
+Fsdp = None | DeviceMesh | Mapping[str, Any]
+
+
+def pipeline_stages(
+    model: nn.Module,
+    mesh: Group,
+    *,
+    schedule: str = "1F1B",
+    microbatches: int,
+    loss: Callable[..., Tensor],
+    split: Split = None,
+    fsdp: Fsdp = None,
+    stages_per_rank: int | None = None,
+    count: Callable[[Tensor], Tensor | int] | None = None,
+    mean_over: Group | list[Group] = None,
+    gradient_reduction: str = "mean",
+    context: Callable[[int, int], AbstractContextManager[Any]] | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Makes the stages of a model over the ranks of a pipeline, and a schedule of ``torch.distributed.pipelining`` that
+    runs them.
+
+    ::
+
+        schedule = tp_ext.parallel.pipeline_stages(model, mesh["pp"], microbatches=8, loss=loss)
+        optimizer = torch.optim.AdamW(schedule.parameters())
+        for ids, target in batches:
+            schedule.step(ids, target=target)
+            tp_ext.clip_grad_norm_(schedule.stages, 1.0, mesh=mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The gradients of a step are those of the same batch in one process: of the mean of ``loss`` over the microbatches,
+    or, with ``count``, of the sum of ``loss`` divided by the number of tokens, however unevenly the microbatches have
+    them.
+
+    The result is torch's schedule (``isinstance(schedule, torch.distributed.pipelining.Schedule1F1B)``) with, in
+    addition: ``stages``, the modules of this rank's stages, which functions of whole models take as their module, and
+    whose parameters have the names of the whole model; ``parameters()``; ``losses``, ``loss`` and ``bubble`` of the
+    last step; ``next_step``. Its ``step`` takes inputs and target on every rank, and uses them where they belong. No
+    forward runs but those of the microbatches: shapes between stages come from one call of the model on fake tensors.
+
+    The blocks are those of ``model.pipeline_parts()``, which returns ``(first, blocks, last)``: what comes before the
+    blocks, a list of the blocks, and what comes after; ``first`` and ``last`` are a module, a function without
+    parameters, a list of both, or None. The parts are applied one after the other, each to the result of the one before
+    (a tuple: several arguments). All parts of an ``nn.Sequential`` are blocks. The stages have the modules of ``model``
+    itself, which is not to be used any more.
+
+    A weight that is tied over stages is a copy on each of them (:func:`tp_ext.declare_tied`); ``step`` sums its
+    gradients.
+
+    Args:
+        model: the whole model, unsharded along the pipeline; its layers may have a tensor-parallel and a context group.
+            On meta, only the stages of this rank get memory.
+        mesh: the pipeline, ``mesh["pp"]``.
+        schedule: ``"GPipe"``, ``"1F1B"``, ``"LoopedBFS"``, ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``,
+            ``"ZBVZeroBubble"`` or ``"DualPipeV"``. The last three split the backward: gradients of weights are then not
+            coalesced (:func:`tp_ext.uncoalesce_gradients`).
+        microbatches: number of slices of a batch along dim 0.
+        loss: ``loss(output, target)`` of a microbatch, a mean; with ``count`` a sum.
+        split: how blocks are assigned to stages, at least one each: None, the same number; ``"parameters"``, by the
+            number of their full parameters, those of the first and last part included; a list of the numbers of blocks
+            of the stages; or a list of costs, of the blocks or of first part, blocks and last part.
+        fsdp: a mesh along which FSDP2 shards the parameters, ``mesh["dp"]``, or options of ``fully_shard`` with it:
+            each block, and the rest of each stage. Parameters are kept after forward, since resharding them loses
+            gradients under schedules that split the backward.
+        stages_per_rank: default 2 for schedules with several stages on a rank.
+        count: the number of tokens of a target, such as ``lambda target: (target != -100).sum()``.
+        mean_over: the ranks that have other tokens of the same step, as in ``vocab_parallel_cross_entropy``; with
+            ``count``.
+        gradient_reduction: how data parallelism combines their gradients: ``"mean"`` (FSDP2, DDP) or ``"sum"``.
+        context: ``context(step, microbatch)`` returns a context manager around the forward of each microbatch, for
+            random numbers that are those of the model in one process. Steps are counted by ``schedule.next_step``.
+        init: initialises a stage of a model on meta, in place; default: ``reset_parameters()`` of each of its modules.
+        device: default: that of the parameters, or for a model on meta the current device of the kind of ``mesh``.
+
+    Communicates: one message for each copy of a tied weight. A step: messages between neighbouring stages, twice the
+    gradient of each tied weight; in the first step an exchange of shapes over the pipeline.
+
+    Raises:
+        TypeError: a model without parts; a loss that is no function.
+        ValueError: an unknown schedule or a number of microbatches or stages that it cannot run; fewer blocks than
+            stages, another split; a tensor of the model in no part, a module in two stages; a model that is already
+            sharded by ``fully_shard``. Under a schedule that splits the backward: compiled modules, recomputation,
+            parameters with post-accumulate-grad hooks.
+        RuntimeError: torch older than 2.15.
+
+    Warns:
+        PipelineShapeWarning: in the first step: the model cannot be called on fake tensors.
+
+    Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "Megatron-LM", arXiv:2104.04473; Lamy-Poirier,
+    "Breadth-First Pipeline Parallelism", arXiv:2211.05953; Qi et al., "Zero Bubble Pipeline Parallelism",
+    arXiv:2401.10241; DeepSeek-AI, "DeepSeek-V3", arXiv:2412.19437.
+    """
+    known = known_schedule(schedule)
+    group = process_group(mesh)
+    ranks, rank = group.size(), group.rank()
+    per_rank = number_per_rank(known, stages_per_rank)
+    number = ranks * per_rank
+    check_microbatches(known, microbatches, ranks, number)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    step_loss = StepLoss(loss, microbatches, count, mean_over, gradient_reduction)
+    parts = parts_of(model)
+    check_model(known, model, [part.function for part in parts.all if isinstance(part.function, nn.Module)])
+    options = _fsdp_options(fsdp)
+    counts = split_blocks(split, len(parts.blocks), number, lambda: _sizes(parts))
+    every = [PipelinePart(own) for own in parts.of_stages(counts)]
+    tied = find_tied(model, every)
+
+    where = _device(model, mesh, device)
+    policy = options.get("mp_policy")
+    precision = Precision(getattr(policy, "param_dtype", None), getattr(policy, "output_dtype", None))
+    shapes = ShapeModel(every, where, precision)
+    held = {stage: every[stage].train(model.training) for stage in known.stages_of(rank, ranks, per_rank)}
+    rank_of = {stage: one for one in range(ranks) for stage in known.stages_of(one, ranks, per_rank)}
+    copies = TiedWeights(tied, held, rank_of, group)
+    copies.separate()
+    for stage in held.values():
+        _materialise(stage, where, init)
+        if known.splits:
+            uncoalesce_gradients(stage)
+    copies.equalise()
+    if options:
+        for stage in held.values():
+            _shard(stage, [part.name for part in parts.blocks], options)
+    clock = Clock(where)
+    made = _schedule(known.torch_class, held, number, microbatches, step_loss, where, group, clock)
+    torch_stages = [made._stage] if per_rank == 1 and not known.looped else made._stages
+    setup = PipelineSetup(
+        known,
+        group,
+        where,
+        held,
+        rank_of,
+        torch_stages,
+        step_loss,
+        clock,
+        copies,
+        keywords_of(parts),
+        microbatches,
+        bool(options),
+    )
+    made.set_up(setup, shapes)
+    if context is not None:
+        for torch_stage in torch_stages:
+            torch_stage.register_forward_context(enter_context(context, made))
+    return made
+
+
+def _sizes(parts: Parts) -> list[float]:
+    return [
+        sum(map(elements, parts.first)),
+        *map(elements, parts.blocks),
+        sum(map(elements, parts.last)),
+    ]
+
+
+def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
+    if fsdp is None:
+        return {}
+    options: dict[str, Any] = {"mesh": fsdp} if isinstance(fsdp, DeviceMesh) else dict(fsdp)
+    if not isinstance(options.get("mesh"), DeviceMesh):
+        raise TypeError(f"fsdp: {fsdp!r} must be a mesh, or options of fully_shard with one as 'mesh'")
+    if options.setdefault("reshard_after_forward", False) is not False:
+        raise ValueError(
+            "fsdp: reshard_after_forward must be False: resharding communicates in each microbatch, and loses "
+            "gradients under schedules that split the backward"
+        )
+    return options
+
+
+def _device(model: nn.Module, mesh: Group, given: torch.device | str | None) -> torch.device:
+    devices = {param.device for param in model.parameters()} - {torch.device("meta")}
+    if given is not None:
+        found = torch.device(given)
+    elif devices:
+        found = next(iter(devices))
+    else:
+        kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if torch.cuda.is_available() else "cpu"
+        found = torch.device(kind)
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _materialise(stage: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None) -> None:
+    """Gives a stage that is on meta memory and values; another one is moved to the device."""
+    if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
+        stage.to(device)
+        return
+    names: dict[int, list[str]] = {}
+    for name, param in stage.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    stage.to_empty(device=device)
+    if init is not None:
+        init(stage)
+    else:
+        for module in stage.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+    retied(stage, list(names.values()))  # to_empty gives each its own memory
+
+
+def _shard(stage: nn.Module, blocks: Sequence[str], options: dict[str, Any]) -> None:
+    own = dict(stage.named_modules())
+    for name in blocks:
+        if name in own:
+            fully_shard(own[name], **options)
+    fully_shard(stage, **options)
+
+
+def _schedule(
+    kind: type[Any],
+    held: Mapping[int, nn.Module],
+    number: int,
+    microbatches: int,
+    loss: StepLoss,
+    device: torch.device,
+    group: ProcessGroup,
+    clock: Clock,
+) -> Any:
+    """Returns a schedule of torch's class, with :class:`PipelineSteps`."""
+    stages = []
+    for index, module in held.items():
+        stage = TimedStage(module, index, number, device, group=group)
+        stage.clock = clock
+        stages.append(stage)
+
+    def timed_loss(*args: Any, **options: Any) -> Tensor:
+        with clock.busy():
+            return loss(*args, **options)
+
+    made = type(kind.__name__, (PipelineSteps, kind), {"__doc__": PipelineSteps.__doc__})
+    single = issubclass(kind, torch.distributed.pipelining.schedules.PipelineScheduleSingle)
+    return made(stages[0] if single else stages, microbatches, loss_fn=timed_loss, scale_grads=False)

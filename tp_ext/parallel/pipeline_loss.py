@@ -1,0 +1,81 @@
+"""The loss of a pipeline's step: that of each microbatch, weighted so that the gradients add up to those of the
+batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_ext.group import Group, ParallelGroup, process_group
+from tp_ext.nn.loss import GRADIENT_REDUCTIONS, data_axes
+
+
+class StepLoss:
+    """The loss function of a schedule: it scales each loss, so that gradients need no scaling after the step.
+
+    Args:
+        loss, microbatches, count, mean_over, gradient_reduction: see :func:`tp_ext.parallel.pipeline_stages`.
+
+    Raises:
+        ValueError: ``mean_over`` without ``count``, an unknown ``gradient_reduction``. TypeError: no function.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        microbatches: int,
+        count: Callable[[Tensor], Tensor | int] | None,
+        mean_over: Group | list[Group],
+        gradient_reduction: str,
+    ) -> None:
+        if not callable(loss):
+            raise TypeError(f"loss: {loss!r} must be a function of the output of the model and the target")
+        if count is not None and not callable(count):
+            raise TypeError(f"count: {count!r} must be a function of the target, or None")
+        if gradient_reduction not in GRADIENT_REDUCTIONS:
+            raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+        self.axes: list[ParallelGroup] = data_axes(mean_over)
+        if self.axes and count is None:
+            raise ValueError("mean_over: must be given with count, the number of tokens that loss sums over")
+        self.values: list[Tensor] = []
+        self.total: Tensor | None = None
+        self._loss, self._count, self._microbatches = loss, count, microbatches
+        self._ranks = math.prod(axis.size for axis in self.axes) if gradient_reduction == "mean" else 1
+
+    def begin(self, targets: Sequence[Tensor], device: torch.device) -> None:
+        """Begins a step: counts the tokens of its targets, on the ranks of the last stage.
+
+        Communicates: one all-reduce of a number over each axis of ``mean_over``.
+        """
+        self.values, self.total = [], None
+        if self._count is not None:
+            counts = [torch.as_tensor(self._count(target)).to(device, torch.float64) for target in targets]
+            self.total = self._over_axes(torch.stack(counts).sum()).clamp(min=1)
+
+    def __call__(self, output: Any, target: Any, **options: Any) -> Tensor:
+        value = self._loss(output, target, **options)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ValueError(f"loss: its result {value!r} must be a tensor with one element")
+        self.values.append(value.detach())
+        if self.total is None:
+            return value / self._microbatches
+        return value * (self._ranks / self.total).to(value.dtype)
+
+    def losses(self) -> Tensor:
+        """Returns the loss of each microbatch as ``loss`` returned it, in fp64."""
+        values = self.values[-self._microbatches :]  # torch's inference of shapes may have called it once more
+        return torch.stack([value.reshape(()).double() for value in values])
+
+    def mean(self) -> Tensor:
+        """Returns the loss of the step. Communicates: one all-reduce over each axis of ``mean_over``."""
+        losses = self.losses()
+        return losses.mean() if self.total is None else self._over_axes(losses.sum()) / self.total
+
+    def _over_axes(self, value: Tensor) -> Tensor:
+        for axis in self.axes:
+            dist.all_reduce(value, group=process_group(axis.name))
+        return value

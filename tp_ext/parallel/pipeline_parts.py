@@ -1,0 +1,200 @@
+"""The parts of a model that a pipeline is made of, and a stage: some of them, under the names of the whole model."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext.nn.fqn import layouts
+
+
+class Part(NamedTuple):
+    """A module or a function that is applied to the result of the part before it.
+
+    Attributes:
+        name: the name of the module in the whole model; "" for a function.
+        function: the module or function.
+        keywords: the names of its optional arguments, as ``step`` may pass them; None if it takes any.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    keywords: frozenset[str] | None
+
+
+class Parts(NamedTuple):
+    """The parts of a model: those before the blocks, the blocks, those after them."""
+
+    first: list[Part]
+    blocks: list[Part]
+    last: list[Part]
+
+    @property
+    def all(self) -> list[Part]:
+        return [*self.first, *self.blocks, *self.last]
+
+    def of_stages(self, counts: Sequence[int]) -> list[list[Part]]:
+        """Returns the parts of each stage, from the number of blocks of each."""
+        stages, begin = [], 0
+        for count in counts:
+            stages.append(self.blocks[begin : begin + count])
+            begin += count
+        stages[0] = self.first + stages[0]
+        stages[-1] = stages[-1] + self.last
+        return stages
+
+
+def parts_of(model: nn.Module) -> Parts:
+    """Returns the parts of a model, by its ``pipeline_parts()``; those of an ``nn.Sequential`` are all blocks.
+
+    Raises:
+        TypeError: a model of another kind, a part that is neither a module nor callable.
+        ValueError: a module that is not in the model, lies in another part or has no block; a parameter or persistent
+            buffer of the model that is in no part.
+    """
+    if hasattr(model, "pipeline_parts"):
+        first, blocks, last = cast(Any, model).pipeline_parts()
+    elif isinstance(model, nn.Sequential):
+        first, blocks, last = None, list(model), None
+    else:
+        raise TypeError(
+            f"model: {type(model).__name__} must have pipeline_parts(), which returns what comes before its blocks, "
+            "the blocks, and what comes after, or be an nn.Sequential"
+        )
+    names = {id(module): name for name, module in model.named_modules()}
+    parts = Parts(*([_part(one, names) for one in _listed(given)] for given in (first, blocks, last)))
+    if not parts.blocks:
+        raise ValueError(f"model: {type(model).__name__} must have blocks")
+    _check_coverage(model, parts)
+    return parts
+
+
+def keywords_of(parts: Parts) -> frozenset[str] | None:
+    """Returns the names of the optional arguments that some part takes; None if one takes any."""
+    found: frozenset[str] = frozenset()
+    for part in parts.all:
+        if part.keywords is None:
+            return None
+        found |= part.keywords
+    return found
+
+
+class PipelinePart(nn.Module):
+    """The module of one stage of a pipeline: some parts of a model, applied one after the other.
+
+    Parameters, buffers and entries of the state dict have the names of the whole model. Keyword arguments reach the
+    parts that take an argument of their name.
+    """
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        super().__init__()
+        self._parts = tuple(parts)
+        for part in self._parts:
+            if part.name:
+                _place(self, part.name, part.function)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        for name, function, known in self._parts:
+            act = self.get_submodule(name) if name else function  # by name: a wrapper may have replaced it
+            taken = {key: value for key, value in keywords.items() if known is None or key in known}
+            result = act(*inputs, **taken)
+            inputs = result if isinstance(result, tuple) else (result,)
+        inputs = tuple(one.contiguous() if isinstance(one, Tensor) else one for one in inputs)  # as p2p requires
+        return inputs[0] if len(inputs) == 1 else inputs
+
+
+def elements(part: Part) -> int:
+    """Returns the number of elements of the full parameters of a part: the same on every rank."""
+    if not isinstance(part.function, nn.Module):
+        return 0
+    layout_of = dict(layouts(part.function))
+    return sum(layout_of[name].full_shape(one.shape).numel() for name, one in part.function.named_parameters())
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, list | tuple | nn.ModuleList):
+        return list(given)
+    return list(given.values()) if isinstance(given, nn.ModuleDict) else [given]
+
+
+def _part(given: Any, names: dict[int, str]) -> Part:
+    if isinstance(given, nn.Module):
+        if id(given) not in names or not names[id(given)]:
+            raise ValueError(
+                f"model: the part {type(given).__name__} must be a module inside of the model; list the modules "
+                "themselves"
+            )
+        return Part(names[id(given)], given, _keywords(given))
+    if not callable(given):
+        raise TypeError(f"model: the part {given!r} must be a module or a function of the activations")
+    return Part("", given, _keywords(given))
+
+
+def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Returns the names of the arguments after the first of a module or a function; None if it takes any."""
+    while (inner := _wrapped(function)) is not None:
+        function = inner
+    called: Callable[..., Any] = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = list(inspect.signature(called).parameters.values())
+    except ValueError:  # a built-in one, such as torch.flatten
+        return frozenset()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    named = {one.name for one in parameters[1:] if one.kind is not one.VAR_POSITIONAL}
+    return frozenset(named | {one.name for one in parameters[:1] if one.kind is one.KEYWORD_ONLY})
+
+
+def _wrapped(function: Callable[..., Any]) -> nn.Module | None:
+    """Returns the module inside of torch.compile's or the checkpoint's wrapper, whose forward names no argument."""
+    for attribute in ("_orig_mod", "_checkpoint_wrapped_module"):
+        inner = getattr(function, attribute, None)
+        if isinstance(inner, nn.Module):
+            return inner
+    return None
+
+
+def _check_coverage(model: nn.Module, parts: Parts) -> None:
+    seen: dict[int, str] = {}
+    for part in parts.all:
+        for inner, module in part.function.named_modules() if isinstance(part.function, nn.Module) else ():
+            other = seen.setdefault(id(module), part.name)
+            if other != part.name and (inner == "" or module is model.get_submodule(other)):
+                raise ValueError(f"model: the part {part.name!r} must not be inside of the part {other!r}")
+    tensors = {id(one) for part in parts.all for one in _tensors(part.function)}
+    for prefix, module in model.named_modules():
+        if id(module) in seen:
+            continue
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set and id(tensor) not in tensors:
+                raise ValueError(
+                    f"model: {prefix + '.' + name if prefix else name!r} must be in one of the parts of "
+                    "pipeline_parts(), or no stage would have it"
+                )
+
+
+def _tensors(function: Callable[..., Any]) -> Iterable[Tensor]:
+    return (*function.parameters(), *function.buffers()) if isinstance(function, nn.Module) else ()
+
+
+def _place(root: nn.Module, name: str, module: Any) -> None:
+    """Registers a module under a dotted name, in plain modules as containers."""
+    *path, last = name.split(".")
+    for key in path:
+        if key not in root._modules:
+            root.add_module(key, nn.Module())
+        root = root.get_submodule(key)
+    root.add_module(last, module)
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Returns the names of modules that are compiled, in place or by ``torch.compile``."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+    ]
