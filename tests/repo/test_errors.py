@@ -214,6 +214,9 @@ CONTEXT = [
     ("context(g)(ones(3, 8), cache=KVCache(1, 9, 4, 2))", ValueError, "cache: must come with a layout of batch="),
     ("parallel.sum_gradients([3], g)", TypeError, "model: int must be a parameter"),
     ("parallel.sum_gradients(nn.Linear(2, 2), 3)", TypeError, "group: 3 must be"),
+    ("parallel.pipeline_stages(nn.Linear(2, 2), g, microbatches=2, loss=ones)", TypeError, "model: Linear must have"),
+    ("parallel.pipeline_stages(nn.Sequential(nn.ReLU()), g, microbatches=2, loss=ones)", ValueError, "model: 1 blocks"),
+    ("parallel.pipeline_stages(nn.Sequential(), g, schedule='2F2B', microbatches=2, loss=ones)", ValueError, "2F2B"),
 ]
 VOCABULARY = [
     ("Embedding(1, 4, group=g)", ValueError, "vocab_size: 1 must be at least the number of ranks, p = 2"),

@@ -1,7 +1,7 @@
 """Pipelines: the stages of a model over the ranks of a pipeline, under a schedule of torch.distributed.pipelining."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tp_ext.parallel.pipeline_schedules import (
 )
 from tp_ext.parallel.pipeline_shapes import Precision, ShapeModel
 from tp_ext.parallel.pipeline_split import Split, split_blocks
-from tp_ext.parallel.pipeline_steps import PipelineSetup, PipelineSteps, enter_context
+from tp_ext.parallel.pipeline_steps import PipelineSetup, PipelineSteps
 from tp_ext.parallel.pipeline_tied import TiedWeights, find_tied, retied
 
 Fsdp = None | DeviceMesh | Mapping[str, Any]
@@ -132,7 +132,7 @@ def pipeline_stages(
         raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
     step_loss = StepLoss(loss, microbatches, count, mean_over, gradient_reduction)
     parts = parts_of(model)
-    check_model(known, model, [part.function for part in parts.all if isinstance(part.function, nn.Module)])
+    check_model(known, model, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init)
     options = _fsdp_options(fsdp)
     counts = split_blocks(split, len(parts.blocks), number, lambda: _sizes(parts))
     every = [PipelinePart(own) for own in parts.of_stages(counts)]
@@ -170,12 +170,14 @@ def pipeline_stages(
         keywords_of(parts),
         microbatches,
         bool(options),
+        context or _no_context,
     )
     made.set_up(setup, shapes)
-    if context is not None:
-        for torch_stage in torch_stages:
-            torch_stage.register_forward_context(enter_context(context, made))
     return made
+
+
+def _no_context(step: int, microbatch: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _sizes(parts: Parts) -> list[float]:
@@ -189,7 +191,7 @@ def _sizes(parts: Parts) -> list[float]:
 def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
     if fsdp is None:
         return {}
-    options: dict[str, Any] = {"mesh": fsdp} if isinstance(fsdp, DeviceMesh) else dict(fsdp)
+    options: dict[str, Any] = dict(fsdp) if isinstance(fsdp, Mapping) else {"mesh": fsdp}
     if not isinstance(options.get("mesh"), DeviceMesh):
         raise TypeError(f"fsdp: {fsdp!r} must be a mesh, or options of fully_shard with one as 'mesh'")
     if options.setdefault("reshard_after_forward", False) is not False:

@@ -68,3 +68,12 @@ class TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
         with self.clock.busy():
             return super().backward_weight_one_chunk(*args, **options)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Returns the gradient of the input for the stage before on this rank; none in evaluation."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Takes the gradient of the output from the stage after on this rank; none in evaluation."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)

@@ -90,14 +90,16 @@ class PipelinePart(nn.Module):
 
     def __init__(self, parts: Iterable[Part]) -> None:
         super().__init__()
-        self._parts = tuple(parts)
-        for part in self._parts:
-            if part.name:
-                _place(self, part.name, part.function)
+        steps: list[tuple[str, Callable[..., Any] | None, frozenset[str] | None]] = []
+        for name, function, keywords in parts:
+            if name:
+                _place(self, name, function)
+            steps.append((name, None if name else function, keywords))  # a module is registered, and nowhere else
+        self._steps = tuple(steps)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        for name, function, known in self._parts:
-            act = self.get_submodule(name) if name else function  # by name: a wrapper may have replaced it
+        for name, function, known in self._steps:
+            act = function or self.get_submodule(name)
             taken = {key: value for key, value in keywords.items() if known is None or key in known}
             result = act(*inputs, **taken)
             inputs = result if isinstance(result, tuple) else (result,)

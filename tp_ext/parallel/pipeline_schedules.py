@@ -107,7 +107,7 @@ def check_microbatches(schedule: Schedule, microbatches: int, ranks: int, stages
         )
 
 
-def check_model(schedule: Schedule, model: nn.Module, parts: Sequence[nn.Module]) -> None:
+def check_model(schedule: Schedule, model: nn.Module, parts: Sequence[nn.Module], init: Any) -> None:
     """Raises ValueError if parts of the model cannot be in a stage, or not under a schedule that splits the
     backward.
     """
@@ -119,6 +119,8 @@ def check_model(schedule: Schedule, model: nn.Module, parts: Sequence[nn.Module]
     on_meta = {param.is_meta for param in model.parameters()}
     if len(on_meta) > 1:
         raise ValueError("model: its parameters must be all on meta or none of them")
+    if True in on_meta and init is None:
+        _check_resets(parts)
     if not schedule.splits:
         return
     refuse = functools.partial(_refuse, schedule)
@@ -154,6 +156,17 @@ def refuse_recomputation(schedule: Schedule, where: str) -> None:
         f"{where!r} recomputes its activations (torch.utils.checkpoint)",
         "each half of a backward would recompute them, the second once for each group of weights",
     )
+
+
+def _check_resets(parts: Sequence[nn.Module]) -> None:
+    for part in parts:
+        for module in part.modules():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if own and not callable(getattr(module, "reset_parameters", None)):
+                raise ValueError(
+                    f"init: must be given for a model on meta in which {type(module).__name__} has parameters or "
+                    "buffers, but no reset_parameters()"
+                )
 
 
 def _refuse(schedule: Schedule, what: str, why: str) -> None:

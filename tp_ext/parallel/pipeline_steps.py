@@ -40,6 +40,7 @@ class PipelineSetup(NamedTuple):
         rank_of: stage -> the rank in the pipeline that has it.
         keywords: the keyword arguments that some part of the model takes; None if any.
         sharded: whether FSDP2 shards the stages.
+        context: (step, microbatch) -> the context of a forward.
     """
 
     schedule: Schedule
@@ -54,6 +55,7 @@ class PipelineSetup(NamedTuple):
     keywords: frozenset[str] | None
     microbatches: int
     sharded: bool
+    context: Callable[[int, int], AbstractContextManager[Any]]
 
 
 class PipelineSteps:
@@ -76,6 +78,8 @@ class PipelineSteps:
         self.stages, self.next_step = list(setup.stages.values()), 0
         self._losses: Tensor | None = None
         self._loss: Tensor | None = None
+        for stage in setup.torch_stages:
+            stage.register_forward_context(lambda info: setup.context(self.next_step, info.microbatch_index))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields the parameters of this rank's stages."""
@@ -236,7 +240,8 @@ class PipelineSteps:
         setup = self._setup
         called: list[str] = []
         try:
-            with calls_of_checkpoint() if setup.schedule.splits else nullcontext(called) as called:
+            watched = calls_of_checkpoint() if setup.schedule.splits else nullcontext(called)
+            with setup.context(self.next_step, 0), watched as called:
                 shapes = self._shapes.pop().run(inputs, keywords)
             metas = {stage.stage_index: _stage_meta(shapes[stage.stage_index]) for stage in setup.torch_stages}
         except Exception as error:
@@ -260,8 +265,8 @@ class PipelineSteps:
         for name, value in keywords.items():
             if isinstance(value, Tensor) and length is not None and (value.dim() == 0 or len(value) != length):
                 raise ValueError(
-                    f"{name}: shape {tuple(value.shape)} must have the {length} rows of the batch in dim 0, along which "
-                    "it is cut; pass kwarg_mbs=, the keyword arguments of each microbatch, for others"
+                    f"{name}: shape {tuple(value.shape)} must have the {length} rows of the batch, along which it "
+                    "is cut; pass kwarg_mbs=, the keyword arguments of each microbatch, for others"
                 )
 
     def _check_same(self, batch: Batch, known: Batch, training: bool) -> None:
@@ -288,16 +293,6 @@ class PipelineSteps:
     def _check_stepped(self, name: str) -> None:
         if self._batch is None:
             raise RuntimeError(f"{name}: there must be a step first")
-
-
-def enter_context(setup: Any, steps: PipelineSteps) -> Any:
-    """Returns the forward context of torch's stages: ``setup(step, microbatch)``, a context manager."""
-
-    def enter(info: Any) -> AbstractContextManager[Any]:
-        entered: AbstractContextManager[Any] = setup(steps.next_step, info.microbatch_index)
-        return entered
-
-    return enter
 
 
 def _microbatch(name: str, given: Any, count: int) -> Shape:

@@ -142,6 +142,10 @@ class TiedWeights:
             params = self._params(one)
             kept = [next(before) for _ in params]
             if not complete or not next(iter(params.values())).requires_grad:
+                for param, earlier in zip(params.values(), kept, strict=True):
+                    param.grad = earlier["grad"] if param.grad is None else param.grad
+                    if earlier["main_grad"] is not None:
+                        param.main_grad += earlier["main_grad"]  # type: ignore[attr-defined]
                 continue
             for name in ("grad", "main_grad"):
                 parts = [getattr(param, name, None) for param in params.values()]
