@@ -68,6 +68,57 @@ def call_on_all_ranks(process_group: ProcessGroup | None, act: Callable[[], T]) 
     return results[0]
 
 
+def call_and_combine(
+    process_group: ProcessGroup | None, act: Callable[[], T], combine: Callable[[list[T]], list[Any]]
+) -> Any:
+    """Calls ``act`` on all ranks, on the first ``combine`` with all results, and returns on each rank its entry of the
+    list that this returns. If one of them raises, every rank raises that error; of several errors, the first rank's.
+
+    Communicates: one gather and one scatter of objects.
+    """
+    failure: Exception | None = None
+    outcome: tuple[Exception | None, T | None] = None, None
+    try:
+        outcome = None, act()
+    except Exception as own:
+        failure, outcome = own, (as_builtin_error(own), None)
+    answers: list[tuple[Exception | None, Any]] = []
+    found = _gather_objects(outcome, process_group)
+    if found is not None:
+        try:
+            if errors := [one for one, _ in found if one is not None]:
+                raise _error_to_raise(errors) from failure
+            answers = [(None, answer) for answer in combine([result for _, result in found])]  # type: ignore[misc]
+        except Exception as own:
+            failure, answers = failure or own, [(as_builtin_error(own), None)] * len(found)
+    raised, answer = _scatter_objects(answers, process_group)
+    if raised is not None:
+        raise raised from failure
+    return answer
+
+
+def _gather_objects(value: T, process_group: ProcessGroup | None) -> list[T] | None:
+    """Returns the values of all ranks, in rank order, on the first rank; None on the others."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size(process_group) if _is_first(process_group) else None
+    dist.gather_object(value, values, group=process_group, group_dst=0)
+    return values
+
+
+def _scatter_objects(values: list[T], process_group: ProcessGroup | None) -> T:
+    """Returns on each rank its entry of the first rank's list."""
+    if not dist.is_initialized():
+        return values[0]
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, values if _is_first(process_group) else None, group=process_group, group_src=0)
+    return cast(T, own[0])
+
+
+def _is_first(process_group: ProcessGroup | None) -> bool:
+    return dist.get_rank(process_group) == 0
+
+
 def broadcast_from_first(make: Callable[[], T], axes: Axes) -> T:
     """Calls ``make`` on the rank that is the first of all axes and returns its result, or raises its error, on all
     ranks.

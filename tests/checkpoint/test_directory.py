@@ -191,17 +191,17 @@ def test_a_lock_timeout_is_a_number_of_seconds(save, tmp_path):
 
 
 def _lose_a_file(group, path):
-    original = directory._Writer.finish
+    original = directory._check_complete
 
-    def finish(self, metadata, results):
-        original(self, metadata, results)
-        os.unlink(self.path / "__1_0.distcp")
+    def check(folder, ends):
+        os.unlink(folder / "__1_0.distcp")
+        original(folder, ends)
 
-    directory._Writer.finish = finish
+    directory._check_complete = check
     try:
         tp_ext.save_checkpoint(path, model_and_optimizer(group)[0], group=group)
     finally:
-        directory._Writer.finish = original
+        directory._check_complete = original
 
 
 def test_what_is_not_whole_is_not_put_in_place(tmp_path):
@@ -213,13 +213,13 @@ def test_what_is_not_whole_is_not_put_in_place(tmp_path):
 
 def test_a_save_does_not_make_its_directory_again(tmp_path, monkeypatch):
     """Where the first rank has died and its leftovers are removed, the others must not leave new ones."""
-    original = directory._Writer.set_up_storage_writer
+    original = directory._write_entries
 
-    def removing(self, *args, **kwargs):
-        shutil.rmtree(self.path)
-        original(self, *args, **kwargs)
+    def removing(file, contents):
+        shutil.rmtree(file.parent)
+        return original(file, contents)
 
-    monkeypatch.setattr(directory._Writer, "set_up_storage_writer", removing)
+    monkeypatch.setattr(directory, "_write_entries", removing)
     with pytest.raises(OSError, match="could not be written"):
         tp_ext.save_checkpoint(tmp_path / "saved", tp_ext.ColumnParallelLinear(2, 2, group=None))
     assert os.listdir(tmp_path) == []

@@ -58,8 +58,11 @@ def _save(group, sizes, both_ends, tied, path):
     first = tp_ext.full_state_dict(made, mesh=mesh, rank0_only=True)
     first_states = tp_ext.full_optimizer_state_dict(made, optimizer, mesh=mesh, rank0_only=True)
     assert (first, first_states) == ({}, {}) if group.rank() else not assert_same(first, state)
-    tp_ext.save_checkpoint(path / "saved", made, optimizer, mesh=mesh)
+    saving = tp_ext.save_checkpoint(path / "saved", made, optimizer, mesh=mesh, asynchronous=both_ends)
     tp_ext.save_safetensors(path / "export", made, mesh=mesh, max_shard_size=2000)
+    if saving is not None:
+        step(made, optimizer, model, its_optimizer, mesh)
+        saving.result()
     if group.rank() == 0:
         assert_same(flat(first_states), flat(states))
         torch.save((first, first_states), path / "full.pt")

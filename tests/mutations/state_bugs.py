@@ -113,8 +113,8 @@ STATE_BUGS = [
     _bug(
         "incomplete_checkpoint_installed",
         "checkpoint/directory.py",
-        "            _check_complete(staging, writer.ends)\n",
-        "            pass\n",
+        "        _check_complete(staging, ends)\n",
+        "        pass\n",
         "A checkpoint with a file that is too short replaces the last one.",
         "checkpoint/test_directory.py::test_what_is_not_whole_is_not_put_in_place",
     ),

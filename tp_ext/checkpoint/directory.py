@@ -5,20 +5,18 @@ atomically, so that a complete one exists at every moment.
 import contextlib
 import io
 import os
+import pickle
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from tp_ext._object_collectives import call_and_gather, call_on_all_ranks, unwrap_checkpoint_errors
+from tp_ext._object_collectives import call_and_combine, call_and_gather
 from tp_ext.checkpoint.atomic_directory import (
     finish_interrupted_swap,
     remove_directory,
@@ -26,12 +24,13 @@ from tp_ext.checkpoint.atomic_directory import (
     swap_in,
     sync_to_disk,
 )
-from tp_ext.checkpoint.entries import StateDict, state_entries
-from tp_ext.checkpoint.gather import ranks_of
-from tp_ext.checkpoint.metadata import file_ends
-from tp_ext.checkpoint.pipeline import check_names_of_stages
+from tp_ext.checkpoint.background import begin_save, copy_to_host, group_of_saves, wait_for_last_save, wait_for_save_to
+from tp_ext.checkpoint.entries import StateDict
+from tp_ext.checkpoint.entry_files import EntryWriter, Written
+from tp_ext.checkpoint.plan_exchange import exchange_plans
 from tp_ext.checkpoint.reader import EXTRA, METADATA, CheckpointReader
-from tp_ext.checkpoint.sharded import sharded_state_dict
+from tp_ext.checkpoint.save_plan import GlobalPlan, Payload, RankPlan, plan_of_rank
+from tp_ext.checkpoint.sharded import sharded_state
 from tp_ext.checkpoint.sharded_load import load_from
 from tp_ext.checkpoint.write_lock import WriteLock, check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
@@ -48,14 +47,19 @@ def save_checkpoint(
     mesh: DeviceMesh | None = None,
     process_group: ProcessGroup | None = None,
     lock_timeout: float = 60.0,
+    asynchronous: bool = False,
     **extra: Any,
-) -> None:
+) -> Future[None] | None:
     """Saves model, optimizer and ``extra`` in a directory, in the format of ``torch.distributed.checkpoint``: each
     element of every tensor once, by a rank that holds it. Every rank of ``process_group`` calls it.
 
     The checkpoint is written under a temporary name next to ``path`` and moved there when it is complete and on disk.
     A kill at any moment leaves this checkpoint or the last one, and :func:`load_checkpoint` finds it. Saves to one
     path, by the same job or another, run one after the other. All ranks return when the checkpoint is in place.
+
+    With ``asynchronous`` they return as soon as each rank has copied the values that it will write, those at the time
+    of the call, to the memory of its host; a thread writes them. One save is in flight at a time: the next one, of
+    either kind, waits for it, and so does the end of the program.
 
     Args:
         path: a directory on a file system that all ranks share: new, empty, or an earlier checkpoint to be replaced.
@@ -64,43 +68,74 @@ def save_checkpoint(
         process_group: all participating ranks; None: all ranks of the job.
         lock_timeout: seconds to wait for another save to the same path. The ranks exchange a message every second
             meanwhile, so the timeout of the group does not matter.
+        asynchronous: whether to write in a thread. The first call makes a gloo group over the ranks of
+            ``process_group``, which the thread uses; wait for the result before ``destroy_process_group``.
         extra: tensors and plain values, such as a step, losses or generator states; the first rank's are saved.
+
+    Returns:
+        With ``asynchronous`` a ``concurrent.futures.Future``, whose ``result()`` waits until the checkpoint is in
+        place; else None.
 
     Communicates: plans and outcomes, no tensors.
 
     Raises:
         OSError: on every rank, if one could not write; the last checkpoint is untouched. FileExistsError: ``path`` is
-            something other than a checkpoint. TimeoutError: another process, which is named, is still saving there.
-            TypeError: ``extra`` holds a value that could not be loaded again. ValueError: lock_timeout; see
-            :func:`sharded_state_dict`.
+            something other than a checkpoint. TimeoutError: another process, which is named, is still saving there. An
+            asynchronous save raises these in ``result()``, or else in the next save, which then saves nothing.
+        TypeError: ``extra`` holds a value that could not be loaded again. ValueError: lock_timeout; the ranks do not
+            hold the whole model; see :func:`sharded_state_dict`.
     """
     check_lock_timeout(lock_timeout)
     target = Path(os.path.realpath(path))
-    first = not dist.is_initialized() or dist.get_rank(process_group) == 0
+    over = group_of_saves(process_group) if asynchronous else process_group
+    first = not dist.is_initialized() or dist.get_rank(over) == 0
+    payload: Payload = []
 
-    def prepare() -> tuple[StateDict, bytes]:
-        extra_bytes, state = _dump(extra), sharded_state_dict(module, optimizer, group=group, mesh=mesh)
+    def prepare() -> RankPlan:
+        wait_for_last_save()
+        axes = mesh_axes(group, mesh)
+        state, names = sharded_state(joined(module), optimizer, axes)
+        extra_bytes = _dump(extra)
+        plan, contents = plan_of_rank(state, names if mesh is not None else [], axes.pp.rank)
+        payload.extend((*contents, extra_bytes))
         if first:
             _check_replaceable(target)
             target.parent.mkdir(parents=True, exist_ok=True)
-        return state, extra_bytes
+        return plan
 
-    state, extra_bytes = call_on_all_ranks(process_group, prepare)
-    if mesh is not None:
-        ranks = ranks_of(joined(module), group, mesh)
-        entries = state_entries(joined(module), ranks.groups.default)
-        check_names_of_stages([name for name, entry in entries.items() if entry.copy_of != name], ranks)
-    lock = WriteLock(target) if first else None
-    try:
-        _wait_for(lock, lock_timeout, process_group)
-        _write(target, state, extra_bytes, lock, process_group)
-    except (FileExistsError, TimeoutError):
-        raise
-    except Exception as error:
-        raise OSError(f"path: {os.fspath(path)!r} could not be written: {error}") from error
-    finally:
-        if lock is not None:
-            lock.release()
+    assigned, whole = exchange_plans(over, prepare)
+    extra_bytes, contents = payload[-1], [payload[index] for index in assigned]
+    assert isinstance(extra_bytes, bytes)
+    payload.clear()
+    failed: list[Exception] = []
+    if asynchronous:
+        try:
+            copy_to_host(contents)
+        except Exception as error:  # no memory: all ranks raise it where they meet next
+            failed.append(error)
+
+    def save() -> None:
+        lock = WriteLock(target) if first else None
+        made: list[Path] = []
+        try:
+            staging = _begin(target, lock, lock_timeout, made, failed, over)
+            _write(target, staging, lock, whole, contents, extra_bytes, over)
+        except (FileExistsError, TimeoutError):
+            raise
+        except Exception as error:
+            raise OSError(f"path: {os.fspath(path)!r} could not be written: {error}") from error
+        finally:
+            contents.clear()
+            for left in made:  # unless it is in place
+                with contextlib.suppress(OSError):
+                    remove_directory(left, target)
+            if lock is not None:
+                lock.release()
+
+    if asynchronous:
+        return begin_save(os.fspath(target), save)
+    save()
+    return None
 
 
 def load_checkpoint(
@@ -117,42 +152,32 @@ def load_checkpoint(
     ``process_group`` calls it.
 
     All values, on all ranks, come from one checkpoint, even if another replaces it meanwhile. The directory need not
-    be trusted: nothing in it is executed.
+    be trusted: nothing in it is executed. An asynchronous save of this process to ``path`` is waited for.
 
     Args, Communicates, Raises: as :func:`load_sharded_state_dict`; FileNotFoundError: there is no checkpoint.
     """
     module, over = joined(module), mesh_axes(group, mesh)
+    wait_for_save_to(os.path.realpath(path))
     with contextlib.closing(CheckpointReader(path)) as reader:
         return load_from(reader, module, optimizer, over, process_group, reader.read_extra)
 
 
-class _Writer(dcp.FileSystemWriter):
-    """A writer into an existing directory: one that was removed after the first rank's death is not created again."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        self.ends = file_ends(one.storage_data for of_rank in results for one in of_rank)  # on the first rank
-
-
-def _wait_for(lock: WriteLock | None, timeout: float, process_group: ProcessGroup | None) -> None:
-    """Waits until the first rank holds the lock. All ranks communicate after each turn, lest a collective time out."""
+def _begin(
+    target: Path,
+    lock: WriteLock | None,
+    timeout: float,
+    made: list[Path],
+    failed: list[Exception],
+    process_group: ProcessGroup | None,
+) -> Path:
+    """Waits until the first rank holds the lock and has made the staging directory; returns it. All ranks communicate
+    after each turn, lest a collective time out."""
     begin = time.monotonic()
-    while not any(call_and_gather(process_group, lambda: lock is not None and lock.take_turn(begin, timeout))):
-        pass
 
-
-def _write(
-    target: Path, state: StateDict, extra: bytes, lock: WriteLock | None, process_group: ProcessGroup | None
-) -> None:
-    """Writes the checkpoint and moves it to ``target``, for which the first rank holds the lock."""
-    rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-    made: list[Path] = []
-
-    def begin() -> str:
-        if rank:
+    def take_turn() -> str:
+        if failed:
+            raise failed[0]
+        if lock is None or not lock.take_turn(begin, timeout):
             return ""
         _check_replaceable(target)
         finish_interrupted_swap(target)
@@ -160,31 +185,59 @@ def _write(
         made[0].mkdir()
         return made[0].name
 
-    def finish() -> None:
-        if rank == 0:
-            (staging / EXTRA).write_bytes(extra)
-        for file in staging.iterdir():  # torch 2.11 syncs a file before it is completely written
-            if rank == 0 or file.name.startswith(f"__{rank}_"):
-                sync_to_disk(file)
+    while not (name := max(call_and_gather(process_group, take_turn))):
+        pass
+    return target.with_name(name)
 
-    def move() -> None:
-        if lock is not None:
-            _check_complete(staging, writer.ends)
-            lock.check_held()
-            swap_in(staging, target)
 
-    try:
-        staging = target.with_name(call_and_gather(process_group, begin)[0])
-        writer = _Writer(staging)
-        with unwrap_checkpoint_errors():
-            dcp.save(state, storage_writer=writer, process_group=process_group)
-        call_on_all_ranks(process_group, finish)
-        call_on_all_ranks(process_group, move)
-    except BaseException:
-        for left in made:
-            with contextlib.suppress(OSError):
-                remove_directory(left, target)
-        raise
+def _write(
+    target: Path,
+    staging: Path,
+    lock: WriteLock | None,
+    plan: GlobalPlan | None,
+    contents: Payload,
+    extra: bytes,
+    process_group: ProcessGroup | None,
+) -> None:
+    """Writes the checkpoint and moves it to ``target``, for which the first rank holds the lock and has the plan."""
+    rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+
+    def write() -> list[Written]:
+        return _write_entries(staging / _data_file(rank), contents) if contents else []
+
+    def finish(written: list[list[Written]]) -> list[None]:
+        assert lock is not None and plan is not None
+        files = [_data_file(of) for of in range(len(written))]
+        ends = {name: max(map(sum, places)) for name, places in zip(files, written, strict=True) if places}
+        with open(staging / METADATA, "xb") as file:
+            pickle.dump(plan.metadata(written, files), file)
+        (staging / EXTRA).write_bytes(extra)
+        for name in (METADATA, EXTRA):
+            sync_to_disk(staging / name)
+        _check_complete(staging, ends)
+        lock.check_held()
+        swap_in(staging, target)
+        return [None] * len(written)
+
+    call_and_combine(process_group, write, finish)
+
+
+def _data_file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _write_entries(path: Path, contents: Payload) -> list[Written]:
+    """Writes the entries of this rank to a new file, which is on disk on return, and forgets each."""
+    written = []
+    with open(path, "xb", buffering=1 << 20) as file:
+        writer = EntryWriter(file)
+        for index, entry in enumerate(contents):
+            written.append(writer.write(entry))
+            contents[index] = b""
+        del entry
+        file.flush()
+        os.fsync(file.fileno())
+    return written
 
 
 def _check_complete(directory: Path, ends: dict[str, int]) -> None:

@@ -2,7 +2,7 @@
 one stage to the others. Without a pipeline the module is the only stage, and nothing is communicated.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -151,13 +151,3 @@ def _along_pipeline(full: Tensor | None, one: WholeTensor, source: int, ranks: R
     if sent.numel():
         dist.broadcast(as_bytes(sent), group=ranks.pipeline, group_src=source)
     return full if full is not None and ranks.stage == source else sent.to(one.device)
-
-
-def check_names_of_stages(names: Iterable[str], ranks: Ranks) -> None:
-    """Raises ValueError if two stages have an entry of one name. Communicates: one exchange over the pipeline."""
-    of: dict[str, tuple[int, ...]] = {}
-    for stage, found in enumerate(over_stages(list(names), ranks)):
-        for name in found:
-            of[name] = (*of.get(name, ()), stage)
-    for name, stages in of.items():
-        check_unique(name, stages)

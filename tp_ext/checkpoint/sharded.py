@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.optimizer_state import HeldState
+from tp_ext.chunks import LocalChunk
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.mesh import mesh_axes
+from tp_ext.mesh import MeshAxes, mesh_axes
 from tp_ext.nn.fqn import resolve_optimizer
 from tp_ext.nn.model_groups import ModelGroups, model_groups
 from tp_ext.nn.stages import Stages, joined
@@ -31,7 +32,6 @@ class OptimizedParameter(NamedTuple):
     copy: bool
 
 
-@torch.no_grad()
 def sharded_state_dict(
     module: Stages,
     optimizer: Optimizer | None = None,
@@ -61,13 +61,22 @@ def sharded_state_dict(
             a parameter that is not the module's or state of a sharded parameter that has another shape than it, or
             keeps its state in another optimizer; ``group`` is not one of the module's.
     """
-    module, over = joined(module), mesh_axes(group, mesh)
+    return sharded_state(joined(module), optimizer, mesh_axes(group, mesh))[0]
+
+
+@torch.no_grad()
+def sharded_state(module: nn.Module, optimizer: Optimizer | None, over: MeshAxes) -> tuple[StateDict, list[str]]:
+    """Returns :func:`sharded_state_dict`, and the names of the module's entries that no other stage may use."""
     groups = model_groups(module, over.group, over.named)
     state: StateDict = {"model": {}}
+    names = []
+    chunks = LocalChunks(groups)
     for name, entry in state_entries(module, groups.default).items():
         value = entry.value
+        if entry.copy_of != name:
+            names.append(name)
         if not entry.extra:  # a copy without a name of its own is written by the stage of the original
-            value = _as_chunked_tensor(value, entry.layout, groups, owned=entry.copy_of != name)
+            value = _as_chunked_tensor(value, entry.layout, chunks, owned=entry.copy_of != name)
         state["model"][name] = value
     if optimizer is not None:
         held = HeldState(optimizer)
@@ -80,12 +89,40 @@ def sharded_state_dict(
             for key, value in one.options.items():
                 saved[f"param_groups.{one.name}.{key}"] = value
             for key, value in held.of(one.param).items():
-                saved[f"state.{one.name}.{key}"] = shard_optimizer_state(key, value, one, groups)
-    return state
+                saved[f"state.{one.name}.{key}"] = shard_optimizer_state(key, value, one, chunks)
+    return state, names
 
 
-def _as_chunked_tensor(value: Tensor, layout: Layout, groups: ModelGroups, *, owned: bool) -> Tensor:
-    shape, held = groups.local_chunks(value, layout)
+_Place = tuple[tuple[int, ...], torch.Size, int, bool]  # offsets, sizes, begin in the local tensor's storage, owned
+
+
+class LocalChunks:
+    """Chunks of many tensors: those of two tensors of one layout, shape and strides are at the same places."""
+
+    def __init__(self, groups: ModelGroups) -> None:
+        self._groups = groups
+        self._known: dict[Any, tuple[torch.Size, list[_Place]]] = {}
+
+    def of(self, value: Tensor, layout: Layout) -> tuple[torch.Size, list[LocalChunk]]:
+        """Returns :meth:`ModelGroups.local_chunks`."""
+        if type(value) not in (Tensor, nn.Parameter):
+            return self._groups.local_chunks(value, layout)
+        value, key = value.detach(), (layout, value.shape, value.stride())
+        begin = int(value.storage_offset())
+        if key not in self._known:
+            shape, held = self._groups.local_chunks(value, layout)
+            places = [(c.offsets, c.tensor.shape, int(c.tensor.storage_offset()) - begin, c.owned) for c in held]
+            self._known[key] = shape, places
+        shape, places = self._known[key]
+        strides = value.stride()
+        return shape, [
+            LocalChunk(offsets, value.as_strided(sizes, strides, begin + start), owned)
+            for offsets, sizes, start, owned in places
+        ]
+
+
+def _as_chunked_tensor(value: Tensor, layout: Layout, chunks: LocalChunks, *, owned: bool) -> Tensor:
+    shape, held = chunks.of(value, layout)
     if not owned:
         held = [chunk._replace(owned=False) for chunk in held]
     if not value.dim():  # stagers do not treat a single number as a tensor
@@ -95,7 +132,7 @@ def _as_chunked_tensor(value: Tensor, layout: Layout, groups: ModelGroups, *, ow
     return ChunkedTensor(shape, held, dtype=value.dtype, device=value.device)
 
 
-def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, groups: ModelGroups) -> Any:
+def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, chunks: LocalChunks) -> Any:
     """Returns state of the parameter's shape sharded like the parameter; a single number, and state of a replicated
     parameter, unchanged."""
     if isinstance(value, dict | list | tuple) or "." in key:
@@ -107,7 +144,7 @@ def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, groups: 
             f"optimizer: state {key!r} of {of.name!r} has shape {tuple(value.shape)} and must have that of the "
             f"parameter, {tuple(of.param.shape)}, from which its layout is known"
         )
-    return _as_chunked_tensor(value, of.layout, groups, owned=not of.copy)
+    return _as_chunked_tensor(value, of.layout, chunks, owned=not of.copy)
 
 
 def optimized_params(module: nn.Module, optimizer: Optimizer, groups: ModelGroups) -> list[OptimizedParameter]:

@@ -24,7 +24,13 @@ from tp_ext._object_collectives import (
 from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.optimizer_state import HeldState, copy_of_state
 from tp_ext.checkpoint.reader import PlainPlanner
-from tp_ext.checkpoint.sharded import OptimizedParameter, optimized_params, shard_optimizer_state, sharded_state_dict
+from tp_ext.checkpoint.sharded import (
+    LocalChunks,
+    OptimizedParameter,
+    optimized_params,
+    shard_optimizer_state,
+    sharded_state_dict,
+)
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import MeshAxes, mesh_axes
 from tp_ext.nn.model_groups import model_groups
@@ -176,6 +182,7 @@ class _Destination:
         if optimizer is None:
             return
         self.held = held = HeldState(optimizer)
+        chunks = LocalChunks(groups)
         saved_states, saved_options = (
             _by_name(metadata, "optimizer.state."),
             _by_name(metadata, "optimizer.param_groups."),
@@ -202,7 +209,7 @@ class _Destination:
                     flat_key = f"optimizer.state.{one.name}.{key}"
                     value = _state(key, entry, one, held)
                     states[key] = flat_key, value
-                    self.flat[flat_key] = None if value is None else shard_optimizer_state(key, value, one, groups)
+                    self.flat[flat_key] = None if value is None else shard_optimizer_state(key, value, one, chunks)
             self.options.append(keys)
 
     def check_options(self) -> None:

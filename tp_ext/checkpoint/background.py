@@ -1,0 +1,123 @@
+"""Saves that go on in a thread while the training continues: one at a time, over a process group of their own.
+
+A collective of the thread must never be on a communicator that the training uses, on which the ranks would run them in
+different orders. So there is one more group, of gloo, over the same ranks.
+"""
+
+import atexit
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tp_ext.checkpoint.save_plan import Payload
+
+
+class RunningSave(Future[None]):
+    """A save in a thread, as a future whose error is raised once: by ``result``, or by the next save."""
+
+    def __init__(self, path: str, act: Callable[[], None]) -> None:
+        super().__init__()
+        self.path, self.reported = path, False
+        # No daemon: the interpreter waits for it at exit
+        self._thread = threading.Thread(target=self._run, args=(act,), name="tp_ext.save_checkpoint")
+        self.set_running_or_notify_cancel()
+        self._thread.start()
+
+    def _run(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+    def result(self, timeout: float | None = None) -> None:
+        try:
+            super().result(timeout)
+        finally:
+            self.reported = self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        found = super().exception(timeout)
+        self.reported = True
+        return found
+
+
+class _Last:
+    save: RunningSave | None = None
+
+
+def begin_save(path: str, act: Callable[[], None]) -> RunningSave:
+    """Starts ``act`` in a thread; the last save must have ended."""
+    _Last.save = RunningSave(path, act)
+    return _Last.save
+
+
+def wait_for_last_save() -> None:
+    """Waits for the last asynchronous save of this process; raises its error, unless it has been raised."""
+    last, _Last.save = _Last.save, None
+    if last is not None and not last.reported:
+        last.result()
+
+
+def wait_for_save_to(path: str) -> None:
+    """Waits for an asynchronous save of this process to ``path``; its error is raised elsewhere."""
+    if _Last.save is not None and _Last.save.path == path:
+        super(RunningSave, _Last.save).exception()
+
+
+@atexit.register
+def _report() -> None:
+    """Writes an error that nobody has seen to stderr: at exit, when the thread has ended."""
+    if _Last.save is not None and not _Last.save.reported and (error := _Last.save.exception()) is not None:
+        lines = traceback.format_exception(error)
+        sys.stderr.write(f"tp_ext: the last asynchronous save failed\n{''.join(lines)}")
+
+
+_groups: dict[str, tuple[ProcessGroup, ProcessGroup]] = {}
+
+
+def group_of_saves(process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """Returns the group of asynchronous saves over the ranks of ``process_group`` (None: of the job), made at the first
+    call; None without ``torch.distributed``.
+
+    Communicates: the first call, as ``torch.distributed.new_group``.
+    """
+    if not dist.is_initialized():
+        return None
+    over = dist.group.WORLD if process_group is None else process_group
+    assert over is not None
+    found = _groups.get(over.group_name)
+    if found is None or found[0] is not over:  # after destroy_process_group names are used again
+        ranks = dist.get_process_group_ranks(over)
+        whole = len(ranks) == dist.get_world_size()
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=not whole)
+        assert isinstance(made, ProcessGroup)
+        found = _groups[over.group_name] = over, made
+    return found[1]
+
+
+def copy_to_host(payload: Payload) -> None:
+    """Replaces each tensor by a copy in the memory of the host, complete on return."""
+    streams = {}
+    for index, entry in enumerate(payload):
+        if isinstance(entry, Tensor):
+            payload[index] = _copied(entry.detach())
+            if entry.is_cuda:
+                streams[entry.device] = torch.cuda.current_stream(entry.device)
+    for stream in streams.values():
+        stream.synchronize()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Returns a copy on the host: of a GPU's tensor in page-locked memory, which torch keeps for the next save."""
+    if not tensor.is_cuda:
+        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,69 @@
+"""Agreement of all ranks on the plan of a save. A plan that is the last one on every rank is not sent again."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from tp_ext._object_collectives import call_and_combine
+from tp_ext.checkpoint.save_plan import GlobalPlan, RankPlan
+
+_MOST_KEPT = 1_000_000  # entries of all ranks, which the first one keeps between saves
+
+
+class _Agreed(NamedTuple):
+    """The outcome of the last exchange over a group; all ranks of the group have one or none has."""
+
+    group: ProcessGroup | None
+    own: RankPlan
+    assigned: list[int]
+    plans: list[RankPlan]  # on the first rank, else empty
+    whole: GlobalPlan | None
+
+
+_last: dict[str, _Agreed] = {}  # by the name of the group
+
+
+def exchange_plans(
+    process_group: ProcessGroup | None, prepare: Callable[[], RankPlan]
+) -> tuple[list[int], GlobalPlan | None]:
+    """Calls ``prepare`` on all ranks for their plans; returns the indices of the entries that this rank writes, and on
+    the first rank the plan of all.
+
+    Communicates: one gather and one scatter of objects; of the plans of the ranks where it is another one than at the
+    last call.
+
+    Raises:
+        ValueError: see :class:`GlobalPlan`. Any error of ``prepare``, on every rank.
+    """
+    group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
+    name = "" if group is None else group.group_name
+    last = _last.pop(name, None)
+    if last is not None and last.group is not group:  # names are used again after destroy_process_group
+        last = None
+    own: list[RankPlan] = []
+    made: list[tuple[list[RankPlan], GlobalPlan]] = []
+
+    def act() -> RankPlan | None:
+        own.append(prepare())
+        return None if last is not None and own[0] == last.own else own[0]
+
+    def combine(found: list[RankPlan | None]) -> list[tuple[list[int] | None, bool]]:
+        if last is not None and last.whole is not None and not any(found):
+            made.append((last.plans, last.whole))
+            return [(None, True)] * len(found)
+        plans = [last.plans[rank] if one is None and last else one for rank, one in enumerate(found)]
+        known = [one for one in plans if one is not None]
+        made.append((known, GlobalPlan(known)))
+        kept = sum(len(plan.entries) for plan in known) <= _MOST_KEPT
+        return [(indices, kept) for indices in made[0][1].assigned]
+
+    assigned, kept = call_and_combine(process_group, act, combine)
+    if assigned is None:
+        assert last is not None
+        assigned = last.assigned
+    plans, whole = made[0] if made else ([], None)
+    if kept:
+        _last[name] = _Agreed(group, own[0], assigned, plans, whole)
+    return assigned, whole

@@ -1,0 +1,215 @@
+"""The plan of a checkpoint: which rank writes which chunk, and the metadata that says so.
+
+It is that of ``torch.distributed.checkpoint`` and its format, made for many small entries: torch's planner makes
+several objects for each entry on each rank, and sends them to the first and back.
+"""
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
+from tp_ext.checkpoint.entries import StateDict
+from tp_ext.checkpoint.entry_files import SavedValues, Written
+from tp_ext.checkpoint.metadata import overlapping
+from tp_ext.checkpoint.pipeline import check_unique
+from tp_ext.chunks import chunks_of
+
+Path = tuple[str | int, ...]
+
+
+class PlannedChunk(NamedTuple):
+    """A chunk of a tensor that a rank can write. Plain tuples, since plans of all ranks are sent to the first."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class RankPlan(NamedTuple):
+    """The entries that one rank can write.
+
+    Attributes:
+        entries: in order, a chunk, or the key of an entry that is no tensor.
+        paths: the path in the nested state dict of each key.
+        names: the names of its model's entries, without declared copies, if those of stages must be different.
+        stage: its rank in the pipeline.
+    """
+
+    entries: list[PlannedChunk | str]
+    paths: dict[str, Path]
+    names: list[str]
+    stage: int
+
+
+Payload = list[Tensor | bytes]
+"""The contents of entries: of a chunk its live tensor, of another entry its bytes."""
+
+
+def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPlan, Payload]:
+    """Returns the plan of this rank for a state dict, and the contents of its entries."""
+    flat, paths = _flattened(state)
+    entries: list[PlannedChunk | str] = []
+    payload: Payload = []
+    values = SavedValues()
+    for key, value in flat.items():
+        if not isinstance(value, Tensor):
+            entries.append(key)
+            payload.append(values.of(value))
+            continue
+        shape = tuple(value.shape)
+        for offsets, tensor in _chunks(value):
+            entries.append(PlannedChunk(key, tuple(offsets), tuple(tensor.shape), shape, tensor.dtype))
+            payload.append(tensor)
+    return RankPlan(entries, paths, names, stage), payload
+
+
+def _flattened(state: StateDict) -> tuple[StateDict, dict[str, Path]]:
+    """Returns torch's ``flatten_state_dict``, which looks for tensors in each entry."""
+    flat: StateDict = {}
+    paths: dict[str, Path] = {}
+    for section, entries in state.items():
+        for name, value in entries.items():
+            if isinstance(value, list | tuple | Mapping):
+                more, more_paths = flatten_state_dict({section: {name: value}})
+                flat |= more
+                paths |= more_paths
+            else:
+                key = f"{section}.{name}"
+                flat[key], paths[key] = value, (section, name)
+    return flat, paths
+
+
+def _chunks(value: Tensor) -> Iterable[tuple[Sequence[int], Tensor]]:
+    if isinstance(value, ChunkedTensor):
+        return [(offsets, tensor) for offsets, tensor, owned in value.local_chunks if owned]
+    if not value.numel():
+        return [((0,) * value.dim(), value)]
+    return [(chunk.offsets, chunk.tensor) for chunk in chunks_of(value, {}) if chunk.owned]
+
+
+class GlobalPlan:
+    """The plan of all ranks, on the first one.
+
+    Attributes:
+        assigned: the indices of the entries that each rank writes. An entry that several ranks have, such as replicas
+            along a data axis, is written by the one that has the fewest bytes of such entries.
+
+    Raises:
+        ValueError: the chunks of a tensor on all ranks are not the whole tensor, or overlap, or are no tensor on
+            another rank; one name in two stages.
+    """
+
+    def __init__(self, plans: Sequence[RankPlan]) -> None:
+        _check_names(plans)
+        self._plans = plans
+        shared: dict[_Id, list[int]] = {}  # ranks that have it, if several do
+        owner: dict[_Id, int] = {}
+        for rank, plan in enumerate(plans):
+            for entry in plan.entries:
+                one = _id(entry)
+                if owner.setdefault(one, rank) != rank:
+                    shared.setdefault(one, [owner[one]]).append(rank)
+        load = [0] * len(plans)
+        self.assigned: list[list[int]] = [[] for _ in plans]
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for rank, plan in enumerate(plans):
+            for index, entry in enumerate(plan.entries):
+                one = _id(entry)
+                if ranks := shared.pop(one, None):  # this is the first of them
+                    owner[one] = chosen = min(ranks, key=load.__getitem__)
+                    load[chosen] += 1 if isinstance(entry, str) else entry.dtype.itemsize * prod(entry.sizes)
+                if owner[one] == rank:
+                    self.assigned[rank].append(index)
+                    self._add(entry)
+        for key, found in self._entries.items():
+            if isinstance(found, TensorStorageMetadata):
+                _check_whole(key, found)
+
+    def _add(self, entry: PlannedChunk | str) -> None:
+        key = entry if isinstance(entry, str) else entry.key
+        found = self._entries.get(key)
+        if isinstance(entry, str) or isinstance(found, BytesStorageMetadata):
+            if found is not None:
+                raise ValueError(f"module: {key!r} is a tensor on one rank, and must be one on all")
+            self._entries[key] = _BYTES
+            return
+        if found is None:
+            properties = TensorProperties(dtype=entry.dtype)
+            found = self._entries[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), [])
+        elif (found.size, found.properties.dtype) != (entry.shape, entry.dtype):
+            raise ValueError(
+                f"module: {key!r} has shape {tuple(found.size)} and {found.properties.dtype} on one rank, "
+                f"{entry.shape} and {entry.dtype} on another, and must be one tensor"
+            )
+        found.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
+
+    def metadata(self, written: Sequence[Sequence[Written]], files: Sequence[str]) -> Metadata:
+        """Returns the metadata of the checkpoint, from the places of the assigned entries of each rank in its file."""
+        paths: dict[str, Path] = {}
+        for plan in reversed(self._plans):
+            paths.update(plan.paths)
+        stored: dict[MetadataIndex, _StorageInfo] = {}
+        for plan, indices, places, file in zip(self._plans, self.assigned, written, files, strict=True):
+            infos = {place: _StorageInfo(file, *place) for place in places}  # equal values have one place
+            for index, place in zip(indices, places, strict=True):
+                entry = plan.entries[index]
+                at = MetadataIndex(entry) if isinstance(entry, str) else MetadataIndex(entry.key, entry.offsets)
+                stored[at] = infos[place]
+        meta = StorageMeta(save_id=str(uuid.uuid4()))
+        return Metadata(self._entries, paths, stored, meta, version=CURRENT_DCP_VERSION)
+
+
+_BYTES = BytesStorageMetadata()
+_Id = str | tuple[str, tuple[int, ...]]
+
+
+def _id(entry: PlannedChunk | str) -> _Id:
+    return entry if isinstance(entry, str) else (entry.key, entry.offsets)
+
+
+def _check_names(plans: Sequence[RankPlan]) -> None:
+    """Raises ValueError if two stages have an entry of one name."""
+    stages: dict[str, set[int]] = {}
+    for plan in plans:
+        for name in plan.names:
+            stages.setdefault(name, set()).add(plan.stage)
+    for name, found in stages.items():
+        check_unique(name, tuple(sorted(found)))
+
+
+def _check_whole(key: str, found: TensorStorageMetadata) -> None:
+    """Raises ValueError unless the chunks are a partition of the tensor."""
+    if len(found.chunks) == 1 and found.chunks[0].sizes == found.size:
+        return
+    held = sum(prod(chunk.sizes) for chunk in found.chunks)
+    if held != prod(found.size):
+        raise ValueError(
+            f"process_group: its ranks hold {held} elements of {key!r} and must hold all of its {prod(found.size)}; "
+            "all ranks of the model take part"
+        )
+    bounds = [
+        tuple((int(begin), int(begin) + int(size)) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        for chunk in found.chunks
+    ]
+    if pair := overlapping(bounds):
+        raise ValueError(
+            f"module: {key!r} has chunks that overlap: {pair[0]} and {pair[1]} (begin and end in each dim)"
+        )
