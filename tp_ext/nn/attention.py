@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -427,10 +426,9 @@ class ParallelAttention(ParallelModule):
         dropout = self.dropout if self.training else 0.0
         options = (mask, self.causal, self.scale, self.sliding_window, self.softcap)
         if dropout and (self.exact_dropout or self.softcap is not None):
-            heads = {"num_heads": self.num_heads, "first_head": self.first_head_local}
+            heads = self.num_heads, self.first_head_local
             seed = draw_seed(q.device) if seed is None else seed
-            drop = partial(dropout_by_index, seed=seed, p=dropout, **heads)
-            y = attention(q, k, v, *options, drop=drop)
+            y = attention(q, k, v, *options, drop=lambda w: dropout_by_index(w, seed, dropout, *heads))
         elif dropout:
             with OwnRandomNumbers(self.tp_group.rank, q.device):
                 y = attention(q, k, v, *options, dropout=dropout)
