@@ -268,57 +268,38 @@ def test_meta():
     ranks.run(_meta, 2)
 
 
-class Clock:
-    """The step and the microbatch of the forward that runs."""
-
-    now = None
-
-    def __init__(self, step, microbatch):
-        self.entered = step, microbatch
-
-    def __enter__(self):
-        Clock.now = self.entered
-
-    def __exit__(self, *_):
-        Clock.now = None
-
-
-class DroppingBlock(nn.Module):
-    """Dropout with masks that follow from the step, the microbatch and the index of the block."""
-
-    def __init__(self, index):
-        super().__init__()
-        self.index, self.linear = index, nn.Linear(4, 4, dtype=torch.float64)
-
-    def forward(self, x):
-        step, microbatch = Clock.now
-        torch.manual_seed(100 * step + 10 * microbatch + self.index)
-        return tp_ext.dropout(self.linear(x), 0.5)
-
-
-def _dropout(group, name):
-    torch.manual_seed(3)
-    blocks = [DroppingBlock(index) for index in range(4)]
-    torch.manual_seed(3)
-    one = nn.Sequential(*(DroppingBlock(index) for index in range(4)))
+def _by_name(group, schedule, sp):
+    """Weights of stages on meta and masks are those of the model in one process, which sees the batch at once."""
+    mesh = tp_ext.init_mesh("cpu", pp=2, dp=1, tp=-1)
+    tp_ext.manual_seed(3, mesh)
+    one = model(dropout=0.3)
+    tp_ext.reset_parameters(one)
+    with torch.device("meta"):
+        made = model(mesh["tp"], sp, dropout=0.3)
+    rows = BATCH // MICROBATCHES
     schedule = pipeline_stages(
-        nn.Sequential(*blocks), group, schedule=name, microbatches=4, loss=lambda y, t: y.mean(), context=Clock
+        made,
+        mesh["pp"],
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        loss=loss_of(mesh["tp"]),
+        count=valid,
+        init=tp_ext.reset_parameters,
+        context=lambda step, i: tp_ext.random.at(step, i, batch_offset=i * rows, seq=SEQ),
     )
-    x = torch.randn(8, 4, dtype=torch.float64)
     for step in range(2):
-        schedule.step(x, target=x)
-        losses = []
-        for microbatch, rows in enumerate(x.chunk(4)):
-            with Clock(step, microbatch):
-                losses.append(one(rows).mean())
-        (sum(losses) / 4).backward()
-        torch.testing.assert_close(schedule.losses, torch.stack(losses).detach(), **CLOSE)
-    _same_gradients(schedule, one)
+        ids, target = batch(step)
+        schedule.step(ids, target=target, **KEYWORDS)
+        with tp_ext.random.at(step, batch_offset=0, seq=SEQ):
+            loss = loss_of(None, "mean")(one(ids), target)
+        loss.backward()
+        torch.testing.assert_close(schedule.loss, loss.detach(), **CLOSE)
+        _same_gradients(schedule, one)
 
 
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "DualPipeV"])
-def test_context_gives_the_masks_of_one_process(name):
-    ranks.run(_dropout, 2, name)
+@pytest.mark.parametrize(("schedule", "p"), [("Interleaved1F1B", 2), ("DualPipeV", 2), ("1F1B", 4)])
+def test_weights_and_masks_by_name_are_those_of_one_process(schedule, p):
+    ranks.run(_by_name, p, schedule, p > 2, timeout=120)
 
 
 class Sleeping(torch.autograd.Function):
