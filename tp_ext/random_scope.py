@@ -3,7 +3,7 @@ and the row of a token is that in the global batch. So a mask does not depend on
 
 :func:`at` seeds torch's default generators with a number that stands for the step and the microbatch. Whatever saves
 and restores the state of a generator, as activation checkpointing does, thereby restores the step and the microbatch,
-also while another microbatch is current. A draw of the generator, the ticket, tells a call from its recomputation.
+also while another microbatch is current. A draw of the generator, the ticket, distinguishes calls from recomputations.
 """
 
 import hashlib
