@@ -38,12 +38,6 @@ def sgd(*params):
     return torch.optim.SGD(params, lr=0.1)
 
 
-class WithoutReset(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(ones(2))
-
-
 def reset_seeded(module):
     tp_ext.manual_seed(1)
     tp_ext.reset_parameters(module)
@@ -353,7 +347,7 @@ REST = [
     ("name_modules(nn.Linear(2, 2), prefix=3)", TypeError, "prefix: 3 must be a string"),
     ("name_modules(3)", TypeError, "module: 3 must be a module, or a list of the stages"),
     ("reset_seeded(nn.Linear(2, 2, device='meta'))", ValueError, "module: 'weight' is on meta; call to_empty"),
-    ("reset_seeded(WithoutReset())", ValueError, "module: 'weight' belongs to a WithoutReset, which must have reset_p"),
+    ("reset_seeded(nn.ParameterList([ones(2)]))", ValueError, "module: '0' belongs to a ParameterList, which must have"),
     ("init_mesh('cpu', tp=4)", ValueError, "pp, dp, cp, tp: .*tp = 4 must multiply to the 2 ranks"),
     ("full_state_dict(nn.Linear(2, 2), mesh=g)", TypeError, "mesh: ProcessGroup.* must be a DeviceMesh"),
     ("full_state_dict([])", TypeError, r"module: \[\] must be a module, or a list of the stages"),
