@@ -12,6 +12,8 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, job_ranks, parallel_group
 
 AXES = ("pp", "dp", "cp", "tp")
+GRADIENT_REDUCTIONS = ("mean", "sum")
+"""How data parallelism combines gradients, as an argument."""
 
 
 class SlowMeshWarning(UserWarning):
@@ -98,3 +100,12 @@ def mesh_axes(group: Group, mesh: DeviceMesh | None) -> MeshAxes:
     data = tuple(groups[name] for name in ("dp", "cp") if name in groups and groups[name].size > 1)
     pp = groups.get("pp", ALONE)
     return MeshAxes(groups["tp"].name if "tp" in groups else None, "mesh['tp']", pp if pp.size > 1 else ALONE, data)
+
+
+def data_axes(mean_over: Group | list[Group]) -> list[ParallelGroup]:
+    """Returns the groups of several ranks over which the mean is taken."""
+    if isinstance(mean_over, DeviceMesh) and mean_over.ndim > 1:
+        axes = list(mesh_axes(NOT_GIVEN, mean_over).data)
+    else:
+        axes = [parallel_group(one) for one in (mean_over if isinstance(mean_over, list) else [mean_over])]
+    return [axis for axis in axes if axis.size > 1]

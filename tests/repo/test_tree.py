@@ -24,7 +24,7 @@ ORDER = [{"_version", "_build"}, {"_ops"}, {""}, {"nn"}, {"checkpoint", "paralle
 COMPOSITION = {"checkpoint", "parallel", "debug"}
 NOT_LAYERS = {
     f"tp_ext.nn.{name}"
-    for name in ("fqn", "layouts", "model_groups", "module", "names", "same_input", "stages", "tied")
+    for name in ("coalesce", "fqn", "layouts", "model_groups", "module", "names", "same_input", "stages", "tied")
 }
 
 

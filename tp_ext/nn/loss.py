@@ -5,17 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
-from tp_ext.mesh import mesh_axes
+from tp_ext.mesh import GRADIENT_REDUCTIONS, data_axes
 from tp_ext.nn.module import check_positive
 from tp_ext.nn.same_input import DebugMode, compare_input
 from tp_ext.sharding import split_sizes
 
 REDUCTIONS = ("none", "mean", "sum")
-GRADIENT_REDUCTIONS = ("mean", "sum")
 
 
 def vocab_parallel_cross_entropy(
@@ -103,15 +101,6 @@ def vocab_parallel_cross_entropy(
     if not axes:
         return loss
     return _global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
-
-
-def data_axes(mean_over: Group | list[Group]) -> list[ParallelGroup]:
-    """Returns the groups of several ranks over which the mean is taken."""
-    if isinstance(mean_over, DeviceMesh) and mean_over.ndim > 1:
-        axes = list(mesh_axes(NOT_GIVEN, mean_over).data)
-    else:
-        axes = [parallel_group(one) for one in (mean_over if isinstance(mean_over, list) else [mean_over])]
-    return [axis for axis in axes if axis.size > 1]
 
 
 def _global_mean(loss: Tensor, rows: Tensor, axes: list[ParallelGroup], gradient_reduction: str) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_ext.group import Group, ParallelGroup, process_group
-from tp_ext.nn.loss import GRADIENT_REDUCTIONS, data_axes
+from tp_ext.mesh import GRADIENT_REDUCTIONS, data_axes
 
 
 class StepLoss:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
@@ -175,6 +176,4 @@ def _refuse(schedule: Schedule, what: str, why: str) -> None:
 
 def _is_checkpointed(module: nn.Module) -> bool:
     """Returns whether torch.distributed._composable.checkpoint was applied to the module."""
-    from torch.distributed._composable.contract import _get_registry
-
     return "checkpoint" in (_get_registry(module) or {})

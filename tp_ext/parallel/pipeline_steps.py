@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import _utils
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from tp_ext._object_collectives import all_gather_objects, call_and_gather
@@ -324,9 +325,7 @@ def _described(shapes: Any) -> str:
 
 
 def _stage_meta(shapes: StageShapes) -> Any:
-    from torch.distributed.pipelining._utils import _StageMeta, _TensorMeta
-
-    return _StageMeta(
-        inputs=tuple(_TensorMeta(*shape) for shape in shapes.inputs),
-        outputs=tuple(_TensorMeta(*shape) for shape in shapes.outputs),
+    return _utils._StageMeta(
+        inputs=tuple(_utils._TensorMeta(*shape) for shape in shapes.inputs),
+        outputs=tuple(_utils._TensorMeta(*shape) for shape in shapes.outputs),
     )
