@@ -244,8 +244,8 @@ KERNELS = [
     _bug(
         "global_index_offset",
         "kernels/philox.h",
-        "(i / local_inner) * full_inner + offset + i % local_inner",
-        "(i / local_inner) * full_inner + i % local_inner",
+        "(rows ? rows[r] : r) * full_inner + offset + i % local_inner",
+        "(rows ? rows[r] : r) * full_inner + i % local_inner",
         "Every rank draws the first slice.",
         "kernels/test_random_fill.py::test_slices_are_bit_identical_to_the_full_tensor",
         "kernels/test_random_fill_words.py",
