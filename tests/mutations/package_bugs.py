@@ -195,8 +195,8 @@ LAYERS = [
     _bug(
         "exact_dropout_first_head",
         "nn/attention.py",
-        "exact_dropout(seed, dropout, self.num_heads, self.first_head_local)",
-        "exact_dropout(seed, dropout, self.num_heads, 0)",
+        "heads = self.num_heads, self.first_head_local",
+        "heads = self.num_heads, 0",
         "Every rank takes the dropout mask of the first heads.",
         "nn/test_attention_compose.py::test_exact_dropout_is_the_same_for_every_p",
     ),

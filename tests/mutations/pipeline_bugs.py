@@ -48,9 +48,9 @@ PIPELINE_BUGS = [
     ),
     _bug(
         "stage_checks_its_own_names",
-        "checkpoint/pipeline.py",
-        "of[name] = (*of.get(name, ()), stage)",
-        "of[name] = (stage,)",
+        "checkpoint/save_plan.py",
+        "check_unique(name, tuple(sorted(found)))",
+        "check_unique(name, tuple(sorted(found))[:1])",
         "Two stages may have an entry of one name.",
         "checkpoint/test_pipeline.py::test_one_name_in_two_stages_is_an_error",
     ),

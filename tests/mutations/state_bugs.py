@@ -145,8 +145,8 @@ STATE_BUGS = [
     _bug(
         "first_error_only_here",
         "_object_collectives.py",
-        "raise _error_to_raise(errors) from failure",
-        "raise failure or _error_to_raise(errors)",
+        "\n        raise _error_to_raise(errors) from failure",
+        "\n        raise failure or _error_to_raise(errors)",
         "With errors on several ranks each raises its own.",
         "checkpoint/test_sharded_load.py::test_of_the_errors_of_several_ranks_all_raise_the_first",
     ),

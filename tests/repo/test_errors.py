@@ -38,11 +38,6 @@ def sgd(*params):
     return torch.optim.SGD(params, lr=0.1)
 
 
-def reset_seeded(module):
-    tp_ext.manual_seed(1)
-    tp_ext.reset_parameters(module)
-
-
 class Wrapping(torch.optim.Optimizer):
     """Keeps its state in another optimizer."""
 
@@ -346,8 +341,8 @@ REST = [
     ("random.at('one')", TypeError, "step: 'one' must be an integer"),
     ("name_modules(nn.Linear(2, 2), prefix=3)", TypeError, "prefix: 3 must be a string"),
     ("name_modules(3)", TypeError, "module: 3 must be a module, or a list of the stages"),
-    ("reset_seeded(nn.Linear(2, 2, device='meta'))", ValueError, "module: 'weight' is on meta; call to_empty"),
-    ("reset_seeded(nn.ParameterList([ones(2)]))", ValueError, "module: '0' belongs to a ParameterList, which must"),
+    ("manual_seed(1) or reset_parameters(nn.Linear(2, 2, device='meta'))", ValueError, "module: 'weight' is on meta"),
+    ("manual_seed(1) or reset_parameters(nn.ParameterList([ones(2)]))", ValueError, "module: '0' belongs to a Param"),
     ("init_mesh('cpu', tp=4)", ValueError, "pp, dp, cp, tp: .*tp = 4 must multiply to the 2 ranks"),
     ("full_state_dict(nn.Linear(2, 2), mesh=g)", TypeError, "mesh: ProcessGroup.* must be a DeviceMesh"),
     ("full_state_dict([])", TypeError, r"module: \[\] must be a module, or a list of the stages"),
