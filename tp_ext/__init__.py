@@ -35,6 +35,7 @@ from tp_ext.nn.rotary import RotaryEmbedding
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from tp_ext.nn.tied import declare_tied
 from tp_ext.parallel.grad_norm import clip_grad_norm_, grad_norm
+from tp_ext.parallel.run import parallelize
 from tp_ext.random import manual_seed
 from tp_ext.regions import (
     all_gather_region,
@@ -93,6 +94,7 @@ __all__ = [
     "manual_seed",
     "merge_lora",
     "name_modules",
+    "parallelize",
     "reduce_from_region",
     "reduce_scatter_region",
     "reset_parameters",

@@ -201,6 +201,7 @@ CONTEXT = [
     ("context(g)(ones(3, 8), total_tokens=6)", ValueError, "total_tokens: 6 must not be combined"),
     ("context(g)(ones(3, 8), attn_mask=ones(3, 3))", ValueError, "attn_mask: must not be combined with layout"),
     ("context(g)(ones(3, 8), cache=KVCache(1, 9, 4, 2))", ValueError, "cache: must come with a layout of batch="),
+    ("parallelize(3, init_mesh('cpu'), loss=ones)", TypeError, "model: int must be an nn.Module"),
     ("parallel.sum_gradients([3], g)", TypeError, "model: int must be a parameter"),
     ("parallel.sum_gradients(nn.Linear(2, 2), 3)", TypeError, "group: 3 must be"),
     ("parallel.pipeline_stages(nn.Linear(2, 2), g, microbatches=2, loss=ones)", TypeError, "model: Linear must have"),

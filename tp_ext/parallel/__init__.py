@@ -4,5 +4,6 @@ group, and the guard against data parallelism over TP ranks."""
 from tp_ext.parallel.gradient_sum import sum_gradients
 from tp_ext.parallel.pipeline import pipeline_stages
 from tp_ext.parallel.pipeline_steps import PipelineShapeWarning
+from tp_ext.parallel.run import ParallelRun
 
-__all__ = ["PipelineShapeWarning", "pipeline_stages", "sum_gradients"]
+__all__ = ["ParallelRun", "PipelineShapeWarning", "pipeline_stages", "sum_gradients"]

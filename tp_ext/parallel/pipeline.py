@@ -147,7 +147,7 @@ def pipeline_stages(
     copies = TiedWeights(tied, held, rank_of, group)
     copies.separate()
     for stage in held.values():
-        _materialise(stage, where, init)
+        materialise(stage, where, init)
         if known.splits:
             uncoalesce_gradients(stage)
     copies.equalise()
@@ -216,7 +216,7 @@ def _device(model: nn.Module, mesh: Group, given: torch.device | str | None) -> 
     return found
 
 
-def _materialise(stage: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None) -> None:
+def materialise(stage: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None) -> None:
     """Gives a stage that is on meta memory and values; another one is moved to the device."""
     if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
         stage.to(device)

@@ -1,0 +1,209 @@
+"""parallelize: training over all axes at once is that of one process, whatever is combined."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import tp_ext
+from tests.helpers import ranks
+
+VOCAB, HIDDEN, BATCH, SEQ, STEPS = 13, 8, 4, 6, 2
+CLOSE = {"rtol": 1e-10, "atol": 1e-11}
+
+
+class Block(nn.Module):
+    def __init__(self, mesh, sp):
+        super().__init__()
+        tp, cp = (mesh["tp"], mesh["cp"]) if mesh is not None else (None, None)
+        parallel = {"group": tp, "sequence_parallel": sp}
+        self.norms = nn.ModuleList(tp_ext.RMSNorm(HIDDEN, **parallel) for _ in range(2))
+        options = {"num_kv_heads": 1, "rope": 100.0, "dropout": 0.2, "context_group": cp}
+        self.attention = tp_ext.ParallelAttention(HIDDEN, 4, **options, **parallel)
+        self.mlp = tp_ext.ParallelMLP(HIDDEN, 10, **parallel)
+        self.dropout = tp_ext.Dropout(0.2, **parallel)
+
+    def forward(self, x, batch_size=None, layout=None):
+        where = {"batch_size": batch_size} if layout is None else {"layout": layout}
+        x = x + self.dropout(self.attention(self.norms[0](x), **where))
+        return x + self.dropout(self.mlp(self.norms[1](x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, mesh=None, sp=False):
+        super().__init__()
+        parallel = {"group": None if mesh is None else mesh["tp"], "sequence_parallel": sp}
+        self.embedding = tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, **parallel)
+        self.blocks = nn.ModuleList(Block(mesh, sp) for _ in range(2))
+        self.norm = tp_ext.RMSNorm(HIDDEN, **parallel)
+        self.head = tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, **parallel)
+        self.head.weight = self.embedding.weight
+
+    def pipeline_parts(self):
+        return [torch.flatten, self.embedding], self.blocks, [self.norm, self.head]
+
+    def forward(self, ids, batch_size=None, layout=None):
+        x = self.embedding(ids.flatten())
+        for block in self.blocks:
+            x = block(x, batch_size=batch_size, layout=layout)
+        return self.head(self.norm(x))
+
+
+def batch(step, replica):
+    ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(10 * step + replica))
+    target = ids.roll(-1, 1)
+    target[replica, : 2 + step] = -100  # ranks and microbatches have unequal numbers of tokens
+    target[:, -1] = -100
+    return ids, target
+
+
+def loss_over(group):
+    def loss(logits, target):
+        return tp_ext.vocab_parallel_cross_entropy(logits, target.flatten(), group, vocab_size=VOCAB)
+
+    return loss
+
+
+def trained(run, optimizer, steps, layout):
+    """The losses and norms of these steps."""
+    found = []
+    for step in steps:
+        ids, target = batch(step, run.data_rank)
+        keywords = {"batch_size": layout.batch}
+        if layout.group.size > 1:
+            ids, target, keywords = layout.shard(ids, 1), layout.shard(target, 1), {"layout": layout}
+        found += [run.step(ids, target, **keywords), run.clip_grad_norm_(0.3)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(found)
+
+
+def prepared(sizes, microbatches, sp, options):
+    mesh = tp_ext.init_mesh("cpu", **dict(zip(("pp", "dp", "cp", "tp"), sizes, strict=True)))
+    with torch.device("meta"):
+        model = GPT(mesh, sp)
+    options = {"loss": loss_over(mesh["tp"]), "seed": 5} | options
+    run = tp_ext.parallelize(model, mesh, microbatches=microbatches, **options)
+    layout = tp_ext.ContextLayout(batch=BATCH // microbatches, seq=SEQ, group=mesh["cp"])
+    return mesh, run, run.optimizer(torch.optim.AdamW, lr=0.01, eps=1e-4), layout
+
+
+def one_process(data_size):
+    """Losses, norms and parameters of training with the global batch."""
+    tp_ext.manual_seed(5)
+    model = GPT()
+    tp_ext.reset_parameters(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    found = []
+    for step in range(STEPS):
+        ids, target = (torch.cat(both) for both in zip(*(batch(step, k) for k in range(data_size)), strict=True))
+        with tp_ext.random.at(step, batch_offset=0, seq=SEQ):
+            loss = loss_over(None)(model(ids, len(ids)), target)
+        loss.backward()
+        found += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.3)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(found), {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def _train(group, sizes, microbatches, sp, options):
+    with eager_compilation(), in_fp64():
+        mesh, run, optimizer, layout = prepared(sizes, microbatches, sp, options)
+        found = trained(run, optimizer, range(STEPS), layout)
+        tp_ext.debug.check(run.state, mesh=mesh)
+        _compare(run, mesh, found)
+
+
+def _compare(run, mesh, found):
+    want, want_state = one_process(run.data_size)
+    torch.testing.assert_close(found, want, **CLOSE)
+    torch.testing.assert_close(dict(tp_ext.full_state_dict(run.state, mesh=mesh)), want_state, **CLOSE)
+
+
+@contextlib.contextmanager
+def in_fp64():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def eager_compilation():
+    """torch.compile without inductor, which takes long."""
+    torch._dynamo.reset()
+    return mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+CASES = {
+    "one process": ((1, 1, 1, 1), 2, False, {}),
+    "recomputed": ((1, 1, 1, 2), 2, True, {"recompute": "full"}),
+    "selective": ((1, 1, 1, 2), 2, True, {"recompute": "selective"}),
+    "zero 0": ((1, 2, 1, 1), 2, False, {}),
+    "zero 1": ((1, 2, 1, 1), 2, False, {"zero": 1, "recompute": "full"}),
+    "zero 2": ((1, 2, 1, 2), 2, True, {"zero": 2}),
+    "zero 3 and offload": ((1, 2, 1, 1), 2, False, {"zero": 3, "offload": True, "recompute": "selective"}),
+    "context": ((1, 1, 2, 1), 2, False, {}),
+    "data and context": ((1, 2, 2, 1), 1, False, {"zero": 3}),
+    "pipeline": ((2, 1, 1, 1), 2, False, {"recompute": "full"}),
+    "pipeline and zero 0": ((2, 2, 1, 1), 2, False, {}),
+    "pipeline and zero 1": ((2, 1, 2, 1), 2, False, {"zero": 1, "schedule": "GPipe"}),
+    "compiled": ((1, 2, 1, 1), 2, False, {"zero": 3, "compile": True}),
+    "compiled and selective": ((2, 1, 1, 1), 2, False, {"compile": True, "recompute": "selective"}),
+    "all of it": ((2, 1, 1, 2), 4, True, {"zero": 2, "schedule": "1F1B"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_one_process(case):
+    sizes, microbatches, sp, options = CASES[case]
+    ranks.run(_train, torch.Size(sizes).numel(), sizes, microbatches, sp, options, timeout=180)
+
+
+def _saves(group, path):
+    with in_fp64():
+        mesh, run, optimizer, layout = prepared((1, 1, 2, 1), 2, False, {"zero": 1})
+        found = trained(run, optimizer, [0], layout)
+        tp_ext.save_checkpoint(path, run.state, optimizer, mesh=mesh, step=run.next_step)
+        return found
+
+
+def _goes_on(group, path, found):
+    with in_fp64():
+        mesh, run, optimizer, layout = prepared((2, 1, 1, 2), 4, True, {"seed": 5})
+        run.next_step = tp_ext.load_checkpoint(path, run.state, optimizer, mesh=mesh)["step"]
+        found = torch.cat([found, trained(run, optimizer, range(1, STEPS), layout)])
+        _compare(run, mesh, found)
+
+
+def test_a_checkpoint_goes_on_at_another_mesh(tmp_path):
+    found = ranks.run(_saves, 2, tmp_path / "saved", timeout=120)
+    ranks.run(_goes_on, 4, tmp_path / "saved", found[0], timeout=120)
+
+
+def _refused(group, options, inputs):
+    mesh = tp_ext.init_mesh("cpu")
+    options = {"loss": loss_over(None)} | options
+    tp_ext.parallelize(nn.Sequential(nn.Linear(2, 2)), mesh, **options).step(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs", "match"),
+    [
+        ({"zero": 4}, (), "zero: 4 must be 0, 1, 2 or 3"),
+        ({"offload": True}, (), "offload: True needs zero = 2 or 3, and zero is 0"),
+        ({"recompute": "half"}, (), "recompute: 'half' must be one of"),
+        ({"reduction": "none"}, (), "reduction: 'none' must be 'mean' or 'sum'"),
+        ({"microbatches": 0}, (), "microbatches: 0 must be a positive integer"),
+        (
+            {"microbatches": 2},
+            (torch.ones(3, 2), torch.ones(4)),
+            r"inputs\[0\]: shape \(3, 2\) must be a multiple of 2",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(options, inputs, match):
+    ranks.run_raises(_refused, 2, ValueError, match, options, inputs, in_turns=False)

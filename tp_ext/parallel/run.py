@@ -1,0 +1,325 @@
+"""Training over all axes of a mesh: data, pipeline, context and tensor parallelism around one model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from tp_ext.context_layout import ContextLayout
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.mesh import mesh_axes
+from tp_ext.nn.names import name_modules, reset_parameters
+from tp_ext.parallel.grad_norm import clip_grad_norm_
+from tp_ext.parallel.gradient_sum import sum_gradients
+from tp_ext.parallel.pipeline import materialise, pipeline_stages
+from tp_ext.parallel.pipeline_loss import StepLoss
+from tp_ext.random import manual_seed
+from tp_ext.random_scope import at
+
+RECOMPUTE = (None, "full", "selective")
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    schedule: str | None = None,
+    microbatches: int = 1,
+    loss: Callable[[Any, Tensor], Tensor],
+    reduction: str = "mean",
+    count: Callable[[Tensor], Tensor | int] | None = None,
+    zero: int = 0,
+    offload: bool = False,
+    recompute: str | None = None,
+    compile: bool = False,
+    seed: int = 0,
+) -> "ParallelRun":
+    """Prepares a model for training over all axes of a mesh.
+
+    ::
+
+        mesh = tp_ext.init_mesh("cuda", pp=2, cp=2, tp=8)
+        model = GPT(group=mesh["tp"], context_group=mesh["cp"])
+        run = tp_ext.parallelize(model, mesh, microbatches=8, loss=loss, zero=2)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=3e-4)
+        for inputs, target in loader(run.data_rank, run.data_size):
+            loss = run.step(inputs, target)
+            run.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The loss and the gradients of a step are those of one process that sees the global batch: the mean over the valid
+    tokens of all microbatches, data ranks and context ranks. So are the masks of dropout, and the weights of a model
+    on meta. It does nothing that these do not do: :func:`tp_ext.name_modules`, :func:`tp_ext.reset_parameters`,
+    :func:`tp_ext.random.at`, :func:`tp_ext.parallel.pipeline_stages`, :func:`tp_ext.parallel.sum_gradients`; torch's
+    ``checkpoint_wrapper``, ``torch.compile``, DDP, ``fully_shard`` and ``ZeroRedundancyOptimizer``.
+
+    Args:
+        model: the whole model, its layers made with ``mesh["tp"]`` and ``mesh["cp"]``; on meta, or with the same
+            weights on every rank. Its blocks are those of ``pipeline_parts()``, which a pipeline needs
+            (:func:`tp_ext.parallel.pipeline_stages`), the modules of an ``nn.Sequential``, or the model itself.
+        mesh: its axes are among ``pp``, ``dp``, ``cp``, ``tp``.
+        schedule: of the pipeline, default ``"1F1B"``; without a pipeline microbatches follow one another.
+        microbatches: number of slices of a rank's batch along dim 0.
+        loss: ``loss(output, target)`` of a microbatch.
+        reduction: ``"mean"`` if ``loss`` returns the mean over the valid tokens, ``"sum"`` if it returns their sum,
+            which a microbatch without valid tokens needs.
+        count: the number of valid tokens of a target, default those that are not -100.
+        zero: the stage of ZeRO over ``dp`` and ``cp`` together: 0 shards nothing; 1 the states of the optimizer
+            (:meth:`ParallelRun.optimizer`); 2 gradients and parameters, which are gathered once in a step; 3 gathers
+            parameters for each forward and each backward of a block. Under a pipeline 3 is 2, see there.
+        offload: keeps parameters, gradients and states in the host's memory; with ``zero`` 2 or 3.
+        recompute: what backward computes again: None, nothing; ``"full"``, the forward of each block; ``"selective"``,
+            all of it but matrix products, attention and collectives.
+        compile: compiles each block by ``torch.compile``.
+        seed: of weights on meta and of masks.
+
+    Communicates: the creation of groups; that of :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
+
+    Raises:
+        TypeError: no model, mesh or function. ValueError: an option out of its range, ``offload`` without ``zero`` 2 or
+            3, what the schedule cannot combine. RuntimeError: a pipeline with torch older than 2.15.
+
+    Rajbhandari et al., "ZeRO", arXiv:1910.02054.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh")
+    mesh_axes(NOT_GIVEN, mesh)  # its axes
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction: {reduction!r} must be 'mean' or 'sum'")
+    if not callable(loss):
+        raise TypeError(f"loss: {loss!r} must be a function of the output of the model and the target")
+    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
+        raise ValueError(f"zero: {zero!r} must be 0, 1, 2 or 3")
+    if offload and zero < 2:
+        raise ValueError(f"offload: True needs zero = 2 or 3, and zero is {zero}")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute: {recompute!r} must be one of {RECOMPUTE}")
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ValueError(f"microbatches: {microbatches!r} must be a positive integer")
+    manual_seed(seed, mesh)
+    name_modules(model)
+    model = _wrapped_blocks(model, recompute, compile)
+    return ParallelRun(model, mesh, schedule, microbatches, loss, reduction, count or _valid, zero, offload)
+
+
+class ParallelRun:
+    """A model that :func:`tp_ext.parallelize` has prepared.
+
+    Attributes:
+        state: the module, or the list of this rank's stages, for checkpoints and exports:
+            ``tp_ext.save_checkpoint(path, run.state, optimizer, mesh=mesh)``.
+        data_rank, data_size: this rank's index among those with other sequences, and their number: the axis ``dp``.
+        next_step: the number of the next step, by which masks are drawn; to be set after a checkpoint is loaded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        schedule: str | None,
+        microbatches: int,
+        loss: Callable[[Any, Tensor], Tensor],
+        reduction: str,
+        count: Callable[[Tensor], Tensor | int],
+        zero: int,
+        offload: bool,
+    ) -> None:
+        names = mesh.mesh_dim_names or ()
+        size = {name: mesh[name].size() if name in names else 1 for name in ("pp", "dp", "cp")}
+        self.mesh, self._microbatches, self._zero = mesh, microbatches, zero
+        self.data_size = size["dp"]
+        self.data_rank = mesh["dp"].get_local_rank() if "dp" in names else 0
+        self.next_step = 0
+        axes = [name for name in ("dp", "cp") if name in names]
+        data = mesh[tuple(axes)]._flatten("dp_cp") if len(axes) == 2 else mesh[axes[0]] if axes else None
+        self._data = data if data is not None and data.size() > 1 else None
+        device = _device(mesh)
+        sharding: dict[str, Any] = {}
+        if zero > 1:
+            if data is None:
+                raise ValueError(f"zero: {zero} needs a mesh with the axis 'dp' or 'cp', and it has {names}")
+            sharding = {"mesh": data, "reshard_after_forward": zero == 3 and size["pp"] == 1}
+            if offload:
+                sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+        def summed(output: Any, target: Tensor) -> Tensor:
+            return loss(output, target) * count(target) if reduction == "mean" else loss(output, target)
+
+        mean_over: list[Group] = [mesh[name] for name in axes if size[name] > 1]
+        # The mean of FSDP2 and DDP over the data axis, or sum_gradients
+        averages = zero > 1 or size["pp"] == 1
+        rule = "mean" if averages else "sum"
+        self._schedule = self._ddp = None
+        if size["pp"] > 1:
+            self._schedule = pipeline_stages(
+                model,
+                mesh["pp"],
+                schedule=schedule or "1F1B",
+                microbatches=microbatches,
+                loss=summed,
+                count=count,
+                mean_over=mean_over or None,
+                gradient_reduction=rule,
+                fsdp=sharding or None,
+                context=self._context,
+                init=reset_parameters,
+                device=device,
+            )
+            self.state: Any = self._schedule.stages
+            return
+        self._loss = StepLoss(summed, microbatches, count, mean_over or None, rule)
+        materialise(model, device, reset_parameters)
+        if sharding:
+            for block in _blocks(model):
+                if block is not model:
+                    fully_shard(block, **sharding)
+            fully_shard(model, **sharding)
+        self.state = model
+        if self._data is not None and not sharding and any(param.requires_grad for param in model.parameters()):
+            self._ddp = DistributedDataParallel(model, process_group=self._data.get_group())
+        self._device = device
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields this rank's parameters, those of its stages under a pipeline."""
+        for module in self.state if isinstance(self.state, list) else [self.state]:
+            yield from module.parameters()
+
+    def optimizer(self, optimizer_class: type[Optimizer], **options: Any) -> Optimizer:
+        """Makes an optimizer of the parameters: with ``zero=1`` a ``ZeroRedundancyOptimizer``, whose state is saved and
+        loaded as any other. Communicates nothing but, with ``zero=1``, its constructor's exchange of sizes."""
+        if self._zero == 1 and self._data is not None:
+            group = self._data.get_group()
+            return ZeroRedundancyOptimizer(self.parameters(), optimizer_class, process_group=group, **options)
+        return optimizer_class(self.parameters(), **options)
+
+    def clip_grad_norm_(self, max_norm: float, **options: Any) -> Tensor:
+        """Clips the gradients by the norm of those of the whole model: :func:`tp_ext.clip_grad_norm_`."""
+        return clip_grad_norm_(self.state, max_norm, mesh=self.mesh, **options)
+
+    def step(self, inputs: Any, target: Tensor, **keywords: Any) -> Tensor:
+        """Runs forward and backward of all microbatches, and adds the complete gradients to those that there are.
+
+        Args:
+            inputs: the first argument of the model, or a tuple of arguments; this rank's batch, cut along dim 0 into
+                microbatches. The same on all ranks of ``tp`` and ``pp``; over ``cp`` the rank's tokens.
+            target: of the loss, cut in the same way.
+            keywords: of the model or, under a pipeline, of those parts that take them; tensors are cut along dim 0. A
+                :class:`ContextLayout` of a microbatch, ``layout``, also says where this rank's tokens are, for masks.
+
+        Returns:
+            0-d, fp64: the mean loss over the valid tokens of the global batch, the same on all ranks.
+
+        Communicates: what the layers do; the number of tokens; the gradients over ``dp`` and ``cp``, once.
+
+        Raises:
+            ValueError: ``microbatches`` does not divide the batch.
+        """
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        for name, tensor in (*((f"inputs[{i}]", one) for i, one in enumerate(given)), ("target", target)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: {type(tensor).__name__} must be a tensor")
+            if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % self._microbatches:
+                raise ValueError(
+                    f"{name}: shape {tuple(tensor.shape)} must be a multiple of {self._microbatches} microbatches in "
+                    "dim 0"
+                )
+        self._place_of(given[0], keywords.get("layout"))
+        if self._schedule is not None:
+            self._schedule.next_step = self.next_step
+            self._schedule.step(*given, target=target, **keywords)
+            if self._data is not None and self._zero < 2:
+                sum_gradients(self.parameters(), self._data)
+            value: Tensor = self._schedule.loss
+        else:
+            self._accumulate(given, target, keywords)
+            value = self._loss.mean()
+        self.next_step += 1
+        return value
+
+    def _accumulate(self, given: tuple[Tensor, ...], target: Tensor, keywords: dict[str, Any]) -> None:
+        arguments, options = split_args_kwargs_into_chunks(given, keywords, self._microbatches)
+        targets = target.chunk(self._microbatches)
+        self._loss.begin([target], self._device)
+        module: Any = self._ddp or self.state
+        for i, (inputs, goal) in enumerate(zip(arguments, targets, strict=True)):
+            last = i == self._microbatches - 1
+            if isinstance(self.state, FSDPModule):
+                self.state.set_requires_gradient_sync(last)
+            with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
+                with self._context(self.next_step, i):
+                    value = self._loss(module(*inputs, **options[i]), goal)
+                value.backward()
+
+    def _place_of(self, first: Tensor, layout: Any) -> None:
+        """Notes where the sequences of a step are in the global batch, if dim 0 of the input counts sequences."""
+        self._layout = layout if isinstance(layout, ContextLayout) else None
+        counts_sequences = first.dim() > 1 and (self._layout is None or self._layout.batch is not None)
+        self._sequences = len(first) if counts_sequences else None
+        self._seq = first.shape[1] if counts_sequences and self._layout is None else None
+
+    def _context(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
+        if self._sequences is None:
+            return at(step, microbatch, layout=self._layout)
+        first = self.data_rank * self._sequences + microbatch * (self._sequences // self._microbatches)
+        return at(step, microbatch, batch_offset=first, seq=self._seq, layout=self._layout)
+
+
+def _valid(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _blocks(model: nn.Module) -> Sequence[nn.Module]:
+    if hasattr(model, "pipeline_parts"):
+        blocks = cast(Any, model).pipeline_parts()[1]
+        return list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
+    return list(model) if isinstance(model, nn.Sequential) else [model]
+
+
+def _wrapped_blocks(model: nn.Module, recompute: str | None, compile: bool) -> nn.Module:
+    """Replaces each block by its wrappers, in the model; returns the model, or its wrapper if it is the block."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for block in _blocks(model) if recompute or compile else ():
+        wrapped: Any = block
+        if recompute is not None:
+            options: dict[str, Any] = {}
+            if recompute == "selective":
+                options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+            wrapped = checkpoint_wrapper(wrapped, **options)
+        if compile:
+            wrapped = torch.compile(wrapped)
+        if block is model:
+            return cast(nn.Module, wrapped)
+        model.set_submodule(names[id(block)], wrapped)
+    return model
+
+
+def _policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    """Saves results of matrix products, attention and collectives, which take longest to compute again."""
+    package, _, name = str(op).partition(".")
+    if package == "tp_ext":  # traced
+        saved = any(
+            word in name for word in ("linear", "mlp", "attention", "reduce", "gather", "scatter", "all_to_all")
+        )
+    else:
+        saved = package == "_c10d_functional" or name.startswith(("mm.", "addmm.", "bmm.", "_scaled_dot_product"))
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
