@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -226,9 +227,10 @@ def test_every_shape_of_activations_has_the_rows_of_its_place():
         (torch.ones(2, 3, 8), {"batch_offset": 2, "seq": 3, "microbatch": 1}),
         (torch.ones(6, 8), {"batch_offset": 2, "seq": 3}),
         (torch.ones(6, 8), {"batch_offset": 1, "token_offset": 6}),
-        (torch.ones(6, 2, 4), {"batch_offset": 2, "seq": 3}),  # dim 0 counts tokens, since dim 1 is not seq
     ):
         assert torch.equal(_mask(None, x, **place).flatten(), whole[2:].flatten())
+    of_encoder = _mask(None, torch.ones(4, 5, 8), batch_offset=0, seq=3)  # whose sequences have another length
+    assert torch.equal(_mask(None, torch.ones(2, 5, 8), batch_offset=2, seq=3), of_encoder[2:])
     for sequence in (False, True):
         layout = ContextLayout(batch=2, seq=3, group=None)
         x = torch.ones(6, 8) if sequence else torch.ones(2, 3, 8)
@@ -284,6 +286,35 @@ def test_a_microbatch_that_is_entered_again_numbers_its_calls_anew():
     assert torch.equal(late, want[1]) and all(map(torch.equal, again, want))
     (dx,) = torch.autograd.grad(late.sum(), x)
     assert torch.equal(dx, want[1])
+    with at(1):
+        b(x)
+        late = checkpoint(b, x, use_reentrant=False)
+    with at(1):
+        a(x), b(x)  # now b's first call has the ticket that its second one had
+    with pytest.raises(RuntimeError, match="entered twice with calls in another order"):
+        late.sum().backward()
+
+
+def test_draws_without_a_name_differ_by_stage(monkeypatch):
+    tp_ext.manual_seed(5)
+    layer = tp_ext.Dropout(0.4, group=None)
+    tp_ext.name_modules(layer)
+    x, found = torch.ones(40), {"named": [], "unnamed": []}
+    for pipeline, stage in ((0, 0), (1, 0), (0, 1)):
+        monkeypatch.setattr(random_scope.base, "pipeline", pipeline)
+        monkeypatch.setattr(random_scope.base, "stage", stage)
+        with at(0):
+            found["unnamed"].append(tuple(tp_ext.dropout(x, 0.4).tolist()))
+            found["named"].append(tuple(layer(x).tolist()))
+    assert len(set(found["named"])) == 1 and len(set(found["unnamed"])) == 3
+
+
+def test_under_fake_tensors():
+    tp_ext.manual_seed(5)
+    layer = tp_ext.Dropout(0.4, group=None)
+    tp_ext.name_modules(layer)
+    with FakeTensorMode(), at(0):
+        assert layer(torch.ones(3, 4)).shape == (3, 4)
 
 
 def test_a_step_that_is_too_old_is_not_recomputed_with_other_masks():
@@ -299,6 +330,12 @@ def test_a_step_that_is_too_old_is_not_recomputed_with_other_masks():
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y)
     with pytest.raises(RuntimeError, match="recomputed after 2 more steps"):
         late[0].sum().backward()
+    with at(3):
+        late = checkpoint(layer, x, use_reentrant=False)
+    for step in (4, 3, 5):  # step 3 was entered again before the last one
+        with at(step):
+            pass
+    assert torch.equal(torch.autograd.grad(late.sum(), x)[0], late)
 
 
 # Compiled code: one graph for all blocks, steps and microbatches, the masks of eager mode

@@ -48,7 +48,7 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         raise TypeError(f"seed: {seed!r} must be an integer")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh with named axes, or None")
-    replica, context_size = 0, 1
+    replica, pipeline, context_size = 0, 0, 1
     if mesh is not None:
         names = mesh.mesh_dim_names
         if names is None or tp_axis not in names:
@@ -62,13 +62,15 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
                 position = position * length + index
             if name not in (tp_axis, "pp", "cp"):
                 replica = replica * length + index
+            if name == "pp":
+                pipeline = index
             if name == "cp":
                 context_size = length
         own = (seed + position * 0x9E3779B97F4A7C15) % (1 << 63)  # far apart, so that no other position has seed + 1
     else:
         own = seed % (1 << 63)
     torch.manual_seed(own)
-    base.seed, base.position, base.context_size = seed, replica, context_size
+    base.seed, base.position, base.pipeline, base.context_size = seed, replica, pipeline, context_size
     _WeightDraws.seeds = None if mesh is None else (own, seed % (1 << 63))
     _WeightDraws.states.clear()
 

@@ -33,6 +33,8 @@ class _Base:
     Attributes:
         seed: of the job; None before the first call.
         position: of this rank along the data axes of the mesh.
+        pipeline: of this rank along the axis ``pp``.
+        stage: of a pipeline, whose forward runs; the draws of modules without a name differ by it.
         context_size: ranks along the axis ``cp``.
         rows_in_use: whether a layout has ever been given to :func:`at`. Compiled code depends on it: rows are then a
             table. It stays, so that code does not change between a step and its backward.
@@ -40,6 +42,8 @@ class _Base:
 
     seed: int | None = None
     position: int = 0
+    pipeline: int = 0
+    stage: int = 0
     context_size: int = 1
     rows_in_use: bool = False
 
@@ -73,7 +77,8 @@ class Scope:
         self._mask = (*self.step,) if batch_offset is not None else (*self.step, base.position, microbatch)
         self._context_size = base.context_size
         cut = None if layout is None else (layout.lengths, layout.batch, layout.group.size, layout.balance)
-        place = (*self.step, base.position, microbatch, batch_offset, seq, token_offset, cut)
+        own = base.position, base.pipeline, base.stage
+        place = (*self.step, *own, microbatch, batch_offset, seq, token_offset, cut)
         self.generator_seed = _MARK | number_of("generator", place) & ((1 << 47) - 1)
         self._calls: Calls = {}  # since the scope was entered last
         self._before: Calls = {}  # before that; looked up in backward alone
@@ -90,8 +95,14 @@ class Scope:
         ticket = _draw_ticket(device)
         calls = self._calls.setdefault(key, {})
         call = calls.get(ticket)
-        if call is None and torch._C._current_graph_task_id() != -1:  # recomputation
-            call = self._before.get(key, {}).get(ticket)
+        if torch._C._current_graph_task_id() != -1:  # recomputation
+            before = self._before.get(key, {}).get(ticket)
+            if call is not None and before is not None and call != before:
+                raise RuntimeError(
+                    "tp_ext.random.at: a mask cannot be recomputed, since the same step and microbatch were entered "
+                    "twice with calls in another order; the backward must come before the second entry"
+                )
+            call = before if call is None else call
         if call is None:
             call = calls[ticket] = len(calls)
         return number_of("mask", self._mask, key, call)
@@ -107,7 +118,7 @@ class Scope:
             raise ValueError(f"layout: must be given to tp_ext.random.at on a mesh with cp = {self._context_size}")
         if self.batch_offset is None:
             return 0
-        if not tokens and x.dim() > 2 and self.seq in (None, x.shape[1]):
+        if not tokens and x.dim() > 2:
             return self.batch_offset
         if self.token_offset is not None:
             return self.token_offset
@@ -143,21 +154,16 @@ _scopes: dict[int, Scope] = {}  # by the seed of the generators
 _recent: list[tuple[int, int]] = []  # (seed, step) of the scopes in the table
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-
-
 def current_scope(device: torch.device) -> Scope | None:
-    """Returns the scope for which torch's default generator of ``device`` is seeded.
+    """Returns the scope for which torch's default generator of the CPU is seeded, whatever the device of activations:
+    traced code for CUDA may recompute under a generator of its own, which :func:`at` has not seeded.
 
     Raises:
         RuntimeError: it is one of a step before the last one.
     """
     if device.type not in ("cpu", "cuda"):
         return None
-    seed = _generator(device).initial_seed()
+    seed = torch.default_generator.initial_seed()
     scope = _scopes.get(seed)
     if scope is None and seed >> 47 == _MARK >> 47:
         raise RuntimeError(
@@ -168,17 +174,12 @@ def current_scope(device: torch.device) -> Scope | None:
 
 
 def _draw_ticket(device: torch.device) -> int:
-    if device.type == "cpu":
-        return int(torch.randint(0, 1 << 62, (), dtype=torch.int64))
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "tp_ext.random.at: masks by name must not be captured in a CUDA graph, which would replay one mask; "
             "capture outside of it"
         )
-    generator = _generator(device)  # read on the host, which therefore does not wait for the device
-    ticket = generator.get_offset()
-    generator.set_offset(ticket + 4)
-    return ticket
+    return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
 
 
 class Entered:
@@ -187,12 +188,13 @@ class Entered:
     def __init__(self, scope: Scope) -> None:
         self._cpu = torch.default_generator.get_state()
         self._cuda = [g.get_state() for g in _cuda_generators()]
-        if scope.step not in _recent:
-            _recent.append(scope.step)
-            for step in _recent[:-_STEPS]:
-                for seed in [seed for seed, old in _scopes.items() if old.step == step]:
-                    del _scopes[seed]
-            del _recent[:-_STEPS]
+        if scope.step in _recent:
+            _recent.remove(scope.step)
+        _recent.append(scope.step)
+        for step in _recent[:-_STEPS]:
+            for seed in [seed for seed, old in _scopes.items() if old.step == step]:
+                del _scopes[seed]
+        del _recent[:-_STEPS]
         scope = _scopes.setdefault(scope.generator_seed, scope)
         scope.enter()
         torch.default_generator.manual_seed(scope.generator_seed)
@@ -249,8 +251,13 @@ def at(
                     loss = model(ids, target)
                 loss.backward()  # recomputes each microbatch with its own masks
 
-    Modules without a name, ``tp_ext.dropout`` and torch's own draws follow the order of draws from generators that are
-    the same for the same arguments. So do the masks of ``exact_dropout=False``.
+    Entering the same step and microbatch again repeats their masks, of named modules call by call.
+
+    Modules without a name, ``tp_ext.dropout``, sampling and torch's own draws follow the order of draws from generators
+    that are the same for the same arguments, but for the position of this rank along the data axes and the pipeline; so
+    do the masks of ``exact_dropout=False``. Along ``cp`` they are alike. ``torch.manual_seed`` in between ends the
+    drawing by name until the next call. Activations ``[batch, hidden]`` count as tokens: with ``batch_offset`` give a
+    pooled activation a dim of length 1.
 
     Args:
         step: of the training. Masks of it and of the step entered before can be recomputed.
@@ -320,8 +327,9 @@ def rows_seed(module: Any, x: Tensor, each: int, start: int, full: int, tokens: 
     """
     table = rows_are_listed()
     if _traced():
-        return _ops.draw_rows_seed(x.detach(), module._name_key, each, start, full, tokens, table)
-    return _draw_rows_seed(module._name_number, x, each, start, full, tokens, table)
+        drawn = _ops.draw_rows_seed(_traced_name(module), x.detach(), each, start, full, tokens, table)
+        return drawn.to(x.device, non_blocking=True)
+    return _draw_rows_seed(module._name_number, x, each, start, full, tokens, table, x.device)
 
 
 def sequence_seeds(module: Any, like: Tensor, sequences: int, unit: int) -> Tensor:
@@ -335,8 +343,17 @@ def sequence_seeds(module: Any, like: Tensor, sequences: int, unit: int) -> Tens
         ``[sequences, 2]``: the seed, the first row.
     """
     if _traced():
-        return _ops.draw_sequence_seeds(like.detach(), module._name_key, sequences, unit)
-    return _draw_sequence_seeds(module._name_number, like, sequences, unit)
+        drawn = _ops.draw_sequence_seeds(_traced_name(module), like.detach(), sequences, unit)
+        return drawn.to(like.device, non_blocking=True)
+    return _draw_sequence_seeds(module._name_number, like, sequences, unit, like.device)
+
+
+def _traced_name(module: Any) -> Tensor:
+    """Returns the name as a tensor: an input of compiled code; a constant in other traces, fake under fake tensors."""
+    if torch.compiler.is_compiling():
+        key: Tensor = module._name_key
+        return key
+    return torch.tensor(module._name_number, device="cpu")
 
 
 def _draw_as_ever(device: torch.device, count: int = 1) -> Tensor:
@@ -346,14 +363,16 @@ def _draw_as_ever(device: torch.device, count: int = 1) -> Tensor:
 
 def _pair(seed: int, row: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
-        return torch.tensor([seed, row], dtype=torch.int64)
+        return torch.tensor([seed, row], dtype=torch.int64, device="cpu")
     pair = torch.full((2,), seed, dtype=torch.int64, device=device)  # kernels; a copy would wait for the device
     pair[1].fill_(row)
     return pair
 
 
-def _draw_rows_seed(number: int, x: Tensor, each: int, start: int, full: int, tokens: bool, table: bool) -> Tensor:
-    device, scope = x.device, current_scope(x.device)
+def _draw_rows_seed(
+    number: int, x: Tensor, each: int, start: int, full: int, tokens: bool, table: bool, device: torch.device
+) -> Tensor:
+    scope = current_scope(x.device)
     count = _ops.table_rows(x, tokens) if table else 1
     if scope is not None and scope.layout is not None:
         rows = scope.rows(device, full * each).narrow(0, start * each, count)
@@ -365,8 +384,8 @@ def _draw_rows_seed(number: int, x: Tensor, each: int, start: int, full: int, to
     return torch.cat([seed, torch.arange(first * each, first * each + count, device=device)])
 
 
-def _draw_sequence_seeds(number: int, like: Tensor, sequences: int, unit: int) -> Tensor:
-    device, scope = like.device, current_scope(like.device)
+def _draw_sequence_seeds(number: int, like: Tensor, sequences: int, unit: int, device: torch.device) -> Tensor:
+    scope = current_scope(like.device)
     if scope is None:
         seeds = _draw_as_ever(device, sequences)
         return torch.stack([seeds, torch.zeros_like(seeds)], 1)
@@ -377,12 +396,12 @@ def _draw_sequence_seeds(number: int, like: Tensor, sequences: int, unit: int) -
     return torch.stack(pairs) if pairs else torch.empty(0, 2, dtype=torch.int64, device=device)
 
 
-def _rows_seed(x: Tensor, name: Tensor, each: int, start: int, full: int, tokens: bool, table: bool) -> Tensor:
-    return _draw_rows_seed(int(name), x, each, start, full, tokens, table)
+def _rows_seed(name: Tensor, x: Tensor, each: int, start: int, full: int, tokens: bool, table: bool) -> Tensor:
+    return _draw_rows_seed(int(name), x, each, start, full, tokens, table, name.device)
 
 
-def _sequence_seeds(like: Tensor, name: Tensor, sequences: int, unit: int) -> Tensor:
-    return _draw_sequence_seeds(int(name), like, sequences, unit)
+def _sequence_seeds(name: Tensor, like: Tensor, sequences: int, unit: int) -> Tensor:
+    return _draw_sequence_seeds(int(name), like, sequences, unit, name.device)
 
 
 _ops.implement("draw_rows_seed", _rows_seed)

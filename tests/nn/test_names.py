@@ -67,6 +67,31 @@ def test_names_are_those_without_wrappers():
     assert part.tp_name == "other"
 
 
+def test_two_modules_have_no_name_in_common():
+    tp_ext.manual_seed(3)
+    model = Model()
+    tp_ext.name_modules(model)
+    model.blocks = nn.ModuleDict({"0": model.blocks["1"], "1": tp_ext.ParallelMLP(6, 8)})
+    with pytest.raises(ValueError, match=r"two modules would have the name 'blocks\.1'.*rename=True"):
+        tp_ext.reset_parameters(model)
+    tp_ext.name_modules(model, rename=True)
+    assert all(module.tp_name == name for name, module in model.named_modules())
+    tp_ext.add_lora(model, targets=["row"], r=2, alpha=4)
+    assert (model.row.tp_name, model.row.base_layer.tp_name) == ("row", "row.base_layer")
+    tp_ext.merge_lora(model)
+    assert model.row.tp_name == "row"
+
+
+def test_a_parameter_without_an_initialiser_is_refused():
+    tp_ext.manual_seed(3)
+    layer = tp_ext.RMSNorm(4)
+    layer.extra = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"'norm\.extra' has no initialiser"):
+        tp_ext.reset_parameters(nn.ModuleDict({"norm": layer}))
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    tp_ext.reset_parameters(linear)
+
+
 def _under_ddp(group):
     model = Model()
     tp_ext.name_modules(DistributedDataParallel(model))

@@ -1,9 +1,10 @@
 """Seeds of masks by name, for traced code. These operators are Python's, since the tables that they read are: they are
 registered here, with their fakes, in a library of their own, and implemented by :mod:`tp_ext.random_scope`.
 
-x comes first: torch saves the generator of the first tensor's device where traced code recomputes a random operator. It
-is read for its shape and device alone; that a later call depends on the result of an earlier one keeps their order. The
-name is a tensor, so that compiled code serves all modules of one kind.
+The name comes first and is a tensor of the CPU, as is the result: where traced code recomputes a random operator, torch
+saves the generator of the first tensor's device, and the CPU's is the one that stands for a step and a microbatch. A
+tensor, so that compiled code serves all modules of one kind. x is read for its shape and device alone; that a later
+call depends on the result of an earlier one keeps their order.
 """
 
 from collections.abc import Callable
@@ -15,24 +16,24 @@ _library = torch.library.Library("tp_ext_python", "DEF")  # kept for the life of
 _tags = [torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe]
 
 _library.define(
-    "draw_rows_seed(Tensor x, Tensor name, SymInt each, SymInt start, SymInt full, bool tokens, bool table) -> Tensor",
+    "draw_rows_seed(Tensor name, Tensor x, SymInt each, SymInt start, SymInt full, bool tokens, bool table) -> Tensor",
     tags=_tags,
 )
 _library.define(
-    "draw_sequence_seeds(Tensor like, Tensor name, SymInt sequences, SymInt unit) -> Tensor",
+    "draw_sequence_seeds(Tensor name, Tensor like, SymInt sequences, SymInt unit) -> Tensor",
     tags=_tags,
 )
 
 
 @torch.library.register_fake("tp_ext_python::draw_rows_seed")
-def _rows_seed(x: Tensor, name: Tensor, each: int, start: int, full: int, tokens: bool, table: bool) -> Tensor:
+def _rows_seed(name: Tensor, x: Tensor, each: int, start: int, full: int, tokens: bool, table: bool) -> Tensor:
     rows = table_rows(x, tokens) if table else 1
-    return torch.empty(1 + rows, dtype=torch.int64, device=x.device)
+    return torch.empty(1 + rows, dtype=torch.int64, device="cpu")
 
 
 @torch.library.register_fake("tp_ext_python::draw_sequence_seeds")
-def _sequence_seeds(like: Tensor, name: Tensor, sequences: int, unit: int) -> Tensor:
-    return torch.empty(sequences, 2, dtype=torch.int64, device=like.device)
+def _sequence_seeds(name: Tensor, like: Tensor, sequences: int, unit: int) -> Tensor:
+    return torch.empty(sequences, 2, dtype=torch.int64, device="cpu")
 
 
 def table_rows(x: Tensor, tokens: bool) -> int:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from tp_ext.nn.dropout import layer_dropout
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.module import ParallelModule, check_positive
+from tp_ext.nn.names import name_modules
 from tp_ext.random import Constant, Init, torch_linear_init
 from tp_ext.sharding import Sharding
 
@@ -253,6 +254,8 @@ def add_lora(
         assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
         if base not in wrapped:
             wrapped[base] = LoRALinear(base, r, alpha=alpha, dropout=dropout)
+            if base_name := base.__dict__.get("tp_name"):
+                name_modules(wrapped[base], prefix=base_name)
         model.set_submodule(name, wrapped[base])
     return chosen
 
@@ -271,6 +274,8 @@ def merge_lora(model: nn.Module) -> list[str]:
         if not layer.merged:
             layer.merge()
         base = layer.base_layer
+        if layer_name := layer.__dict__.get("tp_name"):
+            name_modules(base, prefix=layer_name)
         if isinstance(base, ColumnParallelLinear):
             base.gather_output = layer.gathers
         else:

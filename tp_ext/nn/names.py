@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tp_ext.nn.module import ParallelModule
 from tp_ext.nn.stages import JoinedStages, Stages, joined
@@ -17,7 +18,7 @@ from tp_ext.random_scope import base_seed, number_of
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def name_modules(model: Stages, *, prefix: str = "") -> None:
+def name_modules(model: Stages, *, prefix: str = "", rename: bool = False) -> None:
     """Gives every module its name in the unsharded model, by which it draws masks in :func:`tp_ext.random.at` and
     weights in :func:`tp_ext.reset_parameters`.
 
@@ -30,20 +31,30 @@ def name_modules(model: Stages, *, prefix: str = "") -> None:
         model: a module, or the stages of a pipeline that this rank holds, whose submodules have the names of the whole
             model.
         prefix: the name of ``model`` itself, for a layer that is built alone: all of it is named anew.
+        rename: names all modules anew, by their present places, as after blocks were removed or added.
 
     Communicates nothing.
 
     Raises:
         TypeError: neither a module nor a list of modules; ``prefix`` is no string.
+        ValueError: a new module has the place by which another one was named.
     """
     if not isinstance(prefix, str):
         raise TypeError(f"prefix: {prefix!r} must be a string")
-    named: dict[str, nn.Module] = {}
+    named: list[tuple[str, nn.Module]] = []
+    drawing: dict[str, nn.Module] = {}  # wrappers do not draw, and have the name of what they wrap
     for path, module in _paths(joined(model), prefix, set()):
-        name = module.__dict__.get("tp_name")
-        if name is None or prefix or named.get(name, module) is not module:
+        name = None if prefix or rename else module.__dict__.get("tp_name")
+        if name is None or drawing.get(name, module) is not module:
             name = path
-        named.setdefault(name, module)
+        draws = isinstance(module, ParallelModule) or module._parameters
+        if draws and drawing.setdefault(name, module) is not module:
+            raise ValueError(
+                f"module: two modules would have the name {name!r}, by which they would draw the same numbers; the "
+                "model has changed since it was named: pass rename=True"
+            )
+        named.append((name, module))
+    for name, module in named:
         module.__dict__["tp_name"] = name
         if isinstance(module, ParallelModule):
             module._name_number = number_of("name", name)
@@ -83,11 +94,15 @@ def reset_parameters(model: Stages) -> None:
     for the full tensors, on their device. A parameter of several modules is drawn by the first; a declared copy of
     another stage's (:func:`declare_tied`) has the seed of the original. The generators are afterwards as before.
 
+    A part of a model is named before (``name_modules(model)``, or ``prefix``); else its names begin at the part, and
+    equal parts have equal weights. Buffers of a module without ``reset_parameters`` stay as they are.
+
     Communicates nothing.
 
     Raises:
         RuntimeError: no ``tp_ext.manual_seed``. ValueError: a parameter is on ``meta``, or belongs to a module without
-            ``reset_parameters``; before anything is drawn.
+            ``reset_parameters`` or to a layer of this package without an initialiser; before anything is drawn; see
+            also :func:`name_modules`.
     """
     seed = base_seed("tp_ext.reset_parameters")
     whole = joined(model)
@@ -119,7 +134,14 @@ def _full(module: nn.Module, local: str) -> str:
 def _draws(module: nn.Module) -> bool:
     """Returns whether the module has parameters or buffers that it draws itself."""
     own = [local for local, param in module._parameters.items() if param is not None]
+    if isinstance(module, ParametrizationList):
+        return False  # its module draws what is parametrized
     if isinstance(module, ParallelModule):
+        if added := sorted(set(own) - set(module._inits)):
+            raise ValueError(
+                f"module: {_full(module, added[0])!r} has no initialiser; add it to {type(module).__name__} by "
+                "add_parameter()"
+            )
         return bool(module._inits)
     if callable(getattr(module, "reset_parameters", None)) or callable(getattr(module, "_reset_parameters", None)):
         return bool(own or module._buffers)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from tp_ext.parallel.pipeline_loss import StepLoss
 from tp_ext.parallel.pipeline_schedules import Schedule, check_hooks, refuse_recomputation
 from tp_ext.parallel.pipeline_shapes import Shape, ShapeModel, StageShapes, calls_of_checkpoint
 from tp_ext.parallel.pipeline_tied import TiedWeights
+from tp_ext.random_scope import base
 
 _OPTIONS = {"return_outputs", "loss_kwargs", "finalize_gradients"}  # of torch's step; other keywords are the model's
 
@@ -80,7 +82,11 @@ class PipelineSteps:
         self._losses: Tensor | None = None
         self._loss: Tensor | None = None
         for stage in setup.torch_stages:
-            stage.register_forward_context(lambda info: setup.context(self.next_step, info.microbatch_index))
+            stage.register_forward_context(partial(self._context_of, stage.stage_index))
+
+    def _context_of(self, stage: int, info: Any) -> AbstractContextManager[Any]:
+        base.stage = stage
+        return self._setup.context(self.next_step, info.microbatch_index)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields the parameters of this rank's stages."""
