@@ -27,7 +27,7 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
     """Seeds torch's generators: the same along ``tp_axis``, different along every other axis of ``mesh``.
 
     Dropout masks differ along those axes. Initial weights of the layers of this package do not: they are drawn from
-    generators of their own, seeded by ``seed`` on every rank, until torch is seeded by another number. So replicas
+    generators of their own, seeded by ``seed`` on every rank, until torch is seeded again. So replicas
     start with the weights of one process, under FSDP2, too. Modules of torch draw their weights from torch's
     generators: build a model that has such modules after ``manual_seed(seed)``, and call this function afterwards.
 
@@ -56,22 +56,24 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError("mesh: this rank must be a member of the mesh")
-        position = 0
+        position, positions = 0, 1
         for name, length, index in zip(names, mesh.shape, coordinate, strict=True):
             if name != tp_axis:
-                position = position * length + index
+                position, positions = position * length + index, positions * length
             if name not in (tp_axis, "pp", "cp"):
                 replica = replica * length + index
             if name == "pp":
                 pipeline = index
             if name == "cp":
                 context_size = length
-        own = (seed + position * 0x9E3779B97F4A7C15) % (1 << 63)  # far apart, so that no other position has seed + 1
+        # Far apart, so that no position has the seed + 1 of another; nor the seed itself, by which a later
+        # torch.manual_seed(seed) is known
+        own = (seed + (position + 1) * 0x9E3779B97F4A7C15) % (1 << 63) if positions > 1 else seed % (1 << 63)
     else:
-        own = seed % (1 << 63)
+        own, positions = seed % (1 << 63), 1
     torch.manual_seed(own)
     base.seed, base.position, base.pipeline, base.context_size = seed, replica, pipeline, context_size
-    _WeightDraws.seeds = None if mesh is None else (own, seed % (1 << 63))
+    _WeightDraws.seeds = None if positions == 1 else (own, seed % (1 << 63))
     _WeightDraws.states.clear()
 
 
