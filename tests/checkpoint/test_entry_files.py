@@ -55,8 +55,15 @@ def test_a_file_of_another_form_is_no_template():
 def test_equal_values_share_their_bytes_and_others_do_not():
     values = SavedValues()
     assert values.of(0.1) is values.of(0.1) and values.of((0.9, 0.95)) is values.of((0.9, 0.95))
-    for one, other in [(1, True), (1, 1.0), (0.0, -0.0), ((1,), (1.0,)), ([1], [1])]:
+    for one, other in [(1, True), (1, 1.0), (0.0, -0.0), ((1,), (1.0,)), ((1,), (True,)), ([1], [1]), ("a", b"a")]:
         assert values.of(one) is not values.of(other)
     file = io.BytesIO()
     writer = EntryWriter(file)
     assert writer.write(values.of(0.1)) == writer.write(values.of(0.1)) != writer.write(values.of(0.2))
+
+
+def test_large_values_are_neither_shown_nor_kept():
+    values, written = SavedValues(), EntryWriter(io.BytesIO())
+    assert values.of(10**5000) is values.of(10**5000)  # of which Python makes no text
+    large = values.of(bytes(1 << 20))
+    assert written.write(large).length == len(large) and not written._values

@@ -177,3 +177,26 @@ def _factored(group):
 )
 def test_what_cannot_be_saved_is_told(fn, message):
     ranks.run_raises(fn, 2, ValueError, message)
+
+
+def test_buffers_that_are_not_dense_are_named(tmp_path):
+    scales, zeros = torch.ones(3), torch.zeros(3)
+    per_channel = torch.quantize_per_channel(torch.ones(3, 4), scales, zeros, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    module = nn.Linear(2, 2)
+    for buffer, form in (
+        (torch.eye(3).to_sparse(), "torch.sparse_coo"),
+        (torch.eye(3).to_sparse_csr(), "torch.sparse_csr"),
+        (per_channel, "quantized"),
+        (nested, "nested"),
+    ):
+        module.register_buffer("odd", buffer)
+        with pytest.raises(TypeError, match=f"module: 'odd' is a {form} tensor and must be a dense one"):
+            tp_ext.save_checkpoint(tmp_path / "saved", module)
+    module.odd = torch.ones(1, 4).expand(3, 4)
+    tp_ext.save_checkpoint(tmp_path / "saved", module)  # which is loaded where each element has memory
+    with pytest.raises(ValueError, match="module: 'odd' is expanded and must have memory for each element"):
+        tp_ext.load_checkpoint(tmp_path / "saved", module)
+    module.odd = torch.zeros(3, 4)
+    tp_ext.load_checkpoint(tmp_path / "saved", module)
+    assert module.odd.eq(1).all()

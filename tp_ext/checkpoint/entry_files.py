@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 _LARGEST_COPIED = 1 << 18  # bytes; of larger tensors the time of torch.save itself does not matter
-_IMMUTABLE = (int, float, complex, bool, str, bytes, type(None))
+_LARGEST_SHARED = 1 << 16  # bytes of a value that are kept to the end of the file, lest they be written again
+_EXACT = (int, bool, str, bytes, type(None))
+_IMMUTABLE = (*_EXACT, float, complex)
 
 
 class Written(NamedTuple):
@@ -52,10 +54,12 @@ class SavedValues:
 
 def _key(value: Any) -> tuple[Any, ...] | None:
     """Returns what identifies an immutable value: 1, 1.0 and True are equal and not the same, as are 0.0 and -0.0."""
+    if type(value) in _EXACT:
+        return type(value), value
     if type(value) in _IMMUTABLE:
         return type(value), repr(value)
     if type(value) is tuple and all(type(one) in _IMMUTABLE for one in value):
-        return tuple, *((type(one), repr(one)) for one in value)
+        return tuple, *map(_key, value)
     return None
 
 
@@ -68,13 +72,16 @@ class EntryWriter:
         self._templates: dict[tuple[torch.dtype, torch.Size], _Template | bytes | None] = {}
 
     def write(self, entry: Tensor | bytes) -> Written:
-        """Writes a tensor, of any device, or the bytes of a value: those that were written already only once."""
+        """Writes a tensor, of any device, or the bytes of a value: those of a small one only once."""
         begin = self._file.tell()
         if isinstance(entry, bytes):
-            if entry not in self._values:
-                self._values[entry] = Written(begin, len(entry))
-                self._file.write(entry)
-            return self._values[entry]
+            if (found := self._values.get(entry)) is not None:
+                return found
+            self._file.write(entry)
+            place = Written(begin, len(entry))
+            if len(entry) <= _LARGEST_SHARED:
+                self._values[entry] = place
+            return place
         tensor = entry.detach().cpu()
         if not _is_plain(tensor):
             torch.save(tensor, self._file)

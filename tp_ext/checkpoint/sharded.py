@@ -59,7 +59,8 @@ def sharded_state_dict(
     Raises:
         ValueError: a parameter has another shape than its layout gives or is on the meta device, the optimizer holds
             a parameter that is not the module's or state of a sharded parameter that has another shape than it, or
-            keeps its state in another optimizer; ``group`` is not one of the module's.
+            keeps its state in another optimizer; ``group`` is not one of the module's. TypeError: an entry is sparse,
+            nested or quantized per channel.
     """
     return sharded_state(joined(module), optimizer, mesh_axes(group, mesh))[0]
 
@@ -75,7 +76,9 @@ def sharded_state(module: nn.Module, optimizer: Optimizer | None, over: MeshAxes
         value = entry.value
         if entry.copy_of != name:
             names.append(name)
-        if not entry.extra:  # a copy without a name of its own is written by the stage of the original
+        if not entry.extra:
+            _check_form(name, value)
+            # A copy without a name of its own is written by the stage of the original
             value = _as_chunked_tensor(value, entry.layout, chunks, owned=entry.copy_of != name)
         state["model"][name] = value
     if optimizer is not None:
@@ -91,6 +94,13 @@ def sharded_state(module: nn.Module, optimizer: Optimizer | None, over: MeshAxes
             for key, value in held.of(one.param).items():
                 saved[f"state.{one.name}.{key}"] = shard_optimizer_state(key, value, one, chunks)
     return state, names
+
+
+def _check_form(name: str, value: Tensor) -> None:
+    per_channel = value.is_quantized and value.qscheme() != torch.per_tensor_affine
+    if value.layout is not torch.strided or value.is_nested or per_channel:
+        form = "quantized" if per_channel else "nested" if value.is_nested else value.layout
+        raise TypeError(f"module: {name!r} is a {form} tensor and must be a dense one, of which ranks can hold slices")
 
 
 _Place = tuple[tuple[int, ...], torch.Size, int, bool]  # offsets, sizes, begin in the local tensor's storage, owned
@@ -128,7 +138,7 @@ def _as_chunked_tensor(value: Tensor, layout: Layout, chunks: LocalChunks, *, ow
     if not value.dim():  # stagers do not treat a single number as a tensor
         return value.detach()
     if not shape.numel():  # no rank could hold a chunk of it
-        return torch.empty(shape, dtype=value.dtype)
+        return torch.empty(shape, dtype=value.dtype, device="cpu")
     return ChunkedTensor(shape, held, dtype=value.dtype, device=value.device)
 
 

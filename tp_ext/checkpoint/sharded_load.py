@@ -21,6 +21,7 @@ from tp_ext._object_collectives import (
     call_on_all_ranks,
     unwrap_checkpoint_errors,
 )
+from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.optimizer_state import HeldState, copy_of_state
 from tp_ext.checkpoint.reader import PlainPlanner
@@ -65,7 +66,7 @@ def load_sharded_state_dict(
     Raises:
         KeyError: missing or unexpected keys, all of them named. ValueError, TypeError: an entry has another shape than
             the unsharded tensor (both are named), or one is a tensor and the other none; the parameters of a group were
-            saved with different options. Raised on every rank; nothing has been loaded then.
+            saved with different options; a buffer is expanded. Raised on every rank; nothing has been loaded then.
         OSError: a file could not be read on some rank, raised on every rank; some tensors may have been loaded then.
             Or the checkpoint was replaced repeatedly before all ranks had read it; a single replacement is no error,
             the ranks then read the new one. pickle.UnpicklingError: an entry is more than plain values; no tensor has
@@ -175,6 +176,7 @@ class _Destination:
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, metadata: Metadata, over: MeshAxes) -> None:
         groups = model_groups(module, over.group, over.named)
         self.flat, self.paths = flatten_state_dict(sharded_state_dict(module, group=over.group))
+        _check_writable(self.flat)
         self.extra = {name: entry.owner for name, entry in state_entries(module, groups.default).items() if entry.extra}
         self.optimizer = optimizer
         self.options: list[dict[str, list[str]]] = []  # per group of the optimizer: flat keys by option
@@ -244,6 +246,15 @@ class _Destination:
                     current.copy_(value)  # in place: captured graphs read it there
                 else:
                     param_group[key] = value
+
+
+def _check_writable(flat: StateDict) -> None:
+    """Raises ValueError if two elements of a tensor are at one place in memory, as in an expanded buffer."""
+    for key, value in flat.items():
+        for _, chunk, _ in value.local_chunks if isinstance(value, ChunkedTensor) else ():
+            if any(size > 1 and stride == 0 for size, stride in zip(chunk.shape, chunk.stride(), strict=True)):
+                name = key.removeprefix("model.")
+                raise ValueError(f"module: {name!r} is expanded and must have memory for each element; see clone()")
 
 
 def _by_name(metadata: Metadata, prefix: str) -> dict[str, dict[str, Any]]:
