@@ -3,7 +3,8 @@
 The writer holds a ``flock`` on a lock file next to the path, which names its host and process. The kernel releases it
 with the process, so the lock of a killed writer is free at once. On file systems that refuse ``flock`` the existence of
 the file is the lock, and its owner touches it every few seconds: an owner on the same machine is looked up in /proc,
-one on another host is taken for ended if the file's time has not changed for ``_SILENT_SECONDS``.
+one on another host is taken for ended if the file's time has not changed for ``_SILENT_SECONDS``. A forked child,
+such as a worker of a DataLoader, closes the descriptor and has no part in the lock.
 """
 
 import contextlib
@@ -16,7 +17,6 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ TURN_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _TOUCH_SECONDS = 3.0
 _SILENT_SECONDS = 30.0
+_open: "weakref.WeakSet[WriteLock]" = weakref.WeakSet()  # those that have a descriptor
 
 
 def check_lock_timeout(lock_timeout: float) -> None:
@@ -43,7 +44,7 @@ class WriteLock:
         self.target = target
         self.path = target.with_name(f".{target.name}.tp_ext-lock")
         self._descriptor: int | None = None
-        self._close: Callable[[], object] = lambda: None
+        self._close: weakref.finalize[..., WriteLock] | None = None
         self._released = threading.Event()  # ends the thread that touches the file
         self._by_flock = True
         self._seen: tuple[bytes, int] | None = None  # content and time of a rival's file, ..
@@ -99,9 +100,8 @@ class WriteLock:
             except FileNotFoundError:  # just released
                 return False
         self._descriptor, self._released = descriptor, threading.Event()
-        self._close = weakref.finalize(
-            self, _close, descriptor, os.getpid(), self._released
-        )  # also when the lock object is garbage
+        self._close = weakref.finalize(self, _close, descriptor, self._released)  # also when the lock is garbage
+        _open.add(self)
         try:
             if self._locked(descriptor, new):
                 self._take(descriptor)
@@ -113,8 +113,15 @@ class WriteLock:
         return False
 
     def _drop(self) -> None:
-        self._close()
+        if self._close is not None:
+            self._close()
         self._descriptor = None
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: closes the descriptor, with which the child would hold the lock of a killed parent."""
+        if self._descriptor is not None and self._close is not None and self._close.detach():
+            os.close(self._descriptor)  # without unlocking it, which would be for the parent, too
+            self._descriptor = None
 
     def _locked(self, descriptor: int, new: bool) -> bool:
         try:
@@ -184,12 +191,19 @@ def _touch(descriptor: int, released: threading.Event) -> None:
     os.close(descriptor)
 
 
-def _close(descriptor: int, process: int, released: threading.Event) -> None:
+def _close(descriptor: int, released: threading.Event) -> None:
     released.set()
-    if os.getpid() == process:  # a forked child shares the descriptor, and must not unlock it for its parent
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
+
+
+def _after_fork() -> None:
+    for lock in list(_open):
+        lock.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _parsed(content: bytes) -> dict[str, Any] | None:
