@@ -24,7 +24,7 @@ class RetryError(OSError):
 
 def all_gather_objects(value: T, process_group: ProcessGroup | None) -> list[T]:
     """Returns the values of all ranks, in rank order; without ``torch.distributed`` only this rank's."""
-    if not dist.is_initialized():
+    if _alone(process_group):
         return [value]
     values: list[T] = [value] * dist.get_world_size(process_group)
     dist.all_gather_object(values, value, group=process_group)
@@ -99,7 +99,7 @@ def call_and_combine(
 
 def _gather_objects(value: T, process_group: ProcessGroup | None) -> list[T] | None:
     """Returns the values of all ranks, in rank order, on the first rank; None on the others."""
-    if not dist.is_initialized():
+    if _alone(process_group):
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size(process_group) if _is_first(process_group) else None
     dist.gather_object(value, values, group=process_group, group_dst=0)
@@ -108,11 +108,33 @@ def _gather_objects(value: T, process_group: ProcessGroup | None) -> list[T] | N
 
 def _scatter_objects(values: list[T], process_group: ProcessGroup | None) -> T:
     """Returns on each rank its entry of the first rank's list."""
-    if not dist.is_initialized():
+    if _alone(process_group):
         return values[0]
     own: list[Any] = [None]
     dist.scatter_object_list(own, values if _is_first(process_group) else None, group=process_group, group_src=0)
     return cast(T, own[0])
+
+
+def _alone(process_group: ProcessGroup | None) -> bool:
+    """Returns whether there are no other ranks, without ``torch.distributed``. RuntimeError: there were when a save in
+    the background began, which must not go on as if it were the only rank."""
+    if dist.is_initialized():
+        return False
+    if process_group is not None:
+        raise RuntimeError("process_group: was destroyed before the save was done; wait for its result()")
+    return True
+
+
+def exists(process_group: ProcessGroup | None) -> bool:
+    """Returns False for a group that was destroyed; None stands for that of a process without
+    ``torch.distributed``."""
+    alone = not dist.is_initialized()
+    if process_group is None or alone:
+        return process_group is None and alone
+    try:
+        return bool(dist.get_process_group_ranks(process_group))
+    except (KeyError, ValueError):
+        return False
 
 
 def _is_first(process_group: ProcessGroup | None) -> bool:

@@ -1,9 +1,13 @@
 """Asynchronous saves: what is saved is the state at the call, whatever the training does meanwhile; one at a time."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +17,8 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.numbered import build, fill
 from tests.helpers.paths import ROOT
-from tp_ext.checkpoint import directory
+from tp_ext._object_collectives import all_gather_objects, call_and_combine
+from tp_ext.checkpoint import background, directory, plan_exchange
 
 pytestmark = pytest.mark.core
 
@@ -62,6 +67,104 @@ def _train_on(group, path):
 def test_the_state_at_the_call_is_saved_and_a_second_save_waits(tmp_path):
     ranks.run(_train_on, 2, tmp_path)
     assert [loaded(tmp_path / name) for name in ("first", "second", "third")] == [1, 2, 2]
+
+
+def _destroy(path):
+    try:
+        (path / "first").mkdir()
+        rank = 0
+    except FileExistsError:
+        rank = 1
+    dist.init_process_group("gloo", store=dist.FileStore(str(path / "store"), 2), rank=rank, world_size=2)
+    original, reached, destroyed = directory._write_entries, threading.Event(), threading.Event()
+
+    def slowly(file, contents):
+        reached.set()
+        assert destroyed.wait(60)
+        return original(file, contents)
+
+    directory._write_entries = slowly
+    model, optimizer = build(dist.group.WORLD)
+    saving = save(dist.group.WORLD, path / "saved", model, optimizer, 1)
+    assert reached.wait(60)
+    dist.destroy_process_group()
+    destroyed.set()
+    with pytest.raises(OSError, match="could not be written: process_group: was destroyed before the save was done"):
+        saving.result(60)
+
+
+def test_a_save_does_not_go_on_after_its_group_is_destroyed(tmp_path):
+    """As if each rank were the only one: they would write one file, or wait for ever for the first."""
+    ranks.run_apart(_destroy, 2, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["first", "store"]
+    for call in (all_gather_objects, lambda value, group: call_and_combine(group, lambda: value, list)):
+        assert call(1, None) in (1, [1])
+        with pytest.raises(RuntimeError, match="process_group: was destroyed"):
+            call(1, object())
+
+
+def _interrupt(path):
+    original, begin = directory._write_entries, threading.Event()
+
+    def slowly(file, contents):
+        assert begin.wait(60)
+        return original(file, contents)
+
+    directory._write_entries = slowly
+    model, optimizer = build(None)
+    first = save(None, path / "first", model, optimizer, 1)
+    if (child := os.fork()) == 0:  # it has no such thread
+        background.wait_for_last_save()
+        background._report()
+        os._exit(0)
+    end = time.monotonic() + 20
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    assert time.monotonic() < end
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        save(None, path / "second", model, optimizer, 2)
+    assert not first.done()
+    threading.Timer(0.3, begin.set).start()
+    save(None, path / "second", model, optimizer, 2).result()
+    assert first.done()
+
+
+def test_who_waits_may_be_interrupted_or_fork(tmp_path):
+    ranks.run_fresh(_interrupt, tmp_path)
+    assert [loaded(tmp_path / name) for name in ("first", "second")] == [1, 2]
+
+
+def test_an_error_that_a_timeout_has_kept_from_the_caller_is_raised_by_the_next_save():
+    begin = threading.Event()
+
+    def fail():
+        assert begin.wait(60)
+        raise OSError("full")
+
+    saving = background.begin_save("path", fail)
+    saving.done = lambda: True  # as when it fails right after the timeout
+    with pytest.raises(TimeoutError):
+        saving.result(0.01)
+    begin.set()
+    for _ in range(2):  # once by the next save, and by whoever asks
+        with pytest.raises(OSError, match="full"):
+            background.wait_for_last_save() if background._Last.save else saving.result()
+    background.wait_for_last_save()
+
+
+def test_the_default_device_does_not_matter(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("empty", torch.empty(0, 3))
+    with torch.device("meta"):
+        tp_ext.save_checkpoint(tmp_path / "saved", model, asynchronous=True).result()
+    tp_ext.load_checkpoint(tmp_path / "saved", model)
+    with mock.patch("torch.empty") as empty:
+        background._copied(SimpleNamespace(is_cuda=True, shape=(2,), dtype=torch.float32))
+    assert empty.call_args.kwargs["device"] == "cpu" and empty.call_args.kwargs["pin_memory"]
 
 
 def _with_shared_memory(group, path):
@@ -166,3 +269,25 @@ def test_plans_are_those_of_each_save(tmp_path):
         assert [mine for _, mine in found] == [False] * 4 + [True]
         sizes = [size for size, _ in found]
         assert sizes[0] == 4 and sizes[1] == 2 and sizes[2] == sizes[3] > 20 and sizes[4] == 5
+
+
+def _over_groups(group, path):
+    model = tp_ext.ColumnParallelLinear(4, 4, group=group)
+    other = dist.new_group([0, 1])
+    tp_ext.save_checkpoint(path, model, group=group, process_group=other)
+    tp_ext.save_checkpoint(path, model, group=group, process_group=other, asynchronous=True).result()
+    kept = [one.group for one in plan_exchange._last.values()]
+    own = background._groups[other.group_name][1]
+    assert other in kept and own in kept
+    dist.destroy_process_group(own)
+    dist.destroy_process_group(other)
+    original, plan_exchange._MOST_KEPT = plan_exchange._MOST_KEPT, 3
+    tp_ext.save_checkpoint(path, model, group=group, asynchronous=True).result()  # 4 entries
+    plan_exchange._MOST_KEPT = original
+    kept = {one.group for one in plan_exchange._last.values()}
+    assert not kept & {other, own, background._groups[group.group_name][1]}
+    assert other.group_name not in background._groups
+
+
+def test_plans_of_destroyed_groups_and_large_ones_are_not_kept(tmp_path):
+    ranks.run(_over_groups, 2, tmp_path / "saved")

@@ -128,14 +128,16 @@ class Odd:
     pass
 
 
-def _odd_extra(group, path):
-    tp_ext.save_checkpoint(path, tp_ext.ColumnParallelLinear(2, 2, group=group), group=group, odd=Odd(), step=1)
+def _odd_extra(group, path, failing):
+    extra = {"odd": Odd()} if group.rank() == failing else {}
+    tp_ext.save_checkpoint(path, tp_ext.ColumnParallelLinear(2, 2, group=group), group=group, **extra, step=1)
 
 
 def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
     message = r"extra: \['odd'\] must be tensors and plain values, which can be loaded with weights_only"
-    ranks.run_raises(_odd_extra, 2, TypeError, message, tmp_path / "saved", in_turns=False)
+    ranks.run_raises(_odd_extra, 2, TypeError, message, tmp_path / "saved", 0, in_turns=False)
     assert os.listdir(tmp_path) == []
+    ranks.run(_odd_extra, 2, tmp_path / "saved", 1)  # those of other ranks than the first are not saved
 
 
 def test_a_missing_checkpoint(tmp_path):

@@ -5,6 +5,7 @@ different orders. So there is one more group, of gloo, over the same ranks.
 """
 
 import atexit
+import os
 import sys
 import threading
 import traceback
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tp_ext._object_collectives import exists
 from tp_ext.checkpoint.save_plan import Payload
 
 
@@ -39,10 +41,9 @@ class RunningSave(Future[None]):
             self.set_result(None)
 
     def result(self, timeout: float | None = None) -> None:
-        try:
-            super().result(timeout)
-        finally:
-            self.reported = self.done()
+        super().exception(timeout)  # until then the error, if any, is nobody's
+        self.reported = True
+        super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         found = super().exception(timeout)
@@ -62,8 +63,11 @@ def begin_save(path: str, act: Callable[[], None]) -> RunningSave:
 
 def wait_for_last_save() -> None:
     """Waits for the last asynchronous save of this process; raises its error, unless it has been raised."""
-    last, _Last.save = _Last.save, None
-    if last is not None and not last.reported:
+    if (last := _Last.save) is None:
+        return
+    super(RunningSave, last).exception()  # interrupted by Ctrl-C, it is still the last one
+    _Last.save = None
+    if not last.reported:
         last.result()
 
 
@@ -71,6 +75,14 @@ def wait_for_save_to(path: str) -> None:
     """Waits for an asynchronous save of this process to ``path``; its error is raised elsewhere."""
     if _Last.save is not None and _Last.save.path == path:
         super(RunningSave, _Last.save).exception()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the thread is the parent's, and nothing here would see it end."""
+    _Last.save = None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register
@@ -94,8 +106,10 @@ def group_of_saves(process_group: ProcessGroup | None) -> ProcessGroup | None:
         return None
     over = dist.group.WORLD if process_group is None else process_group
     assert over is not None
+    for name in [name for name, (known, _) in _groups.items() if not exists(known)]:
+        del _groups[name]
     found = _groups.get(over.group_name)
-    if found is None or found[0] is not over:  # after destroy_process_group names are used again
+    if found is None:
         ranks = dist.get_process_group_ranks(over)
         whole = len(ranks) == dist.get_world_size()
         made = dist.new_group(ranks, backend="gloo", use_local_synchronization=not whole)
@@ -120,4 +134,5 @@ def _copied(tensor: Tensor) -> Tensor:
     """Returns a copy on the host: of a GPU's tensor in page-locked memory, which torch keeps for the next save."""
     if not tensor.is_cuda:
         return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)  # whatever the default device
+    return made.copy_(tensor, non_blocking=True)

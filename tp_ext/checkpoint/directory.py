@@ -88,14 +88,15 @@ def save_checkpoint(
     check_lock_timeout(lock_timeout)
     target = Path(os.path.realpath(path))
     over = group_of_saves(process_group) if asynchronous else process_group
-    first = not dist.is_initialized() or dist.get_rank(over) == 0
+    rank = dist.get_rank(over) if dist.is_initialized() else 0
+    first = rank == 0
     payload: Payload = []
 
     def prepare() -> RankPlan:
         wait_for_last_save()
         axes = mesh_axes(group, mesh)
         state, names = sharded_state(joined(module), optimizer, axes)
-        extra_bytes = _dump(extra)
+        extra_bytes = _dump(extra) if first else b""
         plan, contents = plan_of_rank(state, names if mesh is not None else [], axes.pp.rank)
         payload.extend((*contents, extra_bytes))
         if first:
@@ -119,7 +120,7 @@ def save_checkpoint(
         made: list[Path] = []
         try:
             staging = _begin(target, lock, lock_timeout, made, failed, over)
-            _write(target, staging, lock, whole, contents, extra_bytes, over)
+            _write(target, staging, lock, rank, whole, contents, extra_bytes, over)
         except (FileExistsError, TimeoutError):
             raise
         except Exception as error:
@@ -194,13 +195,13 @@ def _write(
     target: Path,
     staging: Path,
     lock: WriteLock | None,
+    rank: int,
     plan: GlobalPlan | None,
     contents: Payload,
     extra: bytes,
     process_group: ProcessGroup | None,
 ) -> None:
     """Writes the checkpoint and moves it to ``target``, for which the first rank holds the lock and has the plan."""
-    rank = dist.get_rank(process_group) if dist.is_initialized() else 0
 
     def write() -> list[Written]:
         return _write_entries(staging / _data_file(rank), contents) if contents else []

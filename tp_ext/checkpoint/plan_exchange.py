@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tp_ext._object_collectives import call_and_combine
+from tp_ext._object_collectives import call_and_combine, exists
 from tp_ext.checkpoint.save_plan import GlobalPlan, RankPlan
 
-_MOST_KEPT = 1_000_000  # entries of all ranks, which the first one keeps between saves
+_MOST_KEPT = 100_000  # entries of all ranks, which the first one keeps between saves: 80 MB
 
 
 class _Agreed(NamedTuple):
@@ -39,9 +39,9 @@ def exchange_plans(
     """
     group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
     name = "" if group is None else group.group_name
+    for destroyed in [known for known, one in _last.items() if not exists(one.group)]:
+        del _last[destroyed]
     last = _last.pop(name, None)
-    if last is not None and last.group is not group:  # names are used again after destroy_process_group
-        last = None
     own: list[RankPlan] = []
     made: list[tuple[list[RankPlan], GlobalPlan]] = []
 
