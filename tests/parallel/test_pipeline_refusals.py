@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
@@ -44,6 +45,12 @@ def _with_a_shared_module():
     return nn.Sequential(nn.Sequential(shared), *linears(2), nn.Sequential(shared))
 
 
+def _tied_blocks():
+    net = linears()
+    net[1].weight = net[0].weight
+    return net
+
+
 class Bare(nn.Module):
     def __init__(self):
         super().__init__()
@@ -78,6 +85,8 @@ REFUSED = [  # schedule, model, options, message
     ("1F1B", linears, {"loss": None}, r"loss: None must be a function"),
     ("1F1B", linears, {"mean_over": "world"}, r"mean_over: must be given with count"),
     ("1F1B", linears, {"gradient_reduction": "max"}, r"gradient_reduction: 'max' must be one of"),
+    ("1F1B", linears, {"gradient_reduction": "sum"}, r"gradient_reduction: 'sum' must be given with count"),
+    ("1F1B", _tied_blocks, {"fsdp": "world"}, r"fsdp: the parameter '1.weight' must not be '0.weight', too"),
     ("1F1B", linears, {"fsdp": 3}, r"fsdp: 3 must be a mesh"),
     ("1F1B", _on_meta, {}, r"init: must be given for a model on meta in which Bare has parameters or buffers, but no"),
     ("ZBVZeroBubble", lambda: Compiled(*linears()), {}, r"model: .* is compiled, and must not with ZBVZeroBubble"),
@@ -91,6 +100,8 @@ def _refused(group, index):
     options = {"microbatches": 4, "loss": square} | options
     if options.get("mean_over"):
         options["mean_over"] = group
+    if options.get("fsdp") == "world":
+        options["fsdp"] = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     pipeline_stages(make(), group, schedule=schedule, **options)
 
 

@@ -15,6 +15,7 @@ from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
 from tp_ext.parallel.pipeline_parts import Parts, PipelinePart, elements, keywords_of, parts_of
 from tp_ext.parallel.pipeline_schedules import (
+    check_meta,
     check_microbatches,
     check_model,
     known_schedule,
@@ -55,7 +56,7 @@ def pipeline_stages(
         schedule = tp_ext.parallel.pipeline_stages(model, mesh["pp"], microbatches=8, loss=loss)
         optimizer = torch.optim.AdamW(schedule.parameters())
         for ids, target in batches:
-            schedule.step(ids, target=target)
+            schedule.step(ids, target=target, return_outputs=False)
             tp_ext.clip_grad_norm_(schedule.stages, 1.0, mesh=mesh)
             optimizer.step()
             optimizer.zero_grad()
@@ -98,20 +99,23 @@ def pipeline_stages(
         count: the number of tokens of a target, such as ``lambda target: (target != -100).sum()``.
         mean_over: the ranks that have other tokens of the same step, as in ``vocab_parallel_cross_entropy``; with
             ``count``.
-        gradient_reduction: how data parallelism combines their gradients: ``"mean"`` (FSDP2, DDP) or ``"sum"``.
+        gradient_reduction: how data parallelism combines their gradients: ``"mean"`` (FSDP2, DDP) or ``"sum"``, with
+            ``count``.
         context: ``context(step, microbatch)`` returns a context manager around the forward of each microbatch, for
             random numbers that are those of the model in one process. Steps are counted by ``schedule.next_step``.
         init: initialises a stage of a model on meta, in place; default: ``reset_parameters()`` of each of its modules.
+            Buffers that are not on meta keep their values.
         device: default: that of the parameters, or for a model on meta the current device of the kind of ``mesh``.
 
     Communicates: one message for each copy of a tied weight. A step: messages between neighbouring stages, twice the
-    gradient of each tied weight; in the first step an exchange of shapes over the pipeline.
+    gradient of each tied weight; in the first step two exchanges of objects over the pipeline, of shapes.
 
     Raises:
         TypeError: a model without parts; a loss that is no function.
         ValueError: an unknown schedule or a number of microbatches or stages that it cannot run; fewer blocks than
             stages, another split; a tensor of the model in no part, a module in two stages; a model that is already
-            sharded by ``fully_shard``. Under a schedule that splits the backward: compiled modules, recomputation,
+            sharded by ``fully_shard``; a tensor on meta that would get no value; with ``fsdp``, a weight tied between
+            two blocks of one stage. Under a schedule that splits the backward: compiled modules, recomputation,
             parameters with post-accumulate-grad hooks.
         RuntimeError: torch older than 2.15.
 
@@ -135,14 +139,16 @@ def pipeline_stages(
     check_model(known, model, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init)
     options = _fsdp_options(fsdp)
     counts = split_blocks(split, len(parts.blocks), number, lambda: _sizes(parts))
-    every = [PipelinePart(own) for own in parts.of_stages(counts)]
+    every = [PipelinePart(own, model.training) for own in parts.of_stages(counts)]
     tied = find_tied(model, every)
+    if options:
+        _check_sharding(every, [part.name for part in parts.blocks])
 
     where = _device(model, mesh, device)
     policy = options.get("mp_policy")
     precision = Precision(getattr(policy, "param_dtype", None), getattr(policy, "output_dtype", None))
     shapes = ShapeModel(every, where, precision)
-    held = {stage: every[stage].train(model.training) for stage in known.stages_of(rank, ranks, per_rank)}
+    held = {stage: every[stage] for stage in known.stages_of(rank, ranks, per_rank)}
     rank_of = {stage: one for one in range(ranks) for stage in known.stages_of(one, ranks, per_rank)}
     copies = TiedWeights(tied, held, rank_of, group)
     copies.separate()
@@ -217,14 +223,19 @@ def _device(model: nn.Module, mesh: Group, given: torch.device | str | None) -> 
 
 
 def materialise(stage: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None) -> None:
-    """Gives a stage that is on meta memory and values; another one is moved to the device."""
+    """Gives a stage that is on meta memory and values; what is not on meta is moved to the device.
+
+    Raises:
+        ValueError: see :func:`check_meta`.
+    """
     if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
         stage.to(device)
         return
     names: dict[int, list[str]] = {}
     for name, param in stage.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    stage.to_empty(device=device)
+    check_meta([stage], init)
+    stage._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
     if init is not None:
         init(stage)
     else:
@@ -232,7 +243,22 @@ def materialise(stage: nn.Module, device: torch.device, init: Callable[[nn.Modul
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
-    retied(stage, list(names.values()))  # to_empty gives each its own memory
+    retied(stage, list(names.values()))  # each has its own memory
+
+
+def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:
+    """Raises ValueError if a parameter is in two of the modules that FSDP2 shards on their own."""
+    for stage in stages:
+        own = dict(stage.named_modules())
+        units: dict[int, tuple[str, str]] = {}
+        for name, param in stage.named_parameters(remove_duplicate=False):
+            unit = next((block for block in blocks if block in own and name.startswith(f"{block}.")), "")
+            other = units.setdefault(id(param), (unit, name))
+            if other[0] != unit:
+                raise ValueError(
+                    f"fsdp: the parameter {name!r} must not be {other[1]!r}, too: blocks of one stage are sharded each "
+                    "on their own; tie weights of the first and last part, or of different stages"
+                )
 
 
 def _shard(stage: nn.Module, blocks: Sequence[str], options: dict[str, Any]) -> None:
@@ -254,11 +280,7 @@ def _schedule(
     clock: Clock,
 ) -> Any:
     """Returns a schedule of torch's class, with :class:`PipelineSteps`."""
-    stages = []
-    for index, module in held.items():
-        stage = TimedStage(module, index, number, device, group=group)
-        stage.clock = clock
-        stages.append(stage)
+    stages = [TimedStage(module, index, number, device, group=group, clock=clock) for index, module in held.items()]
 
     def timed_loss(*args: Any, **options: Any) -> Tensor:
         with clock.busy():

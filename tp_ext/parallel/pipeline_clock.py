@@ -6,7 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
 
 
 class Clock:
@@ -55,19 +58,55 @@ class Clock:
 class TimedStage(PipelineStage):
     """torch's stage, whose computation a clock measures."""
 
-    clock: Clock
+    def __init__(self, *args: Any, clock: Clock, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._clock = clock
+        self._whole: set[int] = set()  # microbatches whose backward was not split
+        self._grads: list[tuple[Tensor, Tensor | None]] = []
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self.clock.busy():
-            return super().forward_one_chunk(*args, **options)
+        """Runs the forward of a microbatch.
 
-    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self.clock.busy():
-            return super().backward_one_chunk(*args, **options)
+        Raises:
+            RuntimeError: its outputs are not those of the call on fake tensors, which the next stage expects.
+        """
+        with self._clock.busy():
+            result = super().forward_one_chunk(*args, **options)
+        if not self.is_last:
+            self._check_outputs(result if isinstance(result, tuple) else (result,))
+        return result
 
-    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self.clock.busy():
-            return super().backward_weight_one_chunk(*args, **options)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        """Runs a backward, or its first half: all of it if no input needs a gradient, since torch finds the gradients
+        of the weights behind those of the inputs."""
+        state = self._forward_chunk_states.get(bwd_chunk_id)
+        if not full_backward and not self.is_first and state is not None:
+            inputs = [one for one in state.input_values if isinstance(one, Tensor)]
+            if not any(one.requires_grad for one in inputs):
+                self._whole.add(bwd_chunk_id)
+                full_backward = True
+        with self._clock.busy():
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        """Runs the second half of a backward."""
+        if bwd_chunk_id in self._whole:
+            self._whole.remove(bwd_chunk_id)
+            return None
+        with self._clock.busy():
+            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def clear_runtime_states(self) -> None:
+        """Forgets the last step, also one that an exception ended."""
+        super().clear_runtime_states()
+        for left in (self.backward_state, self.dw_runner, self.bwd_cache, self._whole):
+            left.clear()
+        if self.group_size == 1:  # else messages may still be on their way into the buffers, which torch reports
+            for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+                for info in infos:
+                    info.buffer = None
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Returns the gradient of the input for the stage before on this rank; none in evaluation."""
@@ -77,3 +116,26 @@ class TimedStage(PipelineStage):
         """Takes the gradient of the output from the stage after on this rank; none in evaluation."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _pre_metadata_inference_backup(self) -> None:
+        self._grads = [(param, param.grad) for param in self.submod.parameters()]
+        super()._pre_metadata_inference_backup()
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Keeps the gradients: torch removes those of FSDP2, also where no forward has run to find the shapes."""
+        if self._inference_mode == InferenceMode.DYNAMIC:
+            super()._post_metadata_inference_cleanup()
+        for param, grad in self._grads:
+            param.grad = grad
+        self._grads = []
+
+    def _check_outputs(self, results: tuple[Any, ...]) -> None:
+        outputs = [one for one in results if isinstance(one, Tensor)]
+        found = [(list(one.shape), one.dtype) for one in outputs]
+        want = [(list(one.shape), one.dtype) for one in self._stage_meta.outputs or ()]
+        static = self._inference_mode == InferenceMode.STATIC
+        if any(isinstance(one, FakeTensor) for one in outputs) or (static and found != want):
+            raise RuntimeError(
+                f"model: the outputs of stage {self.stage_index}, {found}, must be those of the call on fake tensors, "
+                f"{want}, and no fake ones; a forward must not depend on anything but its arguments and the module"
+            )

@@ -21,7 +21,8 @@ class StepLoss:
         loss, microbatches, count, mean_over, gradient_reduction: see :func:`tp_ext.parallel.pipeline_stages`.
 
     Raises:
-        ValueError: ``mean_over`` without ``count``, an unknown ``gradient_reduction``. TypeError: no function.
+        ValueError: ``mean_over`` without ``count``, an unknown ``gradient_reduction``, ``"sum"`` without ``count``.
+        TypeError: no function.
     """
 
     def __init__(
@@ -41,18 +42,23 @@ class StepLoss:
         self.axes: list[ParallelGroup] = data_axes(mean_over)
         if self.axes and count is None:
             raise ValueError("mean_over: must be given with count, the number of tokens that loss sums over")
+        if gradient_reduction == "sum" and count is None:
+            raise ValueError(
+                "gradient_reduction: 'sum' must be given with count and mean_over; the sum over data ranks of "
+                "gradients of means is not that of the mean"
+            )
         self.values: list[Tensor] = []
         self.total: Tensor | None = None
         self._loss, self._count, self._microbatches = loss, count, microbatches
         self._ranks = math.prod(axis.size for axis in self.axes) if gradient_reduction == "mean" else 1
 
-    def begin(self, targets: Sequence[Tensor], device: torch.device) -> None:
-        """Begins a step: counts the tokens of its targets, on the ranks of the last stage.
+    def begin(self, targets: Sequence[Tensor] | None, device: torch.device) -> None:
+        """Begins a step: counts the tokens of its targets, on the ranks of the last stage; None if it has no targets.
 
         Communicates: one all-reduce of a number over each axis of ``mean_over``.
         """
         self.values, self.total = [], None
-        if self._count is not None:
+        if self._count is not None and targets is not None:
             counts = [torch.as_tensor(self._count(target)).to(device, torch.float64) for target in targets]
             self.total = self._over_axes(torch.stack(counts).sum()).clamp(min=1)
 

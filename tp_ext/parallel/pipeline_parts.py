@@ -86,10 +86,14 @@ class PipelinePart(nn.Module):
 
     Parameters, buffers and entries of the state dict have the names of the whole model. Keyword arguments reach the
     parts that take an argument of their name.
+
+    Args:
+        training: the mode of this module and of the containers of the parts, which keep their own.
     """
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[Part], training: bool = True) -> None:
         super().__init__()
+        self.training = training
         steps: list[tuple[str, Callable[..., Any] | None, frozenset[str] | None]] = []
         for name, function, keywords in parts:
             if name:
@@ -188,7 +192,9 @@ def _place(root: nn.Module, name: str, module: Any) -> None:
     *path, last = name.split(".")
     for key in path:
         if key not in root._modules:
-            root.add_module(key, nn.Module())
+            container = nn.Module()
+            container.training = root.training
+            root.add_module(key, container)
         root = root.get_submodule(key)
     root.add_module(last, module)
 

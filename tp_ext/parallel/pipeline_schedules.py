@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 
+from tp_ext.nn.names import reset_parameters
 from tp_ext.parallel.pipeline_parts import compiled_modules
 
 OLDEST_TORCH = (2, 15)
@@ -117,11 +118,7 @@ def check_model(schedule: Schedule, model: nn.Module, parts: Sequence[nn.Module]
             "model: must not be sharded by fully_shard yet; pass fsdp=, which keeps the parameters after forward, "
             "since resharding them loses gradients under schedules that split the backward"
         )
-    on_meta = {param.is_meta for param in model.parameters()}
-    if len(on_meta) > 1:
-        raise ValueError("model: its parameters must be all on meta or none of them")
-    if True in on_meta and init is None:
-        _check_resets(parts)
+    check_meta(parts, init)
     if not schedule.splits:
         return
     refuse = functools.partial(_refuse, schedule)
@@ -159,15 +156,28 @@ def refuse_recomputation(schedule: Schedule, where: str) -> None:
     )
 
 
-def _check_resets(parts: Sequence[nn.Module]) -> None:
-    for part in parts:
-        for module in part.modules():
-            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            if own and not callable(getattr(module, "reset_parameters", None)):
-                raise ValueError(
-                    f"init: must be given for a model on meta in which {type(module).__name__} has parameters or "
-                    "buffers, but no reset_parameters()"
-                )
+def check_meta(parts: Sequence[nn.Module], init: Any) -> None:
+    """Raises ValueError if a tensor on meta would not get its value: from ``init``, or where that is None or
+    :func:`tp_ext.reset_parameters` from ``reset_parameters()`` of its module.
+    """
+    params = {param.is_meta for part in parts for param in part.parameters()}
+    if len(params) > 1:
+        raise ValueError("model: its parameters must be all on meta or none of them")
+    own_init = init is not None and init is not reset_parameters
+    for module in {id(one): one for part in parts for one in part.modules()}.values():
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        on_meta = [name for name, tensor in tensors if tensor is not None and tensor.is_meta]
+        if on_meta and False in params:
+            raise ValueError(
+                f"model: the buffer {on_meta[0]!r} of {type(module).__name__} must not be on meta, since the "
+                "parameters are not"
+            )
+        resets = ["reset_parameters"] if init is None else ["reset_parameters", "_reset_parameters"]
+        if on_meta and not own_init and not any(callable(getattr(module, name, None)) for name in resets):
+            raise ValueError(
+                f"init: must be {'given' if init is None else 'a function of your own'} for a model on meta in which "
+                f"{type(module).__name__} has parameters or buffers, but no reset_parameters()"
+            )
 
 
 def _refuse(schedule: Schedule, what: str, why: str) -> None:

@@ -3,6 +3,7 @@ called once on fake tensors, which have shape, dtype and ``requires_grad`` but n
 nothing.
 """
 
+import gc
 import inspect
 import sys
 from collections import OrderedDict
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 _COPIED = (dict, list, set, OrderedDict)  # attributes that a forward may fill, as a cache of tables
@@ -91,6 +92,13 @@ class ShapeModel:
                 found.append(StageShapes(begin, tuple(map(Shape.of, values))))
         return found
 
+    def close(self) -> bool:
+        """Drops the copies. Returns whether fake tensors are left, as in a cache outside of the modules."""
+        self._stages = []
+        torch.clear_autocast_cache()
+        gc.collect()
+        return any(type(one) is FakeTensor and one.fake_mode is self._mode for one in gc.get_objects())
+
     def _module(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """Returns a copy of a module and its submodules, without hooks and without compiled code."""
         if isinstance(module, torch._dynamo.OptimizedModule):
@@ -119,7 +127,13 @@ class ShapeModel:
             if isinstance(tensor, nn.Parameter) and self._precision.param is not None and tensor.is_floating_point():
                 shape = shape._replace(dtype=self._precision.param)
             fake = shape._replace(requires_grad=False).empty(self._device)
-            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+                main = getattr(tensor, "main_grad", None)  # may be set later: before the first step
+                fake.main_grad = torch.empty_like(  # type: ignore[attr-defined]
+                    fake, dtype=main.dtype if isinstance(main, Tensor) else None, requires_grad=False
+                )
+            memo[id(tensor)] = fake
         known: Tensor = memo[id(tensor)]
         return known
 

@@ -1,5 +1,6 @@
 """What :func:`tp_ext.parallel.pipeline_stages` adds to the steps of torch's schedules."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import _utils
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
@@ -77,10 +79,12 @@ class PipelineSteps:
 
     def set_up(self, setup: PipelineSetup, shapes: ShapeModel) -> None:
         """Completes a new schedule."""
-        self._setup, self._batch, self._shapes = setup, None, [shapes]
+        self._setup, self._batch, self._shapes = setup, None, shapes
         self.stages, self.next_step = list(setup.stages.values()), 0
         self._losses: Tensor | None = None
         self._loss: Tensor | None = None
+        self._trained = False  # whether the last step has computed gradients, so that all ranks know that it has losses
+        self._trainable: list[bool] = []
         for stage in setup.torch_stages:
             stage.register_forward_context(partial(self._context_of, stage.stage_index))
 
@@ -99,10 +103,10 @@ class PipelineSteps:
         pipeline; all of them must read it. Communicates, when first read: a broadcast over the pipeline.
 
         Raises:
-            RuntimeError: there was no step.
+            RuntimeError: there was no step, or the last one was an evaluation without target.
         """
         if self._losses is None:
-            self._losses = self._from_last_stage(torch.Size([self._setup.microbatches]), StepLoss.losses)
+            self._losses = self._from_last_stage("losses", self._setup.microbatches, StepLoss.losses)
         return self._losses
 
     @property
@@ -111,7 +115,7 @@ class PipelineSteps:
         over the ranks of ``mean_over``. As ``losses``, with an all-reduce over each axis of ``mean_over``.
         """
         if self._loss is None:
-            self._loss = self._from_last_stage(torch.Size([]), StepLoss.mean)
+            self._loss = self._from_last_stage("loss", 1, StepLoss.mean).reshape(())
         return self._loss
 
     @property
@@ -142,18 +146,27 @@ class PipelineSteps:
         """Runs one step of torch's schedule: forward and backward of all microbatches. Gradients are added to those
         that there are, and complete but for data parallelism's sum where FSDP2 is not in the stages.
 
+        ``eval`` takes the same arguments and runs the forwards alone, without gradients; the modules keep their mode.
+
         Args:
             inputs: the arguments of the first stage for the whole batch, cut along dim 0.
             target: the target of ``loss`` for the whole batch, cut along dim 0.
             losses: a list that receives the loss of each microbatch, on the rank of the last stage.
+            arg_mbs, kwarg_mbs, target_mbs: lists of the arguments, keyword arguments and target of each microbatch, in
+                place of inputs, keyword arguments and target.
             options: those of torch's ``step``, and keyword arguments of the parts of the model; tensors are cut along
-                dim 0 and must be given on all ranks.
+                dim 0 and must be given on all ranks. ``return_outputs=False``: the last stage does not keep and return
+                the outputs of all microbatches.
 
         Raises:
-            TypeError: a keyword that no part takes; no inputs for the first stage or no target for the last.
-            ValueError: a batch that ``microbatches`` does not divide, or of another shape than in the first step. These
-                are raised on every rank of the pipeline if all are given inputs and target, else on those which see
-                them.
+            TypeError: a keyword that no part takes; no inputs for the first stage or no target for the last; inputs,
+                target or keywords together with those of microbatches.
+            ValueError: a batch that ``microbatches`` does not divide, or of another shape than in the first step; a
+                parameter whose ``requires_grad`` is not that of the first step. In the first step, which exchanges
+                shapes, these are raised on every rank of the pipeline; later, too, if all are given inputs and target,
+                else on those which see them.
+            RuntimeError: under ``torch.no_grad()``. In the first step: its call on fake tensors has left some outside
+                of the model, as in a cache.
         """
         setup, last = self._setup, self._setup.torch_stages[-1].num_stages - 1
         keywords = {name: value for name, value in options.items() if name not in _OPTIONS}
@@ -161,11 +174,25 @@ class PipelineSteps:
         if unknown:
             raise TypeError(f"step: {sorted(unknown)[0]!r} must be an argument of a part of the model")
         training = bool(self._has_backward)  # type: ignore[attr-defined]
+        if training and not torch.is_grad_enabled():
+            raise RuntimeError("step: must not run under torch.no_grad(); eval runs the forwards alone")
+
+        def batch() -> Batch:
+            mixed = [*(["inputs"] if inputs else []), *([] if target is None else ["target"]), *keywords]
+            if mixed and not (arg_mbs is None and kwarg_mbs is None and target_mbs is None):
+                raise TypeError(
+                    f"{mixed[0]}: must not be given together with arg_mbs, kwarg_mbs or target_mbs, the arguments of "
+                    "each microbatch"
+                )
+            return self._batch_of(inputs, target, arg_mbs, target_mbs)
+
         if self._batch is None:
-            self._begin_first(lambda: self._batch_of(inputs, target, arg_mbs, target_mbs), keywords, kwarg_mbs)
+            self._begin_first(batch, keywords, kwarg_mbs)
         else:
-            self._check_same(self._batch_of(inputs, target, arg_mbs, target_mbs), self._batch, training)
+            self._check_same(batch(), self._batch, training)
             self._check_keywords(keywords, self._batch)
+        if training:
+            self._check_trainable()
         if any(stage.is_first for stage in setup.torch_stages):
             given = {"arg_mbs": arg_mbs}
         else:
@@ -176,15 +203,25 @@ class PipelineSteps:
         if arg_mbs is not None or kwarg_mbs is not None or target_mbs is not None:
             given |= {"kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
         self._losses = self._loss = None
-        if on_last and (target is not None or target_mbs is not None):
-            setup.loss.begin([target] if target is not None else target_mbs, setup.device)
+        self._trained = False
+        self._internal_losses: list[Tensor] = []  # those of a step that an exception ended
+        if on_last:
+            setup.loss.begin(target_mbs if target is None else [target], setup.device)
         if training:
             setup.tied.begin()
-        with setup.clock.step():
-            result = super().step(*inputs, target=target, **given, **options)  # type: ignore[misc]
+        try:
+            with setup.clock.step(), torch.set_grad_enabled(training):
+                result = super().step(*inputs, target=target, **given, **options)  # type: ignore[misc]
+        except BaseException:
+            setup.tied.restore()
+            setup.loss.begin(None, setup.device)
+            raise
         if training:
             setup.tied.finish(options.get("finalize_gradients", True) or not setup.sharded)
             self.next_step += 1
+            self._trained = True
+        elif setup.sharded:
+            self._reshard()
         if losses is not None and on_last and setup.loss.values:
             losses[:] = setup.loss.values[-setup.microbatches :]
         return result
@@ -215,9 +252,9 @@ class PipelineSteps:
         setup = self._setup
         training = bool(self._has_backward)  # type: ignore[attr-defined]
 
-        def checked() -> tuple[Batch, dict[str, bool]]:
+        def checked() -> tuple[Batch, list[tuple[str, bool, bool]]]:
             check_hooks(setup.schedule, self.stages)
-            return batch(), setup.tied.main_grads()
+            return batch(), setup.tied.states()
 
         found = call_and_gather(setup.group, checked)
         known = Batch(
@@ -231,16 +268,26 @@ class PipelineSteps:
             raise TypeError("target: must be given on the ranks of the last stage")
         for one, _ in found:
             self._check_same(one, known, training=False)
-        for name in {name for _, main in found for name in main}:
-            if len({main[name] for _, main in found if name in main}) > 1:
-                raise ValueError(f"model: {name!r} must have main_grad on all stages that have the weight or on none")
+        states = sorted({state for _, copies in found for state in copies})
+        for state, following in itertools.pairwise(states):
+            name, has_main, _ = state
+            if name == following[0]:
+                what = "require a gradient" if has_main == following[1] else "have main_grad"
+                raise ValueError(f"model: {name!r} must {what} on all stages that have the weight or on none")
         self._check_keywords(keywords, known)
         if kwarg_mbs is not None:
             keywords = kwarg_mbs[0]
         elif keywords:
             keywords = split_args_kwargs_into_chunks((), keywords, setup.microbatches)[1][0]
         self._set_shapes(known.inputs, keywords)
-        self._batch = known
+        left = all_gather_objects(self._shapes.close(), setup.group)
+        if any(left):
+            raise RuntimeError(
+                "model: its call on fake tensors, for the shapes between the stages, has left some outside of the "
+                "model, as in a functools.lru_cache of tables, which a forward must not use; keep what forward "
+                "computes in buffers or attributes of the modules"
+            )
+        self._batch, self._trainable = known, self._requires_grad()
 
     def _set_shapes(self, inputs: Sequence[Shape], keywords: dict[str, Any]) -> None:
         """Gives torch's stages the shapes of inputs and outputs, so that no forward runs to find them."""
@@ -249,7 +296,7 @@ class PipelineSteps:
         try:
             watched = calls_of_checkpoint() if setup.schedule.splits else nullcontext(called)
             with setup.context(self.next_step, 0), watched as called:
-                shapes = self._shapes.pop().run(inputs, keywords)
+                shapes = self._shapes.run(inputs, keywords)
             metas = {stage.stage_index: _stage_meta(shapes[stage.stage_index]) for stage in setup.torch_stages}
         except Exception as error:
             warnings.warn(
@@ -264,6 +311,27 @@ class PipelineSteps:
         for stage in setup.torch_stages:
             if stage.stage_index in metas:
                 stage._user_meta = metas[stage.stage_index]
+
+    def _requires_grad(self) -> list[bool]:
+        return [param.requires_grad for param in self.parameters()]
+
+    def _check_trainable(self) -> None:
+        """Raises ValueError if other parameters require a gradient than in the first step."""
+        found = self._requires_grad()
+        if found != self._trainable:
+            names = [name for stage in self.stages for name, _ in stage.named_parameters()]
+            changed = [name for name, *both in zip(names, found, self._trainable, strict=True) if both[0] != both[1]]
+            raise ValueError(
+                f"model: requires_grad of {changed[0]!r} must be as in the first step, which says between which stages "
+                "gradients are sent; make the stages again to freeze or train other parameters"
+            )
+
+    def _reshard(self) -> None:
+        """Frees the parameters that FSDP2 has gathered for an evaluation, so that the next step gathers new values."""
+        for stage in self.stages:
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def _check_keywords(self, keywords: Mapping[str, Any], batch: Batch | None) -> None:
         """Raises ValueError if a tensor would be cut along a dim that is not that of the batch."""
@@ -290,12 +358,17 @@ class PipelineSteps:
                     "fill a last short batch up with ignored targets, or leave it out"
                 )
 
-    def _from_last_stage(self, shape: torch.Size, of: Any) -> Tensor:
-        self._check_stepped("losses")
+    def _from_last_stage(self, name: str, length: int, of: Callable[[StepLoss], Tensor]) -> Tensor:
+        self._check_stepped(name)
         setup, last = self._setup, max(self._setup.rank_of)
-        value = of(setup.loss) if last in setup.stages else torch.empty(shape, dtype=torch.float64, device=setup.device)
+        # First whether there are losses, which only the last stage knows after an evaluation
+        value = torch.zeros(1 + length, dtype=torch.float64, device=setup.device)
+        if last in setup.stages and setup.loss.values:
+            value[0], value[1:] = 1, of(setup.loss)
         dist.broadcast(value, group=setup.group, group_src=setup.rank_of[last])
-        return value
+        if not self._trained and not value[0]:
+            raise RuntimeError(f"{name}: there must be a step with a target first")
+        return value[1:]
 
     def _check_stepped(self, name: str) -> None:
         if self._batch is None:

@@ -75,7 +75,7 @@ class TiedWeights:
         self._tied = [one for one in tied if any(stage in stages for stage in one.names)]
         self._ranks = {one.original: sorted({rank_of[stage] for stage in one.names}) for one in self._tied}
         self._home = {one.original: rank_of[one.home] for one in self._tied}
-        self._before: list[dict[str, Tensor | None]] = []
+        self._before: list[tuple[nn.Parameter, dict[str, Tensor | None]]] = []
 
     def separate(self) -> None:
         """Replaces the parameter by a copy in the stages of this rank other than its home, and declares the copies."""
@@ -88,6 +88,10 @@ class TiedWeights:
                     copy.__dict__.update(param.__dict__)
                     if isinstance(main := getattr(param, "main_grad", None), Tensor):
                         copy.main_grad = main.clone()  # type: ignore[attr-defined]
+                    for hook in (getattr(param, "_backward_hooks", None) or {}).values():
+                        copy.register_hook(hook)
+                    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+                        copy.register_post_accumulate_grad_hook(hook)
                     for name in names:
                         _set_parameter(module, name, copy)
                     declare_tied(module, dict.fromkeys(names, one.original))
@@ -107,14 +111,15 @@ class TiedWeights:
             for param in params.values():
                 _local(param).copy_(value)
 
-    def main_grads(self) -> dict[str, bool]:
-        """Returns, for each tied weight, whether a parameter of this rank has ``main_grad``."""
-        return {
-            one.original: any(
-                isinstance(getattr(param, "main_grad", None), Tensor) for param in self._params(one).values()
-            )
+    def states(self) -> list[tuple[str, bool, bool]]:
+        """Returns, for each parameter of this rank that is a tied weight: the name of the original, whether it has
+        ``main_grad``, whether it requires a gradient. They must be the same for all copies.
+        """
+        return [
+            (one.original, isinstance(getattr(param, "main_grad", None), Tensor), param.requires_grad)
             for one in self._tied
-        }
+            for param in self._params(one).values()
+        ]
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -127,7 +132,16 @@ class TiedWeights:
                 param.grad = None
                 if isinstance(main, Tensor):
                     main.zero_()
-                self._before.append(kept)
+                self._before.append((param, kept))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts back the gradients of earlier steps, after an error in the step."""
+        for param, earlier in self._before:
+            param.grad = earlier["grad"]
+            if earlier["main_grad"] is not None:
+                param.main_grad.copy_(earlier["main_grad"])  # type: ignore[attr-defined]
+        self._before = []
 
     @torch.no_grad()
     def finish(self, complete: bool = True) -> None:
@@ -140,7 +154,7 @@ class TiedWeights:
         before = iter(self._before)
         for one in self._tied:
             params = self._params(one)
-            kept = [next(before) for _ in params]
+            kept = [next(before)[1] for _ in params]
             if not complete or not next(iter(params.values())).requires_grad:
                 for param, earlier in zip(params.values(), kept, strict=True):
                     param.grad = earlier["grad"] if param.grad is None else param.grad
@@ -152,15 +166,21 @@ class TiedWeights:
                 if name == "grad" or any(isinstance(part, Tensor) for part in parts):
                     total = self._sum(one, parts, next(iter(params.values())))
                     for param, earlier in zip(params.values(), kept, strict=True):
-                        _add(param, name, total, earlier[name])
+                        if total is not None:
+                            _add(param, name, total, earlier[name])
+                        elif earlier[name] is not None:
+                            setattr(param, name, earlier[name])
         self._before = []
 
-    def _sum(self, one: TiedWeight, parts: Sequence[Tensor | None], param: Tensor) -> Tensor:
-        like = next((_local(part) for part in parts if part is not None), _local(param))
-        own = torch.zeros_like(like)
-        for part in parts:
-            if part is not None:
-                own += _local(part)
+    def _sum(self, one: TiedWeight, parts: Sequence[Tensor | None], param: Tensor) -> Tensor | None:
+        """Returns the sum over all stages; None if no stage has a gradient."""
+        there = [_local(part) for part in parts if part is not None]
+        like = there[0] if there else _local(param)
+        own = like.new_zeros(like.numel() + 1)  # the last element: on how many ranks there is a gradient
+        for part in there:
+            own[:-1].view(like.shape).add_(part)
+        if there:
+            own[-1] = 1
         ranks = self._ranks[one.original]
         found = {rank: own if rank == self._rank else torch.empty_like(own) for rank in ranks}
         others = [rank for rank in ranks if rank != self._rank]
@@ -171,7 +191,7 @@ class TiedWeights:
         total = found[ranks[0]].clone()
         for rank in ranks[1:]:  # in the same order everywhere: the same bits
             total += found[rank]
-        return total
+        return total[:-1].view(like.shape) if there or total[-1] > 0 else None
 
     def _params(self, one: TiedWeight) -> dict[int, nn.Parameter]:
         held = [stage for stage in one.names if stage in self._stages]
