@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import tp_ext
 from tests.helpers import ranks
@@ -211,6 +212,32 @@ def _fused(group):
 
 def test_grad_accumulation_fusion():
     ranks.run(_fused, 2)
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def _ignored(group):
+    """A parameter that FSDP2 ignores keeps its dtype, and so gives the stage's output its own."""
+    mesh = tp_ext.init_mesh("cpu", pp=2, dp=1)
+    torch.manual_seed(0)
+    made = nn.Sequential(Scaled(), Scaled())
+    want = mse(made(X.float()), X).detach()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fsdp = {"mesh": mesh["dp"], "mp_policy": policy, "ignored_params": {block.scale for block in made}}
+    schedule = pipeline_stages(made, mesh["pp"], microbatches=2, loss=mse, fsdp=fsdp)
+    schedule.step(X.float(), target=X)
+    torch.testing.assert_close(schedule.loss, want, rtol=0.02, atol=0)
+
+
+def test_a_parameter_that_fsdp_ignores():
+    ranks.run(_ignored, 2)
 
 
 class Table(nn.Module):

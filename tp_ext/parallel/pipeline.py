@@ -146,7 +146,8 @@ def pipeline_stages(
 
     where = _device(model, mesh, device)
     policy = options.get("mp_policy")
-    precision = Precision(getattr(policy, "param_dtype", None), getattr(policy, "output_dtype", None))
+    ignored = frozenset(map(id, options.get("ignored_params") or ()))
+    precision = Precision(getattr(policy, "param_dtype", None), getattr(policy, "output_dtype", None), ignored)
     shapes = ShapeModel(every, where, precision)
     held = {stage: every[stage] for stage in known.stages_of(rank, ranks, per_rank)}
     rank_of = {stage: one for one in range(ranks) for stage in known.stages_of(one, ranks, per_rank)}

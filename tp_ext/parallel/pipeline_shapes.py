@@ -39,10 +39,11 @@ class Shape(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """The dtypes of FSDP2's mixed precision: of parameters and inputs, and of outputs."""
+    """FSDP2's mixed precision: the dtypes of parameters and inputs, and of outputs; ids of parameters it ignores."""
 
     param: torch.dtype | None = None
     output: torch.dtype | None = None
+    ignored: frozenset[int] = frozenset()
 
 
 class StageShapes(NamedTuple):
@@ -124,8 +125,9 @@ class ShapeModel:
             return None
         if id(tensor) not in memo:
             shape = Shape.of(tensor)
-            if isinstance(tensor, nn.Parameter) and self._precision.param is not None and tensor.is_floating_point():
-                shape = shape._replace(dtype=self._precision.param)
+            cast = self._precision.param if id(tensor) not in self._precision.ignored else None
+            if isinstance(tensor, nn.Parameter) and cast is not None and tensor.is_floating_point():
+                shape = shape._replace(dtype=cast)
             fake = shape._replace(requires_grad=False).empty(self._device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
