@@ -150,7 +150,7 @@ def test_an_error_that_a_timeout_has_kept_from_the_caller_is_raised_by_the_next_
     with pytest.raises(TimeoutError):
         saving.result(0.01)
     begin.set()
-    for _ in range(2):  # once by the next save, and by whoever asks
+    for _ in range(2):  # by the next save, and by each call of result()
         with pytest.raises(OSError, match="full"):
             background.wait_for_last_save() if background._Last.save else saving.result()
     background.wait_for_last_save()
