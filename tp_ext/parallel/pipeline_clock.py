@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining import PipelineStage, _utils
 
 
 class Clock:
@@ -123,7 +122,7 @@ class TimedStage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Keeps the gradients: torch removes those of FSDP2, also where no forward has run to find the shapes."""
-        if self._inference_mode == InferenceMode.DYNAMIC:
+        if self._inference_mode == _utils.InferenceMode.DYNAMIC:
             super()._post_metadata_inference_cleanup()
         for param, grad in self._grads:
             param.grad = grad
@@ -133,7 +132,7 @@ class TimedStage(PipelineStage):
         outputs = [one for one in results if isinstance(one, Tensor)]
         found = [(list(one.shape), one.dtype) for one in outputs]
         want = [(list(one.shape), one.dtype) for one in self._stage_meta.outputs or ()]
-        static = self._inference_mode == InferenceMode.STATIC
+        static = self._inference_mode == _utils.InferenceMode.STATIC
         if any(isinstance(one, FakeTensor) for one in outputs) or (static and found != want):
             raise RuntimeError(
                 f"model: the outputs of stage {self.stage_index}, {found}, must be those of the call on fake tensors, "
