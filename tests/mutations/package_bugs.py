@@ -120,8 +120,8 @@ SHARED = [
     _bug(
         "manual_seed_axes",
         "random.py",
-        "position = position * length + index",
-        "position = position + index",
+        "position, positions = position * length + index,",
+        "position, positions = position + index,",
         "Two positions of a mesh with several data axes share their random numbers.",
         "test_random.py::test_every_position_of_two_data_axes_has_its_own_seed",
     ),
