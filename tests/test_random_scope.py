@@ -349,8 +349,10 @@ def test_compiled_code_has_the_masks_of_eager_mode(backend):
     layers = nn.ModuleList(tp_ext.Dropout(0.4, group=None) for _ in range(2))
     tp_ext.name_modules(layers)
 
+    same = torch.__version__ >= "2.15"  # torch 2.11 merges equal calls of a random operator of another library
+
     def call(x):  # two of the calls have the same input
-        return layers[0](layers[1](x)) + layers[0](x) + layers[0](x)
+        return layers[0](layers[1](x)) + layers[0](x) + layers[0](x if same else x + 1)
 
     def outcomes(call):
         losses = []

@@ -256,7 +256,8 @@ def at(
     Modules without a name, ``tp_ext.dropout``, sampling and torch's own draws follow the order of draws from generators
     that are the same for the same arguments, but for the position of this rank along the data axes and the pipeline; so
     do the masks of ``exact_dropout=False``. Along ``cp`` they are alike. ``torch.manual_seed`` in between ends the
-    drawing by name until the next call. Activations ``[batch, hidden]`` count as tokens: with ``batch_offset`` give a
+    drawing by name until the next call. Under torch 2.11, two calls of one module with the same input in one compiled
+    graph share a mask. Activations ``[batch, hidden]`` count as tokens: with ``batch_offset`` give a
     pooled activation a dim of length 1.
 
     Args:
