@@ -41,18 +41,21 @@ def as_builtin_error(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
+def _attempt(act: Callable[[], T]) -> tuple[Exception | None, tuple[Exception | None, T | None]]:
+    """Calls ``act``. Returns its error, or None; and (the error in a form that can be pickled, the result)."""
+    try:
+        return None, (None, act())
+    except Exception as error:
+        return error, (as_builtin_error(error), None)
+
+
 def call_and_gather(process_group: ProcessGroup | None, act: Callable[[], T]) -> list[T]:
     """Calls ``act`` on all ranks and returns all results. If it raises on a rank, every rank raises that error; of
     several errors, the first rank's.
 
     Communicates: one all-gather of objects.
     """
-    failure: Exception | None = None
-    outcome: tuple[Exception | None, T | None] = None, None
-    try:
-        outcome = None, act()
-    except Exception as error:
-        failure, outcome = error, (as_builtin_error(error), None)
+    failure, outcome = _attempt(act)
     found = all_gather_objects(outcome, process_group)
     if errors := [error for error, _ in found if error is not None]:
         raise _error_to_raise(errors) from failure
@@ -76,12 +79,7 @@ def call_and_combine(
 
     Communicates: one gather and one scatter of objects.
     """
-    failure: Exception | None = None
-    outcome: tuple[Exception | None, T | None] = None, None
-    try:
-        outcome = None, act()
-    except Exception as own:
-        failure, outcome = own, (as_builtin_error(own), None)
+    failure, outcome = _attempt(act)
     answers: list[tuple[Exception | None, Any]] = []
     found = _gather_objects(outcome, process_group)
     if found is not None:

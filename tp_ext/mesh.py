@@ -13,7 +13,7 @@ from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, job_ranks, para
 
 AXES = ("pp", "dp", "cp", "tp")
 GRADIENT_REDUCTIONS = ("mean", "sum")
-"""How data parallelism combines gradients, as an argument."""
+"""The values of the argument ``gradient_reduction``: data parallelism takes the mean of the gradients, or their sum."""
 
 
 class SlowMeshWarning(UserWarning):

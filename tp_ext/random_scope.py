@@ -28,7 +28,7 @@ def number_of(*values: object) -> int:
 
 
 class _Base:
-    """What :func:`tp_ext.manual_seed` has said.
+    """The arguments of the last :func:`tp_ext.manual_seed`, and this rank's places on the mesh.
 
     Attributes:
         seed: of the job; None before the first call.
@@ -183,7 +183,7 @@ def _draw_ticket(device: torch.device) -> int:
 
 
 class Entered:
-    """What :func:`at` returns: a context manager that restores the generators as they were before the call."""
+    """The result of :func:`at`: a context manager that restores the generators as they were before the call."""
 
     def __init__(self, scope: Scope) -> None:
         self._cpu = torch.default_generator.get_state()

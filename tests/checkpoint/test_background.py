@@ -234,7 +234,7 @@ fill(model, optimizer, 8)
 
 
 def test_a_program_that_ends_waits(tmp_path):
-    """An error that nobody has seen is on stderr."""
+    """An error that was not raised is written to stderr."""
     for more in ([], ["fail"]):
         argv = [sys.executable, "-c", PROGRAM, str(tmp_path / "saved"), *more]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)

@@ -14,7 +14,7 @@ LARGE = torch.randn(300, 300)
 
 
 def tensors(seed):
-    """Of each form, such that those of two seeds have the same forms."""
+    """Returns tensors of many dtypes and layouts, the same ones for every seed, with the values of the seed."""
     generator = torch.Generator().manual_seed(seed)
     made = torch.randn(6, 8, generator=generator)
     kinds = (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)

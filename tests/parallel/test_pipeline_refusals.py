@@ -1,4 +1,4 @@
-"""What pipelines refuse, in their words and on every rank; the balance of stages; models without fake tensors."""
+"""Errors of pipelines, raised on every rank; the balance of stages; models that cannot be called on fake tensors."""
 
 import itertools
 

@@ -83,22 +83,18 @@ def optimizer_of(params):
     return torch.optim.AdamW(params, lr=0.01, eps=1e-4)
 
 
+def staged(made, mesh, schedule, **options):
+    options = {"microbatches": MICROBATCHES, "loss": loss_of(mesh["tp"]), "count": valid} | options
+    return pipeline_stages(made, mesh["pp"], schedule=schedule, **options)
+
+
 def _train(group, sizes, schedule, options, sp=False, fsdp=False, tied=False, blocks=4):
     mesh = tp_ext.init_mesh("cpu", **dict(zip(("pp", "dp", "tp"), sizes, strict=True)))
     one = model(blocks=blocks, tied=tied)
     made = model(mesh["tp"], sp, blocks=blocks, tied=tied)
     data = mesh["dp"].size()
-    schedule = pipeline_stages(
-        made,
-        mesh["pp"],
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        loss=loss_of(mesh["tp"]),
-        count=valid,
-        mean_over=mesh["dp"],
-        fsdp=mesh["dp"] if fsdp else None,
-        **options,
-    )
+    sharded = mesh["dp"] if fsdp else None
+    schedule = staged(made, mesh, schedule, mean_over=mesh["dp"], fsdp=sharded, **options)
     forwards = []
     for stage in schedule.stages:
         stage.register_forward_hook(lambda *_: forwards.append(1))
@@ -273,16 +269,11 @@ def _by_name(group, schedule, sp):
     with torch.device("meta"):
         made = model(mesh["tp"], sp, dropout=0.3)
     rows = BATCH // MICROBATCHES
-    schedule = pipeline_stages(
-        made,
-        mesh["pp"],
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        loss=loss_of(mesh["tp"]),
-        count=valid,
-        init=tp_ext.reset_parameters,
-        context=lambda step, i: tp_ext.random.at(step, i, batch_offset=i * rows, seq=SEQ),
-    )
+
+    def context(step, i):
+        return tp_ext.random.at(step, i, batch_offset=i * rows, seq=SEQ)
+
+    schedule = staged(made, mesh, schedule, init=tp_ext.reset_parameters, context=context)
     for step in range(2):
         ids, target = batch(step)
         schedule.step(ids, target=target, **KEYWORDS)

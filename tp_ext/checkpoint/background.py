@@ -41,7 +41,7 @@ class RunningSave(Future[None]):
             self.set_result(None)
 
     def result(self, timeout: float | None = None) -> None:
-        super().exception(timeout)  # until then the error, if any, is nobody's
+        super().exception(timeout)  # waits; after a timeout the error counts as not reported
         self.reported = True
         super().result()
 
@@ -87,7 +87,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @atexit.register
 def _report() -> None:
-    """Writes an error that nobody has seen to stderr: at exit, when the thread has ended."""
+    """Writes an error that has not been raised to stderr, at exit, when the thread has ended."""
     if _Last.save is not None and not _Last.save.reported and (error := _Last.save.exception()) is not None:
         lines = traceback.format_exception(error)
         sys.stderr.write(f"tp_ext: the last asynchronous save failed\n{''.join(lines)}")

@@ -65,7 +65,7 @@ def dropout(
 
 
 class _Span(NamedTuple):
-    """Of a dim: this rank's length and start, and the full length."""
+    """This rank's slice of a dim, and the full length of the dim."""
 
     length: int
     start: int

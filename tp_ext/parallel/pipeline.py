@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,7 @@ def pipeline_stages(
     copies.equalise()
     if options:
         for stage in held.values():
-            _shard(stage, [part.name for part in parts.blocks], options)
+            shard(stage, [cast(nn.Module, part.function) for part in parts.blocks], options)
     clock = Clock(where)
     made = _schedule(known.torch_class, held, number, microbatches, step_loss, where, group, clock)
     torch_stages = [made._stage] if per_rank == 1 and not known.looped else made._stages
@@ -262,12 +262,13 @@ def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:
                 )
 
 
-def _shard(stage: nn.Module, blocks: Sequence[str], options: dict[str, Any]) -> None:
-    own = dict(stage.named_modules())
-    for name in blocks:
-        if name in own:
-            fully_shard(own[name], **options)
-    fully_shard(stage, **options)
+def shard(model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
+    """Applies ``fully_shard`` to those of the blocks that are in the model, and to the model."""
+    own = set(model.modules()) - {model}
+    for block in blocks:
+        if block in own:
+            fully_shard(block, **options)
+    fully_shard(model, **options)
 
 
 def _schedule(

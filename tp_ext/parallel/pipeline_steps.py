@@ -1,4 +1,4 @@
-"""What :func:`tp_ext.parallel.pipeline_stages` adds to the steps of torch's schedules."""
+"""The steps of a pipeline: those of torch's schedules, with checks, counts of tokens and tied gradients around them."""
 
 import itertools
 import warnings
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
 
 class PipelineSetup(NamedTuple):
-    """What the steps of a pipeline need.
+    """The stages, groups and options of a pipeline, as its steps use them.
 
     Attributes:
         schedule: the schedule.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +22,7 @@ from tp_ext.mesh import mesh_axes
 from tp_ext.nn.names import name_modules, reset_parameters
 from tp_ext.parallel.grad_norm import clip_grad_norm_
 from tp_ext.parallel.gradient_sum import sum_gradients
-from tp_ext.parallel.pipeline import materialise, pipeline_stages
+from tp_ext.parallel.pipeline import materialise, pipeline_stages, shard
 from tp_ext.parallel.pipeline_loss import StepLoss
 from tp_ext.random import manual_seed
 from tp_ext.random_scope import at
@@ -184,10 +184,7 @@ class ParallelRun:
         self._loss = StepLoss(summed, microbatches, count, mean_over or None, rule)
         materialise(model, device, reset_parameters)
         if sharding:
-            for block in _blocks(model):
-                if block is not model:
-                    fully_shard(block, **sharding)
-            fully_shard(model, **sharding)
+            shard(model, _blocks(model), sharding)
         self.state = model
         if self._data is not None and not sharding and any(param.requires_grad for param in model.parameters()):
             self._ddp = DistributedDataParallel(model, process_group=self._data.get_group())
