@@ -299,7 +299,9 @@ def _load_late(group, path, others):
             if others:
                 _swap(path, others)
         group.barrier().wait()
-        return original(self)
+        metadata = original(self)
+        group.barrier().wait()  # rank 0 replaces it again only after rank 1 has read it
+        return metadata
 
     model = tp_ext.ColumnParallelLinear(3, 4, group=group)
     CheckpointReader.read_metadata = opened
