@@ -102,7 +102,8 @@ CollectiveCount described(const Operator& op, c10::ArrayRef<IValue> inputs) {
     full = bytes_of(inputs[op.full]);
   if (std::strcmp(op.kind, "all_to_all") == 0)
     own = own_block(op, inputs, full, group->getRank(), size);
-  return CollectiveCount{group->getGroupName(), size, op.kind, full, own, 1};
+  return CollectiveCount{group->getGroupName(),          size, op.kind, full, own, 1,
+                         std::string("c10d::") + op.name};
 }
 
 CollectiveCount described(const Symmetric& op, c10::ArrayRef<IValue> inputs) {
@@ -117,16 +118,16 @@ CollectiveCount described(const Symmetric& op, c10::ArrayRef<IValue> inputs) {
     full = w.size(0) == 0 ? 0 : full / w.size(0) * w.size(1);
     own = full / p;
   }
-  return CollectiveCount{group, p, op.kind, full, own, 1};
+  return CollectiveCount{group, p, op.kind, full, own, 1, std::string("symm_mem::") + op.name};
 }
 
 // All open counters. Names and numbers, no group.
 class Counters {
  public:
-  int64_t open() {
+  int64_t open(bool keep_calls) {
     std::lock_guard lock(mutex_);
     if (counters_.empty()) listener_ = at::addGlobalCallback(listener());
-    counters_[++last_];
+    counters_[++last_].keeps_calls = keep_calls;
     return last_;
   }
   void close(int64_t id) {
@@ -135,9 +136,11 @@ class Counters {
   }
   std::vector<CollectiveCount> read(int64_t id) {
     std::lock_guard lock(mutex_);
-    const auto found = counters_.find(id);
-    TORCH_CHECK_VALUE(found != counters_.end(), "id: ", id, " must be that of an open counter");
-    return found->second.counts;
+    return find(id).counts;
+  }
+  std::vector<CollectiveCount> read_calls(int64_t id) {
+    std::lock_guard lock(mutex_);
+    return find(id).calls;
   }
   void add(const CollectiveCount& call) {
     std::lock_guard lock(mutex_);
@@ -147,9 +150,11 @@ class Counters {
  private:
   struct Counter {
     std::map<std::tuple<std::string, std::string, int64_t, int64_t>, size_t> places;
-    std::vector<CollectiveCount> counts;
+    std::vector<CollectiveCount> counts, calls;
+    bool keeps_calls = false;
 
     void add(const CollectiveCount& call) {
+      if (keeps_calls) calls.push_back(call);
       const auto [place, is_new] =
           places.try_emplace({call.group, call.kind, call.full, call.own}, counts.size());
       if (is_new)
@@ -160,6 +165,11 @@ class Counters {
   };
 
   static at::RecordFunctionCallback listener();
+  const Counter& find(int64_t id) const {
+    const auto found = counters_.find(id);
+    TORCH_CHECK_VALUE(found != counters_.end(), "id: ", id, " must be that of an open counter");
+    return found->second;
+  }
 
   std::mutex mutex_;
   std::map<int64_t, Counter> counters_;
@@ -196,8 +206,9 @@ at::RecordFunctionCallback Counters::listener() {
 
 }  // namespace
 
-int64_t open_counter() { return counters().open(); }
+int64_t open_counter(bool keep_calls) { return counters().open(keep_calls); }
 void close_counter(int64_t id) { counters().close(id); }
 std::vector<CollectiveCount> read_counter(int64_t id) { return counters().read(id); }
+std::vector<CollectiveCount> read_calls(int64_t id) { return counters().read_calls(id); }
 
 }  // namespace tp_ext::comm

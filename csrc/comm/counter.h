@@ -20,10 +20,12 @@ struct CollectiveCount {
   int64_t group_size;
   std::string kind;
   int64_t full, own, number;
+  std::string op;  // the operator of the first of them, with its namespace
 };
 
-int64_t open_counter();  // returns its id
+int64_t open_counter(bool keep_calls);  // returns its id
 void close_counter(int64_t id);
 std::vector<CollectiveCount> read_counter(int64_t id);  // in the order of their first call
+std::vector<CollectiveCount> read_calls(int64_t id);    // one by one, if it keeps them
 
 }  // namespace tp_ext::comm

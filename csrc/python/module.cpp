@@ -40,10 +40,13 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("open_counter", &tp_ext::comm::open_counter);
   m.def("close_counter", &tp_ext::comm::close_counter);
-  m.def("read_counter", [](int64_t id) {
-    pybind11::list counts;
-    for (const auto& c : tp_ext::comm::read_counter(id))
-      counts.append(pybind11::make_tuple(c.group, c.group_size, c.kind, c.full, c.own, c.number));
-    return counts;
-  });
+  const auto rows = [](const std::vector<tp_ext::comm::CollectiveCount>& counts) {
+    pybind11::list rows;
+    for (const auto& c : counts)
+      rows.append(
+          pybind11::make_tuple(c.group, c.group_size, c.kind, c.full, c.own, c.number, c.op));
+    return rows;
+  };
+  m.def("read_counter", [rows](int64_t id) { return rows(tp_ext::comm::read_counter(id)); });
+  m.def("read_calls", [rows](int64_t id) { return rows(tp_ext::comm::read_calls(id)); });
 }

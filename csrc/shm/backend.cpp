@@ -1,5 +1,6 @@
 #include "shm/backend.h"
 
+#include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "shm/rendezvous.h"
@@ -162,13 +163,30 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
   barrier(now);
 }
 
+// The range of a call in a profile, from now on; null where nothing is recorded
+static std::shared_ptr<at::RecordFunction> range_of(const Task& task) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return nullptr;
+  auto range = std::make_shared<at::RecordFunction>(std::move(*callbacks));
+  range->_setAsync();  // another thread may end it
+  range->before(std::string("tp_shm:") + task.what());
+  return range;
+}
+
+std::function<void()> ShmBackend::finish_of(const Task& task, Buffers buffers) {
+  return [kept = std::move(buffers), range = range_of(task)] {
+    kept.outputs.store();
+    if (range) range->end();
+  };
+}
+
 ShmBackend::Work ShmBackend::run(std::unique_ptr<Collective> call, Buffers buffers,
                                  const Terms& terms) {
   auto task = std::make_shared<Task>();
   task->call = std::move(call);
   task->deadline = deadline_in(terms.timeout == c10d::kUnsetTimeout ? timeout_ : terms.timeout);
   Tensors results = std::move(buffers.results);
-  task->finish = [kept = std::move(buffers)] { kept.outputs.store(); };
+  task->finish = finish_of(*task, std::move(buffers));
   engine_->start(task, terms.async);
   if (!terms.async) engine_->wait(task);
   return c10::make_intrusive<ShmWork>(engine_, task, std::move(results), getRank(), terms.type);

@@ -92,6 +92,8 @@ class ShmBackend : public c10d::Backend {
   static Work each(size_t n, Issue issue);
 
   Work run(std::unique_ptr<Collective> call, Buffers buffers, const Terms& terms);
+  // What a task does at its end: stores the results, ends its range in a profile
+  static std::function<void()> finish_of(const Task& task, Buffers buffers);
   Work transfer(int peer, int tag, Buffers buffers, c10d::OpType type);
 
   const std::shared_ptr<Engine> engine_;

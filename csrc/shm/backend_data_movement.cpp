@@ -185,7 +185,7 @@ ShmBackend::Work ShmBackend::transfer(int peer, int tag, Buffers buffers, OpType
   task->receives = type != OpType::SEND;
   task->deadline = deadline_in(timeout_);
   Tensors results = std::move(buffers.results);
-  task->finish = [kept = std::move(buffers)] { kept.outputs.store(); };
+  task->finish = finish_of(*task, std::move(buffers));
   engine_->start(task, true);
   return c10::make_intrusive<ShmWork>(engine_, task, std::move(results), getRank(), type);
 }

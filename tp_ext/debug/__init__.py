@@ -1,4 +1,5 @@
-"""Debugging aids: checks of a model over its ranks, counts of collectives, names in profiles, comparison of batches.
+"""Debugging aids: checks of a model over its ranks, counts of collectives, names in profiles, timelines of steps,
+comparison of batches.
 
 ``tp_ext.debug.check(model)`` after wrapping and after the first step finds mistakes that otherwise show only as a
 slightly wrong loss: see docs/guide/debugging.md.
@@ -8,15 +9,19 @@ from tp_ext.debug.collective_counts import CollectiveCount, CollectiveCounts, co
 from tp_ext.debug.model_check import check, findings
 from tp_ext.debug.profiling import annotate
 from tp_ext.debug.replication import assert_replicated
+from tp_ext.debug.timeline import Span, Timeline, record_timeline
 from tp_ext.nn.same_input import enable
 
 __all__ = [
     "CollectiveCount",
     "CollectiveCounts",
+    "Span",
+    "Timeline",
     "annotate",
     "assert_replicated",
     "check",
     "count_collectives",
     "enable",
     "findings",
+    "record_timeline",
 ]

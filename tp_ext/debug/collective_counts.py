@@ -159,7 +159,7 @@ def count_collectives() -> Iterator[CollectiveCounts]:
         :class:`CollectiveCounts`. Communicates nothing; every rank counts its own calls.
     """
     library = load()
-    counter = library.open_counter()
+    counter = library.open_counter(False)
     counts = CollectiveCounts(lambda: _rows(library.read_counter(counter)))
     try:
         yield counts
@@ -169,8 +169,8 @@ def count_collectives() -> Iterator[CollectiveCounts]:
         library.close_counter(counter)
 
 
-def _rows(read: Sequence[tuple[str, int, str, int, int, int]]) -> list[CollectiveCount]:
-    return [CollectiveCount(row[0], _ranks(row[0]), *row[1:]) for row in read]
+def _rows(read: Sequence[tuple[str, int, str, int, int, int, str]]) -> list[CollectiveCount]:
+    return [CollectiveCount(row[0], _ranks(row[0]), *row[1:6]) for row in read]
 
 
 def _ranks(name: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.profiler import record_function
 from torch.distributed.pipelining import PipelineStage, _utils
 
 
@@ -29,10 +30,12 @@ class Clock:
         self._step.append((begin, self._now()))
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Measures some computation."""
+    def busy(self, name: str) -> Iterator[None]:
+        """Measures some computation, which is a range of this name in a profile: see
+        :func:`tp_ext.debug.record_timeline`."""
         begin = self._now()
-        yield
+        with record_function(name):
+            yield
         self._busy.append((begin, self._now()))
 
     def seconds(self) -> tuple[float, float]:
@@ -63,14 +66,14 @@ class TimedStage(PipelineStage):
         self._whole: set[int] = set()  # microbatches whose backward was not split
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         """Runs the forward of a microbatch.
 
         Raises:
             RuntimeError: its outputs are not those of the call on fake tensors, which the next stage expects.
         """
-        with self._clock.busy():
-            result = super().forward_one_chunk(*args, **options)
+        with self._clock.busy(f"forward {fwd_chunk_id} of stage {self.stage_index}"):
+            result = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         if not self.is_last:
             self._check_outputs(result if isinstance(result, tuple) else (result,))
         return result
@@ -86,7 +89,7 @@ class TimedStage(PipelineStage):
             if not any(one.requires_grad for one in inputs):
                 self._whole.add(bwd_chunk_id)
                 full_backward = True
-        with self._clock.busy():
+        with self._clock.busy(f"backward {bwd_chunk_id} of stage {self.stage_index}"):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
@@ -94,7 +97,7 @@ class TimedStage(PipelineStage):
         if bwd_chunk_id in self._whole:
             self._whole.remove(bwd_chunk_id)
             return None
-        with self._clock.busy():
+        with self._clock.busy(f"weight gradient {bwd_chunk_id} of stage {self.stage_index}"):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def clear_runtime_states(self) -> None:
