@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import tp_ext
 from tests.helpers import ranks
@@ -112,6 +113,7 @@ def one_process(data_size):
 def _train(group, sizes, microbatches, sp, options):
     with eager_compilation(), in_fp64():
         mesh, run, optimizer, layout = prepared(sizes, microbatches, sp, options)
+        assert isinstance(optimizer, ZeroRedundancyOptimizer) == (options.get("zero") == 1)
         found = trained(run, optimizer, range(STEPS), layout)
         tp_ext.debug.check(run.state, mesh=mesh)
         _compare(run, mesh, found)
@@ -184,6 +186,58 @@ def test_a_checkpoint_goes_on_at_another_mesh(tmp_path):
     ranks.run(_goes_on, 4, tmp_path / "saved", found[0], timeout=120)
 
 
+def _evaluates(group, sizes, microbatches, sp, options):
+    """Evaluation between two steps; its loss, and the losses with and without it."""
+    with in_fp64():
+        found = []
+        for evaluated in (False, True):
+            mesh, run, optimizer, layout = prepared(sizes, microbatches, sp, options)
+            losses = trained(run, optimizer, [0], layout)
+            if evaluated:
+                ids, target = (layout.shard(t, 1) for t in batch(1, run.data_rank))
+                keywords = {"layout": layout} if layout.group.size > 1 else {"batch_size": layout.batch}
+                loss = run.evaluate(ids, target, **keywords)
+                modules = run.state if isinstance(run.state, list) else [run.state]
+                assert all(one.training for module in modules for one in module.modules())
+                model = GPT().eval()
+                model.load_state_dict(tp_ext.full_state_dict(run.state, mesh=mesh))
+                ids, target = (
+                    torch.cat(both) for both in zip(*(batch(1, k) for k in range(run.data_size)), strict=True)
+                )
+                with torch.no_grad():
+                    torch.testing.assert_close(loss, loss_over(None)(model(ids, len(ids)), target), **CLOSE)
+            found.append(torch.cat([losses, trained(run, optimizer, [1], layout)]))
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((1, 2, 1, 1), {}), ((1, 2, 1, 1), {"zero": 2}), ((2, 1, 1, 1), {}), ((1, 1, 2, 1), {"zero": 3})],
+)
+def test_evaluation_is_that_of_one_process_and_changes_nothing(sizes, options):
+    ranks.run(_evaluates, 2, sizes, 2, False, options, timeout=120)
+
+
+def _in_bf16(group, sizes):
+    _, run, optimizer, layout = prepared(sizes, 2, False, {"autocast": torch.bfloat16})
+    kinds = set()
+    module = (run.state[0] if isinstance(run.state, list) else run.state).get_submodule("blocks")
+    for one in module.modules():
+        if isinstance(one, tp_ext.ParallelMLP):
+            one.register_forward_hook(lambda _module, _inputs, y: kinds.add(y.dtype))
+    with torch.autocast("cpu", enabled=False):
+        found = trained(run, optimizer, [0], layout)  # AdamW would enlarge the rounding of small gradients
+    assert kinds == {torch.bfloat16} and {param.grad is None for param in run.parameters()} == {True}
+    assert {param.dtype for param in run.parameters()} == {torch.float32}
+    want = one_process(run.data_size)[0][:2]
+    torch.testing.assert_close(found, want, rtol=0.03, atol=0.01, check_dtype=False)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 1, 1)])
+def test_autocast_is_that_of_forwards_and_losses(sizes):
+    ranks.run(_in_bf16, 2, sizes, timeout=120)
+
+
 def _refused(group, options, inputs):
     mesh = tp_ext.init_mesh("cpu")
     options = {"loss": loss_over(None)} | options
@@ -197,6 +251,7 @@ def _refused(group, options, inputs):
         ({"offload": True}, (), "offload: True needs zero = 2 or 3, and zero is 0"),
         ({"recompute": "half"}, (), "recompute: 'half' must be one of"),
         ({"reduction": "none"}, (), "reduction: 'none' must be 'mean' or 'sum'"),
+        ({"autocast": torch.float64}, (), "autocast: torch.float64 must be one of"),
         ({"microbatches": 0}, (), "microbatches: 0 must be a positive integer"),
         (
             {"microbatches": 2},

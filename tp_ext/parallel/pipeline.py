@@ -7,10 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tp_ext.group import Group, process_group
 from tp_ext.nn.coalesce import uncoalesce_gradients
+from tp_ext.nn.names import reset_parameters
 from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
 from tp_ext.parallel.pipeline_parts import Parts, PipelinePart, elements, keywords_of, parts_of
@@ -68,8 +70,9 @@ def pipeline_stages(
     The result is torch's schedule (``isinstance(schedule, torch.distributed.pipelining.Schedule1F1B)``) with, in
     addition: ``stages``, the modules of this rank's stages, which functions of whole models take as their module, and
     whose parameters have the names of the whole model; ``parameters()``; ``losses``, ``loss`` and ``bubble`` of the
-    last step; ``next_step``. Its ``step`` takes inputs and target on every rank, and uses them where they belong. No
-    forward runs but those of the microbatches: shapes between stages come from one call of the model on fake tensors.
+    last step, ``ideal_bubble``; ``next_step``. Its ``step`` takes inputs and target on every rank, and uses them where
+    they belong. No forward runs but those of the microbatches: shapes between stages come from one call of the model on
+    fake tensors.
 
     The blocks are those of ``model.pipeline_parts()``, which returns ``(first, blocks, last)``: what comes before the
     blocks, a list of the blocks, and what comes after; ``first`` and ``last`` are a module, a function without
@@ -154,13 +157,10 @@ def pipeline_stages(
     copies = TiedWeights(tied, held, rank_of, group)
     copies.separate()
     for stage in held.values():
-        materialise(stage, where, init)
+        materialise(stage, where, init, [cast(nn.Module, part.function) for part in parts.blocks], options)
         if known.splits:
             uncoalesce_gradients(stage)
     copies.equalise()
-    if options:
-        for stage in held.values():
-            shard(stage, [cast(nn.Module, part.function) for part in parts.blocks], options)
     clock = Clock(where)
     made = _schedule(known.torch_class, held, number, microbatches, step_loss, where, group, clock)
     torch_stages = [made._stage] if per_rank == 1 and not known.looped else made._stages
@@ -223,20 +223,39 @@ def _device(model: nn.Module, mesh: Group, given: torch.device | str | None) -> 
     return found
 
 
-def materialise(stage: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None) -> None:
-    """Gives a stage that is on meta memory and values; what is not on meta is moved to the device.
+def materialise(
+    stage: nn.Module,
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None,
+    blocks: Sequence[nn.Module],
+    options: dict[str, Any],
+) -> None:
+    """Gives a stage that is on meta memory and values, and moves what is not on meta to the device; shards it by FSDP2,
+    each of the blocks in it and the rest, if there are options of ``fully_shard``.
+
+    Weights by name are drawn as shards; other initialisers need the full tensors of the stage.
 
     Raises:
         ValueError: see :func:`check_meta`.
     """
     if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
         stage.to(device)
+        if options:
+            _shard(stage, blocks, options)
         return
+    check_meta([stage], init)
+    if options and init is reset_parameters:
+        _shard(stage, blocks, options)
     names: dict[int, list[str]] = {}
     for name, param in stage.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    check_meta([stage], init)
-    stage._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one.to(device))
+    offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+
+    def made(tensor: Tensor) -> Tensor:
+        own = torch.device("cpu") if offloads and isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=own) if tensor.is_meta else tensor.to(own)
+
+    stage._apply(made)
     if init is not None:
         init(stage)
     else:
@@ -245,6 +264,8 @@ def materialise(stage: nn.Module, device: torch.device, init: Callable[[nn.Modul
             if callable(reset):
                 reset()
     retied(stage, list(names.values()))  # each has its own memory
+    if options and init is not reset_parameters:
+        _shard(stage, blocks, options)
 
 
 def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:
@@ -262,7 +283,7 @@ def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:
                 )
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
+def _shard(model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
     """Applies ``fully_shard`` to those of the blocks that are in the model, and to the model."""
     own = set(model.modules()) - {model}
     for block in blocks:
@@ -285,7 +306,7 @@ def _schedule(
     stages = [TimedStage(module, index, number, device, group=group, clock=clock) for index, module in held.items()]
 
     def timed_loss(*args: Any, **options: Any) -> Tensor:
-        with clock.busy():
+        with clock.busy("forward: loss"):
             return loss(*args, **options)
 
     made = type(kind.__name__, (PipelineSteps, kind), {"__doc__": PipelineSteps.__doc__})

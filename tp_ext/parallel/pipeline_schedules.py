@@ -41,6 +41,11 @@ class Schedule(NamedTuple):
         found: type[Any] = getattr(schedules, f"Schedule{self.name}")
         return found
 
+    def bubble(self, ranks: int, microbatches: int, per_rank: int) -> float | None:
+        """Returns the idle share for stages of equal cost, (p - 1) / (m v + p - 1); None if the gradients of weights
+        fill idle time, for which there is no such formula."""
+        return None if self.splits else (ranks - 1) / (microbatches * per_rank + ranks - 1)
+
     def stages_of(self, rank: int, ranks: int, per_rank: int) -> list[int]:
         """Returns the stages of a rank."""
         if self.v:

@@ -133,6 +133,13 @@ class PipelineSteps:
         found = all_gather_objects(self._setup.clock.seconds(), self._setup.group)
         return 1 - sum(busy for busy, _ in found) / (len(found) * max(step for _, step in found))
 
+    @property
+    def ideal_bubble(self) -> float | None:
+        """The idle share if all stages cost the same and messages nothing: (p - 1) / (m v + p - 1) for p ranks, m
+        microbatches and v stages on each rank. None for schedules that split the backward."""
+        setup = self._setup
+        return setup.schedule.bubble(setup.group.size(), setup.microbatches, len(setup.stages))
+
     def step(
         self,
         *inputs: Any,
@@ -221,7 +228,7 @@ class PipelineSteps:
             self.next_step += 1
             self._trained = True
         elif setup.sharded:
-            self._reshard()
+            reshard(self.stages)
         if losses is not None and on_last and setup.loss.values:
             losses[:] = setup.loss.values[-setup.microbatches :]
         return result
@@ -326,13 +333,6 @@ class PipelineSteps:
                 "gradients are sent; make the stages again to freeze or train other parameters"
             )
 
-    def _reshard(self) -> None:
-        """Frees the parameters that FSDP2 has gathered for an evaluation, so that the next step gathers new values."""
-        for stage in self.stages:
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-
     def _check_keywords(self, keywords: Mapping[str, Any], batch: Batch | None) -> None:
         """Raises ValueError if a tensor would be cut along a dim that is not that of the batch."""
         shapes = batch.inputs if batch is not None and batch.inputs else ()
@@ -373,6 +373,14 @@ class PipelineSteps:
     def _check_stepped(self, name: str) -> None:
         if self._batch is None:
             raise RuntimeError(f"{name}: there must be a step first")
+
+
+def reshard(modules: Sequence[nn.Module]) -> None:
+    """Frees the parameters that FSDP2 has gathered for an evaluation, so that the next step gathers new values."""
+    for module in modules:
+        for one in module.modules():
+            if isinstance(one, FSDPModule):
+                one.reshard()
 
 
 def _microbatch(name: str, given: Any, count: int) -> Shape:

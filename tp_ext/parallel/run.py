@@ -1,12 +1,13 @@
 """Training over all axes of a mesh: data, pipeline, context and tensor parallelism around one model."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.distributed import DeviceMesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -22,12 +23,14 @@ from tp_ext.mesh import mesh_axes
 from tp_ext.nn.names import name_modules, reset_parameters
 from tp_ext.parallel.grad_norm import clip_grad_norm_
 from tp_ext.parallel.gradient_sum import sum_gradients
-from tp_ext.parallel.pipeline import materialise, pipeline_stages, shard
+from tp_ext.parallel.pipeline import materialise, pipeline_stages
 from tp_ext.parallel.pipeline_loss import StepLoss
+from tp_ext.parallel.pipeline_steps import reshard
 from tp_ext.random import manual_seed
 from tp_ext.random_scope import at
 
 RECOMPUTE = (None, "full", "selective")
+AUTOCAST = (None, torch.bfloat16, torch.float16)
 
 
 def parallelize(
@@ -43,6 +46,7 @@ def parallelize(
     offload: bool = False,
     recompute: str | None = None,
     compile: bool = False,
+    autocast: torch.dtype | None = None,
     seed: int = 0,
 ) -> "ParallelRun":
     """Prepares a model for training over all axes of a mesh.
@@ -83,6 +87,7 @@ def parallelize(
         recompute: what backward computes again: None, nothing; ``"full"``, the forward of each block; ``"selective"``,
             all of it but matrix products, attention and collectives.
         compile: compiles each block by ``torch.compile``.
+        autocast: the dtype of ``torch.autocast`` for forwards and losses; None: no autocast.
         seed: of weights on meta and of masks.
 
     Communicates: the creation of groups; that of :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
@@ -110,10 +115,12 @@ def parallelize(
         raise ValueError(f"recompute: {recompute!r} must be one of {RECOMPUTE}")
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"microbatches: {microbatches!r} must be a positive integer")
+    if autocast not in AUTOCAST:
+        raise ValueError(f"autocast: {autocast!r} must be one of {AUTOCAST}")
     manual_seed(seed, mesh)
     name_modules(model)
     model = _wrapped_blocks(model, recompute, compile)
-    return ParallelRun(model, mesh, schedule, microbatches, loss, reduction, count or _valid, zero, offload)
+    return ParallelRun(model, mesh, schedule, microbatches, loss, reduction, count or _valid, zero, offload, autocast)
 
 
 class ParallelRun:
@@ -137,6 +144,7 @@ class ParallelRun:
         count: Callable[[Tensor], Tensor | int],
         zero: int,
         offload: bool,
+        autocast: torch.dtype | None,
     ) -> None:
         names = mesh.mesh_dim_names or ()
         size = {name: mesh[name].size() if name in names else 1 for name in ("pp", "dp", "cp")}
@@ -147,7 +155,8 @@ class ParallelRun:
         axes = [name for name in ("dp", "cp") if name in names]
         data = mesh[tuple(axes)]._flatten("dp_cp") if len(axes) == 2 else mesh[axes[0]] if axes else None
         self._data = data if data is not None and data.size() > 1 else None
-        device = _device(mesh)
+        self._device = device = _device(mesh)
+        self._autocast = autocast
         sharding: dict[str, Any] = {}
         if zero > 1:
             if data is None:
@@ -157,7 +166,8 @@ class ParallelRun:
                 sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
         def summed(output: Any, target: Tensor) -> Tensor:
-            return loss(output, target) * count(target) if reduction == "mean" else loss(output, target)
+            with self._precision():
+                return loss(output, target) * count(target) if reduction == "mean" else loss(output, target)
 
         mean_over: list[Group] = [mesh[name] for name in axes if size[name] > 1]
         # The mean of FSDP2 and DDP over the data axis, or sum_gradients
@@ -182,13 +192,10 @@ class ParallelRun:
             self.state: Any = self._schedule.stages
             return
         self._loss = StepLoss(summed, microbatches, count, mean_over or None, rule)
-        materialise(model, device, reset_parameters)
-        if sharding:
-            shard(model, _blocks(model), sharding)
+        materialise(model, device, reset_parameters, _blocks(model), sharding)
         self.state = model
         if self._data is not None and not sharding and any(param.requires_grad for param in model.parameters()):
             self._ddp = DistributedDataParallel(model, process_group=self._data.get_group())
-        self._device = device
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields this rank's parameters, those of its stages under a pipeline."""
@@ -225,16 +232,7 @@ class ParallelRun:
         Raises:
             ValueError: ``microbatches`` does not divide the batch.
         """
-        given = inputs if isinstance(inputs, tuple) else (inputs,)
-        for name, tensor in (*((f"inputs[{i}]", one) for i, one in enumerate(given)), ("target", target)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: {type(tensor).__name__} must be a tensor")
-            if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % self._microbatches:
-                raise ValueError(
-                    f"{name}: shape {tuple(tensor.shape)} must be a multiple of {self._microbatches} microbatches in "
-                    "dim 0"
-                )
-        self._place_of(given[0], keywords.get("layout"))
+        given = self._checked(inputs, target, keywords)
         if self._schedule is not None:
             self._schedule.next_step = self.next_step
             self._schedule.step(*given, target=target, **keywords)
@@ -247,19 +245,75 @@ class ParallelRun:
         self.next_step += 1
         return value
 
-    def _accumulate(self, given: tuple[Tensor, ...], target: Tensor, keywords: dict[str, Any]) -> None:
+    def evaluate(self, inputs: Any, target: Tensor, **keywords: Any) -> Tensor:
+        """Runs the forward of all microbatches in evaluation mode, without gradients, for the arguments of
+        :meth:`step`, which also says what is returned, communicated and raised. Gradients stay as they are."""
+        given = self._checked(inputs, target, keywords)
+        modules = self.state if isinstance(self.state, list) else [self.state]
+        training = [one for module in modules for one in module.modules() if one.training]
+        for module in modules:
+            module.eval()
+        try:
+            if self._schedule is not None:
+                self._schedule.eval(*given, target=target, **keywords)
+                value: Tensor = self._schedule.loss
+            else:
+                with torch.no_grad():
+                    for i, inputs, options, goal in self._microbatches_of(given, target, keywords):
+                        with self._context(self.next_step, i):
+                            self._loss(self.state(*inputs, **options), goal)
+                value = self._loss.mean()
+                reshard(modules)
+        finally:
+            for one in training:
+                one.training = True
+        return value
+
+    @property
+    def bubble(self) -> float | None:
+        """The idle share of the last step of a pipeline, see :func:`tp_ext.parallel.pipeline_stages`; None without
+        one."""
+        return None if self._schedule is None else self._schedule.bubble
+
+    @property
+    def ideal_bubble(self) -> float | None:
+        """The idle share if all stages cost the same; None without a pipeline, and if its schedule splits the
+        backward."""
+        return None if self._schedule is None else self._schedule.ideal_bubble
+
+    def _checked(self, inputs: Any, target: Tensor, keywords: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Returns the arguments of the model."""
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        for name, tensor in (*((f"inputs[{i}]", one) for i, one in enumerate(given)), ("target", target)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: {type(tensor).__name__} must be a tensor")
+            if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % self._microbatches:
+                raise ValueError(
+                    f"{name}: shape {tuple(tensor.shape)} must be a multiple of {self._microbatches} microbatches in "
+                    "dim 0"
+                )
+        self._place_of(given[0], keywords.get("layout"))
+        return given
+
+    def _microbatches_of(
+        self, given: tuple[Tensor, ...], target: Tensor, keywords: dict[str, Any]
+    ) -> Iterator[tuple[int, tuple[Any, ...], dict[str, Any], Tensor]]:
+        """Yields of each microbatch its index, arguments, keyword arguments and target; counts the tokens of all."""
         arguments, options = split_args_kwargs_into_chunks(given, keywords, self._microbatches)
-        targets = target.chunk(self._microbatches)
         self._loss.begin([target], self._device)
+        yield from zip(range(self._microbatches), arguments, options, target.chunk(self._microbatches), strict=True)
+
+    def _accumulate(self, given: tuple[Tensor, ...], target: Tensor, keywords: dict[str, Any]) -> None:
         module: Any = self._ddp or self.state
-        for i, (inputs, goal) in enumerate(zip(arguments, targets, strict=True)):
+        for i, inputs, options, goal in self._microbatches_of(given, target, keywords):
             last = i == self._microbatches - 1
             if isinstance(self.state, FSDPModule):
                 self.state.set_requires_gradient_sync(last)
             with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
-                with self._context(self.next_step, i):
-                    value = self._loss(module(*inputs, **options[i]), goal)
-                value.backward()
+                with record_function(f"forward {i}"), self._context(self.next_step, i):
+                    value = self._loss(module(*inputs, **options), goal)
+                with record_function(f"backward {i}"):
+                    value.backward()
 
     def _place_of(self, first: Tensor, layout: Any) -> None:
         """Notes where the sequences of a step are in the global batch, if dim 0 of the input counts sequences."""
@@ -269,10 +323,22 @@ class ParallelRun:
         self._seq = first.shape[1] if counts_sequences and self._layout is None else None
 
     def _context(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
+        """Returns the context of a forward: its random numbers and its precision."""
+        stack = ExitStack()
+        stack.enter_context(self._numbers(step, microbatch))
+        stack.enter_context(self._precision())
+        return stack
+
+    def _numbers(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
         if self._sequences is None:
             return at(step, microbatch, layout=self._layout)
         first = self.data_rank * self._sequences + microbatch * (self._sequences // self._microbatches)
         return at(step, microbatch, batch_offset=first, seq=self._seq, layout=self._layout)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
 
 
 def _valid(target: Tensor) -> Tensor:
