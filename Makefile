@@ -38,10 +38,11 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all smoke lint docs bench gpu-check cuda-check build clean FORCE
+.PHONY: help demo demo-3d test test-all smoke lint docs bench gpu-check cuda-check build clean FORCE
 
 help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
+	@echo 'make demo-3d  trains it on three meshes of 8 ranks, all axes, and on one rank'
 	@echo 'make test    runs the tests (PYTEST_ARGS="-k linear" for some of them)'
 	@echo 'make test-all  runs them in all cases, where make test thins large grids'
 	@echo 'make smoke   shows in two minutes that the installation works'
@@ -56,6 +57,9 @@ help:
 
 demo: $(BUILT) $(STAMPS)/demo
 	$(BIN)/python examples/demo.py
+
+demo-3d: $(BUILT) $(STAMPS)/demo
+	$(BIN)/python examples/demo.py --all-axes --out runs/demo_3d
 
 # A worker takes a file at a time: its tests share what they compile and the ranks that they start. More threads and
 # processes than cores: those that wait must not spin. Many processes import the same modules: let them share bytecode.

@@ -43,8 +43,8 @@ def split(text: bytes, seq_length: int) -> tuple[bytes, bytes]:
 def batch_of(
     text: "Tensor", step: int, options: argparse.Namespace, device: "torch.device"
 ) -> tuple["Tensor", "Tensor"]:
-    """Inputs and next bytes ``[batch, seq]`` of uint8 text. They depend on seed and step only: every rank of the
-    tensor-parallel group must see the same batch, and a resumed run the batches it would have seen."""
+    """Inputs and next bytes ``[batch, seq]`` of uint8 text, of all data-parallel ranks. They depend on seed and step
+    only, so every mesh trains on the same batches, and a resumed run on those it would have seen."""
     import torch
 
     generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)

@@ -1,7 +1,8 @@
 """``make demo``: trains on two ranks and on one, and compares the losses and the text that the trained models write.
 
-In fp64: training amplifies rounding errors about a millionfold in 200 steps, so in fp32 the losses of two correct runs
-would differ visibly at the end.
+``make demo-3d`` (``--all-axes``) trains on three meshes of 8 ranks and on one rank. All in fp64: training amplifies
+rounding errors about a millionfold in 200 steps, so in fp32 the losses of two correct runs would differ visibly at the
+end.
 """
 
 import argparse
@@ -10,40 +11,66 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 
 
-def train(ranks: int, out: Path, steps: int) -> list[float]:
-    """Losses of a run of ``train_gpt.py`` on ``ranks`` ranks, which share the cores."""
+class Run(NamedTuple):
+    """A training on a mesh: the line of the table, the folder, the ranks, further options."""
+
+    title: str
+    folder: str
+    ranks: int
+    options: str = ""
+
+
+ONE = Run("1 rank", "1-ranks", 1)
+TWO = [Run("2 ranks (tensor and sequence parallel)", "2-ranks", 2, "--sequence-parallel"), ONE]
+ALL_AXES = [
+    Run("pp 2 x dp 2 x tp 2, ZeRO-1, timeline", "pp-dp-tp", 8, "--pp 2 --dp 2 --tp 2 --sequence-parallel --zero 1"),
+    Run("dp 2 x cp 2 x tp 2, ZeRO-2", "dp-cp-tp", 8, "--dp 2 --cp 2 --tp 2 --sequence-parallel --zero 2"),
+    Run("pp 2 x cp 2 x tp 2", "pp-cp-tp", 8, "--pp 2 --cp 2 --tp 2 --sequence-parallel --schedule GPipe"),
+    ONE,
+]
+
+
+def train(run: Run, out: Path, steps: int) -> list[float]:
+    """Losses of a run of ``train_gpt.py``, whose ranks share the cores."""
     cores = len(os.sched_getaffinity(0))
     environment = os.environ | {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, cores // run.ranks)),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    script = [str(HERE / "train_gpt.py"), "--steps", str(steps), "--out", str(out)]
-    script += ["--sequence-parallel", "--dtype", "float64", "--overwrite"]
-    print(f"\n=== {ranks} rank{'s' * (ranks > 1)}", flush=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
+    script = [str(HERE / "train_gpt.py"), "--steps", str(steps), "--out", str(out / run.folder)]
+    script += ["--dtype", "float64", "--overwrite", *run.options.split()]
+    script += ["--timeline"] if "timeline" in run.title else []
+    print(f"\n=== {run.title}", flush=True)
     subprocess.run(launch + script, env=environment, check=True)
-    with (out / "loss.csv").open() as file:
+    with (out / run.folder / "loss.csv").open() as file:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, help="default 200; 20 with --all-axes")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--all-axes", action="store_true", help="meshes of 8 ranks instead of two ranks")
     arguments = parser.parse_args()
-    two, one = (train(ranks, arguments.out / f"{ranks}-ranks", arguments.steps) for ranks in (2, 1))
-    apart = max(abs(a - b) for a, b in zip(two, one, strict=True))
-    print(f"\nloss, nats per byte, over {arguments.steps} steps in fp64   first    last")
-    print(f"2 ranks (tensor and sequence parallel)           {two[0]:.4f}  {two[-1]:.4f}")
-    print(f"1 rank                                           {one[0]:.4f}  {one[-1]:.4f}")
-    print(f"largest difference at any step                   {apart:.1e}")
-    texts = [(arguments.out / f"{ranks}-ranks" / "sample.txt").read_text() for ranks in (2, 1)]
-    print(f"text sampled after training                      {'the same' if texts[0] == texts[1] else 'DIFFERENT'}")
-    print(f"loss curve: {arguments.out / '2-ranks' / 'loss.png'}")
+    runs = ALL_AXES if arguments.all_axes else TWO
+    steps = arguments.steps or (20 if arguments.all_axes else 200)
+    losses = [train(run, arguments.out, steps) for run in runs]
+    apart = max(abs(a - b) for one in losses for a, b in zip(one, losses[-1], strict=True))
+    print(f"\nloss, nats per byte, over {steps} steps in fp64".ljust(50) + "first    last")
+    for run, own in zip(runs, losses, strict=True):
+        print(f"{run.title:<49}{own[0]:.4f}  {own[-1]:.4f}")
+    print(f"{'largest difference at any step':<49}{apart:.1e}")
+    texts = {(arguments.out / run.folder / "sample.txt").read_text() for run in runs}
+    print(f"{'text sampled after training':<49}{'the same' if len(texts) == 1 else 'DIFFERENT'}")
+    print(f"loss curve: {arguments.out / runs[0].folder / 'loss.png'}")
+    if arguments.all_axes:
+        print(f"timeline of a step: {arguments.out / runs[0].folder / 'timeline.png'}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """A Llama-style language model from tp_ext's layers: RMSNorm, rotary grouped-query attention, SwiGLU, tied head.
 
 Every tensor between the blocks is ``[tokens, hidden]``, the batch flattened; under sequence parallelism each rank holds
-its share of the tokens. With ``group=None`` this is an ordinary model on one process.
+its share of the tokens, over a context group its tokens of each sequence. Without groups this is an ordinary model on
+one process.
 """
+
+from typing import Any
 
 import torch
 from gpt_config import GPTConfig as GPTConfig
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tp_ext.group import Group
@@ -15,7 +17,7 @@ from tp_ext.random import Normal
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, group: Group) -> None:
+    def __init__(self, config: GPTConfig, group: Group, context_group: Group = None) -> None:
         super().__init__()
         parallel = {"group": group, "sequence_parallel": config.sequence_parallel}
         self.attention_norm = tp_ext.RMSNorm(config.hidden_size, 1e-6, **parallel)
@@ -26,6 +28,8 @@ class Block(nn.Module):
             bias=False,
             rope=10000.0,
             init=Normal(std=0.02),
+            context_group=context_group,
+            context=config.context,
             **parallel,
         )
         self.mlp_norm = tp_ext.RMSNorm(config.hidden_size, 1e-6, **parallel)
@@ -43,49 +47,65 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        batch_size: int,
-        tokens: int,
-        cos_sin: tuple[Tensor, Tensor],
+        layout: tp_ext.ContextLayout | None = None,
+        total_tokens: int | None = None,
+        batch_size: int | None = None,
+        cos_sin: tuple[Tensor, Tensor] | None = None,
         cache: tp_ext.KVCache | None = None,
     ) -> Tensor:
-        attended = self.attention(
-            self.attention_norm(x), batch_size=batch_size, total_tokens=tokens, cos_sin=cos_sin, cache=cache
-        )
-        x = self.dropout(attended, residual=x, total_tokens=tokens)
-        return self.dropout(self.mlp(self.mlp_norm(x), tokens), residual=x, total_tokens=tokens)
+        where: dict[str, Any] = {"layout": layout}
+        if layout is None:
+            where = {"batch_size": batch_size, "total_tokens": total_tokens}
+        attended = self.attention(self.attention_norm(x), cos_sin=cos_sin, cache=cache, **where)
+        x = self.dropout(attended, residual=x, total_tokens=total_tokens)
+        return self.dropout(self.mlp(self.mlp_norm(x), total_tokens), residual=x, total_tokens=total_tokens)
 
 
 class GPT(nn.Module):
-    def __init__(self, config: GPTConfig, group: Group = None) -> None:
+    def __init__(self, config: GPTConfig, group: Group = None, context_group: Group = None) -> None:
         super().__init__()
         self.config, self.group = config, tp_ext.group.group_name(group) or None
         parallel = {"group": group, "sequence_parallel": config.sequence_parallel}
         self.embedding = tp_ext.VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, init=Normal(std=0.02), **parallel
         )
-        self.blocks = nn.ModuleList(Block(config, group) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, group, context_group) for _ in range(config.num_layers))
         self.norm = tp_ext.RMSNorm(config.hidden_size, 1e-6, **parallel)
         self.head = tp_ext.VocabParallelLMHead(config.hidden_size, config.vocab_size, **parallel)
         self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor, caches: list[tp_ext.KVCache] | None = None) -> Tensor:
-        """ids ``[batch, seq]``, continuing the text in the caches if there are any; returns this rank's columns of the
-        logits, ``[batch * seq, vocab_local]``."""
-        (batch, seq), tokens = ids.shape, ids.numel()
+    def pipeline_parts(self) -> tuple[Any, nn.ModuleList, Any]:
+        """What stages of a pipeline are made of, and what ``parallelize`` wraps: the blocks."""
+        return [torch.flatten, self.embedding], self.blocks, [self.norm, self.head]
+
+    def forward(
+        self,
+        ids: Tensor,
+        layout: tp_ext.ContextLayout | None = None,
+        total_tokens: int | None = None,
+        caches: list[tp_ext.KVCache] | None = None,
+    ) -> Tensor:
+        """ids ``[batch, seq]``, this rank's by ``layout`` if there is one, continuing the text in the caches if there
+        are any; returns this rank's columns of the logits, ``[batch * seq, vocab_local]``. ``total_tokens`` is what a
+        pipeline passes to the parts: here the number of ids."""
+        (batch, seq), tokens = ids.shape, ids.numel() if total_tokens is None else total_tokens
         x = self.embedding(ids.flatten())
-        positions = torch.arange(seq, device=ids.device) if caches is None else caches[0].positions(seq).flatten()
-        cos_sin = self.blocks[0].attention.rope.cos_sin(positions, x.dtype)  # once for all layers
+        cos_sin = None
+        if layout is None:  # tables once for all layers
+            positions = torch.arange(seq, device=ids.device) if caches is None else caches[0].positions(seq).flatten()
+            cos_sin = self.blocks[0].attention.rope.cos_sin(positions, x.dtype)
         for i, block in enumerate(self.blocks):
-            if self.config.activation_checkpointing and self.training:
-                x = checkpoint(block, x, batch, tokens, cos_sin, use_reentrant=False)
-            else:
-                x = block(x, batch, tokens, cos_sin, None if caches is None else caches[i])
+            x = block(x, layout, tokens, batch, cos_sin, None if caches is None else caches[i])
         return self.head(self.norm(x), tokens)
 
-    def loss(self, ids: Tensor, target: Tensor) -> Tensor:
+    def cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Mean loss of the tokens, from this rank's columns of the logits."""
         return tp_ext.vocab_parallel_cross_entropy(
-            self(ids), target.flatten(), self.group, vocab_size=self.config.vocab_size
+            logits, target.flatten(), self.group, vocab_size=self.config.vocab_size
         )
+
+    def loss(self, ids: Tensor, target: Tensor) -> Tensor:
+        return self.cross_entropy(self(ids), target)
 
     @torch.inference_mode()
     @torch.compiler.set_stance("force_eager")  # every step has another length: not worth compiling
@@ -100,7 +120,7 @@ class GPT(nn.Module):
         caches = [block.attention.new_cache(len(ids), length, dtype=dtype) for block in self.blocks]
         new = ids
         for _ in range(count):
-            last = self(new, caches).unflatten(0, (len(ids), -1))[:, -1]
+            last = self(new, caches=caches).unflatten(0, (len(ids), -1))[:, -1]
             new = tp_ext.vocab_parallel_sample(
                 last, self.group, vocab_size=self.config.vocab_size, temperature=temperature, top_k=top_k
             )[:, None]

@@ -16,4 +16,4 @@ class GPTConfig:
     ffn_hidden_size: int = 512
     dropout: float = 0.1
     sequence_parallel: bool = False
-    activation_checkpointing: bool = False
+    context: str = "ring"

@@ -12,7 +12,12 @@ from typing import Any
 from gpt_config import GPTConfig
 
 MODEL = [field.name for field in fields(GPTConfig)]
-# What a resumed run may not change. Everything else may differ: the number of ranks, --steps, --lr, --batch-size, ..
+MESH = ["pp", "dp", "cp", "tp"]
+SCHEDULES = (
+    *("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"),
+    *("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+)
+# What a resumed run may not change. Everything else may differ: the mesh, --steps, --lr, --batch-size, ..
 FIXED = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "dtype", "seed"]
 
 
@@ -36,6 +41,7 @@ def number(kind: type, rule: str, valid: Callable[[Any], bool]) -> Callable[[str
 
 
 POSITIVE = number(int, "be at least 1", lambda n: n >= 1)
+RANKS = number(int, "be at least 1, or -1", lambda n: n >= 1 or n == -1)
 COUNT = number(int, "be at least 0", lambda n: n >= 0)
 RATE = number(float, "be positive and finite", lambda x: 0 < x < math.inf)
 PROBABILITY = number(float, "be at least 0 and less than 1", lambda x: 0 <= x < 1)
@@ -52,7 +58,7 @@ def parse_options(description: str) -> argparse.Namespace:
     data.add_argument("--data", type=Path, help="a file or folder of text; None: Python's standard library")
     data.add_argument("--max-mib", type=POSITIVE, default=16, help="read at most this many MiB")
     data.add_argument("--seq-length", type=POSITIVE, default=128, help="bytes in a sequence")
-    data.add_argument("--batch-size", type=POSITIVE, default=16, help="sequences in a step")
+    data.add_argument("--batch-size", type=POSITIVE, default=16, help="sequences in a step, of all ranks together")
 
     model = parser.add_argument_group("model")
     model.add_argument("--hidden-size", type=POSITIVE, default=config.hidden_size, help="width of the residual stream")
@@ -67,8 +73,6 @@ def parse_options(description: str) -> argparse.Namespace:
     model.add_argument("--ffn-hidden-size", type=POSITIVE, default=config.ffn_hidden_size, help="width of the MLP")
     model.add_argument("--dropout", type=PROBABILITY, default=config.dropout, help="after attention and MLP")
     model.add_argument("--sequence-parallel", action="store_true", help="shard the activations between blocks, too")
-    model.add_argument("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
-    model.add_argument("--compile", action="store_true", help="torch.compile each block")
     dtypes = ("float32", "bfloat16", "float64")
     model.add_argument("--dtype", choices=dtypes, default="float32", help="bfloat16: autocast over fp32 parameters")
 
@@ -89,10 +93,23 @@ def parse_options(description: str) -> argparse.Namespace:
     output.add_argument("--eval-batches", type=POSITIVE, default=8, help="batches of held-out text in an evaluation")
     output.add_argument("--log-every", type=POSITIVE, default=10, help="steps between lines, where there is no bar")
     output.add_argument("--quiet", action="store_true", help="no progress bar and no lines but the first and the last")
+    output.add_argument("--timeline", action="store_true", help="draw the third step of the run: timeline.png")
     output.add_argument("--prompt", default="def ", help="what the text sampled at the end begins with")
     output.add_argument("--sample-bytes", type=COUNT, default=200, help="length of the sampled text; 0: none")
 
-    ranks = parser.add_argument_group("ranks")
+    ranks = parser.add_argument_group("ranks", "pp x dp x cp x tp of them; -1: as many as the others leave")
+    ranks.add_argument("--pp", type=RANKS, default=1, help="pipeline-parallel ranks: stages of blocks")
+    ranks.add_argument("--dp", type=RANKS, default=1, help="data-parallel ranks: other sequences on each")
+    ranks.add_argument("--cp", type=RANKS, default=1, help="context-parallel ranks: tokens of each sequence")
+    ranks.add_argument("--tp", type=RANKS, default=-1, help="tensor-parallel ranks: shards of each weight")
+    contexts = ("ring", "all_gather", "ulysses")
+    ranks.add_argument("--context", choices=contexts, default=config.context, help="how keys reach the ranks of --cp")
+    ranks.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline; None: 1F1B")
+    ranks.add_argument("--micro-batches", type=POSITIVE, help="slices of each rank's batch; None: as many as --pp")
+    ranks.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO over --dp and --cp")
+    ranks.add_argument("--offload", action="store_true", help="parameters and states in host memory; --zero 2 or 3")
+    ranks.add_argument("--recompute", choices=("full", "selective"), help="what backward computes again of each block")
+    ranks.add_argument("--compile", action="store_true", help="torch.compile each block")
     ranks.add_argument("--backend", help="of torch.distributed; None: what fits the device and the hosts")
     ranks.add_argument("--timeout", type=POSITIVE, default=300, help="seconds to wait for another rank")
 
@@ -109,7 +126,29 @@ def parse_options(description: str) -> argparse.Namespace:
         parser.exit(1, f"{' and '.join(missing)} must be installed: pip install matplotlib tqdm\n")
     if "LOCAL_RANK" not in os.environ:
         parser.exit(1, "launch with torchrun: torchrun --standalone --nproc-per-node 2 examples/train_gpt.py\n")
+    check_mesh(parser, options, int(os.environ.get("WORLD_SIZE", "1")))
     return options
+
+
+def check_mesh(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int) -> None:
+    """Replaces a size of -1 by the remaining ranks; ends the run if the sizes of mesh and batch do not fit."""
+    sizes = {name: getattr(options, name) for name in MESH}
+    given = " ".join(f"--{name} {size}" for name, size in sizes.items())
+    remaining = [name for name, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(remaining) > 1:
+        parser.error(f"argument --{remaining[1]}: only one of {given} may be -1")
+    if ranks % known or (not remaining and ranks != known):
+        parser.error(f"argument --{MESH[0]}: {given} must multiply to the {ranks} ranks of this run")
+    for name in remaining:
+        setattr(options, name, ranks // known)
+    if options.micro_batches is None:
+        options.micro_batches = options.pp
+    if options.batch_size % (options.dp * options.micro_batches):
+        parser.error(
+            f"argument --batch-size: {options.batch_size} must be a multiple of --dp x --micro-batches = "
+            f"{options.dp} x {options.micro_batches}"
+        )
 
 
 def saved_form(options: argparse.Namespace, text_sha256: str) -> dict[str, Any]:

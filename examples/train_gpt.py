@@ -1,16 +1,18 @@
-"""Trains a byte-level language model with tensor parallelism:
+"""Trains a byte-level language model with data, pipeline, context and tensor parallelism:
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --data PATH --steps 300
+    torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --pp 2 --dp 2 --tp 2 --zero 2 --timeline
 
 ``--data`` is a file or a folder of text; without it, the source of Python's standard library. The losses are the same
-for every number of ranks. Runs on CPU (shared memory on one host, gloo on several) and on GPUs (NCCL; gloo when ranks
-share one). Ctrl-C and SIGTERM save a checkpoint and end the run; ``--resume`` continues it, on any number of ranks.
+for every number of ranks along each axis. Runs on CPU (shared memory on one host, gloo on several) and on GPUs (NCCL;
+gloo when ranks share one). Ctrl-C and SIGTERM save a checkpoint and end the run; ``--resume`` continues it, on any
+mesh.
 """
 
 import signal
 
 from data import batch_of, read_text, split
-from options import MODEL, difference, parse_options, saved_form
+from options import MESH, MODEL, difference, parse_options, saved_form
 
 if __name__ == "__main__":  # before torch is imported: --help and mistakes are answered at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: no traceback
@@ -18,6 +20,7 @@ if __name__ == "__main__":  # before torch is imported: --help and mistakes are 
     TEXTS = split(read_text(OPTIONS.data, OPTIONS.max_mib * 2**20), OPTIONS.seq_length)
 
 import argparse
+import contextlib
 import hashlib
 import math
 import os
@@ -25,6 +28,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -33,8 +37,13 @@ import torch.distributed as dist
 from gpt import GPT, GPTConfig
 from run_log import RunLog
 from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import tp_ext
+from tp_ext.parallel import ParallelRun
+
+AUTOCAST = {"bfloat16": torch.bfloat16}
 
 
 class StopSignals:
@@ -80,30 +89,65 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
     return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def train_step(
-    model: GPT, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], lr: float, precision: Any
-) -> float:
-    """One step of AdamW; returns the loss. ``precision``: the context of the forward."""
-    for param_group in optimizer.param_groups:
-        param_group["lr"] = lr
-    with precision:
-        loss = model.loss(*batch)
-    optimizer.zero_grad()
-    loss.backward()
-    tp_ext.clip_grad_norm_(model, 1.0)
-    optimizer.step()
-    return loss.item()
+class Trainer:
+    """The model on a mesh, its optimizer, and its steps on batches of all ranks."""
+
+    def __init__(self, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
+        self.mesh = mesh
+        config = GPTConfig(**{name: value for name, value in vars(options).items() if name in MODEL})
+        with torch.device("meta"):  # each rank then gets the memory of its own stage and shards
+            model = GPT(config, mesh["tp"], mesh["cp"])
+        self.run: ParallelRun = tp_ext.parallelize(
+            model,
+            mesh,
+            schedule=options.schedule,
+            microbatches=options.micro_batches,
+            loss=model.cross_entropy,
+            zero=options.zero,
+            offload=options.offload,
+            recompute=options.recompute,
+            compile=options.compile,
+            autocast=AUTOCAST.get(options.dtype),
+            seed=options.seed,
+        )
+        self.optimizer = self.run.optimizer(torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        sequences = options.batch_size // (options.dp * options.micro_batches)
+        self.layout = tp_ext.ContextLayout(batch=sequences, seq=options.seq_length, group=mesh["cp"])
+        self.keywords = {"layout": self.layout, "total_tokens": self.layout.sizes[mesh["cp"].get_local_rank()]}
+
+    def step(self, batch: tuple[Tensor, Tensor], lr: float) -> float:
+        """One step of AdamW; returns the loss."""
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = lr
+        self.optimizer.zero_grad()
+        loss = self.run.step(*self._local(batch), **self.keywords)
+        self.run.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        return loss.item()
+
+    def evaluate(self, text: Tensor, options: argparse.Namespace, device: torch.device) -> float:
+        """Mean loss of ``--eval-batches`` batches of the held-out text, the same batches every time."""
+        batches = (batch_of(text, i, options, device) for i in range(options.eval_batches))
+        losses = [self.run.evaluate(*self._local(batch), **self.keywords) for batch in batches]
+        return torch.stack(losses).mean().item()
+
+    def _local(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This rank's sequences, and of these its tokens."""
+        ids, target = (self.layout.shard(one.chunk(self.run.data_size)[self.run.data_rank], 1) for one in batch)
+        return ids, target
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank's parameters, their gradients and AdamW's states."""
+        params = list(self.run.parameters())
+        own: Any = getattr(self.optimizer, "optim", self.optimizer)  # of this rank, within a ZeroRedundancyOptimizer
+        states = [state for kept in own.state.values() for state in kept.values()]
+        kinds = {"parameters": params, "gradients": [param.grad for param in params], "optimizer states": states}
+        return {kind: sum(map(local_bytes, tensors)) for kind, tensors in kinds.items()}
 
 
-@torch.no_grad()
-def evaluate(model: GPT, text: Tensor, options: argparse.Namespace, device: torch.device, precision: Any) -> float:
-    """Mean loss of ``--eval-batches`` batches of the held-out text, the same batches every time. The random numbers of
-    the training are left as they were."""
-    model.eval()
-    with precision, torch.random.fork_rng([device] if device.type == "cuda" else []):
-        losses = [model.loss(*batch_of(text, i, options, device)) for i in range(options.eval_batches)]
-    model.train()
-    return torch.stack(losses).mean().item()
+def local_bytes(tensor: Any) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.nbytes if isinstance(local, Tensor) else 0
 
 
 def peak_memory_mib(device: torch.device) -> float:
@@ -112,77 +156,90 @@ def peak_memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
 def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch.device) -> None:
-    group, rank = dist.group.WORLD, dist.get_rank()
+    rank = dist.get_rank()
     plain_options = saved_form(options, hashlib.sha256(b"".join(texts)).hexdigest())
     check_output(options, plain_options)
     train_text, held_out_text = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts)
-    tp_ext.debug.assert_replicated(train_text, group=group)  # hosts that read different files are found here
+    tp_ext.debug.assert_replicated(train_text, group=dist.group.WORLD)  # hosts that read different files are found here
 
-    tp_ext.manual_seed(options.seed)
+    mesh = tp_ext.init_mesh(device.type, **{name: getattr(options, name) for name in MESH})
     torch.set_default_dtype(torch.float64 if options.dtype == "float64" else torch.float32)
-    config = GPTConfig(**{name: value for name, value in vars(options).items() if name in MODEL})
-    model = GPT(config, group).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    if options.compile:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
+    trainer = Trainer(options, mesh, device)
+    run, optimizer = trainer.run, trainer.optimizer
 
     checkpoint, first_step = options.out / "checkpoint", 0
     if options.resume:
-        extra = tp_ext.load_checkpoint(checkpoint, model, optimizer, group=group)
-        first_step = extra["step"]
-        set_random_state(extra["random_state"], device)
+        run.next_step = first_step = tp_ext.load_checkpoint(checkpoint, run.state, optimizer, mesh=mesh)["step"]
         if first_step >= options.steps:
             sys.exit(f"--steps: {options.steps} must be more than the {first_step} steps of the checkpoint")
 
-    def save(step: int) -> None:
-        extra = {"step": step, "options": plain_options, "random_state": random_state(device)}
-        tp_ext.save_checkpoint(checkpoint, model, optimizer, group=group, **extra)
-
     stop, log = StopSignals(), RunLog(options, first_step, rank)
-    elements = sum(param.numel() for param in model.parameters())
-    log.print(f"{elements:,} parameters on each of {dist.get_world_size()} ranks, {device}")
+    elements = sum(param.numel() for param in run.parameters())
+    sizes = " x ".join(f"{name} {getattr(options, name)}" for name in MESH)
+    log.print(
+        f"{dist.get_world_size()} ranks on {device.type}: {sizes}; {elements:,} parameters in the first one's model"
+    )
     log.print(f"{len(train_text):,} bytes of text, {len(held_out_text):,} held out")
-    precision = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
     for step in range(first_step, options.steps):
         begin, lr = time.perf_counter(), learning_rate(step, options)
         batch = batch_of(train_text, step, options, device)
-        loss = train_step(model, optimizer, batch, lr, precision)
+        with drawn_timeline(options, run, step == first_step + 2):
+            loss = trainer.step(batch, lr)
         rate = batch[0].numel() / (time.perf_counter() - begin)
+        if step == first_step:
+            log.print(memory_line(trainer.memory()))
 
         done, held_out_loss = step + 1, None
         if done == options.steps or (options.eval_every and done % options.eval_every == 0):
-            held_out_loss = evaluate(model, held_out_text, options, device, precision)
+            held_out_loss = trainer.evaluate(held_out_text, options, device)
         log.step(step, loss, held_out_loss, lr, rate, peak_memory_mib(device))
         received = stop.on_any_rank(device)
         if done == options.steps or received or (options.save_every and done % options.save_every == 0):
-            save(done)
+            tp_ext.save_checkpoint(checkpoint, run.state, optimizer, mesh=mesh, step=done, options=plain_options)
         if received:
             log.close()
             log.print(f"stopped by {signal.Signals(received).name} after step {done}: continue with --resume")
             sys.exit(128 + received)
     log.close()
-    report(model, log, options, device)
+    report(log, options, mesh, device)
 
 
-def report(model: GPT, log: RunLog, options: argparse.Namespace, device: torch.device) -> None:
-    """First and last loss, the plot, a sample; every rank takes part in sampling."""
+def memory_line(own: dict[str, int]) -> str:
+    """The bytes on the rank that has most of them; all ranks call this."""
+    ranks: list[dict[str, int]] = [own] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    kinds = ", ".join(f"{max(one[kind] for one in ranks) / 2**20:,.1f} MiB of {kind}" for kind in own)
+    return f"on a rank at most {kinds}"
+
+
+@contextlib.contextmanager
+def drawn_timeline(options: argparse.Namespace, run: ParallelRun, wanted: bool) -> Iterator[None]:
+    """Draws what the ranks do in a step, with ``--timeline``."""
+    if not (options.timeline and wanted):
+        yield
+        return
+    with tp_ext.debug.record_timeline() as timeline:
+        yield
+    if dist.get_rank() == 0:
+        timeline.save(options.out / "timeline.png")
+    if (bubble := run.bubble) is not None and dist.get_rank() == 0:
+        ideal = "" if run.ideal_bubble is None else f", {run.ideal_bubble:.1%} for stages of equal cost"
+        print(f"timeline.png: idle for stages of other ranks {bubble:.1%} of the step{ideal}", flush=True)
+
+
+def report(log: RunLog, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
+    """First and last loss, the plot, a sample of the trained model, which each tensor-parallel group loads whole."""
     sample = None
     if options.sample_bytes:
+        config = GPTConfig(**{name: value for name, value in vars(options).items() if name in MODEL})
+        model = GPT(config, mesh["tp"]).to(device)
+        tp_ext.load_checkpoint(options.out / "checkpoint", model, group=mesh["tp"])
+        tp_ext.manual_seed(options.seed)
         prompt = torch.tensor([list(options.prompt.encode())], device=device)
-        sample = bytes(model.generate(prompt, options.sample_bytes)[0].tolist()).decode("utf-8", "replace")
+        precision = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
+        with precision:
+            sample = bytes(model.generate(prompt, options.sample_bytes)[0].tolist()).decode("utf-8", "replace")
     log.print(f"{log.summary()}; checkpoint and plot in {options.out}/" if log.rank == 0 else "")
     if log.rank == 0:
         log.plot(options.out / "loss.png")

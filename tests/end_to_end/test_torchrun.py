@@ -44,6 +44,11 @@ def _losses(out: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
+def _held_out_losses(out: Path) -> dict[str, float]:
+    with (out / "loss.csv").open() as file:
+        return {row["step"]: float(row["held_out_loss"]) for row in csv.DictReader(file) if row["held_out_loss"]}
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("text")
@@ -56,7 +61,8 @@ def text(tmp_path_factory) -> Path:
 
 def _rank_of_training(group, out: Path, arguments: tuple[str, ...]) -> None:
     words = ["train_gpt.py", *SMALL, "--out", str(out), *arguments, "--quiet"]
-    with mock.patch("sys.argv", words), mock.patch.dict("os.environ", {"LOCAL_RANK": str(group.rank())}):
+    environment = {"LOCAL_RANK": str(group.rank()), "WORLD_SIZE": str(group.size())}
+    with mock.patch("sys.argv", words), mock.patch.dict("os.environ", environment):
         options = train_gpt.parse_options("")
     texts = train_gpt.split(train_gpt.read_text(options.data, options.max_mib * 2**20), options.seq_length)
     try:
@@ -68,7 +74,7 @@ def _rank_of_training(group, out: Path, arguments: tuple[str, ...]) -> None:
 
 def _train_in_pool(p: int, out: Path, *arguments: str) -> list[float]:
     """Trains without torchrun and its imports of torch; returns the losses."""
-    ranks.run(_rank_of_training, p, out, arguments, timeout=120)
+    ranks.run(_rank_of_training, p, out, arguments, timeout=180)
     return _losses(out)
 
 
@@ -81,6 +87,23 @@ def test_resumed_at_another_p_goes_on_as_if_uninterrupted(text, tmp_path):
     resumed = _train_in_pool(1, tmp_path / "parts", "--steps", "8", "--resume", *options)
     assert resumed[:5] == begun
     assert resumed == pytest.approx(whole, abs=1e-9, rel=0)
+
+
+def test_resumed_on_other_meshes_it_goes_on_as_in_one_process(text, tmp_path):
+    """All axes, ZeRO and recomputation; the timeline is drawn in the third step of a run."""
+    options = ["--data", str(text), "--dtype", "float64", "--lr-decay-steps", "7", "--num-layers", "2"]
+    options += ["--batch-size", "4", "--save-every", "0", "--eval-every", "2", "--eval-batches", "1"]
+    whole = _train_in_pool(1, tmp_path / "whole", "--steps", "7", *options)
+    out, resumed = tmp_path / "parts", ["--resume", "--sample-bytes", "0", *options]
+    pipelined = ["--pp", "2", "--tp", "2", "--sequence-parallel", "--schedule", "GPipe", "--timeline"]
+    _train_in_pool(4, out, "--steps", "3", *pipelined, "--sample-bytes", "9", *options)
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    _train_in_pool(4, out, "--steps", "5", "--dp", "2", "--cp", "2", "--zero", "2", "--recompute", "full", *resumed)
+    losses = _train_in_pool(2, out, "--steps", "7", "--dp", "2", "--zero", "1", "--micro-batches", "2", *resumed)
+    assert losses == pytest.approx(whole, abs=1e-9, rel=0)
+    held_out = _held_out_losses(tmp_path / "whole")
+    parts = {step: loss for step, loss in _held_out_losses(out).items() if step in held_out}
+    assert len(held_out) == 4 and parts == pytest.approx(held_out, abs=1e-9, rel=0)
 
 
 def test_output_files_lines_and_sample(text, tmp_path):
@@ -101,7 +124,7 @@ def test_output_files_lines_and_sample(text, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--help"], "Trains a byte-level language model with tensor parallelism:"),
+        (["--help"], "Trains a byte-level language model with data, pipeline, context and tensor"),
         (["--data", "/nowhere"], "--data: /nowhere must be an existing file or folder"),
         (["--data", "EMPTY"], "--data: must hold text; there is no file, or all are empty or binary"),
         (["--data", "BINARY"], "--data: must hold text; there is no file, or all are empty or binary"),
@@ -113,6 +136,14 @@ def test_output_files_lines_and_sample(text, tmp_path):
         (["--sample-bytes", "-1"], "--sample-bytes: -1 must be at least 0"),
         (["--dropout", "1"], "--dropout: 1 must be at least 0 and less than 1"),
         (["--batch-size", "many"], "--batch-size: 'many' must be a number"),
+        (["--pp", "2"], "--pp: --pp 2 --dp 1 --cp 1 --tp -1 must multiply to the 1 ranks of this run"),
+        (["--tp", "2", "--dp", "1"], "--pp: --pp 1 --dp 1 --cp 1 --tp 2 must multiply to the 1 ranks of this run"),
+        (["--dp", "-1"], "--tp: only one of --pp 1 --dp -1 --cp 1 --tp -1 may be -1"),
+        (["--dp", "0"], "--dp: 0 must be at least 1, or -1"),
+        (
+            ["--batch-size", "6", "--micro-batches", "4"],
+            "--batch-size: 6 must be a multiple of --dp x --micro-batches = 1 x 4",
+        ),
     ],
     ids=lambda value: "-".join(value).strip("-") if isinstance(value, list) else "",
 )

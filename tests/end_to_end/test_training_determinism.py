@@ -5,7 +5,7 @@ import torch
 
 import tp_ext
 from tests.helpers.ranks import run
-from tests.helpers.small_gpt import CONFIG, GPT, GPTConfig
+from tests.helpers.small_gpt import CONFIG, GPT, GPTConfig, checkpointed
 
 pytestmark = pytest.mark.core
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.core
 def _train(group, sp):
     """Losses, gradient norms and weights of five steps of AdamW."""
     tp_ext.manual_seed(3)
-    model = GPT(GPTConfig(**CONFIG, activation_checkpointing=True, sequence_parallel=sp), group)
+    model = checkpointed(GPT(GPTConfig(**CONFIG, sequence_parallel=sp), group))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     numbers = []
     for _ in range(5):

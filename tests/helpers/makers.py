@@ -64,7 +64,7 @@ CASES = {
     "dropout": Case(lambda **k: tp_ext.Dropout(0.3, **k), dropout=True),
     "block": Case(
         lambda **k: Block(config(sequence_parallel=k["sequence_parallel"]), k["group"]),
-        call=(("batch_size", BATCH), ("tokens", TOKENS), ("cos_sin", None)),
+        call=_SEQUENCES,
         dropout=True,
     ),
     "rich_block": Case(lambda **k: RichBlock(**k), call=(), dropout=True),

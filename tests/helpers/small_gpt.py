@@ -2,6 +2,7 @@
 
 import torch
 from gpt import GPT, GPTConfig
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import tp_ext
 
@@ -25,11 +26,19 @@ def batches(steps=STEPS):
     return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows[:steps]]
 
 
-def make(group, **options):
+def make(group, activation_checkpointing=False, **options):
     """The model, always from the same seed. Two KV heads cannot be sharded over three ranks: there it is one."""
     tp_ext.manual_seed(7)
     kv = 1 if group is not None and group.size() == 3 else 2
-    return GPT(GPTConfig(**CONFIG | {"num_kv_heads": kv} | options), group)
+    model = GPT(GPTConfig(**CONFIG | {"num_kv_heads": kv} | options), group)
+    return checkpointed(model) if activation_checkpointing else model
+
+
+def checkpointed(model):
+    """The model, whose blocks are computed again in backward."""
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    return model
 
 
 def train(group, dtype, steps=STEPS, **options):

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tests.helpers import ranks
 from tests.helpers.makers import HIDDEN, SEQ, TOKENS, VOCAB, Block, build, caller, config, gpt, outcome
 from tests.helpers.oracle import full_gradients, gradients
+from tests.helpers.small_gpt import checkpointed
 
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 
@@ -81,7 +82,7 @@ def test_compilations_stay_few():
 def _together(group, sp):
     """Autocast, activation checkpointing and one compilation per block (nn.Module.compile) in one training step."""
     torch._dynamo.reset()
-    model = gpt(group, sp, activation_checkpointing=True)
+    model = checkpointed(gpt(group, sp))
     ids, target = _ids(2)
 
     def loss(ids, target):
@@ -110,9 +111,9 @@ def _inductor(group, sp, eager_random):
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = (x.tensor_split(group.size())[group.rank()] if sp else x).clone().requires_grad_()
     with torch._inductor.config.patch(fallback_random=eager_random):
-        compiled, counter = _compiled(lambda x: model(x, 2, TOKENS, None), "inductor")
+        compiled, counter = _compiled(lambda x: model(x, None, TOKENS, 2), "inductor")
         results = []
-        for call in (compiled, lambda x: model(x, 2, TOKENS, None)):
+        for call in (compiled, lambda x: model(x, None, TOKENS, 2)):
             model.zero_grad()
             x.grad = None
             torch.manual_seed(2)
