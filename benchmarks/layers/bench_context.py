@@ -1,7 +1,7 @@
 """Attention over a context group of two ranks, forward and backward: each way to exchange, contiguous and balanced.
 
 q [1, seq, 8, 64], k and v [1, seq, 2, 64] in fp32, causal. "dense" is torch's attention of the whole sequence in one
-process with one thread, while the ranks wait; half its time is the ceiling of two ranks with one thread each. Output
+process, while the ranks wait; half the time with one thread is the ceiling of two ranks with one thread each. Output
 and gradients are compared with dense before any measurement.
 """
 
@@ -69,6 +69,7 @@ def measure(seq: int, seconds: float, block: float) -> list[Record]:
     pinned = len(cores) >= RANKS
     interleave.pin_ranks(RANKS, cores, pinned)
     subjects = {"dense, 1 thread": interleave.here(dense(seq), 1, cores[:1] if pinned else cores)}
+    subjects[f"dense, {RANKS} threads"] = interleave.here(dense(seq), RANKS, cores)
     for backend in interleave.BACKENDS:
         for context in CONTEXTS:
             for balance in (True, False):

@@ -1,4 +1,4 @@
-"""Overlap of the linears' communication with their GEMMs, on ranks of this machine.
+"""Overlap of communication with GEMMs and attention, on ranks of this machine.
 
     python -m benchmarks.layers.trace_overlap                     # times, in 1, 2, 4 and 8 chunks
     python -m benchmarks.layers.trace_overlap --png overlap.png   # and a picture of rank 0
@@ -7,7 +7,8 @@
 Cases: the backward of a column linear (the sum of dx during the GEMM of dw), and the operations that `overlap_chunks`
 splits: the forward of a column linear under sequence parallelism (gather, GEMM), of a row linear (GEMM, sum) and of one
 under sequence parallelism (GEMM, reduce-scatter), and the backward of that (gather, GEMM, GEMM). The results in chunks
-are compared with those without chunks first. One thread a rank.
+are compared with those without chunks first. And ring attention over a context group of all ranks (8 heads of 64, 2 KV
+heads), whose exchanges run during the attention to the block at hand. One thread a rank.
 """
 
 import argparse
@@ -26,10 +27,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import tp_ext
+from tp_ext.nn.context_attention import context_attention
 
 Times = dict[str, dict[int, list[float]]]  # ms, by case and number of chunks
 Span = tuple[str, float, float]  # what, when it began and ended, in ms
-GEMMS = ("aten::mm", "aten::addmm")
+GEMMS = ("aten::mm", "aten::addmm", "aten::_scaled_dot_product")
 COLLECTIVES = ("gloo:", "tp_shm:")
 TRACES = 9  # of each case; other work on the machine disturbs the shortest least
 
@@ -53,7 +55,16 @@ def cases(group: Any, args: argparse.Namespace, chunks: int) -> dict[str, Callab
         y = layer(x)
         return lambda: list(torch.autograd.grad(y, [x, layer.weight], dy, retain_graph=True))
 
-    return {
+    ring: dict[str, Callable[[], list[Tensor]]] = {}
+    if chunks == 1:
+        layout = tp_ext.ContextLayout(batch=1, seq=tokens, group=group)
+        q, k, v = (torch.randn(1, tokens // p, heads, 64, requires_grad=True) for heads in (8, 2, 2))
+        attended = context_attention(q, k, v, layout)
+        ring["ring forward"] = lambda: [context_attention(q.detach(), k.detach(), v.detach(), layout)]
+        ring["ring backward"] = lambda: list(
+            torch.autograd.grad(attended, [q, k, v], torch.ones_like(attended), retain_graph=True)
+        )
+    return ring | {
         "column backward": backward(column, x, h),
         "column sp forward": lambda: forward(column_sp, x_sp),
         "row forward": lambda: forward(row, h),
@@ -66,12 +77,13 @@ def measure(group: Any, args: argparse.Namespace, every: dict[int, dict[str, Cal
     times: Times = {}
     for name in every[1]:
         want = every[1][name]()
-        for steps in every.values():
+        alike = {n: steps for n, steps in every.items() if name in steps}
+        for steps in alike.values():
             for got, one in zip(steps[name](), want, strict=True):
                 assert (got - one).norm() <= 1e-5 * one.norm(), name
-        times[name] = {n: [] for n in every}
+        times[name] = {n: [] for n in alike}
         for _ in range(args.repeats):
-            for n, steps in every.items():  # in turns, all ranks at once
+            for n, steps in alike.items():  # in turns, all ranks at once
                 dist.barrier(group)
                 start = time.perf_counter()
                 steps[name]()
@@ -114,7 +126,7 @@ def work(rank: int, args: argparse.Namespace, folder: str, results: Any) -> None
         where = Path(args.trace or folder)
         where.mkdir(parents=True, exist_ok=True)
         for name in every[1]:
-            for n in (1,) if name == "column backward" else (1, args.drawn):
+            for n in (n for n in (1, args.drawn) if name in every[n] and (n == 1 or name != "column backward")):
                 path = where / f"{name.replace(' ', '_')}_{n}_rank{rank}.json.gz"
                 lines[f"{name}, {'one chunk' if n == 1 else f'{n} chunks'}"] = traced(group, every[n][name], path)
     if rank == 0:
@@ -126,11 +138,11 @@ def work(rank: int, args: argparse.Namespace, folder: str, results: Any) -> None
 def table(times: Times) -> str:
     """Fastest and median ms without chunks, and the times with chunks over those."""
     middle = lambda values: sorted(values)[len(values) // 2]  # noqa: E731
-    counts = [n for n in next(iter(times.values())) if n > 1]
+    counts = sorted({n for by in times.values() for n in by if n > 1})
     text = f"{'case':<20}{'min ms':>9}{'median':>9}" + "".join(f"{f'{n}: min':>9}{'median':>9}" for n in counts) + "\n"
     for name, by in times.items():
         cells = [min(by[1]), middle(by[1])]
-        cells += [f(by[n]) / f(by[1]) for n in counts for f in (min, middle)]
+        cells += [f(by[n]) / f(by[1]) for n in counts if n in by for f in (min, middle)]
         text += f"{name:<20}" + "".join(f"{cell:9.2f}" for cell in cells) + "\n"
     return text
 
@@ -141,11 +153,11 @@ def draw(lines: dict[str, list[Span]], path: str, title: str) -> None:
     figure, panels = pyplot.subplots(len(lines), figsize=(11, 1.05 * len(lines) + 0.8), squeeze=False)
     for axis, (name, spans) in zip(panels[:, 0], lines.items(), strict=True):
         for what, start, end in spans:
-            gemm = what in GEMMS
+            gemm = what.startswith(GEMMS)
             axis.barh(
                 1 if gemm else 0, end - start, left=start, color="C0" if gemm else "C1", edgecolor="black", lw=0.6
             )
-        axis.set_yticks([0, 1], ["collective", "GEMM"])
+        axis.set_yticks([0, 1], ["collective", "compute"])
         axis.set_title(name, loc="left", fontsize=9)
         axis.margins(x=0.01)
     panels[-1, 0].set_xlabel("ms")
