@@ -1,0 +1,98 @@
+"""Bugs of one line in training over all axes, its random numbers, and asynchronous checkpoints."""
+
+from tests.mutations.mutation import mutation_in
+
+_bug = mutation_in("tp_ext")
+RUN = "parallel/test_run.py::test_training_is_that_of_one_process"
+STAGES = "parallel/test_pipeline_stages.py"
+
+PARALLEL_BUGS = [
+    _bug(
+        "replicas_with_the_same_masks",
+        "parallel/run.py",
+        "first = self.data_rank * self._sequences + microbatch",
+        "first = microbatch",
+        "Data-parallel ranks drop the same elements of other sequences.",
+        f"{RUN}[zero 0]",
+    ),
+    _bug(
+        "gradients_of_a_pipeline_not_summed",
+        "parallel/run.py",
+        "if self._data is not None and self._zero < 2:",
+        "if False:",
+        "Without ZeRO each replica of a pipeline trains on its own batch.",
+        f"{RUN}[pipeline and zero 0]",
+    ),
+    _bug(
+        "zero_1_keeps_all_states",
+        "parallel/run.py",
+        "if self._zero == 1 and self._data is not None:",
+        "if False:",
+        "Each rank keeps the states of all parameters.",
+        RUN,
+    ),
+    _bug(
+        "evaluation_leaves_gathered_parameters",
+        "parallel/run.py",
+        "reshard(modules)",
+        "pass",
+        "The step after an evaluation computes with the parameters of the step before.",
+        "parallel/test_run.py::test_evaluation_is_that_of_one_process_and_changes_nothing",
+    ),
+    _bug(
+        "mean_of_means",
+        "parallel/pipeline_loss.py",
+        "return value * (self._ranks / self.total).to(value.dtype)",
+        "return value / len(value.reshape(1)) / self._microbatches",
+        "Losses are weighted by microbatch, not by token.",
+        RUN,
+    ),
+    _bug(
+        "tied_gradient_of_one_stage",
+        "parallel/pipeline_tied.py",
+        "total += found[rank]",
+        "pass",
+        "A weight tied over two stages has the gradient of the first alone.",
+        f"{STAGES}::test_tied_head",
+    ),
+    _bug(
+        "backward_in_halves_behind_a_frozen_stage",
+        "parallel/pipeline_clock.py",
+        "if not any(one.requires_grad for one in inputs):",
+        "if False:",
+        "The second half finds no gradients of weights behind an input that needs none.",
+        "parallel/test_pipeline_steps.py::test_a_first_stage_without_gradients",
+    ),
+    _bug(
+        "one_mask_for_all_modules",
+        "random_scope.py",
+        'return number_of("mask", self._mask, key, call)',
+        'return number_of("mask", self._mask, 0, call)',
+        "All modules draw the mask of the first.",
+        "test_random_scope.py",
+    ),
+    _bug(
+        "one_mask_for_all_steps",
+        "random_scope.py",
+        "self.step = (seed, step)",
+        "self.step = (seed, 0)",
+        "Each step repeats the masks of the first.",
+        "test_random_scope.py",
+    ),
+    _bug(
+        "a_save_goes_on_over_a_destroyed_group",
+        "_object_collectives.py",
+        "if process_group is not None:\n        raise",
+        "if False:\n        raise",
+        "A save in the background takes itself for the only rank.",
+        "checkpoint/test_background.py",
+    ),
+    _bug(
+        "a_call_ends_with_its_operator",
+        "debug/timeline.py",
+        "end if work is None else max(end, work[1])",
+        "end",
+        "A timeline shows no communication in the background.",
+        "debug/test_timeline.py",
+    ),
+]
