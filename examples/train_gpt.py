@@ -224,8 +224,8 @@ def drawn_timeline(options: argparse.Namespace, run: ParallelRun, wanted: bool) 
     if dist.get_rank() == 0:
         timeline.save(options.out / "timeline.png")
     if (bubble := run.bubble) is not None and dist.get_rank() == 0:
-        ideal = "" if run.ideal_bubble is None else f", {run.ideal_bubble:.1%} for stages of equal cost"
-        print(f"timeline.png: idle for stages of other ranks {bubble:.1%} of the step{ideal}", flush=True)
+        ideal = "" if run.ideal_bubble is None else f"; {run.ideal_bubble:.1%} by the formula for equal stages"
+        print(f"timeline.png: ranks wait for other stages for {bubble:.1%} of the step{ideal}", flush=True)
 
 
 def report(log: RunLog, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:

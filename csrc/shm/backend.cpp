@@ -1,5 +1,6 @@
 #include "shm/backend.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -163,20 +164,21 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
   barrier(now);
 }
 
-// The range of a call in a profile, from now on; null where nothing is recorded
-static std::shared_ptr<at::RecordFunction> range_of(const Task& task) {
+// Begins the range of a call in a profile; returns what ends it, null where nothing is recorded
+static std::function<void()> begin_range(const Task& task) {
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (!callbacks) return nullptr;
   auto range = std::make_shared<at::RecordFunction>(std::move(*callbacks));
-  range->_setAsync();  // another thread may end it
+  range->_setAsync();
   range->before(std::string("tp_shm:") + task.what());
-  return range;
+  // A thread of ours may end it, and must see the caller's profiler
+  return at::wrapPropagateTLSState([range] { range->end(); });
 }
 
 std::function<void()> ShmBackend::finish_of(const Task& task, Buffers buffers) {
-  return [kept = std::move(buffers), range = range_of(task)] {
+  return [kept = std::move(buffers), end_range = begin_range(task)] {
     kept.outputs.store();
-    if (range) range->end();
+    if (end_range) end_range();
   };
 }
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
@@ -46,6 +47,26 @@ def test_phases_and_collectives_of_all_ranks():
         assert own[4].name == "AdamW"
     assert spans[0][3].end > spans[1][2].begin  # waits for rank 1 in its collective
     assert idle[1] >= 0.99 * SECONDS / seconds
+
+
+def _in_the_background(group):
+    """An all-reduce that tp_shm's own thread completes before the backward begins."""
+    shared = dist.new_group(backend="tp_shm")
+    x = torch.ones(1000)
+    with record_timeline() as timeline:
+        future = dist.all_reduce(x, group=shared, async_op=True).get_future()
+        while not future.done():  # does not run the call, as is_completed() may
+            time.sleep(0.001)
+        with record_function("backward"):
+            time.sleep(SECONDS)
+    dist.destroy_process_group(shared)
+    return timeline.ranks
+
+
+def test_a_call_that_a_thread_completes():
+    for collective, backward in ranks.run(_in_the_background, 2)[0]:
+        assert (collective.name, collective.size) == ("all_reduce", 4000)
+        assert collective.end <= backward.begin
 
 
 class Sleeping(torch.autograd.Function):

@@ -165,6 +165,8 @@ def record_timeline(process_group: ProcessGroup | None = None) -> Iterator[Timel
     """
     timeline = Timeline()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    if not cuda:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports that there is no GPU
     if dist.is_initialized():
         dist.barrier(process_group)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
