@@ -268,6 +268,20 @@ def test_conformance_cases_are_found_by_number():
     assert sorted(name for _, name, _ in listed) == sorted(found)
 
 
+def test_published_bugs_are_listed():
+    """docs/reference/published_bugs.md has a row for each test, with the links of its docstring, and no others."""
+    page, link = (ROOT / "docs" / "reference" / "published_bugs.md").read_text(), r"https://github\.com/[\w./-]+\d"
+    listed = {
+        test: set(re.findall(link, bug)) for bug, test in re.findall(r"^\| (\[.*?) \| .* \| `(.*)` \|$", page, re.M)
+    }
+    found = {}
+    for file in (ROOT / "tests" / "published_bugs").glob("test_*.py"):
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found[f"{path(file)}::{node.name}"] = set(re.findall(link, ast.get_docstring(node) or ""))
+    assert found == listed and all(found.values()) and len(found) >= 15
+
+
 @pytest.mark.parametrize("file", PACKAGE + TESTS, ids=lambda f: str(f.relative_to(ROOT)))
 def test_files_are_short(file):
     assert len(file.read_text().splitlines()) <= 450
