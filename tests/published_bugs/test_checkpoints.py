@@ -78,8 +78,8 @@ def _loaded(group, path):
 
 
 def test_a_shard_of_several_chunks(tmp_path):
-    """A shard of several sections of a tensor was saved as one contiguous chunk, so that the ranks' chunks overlap:
-    https://github.com/huggingface/transformers/pull/48802."""
+    """A shard of several sections of a tensor counted as one contiguous chunk, so that chunks of ranks overlapped, and
+    saving failed: https://github.com/huggingface/transformers/pull/48802."""
     chunks = ranks.run(_saved, 4, tmp_path / "saved")
     covered = [range(offset, offset + size) for offset, size in {chunk for one in chunks for chunk in one}]
     assert sorted(row for rows in covered for row in rows) != list(range(2 * FFN))

@@ -79,8 +79,8 @@ def _wrapped_twice(group, q):
 
 
 def test_context_and_tensor_parallelism_with_norms_of_queries_and_keys():
-    """A model with tensor parallelism fails as soon as context parallelism is added, which takes the queries and keys
-    for plain tensors where they are DTensors already: https://github.com/pytorch/torchtitan/issues/2446."""
+    """Qwen3 with tensor parallelism stops with an error once context parallelism is added, which does not expect
+    queries and keys that are DTensors already: https://github.com/pytorch/torchtitan/issues/2446."""
     q = torch.ones(1, 2, 2, 3)
     ranks.run_raises(_wrapped_twice, 4, RuntimeError, "only accepts torch.Tensor", q, in_turns=False)
     options = ROTATED | {"qk_norm": True}

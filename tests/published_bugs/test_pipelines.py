@@ -196,7 +196,7 @@ def _initialised(group):
 
 
 def test_stages_begin_with_different_weights():
-    """Each stage began with the same state of the generator, so that their layers had the same weights:
+    """Each stage of a pipeline begins with the same state of the generator, so that their layers have the same weights:
     https://github.com/pytorch/pytorch/issues/139304."""
     results = ranks.run(_initialised, 2, timeout=120)
     want = one_process()
