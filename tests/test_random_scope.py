@@ -152,9 +152,8 @@ def _replicas(group, lengths=None):
     else:
         first, own = sum(lengths[:half]), lengths[half : half + 2]
         rows = slice(first, first + sum(own))
-        with at(STEP, batch_offset=half, token_offset=first):
-            ends = [0, own[0], sum(own)]
-            loss = model.loss(IDS.flatten()[rows], TARGET.flatten()[rows], cu_seqlens=ends)
+        with at(STEP, batch_offset=group.rank(), token_offset=first):  # however many sequences come before
+            loss = model.loss(IDS.flatten()[rows], TARGET.flatten()[rows], cu_seqlens=[0, own[0], sum(own)])
     loss.backward()
     return outcome(model, [loss.detach()])
 
@@ -423,6 +422,13 @@ def _drawn(group, **place):
 def test_what_does_not_say_the_place_of_a_token(place, error, match):
     with pytest.raises(error, match=match):
         _drawn(None, **place)
+
+
+def test_packed_sequences_are_known_by_their_first_token():
+    tp_ext.manual_seed(5)
+    tp_ext.name_modules(layer := tp_ext.ParallelAttention(4, 2, dropout=0.3, group=None))
+    with at(0, batch_offset=1), pytest.raises(ValueError, match=r"token_offset: must be given .* packed sequences"):
+        layer(torch.ones(6, 4), cu_seqlens=[0, 2, 6])
 
 
 def _without_layout(group):

@@ -7,6 +7,7 @@ also while another microbatch is current. A draw of the generator, the ticket, d
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,6 +132,21 @@ class Scope:
         if full % self.seq:
             raise ValueError(f"seq: {self.seq} must divide the {full} tokens of activations, here of shape {shape}")
         return self.batch_offset * self.seq
+
+    def first_token(self) -> int:
+        """Returns the number, in the global batch, of the first token of packed sequences.
+
+        Raises:
+            ValueError: it does not follow from what :func:`at` was given.
+        """
+        if self.batch_offset is None:
+            return 0
+        if self.token_offset is None and self.seq is None:
+            raise ValueError(
+                f"token_offset: must be given to tp_ext.random.at with batch_offset = {self.batch_offset} and packed "
+                "sequences"
+            )
+        return self.batch_offset * (self.seq or 0) if self.token_offset is None else self.token_offset
 
     def rows(self, device: torch.device, full: int) -> Tensor:
         """Returns the number, in the global batch, of each of the ``full`` tokens of this rank of a context group."""
@@ -268,7 +284,7 @@ def at(
         seq: tokens of a sequence, needed with ``batch_offset`` where dim 0 of activations counts tokens, as in
             ``[tokens, hidden]`` and under sequence parallelism; not in ``[batch, seq, hidden]``.
         token_offset: the index of the first token in the global batch, default ``batch_offset * seq``; for packed
-            sequences of unequal length.
+            sequences of unequal length, whose masks depend on the indices of their tokens alone.
         layout: how the tokens are cut over the ranks of a context group, if they are.
 
     Communicates nothing.
@@ -333,20 +349,20 @@ def rows_seed(module: Any, x: Tensor, each: int, start: int, full: int, tokens: 
     return _draw_rows_seed(module._name_number, x, each, start, full, tokens, table, x.device)
 
 
-def sequence_seeds(module: Any, like: Tensor, sequences: int, unit: int) -> Tensor:
+def sequence_seeds(module: Any, like: Tensor, starts: Sequence[int], unit: int) -> Tensor:
     """Draws the seeds of the masks of attention weights.
 
     Args:
-        sequences: packed ones, each with its own seed, if ``unit`` is 0; otherwise 1.
+        starts: the first token of each packed sequence, which has its own seed, if ``unit`` is 0; otherwise ``[0]``.
         unit: rows, as the kernel cuts the weights, of a sequence of a batch; the batch has one seed.
 
     Returns:
         ``[sequences, 2]``: the seed, the first row.
     """
     if _traced():
-        drawn = _ops.draw_sequence_seeds(_traced_name(module), like.detach(), sequences, unit)
+        drawn = _ops.draw_sequence_seeds(_traced_name(module), like.detach(), starts, unit)
         return drawn.to(like.device, non_blocking=True)
-    return _draw_sequence_seeds(module._name_number, like, sequences, unit, like.device)
+    return _draw_sequence_seeds(module._name_number, like, starts, unit, like.device)
 
 
 def _traced_name(module: Any) -> Tensor:
@@ -385,15 +401,17 @@ def _draw_rows_seed(
     return torch.cat([seed, torch.arange(first * each, first * each + count, device=device)])
 
 
-def _draw_sequence_seeds(number: int, like: Tensor, sequences: int, unit: int, device: torch.device) -> Tensor:
+def _draw_sequence_seeds(number: int, like: Tensor, starts: Sequence[int], unit: int, device: torch.device) -> Tensor:
     scope = current_scope(like.device)
     if scope is None:
-        seeds = _draw_as_ever(device, sequences)
+        seeds = _draw_as_ever(device, len(starts))
         return torch.stack([seeds, torch.zeros_like(seeds)], 1)
-    first, seed = scope.batch_offset or 0, scope.mask_seed(number, device)
+    seed = scope.mask_seed(number, device)
     if unit:
-        return _pair(seed, first * unit, device)[None]
-    pairs = [_pair(number_of(seed, first + i), 0, device) for i in range(sequences)]
+        return _pair(seed, (scope.batch_offset or 0) * unit, device)[None]
+    # By its first token, so that nothing depends on how many sequences other microbatches have
+    first = scope.first_token()
+    pairs = [_pair(number_of(seed, first + start), 0, device) for start in starts]
     return torch.stack(pairs) if pairs else torch.empty(0, 2, dtype=torch.int64, device=device)
 
 
@@ -401,8 +419,8 @@ def _rows_seed(name: Tensor, x: Tensor, each: int, start: int, full: int, tokens
     return _draw_rows_seed(int(name), x, each, start, full, tokens, table, name.device)
 
 
-def _sequence_seeds(name: Tensor, like: Tensor, sequences: int, unit: int) -> Tensor:
-    return _draw_sequence_seeds(int(name), like, sequences, unit, name.device)
+def _sequence_seeds(name: Tensor, like: Tensor, starts: Sequence[int], unit: int) -> Tensor:
+    return _draw_sequence_seeds(int(name), like, starts, unit, name.device)
 
 
 _ops.implement("draw_rows_seed", _rows_seed)

@@ -233,6 +233,22 @@ LAYERS = [
         "test_random_scope.py::test_every_shape_of_activations_has_the_rows_of_its_place",
     ),
     _bug(
+        "mask_of_a_packed_sequence",
+        "random_scope.py",
+        "number_of(seed, first + start)",
+        "number_of(seed, start)",
+        "Sequences that begin at the same place of their rows share the masks of attention.",
+        "test_random_scope.py::test_replicas",
+    ),
+    _bug(
+        "mask_of_a_packed_row",
+        "parallel/run.py",
+        "token_offset=row * layout.tokens",
+        "token_offset=microbatch * layout.tokens",
+        "The rows of all data ranks have the same masks.",
+        "parallel/test_run.py::test_masks_of_packed_rows_depend_on_their_place_alone",
+    ),
+    _bug(
         "weight_seed_without_parameter",
         "nn/names.py",
         "name = copies.get(id(param), _full(module, local))",

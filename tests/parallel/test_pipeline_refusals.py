@@ -128,6 +128,8 @@ def _steps(group, case):
         schedule.stages[0].bias.register_post_accumulate_grad_hook(print)
     inputs = {"no input": (), "odd": (torch.ones(6, 4),), "short": (torch.ones(4, 4),)}.get(case, (x,))
     target = {"no target": None, "short": torch.ones(4, 4), "later": torch.ones(8, 2)}.get(case, x)
+    if case == "keyword of a microbatch":
+        schedule.step(arg_mbs=[(x,)] * 4, kwarg_mbs=[{"mask": x}] * 4, target_mbs=[x] * 4)
     schedule.step(*inputs, target=target, **{"mask": x} if case == "keyword" else {})
 
 
@@ -139,6 +141,7 @@ STEPS = {
     "short": r"inputs: microbatches of \[1, 4\] float32 must be of \[2, 4\] float32, as in the first step; fill a last",
     "later": r"target: microbatches of \[2, 2\] float32 must be of \[2, 4\]",
     "keyword": r"step: 'mask' must be an argument of a part of the model",
+    "keyword of a microbatch": r"step: 'mask' must be an argument of a part of the model",
     "checkpoint": r"model: '.*Block.forward' recomputes its activations .* must not with ZBVZeroBubble",
     "hook": r"model: the parameter 'bias' has a post-accumulate-grad hook",
 }

@@ -151,7 +151,7 @@ CASES = {
     "context": ((1, 1, 2, 1), 2, False, {}),
     "data and context": ((1, 2, 2, 1), 1, False, {"zero": 3}),
     "pipeline": ((2, 1, 1, 1), 2, False, {"recompute": "full"}),
-    "pipeline and zero 0": ((2, 2, 1, 1), 2, False, {}),
+    "pipeline and zero 0": ((2, 3, 1, 1), 2, False, {}),  # three: the order of a sum matters to copies of tied weights
     "pipeline and zero 1": ((2, 1, 2, 1), 2, False, {"zero": 1, "schedule": "GPipe"}),
     "compiled": ((1, 2, 1, 1), 2, False, {"zero": 3, "compile": True}),
     "compiled and selective": ((2, 1, 1, 1), 2, False, {"compile": True, "recompute": "selective"}),
@@ -163,6 +163,37 @@ CASES = {
 def test_training_is_that_of_one_process(case):
     sizes, microbatches, sp, options = CASES[case]
     ranks.run(_train, torch.Size(sizes).numel(), sizes, microbatches, sp, options, timeout=180)
+
+
+def _accumulated(group, sizes, options):
+    """Norms of the gradients of one step, and of the same step once more."""
+    with in_fp64():
+        _, run, _, layout = prepared(sizes, 2, False, options)
+        norms = []
+        for _ in range(2):
+            run.next_step = 0
+            run.step(*batch(0, run.data_rank), batch_size=layout.batch)
+            norms.append(run.clip_grad_norm_(1e9))
+        return norms
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"), [((1, 2, 1, 1), 0), ((1, 2, 1, 1), 3), ((2, 2, 1, 1), 0), ((2, 2, 1, 1), 2)]
+)
+def test_steps_accumulate(sizes, zero):
+    for one, two in ranks.run(_accumulated, torch.Size(sizes).numel(), sizes, {"zero": zero}, timeout=120):
+        torch.testing.assert_close(two, 2 * one, **CLOSE)
+
+
+def _empty_shard(group, pp):
+    mesh = tp_ext.init_mesh("cpu", pp=pp, tp=2)
+    model = nn.Sequential(*(tp_ext.ParallelMLP(4, 1, group=mesh["tp"]) for _ in range(2)))
+    tp_ext.parallelize(model, mesh, microbatches=2, loss=loss_over(None), zero=2)
+
+
+def test_fsdp_with_an_empty_shard_is_refused():
+    match = r"model: '0.up.weight' must have elements on all 2 ranks that share it, and has none on \[1\]"
+    ranks.run_raises(_empty_shard, 2, ValueError, match, 1, in_turns=False)
 
 
 def _saves(group, path):
@@ -236,6 +267,48 @@ def _in_bf16(group, sizes):
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 1, 1)])
 def test_autocast_is_that_of_forwards_and_losses(sizes):
     ranks.run(_in_bf16, 2, sizes, timeout=120)
+
+
+def _packed(group, sizes, microbatches, options):
+    """Two documents or so in each row of six tokens."""
+    with in_fp64():
+        mesh, run, _, _ = prepared(sizes, microbatches, False, options)
+        rows = range(4 * run.data_rank // run.data_size, 4 * (run.data_rank + 1) // run.data_size)
+        layouts = [tp_ext.ContextLayout([row, 0, SEQ - row], group=mesh["cp"]) for row in rows]
+        ids, target = (torch.arange(4 * SEQ).view(4, SEQ) * factor % VOCAB for factor in (5, 3))
+        inputs, target = (
+            torch.stack([layout.shard(full[row]) for layout, row in zip(layouts, rows, strict=True)])
+            for full in (ids, target)
+        )
+        losses = [run.step(inputs, target, layout=layouts), run.evaluate(inputs, target, layout=layouts)]
+        return torch.stack(losses)
+
+
+def test_masks_of_packed_rows_depend_on_their_place_alone():
+    cases = [((1, 1, 1, 1), 4, {}), ((1, 2, 1, 1), 2, {}), ((2, 1, 2, 1), 4, {"schedule": "GPipe"})]
+    values = [ranks.run(_packed, torch.Size(case[0]).numel(), *case, timeout=120) for case in cases]
+    for other in values[1:]:
+        for value in other:
+            torch.testing.assert_close(value, values[0][0], **CLOSE)
+
+
+def _refused_layouts(group, lengths):
+    mesh = tp_ext.init_mesh("cpu")
+    run = tp_ext.parallelize(nn.Sequential(nn.Linear(2, 2)), mesh, microbatches=2, loss=loss_over(None))
+    layouts = [one if isinstance(one, str) else tp_ext.ContextLayout(one, group=None) for one in lengths]
+    run.step(torch.ones(4, 2), torch.ones(4), layout=layouts)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "match"),
+    [
+        ([[2], "two"], TypeError, "layout: 'two' in the list must be a ContextLayout"),
+        ([[2]], ValueError, "layout: 1 layouts must be 2, one for each microbatch"),
+        ([[2], [1, 2]], ValueError, r"layout: microbatches of \[2, 3\] tokens .* must be of equally many"),
+    ],
+)
+def test_wrong_layouts_are_refused(lengths, error, match):
+    ranks.run_raises(_refused_layouts, 2, error, match, lengths, in_turns=False)
 
 
 def _refused(group, options, inputs):

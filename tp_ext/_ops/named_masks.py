@@ -7,7 +7,7 @@ tensor, so that compiled code serves all modules of one kind. x is read for its 
 call depends on the result of an earlier one keeps their order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ _library.define(
     tags=_tags,
 )
 _library.define(
-    "draw_sequence_seeds(Tensor name, Tensor like, SymInt sequences, SymInt unit) -> Tensor",
+    "draw_sequence_seeds(Tensor name, Tensor like, SymInt[] starts, SymInt unit) -> Tensor",
     tags=_tags,
 )
 
@@ -32,8 +32,8 @@ def _rows_seed(name: Tensor, x: Tensor, each: int, start: int, full: int, tokens
 
 
 @torch.library.register_fake("tp_ext_python::draw_sequence_seeds")
-def _sequence_seeds(name: Tensor, like: Tensor, sequences: int, unit: int) -> Tensor:
-    return torch.empty(sequences, 2, dtype=torch.int64, device="cpu")
+def _sequence_seeds(name: Tensor, like: Tensor, starts: Sequence[int], unit: int) -> Tensor:
+    return torch.empty(len(starts), 2, dtype=torch.int64, device="cpu")
 
 
 def table_rows(x: Tensor, tokens: bool) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -213,14 +214,14 @@ class ParallelAttention(ParallelModule):
             q, k, v = (t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v))
             mask = None if attn_mask is None else self._mask_local(attn_mask, q.dtype)
             if cache is None:
-                attended = self._attend(q, k, v, mask, self._mask_seeds(q, 1, 1)[0])
+                attended = self._attend(q, k, v, mask, self._mask_seeds(q, None)[0])
             else:
                 window = self.sliding_window
                 attended = cache.attend(
                     q, k, v, mask=mask, scale=self.scale, sliding_window=window, softcap=self.softcap
                 )
         else:
-            seeds = self._mask_seeds(q, len(lengths), 0)
+            seeds = self._mask_seeds(q, lengths)
             sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), seeds, strict=True)
             attended = torch.cat(
                 [self._attend(a[None], b[None], c[None], None, seed)[0] for a, b, c, seed in sequences]
@@ -260,7 +261,7 @@ class ParallelAttention(ParallelModule):
             options = AttentionOptions(*scores, num_heads=self.num_heads, first_head=self.first_head_local)
             # Rows of the weights are queries, or with whole sequences on each rank those of a sequence
             unit = 1 if self.context == "ulysses" else self.num_heads * max(layout.lengths, default=0)
-            seeds = self._mask_seeds(q, len(layout.chunks), 0 if layout.batch is None else unit, layout)
+            seeds = self._mask_seeds(q, layout.lengths if layout.batch is None else None, unit, exact=True)
             seeds = seeds if isinstance(seeds, Tensor) else None
             attended = context_attention(q, k, v, layout, self.context, options, seeds)
         features = self.num_heads_local * self.head_dim
@@ -414,11 +415,12 @@ class ParallelAttention(ParallelModule):
         q, k = rotating[0].split((nq, nkv), -2) if together else rotating
         return q, k, v
 
-    def _mask_seeds(self, q: Tensor, sequences: int, unit: int, layout: ContextLayout | None = None) -> Any:
-        """Returns the seed of each sequence's mask by name (:func:`tp_ext.random_scope.sequence_seeds`), or None."""
-        exact = self.exact_dropout or self.softcap is not None or layout is not None
-        by_name = self.training and self.dropout and exact and sequences and draws_by_name(self, q.device)
-        return sequence_seeds(self, q, sequences, unit) if by_name else [None] * sequences
+    def _mask_seeds(self, q: Tensor, lengths: Sequence[int] | None, unit: int = 1, exact: bool = False) -> Any:
+        """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None."""
+        starts = [0] if lengths is None else [0, *accumulate(lengths)][:-1]
+        exact = exact or self.exact_dropout or self.softcap is not None
+        by_name = self.training and self.dropout and exact and starts and draws_by_name(self, q.device)
+        return sequence_seeds(self, q, starts, unit if lengths is None else 0) if by_name else [None] * len(starts)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seed: Any = None) -> Tensor:
         """Computes attention of q, k, v ``[batch, seq, heads_local, head_dim]`` -> the same shape."""

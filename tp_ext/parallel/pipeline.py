@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_ext.group import Group, process_group
 from tp_ext.nn.coalesce import uncoalesce_gradients
+from tp_ext.nn.fqn import layouts
 from tp_ext.nn.names import reset_parameters
 from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
@@ -118,8 +119,8 @@ def pipeline_stages(
         ValueError: an unknown schedule or a number of microbatches or stages that it cannot run; fewer blocks than
             stages, another split; a tensor of the model in no part, a module in two stages; a model that is already
             sharded by ``fully_shard``; a tensor on meta that would get no value; with ``fsdp``, a weight tied between
-            two blocks of one stage. Under a schedule that splits the backward: compiled modules, recomputation,
-            parameters with post-accumulate-grad hooks.
+            two blocks of one stage, or of which some rank has no element. Under a schedule that splits the backward:
+            compiled modules, recomputation, parameters with post-accumulate-grad hooks.
         RuntimeError: torch older than 2.15.
 
     Warns:
@@ -141,6 +142,8 @@ def pipeline_stages(
     parts = parts_of(model)
     check_model(known, model, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init)
     options = _fsdp_options(fsdp)
+    if options:
+        check_shards(model)
     counts = split_blocks(split, len(parts.blocks), number, lambda: _sizes(parts))
     every = [PipelinePart(own, model.training) for own in parts.of_stages(counts)]
     tied = find_tied(model, every)
@@ -266,6 +269,18 @@ def materialise(
     retied(stage, list(names.values()))  # each has its own memory
     if options and init is not reset_parameters:
         _shard(stage, blocks, options)
+
+
+def check_shards(model: nn.Module) -> None:
+    """Raises ValueError if FSDP2 could not shard the model, since some rank has no element of a parameter."""
+    for name, layout in layouts(model):
+        for sharding, group in layout:
+            empty = [rank for rank in range(group.size) if sharding.local_size(rank, group.size) == 0]
+            if empty:
+                raise ValueError(
+                    f"model: {name!r} must have elements on all {group.size} ranks that share it, and has none on "
+                    f"{empty}: FSDP2 cannot shard an empty parameter"
+                )
 
 
 def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:

@@ -70,10 +70,14 @@ class PipelineSteps:
         stages: the modules of this rank's stages, with the names of the whole model; functions of whole models take the
             list as their module.
         next_step: the number of the next step, which ``context`` gets; to be set after a checkpoint is loaded.
+        reduce_gradients: None, or a function without arguments that reduces the gradients over data-parallel ranks. It
+            is called at the end of each backward, before gradients of tied weights are summed over stages, so that
+            all copies get the same bits.
     """
 
     stages: list[nn.Module]
     next_step: int
+    reduce_gradients: Callable[[], None] | None
     _setup: PipelineSetup
     _batch: Batch | None
 
@@ -81,6 +85,7 @@ class PipelineSteps:
         """Completes a new schedule."""
         self._setup, self._batch, self._shapes = setup, None, shapes
         self.stages, self.next_step = list(setup.stages.values()), 0
+        self.reduce_gradients = None
         self._losses: Tensor | None = None
         self._loss: Tensor | None = None
         self._trained = False  # whether the last step has computed gradients, so that all ranks know that it has losses
@@ -177,7 +182,8 @@ class PipelineSteps:
         """
         setup, last = self._setup, self._setup.torch_stages[-1].num_stages - 1
         keywords = {name: value for name, value in options.items() if name not in _OPTIONS}
-        unknown = set() if setup.keywords is None else keywords.keys() - setup.keywords
+        given_names = keywords.keys() | (kwarg_mbs[0].keys() if kwarg_mbs else set())
+        unknown = set() if setup.keywords is None else given_names - setup.keywords
         if unknown:
             raise TypeError(f"step: {sorted(unknown)[0]!r} must be an argument of a part of the model")
         training = bool(self._has_backward)  # type: ignore[attr-defined]
@@ -224,6 +230,8 @@ class PipelineSteps:
             setup.loss.begin(None, setup.device)
             raise
         if training:
+            if self.reduce_gradients is not None:
+                self.reduce_gradients()
             setup.tied.finish(options.get("finalize_gradients", True) or not setup.sharded)
             self.next_step += 1
             self._trained = True

@@ -21,9 +21,9 @@ from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
 from tp_ext.nn.names import name_modules, reset_parameters
-from tp_ext.parallel.grad_norm import clip_grad_norm_
+from tp_ext.parallel.grad_norm import clip_grad_norm_, gradient_terms
 from tp_ext.parallel.gradient_sum import sum_gradients
-from tp_ext.parallel.pipeline import materialise, pipeline_stages
+from tp_ext.parallel.pipeline import check_shards, materialise, pipeline_stages
 from tp_ext.parallel.pipeline_loss import StepLoss
 from tp_ext.parallel.pipeline_steps import reshard
 from tp_ext.random import manual_seed
@@ -94,7 +94,8 @@ def parallelize(
 
     Raises:
         TypeError: no model, mesh or function. ValueError: an option out of its range, ``offload`` without ``zero`` 2 or
-            3, what the schedule cannot combine. RuntimeError: a pipeline with torch older than 2.15.
+            3, what the schedule cannot combine; ``zero`` 2 or 3 and a parameter of which some rank has no element.
+            RuntimeError: a pipeline with torch older than 2.15.
 
     Rajbhandari et al., "ZeRO", arXiv:1910.02054.
     """
@@ -162,6 +163,7 @@ class ParallelRun:
             if data is None:
                 raise ValueError(f"zero: {zero} needs a mesh with the axis 'dp' or 'cp', and it has {names}")
             sharding = {"mesh": data, "reshard_after_forward": zero == 3 and size["pp"] == 1}
+            check_shards(model)
             if offload:
                 sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
@@ -170,9 +172,6 @@ class ParallelRun:
                 return loss(output, target) * count(target) if reduction == "mean" else loss(output, target)
 
         mean_over: list[Group] = [mesh[name] for name in axes if size[name] > 1]
-        # The mean of FSDP2 and DDP over the data axis, or sum_gradients
-        averages = zero > 1 or size["pp"] == 1
-        rule = "mean" if averages else "sum"
         self._schedule = self._ddp = None
         if size["pp"] > 1:
             self._schedule = pipeline_stages(
@@ -183,15 +182,16 @@ class ParallelRun:
                 loss=summed,
                 count=count,
                 mean_over=mean_over or None,
-                gradient_reduction=rule,
                 fsdp=sharding or None,
                 context=self._context,
                 init=reset_parameters,
                 device=device,
             )
             self.state: Any = self._schedule.stages
+            if self._data is not None and not sharding:
+                self._schedule.reduce_gradients = self._average_gradients
             return
-        self._loss = StepLoss(summed, microbatches, count, mean_over or None, rule)
+        self._loss = StepLoss(summed, microbatches, count, mean_over or None, "mean")
         materialise(model, device, reset_parameters, _blocks(model), sharding)
         self.state = model
         if self._data is not None and not sharding and any(param.requires_grad for param in model.parameters()):
@@ -223,6 +223,8 @@ class ParallelRun:
             target: of the loss, cut in the same way.
             keywords: of the model or, under a pipeline, of those parts that take them; tensors are cut along dim 0. A
                 :class:`ContextLayout` of a microbatch, ``layout``, also says where this rank's tokens are, for masks.
+                A list has one for each microbatch: packed sequences, of equally many tokens in all microbatches of
+                all data ranks.
 
         Returns:
             0-d, fp64: the mean loss over the valid tokens of the global batch, the same on all ranks.
@@ -230,14 +232,14 @@ class ParallelRun:
         Communicates: what the layers do; the number of tokens; the gradients over ``dp`` and ``cp``, once.
 
         Raises:
-            ValueError: ``microbatches`` does not divide the batch.
+            ValueError: ``microbatches`` does not divide the batch; a list of layouts of another length, or of unequal
+                numbers of tokens. TypeError: no tensor, no layout.
         """
         given = self._checked(inputs, target, keywords)
         if self._schedule is not None:
             self._schedule.next_step = self.next_step
-            self._schedule.step(*given, target=target, **keywords)
-            if self._data is not None and self._zero < 2:
-                sum_gradients(self.parameters(), self._data)
+            args, named = self._of_schedule(given, target, keywords)
+            self._schedule.step(*args, **named)
             value: Tensor = self._schedule.loss
         else:
             self._accumulate(given, target, keywords)
@@ -255,7 +257,8 @@ class ParallelRun:
             module.eval()
         try:
             if self._schedule is not None:
-                self._schedule.eval(*given, target=target, **keywords)
+                args, named = self._of_schedule(given, target, keywords)
+                self._schedule.eval(*args, **named)
                 value: Tensor = self._schedule.loss
             else:
                 with torch.no_grad():
@@ -299,7 +302,7 @@ class ParallelRun:
         self, given: tuple[Tensor, ...], target: Tensor, keywords: dict[str, Any]
     ) -> Iterator[tuple[int, tuple[Any, ...], dict[str, Any], Tensor]]:
         """Yields of each microbatch its index, arguments, keyword arguments and target; counts the tokens of all."""
-        arguments, options = split_args_kwargs_into_chunks(given, keywords, self._microbatches)
+        arguments, options = self._cut(given, keywords)
         self._loss.begin([target], self._device)
         yield from zip(range(self._microbatches), arguments, options, target.chunk(self._microbatches), strict=True)
 
@@ -315,12 +318,37 @@ class ParallelRun:
                 with record_function(f"backward {i}"):
                     value.backward()
 
+    def _average_gradients(self) -> None:
+        """Takes the mean over the data axis, as DDP and FSDP2 do: it leaves gradients of earlier steps as they are."""
+        assert self._data is not None
+        sum_gradients(self.parameters(), self._data)
+        for param in self.parameters():
+            for grad in gradient_terms(param):
+                grad.div_(self._data.size())
+
+    def _cut(self, given: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
+        """Returns the arguments and the keyword arguments of each microbatch."""
+        arguments, options = split_args_kwargs_into_chunks(given, keywords, self._microbatches)
+        if isinstance(keywords.get("layout"), list | tuple):
+            options = [one | {"layout": layout} for one, layout in zip(options, self._layouts, strict=True)]
+        return arguments, options
+
+    def _of_schedule(
+        self, given: tuple[Tensor, ...], target: Tensor, keywords: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Returns the arguments of the schedule's ``step``: the batch or, with a list of layouts, each microbatch."""
+        if not isinstance(keywords.get("layout"), list | tuple):
+            return given, {"target": target, **keywords}
+        arguments, options = self._cut(given, keywords)
+        targets = list(target.chunk(self._microbatches))
+        return (), {"arg_mbs": arguments, "kwarg_mbs": options, "target_mbs": targets}
+
     def _place_of(self, first: Tensor, layout: Any) -> None:
-        """Notes where the sequences of a step are in the global batch, if dim 0 of the input counts sequences."""
-        self._layout = layout if isinstance(layout, ContextLayout) else None
-        counts_sequences = first.dim() > 1 and (self._layout is None or self._layout.batch is not None)
-        self._sequences = len(first) if counts_sequences else None
-        self._seq = first.shape[1] if counts_sequences and self._layout is None else None
+        """Notes where the tokens of a step are in the global batch: by the layouts of its microbatches, or if dim 0 of
+        the input counts sequences."""
+        self._layouts = _layouts(layout, self._microbatches)
+        self._sequences = len(first) // self._microbatches if first.dim() > 1 else None
+        self._seq = first.shape[1] if first.dim() > 1 else None
 
     def _context(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
         """Returns the context of a forward: its random numbers and its precision."""
@@ -330,15 +358,40 @@ class ParallelRun:
         return stack
 
     def _numbers(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
+        row, layout = self.data_rank * self._microbatches + microbatch, self._layouts[microbatch]
+        if layout is not None and layout.batch is None:
+            return at(step, microbatch, batch_offset=row, token_offset=row * layout.tokens, layout=layout)
+        if layout is not None:
+            return at(step, microbatch, batch_offset=row * (layout.batch or 0), layout=layout)
         if self._sequences is None:
-            return at(step, microbatch, layout=self._layout)
-        first = self.data_rank * self._sequences + microbatch * (self._sequences // self._microbatches)
-        return at(step, microbatch, batch_offset=first, seq=self._seq, layout=self._layout)
+            return at(step, microbatch)
+        return at(step, microbatch, batch_offset=row * self._sequences, seq=self._seq)
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self._device.type, self._autocast)
+
+
+def _layouts(layout: Any, microbatches: int) -> list[ContextLayout | None]:
+    """Returns the layout of each microbatch; None if there is none, or the keyword is the model's own.
+
+    Raises:
+        TypeError: a list of something else. ValueError: not one for each microbatch, of equally many tokens.
+    """
+    if not isinstance(layout, list | tuple):
+        return [layout if isinstance(layout, ContextLayout) else None] * microbatches
+    for one in layout:
+        if not isinstance(one, ContextLayout):
+            raise TypeError(f"layout: {one!r} in the list must be a ContextLayout")
+    if len(layout) != microbatches:
+        raise ValueError(f"layout: {len(layout)} layouts must be {microbatches}, one for each microbatch")
+    if len({(one.tokens, one.batch) for one in layout}) > 1:
+        raise ValueError(
+            f"layout: microbatches of {[one.tokens for one in layout]} tokens in {[one.batch for one in layout]} "
+            "sequences (None: packed) must be of equally many"
+        )
+    return list(layout)
 
 
 def _valid(target: Tensor) -> Tensor:
