@@ -311,6 +311,18 @@ def test_wrong_layouts_are_refused(lengths, error, match):
     ranks.run_raises(_refused_layouts, 2, error, match, lengths, in_turns=False)
 
 
+def _layers_on_another_axis(group, axis):
+    mesh = tp_ext.init_mesh("cpu", dp=2)
+    with torch.device("meta"):
+        model = GPT({"tp": mesh[axis], "cp": mesh["cp"]})
+    tp_ext.parallelize(model, mesh, loss=loss_over(None), zero=2)
+
+
+def test_layers_along_the_data_axis_are_refused():
+    match = "model: the group of 'embedding' is mesh\\['dp'\\], and must be mesh\\['tp'\\]"
+    ranks.run_raises(_layers_on_another_axis, 2, ValueError, match, "dp", in_turns=False)
+
+
 def _refused(group, options, inputs):
     mesh = tp_ext.init_mesh("cpu")
     options = {"loss": loss_over(None)} | options

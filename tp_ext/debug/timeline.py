@@ -76,8 +76,7 @@ class Timeline:
         return max((span.end for spans in self.ranks for span in spans), default=0.0)
 
     def idle(self, rank: int) -> float:
-        """Returns the share of the time in which the rank is in no phase; collectives within one count as computation,
-        as in :attr:`PipelineSteps.bubble`."""
+        """Returns the share of the time in which the rank is in no phase; collectives within phases are computation."""
         busy, until = 0.0, 0.0
         for span in self.ranks[rank]:
             if span.kind != COMMUNICATION and span.end > until:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +48,22 @@ def mesh_ranks(tensor: DTensor) -> list[int]:
     """Returns the ranks over which FSDP2 has sharded the tensor."""
     ranks: list[int] = tensor.device_mesh.mesh.flatten().tolist()
     return ranks
+
+
+def check_axes(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises ValueError if layers are sharded along an axis of the mesh whose ranks hold equal copies or other
+    stages: ``dp``, ``cp`` or ``pp``. Communicates nothing."""
+    axes = {name: dist.get_process_group_ranks(mesh[name].get_group()) for name in mesh.mesh_dim_names or ()}
+    own = axes.get("tp", [])
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelModule) and module.tp_group.size > 1:
+            ranks = global_ranks(module.tp_group.name)
+            for name, others in axes.items():
+                if ranks == others and ranks != own:
+                    raise ValueError(
+                        f"model: the group of {path!r} is mesh[{name!r}], and must be mesh['tp']; along {name!r} "
+                        "weights are not sharded"
+                    )
 
 
 def refuse_mixed_ddp(module: nn.Module, name: str, child: nn.Module | None) -> None:

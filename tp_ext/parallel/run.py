@@ -1,26 +1,25 @@
 """Training over all axes of a mesh: data, pipeline, context and tensor parallelism around one model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.distributed import DeviceMesh
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
 from tp_ext.nn.names import name_modules, reset_parameters
+from tp_ext.parallel.block_wrappers import RECOMPUTE, blocks_of, wrap_blocks
+from tp_ext.parallel.ddp_guard import check_axes
 from tp_ext.parallel.grad_norm import clip_grad_norm_, gradient_terms
 from tp_ext.parallel.gradient_sum import sum_gradients
 from tp_ext.parallel.pipeline import check_shards, materialise, pipeline_stages
@@ -29,7 +28,6 @@ from tp_ext.parallel.pipeline_steps import reshard
 from tp_ext.random import manual_seed
 from tp_ext.random_scope import at
 
-RECOMPUTE = (None, "full", "selective")
 AUTOCAST = (None, torch.bfloat16, torch.float16)
 
 
@@ -94,8 +92,8 @@ def parallelize(
 
     Raises:
         TypeError: no model, mesh or function. ValueError: an option out of its range, ``offload`` without ``zero`` 2 or
-            3, what the schedule cannot combine; ``zero`` 2 or 3 and a parameter of which some rank has no element.
-            RuntimeError: a pipeline with torch older than 2.15.
+            3, what the schedule cannot combine; layers whose group is another axis of the mesh; ``zero`` 2 or 3 and a
+            parameter of which some rank has no element. RuntimeError: a pipeline with torch older than 2.15.
 
     Rajbhandari et al., "ZeRO", arXiv:1910.02054.
     """
@@ -118,9 +116,10 @@ def parallelize(
         raise ValueError(f"microbatches: {microbatches!r} must be a positive integer")
     if autocast not in AUTOCAST:
         raise ValueError(f"autocast: {autocast!r} must be one of {AUTOCAST}")
+    check_axes(model, mesh)
     manual_seed(seed, mesh)
     name_modules(model)
-    model = _wrapped_blocks(model, recompute, compile)
+    model = wrap_blocks(model, recompute, compile)
     return ParallelRun(model, mesh, schedule, microbatches, loss, reduction, count or _valid, zero, offload, autocast)
 
 
@@ -192,7 +191,7 @@ class ParallelRun:
                 self._schedule.reduce_gradients = self._average_gradients
             return
         self._loss = StepLoss(summed, microbatches, count, mean_over or None, "mean")
-        materialise(model, device, reset_parameters, _blocks(model), sharding)
+        materialise(model, device, reset_parameters, blocks_of(model), sharding)
         self.state = model
         if self._data is not None and not sharding and any(param.requires_grad for param in model.parameters()):
             self._ddp = DistributedDataParallel(model, process_group=self._data.get_group())
@@ -402,40 +401,3 @@ def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
-
-
-def _blocks(model: nn.Module) -> Sequence[nn.Module]:
-    if hasattr(model, "pipeline_parts"):
-        blocks = cast(Any, model).pipeline_parts()[1]
-        return list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
-    return list(model) if isinstance(model, nn.Sequential) else [model]
-
-
-def _wrapped_blocks(model: nn.Module, recompute: str | None, compile: bool) -> nn.Module:
-    """Replaces each block by its wrappers, in the model; returns the model, or its wrapper if it is the block."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for block in _blocks(model) if recompute or compile else ():
-        wrapped: Any = block
-        if recompute is not None:
-            options: dict[str, Any] = {}
-            if recompute == "selective":
-                options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-            wrapped = checkpoint_wrapper(wrapped, **options)
-        if compile:
-            wrapped = torch.compile(wrapped)
-        if block is model:
-            return cast(nn.Module, wrapped)
-        model.set_submodule(names[id(block)], wrapped)
-    return model
-
-
-def _policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    """Saves results of matrix products, attention and collectives, which take longest to compute again."""
-    package, _, name = str(op).partition(".")
-    if package == "tp_ext":  # traced
-        saved = any(
-            word in name for word in ("linear", "mlp", "attention", "reduce", "gather", "scatter", "all_to_all")
-        )
-    else:
-        saved = package == "_c10d_functional" or name.startswith(("mm.", "addmm.", "bmm.", "_scaled_dot_product"))
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
