@@ -177,9 +177,7 @@ def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch
     stop, log = StopSignals(), RunLog(options, first_step, rank)
     elements = sum(param.numel() for param in run.parameters())
     sizes = " x ".join(f"{name} {getattr(options, name)}" for name in MESH)
-    log.print(
-        f"{dist.get_world_size()} ranks on {device.type}: {sizes}; {elements:,} parameters in the first one's model"
-    )
+    log.print(f"{sizes} on {device.type}, {elements:,} parameters on rank 0")
     log.print(f"{len(train_text):,} bytes of text, {len(held_out_text):,} held out")
     for step in range(first_step, options.steps):
         begin, lr = time.perf_counter(), learning_rate(step, options)

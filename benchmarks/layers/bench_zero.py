@@ -3,12 +3,14 @@
 A model of 8 equal MLPs with AdamW in fp32 on few tokens, so that parameters, gradients and states are nearly all of it.
 "MiB" is the growth of the largest resident set of a rank (VmHWM of /proc), from before the model is made to the end of
 the second step. "formula": with n parameters on d ranks, in bytes, 4 n (parameters) + 4 n (gradients) + 8 n (states),
-each whole or 1/d; with ZeRO-3 in addition the gathered parameters of two blocks of b parameters and the whole gradients
-of one, 12 b; with ZeRO-2 all gathered parameters, 4 n, and 4 b. DDP's buckets are its gradients. On a CPU the memory of
-the host is that of the device: `offload` shows that it costs nothing more.
+each whole or 1/d; under DDP its buckets, 4 n; with ZeRO-3 the gathered parameters of two blocks of b parameters and the
+whole gradients of one, 12 b; with ZeRO-2 all gathered parameters, 4 n, and 4 b. On a CPU the memory of the host is that
+of the device: `offload` shows that it costs nothing more. malloc returns what is freed (M_MMAP_THRESHOLD of 64 KiB):
+else it keeps the buffers that FSDP2 frees, and ZeRO-3 takes more than DDP.
 """
 
 import argparse
+import ctypes
 import gc
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
 
 def _growth(group: Any, zero: int, offload: bool, features: int) -> float:
     """On a rank: the MiB that building and two steps take."""
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
     mesh = tp_ext.init_mesh("cpu")
     gc.collect()
     before = _high_water(reset=True)
@@ -61,8 +64,8 @@ def formula(zero: int, n: int, d: int) -> float:
     parameters = n / d if zero > 1 else n
     gradients = n / d if zero > 1 else n
     states = 2 * n / d if zero else 2 * n
-    gathered = {2: n + block, 3: 3 * block}.get(zero, 0)
-    return 4 * (parameters + gradients + states + gathered) / 2**20
+    buffers = {2: n + block, 3: 3 * block}.get(zero, n)
+    return 4 * (parameters + gradients + states + buffers) / 2**20
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def _block(group, sp):
 def _results(call, block, x):
     torch.manual_seed(3)
     x = x.clone().requires_grad_()
-    y = call(x, 3, 21, None)  # no tables of angles: the block makes its own
+    y = call(x, None, 21, 3)  # no tables of angles: the block makes its own
     return y, *torch.autograd.grad(y.sin().sum(), [x, *block.parameters()])
 
 

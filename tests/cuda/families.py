@@ -215,7 +215,7 @@ def block(device: torch.device | str) -> Family:
     def make(n: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.randn(ROWS, small_gpt.CONFIG["hidden_size"])]
 
-    return Family(make, lambda x: module(x, 3, ROWS, None), False, tuple(module.parameters()))
+    return Family(make, lambda x: module(x, None, ROWS, 3), False, tuple(module.parameters()))
 
 
 def main() -> None:
