@@ -13,7 +13,6 @@ from tests.helpers import ranks
 from tp_ext.debug.timeline import Span, Timeline, record_timeline, spans_of_trace
 from tp_ext.parallel import pipeline_stages
 
-pytestmark = pytest.mark.core
 SECONDS = 0.05
 
 
