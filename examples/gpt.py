@@ -75,7 +75,7 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
 
     def pipeline_parts(self) -> tuple[Any, nn.ModuleList, Any]:
-        """What stages of a pipeline are made of, and what ``parallelize`` wraps: the blocks."""
+        """Returns what comes before the blocks, the blocks, and what comes after: for pipelines and ``parallelize``."""
         return [torch.flatten, self.embedding], self.blocks, [self.norm, self.head]
 
     def forward(

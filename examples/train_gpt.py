@@ -89,14 +89,17 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
     return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
+def config_of(options: argparse.Namespace) -> GPTConfig:
+    return GPTConfig(**{name: value for name, value in vars(options).items() if name in MODEL})
+
+
 class Trainer:
     """The model on a mesh, its optimizer, and its steps on batches of all ranks."""
 
     def __init__(self, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh = mesh
-        config = GPTConfig(**{name: value for name, value in vars(options).items() if name in MODEL})
         with torch.device("meta"):  # each rank then gets the memory of its own stage and shards
-            model = GPT(config, mesh["tp"], mesh["cp"])
+            model = GPT(config_of(options), mesh["tp"], mesh["cp"])
         self.run: ParallelRun = tp_ext.parallelize(
             model,
             mesh,
@@ -230,8 +233,7 @@ def report(log: RunLog, options: argparse.Namespace, mesh: DeviceMesh, device: t
     """First and last loss, the plot, a sample of the trained model, which each tensor-parallel group loads whole."""
     sample = None
     if options.sample_bytes:
-        config = GPTConfig(**{name: value for name, value in vars(options).items() if name in MODEL})
-        model = GPT(config, mesh["tp"]).to(device)
+        model = GPT(config_of(options), mesh["tp"]).to(device)
         tp_ext.load_checkpoint(options.out / "checkpoint", model, group=mesh["tp"])
         tp_ext.manual_seed(options.seed)
         prompt = torch.tensor([list(options.prompt.encode())], device=device)

@@ -24,6 +24,7 @@ from torch import nn
 
 import tp_ext
 from benchmarks.lib import interleave, report
+from benchmarks.lib.memory import high_water
 from benchmarks.lib.report import Record
 from tests.helpers import ranks
 
@@ -99,20 +100,12 @@ def _times(group: Any, subject: str, args: tuple, count: int) -> list[tuple[floa
     call, found = on_rank(subject, *args), []
     for _ in range(count):
         dist.barrier()
-        before = _high_water(reset=True)
+        before = high_water(reset=True)
         ends: list[Callable[[], object]] = []
         returned = interleave.seconds_of(lambda: ends.append(call()), 1)[0]  # noqa: B023
         done = returned + interleave.seconds_of(ends[0], 1)[0]
-        found.append((returned, done, (_high_water() - before) / 1024))
+        found.append((returned, done, (high_water() - before) / 1024))
     return found
-
-
-def _high_water(reset: bool = False) -> int:
-    """KiB of the largest resident set since the last reset; with ``reset`` of the present one."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(one.split()[1] for one in lines if one.startswith("VmHWM")))
 
 
 def measure(p: int, case: str, turns: int, count: int) -> list[Record]:

@@ -20,20 +20,13 @@ from torch import Tensor, nn
 
 import tp_ext
 from benchmarks.lib import report
+from benchmarks.lib.memory import high_water
 from benchmarks.lib.report import Record
 from tests.helpers import ranks
 
 BLOCKS = 8
 STAGES = {"DDP": (0, False), "ZeRO-1": (1, False), "ZeRO-2": (2, False), "ZeRO-3": (3, False)}
 STAGES["ZeRO-3 and offload"] = (3, True)
-
-
-def _high_water(reset: bool = False) -> int:
-    """KiB of the largest resident set since the last reset; with ``reset`` of the present one."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(one.split()[1] for one in lines if one.startswith("VmHWM")))
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
@@ -45,7 +38,7 @@ def _growth(group: Any, zero: int, offload: bool, features: int) -> float:
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
     mesh = tp_ext.init_mesh("cpu")
     gc.collect()
-    before = _high_water(reset=True)
+    before = high_water(reset=True)
     with torch.device("meta"):
         model = nn.Sequential(*(tp_ext.ParallelMLP(features, 4 * features, group=mesh["tp"]) for _ in range(BLOCKS)))
     run = tp_ext.parallelize(model, mesh, loss=mse, count=lambda target: target.numel(), zero=zero, offload=offload)
@@ -55,7 +48,7 @@ def _growth(group: Any, zero: int, offload: bool, features: int) -> float:
         run.step(x, x)
         optimizer.step()
         optimizer.zero_grad()
-    return (_high_water() - before) / 1024
+    return (high_water() - before) / 1024
 
 
 def formula(zero: int, n: int, d: int) -> float:

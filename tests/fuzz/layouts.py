@@ -14,6 +14,17 @@ from tp_ext.sharding import head_parts
 
 AXES = ("pp", "dp", "cp", "tp")
 NUMBERS = (2, 4, 8, 3, 2, 4, 6, 1)  # of ranks, in turn
+PLAIN = {  # the simplest value of the options of a layout, but for mesh and schedule
+    "zero": 0,
+    "offload": False,
+    "recompute": None,
+    "sp": False,
+    "context": "ring",
+    "how": "tokens",
+    "layout": True,
+    "reduction": "sum",
+    "meta": True,
+}
 
 
 def draw(seed):
@@ -83,7 +94,7 @@ def _draw(r, seed, ranks):
 
 
 def valid(config):
-    """Whether the library promises to take it; what it refuses is not the fuzzer's to try."""
+    """Returns whether the library supports the configuration; the fuzzer does not try others."""
     model, batch, layout = config["model"], config["batch"], config["layout"]
     pp, dp, cp, tp = (layout[axis] for axis in AXES)
     each, rest = divmod(batch["rows"], dp * layout["microbatches"])
@@ -114,7 +125,7 @@ def valid(config):
 
 
 def _heads(model, layout):
-    """Whether the heads can be sharded over the ranks of tp, and with Ulysses those of each over the ranks of cp."""
+    """Returns whether the heads can be sharded over ``tp`` and, with Ulysses, the heads of each rank over ``cp``."""
     heads, kv_heads, tp, cp = model["heads"], model["kv_heads"], layout["tp"], layout["cp"]
     if not _takes(head_parts, heads, kv_heads, 1, tp):
         return False
@@ -164,15 +175,7 @@ def _listed(sizes, microbatches, packed=False, **layout):
             **dict(zip(AXES, sizes, strict=True)),
             "schedule": None,
             "microbatches": microbatches,
-            "zero": 0,
-            "offload": False,
-            "recompute": None,
-            "sp": False,
-            "context": "ring",
-            "how": "tokens",
-            "layout": True,
-            "reduction": "sum",
-            "meta": True,
+            **PLAIN,
             **layout,
         },
     }

@@ -13,32 +13,17 @@ import argparse
 import ast
 import sys
 import time
-from dataclasses import dataclass
 
 from tests.fuzz.compare import checked
 from tests.fuzz.config import draw, valid
+from tests.fuzz.failure import Failure
+from tests.fuzz.failure import reduced as smallest
 from tests.fuzz.mistakes import MISTAKES
 from tests.fuzz.reduce import simpler
 from tests.helpers import ranks
 
 BATCH = 20  # configurations sent to the ranks at once
 TIMEOUT = 30.0  # seconds for one configuration, of which most take tens of milliseconds
-
-
-@dataclass
-class Failure:
-    config: dict
-    wrong: list[str]
-
-    @property
-    def kind(self):
-        """What must not change while a failure is made smaller: the exception's type, or a difference."""
-        return self.wrong[0].split("\n")[0].split(": ")[-1] if self.wrong[0].startswith("rank ") else "difference"
-
-    def __str__(self):
-        lines = [line for text in self.wrong[:6] for line in text.strip().split("\n")[-12:]]
-        config, text = self.config, "\n  ".join(lines)
-        return f'seed {config["seed"]}, p = {config["p"]}:\n  {text}\npython -m tests.fuzz.run --config "{config}"'
 
 
 def run(configs, mistake=None):
@@ -70,19 +55,18 @@ def fuzz(seeds, over=(1, 2, 3, 4), mistake=None, deadline=float("inf"), batch_si
         yield from run(batch, mistake)
 
 
+def failure_of(config, wrong):
+    return Failure(config, wrong, config["p"], "tests.fuzz.run")
+
+
 def reduced(failure, mistake=None, deadline=float("inf")):
     """The simplest configuration found that still fails in the same way."""
-    progress = True
-    while progress and time.monotonic() < deadline:
-        progress = False
-        for config in simpler(failure.config):
-            _, wrong, _ = run([config], mistake)[0]
-            if wrong and Failure(config, wrong).kind == failure.kind:
-                failure, progress = Failure(config, wrong), True
-                break
-            if time.monotonic() > deadline:
-                break
-    return failure
+
+    def fails(config):
+        _, wrong, _ = run([config], mistake)[0]
+        return failure_of(config, wrong) if wrong else None
+
+    return smallest(failure, simpler, fails, deadline)
 
 
 def main():
@@ -109,7 +93,7 @@ def main():
         count += 1
         if wrong:
             failures.append(config["seed"])
-            failure = Failure(config, wrong)
+            failure = failure_of(config, wrong)
             if len(failures) <= 3:
                 failure = reduced(failure, arguments.mistake, time.monotonic() + 120)
             print(failure, flush=True)

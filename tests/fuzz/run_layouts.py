@@ -15,33 +15,17 @@ import copy
 import functools
 import sys
 import time
-from dataclasses import dataclass
 
-from tests.fuzz.layouts import AXES, LISTED, NUMBERS, draw, valid
+from tests.fuzz.failure import Failure, reduced
+from tests.fuzz.layouts import AXES, LISTED, NUMBERS, PLAIN, draw, valid
 from tests.fuzz.train_layout import compare, one_process, train
 from tests.helpers import ranks
 
 TIMEOUT = 900.0  # seconds, of which most take less than five
 
 
-@dataclass
-class Failure:
-    config: dict
-    wrong: list[str]
-
-    @property
-    def kind(self):
-        """What must not change while a failure is made smaller: the exception's type, or a difference."""
-        return self.wrong[0].split("\n")[0].split(": ")[-1] if self.wrong[0].startswith("rank ") else "difference"
-
-    def __str__(self):
-        lines = [line for text in self.wrong[:6] for line in text.strip().split("\n")[-12:]]
-        text = "\n  ".join(lines)
-        return f'seed {self.config["seed"]}:\n  {text}\npython -m tests.fuzz.run_layouts --config "{self.config}"'
-
-
 def run(config):
-    """What is wrong with a configuration, as text, and the largest error as its share of the bound, with its name."""
+    """Returns the differences of a configuration as text, the largest error relative to its bound, and its name."""
     p = ranks_of(config)
     try:
         return compare(ranks.run(train, p, config, timeout=TIMEOUT), reference(config))
@@ -71,16 +55,8 @@ OFF = {
         "tp": 1,
         "cp": 1,
         "dp": 1,
-        "zero": 0,
-        "offload": False,
-        "recompute": None,
         "schedule": "1F1B",
-        "sp": False,
-        "context": "ring",
-        "how": "tokens",
-        "layout": True,
-        "reduction": "sum",
-        "meta": True,
+        **PLAIN,
     },
     "model": {
         "blocks": 1,
@@ -123,19 +99,14 @@ def _without_pipeline(config):
     return changed
 
 
-def reduced(failure, deadline):
-    """The simplest configuration found that still fails in the same way."""
-    progress = True
-    while progress and time.monotonic() < deadline:
-        progress = False
-        for config in simpler(failure.config):
-            wrong, _ = run(config)
-            if wrong and Failure(config, wrong).kind == failure.kind:
-                failure, progress = Failure(config, wrong), True
-                break
-            if time.monotonic() > deadline:
-                break
-    return failure
+def failure_of(config, wrong):
+    return Failure(config, wrong, ranks_of(config), "tests.fuzz.run_layouts")
+
+
+def fails(config):
+    """Runs a configuration; returns its failure, or None."""
+    wrong, _ = run(config)
+    return failure_of(config, wrong) if wrong else None
 
 
 def main():
@@ -163,8 +134,10 @@ def main():
         wrong, share = run(config)
         if wrong:
             failures.append(name)
-            failure = Failure(config, wrong)
-            print(failure if arguments.as_it_is else reduced(failure, time.monotonic() + 120), flush=True)
+            failure = failure_of(config, wrong)
+            if not arguments.as_it_is:
+                failure = reduced(failure, simpler, fails, time.monotonic() + 120)
+            print(failure, flush=True)
         else:
             worst = max(worst, (share, name))
             seconds = time.monotonic() - started

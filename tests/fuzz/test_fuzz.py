@@ -27,7 +27,9 @@ def test_models_are_their_unsharded_twins(p):
     for config, wrong, _ in fuzz.fuzz(range(p - 1, SEEDS, 4)):
         tried += 1
         if wrong:
-            pytest.fail(str(fuzz.reduced(fuzz.Failure(config, wrong), deadline=time.monotonic() + 120)), pytrace=False)
+            pytest.fail(
+                str(fuzz.reduced(fuzz.failure_of(config, wrong), deadline=time.monotonic() + 120)), pytrace=False
+            )
     assert tried == len(range(p - 1, SEEDS, 4))
 
 
@@ -35,7 +37,7 @@ def found(mistake, over):
     """The first failure within this number of seeds, or None; and the number of seeds tried."""
     for tried, (config, wrong, _) in enumerate(fuzz.fuzz(range(WITHIN), over, mistake, batch_size=4), 1):
         if wrong:
-            return fuzz.Failure(config, wrong), tried
+            return fuzz.failure_of(config, wrong), tried
     return None, WITHIN
 
 

@@ -11,9 +11,8 @@ SEEDS = (0, 1, 3, 4)  # on 2, 4, 3 and 2 ranks; the others with --exhaustive
 
 
 def check(config):
-    wrong, _ = fuzz.run(config)
-    if wrong:
-        pytest.fail(str(fuzz.Failure(config, wrong)), pytrace=False)
+    if failure := fuzz.fails(config):
+        pytest.fail(str(failure), pytrace=False)
 
 
 @pytest.mark.parametrize("name", ["dp2 tp2 packed", "pp2 tp2 halves", "pp2 cp2"])

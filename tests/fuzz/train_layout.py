@@ -12,6 +12,7 @@ from torch import nn
 
 import tp_ext
 from tests.fuzz.compare import KIND, OWN
+from tests.helpers.dtypes import default_dtype
 
 
 class Block(nn.Module):
@@ -121,7 +122,7 @@ OPTIMIZER = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}  # eps: see compare.p
 def train(group, config):
     """Losses and norms of all steps, and on rank 0 the full parameters."""
     layout = config["layout"]
-    with in_fp64():
+    with default_dtype(torch.float64):
         mesh = tp_ext.init_mesh("cpu", **{axis: layout[axis] for axis in ("pp", "dp", "cp", "tp")})
         if not layout["meta"]:
             tp_ext.manual_seed(config["seed"])
@@ -155,7 +156,7 @@ def train(group, config):
 
 def one_process(group, config):
     """The same of one process, without a layout."""
-    with in_fp64():
+    with default_dtype(torch.float64):
         tp_ext.manual_seed(config["seed"])
         model = GPT(config["model"])
         tp_ext.reset_parameters(model)
@@ -180,7 +181,7 @@ def one_process(group, config):
 
 
 def compare(per_rank, reference):
-    """What is wrong, as text, and the largest error as its share of the bound, with its name."""
+    """Returns the differences as text, the largest error relative to its bound, and its name."""
     (want, want_state), wrong, worst = reference, [], (0.0, "")
     state = per_rank[0][1]
     if state.keys() != want_state.keys():
@@ -202,12 +203,3 @@ def compare(per_rank, reference):
         if not error <= bound:  # also of NaN
             wrong.append(f"{name}: off by {error:.3g}, in one process {float(goal.abs().amax()):.3g} at most")
     return wrong, worst
-
-
-@contextlib.contextmanager
-def in_fp64():
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
+from tests.helpers.dtypes import default_dtype
 from tests.helpers.models import RichModel
 
 VOCAB, BATCH, SEQ = 31, 2, 5  # of one microbatch of one data-parallel rank
@@ -62,8 +63,7 @@ def optimizer_of(model):
 
 def dense_training(kind, parts, steps=3, prepare=None):
     """Losses of all microbatches of the joined batch, and the state in the end, of one process without any group."""
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         model = make(kind, None, False)
         if prepare:
             prepare(model)
@@ -76,15 +76,12 @@ def dense_training(kind, parts, steps=3, prepare=None):
                 losses.append(loss.item())
             optimizer.step()
         return losses, _state(model)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def wrapped_training(group, kind, how, dp, tp, sequence_parallel, micro, steps=3, prepare=None, **options):
     """(part, loss) of this rank's microbatches in order, and the state in the end. With ``micro`` > 1 microbatches a
     step the gradients are accumulated without communication over the data axis, but for the last."""
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         axes = mesh(dp, tp)
         model = make(kind, axes["tp"], sequence_parallel)
         if prepare:
@@ -108,8 +105,6 @@ def wrapped_training(group, kind, how, dp, tp, sequence_parallel, micro, steps=3
             optimizer.step()
         tp_ext.debug.check(model, group=axes["tp"])
         return losses, _state(model, group=axes["tp"])
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _state(model, **group):

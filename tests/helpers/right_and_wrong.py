@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def differs(found, want):
-    """Whether one of the tensors is not that of one process."""
+    """Returns whether one of the tensors is not that of one process."""
     for one, other in zip(tree_leaves(found), tree_leaves(want), strict=True):
         if one is None or one.shape != other.shape or not torch.allclose(one, other, rtol=1e-6):
             return True

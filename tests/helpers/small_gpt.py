@@ -5,6 +5,7 @@ from gpt import GPT, GPTConfig
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import tp_ext
+from tests.helpers.dtypes import default_dtype
 
 CONFIG = {
     "vocab_size": 61,
@@ -43,8 +44,7 @@ def checkpointed(model):
 
 def train(group, dtype, steps=STEPS, **options):
     """Losses and gradient norms of the steps, and the model after them."""
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         model = make(group, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses, norms = [], []
@@ -56,5 +56,3 @@ def train(group, dtype, steps=STEPS, **options):
             optimizer.step()
             losses.append(loss.item())
         return losses, norms, model
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -10,6 +10,7 @@ from gpt import GPT, GPTConfig
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.dtypes import default_dtype
 
 pytestmark = pytest.mark.core
 
@@ -30,8 +31,7 @@ OPTIONS = {
 
 
 def _generate(group, dtype, sp, options, cached=True):
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         tp_ext.manual_seed(7)
         model = GPT(GPTConfig(**CONFIG, sequence_parallel=sp), group)
         with torch.no_grad():
@@ -47,8 +47,6 @@ def _generate(group, dtype, sp, options, cached=True):
                 new = tp_ext.vocab_parallel_sample(last, group, vocab_size=61, **options)
                 ids = torch.cat([ids, new[:, None]], 1)
         return ids
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -1,6 +1,5 @@
 """parallelize: training over all axes at once is that of one process, whatever is combined."""
 
-import contextlib
 import functools
 from unittest import mock
 
@@ -11,6 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.dtypes import default_dtype
 
 VOCAB, HIDDEN, BATCH, SEQ, STEPS = 13, 8, 4, 6, 2
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
@@ -111,7 +111,7 @@ def one_process(data_size):
 
 
 def _train(group, sizes, microbatches, sp, options):
-    with eager_compilation(), in_fp64():
+    with eager_compilation(), default_dtype(torch.float64):
         mesh, run, optimizer, layout = prepared(sizes, microbatches, sp, options)
         assert isinstance(optimizer, ZeroRedundancyOptimizer) == (options.get("zero") == 1)
         found = trained(run, optimizer, range(STEPS), layout)
@@ -123,15 +123,6 @@ def _compare(run, mesh, found):
     want, want_state = one_process(run.data_size)
     torch.testing.assert_close(found, want, **CLOSE)
     torch.testing.assert_close(dict(tp_ext.full_state_dict(run.state, mesh=mesh)), want_state, **CLOSE)
-
-
-@contextlib.contextmanager
-def in_fp64():
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def eager_compilation():
@@ -167,7 +158,7 @@ def test_training_is_that_of_one_process(case):
 
 def _accumulated(group, sizes, options):
     """Norms of the gradients of one step, and of the same step once more."""
-    with in_fp64():
+    with default_dtype(torch.float64):
         _, run, _, layout = prepared(sizes, 2, False, options)
         norms = []
         for _ in range(2):
@@ -197,7 +188,7 @@ def test_fsdp_with_an_empty_shard_is_refused():
 
 
 def _saves(group, path):
-    with in_fp64():
+    with default_dtype(torch.float64):
         mesh, run, optimizer, layout = prepared((1, 1, 2, 1), 2, False, {"zero": 1})
         found = trained(run, optimizer, [0], layout)
         tp_ext.save_checkpoint(path, run.state, optimizer, mesh=mesh, step=run.next_step)
@@ -205,7 +196,7 @@ def _saves(group, path):
 
 
 def _goes_on(group, path, found):
-    with in_fp64():
+    with default_dtype(torch.float64):
         mesh, run, optimizer, layout = prepared((2, 1, 1, 2), 4, True, {"seed": 5})
         run.next_step = tp_ext.load_checkpoint(path, run.state, optimizer, mesh=mesh)["step"]
         found = torch.cat([found, trained(run, optimizer, range(1, STEPS), layout)])
@@ -219,7 +210,7 @@ def test_a_checkpoint_goes_on_at_another_mesh(tmp_path):
 
 def _evaluates(group, sizes, microbatches, sp, options):
     """Evaluation between two steps; its loss, and the losses with and without it."""
-    with in_fp64():
+    with default_dtype(torch.float64):
         found = []
         for evaluated in (False, True):
             mesh, run, optimizer, layout = prepared(sizes, microbatches, sp, options)
@@ -271,7 +262,7 @@ def test_autocast_is_that_of_forwards_and_losses(sizes):
 
 def _packed(group, sizes, microbatches, options):
     """Two documents or so in each row of six tokens."""
-    with in_fp64():
+    with default_dtype(torch.float64):
         mesh, run, _, _ = prepared(sizes, microbatches, False, options)
         rows = range(4 * run.data_rank // run.data_size, 4 * (run.data_rank + 1) // run.data_size)
         layouts = [tp_ext.ContextLayout([row, 0, SEQ - row], group=mesh["cp"]) for row in rows]

@@ -25,7 +25,7 @@ def dense(options, state, x, dy, lengths):
 
 
 def _attention(group, tp, options, state, x, dy, lengths, context):
-    """Of this rank: full y and dx, gradients of its shards, their shardings; with the tokens over the other axis."""
+    """Returns full y and dx, and the gradients of this rank's shards with their shardings; tokens are cut over cp."""
     mesh = tp_ext.init_mesh("cpu", cp=group.size() // tp, tp=tp)
     module = make(options, mesh["tp"], context_group=mesh["cp"], context=context)
     tp_ext.load_full_state_dict(module, state, group=mesh["tp"])

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.dtypes import default_dtype
 
 VOCAB, MICRO, STEPS = 13, 2, 2
 STAGES = ("0", "1", "2", "3", "offload", "mixed")
@@ -110,8 +111,7 @@ def dense(parts):
 
 
 def _compare(make, tp, parts, mine, over, bound):
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         want, want_state = dense(parts)
         model, optimizer = make(_seeded(tp))
         losses, reduced = train(model, optimizer, tp, mine, over)
@@ -119,8 +119,6 @@ def _compare(make, tp, parts, mine, over, bound):
         assert reduced[0] == 0 < reduced[1]
         torch.testing.assert_close(losses, want, rtol=bound, atol=bound)
         torch.testing.assert_close(dict(state), want_state, rtol=bound, atol=bound)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _stages(group, names):

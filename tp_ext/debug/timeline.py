@@ -103,30 +103,32 @@ class Timeline:
             drawing = importlib.import_module("matplotlib.figure")
         except ImportError as error:
             raise ImportError("save: matplotlib must be installed: pip install matplotlib") from error
+        seconds, legend = self.seconds, set[str]()
         figure = drawing.Figure(figsize=(12, 1.2 + 0.7 * len(self.ranks)))
         axes = figure.add_subplot()
-        used: list[str] = []
         for rank, spans in enumerate(self.ranks):
+            bars: dict[tuple[str, str], list[tuple[float, float]]] = {}  # of a lane and kind: begin and length, in ms
             labelled = dict.fromkeys(_LANES, 0.0)  # lane -> the end of the last span with a text
             for span in spans:
                 lane = "messages" if span.name in _MESSAGES else span.kind if span.kind == COMMUNICATION else "phases"
-                low, height = rank + _LANES[lane][0], _LANES[lane][1]
-                label = None if span.kind in used else span.kind
-                used += [] if label is None else [label]
+                bars.setdefault((lane, span.kind), []).append((1e3 * span.begin, 1e3 * (span.end - span.begin)))
+                if span.begin >= labelled[lane] and (text := _label(span, seconds)):
+                    labelled[lane] = span.end
+                    x, y = 1e3 * (span.begin + span.end) / 2, rank + _LANES[lane][0] + _LANES[lane][1] / 2
+                    axes.text(x, y, text, ha="center", va="center", fontsize=6, clip_on=True)
+            for (lane, kind), of_kind in bars.items():
                 axes.broken_barh(
-                    [(1e3 * span.begin, 1e3 * (span.end - span.begin))],
-                    (low, height),
-                    facecolor=_COLORS[span.kind],
+                    of_kind,
+                    (rank + _LANES[lane][0], _LANES[lane][1]),
+                    facecolor=_COLORS[kind],
                     edgecolor="white",
                     linewidth=0.3,
-                    label=label,
+                    label=None if kind in legend else kind,
                 )
-                if span.begin >= labelled[lane] and (text := _label(span, self.seconds)):
-                    labelled[lane], x = span.end, 1e3 * (span.begin + span.end) / 2
-                    axes.text(x, low + height / 2, text, ha="center", va="center", fontsize=6, clip_on=True)
+                legend.add(kind)
             share = f"idle {self.idle(rank):.0%}\n{self.communicated(rank) / _MEBIBYTE:,.1f} MiB"
-            axes.text(1e3 * self.seconds * 1.01, rank + 0.5, share, va="center", fontsize=7)
-        axes.set(xlim=(0, 1e3 * self.seconds), ylim=(len(self.ranks), 0), xlabel="ms", title=title)
+            axes.text(1e3 * seconds * 1.01, rank + 0.5, share, va="center", fontsize=7)
+        axes.set(xlim=(0, 1e3 * seconds), ylim=(len(self.ranks), 0), xlabel="ms", title=title)
         axes.set_yticks([rank + 0.5 for rank in range(len(self.ranks))], [f"rank {k}" for k in range(len(self.ranks))])
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35 / (0.5 + 0.35 * len(self.ranks))), ncols=5)
         figure.savefig(path, dpi=120, bbox_inches="tight")
