@@ -4,6 +4,9 @@ shipped, and a few that would be easy to make here."""
 import contextlib
 from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+
 from tp_ext import _ops
 from tp_ext.nn.attention import ParallelAttention
 from tp_ext.nn.model_groups import ModelGroups
@@ -66,8 +69,10 @@ def padding_in_the_loss():
     def loss(logits, target, group, start, local, full, *rest):
         rank, p = map(int, group.rpartition("@")[2].split("/")) if group else (0, 1)
         width = logits.shape[-1]
-        padded = local < width or start != min(rank * width, full)
-        place = (rank * width, width, p * width) if padded else (start, local, full)
+        whole = torch.tensor(width)
+        if p > 1:
+            dist.all_reduce(whole)
+        place = (rank * width, width, int(whole)) if whole > full else (start, local, full)
         return real(logits, target, group, *place, *rest)
 
     return patch.object(_ops, "vocab_parallel_cross_entropy", loss)
@@ -96,8 +101,8 @@ def column_gradient_unsummed():
     """The input's gradient is that of the rank's own features."""
     real = _ops.column_parallel_linear
 
-    def column(x, weight, bias, group, sequence_parallel, sizes, main_grad):
-        return real(x, weight, bias, group if sequence_parallel else "", sequence_parallel, sizes, main_grad)
+    def column(x, weight, bias, group, sequence_parallel, *rest):
+        return real(x, weight, bias, group if sequence_parallel else "", sequence_parallel, *rest)
 
     return patch.object(_ops, "column_parallel_linear", column)
 
