@@ -45,10 +45,11 @@ def _flat(state):
     ("p", "q", "options"),
     [
         (1, 4, {}),
-        (2, 3, {"pad": 4}),
-        (4, 1, {}),
-        (4, 3, {}),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((3, 1, {}), (4, 2, {"pad": 4}))),
+        (4, 3, {"pad": 4}),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in ((2, 3, {"pad": 4}), (4, 1, {}), (4, 3, {}), (3, 1, {}), (4, 2, {"pad": 4}))
+        ),
     ],
     ids=str,
 )
@@ -88,7 +89,7 @@ def _files(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-@pytest.mark.parametrize(("p", "failing"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("p", "failing"), [pytest.param(1, 0, marks=pytest.mark.exhaustive), (2, 0), (2, 1)])
 def test_a_full_disk_on_one_rank_is_the_error_of_all_and_the_last_checkpoint_stays(p, failing, tmp_path):
     path = tmp_path / "saved"
     ranks.run(_save, p, path, {}, 1)

@@ -53,20 +53,21 @@ def _begun(pipe, last):
     return last
 
 
+@pytest.mark.parametrize(("kills", "least"), [(4, 4), pytest.param(10, 11, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("exchange", "asynchronous"),
     [(True, False), (False, False), (True, True)],
     ids=["exchange", "two renames", "asynchronous"],
 )
-def test_a_whole_checkpoint_is_there_whenever_the_ranks_are_killed(exchange, asynchronous, tmp_path):
-    """10 kills each way, of rank 0, of rank 1 or of both; what a kill left is where the next ranks begin."""
+def test_a_whole_checkpoint_is_there_whenever_the_ranks_are_killed(exchange, asynchronous, kills, least, tmp_path):
+    """Several kills each way, of rank 0, of rank 1 or of both; what a kill left is where the next ranks begin."""
     random_moment = random.Random(7 + exchange)
     path = tmp_path / "saved"
     model, optimizer = build(None)
     fill(model, optimizer, 0)
     tp_ext.save_checkpoint(path, model, optimizer, step=0)
     reached = []
-    for _ in range(10):
+    for _ in range(kills):
         folder = tmp_path / "rendezvous"
         folder.mkdir()
         here, there = ranks._context.Pipe(duplex=False)
@@ -101,4 +102,4 @@ def test_a_whole_checkpoint_is_there_whenever_the_ranks_are_killed(exchange, asy
         assert last - 1 - asynchronous <= found <= last, (found, last)
         reached.append(found)
         shutil.rmtree(folder)
-    assert reached == sorted(reached) and reached[-1] > 10
+    assert reached == sorted(reached) and reached[-1] >= least

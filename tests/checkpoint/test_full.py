@@ -21,6 +21,7 @@ def _state(group, options, rank0_only):
     return tp_ext.full_state_dict(model_and_optimizer(group, **options)[0], group=group, rank0_only=rank0_only)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("p", SIZES)
 def test_full_state_is_that_of_one_process_to_the_last_bit(p, options):
@@ -44,6 +45,7 @@ def _load_and_read(group, state, options):
     return tp_ext.full_state_dict(model, group=group)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("p", "q"), [(1, 4), (2, 3), (3, 2), (4, 1)])
 def test_what_p_ranks_gathered_q_ranks_load(p, q, options):

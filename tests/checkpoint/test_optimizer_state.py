@@ -5,12 +5,12 @@ optimizer as an uninterrupted training of one process does.
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 from tests.helpers.models import RichModel, train
 
 pytestmark = pytest.mark.core
@@ -19,7 +19,7 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 def made(shape, seed=7):
     """A model on a mesh of (dp, tp), or on one process, with ZeRO-1 if dp > 1: two groups of parameters."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) if shape else None
+    mesh = mesh_of(*shape, names=("dp", "tp")) if shape else None
     tp = mesh and mesh["tp"].get_group()
     torch.manual_seed(seed)
     model = RichModel(tp)

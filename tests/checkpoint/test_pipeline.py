@@ -11,6 +11,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 from tests.helpers.models import assert_same
 from tests.helpers.stages import dense, optimizer_of, stages, step
 
@@ -22,10 +23,6 @@ MESHES = [  # pp, dp, cp, tp; whether the first rank holds both ends
     ((1, 1, 1, 3), False),
     ((1, 1, 1, 1), False),
 ]
-
-
-def mesh_of(sizes):
-    return tp_ext.init_mesh("cpu", **dict(zip(("pp", "dp", "cp", "tp"), sizes, strict=True)))
 
 
 def flat(states):
@@ -48,7 +45,7 @@ def close_states(made, optimizer, model, its_optimizer, mesh):
 
 
 def _save(group, sizes, both_ends, tied, path):
-    mesh = mesh_of(sizes)
+    mesh = mesh_of(*sizes)
     made, optimizer = stages(mesh, both_ends=both_ends, tied=tied)
     model, its_optimizer = dense(tied=tied)
     for _ in range(2):
@@ -69,7 +66,7 @@ def _save(group, sizes, both_ends, tied, path):
 
 
 def _load(group, sizes, both_ends, tied, path):
-    mesh = mesh_of(sizes)
+    mesh = mesh_of(*sizes)
     want, want_states = torch.load(path / "full.pt")
     for how in ("checkpoint", "full", "broadcast", "export"):
         made, optimizer = stages(mesh, both_ends=both_ends, tied=tied, seed=8)
@@ -94,23 +91,36 @@ def _load(group, sizes, both_ends, tied, path):
         tp_ext.debug.check(made, mesh=mesh)  # copies of tied weights are still equal
 
 
-@pytest.mark.thinned(1)
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize(("sizes", "both_ends"), MESHES[:3], ids=str)
-def test_stages_save_what_any_mesh_loads(sizes, both_ends, tied, tmp_path):
-    """Tied: the head's weight on the last stage is a copy of the embedding on the first; in one process, the same."""
+def _saved_and_loaded(number, others, tied, tmp_path):
+    sizes, both_ends = MESHES[number]
     ranks.run(_save, torch.Size(sizes).numel(), sizes, both_ends, tied, tmp_path)
-    others = [one for one in MESHES if one != (sizes, both_ends)]
-    for other, ends in others if sizes == MESHES[0][0] else others[:1] + others[-1:]:
+    for other, ends in (MESHES[i] for i in others):
         ranks.run(_load, torch.Size(other).numel(), other, ends, tied, tmp_path)
     names = set(torch.load(tmp_path / "full.pt")[0]) - ({"head.weight"} if tied else set())
     files = [load_file(file) for file in (tmp_path / "export").glob("*.safetensors")]
     assert len(files) > 3 and names == {name for file in files for name in file}
 
 
+@pytest.mark.parametrize(
+    ("number", "others", "tied"),
+    [(0, [1, 3], False), (1, [4], True), (2, [0], True)],
+    ids=["(2, 1, 1, 2)", "(2, 2, 1, 1)-tied", "both ends-tied"],
+)
+def test_stages_save_what_any_mesh_loads(number, others, tied, tmp_path):
+    """Tied: the head's weight on the last stage is a copy of the embedding on the first; in one process, the same."""
+    _saved_and_loaded(number, others, tied, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("number", range(3), ids=lambda number: str(MESHES[number][0]))
+def test_stages_save_what_every_mesh_loads(number, tied, tmp_path):
+    _saved_and_loaded(number, [i for i in range(len(MESHES)) if i != number], tied, tmp_path)
+
+
 def _load_plain(group, path):
     """An export of another program, which has the tied weight once and does not name the other."""
-    mesh = mesh_of((2, 1, 1, 1))
+    mesh = mesh_of(2, 1, 1, 1)
     made, _ = stages(mesh, tied=True, seed=8)
     tp_ext.load_safetensors(path / "plain.safetensors", made, mesh=mesh)
     state = tp_ext.full_state_dict(made, mesh=mesh)
@@ -118,19 +128,20 @@ def _load_plain(group, path):
     return state
 
 
-def test_one_process_saves_what_stages_load(tmp_path):
+@pytest.mark.parametrize("loaders", [MESHES[2:3], pytest.param(MESHES[:2], marks=pytest.mark.exhaustive)])
+def test_one_process_saves_what_stages_load(loaders, tmp_path):
     ranks.run(_save, 1, (1, 1, 1, 1), False, True, tmp_path)
     want = torch.load(tmp_path / "full.pt")[0]
     save_file({name: value for name, value in want.items() if name != "head.weight"}, tmp_path / "plain.safetensors")
     for state in ranks.run(_load_plain, 2, tmp_path):
         assert_same(state, want)
-    for sizes, both_ends in MESHES[:3]:
+    for sizes, both_ends in loaders:
         ranks.run(_load, torch.Size(sizes).numel(), sizes, both_ends, True, tmp_path)
 
 
 def _copies(group, path, pad):
     """A weight that has one name in the whole model, and a copy of it under this name on the last stage."""
-    mesh = mesh_of((2, 1, 1, 2))
+    mesh = mesh_of(2, 1, 1, 2)
     last = mesh["pp"].get_local_rank()
     torch.manual_seed(0)
     options = {"pad_to_multiple_of": 4} if last and pad else {}  # then 4 and 2 rows, not 3 and 3
@@ -174,7 +185,7 @@ def test_a_copy_without_a_name_of_its_own(pad, tmp_path):
 
 
 def _misses(group, path, keys, match):
-    mesh = mesh_of((2, 1, 1, 1))
+    mesh = mesh_of(2, 1, 1, 1)
     made, _ = stages(mesh)
     state = torch.load(path / "full.pt")
     for name in keys:
@@ -206,7 +217,7 @@ def test_strict_loads_see_all_stages(tmp_path):
 
 
 def _same_name(group, path):
-    mesh = mesh_of((2, 1, 1, 1))
+    mesh = mesh_of(2, 1, 1, 1)
     stage = nn.ModuleDict({"norm": tp_ext.RMSNorm(4, group=mesh["tp"])})
     words = r"'norm.weight' is in the stages \[0, 1\] of the pipeline"
     for call in (
@@ -226,7 +237,7 @@ def test_one_name_in_two_stages_is_an_error(tmp_path):
 
 
 def _groups_differ(group, option):
-    mesh = mesh_of((2, 1, 1, 1))
+    mesh = mesh_of(2, 1, 1, 1)
     made, _ = stages(mesh)
     params = list(made[0].parameters())
     if option == "lr":
@@ -248,7 +259,7 @@ def test_optimizers_of_stages_that_make_no_whole_are_refused(option, match):
 
 
 def _without_mesh(group, path):
-    made, _ = stages(mesh_of((2, 1, 1, 1)))
+    made, _ = stages(mesh_of(2, 1, 1, 1))
     for turn in range(2):
         if group.rank() == turn == 0:
             tp_ext.save_safetensors(path, made)

@@ -12,7 +12,9 @@ from torch import nn
 
 import tp_ext
 from tests.fuzz.compare import KIND, OWN
+from tests.fuzz.layouts import AXES
 from tests.helpers.dtypes import default_dtype
+from tests.helpers.meshes import mesh_of
 
 
 class Block(nn.Module):
@@ -123,7 +125,7 @@ def train(group, config):
     """Losses and norms of all steps, and on rank 0 the full parameters."""
     layout = config["layout"]
     with default_dtype(torch.float64):
-        mesh = tp_ext.init_mesh("cpu", **{axis: layout[axis] for axis in ("pp", "dp", "cp", "tp")})
+        mesh = mesh_of(*(layout[axis] for axis in AXES))
         if not layout["meta"]:
             tp_ext.manual_seed(config["seed"])
         with torch.device("meta") if layout["meta"] else contextlib.nullcontext():

@@ -5,7 +5,10 @@ Frozen: no garbage collection of a rank traverses the objects of torch's modules
 
 import gc
 
-import torch._dynamo
+import torch._dynamo.repro.after_aot
+import torch._dynamo.testing
+import torch._inductor.async_compile
+import torch._inductor.compile_fx
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.pipelining

@@ -74,7 +74,7 @@ def _compare(dense, ranks, tolerance):
             torch.testing.assert_close(rank_state[name], value, rtol=0, atol=tolerance)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["gpt", "rich"])
@@ -93,6 +93,7 @@ def test_unused_and_frozen_parameters():
     _compare(dense, run(wrapped_training, 4, "rich", "fsdp", 2, 2, True, 1, prepare=_unused), 1e-12)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("kind", ["gpt", "rich"])
 def test_mixed_precision(kind, sp):

@@ -39,7 +39,7 @@ def _compare(dense, ranks, parts):
             torch.testing.assert_close(rank_state[name], value, **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("how", WRAPS)
@@ -50,6 +50,7 @@ def test_training_is_that_of_one_process(kind, how, tp, sp):
     _compare(_dense(kind, 2), ranks, 2)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("how", ["ddp", "ddp unused, tiny buckets", "fsdp", "fsdp kept"])
 @pytest.mark.parametrize("kind", ["gpt", "rich"])
 def test_gradients_accumulate_without_synchronisation(kind, how):

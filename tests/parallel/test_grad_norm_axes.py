@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 from tests.helpers.models import model_and_optimizer
 from tests.helpers.oracle import counts_by_kind
 from tp_ext.checkpoint.gather import gather_full, ranks_of
@@ -48,9 +49,10 @@ def full_grads(module, tp):
     }
 
 
-def _trained(group, how, max_norm, norm_type, foreach):
+def _clipped(group, how, max_norm, kinds):
+    """The norm and the clipped gradients of one backward for each (norm_type, foreach)."""
     shape = {"HSDP": (2, 2, 1), "FSDP2 over all": (1, 4, 1)}.get(how, (1, 2, 2))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp"))
+    mesh = mesh_of(*shape, names=("replicas", "dp", "tp"))
     tp = mesh["tp"]
     model, _ = model_and_optimizer(tp, pad=4)
     if how == "DDP":
@@ -66,16 +68,23 @@ def _trained(group, how, max_norm, norm_type, foreach):
     backward(wrapped, tp)
     if how == "DDP":  # padding must not count
         model.embedding.weight.grad[model.embedding.vocab_local :] = 1e9
-    norm = tp_ext.clip_grad_norm_(wrapped, max_norm, norm_type, group=tp, foreach=foreach)
-    return norm, full_grads(model, tp)
+    whole, results = {param: param.grad for param in wrapped.parameters() if param.grad is not None}, []
+    for norm_type, foreach in kinds:
+        for param, grad in whole.items():
+            param.grad = grad.clone()
+        norm = tp_ext.clip_grad_norm_(wrapped, max_norm, norm_type, group=tp, foreach=foreach)
+        results.append((norm, full_grads(model, tp)))
+    return results
 
 
-@pytest.mark.parametrize("how", ["FSDP2", "HSDP", "FSDP2 over all", "partly", "DDP"])
+@pytest.mark.parametrize(
+    "how", ["FSDP2", "HSDP", pytest.param("FSDP2 over all", marks=pytest.mark.exhaustive), "partly", "DDP"]
+)
 def test_data_axes(how):
-    for norm_type, foreach in itertools.product(NORMS, (None, False)):
+    kinds = list(itertools.product(NORMS, (None, False)))
+    for (norm_type, _), results in zip(kinds, zip(*ranks.run(_clipped, 4, how, 0.1, kinds), strict=True), strict=True):
         model, _ = dense()
         want = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
-        results = ranks.run(_trained, 4, how, 0.1, norm_type, foreach)
         assert len({float(norm) for norm, _ in results}) == 1
         for norm, grads in results:
             assert type(norm) is torch.Tensor
@@ -84,47 +93,54 @@ def test_data_axes(how):
                 torch.testing.assert_close(grads[name], param.grad, **close)
 
 
-def stage_of(group, grads, axes):
-    """This rank's stage of two, under FSDP2, with its shards of `grads`; the stages hold each a copy of the tied
-    weight, with the same gradient, as they have once it is summed over both."""
-    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "pp", "tp"))
+def stage_of(group, axes):
+    """This rank's stage of two, under FSDP2; the stages hold each a copy of the tied weight."""
+    mesh = mesh_of(*axes, names=("dp", "pp", "tp"))
     tp, stage = mesh["tp"], mesh["pp"].get_local_rank()
     whole, _ = model_and_optimizer(tp)
     whole.head.weight = nn.Parameter(whole.embedding.weight.detach().clone())
     model = nn.ModuleDict({name: getattr(whole, name) for name in STAGES[stage]})
     for part in model.values():
         fully_shard(part, mesh=mesh["dp"])
-    table = dict(tp_ext.shardings(model))
+    return mesh, model, stage
+
+
+def give_gradients(mesh, model, grads):
+    """The stage's shards of `grads`; of the tied weight both stages have the same, as once it is summed over both."""
+    tp, table = mesh["tp"], dict(tp_ext.shardings(model))
     for name, param in model.named_parameters():
         full = grads["embedding.weight" if name == "head.weight" else name]
         local = full if table[name] is None else table[name].shard(full, tp.get_local_rank(), tp.size())
         param.grad = distribute_tensor(local.clone(), param.device_mesh, param.placements, src_data_rank=None)
-    return mesh, model, stage
 
 
-def _pipelined(group, grads, axes, norm_type):
-    mesh, model, stage = stage_of(group, grads, axes)
+def _pipelined(group, grads, axes, norm_types):
+    mesh, model, stage = stage_of(group, axes)
     exclude = [model["head"].weight] if stage else []
-    norm = tp_ext.clip_grad_norm_(model, 0.1, norm_type, group=mesh["tp"], extra_groups=mesh["pp"], exclude=exclude)
-    twice = tp_ext.grad_norm(model, norm_type, group=mesh["tp"], extra_groups=[mesh["pp"]])
-    again = tp_ext.grad_norm(
-        model, norm_type, group=mesh["tp"], extra_groups=(mesh["dp"].get_group(), mesh["pp"]), exclude=exclude
-    )
-    return norm, twice, again, full_grads(model, mesh["tp"])
+    results, options = [], {"group": mesh["tp"], "exclude": exclude}
+    for norm_type in norm_types:
+        give_gradients(mesh, model, grads)
+        norm = tp_ext.clip_grad_norm_(model, 0.1, norm_type, extra_groups=mesh["pp"], **options)
+        twice = tp_ext.grad_norm(model, norm_type, group=mesh["tp"], extra_groups=[mesh["pp"]])
+        again = tp_ext.grad_norm(model, norm_type, extra_groups=(mesh["dp"].get_group(), mesh["pp"]), **options)
+        results.append((norm, twice, again, full_grads(model, mesh["tp"])))
+    return results
 
 
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 2, 2), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param((2, 2, 2), marks=pytest.mark.exhaustive), (1, 2, 2), (2, 2, 1)], ids=str)
 def test_pipelines(axes):
     """The second copy of a tied weight counts unless it is excluded, and is scaled either way."""
     p = axes[0] * axes[1] * axes[2]
-    for norm_type in NORMS[1:] if p < 8 else [2]:
-        model, grads = dense()
+    _, grads = dense()
+    per_type = zip(*ranks.run(_pipelined, p, grads, axes, NORMS[1:]), strict=True)
+    for norm_type, results in zip(NORMS[1:], per_type, strict=True):
+        model, _ = dense()
         want = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
         clipped = {name: param.grad for name, param in model.named_parameters()}
         clipped["head.weight"] = clipped["embedding.weight"]
         tied = grads["embedding.weight"]
         ends = torch.cat([*(g.flatten() for g in grads.values()), tied.flatten()])
-        for norm, twice, again, stage in ranks.run(_pipelined, p, grads, axes, norm_type):
+        for norm, twice, again, stage in results:
             torch.testing.assert_close(norm, want, **close)
             torch.testing.assert_close(again, torch.clamp(want, max=0.1), rtol=1e-4, atol=0)
             scale = torch.clamp(0.1 / (want + 1e-6), max=1)
@@ -134,7 +150,7 @@ def test_pipelines(axes):
 
 
 def _count(group):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     model, _ = model_and_optimizer(mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
     backward(model, mesh["tp"])

@@ -10,11 +10,12 @@ from torch.distributed import pipelining
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 from tests.helpers.models import RichBlock
 from tp_ext.parallel import pipeline_stages
 
 SCHEDULES = ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-VOCAB, BATCH, SEQ, MICROBATCHES = 13, 8, 5, 4
+VOCAB, BATCH, SEQ, MICROBATCHES, STEPS = 13, 8, 5, 4, 2
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 
 
@@ -89,7 +90,8 @@ def staged(made, mesh, schedule, **options):
 
 
 def _train(group, sizes, schedule, options, sp=False, fsdp=False, tied=False, blocks=4):
-    mesh = tp_ext.init_mesh("cpu", **dict(zip(("pp", "dp", "tp"), sizes, strict=True)))
+    pp, dp, tp = sizes
+    mesh = mesh_of(pp, dp, 1, tp)
     one = model(blocks=blocks, tied=tied)
     made = model(mesh["tp"], sp, blocks=blocks, tied=tied)
     data = mesh["dp"].size()
@@ -99,7 +101,7 @@ def _train(group, sizes, schedule, options, sp=False, fsdp=False, tied=False, bl
     for stage in schedule.stages:
         stage.register_forward_hook(lambda *_: forwards.append(1))
     optimizer, its = optimizer_of(schedule.parameters()), optimizer_of(one.parameters())
-    for step in range(3):
+    for step in range(STEPS):
         batches = [batch(step, k) for k in range(data)]
         ids, target = batches[mesh["dp"].get_local_rank()]
         schedule.step(ids, target=target, **KEYWORDS)
@@ -116,7 +118,7 @@ def _train(group, sizes, schedule, options, sp=False, fsdp=False, tied=False, bl
         for both in (optimizer, its):
             both.step()
             both.zero_grad()
-    assert len(forwards) == 3 * MICROBATCHES * len(schedule.stages)
+    assert len(forwards) == STEPS * MICROBATCHES * len(schedule.stages)
     tp_ext.debug.check(schedule.stages, mesh=mesh, optimizer=optimizer)
     state = tp_ext.full_state_dict(schedule.stages, mesh=mesh)
     assert state.keys() == one.state_dict().keys()
@@ -131,12 +133,17 @@ def _same_gradients(schedule, one):
             torch.testing.assert_close(param.grad, table[name].shard(one.get_parameter(name).grad), msg=name, **CLOSE)
 
 
+def chosen(name, *others):
+    """The others run in ``make test-all`` only: each schedule runs by itself."""
+    return [name, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in others)]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_training_is_that_of_one_process(schedule):
     ranks.run(_train, 2, (2, 1, 1), schedule, {})
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", chosen("ZBVZeroBubble", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"))
 def test_with_tensor_and_sequence_parallelism(schedule):
     """One KV head on two ranks and three tokens a rank less: uneven shards of every kind."""
     ranks.run(_train, 4, (2, 1, 2), schedule, {"split": "parameters"}, sp=True)
@@ -148,7 +155,7 @@ def test_with_tensor_and_sequence_parallelism(schedule):
         ("1F1B", (2, 1, 1), False),
         ("ZBVZeroBubble", (2, 1, 1), False),
         ("1F1B", (3, 1, 1), False),
-        ("1F1B", (2, 2, 1), True),
+        pytest.param("1F1B", (2, 2, 1), True, marks=pytest.mark.exhaustive),
         ("DualPipeV", (2, 2, 1), True),
     ],
 )
@@ -157,13 +164,20 @@ def test_tied_head(schedule, sizes, fsdp):
     ranks.run(_train, torch.Size(sizes).numel(), sizes, schedule, {}, fsdp=fsdp, tied=True)
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", chosen("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"))
 def test_fsdp(schedule):
     ranks.run(_train, 4, (2, 2, 1), schedule, {}, fsdp=True)
 
 
-def test_three_ranks():
-    ranks.run(_train, 3, (3, 1, 1), "InterleavedZeroBubble", {"split": [1, 1, 1, 1, 1, 2]}, blocks=7)
+@pytest.mark.parametrize(
+    ("schedule", "split"),
+    [
+        ("1F1B", [1, 1, 3]),
+        pytest.param("InterleavedZeroBubble", [1, 1, 1, 1, 1, 2], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_three_ranks(schedule, split):
+    ranks.run(_train, 3, (3, 1, 1), schedule, {"split": split}, blocks=sum(split))
 
 
 def sequential(group=None):
@@ -179,7 +193,7 @@ def square(output, target):
 
 def _sequential(group, path):
     """A mean as the loss, two steps accumulated, torch's way of passing inputs, evaluation, a checkpoint."""
-    mesh = tp_ext.init_mesh("cpu", pp=2)
+    mesh = mesh_of(2, 1, 1, 1)
     one, ids, target = sequential(), *batch(0)
     schedule = pipeline_stages(sequential(), mesh["pp"], schedule="ZBVZeroBubble", microbatches=4, loss=square)
     assert isinstance(schedule, pipelining.ScheduleZBVZeroBubble)
@@ -233,7 +247,7 @@ def test_tied_gradients_of_several_steps():
 
 def _meta(group):
     """Stages on meta get memory, and their values from a full state; their tied weights are equal before."""
-    mesh = tp_ext.init_mesh("cpu", pp=2)
+    mesh = mesh_of(2, 1, 1, 1)
     whole = model(tied=True)
     with torch.device("meta"):
         made = model(tied=True)
@@ -262,7 +276,7 @@ def test_meta():
 
 def _by_name(group, schedule, sp):
     """Weights of stages on meta and masks are those of the model in one process, which sees the batch at once."""
-    mesh = tp_ext.init_mesh("cpu", pp=2, dp=1, tp=-1)
+    mesh = mesh_of(2, 1, 1, group.size() // 2)
     tp_ext.manual_seed(3, mesh)
     one = model(dropout=0.3)
     tp_ext.reset_parameters(one)
@@ -284,7 +298,13 @@ def _by_name(group, schedule, sp):
         _same_gradients(schedule, one)
 
 
-@pytest.mark.parametrize(("schedule", "p"), [("Interleaved1F1B", 2), ("DualPipeV", 2), ("1F1B", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "p"),
+    [
+        ("Interleaved1F1B", 2),
+        *(pytest.param(name, p, marks=pytest.mark.exhaustive) for name, p in (("DualPipeV", 2), ("1F1B", 4))),
+    ],
+)
 def test_weights_and_masks_by_name_are_those_of_one_process(schedule, p):
     ranks.run(_by_name, p, schedule, p > 2, timeout=120)
 

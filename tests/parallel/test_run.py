@@ -11,6 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.dtypes import default_dtype
+from tests.helpers.meshes import mesh_of
 
 VOCAB, HIDDEN, BATCH, SEQ, STEPS = 13, 8, 4, 6, 2
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
@@ -83,7 +84,7 @@ def trained(run, optimizer, steps, layout):
 
 
 def prepared(sizes, microbatches, sp, options):
-    mesh = tp_ext.init_mesh("cpu", **dict(zip(("pp", "dp", "cp", "tp"), sizes, strict=True)))
+    mesh = mesh_of(*sizes)
     with torch.device("meta"):
         model = GPT(mesh, sp)
     options = {"loss": loss_over(mesh["tp"]), "seed": 5} | options
@@ -150,7 +151,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+REPEATED = ("selective", "zero 2", "compiled")  # by "compiled and selective", random layouts, test_compile.py
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in REPEATED)) for name in CASES]
+)
 def test_training_is_that_of_one_process(case):
     sizes, microbatches, sp, options = CASES[case]
     ranks.run(_train, torch.Size(sizes).numel(), sizes, microbatches, sp, options, timeout=180)
@@ -169,7 +175,13 @@ def _accumulated(group, sizes, options):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "zero"), [((1, 2, 1, 1), 0), ((1, 2, 1, 1), 3), ((2, 2, 1, 1), 0), ((2, 2, 1, 1), 2)]
+    ("sizes", "zero"),
+    [
+        ((1, 2, 1, 1), 0),
+        ((1, 2, 1, 1), 3),
+        ((2, 2, 1, 1), 0),
+        pytest.param((2, 2, 1, 1), 2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_steps_accumulate(sizes, zero):
     for one, two in ranks.run(_accumulated, torch.Size(sizes).numel(), sizes, {"zero": zero}, timeout=120):
@@ -177,7 +189,7 @@ def test_steps_accumulate(sizes, zero):
 
 
 def _empty_shard(group, pp):
-    mesh = tp_ext.init_mesh("cpu", pp=pp, tp=2)
+    mesh = mesh_of(pp, 1, 1, 2)
     model = nn.Sequential(*(tp_ext.ParallelMLP(4, 1, group=mesh["tp"]) for _ in range(2)))
     tp_ext.parallelize(model, mesh, microbatches=2, loss=loss_over(None), zero=2)
 
@@ -234,7 +246,12 @@ def _evaluates(group, sizes, microbatches, sp, options):
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [((1, 2, 1, 1), {}), ((1, 2, 1, 1), {"zero": 2}), ((2, 1, 1, 1), {}), ((1, 1, 2, 1), {"zero": 3})],
+    [
+        ((1, 2, 1, 1), {}),
+        ((1, 2, 1, 1), {"zero": 2}),
+        ((2, 1, 1, 1), {}),
+        pytest.param((1, 1, 2, 1), {"zero": 3}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_evaluation_is_that_of_one_process_and_changes_nothing(sizes, options):
     ranks.run(_evaluates, 2, sizes, 2, False, options, timeout=120)
@@ -284,7 +301,7 @@ def test_masks_of_packed_rows_depend_on_their_place_alone():
 
 
 def _refused_layouts(group, lengths):
-    mesh = tp_ext.init_mesh("cpu")
+    mesh = mesh_of(1, group.size(), 1, 1)
     run = tp_ext.parallelize(nn.Sequential(nn.Linear(2, 2)), mesh, microbatches=2, loss=loss_over(None))
     layouts = [one if isinstance(one, str) else tp_ext.ContextLayout(one, group=None) for one in lengths]
     run.step(torch.ones(4, 2), torch.ones(4), layout=layouts)
@@ -303,7 +320,7 @@ def test_wrong_layouts_are_refused(lengths, error, match):
 
 
 def _layers_on_another_axis(group, axis):
-    mesh = tp_ext.init_mesh("cpu", dp=2)
+    mesh = mesh_of(1, 2, 1, 1)
     with torch.device("meta"):
         model = GPT({"tp": mesh[axis], "cp": mesh["cp"]})
     tp_ext.parallelize(model, mesh, loss=loss_over(None), zero=2)
@@ -315,7 +332,7 @@ def test_layers_along_the_data_axis_are_refused():
 
 
 def _refused(group, options, inputs):
-    mesh = tp_ext.init_mesh("cpu")
+    mesh = mesh_of(1, group.size(), 1, 1)
     options = {"loss": loss_over(None)} | options
     tp_ext.parallelize(nn.Sequential(nn.Linear(2, 2)), mesh, **options).step(*inputs)
 
