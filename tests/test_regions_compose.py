@@ -151,6 +151,7 @@ def test_compile_all_regions_at_once(how):
     ranks.run(_compiled_all, 2, xs, how)
 
 
+@pytest.mark.exhaustive  # aot_eager records the same graph; test_compile.py::test_inductor compiles a block
 def test_compile_with_inductor():
     xs = [torch.rand(4, 6, dtype=torch.float64) for _ in range(2)]
     ranks.run(_compiled_all, 2, xs, "inductor", timeout=300)

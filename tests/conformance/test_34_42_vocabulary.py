@@ -27,6 +27,7 @@ EVERY = pytest.mark.parametrize("p", [1, 2, 3, 4])
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 
 
+@pytest.mark.thinned(1)
 @SP
 @EVERY
 def test_case_34_vocab_48_with_repeated_ids(p, sp):
@@ -39,6 +40,7 @@ def _out_of_range(group, wrong, sp):
     module(torch.tensor([3, wrong, 4, 5]))
 
 
+@pytest.mark.thinned
 @SP
 @pytest.mark.parametrize("wrong", [10, -1, 15, 1 << 40])
 @EVERY
@@ -68,6 +70,7 @@ def test_case_37_large_logits(p):
     assert all(loss.isfinite() and grad.isfinite().all() for loss, grad in losses)
 
 
+@pytest.mark.thinned(1)
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_case_38_logits_are_left_as_they_are(dtype, p):
@@ -76,6 +79,7 @@ def test_case_38_logits_are_left_as_they_are(dtype, p):
     assert_dense(p, *make_rows(13, dtype=dtype), bounds={"rtol": bound, "atol": bound / 10})
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("scale", [1, 1000])
 @EVERY
 def test_case_39_label_smoothing(p, scale):
@@ -86,6 +90,7 @@ def test_case_39_label_smoothing(p, scale):
     assert all(loss.isfinite() and grad.isfinite().all() for loss, grad in results)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("ignore_index", [-100, 3, -1])
 @EVERY
 def test_case_40_ignored_rows(p, ignore_index):
@@ -149,6 +154,7 @@ def _padded_head(group, weight, x, target, sp):
     return loss, own.grad, local_grads(head), dict(tp_ext.shardings(head))
 
 
+@pytest.mark.thinned(1)
 @EVERY
 @SP
 def test_case_42_no_gradient_reaches_the_padding_rows_of_the_head(sp, p):

@@ -20,7 +20,7 @@ EVERY = pytest.mark.parametrize("p", [1, 2, 3, 4])
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @EVERY
 @SP
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
@@ -38,6 +38,7 @@ def _gqa(p):
     return GQA if fits(GQA, p) else GQA | {"num_kv_heads": 1}
 
 
+@pytest.mark.thinned(1)
 @EVERY
 @SP
 def test_case_44_grouped_queries_with_fewer_kv_heads_than_ranks(sp, p):
@@ -67,9 +68,14 @@ def _train(group, sp, steps):
     return first, last, dict(tp_ext.shardings(module))
 
 
-@pytest.mark.thinned(1)
-@SP
-@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("p", "sp"),
+    [
+        pytest.param(p, sp, id=f"{p}-{'sp' * sp}", marks=[pytest.mark.exhaustive] * ((p, sp) != (3, True)))
+        for p in (2, 3, 4)
+        for sp in (False, True)
+    ],
+)
 def test_case_44_replicated_kv_is_bitwise_equal_after_100_steps(p, sp):
     """`gathered` asserts it of the KV heads that several ranks hold, and of the norms' weights."""
     firsts, lasts, tables = zip(*ranks.run(_train, p, sp, 100), strict=True)
@@ -125,6 +131,7 @@ def _assert_even(p, seqs, heads, width, causal=True, dtype=torch.float64, bound=
         torch.testing.assert_close(dx, heads * back, rtol=heads * bound, atol=heads * bound)
 
 
+@pytest.mark.thinned(1)
 @EVERY
 @pytest.mark.parametrize("explicit", [False, True], ids=["fused", "explicit"])
 def test_case_45_softmax_of_zeros(p, explicit, device):
@@ -133,6 +140,7 @@ def test_case_45_softmax_of_zeros(p, explicit, device):
     _assert_even(p, [32], max(p, 2), 32, causal=False, device=device, explicit=explicit)
 
 
+@pytest.mark.thinned(1)
 @EVERY
 @pytest.mark.parametrize("explicit", [False, True], ids=["fused", "explicit"])
 def test_case_45_odd_lengths_and_empty_sequences(p, explicit, device):
@@ -196,6 +204,7 @@ def _recomputed(group, sp, nested):
     assert after == torch.rand(()), "recomputing leaves the generator where it was"
 
 
+@pytest.mark.thinned(1)
 @EVERY
 @SP
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
@@ -216,6 +225,7 @@ def _forked(group, sp):
     assert all(torch.equal(masks[i], masks[0]) for i in (1, 3)) and not torch.equal(masks[2], masks[0])
 
 
+@pytest.mark.thinned(1)
 @EVERY
 @SP
 def test_case_46_nested_forks_of_the_generator(sp, p):
@@ -233,6 +243,7 @@ def _rotate(group, x, g, positions, options, device):
     return y, x.grad
 
 
+@pytest.mark.thinned
 @EVERY
 @pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"rotary_dim": 4}], ids=str)
 @pytest.mark.parametrize("which", ["from_0", "offset", "packed"])

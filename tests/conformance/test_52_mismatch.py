@@ -119,7 +119,7 @@ def _differing(group, name, how):
     return str(raised.value), time.monotonic() - before
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("how", ["shape", "dtype"])
 @pytest.mark.parametrize("name", CALLS)
@@ -150,7 +150,7 @@ def _one_stays_away(group):
         return str(raised.value)
 
 
-@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("p", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_case_52_a_rank_that_stays_away_is_named(p):
     first, *_ = ranks.run(_one_stays_away, p)
     assert f"Ranks {p - 1} failed to pass monitoredBarrier" in first
@@ -170,7 +170,7 @@ def _regions(group):
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), str(case)
 
 
-@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("p", [3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 4))])
 def test_case_52_regions_are_not_disturbed(p):
     ranks.run(_regions, p, timeout=2 * SECONDS)
 
@@ -222,7 +222,7 @@ def _undisturbed(group, work, sp):
             assert torch.equal(got, want)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("p", [2, 3, 4])
 @SP
 @pytest.mark.parametrize("work", [_step, _layers])

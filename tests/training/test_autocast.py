@@ -86,7 +86,7 @@ def _autocast_step(group, name, sp, low):
     return y, dx, gradients(module)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("low", LOW, ids=str)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
@@ -98,6 +98,7 @@ def test_dtypes_and_values_of_torchs_modules(p, sp, low):
         assert_parity(_autocast_step, name, p, sp, _twin_step(name, low), bound, low)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_blocks_and_the_gpt(p, low):
@@ -129,7 +130,7 @@ def _nested(group, sp):
         assert (bf16[0].dtype, fp16[0].dtype) == ((torch.float32,) * 2 if name in keep else tuple(LOW)), name
 
 
-@BOTH
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
 def test_nested_disabled_and_uncached(sp):
     ranks.run(_nested, 2, sp)
 
@@ -142,7 +143,7 @@ def _low_module(group, name, sp, low):
     return y.float(), None if dx is None else dx.float(), {k: (g.float(), s) for k, (g, s) in gradients(module).items()}
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("low", LOW, ids=str)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])

@@ -67,6 +67,7 @@ def _wrapped(group, sp):
             assert same(outcome(name, module, group, sp, wrap(module, call)), want), f"{name}: {how}"
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2])
 def test_the_same_bits_whatever_hangs_on_it(p, sp):
@@ -107,6 +108,7 @@ def _without_graph(group, sp):
         assert torch.equal(y, want) and not y.requires_grad, name
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_no_grad_and_inference_mode(p, sp):
@@ -170,6 +172,7 @@ def _parameter_hooks(group, sp):
         [handle.remove() for handle in handles]
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_parameter_hooks_see_the_complete_gradient_once(p, sp):

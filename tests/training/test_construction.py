@@ -48,6 +48,7 @@ def _meta(group, sp):
             assert param.tp_sharding == sharding, f"{name}: {key}"
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_from_meta_as_constructed_directly(p, sp):
@@ -128,7 +129,7 @@ def _copied(group, sp):
         assert same(outcome(name, twice, group, sp), outcome(name, module, group, sp)), name
 
 
-@BOTH
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
 def test_copies_compute_the_same_and_train_independently(sp):
     ranks.run(_copied, 2, sp, timeout=120)
 
@@ -168,12 +169,13 @@ def _averaged(group, sp):
     return ema
 
 
+@pytest.mark.thinned(1)
 @BOTH
-def test_averaged_models(sp):
+@pytest.mark.parametrize("p", [2, 4])
+def test_averaged_models(p, sp):
     want = _averaged(None, False)
-    for p in (2, 4):
-        for got in ranks.run(_averaged, p, sp):
-            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    for got in ranks.run(_averaged, p, sp):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
 def _vector(group):
@@ -216,6 +218,7 @@ def _tied(group, sp, how):
     return norm, tp_ext.full_state_dict(model, group=group), gradients(model)
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("how", ["", "deepcopy", "pickle", "load", "to"])
 def test_tied_embeddings_stay_tied(how, sp):
@@ -235,6 +238,7 @@ def _shared(group, sp):
     return y, dx, gradients(block)
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_a_module_used_several_times(p, sp):

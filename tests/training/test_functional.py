@@ -33,6 +33,7 @@ def _called(group, sp):
             assert torch.equal(values[key].grad, param.grad), f"{name}: {key}"
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_functional_call_ties_and_all(p, sp):
@@ -66,6 +67,7 @@ def _vmapped(group, sp):
             )
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2])
 def test_vmap_over_inputs(p, sp):

@@ -40,6 +40,7 @@ def _trained(group, sp, name, how, steps=3):
     return tp_ext.full_state_dict(model, group=group), states, replicated
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_implementation_trains_as_on_one_process(name, how):
@@ -76,6 +77,7 @@ def _in_backward(group, sp):
         assert torch.equal(a, b), key
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [2, 4])
 def test_optimizer_in_backward(p, sp):
@@ -97,6 +99,7 @@ def _accumulated(group, sp):
             torch.testing.assert_close(param.grad, grad, rtol=1e-12, atol=1e-14, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_microbatches_add_up_to_the_batch(p, sp):

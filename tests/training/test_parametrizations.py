@@ -65,7 +65,7 @@ def _train(group, name, sp, how):
     return norms, tp_ext.full_state_dict(module, group=group), gradients(module)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("how", ["elementwise", "weight_norm"])
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])

@@ -61,6 +61,7 @@ def _same_bits(group, sp):
             assert same(got, want), f"{name}: {how}, saving {saved}"
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [2, 4])
 def test_the_same_bits_for_every_module(p, sp):
@@ -143,6 +144,7 @@ def _saved_collectives(group, name, sp):
     assert same(got, want)
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("name", ["column", "mlp_gated", "embedding", "head", "block", "gpt", "rich_block"])
 def test_a_policy_that_saves_collectives_and_matmuls(name, sp):

@@ -87,6 +87,7 @@ def test_frozen_weights_save_no_activation(sp):
         assert biases == only_x, f"{name}: trained biases need no activation of their own"
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2])
 def test_nothing_is_saved_where_nothing_is_wanted(p, sp):
