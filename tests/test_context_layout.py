@@ -120,6 +120,7 @@ def _round_trips(group, lengths, options, shapes):
         assert layout.unshard(layout.shard(ids, dim), dim).equal(ids)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("balance", [True, False])
 def test_sharded_and_put_together_again(p, balance):
