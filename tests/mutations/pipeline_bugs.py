@@ -28,7 +28,7 @@ PIPELINE_BUGS = [
         "found.pop(id(param), None)  # the original itself",
         "pass",
         "A stage that holds both ends has no original.",
-        STATE,
+        "nn/test_stages.py::test_a_stage_that_holds_both_ends_has_the_original",
     ),
     _bug(
         "tied_copy_is_an_entry",

@@ -7,6 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import tp_ext
 from tp_ext.nn.stages import joined
+from tp_ext.nn.tied import copies_in
 
 pytestmark = pytest.mark.core
 
@@ -32,3 +33,11 @@ def test_two_tensors_of_one_name_are_refused():
         ValueError, match=r"module: '0.weight' is in the stages 0 and 1 of this rank, and must be in one"
     ):
         joined([nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))])
+
+
+def test_a_stage_that_holds_both_ends_has_the_original():
+    model = nn.ModuleDict({"embedding": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    tp_ext.declare_tied(model, {"head.weight": "embedding.weight"})
+    assert copies_in(model) == {id(model["head"].weight): "embedding.weight"}
+    model["head"].weight = model["embedding"].weight
+    assert copies_in(model) == {}

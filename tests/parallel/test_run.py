@@ -226,20 +226,23 @@ def _evaluates(group, sizes, microbatches, sp, options):
         found = []
         for evaluated in (False, True):
             mesh, run, optimizer, layout = prepared(sizes, microbatches, sp, options)
-            losses = trained(run, optimizer, [0], layout)
+            losses, params = trained(run, optimizer, [0], layout), list(run.parameters())
             if evaluated:
                 ids, target = (layout.shard(t, 1) for t in batch(1, run.data_rank))
                 keywords = {"layout": layout} if layout.group.size > 1 else {"batch_size": layout.batch}
+                model = GPT().eval()
+                model.load_state_dict(tp_ext.full_state_dict(run.state, mesh=mesh))
                 loss = run.evaluate(ids, target, **keywords)
                 modules = run.state if isinstance(run.state, list) else [run.state]
                 assert all(one.training for module in modules for one in module.modules())
-                model = GPT().eval()
-                model.load_state_dict(tp_ext.full_state_dict(run.state, mesh=mesh))
                 ids, target = (
                     torch.cat(both) for both in zip(*(batch(1, k) for k in range(run.data_size)), strict=True)
                 )
                 with torch.no_grad():
                     torch.testing.assert_close(loss, loss_over(None)(model(ids, len(ids)), target), **CLOSE)
+            with torch.no_grad():
+                for param in params:
+                    param.mul_(0.5)  # the next step must gather them again
             found.append(torch.cat([losses, trained(run, optimizer, [1], layout)]))
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
