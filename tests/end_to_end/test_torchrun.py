@@ -1,4 +1,5 @@
-"""examples/train_gpt.py as a user starts it: whole runs under torchrun, resumed, misused, and killed in the middle."""
+"""examples/train_gpt.py: a run as a user starts it; runs in forked processes, under torchrun's code or without it:
+resumed, misused, and killed in the middle."""
 
 import csv
 import math
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import train_gpt
 from gpt import GPT, GPTConfig
 
-from tests.helpers import ranks
+from tests.helpers import ranks, torchrun
 from tests.helpers.paths import ROOT
 
 SIZES = {"hidden-size": 24, "num-layers": 1, "num-heads": 4, "num-kv-heads": 2, "ffn-hidden-size": 40}
@@ -26,17 +27,9 @@ SIZES |= {"seq-length": 15, "batch-size": 3, "max-mib": 1, "timeout": 20}
 SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
 
 
-def _launch(p: int, out: Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(p)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*command, str(ROOT / "examples" / "train_gpt.py"), *SMALL, "--out", str(out), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=out.parent,
-    )
+def _launch(p: int, out: Path, *arguments: str, cold: bool = False) -> torchrun.Job:
+    words = ["--standalone", "--nproc-per-node", str(p), str(ROOT / "examples" / "train_gpt.py"), *SMALL]
+    return torchrun.start([*words, "--out", str(out), *arguments], out.with_suffix(".txt"), out.parent, cold=cold)
 
 
 def _losses(out: Path) -> list[float]:
@@ -106,11 +99,18 @@ def test_resumed_on_other_meshes_it_goes_on_as_in_one_process(text, tmp_path):
     assert len(held_out) == 4 and parts == pytest.approx(held_out, abs=1e-9, rel=0)
 
 
-def test_output_files_lines_and_sample(text, tmp_path):
+# In processes that are forked, and as a user starts it
+STARTED = pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
+
+
+@pytest.mark.parametrize(
+    ("p", "cold"), [(2, False), (1, True), pytest.param(2, True, marks=pytest.mark.exhaustive)], ids=str
+)
+def test_output_files_lines_and_sample(p, cold, text, tmp_path):
     options = ["--data", str(text), "--steps", "4", "--eval-every", "2", "--log-every", "3", "--sample-bytes", "8"]
-    process = _launch(2, tmp_path / "run", *options)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    job = _launch(p, tmp_path / "run", *options, cold=cold)
+    code, output = job.wait(120), job.output
+    assert code == 0, output
     assert re.search(r"first loss \d\.\d+, last loss \d\.\d+, held-out loss \d\.\d+", output)
     assert re.findall(r"^step (\d)/4: loss \d", output, re.M) == ["2", "3", "4"] and "\r" not in output
     assert "--- sample\ndef " in output
@@ -222,20 +222,20 @@ def test_learning_rate_is_warmed_up_and_decays_by_a_cosine():
     assert train_gpt.learning_rate(0, options) == 2.0 and math.isfinite(train_gpt.learning_rate(12, options))
 
 
-def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(text, tmp_path):
+@STARTED
+def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(cold, text, tmp_path):
     """kill -9 of one rank in the middle of a step: the launcher ends within the timeout, says which rank and why."""
     out = tmp_path / "run"
     options = ["--data", str(text), "--save-every", "3", "--sample-bytes", "0"]
-    process = _launch(2, out, "--steps", "100000", *options)
+    job = _launch(2, out, "--steps", "100000", *options, cold=cold)
     deadline = time.monotonic() + 90
     while not (out / "checkpoint").exists():
-        assert process.poll() is None and time.monotonic() < deadline
+        assert job.poll() is None and time.monotonic() < deadline, job.output
         time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     begin = time.monotonic()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode != 0
+    os.kill(job.ranks()[-1], signal.SIGKILL)
+    code, output = job.wait(60), job.output
+    assert code != 0
     assert time.monotonic() - begin < 40
     assert "SIGKILL" in output and "Root Cause" in output
     steps = torch.load(out / "checkpoint" / "extra.pt", weights_only=True)["step"]
@@ -245,15 +245,17 @@ def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(text, tmp_path
     assert len(resumed) == steps + 2
 
 
-def test_a_signal_saves_a_checkpoint_and_ends_without_tracebacks_of_the_ranks(text, tmp_path):
+@STARTED
+def test_a_signal_saves_a_checkpoint_and_ends_without_tracebacks_of_the_ranks(cold, text, tmp_path):
     out = tmp_path / "run"
-    process = _launch(2, out, "--steps", "100000", "--data", str(text), "--save-every", "0", "--quiet")
+    job = _launch(2, out, "--steps", "100000", "--data", str(text), "--save-every", "0", "--quiet", cold=cold)
     deadline = time.monotonic() + 90
     while not (out / "loss.csv").exists() or len((out / "loss.csv").read_text().splitlines()) < 3:
-        assert process.poll() is None and time.monotonic() < deadline
+        assert job.poll() is None and time.monotonic() < deadline, job.output
         time.sleep(0.05)
-    process.terminate()  # torchrun passes it on to the ranks
-    output, _ = process.communicate(timeout=30)
+    job.terminate()  # torchrun passes it on to the ranks
+    job.wait(30)
+    output = job.output
     steps = int(re.search(r"stopped by SIGTERM after step (\d+): continue with --resume", output)[1])
     assert torch.load(out / "checkpoint" / "extra.pt", weights_only=True)["step"] == steps
     assert len((out / "loss.csv").read_text().splitlines()) == steps + 1

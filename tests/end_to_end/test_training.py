@@ -45,6 +45,7 @@ def test_fp64_losses_norms_and_weights_are_those_of_one_process(p, sequence_para
             torch.testing.assert_close(rank_state[name], value, atol=1e-8, rtol=0)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("p", [2, 4])
 def test_fp32_losses_agree_to_1e_4(p, sequence_parallel, dense):

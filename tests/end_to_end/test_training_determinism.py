@@ -31,6 +31,7 @@ def _assert_equal(a, b):
     assert all(torch.equal(a[1][name], value) for name, value in b[1].items())
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("p", [2, 4])
 def test_the_same_seed_gives_the_same_bits(p, sp):

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -15,8 +14,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from tests.helpers import ranks
-from tests.helpers.other_host import move_to_another_host
+from tests.helpers import ranks, torchrun
 from tests.helpers.paths import ROOT
 
 PAGE = (ROOT / "docs" / "guide" / "multi_node.md").read_text()
@@ -34,31 +32,20 @@ def _free_port() -> int:
         return port
 
 
-def _agent(folder: Path, index: int, *options: str) -> subprocess.Popen:
+def _agent(folder: Path, index: int, *options: str, cold: bool = False) -> torchrun.Job:
     """torchrun of one host, with two ranks."""
     (folder / "train.py").write_text(_block("python"))
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment |= {"CHECKPOINT": str(folder / "checkpoint"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *options, "train.py"]
-    output = (folder / f"output{index}").open("w")
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        cwd=folder,
-        start_new_session=True,
-        preexec_fn=lambda: move_to_another_host(f"host{index}"),
-    )
+    more = {"CHECKPOINT": str(folder / "checkpoint"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    words = ["--nnodes=2", "--nproc-per-node=2", *options, "train.py"]
+    return torchrun.start(words, folder / f"output{index}", folder, f"host{index}", cold, **more)
 
 
-def _end(agents: list[subprocess.Popen], seconds: float) -> list[int]:
+def _end(agents: list[torchrun.Job], seconds: float) -> list[int]:
     try:
         return [agent.wait(seconds) for agent in agents]
     finally:
         for agent in agents:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
+            agent.kill()
 
 
 def _losses(folder: Path) -> dict[int, list[str]]:
@@ -69,10 +56,6 @@ def _losses(folder: Path) -> dict[int, list[str]]:
         for step, loss in re.findall(r"^step (\d+): loss (\S+)", output.read_text() if output.exists() else "", re.M):
             losses.setdefault(int(step), []).append(loss)
     return losses
-
-
-def _workers(agent: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
 
 
 def _run_script(group, folder: Path) -> None:
@@ -103,20 +86,21 @@ def whole(tmp_path) -> dict[int, list[str]]:
 @pytest.mark.exhaustive
 def test_static_rendezvous(whole, tmp_path):
     address = ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
-    agents = [_agent(tmp_path, index, f"--node-rank={index}", *address) for index in (0, 1)]
+    agents = [_agent(tmp_path, index, f"--node-rank={index}", *address, cold=True) for index in (0, 1)]
     codes = _end(agents, SECONDS)
     assert codes == [0, 0], "".join((tmp_path / f"output{index}").read_text() for index in (0, 1))
     assert _losses(tmp_path) == whole
 
 
-def test_a_worker_that_dies_is_restarted_and_the_losses_are_those_of_an_uninterrupted_run(whole, tmp_path):
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
+def test_a_worker_that_dies_is_restarted_and_the_losses_are_those_of_an_uninterrupted_run(cold, whole, tmp_path):
     endpoint = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--rdzv-id=1"]
     options = [*endpoint, "--max-restarts=3", "--local-addr=127.0.0.1"]
-    agents = [_agent(tmp_path, index, *options) for index in (0, 1)]
+    agents = [_agent(tmp_path, index, *options, cold=cold) for index in (0, 1)]
     deadline = time.monotonic() + SECONDS
     while 2 not in _losses(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(_workers(agents[1])[0], signal.SIGKILL)
+    os.kill(agents[1].ranks()[0], signal.SIGKILL)
     codes = _end(agents, SECONDS)
     assert codes == [0, 0], "".join((tmp_path / f"output{index}").read_text() for index in (0, 1))
     killed = _losses(tmp_path)

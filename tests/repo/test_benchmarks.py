@@ -43,8 +43,8 @@ def _rows(folder, script):
     return rows
 
 
-def _run(main, script, folder):
-    with mock.patch.object(sys, "argv", [script, "--quick", "--csv", str(folder)]):
+def _run(main, script, folder, *options):
+    with mock.patch.object(sys, "argv", [script, "--quick", "--csv", str(folder), *options]):
         main()
     return _rows(folder, script)
 
@@ -72,22 +72,45 @@ def test_a_script_starts_its_ranks(tmp_path):
 
 
 def test_rows_of_a_kernel(tmp_path):
-    rows = _run(lambda: harness.main(bench_rope.cases), "bench_rope", tmp_path)
+    rows = _run(lambda: harness.main(bench_rope.cases), "bench_rope", tmp_path, "--size", "1")
     assert {row["case"] for row in rows} >= {"half fwd", "interleaved fwd+bwd", "packed bwd"}
-    more = _run(lambda: harness.main(bench_rope.cases), "bench_rope", tmp_path)
+    more = _run(lambda: harness.main(bench_rope.cases), "bench_rope", tmp_path, "--size", "1")
     assert len(more) == 2 * len(rows) and {row["dtype"] for row in more} == {"float32"}  # appended, one header
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "benchmarks" / "kernels").glob("bench_*.py")))
-def test_every_kernel_has_rows(tmp_path, script):
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks" / "kernels").glob("bench_*.py"))
+SLOW = ("bench_linear_gelu", "bfloat16")  # GEMMs in bf16 take ten times as long on some CPUs
+
+
+@pytest.mark.parametrize(
+    ("script", "dtype"),
+    [(script, "bfloat16") for script in SCRIPTS if script != SLOW[0]]
+    + [(SLOW[0], "float32"), pytest.param(*SLOW, marks=pytest.mark.exhaustive)],
+)
+def test_every_kernel_has_rows(tmp_path, script, dtype):
     cases = importlib.import_module(f"benchmarks.kernels.{script}").cases
-    argv = [script, "--quick", "--size", "1", "--dtype", "bfloat16", "--csv", str(tmp_path)]
+    argv = [script, "--quick", "--size", "1", "--dtype", dtype, "--csv", str(tmp_path)]
     with mock.patch.object(sys, "argv", argv):
         harness.main(cases)
     assert all(float(row["ratio"]) > 0 for row in _rows(tmp_path, script))
 
 
-def test_rows_of_the_mlp(tmp_path):
+SMALL = {"HIDDEN": 64, "FFN": 256, "TOKENS": 64}
+
+
+def _make_small(group):
+    vars(bench_mlp).update(SMALL)
+
+
+@pytest.fixture(scope="module")
+def small_mlp(_left_as_found):
+    """bench_mlp with other sizes, here and in the ranks; before either makes the weights."""
+    ranks.run(_make_small, bench_mlp.RANKS)
+    with mock.patch.multiple(bench_mlp, **SMALL):
+        yield
+
+
+def test_rows_of_the_mlp(tmp_path, small_mlp):
     rows = {row["case"]: row for row in _run(bench_mlp.main, "bench_mlp", tmp_path)}
     python = {"python, gloo", "python, tp_shm"}
     assert set(rows) == {"dense, 1 thread", "dense, 2 threads", "half, sends nothing"} | python | TP
@@ -136,7 +159,7 @@ def _wrong_mlp(group):
             bench_mlp.check(wrong)
 
 
-def test_a_wrong_mlp_is_not_timed():
+def test_a_wrong_mlp_is_not_timed(small_mlp):
     ranks.run(_wrong_mlp, 2)
 
 

@@ -168,6 +168,7 @@ def test_missing_compiler_with_the_real_torch(tmp_path: Path) -> None:
     assert error.startswith("tp_ext needs a C++ compiler, 'no-such-compiler' is not found: ")
 
 
+@pytest.mark.exhaustive  # the next test has fakes of torch, which are imported faster
 def test_import_under_another_torch(tmp_path: Path) -> None:
     running = tp_build.build_info()["torch_running"]
     error = import_error(copy_of_package(tmp_path, "2.1.3", None))

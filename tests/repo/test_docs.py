@@ -3,10 +3,7 @@
 import ast
 import contextlib
 import io
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from unittest import mock
 
@@ -14,7 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.helpers import ranks
+from tests.helpers import ranks, torchrun
 from tests.helpers.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,19 +75,19 @@ def test_the_readme_prints_the_same_for_every_p(tmp_path):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(losses[:1]).expand(3, -1), rtol=1e-4, atol=0)
 
 
-def test_the_tutorial_prints_what_it_says_under_torchrun_and_the_same_losses_for_every_p(tmp_path):
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
+def test_the_tutorial_prints_what_it_says_under_torchrun_and_the_same_losses_for_every_p(cold, tmp_path):
     """Its first block is a program. Losses to the digits shown but the last, which depends on the machine."""
     page = ROOT / "docs" / "guide" / "tutorial.md"
     (shown,) = re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.M | re.S)
     (tmp_path / "mine.py").write_text(next(blocks(page))[2])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "mine.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    words = ["--standalone", "--nproc-per-node", "2", "mine.py"]
+    job = torchrun.start(words, tmp_path / "printed.txt", tmp_path, cold=cold)
+    assert job.wait(120) == 0, job.output
     three = ranks.run(_run, 3, page, tmp_path)[0].partition("rank 0 holds [22, 8] of [64, 8]")
     assert three[1]
-    assert re.sub(r"\d+\.\d+", "", result.stdout) == re.sub(r"\d+\.\d+", "", shown)
-    losses = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in (shown, result.stdout, three[0])]
+    assert re.sub(r"\d+\.\d+", "", job.output) == re.sub(r"\d+\.\d+", "", shown)
+    losses = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in (shown, job.output, three[0])]
     assert len(losses[0]) == 5
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(losses[:1]).expand(3, -1), rtol=1e-3, atol=0)
 
@@ -102,6 +99,11 @@ def _tests_in(file):
     return {name for name in names if name.startswith("test_")}
 
 
+@cache
+def _all_tests():
+    return set().union(*(_tests_in(file) for file in (ROOT / "tests").rglob("test_*.py")))
+
+
 @EVERY
 def test_tests_that_are_named_are_there(page):
     """`tests/test_x.py::test_y`, or a test's name alone."""
@@ -109,9 +111,8 @@ def test_tests_that_are_named_are_there(page):
     for path, name in re.findall(r"\b(tests/[\w/]+\.py)(?:::(\w+))?", text):
         assert (ROOT / path).exists(), path
         assert not name or name in _tests_in(ROOT / path), f"{path}::{name}"
-    every = set().union(*(_tests_in(file) for file in (ROOT / "tests").rglob("test_*.py")))
     named = set(re.findall(r"`(test_\w+)`", text))
-    assert named <= every, named - every
+    assert named <= _all_tests(), named - _all_tests()
 
 
 @EVERY

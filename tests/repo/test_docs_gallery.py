@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.helpers import torchrun
 from tests.helpers.paths import ROOT
 
 PAGE = (ROOT / "docs" / "guide" / "gallery.md").read_text()
@@ -17,15 +18,18 @@ VARIES = re.compile(r"[\d,.]+ (?:tokens/s|MiB)")  # with the machine
 NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?")  # a difference of none at all is 0.0e+00
 
 
-def run(command, folder):
-    """Runs a command of the page, with its output in ``folder``; returns what it prints."""
-    words = shlex.split(command.replace("\\\n", " ").replace("runs/", f"{folder}/"))
-    launcher = {"torchrun": ["-m", "torch.distributed.run"], "python": []}[words[0]]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    whole = [sys.executable, *launcher, *words[1:]]
-    result = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+def words_of(command, folder):
+    """The words of a command of the page, with its output in ``folder``."""
+    return shlex.split(command.replace("\\\n", " ").replace("runs/", f"{folder}/"))
+
+
+def under_torchrun(command, folder, cold):
+    """Runs a command of the page; returns what it prints."""
+    first, *words = words_of(command, folder)
+    assert first == "torchrun"
+    job = torchrun.start(words, folder / "printed.txt", ROOT, cold=cold)
+    assert job.wait(250) == 0, job.output
+    return job.output
 
 
 def lines(text, folder):
@@ -40,10 +44,12 @@ def test_the_page_shows_three_commands():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_training_and_its_resumption_print_what_the_page_shows(tmp_path):
-    """In fp64, so that the digits shown, and the text sampled, are the same on any machine."""
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
+def test_training_and_its_resumption_print_what_the_page_shows(cold, tmp_path):
+    """In fp64, so that the digits shown, and the text sampled, are the same on any machine. In processes that are
+    forked, and as a user starts them."""
     for command, shown in PAIRS[:2]:
-        printed = lines(run(command, tmp_path), tmp_path)
+        printed = lines(under_torchrun(command, tmp_path, cold), tmp_path)
         expected = lines(shown, tmp_path)
         assert [NUMBER.sub("x", line) for line in printed] == [NUMBER.sub("x", line) for line in expected]
         for line, other in zip(printed, expected, strict=True):
@@ -56,7 +62,11 @@ def test_training_and_its_resumption_print_what_the_page_shows(tmp_path):
 def test_the_demo_prints_the_table_of_the_page(tmp_path):
     """Its text, and so its losses, depend on the version of Python."""
     command, shown = PAIRS[2]
-    texts = (run(command, tmp_path).replace(f"{tmp_path}/", "runs/"), shown)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    whole = [sys.executable, *words_of(command, tmp_path)[1:]]
+    result = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    assert result.returncode == 0, result.stdout + result.stderr
+    texts = (result.stdout.replace(f"{tmp_path}/", "runs/"), shown)
     table, expected = (text.partition("\nloss, nats per byte")[2].splitlines() for text in texts)
     assert [NUMBER.sub("x", line) for line in table] == [NUMBER.sub("x", line) for line in expected]
     (apart,) = (float(line.split()[-1]) for line in table if line.startswith("largest difference"))

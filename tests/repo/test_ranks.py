@@ -189,13 +189,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "error"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("error", marks=pytest.mark.exhaustive)])
 def test_no_worker_outlives_its_parent(how, tmp_path):
     (tmp_path / "parent.py").write_text(_PARENT)
     command, environment = [sys.executable, tmp_path / "parent.py", how], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == (-9 if how == "killed" else 7), done.stderr
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     for pid in map(int, done.stdout.strip("[]\n").split(",")):
         while _alive(pid):
             assert time.monotonic() < deadline, f"worker {pid} is still there"

@@ -1,12 +1,13 @@
 """Thinned grids keep every pair of values, and what they leave out can be run."""
 
+import contextlib
+import io
 import itertools
-import subprocess
-import sys
+from unittest import mock
 
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers import ranks
 from tests.helpers.thinning import covering
 
 AXES = {"dtype": range(4), "p": range(3), "sp": range(2), "bias": range(2)}
@@ -23,10 +24,11 @@ def test_every_combination_of_values_occurs(strength, most):
 
 @pytest.mark.parametrize(("options", "number"), [([], 6), (["--exhaustive"], 12)])
 def test_what_is_left_out_can_be_run(options, number):
-    """The grid is :func:`test_grid`, which has 12 cases."""
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options]
-    done = subprocess.run([*command, f"{__file__}::test_grid"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.count("::test_grid[") == number
+    """The grid is :func:`test_grid`, which has 12 cases. The pools of ranks are those of this run."""
+    arguments = ["-q", "--collect-only", "--capture=no", *["-p", "no:cacheprovider", "-p", "no:faulthandler"], *options]
+    with mock.patch.object(ranks, "close"), contextlib.redirect_stdout(io.StringIO()) as printed:
+        pytest.main([*arguments, f"{__file__}::test_grid"])
+    assert printed.getvalue().count("::test_grid[") == number
 
 
 @pytest.mark.thinned

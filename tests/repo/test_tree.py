@@ -68,15 +68,21 @@ def path(file):
     return str(file.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("file", PACKAGE, ids=path)
-def test_python_imports_go_down(file):
+def wrong_imports(file):
     name = module_name(file)
-    assert level(name) >= 0, f"say in ORDER where the folder of {name} belongs"
+    if level(name) < 0:
+        yield f"say in ORDER where the folder of {name} belongs"
     for other in imported_modules(file):
-        same = MODULES[other].parent == file.parent
-        assert level(other) < level(name) or same, f"{name} imports {other}, which is not below it"
+        if level(other) >= level(name) and MODULES[other].parent != file.parent:
+            yield f"{name} imports {other}, which is not below it"
         is_layer = other.startswith("tp_ext.nn.") and other not in NOT_LAYERS
-        assert not is_layer or COMPOSITION.isdisjoint(name.split(".")[1:2]), f"{name} imports the layer {other}"
+        if is_layer and not COMPOSITION.isdisjoint(name.split(".")[1:2]):
+            yield f"{name} imports the layer {other}"
+
+
+def test_python_imports_go_down():
+    wrong = [message for file in PACKAGE for message in wrong_imports(file)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_have_no_cycle():
@@ -84,12 +90,17 @@ def test_imports_have_no_cycle():
     assert set(graph.static_order()) == set(MODULES)  # raises CycleError
 
 
-@pytest.mark.parametrize("file", PACKAGE, ids=path)
-def test_imports_are_at_the_top(file):
+def test_imports_are_at_the_top():
     """A lazy import hides an arrow. The build information loads _C, by name, when it must."""
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.FunctionDef):
-            assert not [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
+    lazy = [
+        f"{path(file)}:{n.lineno}"
+        for file in PACKAGE
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.FunctionDef)
+        for n in ast.walk(node)
+        if isinstance(n, ast.Import | ast.ImportFrom)
+    ]
+    assert not lazy
 
 
 def test_only_ops_names_torch_ops():
@@ -117,6 +128,7 @@ def test_only_the_package_is_imported_by_the_package():
 # C++
 
 
+@cache
 def code(file):
     """Without comments."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", file.read_text(), flags=re.S)
@@ -146,11 +158,15 @@ FORBIDDEN = {  # what a folder's files must not include
 }
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT / "csrc")))
-def test_cpp_includes(file):
-    for name in includes(file):
-        assert not name.startswith(FORBIDDEN[folder(file)]), f"{file.name} includes {name}"
-        assert name != "ATen/ATen.h", "few ATen headers: they take most of the compile time"
+def test_cpp_includes():
+    """Few ATen headers, too: they take most of the compile time."""
+    wrong = [
+        f"{path(file)} includes {name}"
+        for file in SOURCES
+        for name in includes(file)
+        if name.startswith(FORBIDDEN[folder(file)]) or name == "ATen/ATen.h"
+    ]
+    assert not wrong
 
 
 def test_only_comm_and_the_backend_name_c10d():
@@ -191,6 +207,7 @@ def test_there_are_schemas():
     assert set(SCHEMAS) == registered and len(SCHEMAS) == len(set(SCHEMAS)) > 30
 
 
+@cache
 def registrations(key):
     """Operators with an m.impl in a block of the dispatch key, in the sources: so that no GPU is needed to know."""
     names = set()
@@ -200,18 +217,18 @@ def registrations(key):
     return names
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_every_operator_is_complete(name):
+def test_every_operator_is_complete():
     """A primitive one: CPU, CUDA and a fake, nothing of autograd. A public one: composite, and that alone."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    full = f"tp_ext::{name}"
-    if not name.startswith("_"):
-        assert has(full, "CompositeImplicitAutograd")
-        return
-    assert has(full, "CPU") and name in registrations("CPU")
-    assert name in registrations("CUDA")
-    assert torch._library.simple_registry.singleton.find(full).fake_impl.kernel is not None
-    assert not has(full, "CompositeImplicitAutograd") and not has(full, "Autograd")
+    for name in SCHEMAS:
+        full = f"tp_ext::{name}"
+        if not name.startswith("_"):
+            assert has(full, "CompositeImplicitAutograd"), name
+            continue
+        assert has(full, "CPU") and name in registrations("CPU"), name
+        assert name in registrations("CUDA"), name
+        assert torch._library.simple_registry.singleton.find(full).fake_impl.kernel is not None, name
+        assert not has(full, "CompositeImplicitAutograd") and not has(full, "Autograd"), name
 
 
 # Names and sizes
@@ -282,6 +299,6 @@ def test_published_bugs_are_listed():
     assert found == listed and all(found.values()) and len(found) >= 15
 
 
-@pytest.mark.parametrize("file", PACKAGE + TESTS, ids=lambda f: str(f.relative_to(ROOT)))
-def test_files_are_short(file):
-    assert len(file.read_text().splitlines()) <= 450
+def test_files_are_short():
+    long = {path(file): lines for file in PACKAGE + TESTS if (lines := len(file.read_text().splitlines())) > 450}
+    assert not long
