@@ -122,7 +122,10 @@ def _compiled_case(group, case, xs):
     _compiled(group, lambda x, group: case(x * 2, group) * 3, xs)
 
 
-@pytest.mark.parametrize("case", AT_TWO + UNEVEN)
+# Whole shapes: test_compile_all_regions_at_once
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(*c.values, id=c.id, marks=pytest.mark.exhaustive) for c in AT_TWO), *UNEVEN]
+)
 def test_compile_without_graph_breaks(case):
     ranks.run(_compiled_case, 2, case, case.inputs(2))
 
@@ -151,7 +154,7 @@ def test_compile_all_regions_at_once(how):
     ranks.run(_compiled_all, 2, xs, how)
 
 
-@pytest.mark.exhaustive  # aot_eager records the same graph; test_compile.py::test_inductor compiles a block
+@pytest.mark.exhaustive  # the next test compiles a region with inductor, training/test_compile.py a block
 def test_compile_with_inductor():
     xs = [torch.rand(4, 6, dtype=torch.float64) for _ in range(2)]
     ranks.run(_compiled_all, 2, xs, "inductor", timeout=300)

@@ -147,6 +147,7 @@ def test_recomputation(p, sp, how):
         assert wire == Fraction((8 + 2 * more) * (p - 1), p) * S
 
 
+@pytest.mark.thinned
 @EVERY
 @BOTH
 @EVERY_P

@@ -172,14 +172,17 @@ void vast_dropout() {
 }  // namespace
 
 int main() {
-  dropouts<double>(), dropouts<float>(), dropouts<BFloat16>();
-  dropout<Half>(3, {7, 33, 6}, 7, true, 0, 0.3, false);
+  dropouts<float>(), dropouts<BFloat16>();
   for (const GlobalIndex& index :
        {GlobalIndex{12, 48, 24}, GlobalIndex{7, 33, 6}, GlobalIndex{1, 3, 2}})
     for (const int64_t rows : {0, 1, 350}) {
       fills<float>(rows, index), fills<BFloat16>(rows, index);
     }
+#ifdef EVERY_TYPE
+  dropouts<double>();
+  dropout<Half>(3, {7, 33, 6}, 7, true, 0, 0.3, false);
   fills<double>(1, {1500, 1500, 0}), fills<Half>(1, {1501, 1501, 0});
+#endif
   vast_dropout();
   return done();
 }

@@ -307,8 +307,11 @@ void embeddings() {
 }  // namespace
 
 int main() {
-  cross_entropies<double>(), cross_entropies<float>(), cross_entropies<BFloat16>();
+  cross_entropies<float>(), cross_entropies<BFloat16>();
+#ifdef EVERY_TYPE
+  cross_entropies<double>();
   cross_entropy<Half>({2, 41, 41, 41, 1}, 41, 1, 2);
+#endif
   // 512 threads: four vectors at once and one more; four at once for some, one by one for others
   cross_entropy<float>({1, 9001, 9001, 9001, 1}, 9001, 1, 1);
   cross_entropy<float>({1, 7001, 7001, 7001, 1}, 7001, 1, 1);

@@ -42,6 +42,7 @@ def ulp(dtype):
     return torch.finfo(dtype).eps
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -76,6 +77,7 @@ def test_forward_and_gradients(shape, with_bias, with_residual, dtype, device):
         assert torch.equal(grads[-1], dy)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "full, dim, start, length",
@@ -105,6 +107,7 @@ def test_a_slice_gets_its_part_of_the_full_mask(full, dim, start, length, dtype,
     assert torch.equal(dx != 0, y != 0)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape, start, length", [((9, 40), 0, 40), ((9, 40), 8, 16), ((11, 33), 5, 7), ((5, 1), 0, 1)])
 def test_rows_come_with_the_seed(shape, start, length, dtype, device):
@@ -194,6 +197,7 @@ def test_only_the_gradients_asked_for(device):
     assert torch.equal(dresidual, dy)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape, index", [((0, 5), (1, 1, 0)), ((70, 0), (1, 1, 0)), ((70, 33), (33, 99, 65))])
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])

@@ -70,6 +70,7 @@ def test_linear_dgelu(device, shape, dtype):
     _assert_close(dbias, want.sum(0), scale.sum(0), dtype)
 
 
+@pytest.mark.thinned
 @core
 @every_dtype
 @every_shape

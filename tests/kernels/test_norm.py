@@ -59,6 +59,7 @@ def assert_as_good(kind: str, tensors: list[Tensor | None], grad: Tensor) -> Non
             assert error <= bound, f"result {i}: error {error:.3e} above {bound:.3e}"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
@@ -86,6 +87,7 @@ def test_gradcheck(kind: str, device: torch.device) -> None:
     assert torch.autograd.gradcheck(lambda *t: ours(kind, *t), tensors)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("n", [24, 33])
@@ -119,6 +121,7 @@ def test_no_rows_and_one_row(kind: str, shape: tuple[int, ...], device: torch.de
     assert_as_good(kind, inputs(kind, shape, torch.float32, device), torch.randn(shape, device=device))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [24, 32, 160, 200])

@@ -51,6 +51,7 @@ def results(function, kind: str, tensors: list[Tensor | None], dys: list[Tensor]
     return [*(t.detach() for t in outputs), *torch.autograd.grad(outputs, given, [g.to(dtype) for g in dys])]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
@@ -61,6 +62,7 @@ def test_bits_of_add_and_norm(kind: str, dtype: torch.dtype, shape: tuple[int, .
     assert torch.equal(y, plain(kind, x + residual, weight, bias))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)

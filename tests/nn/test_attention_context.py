@@ -79,6 +79,7 @@ def assert_dense(shape, name, context, lengths=PACKED, **more):
                 assert error <= 1e-10 * scale, f"{key}: {error:.3g} of {scale:.3g}"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("shape", [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", ["gqa", "all"])

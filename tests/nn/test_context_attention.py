@@ -81,13 +81,18 @@ def assert_dense(p, cases, bound=1e-13):
         assert worst <= bound, case
 
 
+# The first: up to three tokens in each of the eight chunks of four ranks
+@pytest.mark.parametrize(
+    "every_length", [range(25), pytest.param(range(25, 68), marks=pytest.mark.exhaustive)], ids=["short", "longer"]
+)
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_every_length(p, context):
+def test_every_length(p, context, every_length):
     heads = (4, 4) if context == "ulysses" else (2, 1)
-    assert_dense(p, [{"context": context, "lengths": n, "heads": heads} for n in range(68)])
+    assert_dense(p, [{"context": context, "lengths": n, "heads": heads} for n in every_length])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("balance", [True, False])
@@ -126,6 +131,7 @@ def test_ulysses_sends_kv_heads_to_all_ranks_that_need_them(p):
     assert_dense(p, [{"context": "ulysses", "lengths": [9, 4], "heads": heads} for heads in [(4, 1), (8, 2), (4, 2)]])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("causal", [True, False])
@@ -250,6 +256,7 @@ def _with_dropout(group, context, batch, lengths, options):
     return [layout.unshard(t) for t in (y, *torch.autograd.grad(y.sin().sum(), inputs))]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize(("batch", "lengths"), [(None, [9, 0, 5, 1]), (3, [7])], ids=str)

@@ -49,6 +49,7 @@ def _generate(group, dtype, sp, options, cached=True):
         return ids
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_same_text_for_every_p(options, dtype):

@@ -1,6 +1,7 @@
 """What the tests of `tp_shm` share: both backends, groups over them, values that every rank can tell, fresh ranks.
 
-Every test runs over gloo too: gloo is the oracle, and a test that gloo does not pass asks too much.
+Every test runs over gloo too, some only with ``--exhaustive``: gloo is the oracle, and a test that gloo does not pass
+asks too much.
 """
 
 import functools
@@ -26,6 +27,8 @@ import tp_ext  # noqa: F401, registers tp_shm
 from tests.helpers import ranks
 
 both_backends = pytest.mark.parametrize("backend", ["gloo", "tp_shm"])
+# Where a run over gloo proves only that the test asks no more than gloo gives
+tp_shm_and_gloo = pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.exhaustive), "tp_shm"])
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)

@@ -10,7 +10,7 @@ from tests.helpers.paths import ROOT
 
 HERE = ROOT / "tests" / "shm"
 SOURCES = [*sorted((ROOT / "csrc" / "shm" / "core").glob("*.cpp")), HERE / "plan.cpp"]
-FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fno-sanitize-recover=all", f"-I{ROOT / 'csrc'}", f"-I{HERE}"]
+FLAGS = ["-std=c++17", "-g1", "-pthread", "-fno-sanitize-recover=all", f"-I{ROOT / 'csrc'}", f"-I{HERE}"]
 FLAGS += ["-D_GLIBCXX_ASSERTIONS"]  # as distributions that harden what they build
 GXX = shutil.which("g++")
 # Where addresses are random over more bits than a race detector's tables allow for, it would not start
@@ -35,13 +35,13 @@ def why_not(sanitizer: str, folder: Path) -> str | None:
     return None
 
 
-def build(folder: Path, sanitizer: str, programs: list[Path]) -> Callable[..., str]:
+def build(folder: Path, sanitizer: str, programs: list[Path], optimize: str = "-O1") -> Callable[..., str]:
     """Compiles the programs; returns a function that runs one of them, by name, and gives its output."""
     sanitize = f"-fsanitize={sanitizer}"
 
     def object_of(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
-        compile_(*FLAGS, sanitize, "-c", source, "-o", target)
+        compile_(*FLAGS, optimize, sanitize, "-c", source, "-o", target)
         return target
 
     with ThreadPoolExecutor(2) as pool:

@@ -24,7 +24,7 @@ def _killed(rank, p, folder, backend, name):
 
 @pytest.mark.parametrize(
     "name, backend",
-    [("all_reduce", "cpu:gloo"), ("recv", "cpu:gloo")]
+    [pytest.param(name, "cpu:gloo", marks=pytest.mark.exhaustive) for name in ("all_reduce", "recv")]
     + [(name, "cpu:tp_shm") for name in ("all_reduce", "all_to_all", "recv", "recv from any", "barrier", "async")],
 )
 def test_a_killed_rank_is_noticed_at_once(name, backend):
@@ -74,7 +74,7 @@ def _left(rank, p, folder, backend):
     return None if rank == 1 else timed_error(lambda: dist.all_reduce(torch.ones(3)))
 
 
-@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:tp_shm"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu:gloo", marks=pytest.mark.exhaustive), "cpu:tp_shm"])
 def test_a_rank_that_left_is_noticed_at_once(backend):
     outcomes = results(launch(_left, 3, backend))
     for rank in (0, 2):

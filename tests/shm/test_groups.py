@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import run
-from tests.shm.backends import both_backends, group_of, launch, results, start
+from tests.shm.backends import group_of, launch, results, start, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
 
@@ -36,7 +36,7 @@ def _subgroups(world, backend):
     return sums
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_subgroups_of_one_two_and_three(backend):
     for rank, sums in enumerate(run(_subgroups, 4, backend)):
         assert sums == {m: float(sum(10**r for r in m)) for m in sums} and all(rank in m for m in sums)
@@ -64,7 +64,7 @@ def _alone(world, backend):
     dist.barrier(group=group)
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_a_group_of_one(backend):
     run(_alone, 2, backend)
 
@@ -79,7 +79,7 @@ def _again(world, backend, count):
     return len(os.listdir("/proc/self/fd")) - files
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_groups_come_and_go(backend):
     for files in run(_again, 2, backend, 20):
         assert files <= 4 or backend == "gloo"
@@ -94,7 +94,7 @@ def _many(world, backend, count):
         dist.destroy_process_group(group)
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_many_groups_at_once(backend):
     run(_many, 2, backend, 20)
 
@@ -110,7 +110,7 @@ def _unused(world, backend):
     dist.destroy_process_group(group)
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_groups_that_are_hardly_used(backend):
     run(_unused, 3, backend)
 
@@ -123,7 +123,7 @@ def _halves(world, backend):
     return first, _sum(group, 10 ** world.rank())
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_new_subgroups(backend):
     assert run(_halves, 4, backend) == [(11, 101), (11, 1010), (1100, 101), (1100, 1010)]
 
@@ -140,7 +140,7 @@ def _attributes(world, backend):
     assert not own.supports_splitting or backend == "gloo"
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_what_a_group_says_of_itself(backend):
     run(_attributes, 2, backend)
 
@@ -175,7 +175,7 @@ def _default(rank, p, folder, backend):
     return total
 
 
-@pytest.mark.parametrize("backend", ["cpu:gloo", "tp_shm", "cpu:tp_shm"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu:gloo", marks=pytest.mark.exhaustive), "tp_shm", "cpu:tp_shm"])
 def test_as_the_default_group(backend):
     """Twice in the same processes; with a subgroup, objects and a mesh of 2 x 2."""
     assert results(launch(_default, 4, backend)) == [6.0] * 4
@@ -191,7 +191,7 @@ def _more_than_cores(rank, p, folder, backend, rounds):
     dist.barrier()
 
 
-@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:tp_shm"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu:gloo", marks=pytest.mark.exhaustive), "cpu:tp_shm"])
 def test_more_ranks_than_cores(backend):
     results(launch(_more_than_cores, 8, backend, 50))
 
@@ -226,7 +226,7 @@ def _wrapped(rank, p, folder, backend):
     return totals, messages
 
 
-@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:tp_shm"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu:gloo", marks=pytest.mark.exhaustive), "cpu:tp_shm"])
 def test_the_wrapper_of_debug_level_detail(backend):
     outcomes = launch(_wrapped, 2, backend, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     for totals, messages in results(outcomes):

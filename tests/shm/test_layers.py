@@ -8,7 +8,7 @@ import torch.distributed.nn.functional as dist_nn
 
 import tp_ext
 from tests.helpers.ranks import run
-from tests.shm.backends import both_backends, group_of, of_all, same
+from tests.shm.backends import group_of, of_all, same, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
 
@@ -32,7 +32,7 @@ def _functional(world, backend):
         same(funcol.wait_tensor(y), torch.stack(xs).amax(0) + i)
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("p", [2, 3])
 def test_functional_collectives(p, backend):
     run(_functional, p, backend)
@@ -55,7 +55,8 @@ def _compiled(world, backend, compiler):
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], gradient, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+# tests/training/test_compile.py compiles a block with inductor, which does not know the backend
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled(compiler):
     run(_compiled, 2, "tp_shm", compiler)
 
@@ -163,6 +164,6 @@ def _profiled(world, backend):
     return mode.get_total_counts(), any("allreduce" in n for n in names), any("allgather" in n for n in names)
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_profiler_and_comm_debug_mode(backend):
     assert run(_profiled, 2, backend) == [(1, True, True)] * 2

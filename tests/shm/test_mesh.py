@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.helpers.ranks import run
-from tests.shm.backends import both_backends, group_of
+from tests.shm.backends import group_of, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
 
@@ -73,7 +73,7 @@ def _fsdp(world, backend, folder):
     assert [_step(again, other, _batch(p, step).chunk(p)[rank]) for step in (4, 5)] == losses[4:]
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("p", [2, 3])
 def test_fsdp2_training_and_its_checkpoint(p, backend, tmp_path):
     run(_fsdp, p, backend, str(tmp_path / "saved"))
@@ -93,7 +93,7 @@ def _dtensors(world, backend):
     torch.testing.assert_close((x @ y).full_tensor(), full @ full.t(), rtol=1e-14, atol=0)
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("p", [2, 3])
 def test_dtensor(p, backend):
     run(_dtensors, p, backend)
@@ -111,7 +111,7 @@ def _parallelized(world, backend):
         torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-12, atol=1e-13)
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_parallelize_module(backend):
     run(_parallelized, 2, backend)
 
@@ -146,7 +146,7 @@ def _pipelined(world, backend, schedule):
         torch.testing.assert_close(torch.stack(losses).mean(), whole, rtol=0, atol=1e-13)
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("p, schedule", [(2, ScheduleGPipe), (3, Schedule1F1B)], ids=["gpipe", "1f1b"])
 def test_pipelines(p, schedule, backend):
     run(_pipelined, p, backend, schedule)
@@ -170,6 +170,6 @@ def _two_dimensions(world, backend):
         torch.testing.assert_close(gradient, wanted.grad, rtol=0, atol=1e-13)
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_a_mesh_of_two_dimensions(backend):
     run(_two_dimensions, 4, backend)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import run
-from tests.shm.backends import both_backends, group_of
+from tests.shm.backends import group_of, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
 LARGE = 2_000_003
@@ -62,7 +62,7 @@ def _computes(world, backend, kinds, n):
     return waited
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("n", [3, 200_003], ids=str)
 def test_while_its_rank_computes(n, backend):
     kinds = KINDS if n == 3 else ["all_reduce", "all_to_all", "message"]
@@ -92,7 +92,7 @@ def _blocked(world, backend, kinds, n, blocking):
         assert right(), kind
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("blocking", ["recv", "all_reduce", "of gloo", "recv of the same group"])
 @pytest.mark.parametrize("n", [3, LARGE], ids=str)
 def test_while_its_rank_is_blocked_elsewhere(n, blocking, backend):
@@ -109,7 +109,7 @@ def _crossed(world, backend):
             assert right()
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_works_of_two_groups_waited_for_crosswise(backend):
     run(_crossed, 2, backend, timeout=20)
 
@@ -124,6 +124,6 @@ def _long_ago(world, backend):
     assert old[1]()
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_a_work_waited_for_long_after_later_ones(backend):
     run(_long_ago, 2, backend)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import RankError, run
-from tests.shm.backends import both_backends, collective, group_of, launch, results, start, timed_error
+from tests.shm.backends import collective, group_of, launch, results, start, timed_error, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
 
@@ -53,7 +53,7 @@ def _patient(world, backend):
     return x.tolist()
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_a_wait_with_its_own_timeout(backend):
     assert run(_patient, 2, backend) == [[2.0] * 5] * 2
 
@@ -68,7 +68,7 @@ def _slower_than_nothing(world, backend):
         assert x.item() == world.size()
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_a_rank_that_is_late_in_time(backend):
     run(_slower_than_nothing, 3, backend)
 
@@ -79,7 +79,7 @@ def _alone(rank, p, folder, backend):
     return timed_error(lambda: start(rank, p, folder, backend, seconds=2))
 
 
-@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:tp_shm"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu:gloo", marks=pytest.mark.exhaustive), "cpu:tp_shm"])
 def test_a_rank_that_never_comes(backend):
     *errors, _ = results(launch(_alone, 3, backend))
     for seconds, message in errors:
@@ -102,7 +102,7 @@ def _monitored(world, backend):
     return seconds, message
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_monitored_barrier_names_all_that_are_missing(backend):
     try:
         answers = run(_monitored, 4, backend)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import run
-from tests.shm.backends import both_backends, group_of, of_all, same, values
+from tests.shm.backends import group_of, of_all, same, tp_shm_and_gloo, values
 
 pytestmark = pytest.mark.core
 
@@ -51,7 +51,7 @@ def _async(world, backend):
         same(h, total)
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("p", [2, 3])
 def test_every_collective_as_a_work(p, backend):
     run(_async, p, backend)
@@ -70,7 +70,7 @@ def _in_flight(world, backend, count, seed):
     assert all(work.is_completed() for work in works)
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("p", [2, 4])
 def test_many_works_waited_for_in_any_order(p, backend):
     run(_in_flight, p, backend, 300, 5)
@@ -93,7 +93,7 @@ def _becomes_completed(world, backend):
     return early
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_a_work_completes_without_wait(backend):
     assert run(_becomes_completed, 2, backend)[0] is False
 
@@ -121,7 +121,7 @@ def _futures(world, backend):
     assert late.get_future().then(lambda f: 5).wait() == 5  # of a work that is done already
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_futures(backend):
     run(_futures, 2, backend)
 
@@ -139,7 +139,7 @@ def _collective_in_a_callback(world, backend):
     assert results == [(2.0, 2.0 * i) for i in range(10)]
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_a_collective_issued_by_a_callback(backend):
     run(_collective_in_a_callback, 2, backend)
 
@@ -156,7 +156,7 @@ def _dropped(world, backend):
     assert all(bool((x == i * p).all()) for i, x in enumerate(kept))
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("p", [2, 3])
 def test_works_that_are_dropped(p, backend):
     run(_dropped, p, backend)
@@ -179,7 +179,7 @@ def _interleaved(world, backend, rounds):
             same(xs[i], sum(of_all(p, 10 + i, torch.float32, salt)))
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_groups_interleaved(backend):
     run(_interleaved, 3, backend, 50)
 
@@ -197,7 +197,7 @@ def _order_of_groups(world, backend):
     assert [y[0].item() for y in x] == [3.0, 5.0]
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_groups_in_another_order_on_each_rank(backend):
     run(_order_of_groups, 2, backend)
 
@@ -228,7 +228,7 @@ def _threads(world, backend, rounds):
     assert not wrong, wrong[0]
 
 
-@both_backends
+@tp_shm_and_gloo
 def test_threads_with_a_group_each(backend):
     run(_threads, 3, backend, 60)
 
@@ -244,7 +244,7 @@ def _read_after_wait(world, backend):
         assert out.view(p, 3000)[:, ::1000].tolist() == [[i * p + r] * 3 for r in range(p)], i
 
 
-@both_backends
+@tp_shm_and_gloo
 @pytest.mark.parametrize("p", [2, 4])
 def test_inputs_may_be_written_after_the_call(p, backend):
     run(_read_after_wait, p, backend)
