@@ -301,9 +301,31 @@ def _bad_axis(group, axes):
     tp_ext.manual_seed(0, init_device_mesh("cpu", (2,), mesh_dim_names=axes))
 
 
-@pytest.mark.parametrize("axes", [None, ("dp",)])
+@pytest.mark.parametrize("axes", [None, ("data",)])
 def test_mesh_without_that_axis(axes):
     ranks.run_raises(_bad_axis, 2, ValueError, "tp_axis: 'tp' must be an axis of the mesh", axes, in_turns=False)
+
+
+def _other_mesh(group):
+    """Masks of one step and seed, on one mesh after the other."""
+    layer, x = tp_ext.Dropout(0.4, group=None), torch.ones(2, 4, 8)
+    tp_ext.name_modules(layer)
+
+    def draw(axes):
+        tp_ext.manual_seed(5, init_device_mesh("cpu", (2,), mesh_dim_names=(axes,)) if axes else None)
+        with tp_ext.random.at(0):
+            return layer(x)
+
+    one = draw(None)
+    with pytest.raises(ValueError, match="layout: must be given .* with cp = 2"):
+        draw("cp")
+    assert torch.equal(draw("pp"), one)
+    return draw("dp"), torch.equal(draw(None), one)
+
+
+def test_meshes_without_tensor_parallelism():
+    (first, same), (second, same_too) = ranks.run(_other_mesh, 2)
+    assert same and same_too and not torch.equal(first, second)
 
 
 def test_own_random_numbers_seed_no_other_device():

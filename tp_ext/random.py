@@ -18,6 +18,7 @@ from torch.distributed import DeviceMesh
 
 from tp_ext import _ops
 from tp_ext.group import ParallelGroup
+from tp_ext.mesh import AXES
 from tp_ext.random_scope import at as at
 from tp_ext.random_scope import base
 from tp_ext.sharding import Layout, Sharding
@@ -34,7 +35,8 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
     Args:
         seed: any integer, the same on all ranks.
         mesh: the whole mesh, with named axes; without it all ranks are seeded alike.
-        tp_axis: the axis whose ranks share their random numbers.
+        tp_axis: the axis whose ranks share their random numbers. A mesh of axes of :func:`tp_ext.init_mesh` may lack
+            ``tp``.
 
     It is also the seed of the numbers that are drawn by name: masks in :func:`at`, and the weights of
     :func:`tp_ext.reset_parameters`. These are the same along every axis, but for masks along the data axes where
@@ -51,7 +53,8 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
     replica, pipeline, context_size = 0, 0, 1
     if mesh is not None:
         names = mesh.mesh_dim_names
-        if names is None or tp_axis not in names:
+        without = tp_axis == "tp" and names is not None and set(names) <= set(AXES)  # no tensor parallelism
+        if names is None or (tp_axis not in names and not without):
             raise ValueError(f"tp_axis: {tp_axis!r} must be an axis of the mesh, which has {names}")
         coordinate = mesh.get_coordinate()
         if coordinate is None:

@@ -78,7 +78,7 @@ class Scope:
         self._mask = (*self.step,) if batch_offset is not None else (*self.step, base.position, microbatch)
         self._context_size = base.context_size
         cut = None if layout is None else (layout.lengths, layout.batch, layout.group.size, layout.balance)
-        own = base.position, base.pipeline, base.stage
+        own = base.position, base.pipeline, base.stage, base.context_size
         place = (*self.step, *own, microbatch, batch_offset, seq, token_offset, cut)
         self.generator_seed = _MARK | number_of("generator", place) & ((1 << 47) - 1)
         self._calls: Calls = {}  # since the scope was entered last

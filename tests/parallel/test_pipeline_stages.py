@@ -274,20 +274,23 @@ def test_meta():
     ranks.run(_meta, 2)
 
 
-def _by_name(group, schedule, sp):
+def _by_name(group, schedule, sp, meta):
     """Weights of stages on meta and masks are those of the model in one process, which sees the batch at once."""
     mesh = mesh_of(2, 1, 1, group.size() // 2)
     tp_ext.manual_seed(3, mesh)
     one = model(dropout=0.3)
     tp_ext.reset_parameters(one)
-    with torch.device("meta"):
+    with torch.device("meta" if meta else "cpu"):
         made = model(mesh["tp"], sp, dropout=0.3)
+    if not meta:  # it has no names yet
+        made.load_state_dict(one.state_dict())
     rows = BATCH // MICROBATCHES
 
     def context(step, i):
         return tp_ext.random.at(step, i, batch_offset=i * rows, seq=SEQ)
 
-    schedule = staged(made, mesh, schedule, init=tp_ext.reset_parameters, context=context)
+    init = tp_ext.reset_parameters if meta else None
+    schedule = staged(made, mesh, schedule, init=init, context=context)
     for step in range(2):
         ids, target = batch(step)
         schedule.step(ids, target=target, **KEYWORDS)
@@ -299,14 +302,15 @@ def _by_name(group, schedule, sp):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "p"),
+    ("schedule", "p", "meta"),
     [
-        ("Interleaved1F1B", 2),
-        *(pytest.param(name, p, marks=pytest.mark.exhaustive) for name, p in (("DualPipeV", 2), ("1F1B", 4))),
+        ("Interleaved1F1B", 2, True),
+        ("1F1B", 2, False),
+        *(pytest.param(name, p, True, marks=pytest.mark.exhaustive) for name, p in (("DualPipeV", 2), ("1F1B", 4))),
     ],
 )
-def test_weights_and_masks_by_name_are_those_of_one_process(schedule, p):
-    ranks.run(_by_name, p, schedule, p > 2, timeout=120)
+def test_weights_and_masks_by_name_are_those_of_one_process(schedule, p, meta):
+    ranks.run(_by_name, p, schedule, p > 2, meta, timeout=120)
 
 
 class Sleeping(torch.autograd.Function):

@@ -151,7 +151,7 @@ CASES = {
 }
 
 
-REPEATED = ("selective", "zero 2", "compiled")  # by "compiled and selective", random layouts, test_compile.py
+REPEATED = ("selective", "zero 2")  # by "compiled and selective", random layouts
 
 
 @pytest.mark.parametrize(

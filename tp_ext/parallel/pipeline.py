@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tp_ext.group import Group, process_group
 from tp_ext.nn.coalesce import uncoalesce_gradients
 from tp_ext.nn.fqn import layouts
-from tp_ext.nn.names import reset_parameters
+from tp_ext.nn.names import name_modules, reset_parameters
 from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
 from tp_ext.parallel.pipeline_parts import Parts, PipelinePart, elements, keywords_of, parts_of
@@ -150,6 +150,7 @@ def pipeline_stages(
     if options:
         _check_sharding(every, [part.name for part in parts.blocks])
 
+    name_modules(model)
     where = _device(model, mesh, device)
     policy = options.get("mp_policy")
     ignored = frozenset(map(id, options.get("ignored_params") or ()))
