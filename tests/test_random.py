@@ -317,7 +317,7 @@ def _other_mesh(group):
             return layer(x)
 
     one = draw(None)
-    with pytest.raises(ValueError, match="layout: must be given .* with cp = 2"):
+    with pytest.raises(ValueError, match=r"layout: must be given .* with cp = 2"):
         draw("cp")
     assert torch.equal(draw("pp"), one)
     return draw("dp"), torch.equal(draw(None), one)

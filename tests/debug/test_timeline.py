@@ -201,3 +201,17 @@ def test_an_exception_ends_the_recording():
     with record_timeline() as timeline, record_function("forward"):
         torch.ones(3).exp()
     assert [span.kind for spans in timeline.ranks for span in spans] == ["forward"]
+
+
+def _other_profiler():
+    runs = pytest.raises(RuntimeError, match="record_timeline: must not be called while a profiler runs")
+    with runs, record_timeline(), record_timeline():
+        pass
+    ran = pytest.raises(RuntimeError, match="record_timeline: another profiler must not run in the block")
+    with ran, record_timeline(), torch.profiler.profile():
+        pass
+
+
+def test_another_profiler_is_refused():
+    """In a process of its own: torch's profiler would end it."""
+    ranks.run_fresh(_other_profiler)

@@ -163,7 +163,12 @@ def record_timeline(process_group: ProcessGroup | None = None) -> Iterator[Timel
 
     Communicates: a barrier before the block, an exchange of the spans after it. Every rank must reach the end; after
     an exception nothing is communicated.
+
+    Raises:
+        RuntimeError: another profiler runs at the begin, or ran in the block; torch has one at a time.
     """
+    if torch._C._autograd._profiler_enabled():
+        raise RuntimeError("record_timeline: must not be called while a profiler runs, which it would end")
     timeline = Timeline()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     if not cuda:
@@ -174,10 +179,19 @@ def record_timeline(process_group: ProcessGroup | None = None) -> Iterator[Timel
     library = load()
     counter = library.open_counter(True)
     try:
-        with profile(activities=activities) as profiled:
+        profiled = profile(activities=activities)
+        profiled.start()
+        try:
             yield timeline
             if cuda:
                 torch.cuda.synchronize()
+            if not torch._C._autograd._profiler_enabled():
+                raise RuntimeError(
+                    "record_timeline: another profiler must not run in the block, since it ends this one"
+                )
+        finally:
+            if torch._C._autograd._profiler_enabled():  # else torch reads results that are not there
+                profiled.stop()
         calls = [(op, kind, payload) for _, _, kind, payload, _, _, op in library.read_calls(counter)]
     finally:
         library.close_counter(counter)
