@@ -45,6 +45,12 @@ def test_numbers_of_ranks_that_do_not_fit(options, match):
     ranks.run_raises(_sizes, 2, ValueError, match, options)
 
 
+@pytest.mark.parametrize("device_type", [3, torch.device("cpu")], ids=str)
+def test_a_device_type_that_is_no_string(device_type):
+    with pytest.raises(TypeError, match=r"device_type: .* must be a string such as 'cpu' or 'cuda'"):
+        tp_ext.init_mesh(device_type)
+
+
 def _hosts(group, local):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

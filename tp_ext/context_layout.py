@@ -1,11 +1,12 @@
 """Context parallelism: how the tokens of sequences are cut over the ranks of a group."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from tp_ext._arguments import check_bools
 from tp_ext.group import Group, parallel_group
 from tp_ext.regions import gather_from_region, scatter_to_region
 
@@ -38,7 +39,7 @@ class ContextLayout:
 
     Raises:
         ValueError: neither or both of ``lengths`` and ``batch=, seq=``; a negative length. TypeError: a length that is
-            no integer; see also :func:`tp_ext.group.group_name`.
+            no integer, a ``balance`` that is no bool; see also :func:`tp_ext.group.group_name`.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class ContextLayout:
         group: Group,
         balance: bool = True,
     ) -> None:
+        check_bools(balance=balance)
         self.group = parallel_group(group)
         p, rank = self.group.size, self.group.rank
         self.batch = batch
         self.lengths = _checked_lengths(lengths, batch, seq)
         self.tokens = sum(self.lengths)
-        self.balance = bool(balance)
+        self.balance = balance
         unique = self.lengths if batch is None else self.lengths[:1] or (seq or 0,)
         self.chunks, held = _cut(unique, p, self.balance)
         copies = 1 if batch is None else batch
@@ -80,9 +82,9 @@ class ContextLayout:
         Conjugate: :meth:`unshard`.
 
         Raises:
-            IndexError: no such ``dim``. ValueError: another length.
+            TypeError: no tensor. IndexError: no such ``dim``. ValueError: another length.
         """
-        dim = _checked_dim(dim, x.dim())
+        dim = _checked_dim(x, dim)
         n, seq = x.shape[dim], sum(self.chunks[0]) if self.batch is not None else None
         if n not in (self.tokens, seq):
             rule = f"the {self.tokens} tokens of all sequences" + ("" if seq is None else f", or the {seq} of one")
@@ -102,9 +104,9 @@ class ContextLayout:
         Communicates: forward, one all-gather; dx is this rank's slice of dy. Conjugate: :meth:`shard`.
 
         Raises:
-            IndexError: no such ``dim``. ValueError: another length than this rank has.
+            TypeError: no tensor. IndexError: no such ``dim``. ValueError: another length than this rank has.
         """
-        dim = _checked_dim(dim, x.dim())
+        dim = _checked_dim(x, dim)
         sequence = self.batch is not None and dim > 0
         sizes = self.sequence_sizes if sequence else self.sizes
         rank, n = self.group.rank, x.shape[dim]
@@ -149,6 +151,8 @@ def _checked_lengths(lengths: Sequence[int] | Tensor | None, batch: int | None, 
             f"lengths: {lengths} must be given, or batch = {batch} and seq = {seq} must be, and not both of them"
         )
     if lengths is not None:
+        if not isinstance(lengths, Iterable) or (isinstance(lengths, Tensor) and lengths.dim() != 1):
+            raise TypeError(f"lengths: {lengths!r} must be a sequence of integers, or a tensor of one dim")
         values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
         names = ["lengths"] * len(values)
     else:
@@ -161,7 +165,12 @@ def _checked_lengths(lengths: Sequence[int] | Tensor | None, batch: int | None, 
     return tuple(values) if lengths is not None else (values[1],) * values[0]
 
 
-def _checked_dim(dim: int, dims: int) -> int:
+def _checked_dim(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: a {type(x).__name__} must be a tensor")
+    if not isinstance(dim, int):
+        raise TypeError(f"dim: {dim!r} must be an integer")
+    dims = x.dim()
     if not -dims <= dim < dims:
         raise IndexError(f"dim: {dim} must be in [{-dims}, {dims}) for a tensor of {dims} dims")
     return dim % dims

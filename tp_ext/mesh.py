@@ -33,12 +33,14 @@ def init_mesh(device_type: str, *, pp: int = 1, dp: int = -1, cp: int = 1, tp: i
     Communicates: the creation of the groups, as ``init_device_mesh``; every rank of the job calls it.
 
     Raises:
-        ValueError: a number that is no positive integer, several that are -1, or numbers that do not multiply to the
-            ranks of the job.
+        TypeError: ``device_type`` is no string. ValueError: a number that is no positive integer, several that are -1,
+            or numbers that do not multiply to the ranks of the job.
 
     Warns:
         SlowMeshWarning: a tensor-parallel group spans hosts, by the ``LOCAL_WORLD_SIZE`` of torchrun.
     """
+    if not isinstance(device_type, str):
+        raise TypeError(f"device_type: {device_type!r} must be a string such as 'cpu' or 'cuda'")
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):

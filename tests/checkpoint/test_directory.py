@@ -193,6 +193,23 @@ def test_a_lock_timeout_is_a_number_of_seconds(save, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def _bad_type(group, path, loads, options):
+    model = tp_ext.ColumnParallelLinear(2, 2, group=group)
+    (tp_ext.load_checkpoint if loads else tp_ext.save_checkpoint)(path, model, group=group, **options)
+
+
+def test_types_are_checked_before_anything_is_sent(tmp_path):
+    for value in ("yes", 1, 3.5):
+        message = f"asynchronous: {value!r} must be True or False"
+        ranks.run_raises(_bad_type, 2, TypeError, message, tmp_path / "saved", False, {"asynchronous": value})
+    for loads in (False, True):
+        message = "optimizer: int must be a torch.optim.Optimizer"
+        ranks.run_raises(_bad_type, 2, TypeError, message, tmp_path / "saved", loads, {"optimizer": 3})
+    with pytest.raises(TypeError, match=message):
+        tp_ext.sharded_state_dict(tp_ext.ColumnParallelLinear(2, 2, group=None), 3)
+    assert os.listdir(tmp_path) == []
+
+
 def _lose_a_file(group, path):
     original = directory._check_complete
 

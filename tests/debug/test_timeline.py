@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.profiler import record_function
 
 import tp_ext
@@ -186,6 +187,9 @@ def test_the_picture(tmp_path):
         [Span("backward", "backward", 1, 2)],
     ]
     assert timeline.idle(0) == 0.5 and timeline.communicated(0) == 3 * 2**20
+    for ask in (timeline.idle, timeline.communicated):
+        with pytest.raises(ValueError, match=r"rank: 99 must be one of the 2 ranks, in \[0, 2\)"):
+            ask(99)
     timeline.save(tmp_path / "step.png")
     timeline.save(tmp_path / "step.svg", title="a title")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
@@ -215,3 +219,14 @@ def _other_profiler():
 def test_another_profiler_is_refused():
     """In a process of its own: torch's profiler would end it."""
     ranks.run_fresh(_other_profiler)
+
+
+def _recorded_over(group, kind):
+    over = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)) if kind == "mesh" else kind
+    with record_timeline(over):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["x", 3, "mesh"])
+def test_what_is_no_group_is_refused(kind):
+    ranks.run_raises(_recorded_over, 2, TypeError, "process_group: .* must be a ProcessGroup or None", kind)

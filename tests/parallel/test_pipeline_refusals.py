@@ -88,6 +88,11 @@ REFUSED = [  # schedule, model, options, message
     ("1F1B", linears, {"gradient_reduction": "sum"}, r"gradient_reduction: 'sum' must be given with count"),
     ("1F1B", _tied_blocks, {"fsdp": "world"}, r"fsdp: the parameter '1.weight' must not be '0.weight', too"),
     ("1F1B", linears, {"fsdp": 3}, r"fsdp: 3 must be a mesh"),
+    ("1F1B", linears, {"fsdp": "world"}, r"fsdp: .* must be a data-parallel axis, not that of the pipeline"),
+    (["1F1B"], linears, {}, r"schedule: \['1F1B'\] must be a name, one of \['GPipe'"),
+    ("1F1B", linears, {"context": 3}, r"context: 3 must be a function of the step and the microbatch, or None"),
+    ("1F1B", linears, {"init": 3}, r"init: 3 must be a function of a module, or None"),
+    ("1F1B", linears, {"split": 3}, r"split: 3 must be None, 'parameters', or a list"),
     ("1F1B", _on_meta, {}, r"init: must be given for a model on meta in which Bare has parameters or buffers, but no"),
     ("ZBVZeroBubble", lambda: Compiled(*linears()), {}, r"model: .* is compiled, and must not with ZBVZeroBubble"),
     ("ZBVZeroBubble", lambda: nn.Sequential(*map(checkpoint_wrapper, linears())), {}, r"recomputes its activations"),
@@ -108,6 +113,17 @@ def _refused(group, index):
 @pytest.mark.parametrize("index", range(len(REFUSED)))
 def test_refused_before_anything_is_built(index):
     ranks.run_raises(_refused, 2, (ValueError, TypeError), REFUSED[index][3], index)
+
+
+def _made_twice(group):
+    net = linears()
+    for _ in range(2):
+        pipeline_stages(net, group, microbatches=2, loss=square)
+
+
+def test_a_model_has_stages_once():
+    match = "model: Sequential must not be parallelized before, by parallelize or pipeline_stages"
+    ranks.run_raises(_made_twice, 2, ValueError, match, in_turns=False)
 
 
 def _steps(group, case):

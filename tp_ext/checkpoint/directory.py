@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
+from tp_ext._arguments import check_bools
 from tp_ext._object_collectives import call_and_combine, call_and_gather
 from tp_ext.checkpoint.atomic_directory import (
     finish_interrupted_swap,
@@ -27,6 +28,7 @@ from tp_ext.checkpoint.atomic_directory import (
 from tp_ext.checkpoint.background import begin_save, copy_to_host, group_of_saves, wait_for_last_save, wait_for_save_to
 from tp_ext.checkpoint.entries import StateDict
 from tp_ext.checkpoint.entry_files import EntryWriter, Written
+from tp_ext.checkpoint.optimizer_state import check_optimizer
 from tp_ext.checkpoint.plan_exchange import exchange_plans
 from tp_ext.checkpoint.reader import EXTRA, METADATA, CheckpointReader
 from tp_ext.checkpoint.save_plan import GlobalPlan, Payload, RankPlan, plan_of_rank
@@ -82,10 +84,12 @@ def save_checkpoint(
         OSError: on every rank, if one could not write; the last checkpoint is untouched. FileExistsError: ``path`` is
             something other than a checkpoint. TimeoutError: another process, which is named, is still saving there. An
             asynchronous save raises these in ``result()``, or else in the next save, which then saves nothing.
-        TypeError: ``extra`` holds a value that could not be loaded again. ValueError: lock_timeout; the ranks do not
-            hold the whole model; see :func:`sharded_state_dict`.
+        TypeError: ``extra`` holds a value that could not be loaded again; no optimizer; no bool. ValueError:
+            lock_timeout; the ranks do not hold the whole model; see :func:`sharded_state_dict`.
     """
     check_lock_timeout(lock_timeout)
+    check_bools(asynchronous=asynchronous)
+    check_optimizer(optimizer)
     target = Path(os.path.realpath(path))
     over = group_of_saves(process_group) if asynchronous else process_group
     rank = dist.get_rank(over) if dist.is_initialized() else 0

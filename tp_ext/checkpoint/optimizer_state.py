@@ -32,10 +32,11 @@ class HeldState:
         group: the ranks over which the state is distributed, a parameter's on one rank; None: it is all here.
 
     Raises:
-        ValueError: the optimizer keeps its state in another one, which is not known.
+        ValueError: the optimizer keeps its state in another one, which is not known. TypeError: it is none.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        check_optimizer(optimizer)
         self.outer, self.inner = optimizer, optimizer
         self.group: ProcessGroup | None = None
         kind = type(optimizer)
@@ -127,3 +128,9 @@ def _described(value: Any, rank: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     return HeldTensor(rank, value.shape, value.dtype) if value.dim() else value.detach().cpu()
+
+
+def check_optimizer(optimizer: Optimizer | None) -> None:
+    """Raises TypeError if it is neither an optimizer nor None."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: {type(optimizer).__name__} must be a torch.optim.Optimizer")

@@ -23,7 +23,7 @@ from tp_ext._object_collectives import (
 )
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.entries import StateDict, state_entries
-from tp_ext.checkpoint.optimizer_state import HeldState, copy_of_state
+from tp_ext.checkpoint.optimizer_state import HeldState, check_optimizer, copy_of_state
 from tp_ext.checkpoint.reader import PlainPlanner
 from tp_ext.checkpoint.sharded import (
     LocalChunks,
@@ -89,6 +89,7 @@ def load_from(
     If a checkpoint is replaced before all ranks have opened it, or while they read it, they start over with the new
     one.
     """
+    check_optimizer(optimizer)
     replaced: Exception | None = None
     for _ in range(_ATTEMPTS):
         try:

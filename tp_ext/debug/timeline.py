@@ -78,7 +78,7 @@ class Timeline:
     def idle(self, rank: int) -> float:
         """Returns the share of the time in which the rank is in no phase; collectives within phases are computation."""
         busy, until = 0.0, 0.0
-        for span in self.ranks[rank]:
+        for span in self._spans(rank):
             if span.kind != COMMUNICATION and span.end > until:
                 busy += span.end - max(span.begin, until)
                 until = span.end
@@ -86,7 +86,12 @@ class Timeline:
 
     def communicated(self, rank: int) -> int:
         """Returns the bytes of all collectives and messages of the rank."""
-        return sum(span.size for span in self.ranks[rank])
+        return sum(span.size for span in self._spans(rank))
+
+    def _spans(self, rank: int) -> list[Span]:
+        if not isinstance(rank, int) or not 0 <= rank < len(self.ranks):
+            raise ValueError(f"rank: {rank!r} must be one of the {len(self.ranks)} ranks, in [0, {len(self.ranks)})")
+        return self.ranks[rank]
 
     def save(self, path: str | os.PathLike[str], title: str = "") -> None:
         """Draws a picture: a row for each rank, its phases above, below them its collectives, then its messages, in the
@@ -169,6 +174,8 @@ def record_timeline(process_group: ProcessGroup | None = None) -> Iterator[Timel
     """
     if torch._C._autograd._profiler_enabled():
         raise RuntimeError("record_timeline: must not be called while a profiler runs, which it would end")
+    if process_group is not None and not isinstance(process_group, ProcessGroup):
+        raise TypeError(f"process_group: {process_group!r} must be a ProcessGroup or None")
     timeline = Timeline()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     if not cuda:

@@ -28,8 +28,10 @@ def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
     of 64 MiB.
 
     Raises:
-        TypeError, ValueError: see :func:`tp_ext.group.group_name`; TypeError: an element that is no tensor.
+        TypeError, ValueError: see :func:`tp_ext.group.group_name`; TypeError: no module and no parameters.
     """
+    if isinstance(model, Tensor) or not isinstance(model, nn.Module | Iterable):
+        raise TypeError(f"model: {type(model).__name__} must be a module, or the parameters in a list")
     if parallel_group(group).size == 1:
         return
     pg = process_group(group)

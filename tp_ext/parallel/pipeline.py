@@ -5,15 +5,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tp_ext.group import Group, process_group
+from tp_ext.group import Group, global_ranks, process_group
 from tp_ext.nn.coalesce import uncoalesce_gradients
 from tp_ext.nn.fqn import layouts
 from tp_ext.nn.names import name_modules, reset_parameters
+from tp_ext.parallel.model_checks import check_model_is_new, note_parallelized
 from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
 from tp_ext.parallel.pipeline_parts import Parts, PipelinePart, elements, keywords_of, parts_of
@@ -115,12 +117,13 @@ def pipeline_stages(
     gradient of each tied weight; in the first step two exchanges of objects over the pipeline, of shapes.
 
     Raises:
-        TypeError: a model without parts; a loss that is no function.
+        TypeError: a model without parts; a loss, context or init that is no function; a schedule that is no name.
         ValueError: an unknown schedule or a number of microbatches or stages that it cannot run; fewer blocks than
             stages, another split; a tensor of the model in no part, a module in two stages; a model that is already
-            sharded by ``fully_shard``; a tensor on meta that would get no value; with ``fsdp``, a weight tied between
-            two blocks of one stage, or of which some rank has no element. Under a schedule that splits the backward:
-            compiled modules, recomputation, parameters with post-accumulate-grad hooks.
+            sharded by ``fully_shard``, or parallelized; a tensor on meta that would get no value; with ``fsdp``, a
+            weight tied between two blocks of one stage, or of which some rank has no element, or the pipeline's axis.
+            Under a schedule that splits the backward: compiled modules, recomputation, parameters with
+            post-accumulate-grad hooks.
         RuntimeError: torch older than 2.15.
 
     Warns:
@@ -138,6 +141,10 @@ def pipeline_stages(
     check_microbatches(known, microbatches, ranks, number)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    check_model_is_new(model)
+    for name, function, arguments in (("context", context, "the step and the microbatch"), ("init", init, "a module")):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}: {function!r} must be a function of {arguments}, or None")
     step_loss = StepLoss(loss, microbatches, count, mean_over, gradient_reduction)
     parts = parts_of(model)
     check_model(known, model, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init)
@@ -149,6 +156,7 @@ def pipeline_stages(
     tied = find_tied(model, every)
     if options:
         _check_sharding(every, [part.name for part in parts.blocks])
+        _check_axis(options["mesh"], group)
 
     name_modules(model)
     where = _device(model, mesh, device)
@@ -184,6 +192,7 @@ def pipeline_stages(
         context or _no_context,
     )
     made.set_up(setup, shapes)
+    note_parallelized(model)
     return made
 
 
@@ -297,6 +306,13 @@ def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:
                     f"fsdp: the parameter {name!r} must not be {other[1]!r}, too: blocks of one stage are sharded each "
                     "on their own; tie weights of the first and last part, or of different stages"
                 )
+
+
+def _check_axis(mesh: DeviceMesh, pipeline: ProcessGroup) -> None:
+    """Raises ValueError if other ranks of the pipeline, which have other parameters, are to shard this rank's."""
+    along = {rank for dim in range(mesh.ndim) for rank in global_ranks(mesh.get_group(dim))}
+    if along & set(global_ranks(pipeline)) - {dist.get_rank()}:
+        raise ValueError(f"fsdp: {mesh} must be a data-parallel axis, not that of the pipeline")
 
 
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:

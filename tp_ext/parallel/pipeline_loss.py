@@ -63,9 +63,7 @@ class StepLoss:
             self.total = self._over_axes(torch.stack(counts).sum()).clamp(min=1)
 
     def __call__(self, output: Any, target: Any, **options: Any) -> Tensor:
-        value = self._loss(output, target, **options)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ValueError(f"loss: its result {value!r} must be a tensor with one element")
+        value = one_element(self._loss(output, target, **options))
         self.values.append(value.detach())
         if self.total is None:
             return value / self._microbatches
@@ -85,3 +83,16 @@ class StepLoss:
         for axis in self.axes:
             dist.all_reduce(value, group=process_group(axis.name))
         return value
+
+
+def one_element(value: Any) -> Tensor:
+    """Returns the result of a loss.
+
+    Raises:
+        TypeError: no tensor. ValueError: not one element.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"loss: its result, a {type(value).__name__}, must be a tensor with one element")
+    if value.numel() != 1:
+        raise ValueError(f"loss: its result of shape {tuple(value.shape)} must be a tensor with one element")
+    return value

@@ -67,14 +67,21 @@ SCHEDULES = {
 }
 
 
+def check_schedule(name: str) -> None:
+    """Raises TypeError if ``name`` is no string, ValueError if no schedule has it."""
+    if not isinstance(name, str):
+        raise TypeError(f"schedule: {name!r} must be a name, one of {list(SCHEDULES)}")
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule: {name!r} must be one of {list(SCHEDULES)}")
+
+
 def known_schedule(name: str) -> Schedule:
     """Returns the schedule of a name.
 
     Raises:
-        ValueError: an unknown name. RuntimeError: a torch that lacks what the stages need.
+        TypeError, ValueError: see :func:`check_schedule`. RuntimeError: a torch that lacks what the stages need.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule: {name!r} must be one of {list(SCHEDULES)}")
+    check_schedule(name)
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < OLDEST_TORCH:
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """The number of blocks of each stage of a pipeline: balanced over equal blocks, over parameters or over given costs."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 Split = None | str | Sequence[float]
 """Type of ``split``: None, ``"parameters"``, numbers of blocks of the stages, or costs of the parts."""
@@ -17,7 +17,7 @@ def split_blocks(split: Split, blocks: int, stages: int, sizes: Callable[[], Seq
         sizes: returns the parameters of what precedes the blocks, of each block, and of what follows them.
 
     Raises:
-        ValueError: fewer blocks than stages, or a split of another form.
+        ValueError: fewer blocks than stages, or a split of another form. TypeError: no split at all.
     """
     if blocks < stages:
         raise ValueError(f"model: {blocks} blocks must be at least the number of stages, {stages}")
@@ -25,6 +25,8 @@ def split_blocks(split: Split, blocks: int, stages: int, sizes: Callable[[], Seq
         return balanced([_END, *[1.0] * blocks, _END], stages)
     if split == "parameters":
         return balanced(sizes(), stages)
+    if not isinstance(split, Collection):
+        raise TypeError(f"split: {split!r} must be None, 'parameters', or a list of numbers of blocks or of costs")
     if not isinstance(split, str) and _are_counts(split, blocks, stages):
         return [int(number) for number in split]
     if isinstance(split, str) or len(split) not in (blocks, blocks + 2) or any(cost < 0 for cost in split):

@@ -14,6 +14,7 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tp_ext._arguments import check_bools
 from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
@@ -22,8 +23,10 @@ from tp_ext.parallel.block_wrappers import RECOMPUTE, blocks_of, wrap_blocks
 from tp_ext.parallel.ddp_guard import check_axes
 from tp_ext.parallel.grad_norm import clip_grad_norm_, gradient_terms
 from tp_ext.parallel.gradient_sum import sum_gradients
+from tp_ext.parallel.model_checks import check_model_is_new, check_trainable, note_parallelized
 from tp_ext.parallel.pipeline import check_shards, materialise, pipeline_stages
-from tp_ext.parallel.pipeline_loss import StepLoss
+from tp_ext.parallel.pipeline_loss import StepLoss, one_element
+from tp_ext.parallel.pipeline_schedules import check_schedule
 from tp_ext.parallel.pipeline_steps import reshard
 from tp_ext.random import manual_seed
 from tp_ext.random_scope import at
@@ -91,8 +94,9 @@ def parallelize(
     Communicates: the creation of groups; that of :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
 
     Raises:
-        TypeError: no model, mesh or function. ValueError: an option out of its range, ``offload`` without ``zero`` 2 or
-            3, what the schedule cannot combine; layers whose group is another axis of the mesh; ``zero`` 2 or 3 and a
+        TypeError: no model, mesh, function, name or bool. ValueError: an option out of its range, ``offload`` without
+            ``zero`` 2 or 3, what the schedule cannot combine; a model without a parameter that requires a gradient, or
+            that was parallelized before; layers whose group is another axis of the mesh; ``zero`` 2 or 3 and a
             parameter of which some rank has no element. RuntimeError: a pipeline with torch older than 2.15.
 
     Rajbhandari et al., "ZeRO", arXiv:1910.02054.
@@ -102,6 +106,9 @@ def parallelize(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh")
     mesh_axes(NOT_GIVEN, mesh)  # its axes
+    check_bools(offload=offload, compile=compile)
+    if schedule is not None:
+        check_schedule(schedule)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction: {reduction!r} must be 'mean' or 'sum'")
     if not callable(loss):
@@ -116,11 +123,15 @@ def parallelize(
         raise ValueError(f"microbatches: {microbatches!r} must be a positive integer")
     if autocast not in AUTOCAST:
         raise ValueError(f"autocast: {autocast!r} must be one of {AUTOCAST}")
+    check_model_is_new(model)
+    check_trainable(model)
     check_axes(model, mesh)
     manual_seed(seed, mesh)
     name_modules(model)
-    model = wrap_blocks(model, recompute, compile)
-    return ParallelRun(model, mesh, schedule, microbatches, loss, reduction, count or _valid, zero, offload, autocast)
+    whole = wrap_blocks(model, recompute, compile)
+    run = ParallelRun(whole, mesh, schedule, microbatches, loss, reduction, count or _valid, zero, offload, autocast)
+    note_parallelized(model, whole)
+    return run
 
 
 class ParallelRun:
@@ -168,7 +179,8 @@ class ParallelRun:
 
         def summed(output: Any, target: Tensor) -> Tensor:
             with self._precision():
-                return loss(output, target) * count(target) if reduction == "mean" else loss(output, target)
+                value = one_element(loss(output, target))
+                return value * count(target) if reduction == "mean" else value
 
         mean_over: list[Group] = [mesh[name] for name in axes if size[name] > 1]
         self._schedule = self._ddp = None
@@ -193,7 +205,7 @@ class ParallelRun:
         self._loss = StepLoss(summed, microbatches, count, mean_over or None, "mean")
         materialise(model, device, reset_parameters, blocks_of(model), sharding)
         self.state = model
-        if self._data is not None and not sharding and any(param.requires_grad for param in model.parameters()):
+        if self._data is not None and not sharding:
             self._ddp = DistributedDataParallel(model, process_group=self._data.get_group())
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -204,6 +216,8 @@ class ParallelRun:
     def optimizer(self, optimizer_class: type[Optimizer], **options: Any) -> Optimizer:
         """Makes an optimizer of the parameters: with ``zero=1`` a ``ZeroRedundancyOptimizer``, whose state is saved and
         loaded as any other. Communicates nothing but, with ``zero=1``, its constructor's exchange of sizes."""
+        if not callable(optimizer_class):
+            raise TypeError(f"optimizer_class: {optimizer_class!r} must be a class of torch.optim.Optimizer")
         if self._zero == 1 and self._data is not None:
             group = self._data.get_group()
             return ZeroRedundancyOptimizer(self.parameters(), optimizer_class, process_group=group, **options)
