@@ -17,6 +17,20 @@ from tp_ext.checkpoint.sharded import sharded_state_dict
 from tp_ext.checkpoint.sharded_load import load_sharded_state_dict
 from tp_ext.context_layout import ContextLayout
 from tp_ext.mesh import init_mesh
+from tp_ext.mesh_program.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmax,
+    pmean,
+    ppermute,
+    psum,
+    psum_scatter,
+    pvary,
+)
+from tp_ext.mesh_program.partition_spec import P
+from tp_ext.mesh_program.spmd import spmd
 from tp_ext.nn.attention import ParallelAttention
 from tp_ext.nn.coalesce import coalesce_gradients, uncoalesce_gradients
 from tp_ext.nn.dropout import Dropout, dropout
@@ -57,6 +71,7 @@ __all__ = [
     "LayerNorm",
     "Layout",
     "LoRALinear",
+    "P",
     "ParallelAttention",
     "ParallelMLP",
     "ParallelModule",
@@ -70,8 +85,12 @@ __all__ = [
     "VocabParallelLMHead",
     "__version__",
     "add_lora",
+    "all_gather",
     "all_gather_region",
+    "all_to_all",
     "all_to_all_region",
+    "axis_index",
+    "axis_size",
     "build_info",
     "clip_grad_norm_",
     "coalesce_gradients",
@@ -95,6 +114,12 @@ __all__ = [
     "merge_lora",
     "name_modules",
     "parallelize",
+    "pmax",
+    "pmean",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "pvary",
     "reduce_from_region",
     "reduce_scatter_region",
     "reset_parameters",
@@ -104,6 +129,7 @@ __all__ = [
     "sharded_state_dict",
     "shardings",
     "shm",
+    "spmd",
     "symmetric_memory",
     "uncoalesce_gradients",
     "vocab_parallel_argmax",

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tp_ext
 from tests.helpers import ranks
+from tests.mesh_program.errors import PROGRAMS, mapped
 
 ids, sp = tensor([0, 1, 2, 3]), {"sequence_parallel": True}
 
@@ -57,6 +58,7 @@ def load_optimizer(group, params=("weight", "bias"), state=None):
 
 
 NAMES = {name: getattr(tp_ext, name) for name in tp_ext.__all__} | {
+    "mapped": mapped,
     "nn": nn,
     "parallel": tp_ext.parallel,
     "random": tp_ext.random,
@@ -397,7 +399,7 @@ def _call(group, text):
     ("text", "exception", "match"),
     [
         pytest.param(*case, id=case[0])
-        for case in GROUPS + REGIONS + LINEARS + ATTENTION + CONTEXT + VOCABULARY + BY_POSITION + REST
+        for case in GROUPS + REGIONS + LINEARS + ATTENTION + CONTEXT + VOCABULARY + BY_POSITION + PROGRAMS + REST
     ],
 )
 def test_bad_input(text, exception, match):
@@ -405,7 +407,9 @@ def test_bad_input(text, exception, match):
 
 
 def test_every_public_name_is_here():
-    texts = " ".join(case[0] for case in GROUPS + REGIONS + LINEARS + ATTENTION + CONTEXT + VOCABULARY + REST)
+    texts = " ".join(
+        case[0] for case in GROUPS + REGIONS + LINEARS + ATTENTION + CONTEXT + VOCABULARY + PROGRAMS + REST
+    )
     spelled = {value: name for name, value in NAMES.items()} | {
         tp_ext.vocab_parallel_cross_entropy: "loss",
         tp_ext.load_full_state_dict: "load",

@@ -19,7 +19,15 @@ SOURCES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", "
 
 # Python, from the bottom: a file may import those of the lines above its own, and of its own folder without a cycle.
 # "" stands for the modules at the top of the package other than __init__
-ORDER = [{"_version", "_build"}, {"_ops"}, {""}, {"nn"}, {"checkpoint", "parallel"}, {"debug"}, {"__init__"}]
+ORDER = [
+    {"_version", "_build"},
+    {"_ops"},
+    {""},
+    {"nn"},
+    {"checkpoint", "parallel", "mesh_program"},
+    {"debug"},
+    {"__init__"},
+]
 # These folders work on modules and their shardings, and import no layer
 COMPOSITION = {"checkpoint", "parallel", "debug"}
 NOT_LAYERS = {

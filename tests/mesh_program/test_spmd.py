@@ -1,0 +1,206 @@
+"""spmd: forms of arguments and results, gradients, nesting, recomputation, and what a checked map refuses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import tp_ext
+from tests.helpers import ranks
+from tp_ext import P
+from tp_ext.mesh_program.varying import VaryingValueError, axes_of
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def _mesh(x=2, y=1):
+    return dist.init_device_mesh("cpu", (x, y), mesh_dim_names=("x", "y"))
+
+
+def _random(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def _close(found, want, inputs):
+    """Results, gradients and gradients of the gradients."""
+    torch.testing.assert_close(found, want, **CLOSE)
+    grads = [torch.autograd.grad(y.sin().sum(), inputs, create_graph=True) for y in (found, want)]
+    torch.testing.assert_close(*grads, **CLOSE)
+    again = [torch.autograd.grad(sum(g.square().sum() for g in each), inputs) for each in grads]
+    torch.testing.assert_close(*again, **CLOSE)
+
+
+def _mlp(w1, w2, x):
+    return tp_ext.psum((x @ w1).tanh() @ w2, "x")
+
+
+def _dense(w1, w2, x):
+    return (x @ w1).tanh() @ w2
+
+
+SPECS = (P(None, "x"), P("x"), P("y"))
+
+
+def _double_backward(group, x, y, features):
+    torch.manual_seed(0)
+    inputs = _random(4, features), _random(features, 3), _random(5, 4)
+    mapped = tp_ext.spmd(_mesh(x, y), in_specs=SPECS, out_specs=P("y"))(_mlp)
+    _close(mapped(*inputs), _dense(*inputs), inputs)
+
+
+@pytest.mark.parametrize(("x", "y", "features"), [(1, 1, 6), (2, 2, 6), (3, 1, 7)])
+def test_values_gradients_and_double_backward(x, y, features):
+    """Also of shards of different lengths: 5 rows over 2 ranks, 7 features over 3."""
+    ranks.run(_double_backward, x * y, x, y, features)
+
+
+def _checkpointed(group):
+    torch.manual_seed(0)
+    inputs = _random(4, 6), _random(6, 3), _random(4, 4)
+    mesh = _mesh(2, 1)
+
+    def part(w1, w2, x):
+        scale = tp_ext.psum(tp_ext.axis_index("x") + 1.0, "x")  # finds its axis when it is computed again, too
+        return _mlp(w1, w2, x) * scale
+
+    inside = tp_ext.spmd(mesh, in_specs=SPECS, out_specs=P("y"))(lambda *v: checkpoint(part, *v, use_reentrant=False))
+    outside = tp_ext.spmd(mesh, in_specs=SPECS, out_specs=P("y"))(part)
+    want = torch.autograd.grad((3 * _dense(*inputs)).sin().sum(), inputs)
+    for found in inside(*inputs), checkpoint(outside, *inputs, use_reentrant=False):
+        torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), inputs), want, **CLOSE)
+
+
+def test_checkpointing_inside_and_outside():
+    ranks.run(_checkpointed, 2)
+
+
+def _nested(group):
+    torch.manual_seed(0)
+    mesh, (a, b) = _mesh(2, 2), (_random(4, 6), _random(6, 4))
+
+    @tp_ext.spmd(mesh["y"], in_specs=(P(None, "y"), P("y")), out_specs=P())
+    def contract(a, b):
+        assert axes_of(a).keys() == {"x", "y"} and axes_of(b).keys() == {"y"}
+        return tp_ext.psum(a @ b, "y")
+
+    @tp_ext.spmd(mesh["x"], in_specs=(P("x"), P()), out_specs=P("x"))
+    def rows(a, b):
+        return contract(a, b)
+
+    _close(rows(a, b), a @ b, (a, b))
+    with pytest.raises(ValueError, match=r"mesh: the axes \['x'\] are those of a map around this one"):
+        tp_ext.spmd(mesh["x"], in_specs=P("x"), out_specs=P("x"))(lambda a: rows(a, b))(a)
+
+
+def test_maps_inside_of_maps():
+    ranks.run(_nested, 4)
+
+
+def _forms(group):
+    torch.manual_seed(0)
+    mesh, rank = _mesh(2, 1), group.rank()
+    w, x = _random(5, 3), _random(4, 5)
+    sharded = DTensor.from_local(x.detach().chunk(2)[rank], mesh, [Shard(0), Replicate()]).requires_grad_()
+    local = w.detach().tensor_split(2)[rank].requires_grad_()
+
+    @tp_ext.spmd(
+        mesh,
+        in_specs=({"x": P("x"), "scale": None}, [P("x").local(), P()]),
+        out_specs={"y": P("x").dtensor(), "local": P("x").local(), "sum": P()},
+    )
+    def step(inputs, weights):
+        part, w = weights
+        y = inputs["x"] @ w * inputs["scale"]
+        return {"y": y, "local": part * 2, "sum": tp_ext.psum(y.sum(), "x")}
+
+    found = step({"x": sharded, "scale": 2}, [local, w])
+    want = 2 * x @ w
+    assert isinstance(found["y"], DTensor) and found["y"].placements == (Shard(0), Replicate())
+    torch.testing.assert_close(found["y"].full_tensor(), want, **CLOSE)
+    assert type(found["local"]) is torch.Tensor and torch.equal(found["local"], 2 * local)
+    got = torch.autograd.grad(found["sum"] + found["local"].sum(), (sharded, w, local))
+    goal = torch.autograd.grad(want.sum(), (x, w))
+    torch.testing.assert_close((got[0].full_tensor(), got[1]), goal, **CLOSE)
+    assert torch.equal(got[2], torch.full_like(local, 2))
+
+
+def test_full_tensors_dtensors_local_ones_and_structures():
+    ranks.run(_forms, 2)
+
+
+def _gradients_inside(group):
+    """Gradients that a program takes inside of a map vary as the inputs do."""
+    torch.manual_seed(0)
+    w, x = _random(3, 2), torch.randn(4, 3, dtype=torch.float64)
+
+    @tp_ext.spmd(_mesh(2, 1), in_specs=(P(), P("x")), out_specs=(P(), P("x")))
+    def gradient(w, x):
+        loss = (x @ w).square().sum()  # of this rank's rows
+        return torch.autograd.grad(loss, (w, x.requires_grad_()), allow_unused=True)[0], (x @ w).detach()
+
+    want = torch.autograd.grad((x @ w).square().sum(), w)[0]
+    torch.testing.assert_close(gradient(w, x)[0], want, **CLOSE)
+
+
+def test_gradients_inside_of_a_map():
+    ranks.run(_gradients_inside, 2)
+
+
+def _unchecked(group):
+    torch.manual_seed(0)
+    w, x = _random(3, 2), _random(4, 3)
+
+    @tp_ext.spmd(_mesh(2, 1), in_specs=(P(), P("x")), out_specs=P(), check=False)
+    def loss(w, x):
+        assert type(w) is torch.Tensor
+        assert int(tp_ext.axis_index("x")) == group.rank()
+        return tp_ext.psum((x @ tp_ext.pvary(w, "x")).square().sum(), "x")
+
+    _close(loss(w, x), (x @ w).square().sum(), (w, x))
+
+
+def test_unchecked():
+    ranks.run(_unchecked, 2)
+
+
+def _collectives(group):
+    """Numbers of collectives and their bytes: none of what need not be sent."""
+    inputs = _random(4, 6), _random(6, 3), _random(4, 4)
+    mapped = tp_ext.spmd(_mesh(2, 1), in_specs=SPECS, out_specs=P("y"))(_mlp)
+    with tp_ext.debug.count_collectives() as counts:
+        loss = mapped(*inputs).sum()
+    forward = counts.by_kind()
+    with tp_ext.debug.count_collectives() as counts:
+        loss.backward()
+    return forward, counts.by_kind()
+
+
+def test_collectives_are_those_of_the_megatron_mlp():
+    """Forward one all-reduce; backward one for x, and the gathers of the gradients of the two full weights."""
+    assert ranks.run(_collectives, 2) == [({"all_reduce": 1}, {"all_reduce": 1, "all_gather": 2})] * 2
+
+
+def _falsely_replicated(group):
+    with pytest.raises(VaryingValueError, match=r"the result of .*test_spmd\.py:\d+ varies"):
+        tp_ext.spmd(_mesh(2, 1), in_specs=P("x"), out_specs=P())(lambda x: x + 1)(torch.ones(4))
+
+
+def test_a_result_falsely_claimed_replicated_is_named_with_its_line():
+    ranks.run(_falsely_replicated, 2)
+
+
+def _meaning(group):
+    mesh, x = _mesh(2, 1), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    twice = tp_ext.spmd(mesh, in_specs=P(), out_specs=P())(lambda x: tp_ext.psum(x, "x"))(x)
+    assert torch.equal(twice, 2 * x) and torch.equal(torch.autograd.grad(twice.sum(), x)[0], torch.full((3,), 2.0))
+    found = []
+    tp_ext.spmd(mesh, in_specs=P(), out_specs=P())(
+        lambda x: found.append(tp_ext.psum({"a": 1, "b": [2.5, x]}, ("x", "y"))) or x
+    )(x.detach())
+    assert found[0]["a"] == 2 and found[0]["b"][0] == 5.0 and torch.equal(found[0]["b"][1], torch.full((3,), 2.0))
+    assert repr(P("x", None, ("y", "z"))) == "P('x', None, ('y', 'z'))" and P("x") == P(("x",)) != P("x").local()
+
+
+def test_psum_of_a_value_that_does_not_vary_and_of_numbers():
+    ranks.run(_meaning, 2)

@@ -1,0 +1,1 @@
+"""Programs on a mesh: functions of each rank's shards, with collectives by the names of axes."""
