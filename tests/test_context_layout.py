@@ -182,6 +182,6 @@ def test_communicates_one_gather():
         ),
     ],
 )
-def test_refuses_what_does_not_fit(call, exception, match):
+def test_refuses_shapes_that_do_not_fit(call, exception, match):
     with pytest.raises(exception, match=match):
         call("any@0/2")

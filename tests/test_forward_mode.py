@@ -328,7 +328,7 @@ def _constant(group):
     torch.testing.assert_close(got, want)
 
 
-def test_what_a_level_does_not_differentiate_is_computed_as_ever():
+def test_levels_without_derivatives_are_computed_as_usual():
     ranks.run(_constant, 2)
 
 

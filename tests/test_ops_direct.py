@@ -68,7 +68,7 @@ def test_all_arguments_are_read_without_torch_ops(name):
         function(*arguments(name)[:-1])
 
 
-def test_what_layers_do_not_pass_goes_to_torch_ops():
+def test_unsupported_inputs_take_torch_ops():
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     assert torch.equal(_ops.column_parallel_linear(x, weight=w, bias=None, group=""), x @ w.T)
     assert torch.equal(_ops.copy_to_region(torch.nn.Parameter(x), ""), x)

@@ -204,7 +204,7 @@ def _mask(group, x, *, sp=False, step=STEP, microbatch=0, name="drop", calls=1, 
     return y
 
 
-def test_a_mask_depends_on_what_it_is_named_by_and_on_nothing_else():
+def test_a_mask_depends_on_its_name_alone():
     tp_ext.manual_seed(5)
     x = torch.ones(12, 40)
     mask = _mask(None, x)
@@ -419,7 +419,7 @@ def _drawn(group, **place):
     ],
     ids=str,
 )
-def test_what_does_not_say_the_place_of_a_token(place, error, match):
+def test_arguments_without_the_place_of_a_token(place, error, match):
     with pytest.raises(error, match=match):
         _drawn(None, **place)
 

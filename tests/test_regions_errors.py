@@ -64,7 +64,7 @@ def test_one_rank_wants_one_size_that_fits(name):
 
 
 @pytest.mark.parametrize("case", AT_TWO)
-def test_what_is_no_group(case):
+def test_arguments_that_are_no_group(case):
     arguments = case.name, case.shape, case.options
     for what in ("number", "list", "type"):
         ranks.run_raises(_call, 2, TypeError, "group", *arguments, what)
@@ -78,7 +78,7 @@ def test_a_name_that_no_group_has(case):
 
 
 @pytest.mark.parametrize("case", AT_TWO)
-def test_what_is_no_tensor(case):
+def test_arguments_that_are_no_tensor(case):
     # The dispatcher's own error: argument, value and schema
     ranks.run_raises(_call, 2, RuntimeError, "argument 'x'", case.name, case.shape, case.options, "no tensor")
 

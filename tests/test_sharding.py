@@ -176,7 +176,7 @@ def test_numbers_of_a_part(name, value):
         Part(**{"size": 4, name: value})
 
 
-def test_zero_of_what_must_be_there():
+def test_sizes_of_a_part_must_be_at_least_one():
     for name in ("unit", "copies", "groups"):
         with pytest.raises(ValueError, match=f"{name}: 0 must be an integer of at least 1"):
             Part(**{"size": 4, name: 0})

@@ -154,7 +154,7 @@ def share_a_device(group, given, on=(0, 1)):
         return enable_stubbed(group, {"_device": one_device})[1]
 
 
-def test_ranks_may_share_a_device_when_torch_is_told_so():
+def test_ranks_may_share_a_device_with_both_settings():
     both = symmetric_memory.SHARING
     assert ranks.run(share_a_device, 2, both) == [None, None]
     for given, on in (both[:1], (0, 1)), (both[1:], (0, 1)), (both, (0,)):
@@ -163,7 +163,7 @@ def test_ranks_may_share_a_device_when_torch_is_told_so():
 
 
 @pytest.mark.parametrize("changes", [{"is_available": no}, {"_exchange": refused}])
-def test_what_one_rank_lacks_is_off_for_all(changes):
+def test_a_feature_missing_on_one_rank_is_off_for_all(changes):
     answers = ranks.run(enable_stubbed, 3, changes, only_rank=1)
     assert {why_not.partition(":")[0] for _, why_not in answers} == {"rank 1"}
     assert [name for name, _ in answers] == [f"0@{rank}/3" for rank in range(3)]
@@ -207,7 +207,7 @@ def enable_twice(group):
     return first.group, first.why_not, again.group
 
 
-def test_what_comes_back_names_sizes_and_a_buffer_of_its_own():
+def test_the_result_has_names_sizes_and_its_own_buffer():
     for rank, (first, why_not, again) in enumerate(ranks.run(enable_twice, 2)):
         assert why_not is None
         (*head, buffer, fused), (*head_again, buffer_again, fused_again) = first.split("/"), again.split("/")

@@ -133,7 +133,7 @@ def _interrupt(path):
     assert first.done()
 
 
-def test_who_waits_may_be_interrupted_or_fork(tmp_path):
+def test_a_waiting_rank_may_be_interrupted_or_fork(tmp_path):
     ranks.run_fresh(_interrupt, tmp_path)
     assert [loaded(tmp_path / name) for name in ("first", "second")] == [1, 2]
 

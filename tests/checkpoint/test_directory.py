@@ -150,7 +150,7 @@ def test_a_missing_checkpoint(tmp_path):
         tp_ext.load_checkpoint(tmp_path / "empty", model)
 
 
-def test_what_torch_has_left_unfinished_is_replaced(tmp_path):
+def test_an_unfinished_checkpoint_of_torch_is_replaced(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / ".metadata.tmp").touch()
     model = tp_ext.ColumnParallelLinear(2, 2, group=None)
@@ -224,7 +224,7 @@ def _lose_a_file(group, path):
         directory._check_complete = original
 
 
-def test_what_is_not_whole_is_not_put_in_place(tmp_path):
+def test_an_incomplete_file_is_not_put_in_place(tmp_path):
     ranks.run(_save, 2, tmp_path / "saved", {}, 1)
     before = _files(tmp_path / "saved")
     ranks.run_raises(_lose_a_file, 2, OSError, "__1_0.distcp", tmp_path / "saved", in_turns=False)
@@ -245,7 +245,7 @@ def test_a_save_does_not_make_its_directory_again(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_what_a_kill_left_beside_it_is_found_and_cleared(tmp_path):
+def test_files_left_by_a_kill_are_found_and_cleared(tmp_path):
     """On file systems that cannot exchange two directories, a kill may come when the old one stands aside."""
     path = tmp_path / "saved"
     model = tp_ext.ColumnParallelLinear(2, 2, group=None)

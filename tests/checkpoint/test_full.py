@@ -48,7 +48,7 @@ def _load_and_read(group, state, options):
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("p", "q"), [(1, 4), (2, 3), (3, 2), (4, 1)])
-def test_what_p_ranks_gathered_q_ranks_load(p, q, options):
+def test_a_state_of_p_ranks_loads_on_q_ranks(p, q, options):
     saved = ranks.run(_state, p, {}, False)[0]
     for state in ranks.run(_load_and_read, q, saved, options):
         assert_same(state, saved)
@@ -112,7 +112,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("p", "what"), list(itertools.product([1, 2], WRONG)))
-def test_what_does_not_fit_is_told_and_nothing_is_loaded(p, what):
+def test_entries_that_do_not_fit_are_named_and_nothing_is_loaded(p, what):
     ranks.run_raises(_load_wrong, p, WRONG[what][0], WRONG[what][1], what, "strictly", in_turns=False)
 
 

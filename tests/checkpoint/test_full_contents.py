@@ -111,7 +111,7 @@ WRONG = {
 
 @pytest.mark.parametrize("from_first", [False, True], ids=["on all ranks", "on rank 0"])
 @pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_is_told_on_all_ranks_and_nothing_is_loaded(what, from_first):
+def test_entries_that_do_not_fit_are_named_on_all_ranks_and_nothing_is_loaded(what, from_first):
     ranks.run_raises(_wrong, 3, *WRONG[what], what, from_first, in_turns=not from_first)
 
 

@@ -43,7 +43,7 @@ def test_files_are_of_the_directory_that_was_opened(most, tmp_path, monkeypatch)
     assert not directory.is_at(tmp_path / "x")
 
 
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+def test_files_that_are_not_regular_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev/zero")

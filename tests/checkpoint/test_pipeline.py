@@ -106,7 +106,7 @@ def _saved_and_loaded(number, others, tied, tmp_path):
     [(0, [1, 3], False), (1, [4], True), (2, [0], True)],
     ids=["(2, 1, 1, 2)", "(2, 2, 1, 1)-tied", "both ends-tied"],
 )
-def test_stages_save_what_any_mesh_loads(number, others, tied, tmp_path):
+def test_a_checkpoint_of_stages_loads_on_any_mesh(number, others, tied, tmp_path):
     """Tied: the head's weight on the last stage is a copy of the embedding on the first; in one process, the same."""
     _saved_and_loaded(number, others, tied, tmp_path)
 
@@ -114,7 +114,7 @@ def test_stages_save_what_any_mesh_loads(number, others, tied, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("number", range(3), ids=lambda number: str(MESHES[number][0]))
-def test_stages_save_what_every_mesh_loads(number, tied, tmp_path):
+def test_a_checkpoint_of_stages_loads_on_every_mesh(number, tied, tmp_path):
     _saved_and_loaded(number, [i for i in range(len(MESHES)) if i != number], tied, tmp_path)
 
 
@@ -129,7 +129,7 @@ def _load_plain(group, path):
 
 
 @pytest.mark.parametrize("loaders", [MESHES[2:3], pytest.param(MESHES[:2], marks=pytest.mark.exhaustive)])
-def test_one_process_saves_what_stages_load(loaders, tmp_path):
+def test_a_checkpoint_of_one_process_loads_in_stages(loaders, tmp_path):
     ranks.run(_save, 1, (1, 1, 1, 1), False, True, tmp_path)
     want = torch.load(tmp_path / "full.pt")[0]
     save_file({name: value for name, value in want.items() if name != "head.weight"}, tmp_path / "plain.safetensors")

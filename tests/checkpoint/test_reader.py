@@ -54,7 +54,7 @@ def change(path, by):
     file.write_bytes(pickle.dumps(by(metadata) or metadata))
 
 
-def test_it_reads_what_torch_reads(saved):
+def test_the_metadata_read_are_those_of_torch(saved):
     ours, torchs = CheckpointReader(saved).read_metadata(), dcp.FileSystemReader(saved).read_metadata()
     assert ours.storage_data == torchs.storage_data
     assert ours.state_dict_metadata.keys() == torchs.state_dict_metadata.keys()
@@ -192,7 +192,7 @@ def test_malformed_metadata(what, saved):
 
 @pytest.mark.parametrize("name", [".metadata", "extra.pt", "__0_0.distcp"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(kind, name, saved):
+def test_files_that_are_not_regular_are_refused_without_waiting(kind, name, saved):
     (saved / name).unlink()
     if kind == "pipe":
         os.mkfifo(saved / name)

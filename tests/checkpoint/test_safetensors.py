@@ -48,7 +48,7 @@ def _load(group, path, options):
 
 @pytest.mark.parametrize("size", [None, 800], ids=["one file", "several"])
 @pytest.mark.parametrize(("p", "q"), [(1, 4), (2, 3), (3, 1), (4, 2)])
-def test_what_p_ranks_export_q_ranks_load(p, q, size, tmp_path):
+def test_an_export_of_p_ranks_loads_on_q_ranks(p, q, size, tmp_path):
     want = state_of_one()
     ranks.run(_save, p, tmp_path, OPTIONS[2] if p % 2 else {}, max_shard_size=size)
     library = read(tmp_path)
@@ -200,7 +200,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_is_told_on_all_ranks(what, tmp_path):
+def test_entries_that_do_not_fit_are_named_on_all_ranks(what, tmp_path):
     path, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
     state = {name: value.clone() for name, value in state_of_one().items()}
     if what == "vocabulary":
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_told_on_all_ranks(what, tmp_path):
     assert what in ("extra state", "dtype", "metadata", "size") or not list(tmp_path.glob("*.tmp"))
 
 
-def test_loosely_what_fits_is_loaded(tmp_path):
+def test_not_strict_loads_the_entries_that_fit(tmp_path):
     model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)})
     safetensors.torch.save_file({"two.bias": torch.ones(2), "three": torch.ones(3)}, tmp_path / "some.safetensors")
     before = model["one"].bias.detach().clone()

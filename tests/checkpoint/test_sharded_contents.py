@@ -175,7 +175,7 @@ def _factored(group):
         (_factored, r"optimizer: state 'row' of 'weight' has shape \(2,\) and must have .* \(2, 3\)"),
     ],
 )
-def test_what_cannot_be_saved_is_told(fn, message):
+def test_values_that_cannot_be_saved_are_named(fn, message):
     ranks.run_raises(fn, 2, ValueError, message)
 
 

@@ -84,7 +84,7 @@ def _load(group, path, options):
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_is_told_and_nothing_is_loaded(what, tmp_path):
+def test_entries_that_do_not_fit_are_named_and_nothing_is_loaded(what, tmp_path):
     change, error, message = WRONG[what]
     _saved(tmp_path / "saved", change)
     for p, options in ((1, {}), (2, {"pad": 4}), (3, {})):
@@ -123,7 +123,7 @@ def _one_fails(group, path, failing, where):
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("where", ["metadata", "data"])
-def test_what_one_rank_cannot_read_is_the_error_of_all(where, failing, tmp_path):
+def test_a_read_error_of_one_rank_is_raised_on_all(where, failing, tmp_path):
     _saved(tmp_path / "saved", lambda state: None)
     error, message = (OSError, "disk is gone") if where == "data" else (FileNotFoundError, "nowhere")
     ranks.run_raises(_one_fails, 2, error, message, tmp_path / "saved", failing, where, in_turns=False)

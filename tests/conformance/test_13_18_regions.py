@@ -108,7 +108,7 @@ def _undealt(group, what):
     ],
 )
 @pytest.mark.parametrize("p", [3, 4])
-def test_case_16_what_cannot_be_dealt_out_is_refused_alike(p, what, match):
+def test_case_16_sizes_that_cannot_be_sharded_are_refused_alike(p, what, match):
     ranks.run_raises(_undealt, p, ValueError, match.format(p - 1, p), what)
 
 

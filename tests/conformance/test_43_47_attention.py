@@ -50,7 +50,7 @@ def _refused(group):
     make(GQA, group)
 
 
-def test_case_44_two_kv_heads_cannot_be_dealt_to_three_ranks():
+def test_case_44_two_kv_heads_cannot_be_sharded_over_three_ranks():
     ranks.run_raises(_refused, 3, ValueError, "num_heads = 8, num_kv_heads = 2, p = 3")
 
 

@@ -73,7 +73,7 @@ ROWWISE: dict[str, tuple[int, Callable[..., Tensor]]] = {
 
 @every_dtype
 @pytest.mark.parametrize("name", ROWWISE)
-def test_a_row_has_the_same_bits_wherever_it_stands(
+def test_a_row_has_the_same_bits_at_every_place(
     name: str, dtype: torch.dtype, device: torch.device, many_rows: None
 ) -> None:
     """Alone, in a small batch or a large one: output and gradient, which parameters' sums over the rows are not."""

@@ -205,7 +205,7 @@ def _subgroups(group):
 
 
 @pytest.mark.core
-def test_groups_are_told_apart_and_printed():
+def test_groups_are_distinguished_and_printed():
     text, (tp, dp) = run(_subgroups, 4)[0]
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["group", "ranks", "kind", "number", "bytes", "each", "payload", "bytes", "wire", "bytes"]
@@ -257,7 +257,7 @@ def test_a_group_that_is_gone():
     run(_gone, 2)
 
 
-def test_select_refuses_what_there_is_not():
+def test_select_refuses_unknown_names():
     with count_collectives() as counts:
         pass
     assert (counts.number, counts.payload_bytes, counts.wire_bytes, counts.by_kind()) == (0, 0, 0, {})

@@ -159,7 +159,7 @@ def _sent(group, name):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("p", [2, 3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (1, 4))])
-def test_what_is_sent(p, name):
+def test_communicated_bytes(p, name):
     case = CASES[name]
     for found in run(_sent, p, name):
         for (sent, on_wire), want in zip(found, (case.forward, case.backward), strict=True):

@@ -64,7 +64,7 @@ def _witness(group, sp):
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="/proc/self/io is Linux's")
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("p", [2, 3])
-def test_counting_changes_nothing_of_what_is_sent(p, sp):
+def test_counting_changes_no_collective(p, sp):
     for plain, counted, again, traced in run(_witness, p, sp):
         assert plain == counted == again == traced > 0
 
@@ -82,7 +82,7 @@ def _to_the_byte(group):
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="/proc/self/io is Linux's")
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_wire_bytes_are_what_gloos_ring_writes_but_for_its_headers(p):
+def test_wire_bytes_are_those_of_gloos_ring_without_its_headers(p):
     for sent, wire in run(_to_the_byte, p):
         assert wire == 4 * 2 * (p - 1) / p * 240 * 64 * 4
         assert sent > wire and (sent - wire) % HEADER == 0

@@ -100,7 +100,7 @@ def _alone():
     return groups[torch.distributed.get_rank()]
 
 
-def test_what_is_inside_wrappers_is_found():
+def test_modules_inside_wrappers_are_found():
     assert run(_inside, 2, False) == [[]] * 2
     found, other = run(_inside, 2, True)
     assert found == other and len(found) == 4 and all("ranks 0 and 1 hold the same bits" in text for text in found)
@@ -249,7 +249,7 @@ def _many(group, count):
     return found, len(calls)
 
 
-def test_exchanges_do_not_grow_with_what_is_found():
+def test_a_check_takes_two_exchanges_for_any_number_of_findings():
     assert [calls for _, calls in run(_many, 2, 0)] == [1, 1]
     (found, calls), other = run(_many, 2, 11)
     assert (found, calls) == other and calls == 2 and len(found) == 11

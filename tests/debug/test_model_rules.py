@@ -53,7 +53,7 @@ def _found(group):
     return {name: debug.findings(model, group=group) for name, model in _models(group).items()}
 
 
-def test_what_is_found_and_what_is_not():
+def test_broken_rules_are_found_and_valid_models_pass():
     for found in ranks.run(_found, 2):
         wrong = {name: sentences for name, sentences in found.items() if sentences}
         assert list(wrong) == ["between", "sequential", "row only", "column only"]

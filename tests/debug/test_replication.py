@@ -72,7 +72,7 @@ def test_shapes_and_dtypes_count():
     run_raises(_mismatched, 2, AssertionError, r"\(3,\), not torch.float32 \(4,\)", "shape", in_turns=False)
 
 
-def test_what_is_neither_model_nor_tensor():
+def test_arguments_that_are_neither_model_nor_tensor():
     run_raises(_not_a_tensor, 2, TypeError, "model_or_tensor: list must be a module or a tensor")
 
 
@@ -80,7 +80,7 @@ def _not_a_tensor(group):
     debug.assert_replicated([torch.zeros(2)], group=group)
 
 
-def test_checksum_tells_apart_permutations_and_neighbours():
+def test_checksum_distinguishes_permutations_and_neighbours():
     """Long enough for several chunks."""
     n = 200_000
     x = torch.zeros(n)

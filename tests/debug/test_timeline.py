@@ -228,5 +228,5 @@ def _recorded_over(group, kind):
 
 
 @pytest.mark.parametrize("kind", ["x", 3, "mesh"])
-def test_what_is_no_group_is_refused(kind):
+def test_arguments_that_are_no_group_are_refused(kind):
     ranks.run_raises(_recorded_over, 2, TypeError, "process_group: .* must be a ProcessGroup or None", kind)

@@ -237,7 +237,7 @@ def _block(group, sp, dtype, full):
 
 
 @EVERY
-def test_a_block_keeps_what_the_paper_counts_less_the_dropout_masks(p, sp, dtype):
+def test_a_block_keeps_the_bytes_of_the_paper_less_the_dropout_masks(p, sp, dtype):
     z, a = Sizes(p, sp, dtype, WIDE), WIDE_HEADS // p
     between = z.n_sp * z.h * z.e  # inputs of: first norm, qkv, second norm, up
     within = z.n * z.h // p * z.e  # q, k, v, the input of out; the inputs (4 h wide) of the activation and of down

@@ -144,7 +144,7 @@ def _saved(call: Callable[..., Tensor], inputs: dict[str, Tensor]) -> dict[int, 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operator", CALLS)
-def test_what_is_kept_is_what_the_page_says(operator: str, dtype: torch.dtype) -> None:
+def test_saved_bytes_are_those_of_the_page(operator: str, dtype: torch.dtype) -> None:
     named, own, formula = _table()[operator]
     for call, makers in CALLS[operator]:
         inputs = {name: make(dtype) for name, make in makers.items()}

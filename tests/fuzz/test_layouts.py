@@ -43,7 +43,7 @@ def test_a_random_training_is_that_of_one_process(seed):
     check(draw(seed))
 
 
-def test_what_is_drawn():
+def test_drawn_configurations():
     """The table has what its training is about, and every option is drawn with every value, also the uneven ones."""
     assert len(LISTED) >= 24 and all(map(valid, LISTED.values()))
     configs = [draw(seed) for seed in range(600)]

@@ -201,7 +201,7 @@ def test_only_the_gradients_asked_for(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape, index", [((0, 5), (1, 1, 0)), ((70, 0), (1, 1, 0)), ((70, 33), (33, 99, 65))])
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_gradient_of_the_bias_sums_what_the_input_gets(p, shape, index, dtype, device):
+def test_gradient_of_the_bias_is_the_sum_of_the_gradient_of_the_input(p, shape, index, dtype, device):
     """Of a slice of columns, as of a bias that is cut; the sum in fp32 of what dx rounds: half its last place a row."""
     grad, seed = torch.randn(shape, device=device).to(dtype), seed_of(-5, device)
     dx, dbias = _ops.bias_dropout_bwd(grad, seed, p, *index)

@@ -64,7 +64,7 @@ def test_matches_torch(device, activation, has_bias, dtype, shape):
 
 @every_activation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_reaches_what_depends_on_it(device, activation, dtype):
+def test_nan_reaches_the_values_that_depend_on_it(device, activation, dtype):
     """NaN in gate or up makes y NaN and, backward, what the formula says; the neighbours stay finite."""
     x, bias, grad = make((2, 38), dtype, device)
     x[0, 3] = x[1, 19 + 16] = float("nan")

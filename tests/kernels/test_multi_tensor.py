@@ -200,7 +200,7 @@ def test_one_device():
             call()
 
 
-def test_what_the_kernels_do_not_take_goes_torchs_way():
+def test_inputs_without_a_kernel_take_the_way_of_torch():
     """Complex gradients, say; and no gradient at all."""
     param = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     param.grad = torch.full((3,), 3 + 4j)

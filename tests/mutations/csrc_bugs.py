@@ -158,7 +158,7 @@ LINEARS = [
         "multiply(block, factor, bias, tokens_of(y, chunk.full[k]));",
         "multiply(block, factor, std::nullopt, tokens_of(y, chunk.full[k]));",
         "In chunks the bias is added to this rank's tokens alone.",
-        "nn/test_linear_overlap.py::test_the_same_in_pieces",
+        "nn/test_linear_overlap.py::test_the_same_in_chunks",
     ),
     _bug(
         "mlp_bias_gradient",

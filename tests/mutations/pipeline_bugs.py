@@ -3,7 +3,7 @@
 from tests.mutations.mutation import mutation_in
 
 _bug = mutation_in("tp_ext")
-STATE = "checkpoint/test_pipeline.py::test_stages_save_what_any_mesh_loads"
+STATE = "checkpoint/test_pipeline.py::test_a_checkpoint_of_stages_loads_on_any_mesh"
 
 PIPELINE_BUGS = [
     _bug(

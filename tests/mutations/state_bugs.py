@@ -35,7 +35,7 @@ STATE_BUGS = [
         "terms[0] + terms[1]",
         "terms[0]",
         "The norm leaves out main_grad next to a gradient of autograd.",
-        "parallel/test_grad_norm_axes.py::test_grad_beside_main_grad_is_added",
+        "parallel/test_grad_norm_axes.py::test_a_grad_next_to_main_grad_is_added",
     ),
     _bug(
         "ddp_guard",
@@ -59,7 +59,7 @@ STATE_BUGS = [
         "call_on_all_ranks(process_group, into.check_options)",
         "pass",
         "A group gets the options of its first parameter, though others were saved with other ones.",
-        "checkpoint/test_sharded_load.py::test_what_does_not_fit_is_told_and_nothing_is_loaded",
+        "checkpoint/test_sharded_load.py::test_entries_that_do_not_fit_are_named_and_nothing_is_loaded",
     ),
     _bug(
         "unexpected_keys_of_a_stage",
@@ -116,7 +116,7 @@ STATE_BUGS = [
         "        _check_complete(staging, ends)\n",
         "        pass\n",
         "A checkpoint with a file that is too short replaces the last one.",
-        "checkpoint/test_directory.py::test_what_is_not_whole_is_not_put_in_place",
+        "checkpoint/test_directory.py::test_an_incomplete_file_is_not_put_in_place",
     ),
     _bug(
         "copies_saved_twice",
@@ -132,7 +132,7 @@ STATE_BUGS = [
         "local.detach().zero_()",
         "pass",
         "Padding keeps its old values when a state dict is loaded.",
-        "checkpoint/test_full.py::test_what_p_ranks_gathered_q_ranks_load",
+        "checkpoint/test_full.py::test_a_state_of_p_ranks_loads_on_q_ranks",
     ),
     _bug(
         "fork_unlocks",

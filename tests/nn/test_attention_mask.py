@@ -98,7 +98,7 @@ def test_output_and_all_gradients_are_those_of_dense_attention(name, case, p, ho
     "options", [{}, {"causal": False, "scale": 0.9}, {"num_kv_heads": 2, "causal": False}], ids=str
 )
 @pytest.mark.parametrize("name", ["blocked", "learned"])
-def test_is_what_torchs_function_gives(name, options):
+def test_equals_torchs_function(name, options):
     module = make({"num_heads": 4} | options)
     x, mask = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64), MASKS[name][0](4)
     kv = module.num_kv_heads

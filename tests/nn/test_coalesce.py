@@ -158,6 +158,6 @@ def test_gradients_of_copies_are_summed_before_main_grad_gets_them():
     assert all(ranks.run(_main_grads, 2))
 
 
-def test_what_is_no_module_is_refused():
+def test_arguments_that_are_no_module_are_refused():
     with pytest.raises(TypeError, match=r"module: int must be an nn.Module"):
         tp_ext.coalesce_gradients(3)

@@ -105,7 +105,7 @@ def test_compile_without_graph_breaks():
 # What it computes
 
 
-def test_share_of_what_is_dropped():
+def test_share_of_dropped_elements():
     """Binomial: within 5 standard deviations."""
     n = 200_000
     for p in (0.01, 0.1, 0.5, 0.9):
@@ -185,7 +185,7 @@ def test_copies_and_repr():
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan"), "0.5", None])
-def test_what_is_no_probability(p):
+def test_arguments_that_are_no_probability(p):
     for call in (Dropout, lambda p: dropout(torch.ones(3), p)):
         with pytest.raises(ValueError, match=r"p: .* must be a probability"):
             call(p)

@@ -92,7 +92,7 @@ def _head(group, state, x, g, sp, pad):
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("pad", PADDING)
 @pytest.mark.parametrize("p", SIZES)
-def test_head_is_a_linear_whose_columns_are_dealt_out(p, pad, sp):
+def test_head_is_a_linear_with_sharded_columns(p, pad, sp):
     dense = nn.Linear(6, 13, bias=pad != 1, dtype=torch.float64)
     x, g = torch.randn(5, 6, dtype=torch.float64, requires_grad=True), torch.randn(5, 13, dtype=torch.float64)
     want = dense(x)

@@ -109,7 +109,7 @@ def test_collectives(kind, sp):
     assert ranks.run(_counts, 1, kind, sp) == [({}, {})]
 
 
-def test_collectives_that_nobody_needs_are_not_sent():
+def test_collectives_without_a_use_are_not_issued():
     column, row = ColumnParallelLinear, RowParallelLinear
     for kind, sp, options, want in (
         (column, False, {"x_needs_grad": False}, ({}, {})),

@@ -83,7 +83,7 @@ def _in_pieces(group, kind, sp, leading):
 @pytest.mark.parametrize("leading", [(), (2,)], ids=["2d", "3d"])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @BOTH
-def test_the_same_in_pieces(kind, sp, p, leading):
+def test_the_same_in_chunks(kind, sp, p, leading):
     """y and all gradients; with a weight, a bias or an input that is not trained; uneven tokens and features."""
     for found in ranks.run(_in_pieces, p, kind, sp, leading):
         assert found == [True] * 12
@@ -221,7 +221,7 @@ def _interrupted(group):
         library._destroy()
 
 
-def test_what_is_under_way_when_a_gemm_fails_is_waited_for():
+def test_a_collective_in_flight_is_waited_for_when_a_gemm_fails():
     """Or the communication would write to memory that is given back."""
     early, _ = ranks.run(_interrupted, 2)
     assert early > 0.3

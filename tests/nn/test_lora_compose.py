@@ -55,7 +55,7 @@ def _added(more, less):
 
 @SP
 @BOTH
-def test_what_an_adapter_sends_is_r_wide(kind, sp):
+def test_collectives_of_an_adapter_are_r_wide(kind, sp):
     """Beyond what the frozen layer sends anyway; at p = 2, as the table in tp_ext/nn/lora.py has it."""
     wide, own = TOKENS * R, TOKENS * R // 2
     want = {
@@ -213,7 +213,7 @@ def test_add_lora_takes_names_and_ends_of_names():
         assert trained and all("lora_" in name for name in trained)
 
 
-def test_what_is_in_two_places_stays_one():
+def test_a_shared_module_stays_shared():
     model = Shared()
     base, before = model.first.up, list(model.state_dict())
     names = tp_ext.add_lora(model, targets="up", r=2, alpha=4, freeze=False)

@@ -155,7 +155,7 @@ def test_autocast_gives_the_dtypes_of_the_dense_block(activation):
         assert all(g.dtype == torch.float32 for g in (dx, *grads))
 
 
-def test_names_and_what_is_no_mlp():
+def test_names_and_modules_that_are_no_mlp():
     layer = ParallelMLP(4, 8, activation="swiglu")
     assert [n for n, _ in layer.named_parameters()] == ["up.weight", "up.bias", "down.weight", "down.bias"]
     assert isinstance(layer.up, tp_ext.ColumnParallelLinear) and isinstance(layer.down, tp_ext.RowParallelLinear)

@@ -248,7 +248,7 @@ def test_parts_that_somebody_watches_are_called():
         ({"overlap_chunks": 2}, "overlap_chunks=2: it must be 1"),
     ],
 )
-def test_what_is_not_combined(options, match):
+def test_options_that_cannot_be_combined(options, match):
     with pytest.raises(ValueError, match=f"gemm_epilogue: True must not be combined with {match}"):
         ParallelMLP(4, 8, **({"activation": "gelu_tanh", "gemm_epilogue": True} | options))
     assert "gemm_epilogue=True" in repr(ParallelMLP(4, 8, activation="gelu_tanh", gemm_epilogue=True))

@@ -82,7 +82,7 @@ def test_rotation_and_gradient(scaling, how, device):
     torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
 
 
-def test_what_a_config_holds_can_be_pasted():
+def test_a_printed_config_can_be_pasted():
     """Both of Hugging Face's formats, base and rotary_dim in them, keys that are None; "default" is no scaling."""
     old = {"type": "yarn", "factor": 4.0, **CONTEXT, "mscale": None, "mscale_all_dim": 0}
     new = SCALINGS["yarn"] | {"rope_theta": 500.0, "partial_rotary_factor": 0.5}

@@ -109,7 +109,7 @@ def both(f, x):
 
 @every
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_positions_told_by_an_offset_or_by_packed_sequences(options, dtype, device):
+def test_positions_by_an_offset_or_by_packed_sequences(options, dtype, device):
     """Against complex numbers in fp64; the gradient is, to the bit, the kernel with the inverse angles."""
     rope = RotaryEmbedding(8, **options)
     x = torch.randn(11, 3, 8, dtype=torch.float64).to(dtype).to(device)
@@ -132,7 +132,7 @@ def test_positions_told_by_an_offset_or_by_packed_sequences(options, dtype, devi
 
 
 @every
-def test_an_offset_is_the_tokens_behind_so_many_others(options, device):
+def test_an_offset_shifts_the_positions(options, device):
     rope, x = RotaryEmbedding(8, **options), torch.randn(40, 2, 8, device=device)
     for offset in (0, 1, 17, 39):
         assert torch.equal(rope(x[offset:], offset=offset), rope(x)[offset:])

@@ -138,7 +138,7 @@ def test_distribution(name):
     ],
     ids=["ties", "exactly", "more", "ties_count", "first_is_enough"],
 )
-def test_what_may_be_drawn_is_drawn(values, options, allowed, p):
+def test_every_option_is_drawn(values, options, allowed, p):
     row = torch.full((V,), -50.0, dtype=torch.float64)
     for index, value in values.items():
         row[index] = value

@@ -119,7 +119,7 @@ def _drift_under_fsdp(group, where):
     debug.check(model)
 
 
-def test_check_finds_drift_of_what_fsdp2_has_dealt():
+def test_check_finds_drift_of_parameters_sharded_by_fsdp2():
     """On data-parallel ranks 0 the norm differs; copied KV heads are put together first, so their rows are found, and
     on the ranks of both data-parallel halves. A row of q is nobody else's."""
     run(_drift_under_fsdp, 4, "q")

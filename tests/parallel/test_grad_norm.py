@@ -179,7 +179,7 @@ def _nonfinite(group, value, rank, strict):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_is_not_finite_on_one_rank_is_so_on_all(value, rank, strict):
+def test_a_value_not_finite_on_one_rank_is_so_on_all(value, rank, strict):
     if strict:
         ranks.run_raises(
             _nonfinite, 2, RuntimeError, "error_if_nonfinite.*(nan|inf)", value, rank, True, in_turns=False

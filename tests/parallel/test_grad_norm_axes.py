@@ -202,7 +202,7 @@ def _both(group):
     return norm, layer.weight.grad + layer.weight.main_grad
 
 
-def test_grad_beside_main_grad_is_added():
+def test_a_grad_next_to_main_grad_is_added():
     for norm, grad in ranks.run(_both, 2):
         torch.testing.assert_close(norm, torch.tensor(48.0).sqrt())
         torch.testing.assert_close(grad, torch.full((2, 3), 2 / 48**0.5), rtol=1e-5, atol=0)

@@ -53,6 +53,6 @@ def test_no_rank_steps(p, data):
     assert ranks.run(_step, p, "sharded", None, data) == [(True, 1024.0)] * p
 
 
-def test_a_scaler_that_asks_nobody_lets_the_ranks_come_apart():
+def test_a_scaler_without_a_group_lets_the_ranks_diverge():
     """In their scales, too."""
     assert ranks.run(_step, 2, "plain", 1, 1) == [(True, 1024.0), (False, 512.0)]

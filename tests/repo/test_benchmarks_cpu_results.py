@@ -54,7 +54,7 @@ def test_the_fastest_peer_of_the_last_run_counts(folder):
     }
 
 
-def test_goals_count_what_reaches_them(folder):
+def test_goals_count_the_rows_that_reach_them(folder):
     goals = {goal["goal"]: goal for goal in cpu_results.goals(cpu_results.read_rows(folder))}
     assert set(goals) == {
         "bias_act",
@@ -70,7 +70,7 @@ def test_goals_count_what_reaches_them(folder):
     assert goals["bias_act"]["median"] is None and goals["bias_act"]["rows that reach it"] == "0 of 0"
 
 
-def test_table_and_what_is_below_the_goal(folder, capsys):
+def test_table_and_rows_below_the_goal(folder, capsys):
     cpu_results.main([str(folder)])
     printed = capsys.readouterr().out
     assert printed.index("0.90: layer_norm, layer_norm 128 bwd, bfloat16, threads: 2") < printed.index("1.20: gemm_")

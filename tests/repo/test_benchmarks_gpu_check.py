@@ -31,7 +31,7 @@ def saved(folder):
 # Stages
 
 
-def test_what_fails_or_hangs_loses_nothing_else(tmp_path):
+def test_a_failure_or_hang_loses_no_other_result(tmp_path):
     run = Run(tmp_path, {"commit": "abc"}, 4)
     marker = tmp_path / "grandchild"
     sleeper = f"import time; time.sleep(10); open({str(marker)!r}, 'w')"
@@ -83,7 +83,7 @@ def test_results_are_there_after_every_stage_whatever_comes(tmp_path):
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_commands_in_turn_begin_when_they_are_told(tmp_path):
+def test_commands_in_turn_wait_for_the_previous_one(tmp_path):
     """One that hangs takes its own limit, the others have theirs; one that is gone before its turn is no obstacle."""
     said = "import sys, time; sys.stdin.readline(); print(time.time(), flush=True); {}; print(time.time())"
     commands = [
@@ -276,7 +276,7 @@ def test_goals_are_met_by_the_worst_case_or_not():
     assert peak["met"] is True and peak["value"] == pytest.approx(1.01)
 
 
-def test_readme_shows_what_was_measured(tmp_path, capsys):
+def test_readme_shows_the_measured_figures(tmp_path, capsys):
     rows = [row("norm", "rms fwd", 0.97) | {"peers_ms": {"torch eager": 2.0}}, row("rope", "half bwd", 0.91)]
     stamp = {"gpu": "a GPU", "driver": "1", "cuda": "13.0", "torch": "2.15", "commit": "abc", "date": "2026-01-02T03"}
     file = tmp_path / "results.json"

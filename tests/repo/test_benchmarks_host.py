@@ -46,7 +46,7 @@ def test_its_cases_and_columns(cold, tmp_path, monkeypatch):
     assert {float(r["own_us"]) for r in rows if r["case"] == "F.linear"} == {0.0}
 
 
-def test_what_is_wrong_is_not_timed():
+def test_wrong_results_are_not_timed():
     x = torch.randn(2, 2, requires_grad=True)
     cases = [
         mock.Mock(family="f", base="base", call=call, inputs=(x,), grad=torch.ones(2, 2))

@@ -76,7 +76,7 @@ def test_the_readme_prints_the_same_for_every_p(tmp_path):
 
 
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
-def test_the_tutorial_prints_what_it_says_under_torchrun_and_the_same_losses_for_every_p(cold, tmp_path):
+def test_the_tutorial_prints_its_output_under_torchrun_and_the_same_losses_for_every_p(cold, tmp_path):
     """Its first block is a program. Losses to the digits shown but the last, which depends on the machine."""
     page = ROOT / "docs" / "guide" / "tutorial.md"
     (shown,) = re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.M | re.S)

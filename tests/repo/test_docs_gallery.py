@@ -45,7 +45,7 @@ def test_the_page_shows_three_commands():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
-def test_training_and_its_resumption_print_what_the_page_shows(cold, tmp_path):
+def test_training_and_its_resumption_print_the_output_of_the_page(cold, tmp_path):
     """In fp64, so that the digits shown, and the text sampled, are the same on any machine. In processes that are
     forked, and as a user starts them."""
     for command, shown in PAIRS[:2]:

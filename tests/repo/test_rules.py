@@ -45,7 +45,7 @@ def test_every_public_name_has_a_row():
     assert set(table()) == set(tp_ext.__all__) - modules
 
 
-def test_every_cell_is_a_verdict_and_what_is_not_detectable_is_explained():
+def test_every_cell_is_a_verdict_and_undetectable_ones_are_explained():
     text = PAGE.read_text()
     for name, cells in table().items():
         assert set(cells.values()) <= VERDICTS, name

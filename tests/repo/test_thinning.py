@@ -23,7 +23,7 @@ def test_every_combination_of_values_occurs(strength, most):
 
 
 @pytest.mark.parametrize(("options", "number"), [([], 6), (["--exhaustive"], 12)])
-def test_what_is_left_out_can_be_run(options, number):
+def test_cases_that_are_left_out_can_be_run(options, number):
     """The grid is :func:`test_grid`, which has 12 cases. The pools of ranks are those of this run."""
     arguments = ["-q", "--collect-only", "--capture=no", *["-p", "no:cacheprovider", "-p", "no:faulthandler"], *options]
     with mock.patch.object(ranks, "close"), contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -224,7 +224,7 @@ def _hosts(rank, p, folder, hostname):
 
 
 @pytest.mark.parametrize("hostname", ["another-host", ""], ids=["host", "container"])
-def test_ranks_on_two_hosts_are_told_so_at_init(hostname):
+def test_ranks_on_two_hosts_are_refused_at_init(hostname):
     before = _names()
     outcomes = results(launch(_hosts, 3, hostname))
     if outcomes[2][0] == "not permitted":

@@ -141,7 +141,7 @@ def _attributes(world, backend):
 
 
 @tp_shm_and_gloo
-def test_what_a_group_says_of_itself(backend):
+def test_the_attributes_of_a_group(backend):
     run(_attributes, 2, backend)
 
 

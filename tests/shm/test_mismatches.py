@@ -83,7 +83,7 @@ def _mismatch(rank, p, folder):
     return errors
 
 
-def test_a_mismatch_raises_on_every_rank_and_says_what():
+def test_a_mismatch_raises_on_every_rank_and_names_the_difference():
     words = {name: "int32.*float32|float32.*int32" for name in MISMATCHES if name.startswith("dtypes")}
     words |= {"shapes": "shape #", "collectives": "barrier.*all_reduce|all_reduce.*barrier"}
     wrong = []

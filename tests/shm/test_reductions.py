@@ -230,6 +230,6 @@ def _premultiplied(world, backend):
 
 
 @both_backends
-def test_what_only_nccl_has_is_refused_by_name(backend):
+def test_operations_of_nccl_alone_are_refused_by_name(backend):
     for message in run(_premultiplied, 2, backend):
         assert "PREMUL_SUM" in message

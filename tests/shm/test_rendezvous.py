@@ -146,7 +146,7 @@ def _another_size(rank, p, folder):
     return timed_error(lambda: _meet(dist.FileStore(str(folder / "store"), p), rank, p + (rank == 2)))
 
 
-def test_the_reason_of_one_rank_is_told_to_all():
+def test_the_reason_of_one_rank_is_raised_on_all():
     """Here one that expects a larger segment."""
     for seconds, message in results(launch(_another_size, 3)):
         assert 0 <= seconds < 10 and "cannot be made: rank 2: shared memory" in message

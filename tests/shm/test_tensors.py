@@ -170,7 +170,7 @@ def _around(world, backend):
 
 
 @both_backends
-def test_nothing_beside_the_output_is_written(backend):
+def test_only_the_output_is_written(backend):
     run(_around, 2, backend)
 
 

@@ -34,6 +34,6 @@ def _leaks():
             file.unlink()
 
 
-def test_what_grows_is_found():
+def test_growth_is_found():
     for leak, found in run_fresh(_leaks, timeout=120).items():
         assert any(sentence.startswith(LEAKS[leak][0]) for sentence in found), (leak, found)

@@ -179,7 +179,7 @@ def _whole(group, kind, wrap, what):
 
 @pytest.mark.parametrize("wrap", WHOLE)
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_what_sees_the_whole_matrix_is_refused(kind, wrap):
+def test_parametrizations_of_the_whole_matrix_are_refused(kind, wrap):
     for what in ("shardings", "state"):
         match = rf"parametrizations\.weight\..*_{wrap} must see all of weight.*p = 2"
         ranks.run_raises(_whole, 2, ValueError, match, kind, wrap, what)

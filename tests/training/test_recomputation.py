@@ -81,7 +81,7 @@ def _rng_state(group, sp):
 
 
 @BOTH
-def test_preserve_rng_state_is_what_replays_the_masks(sp):
+def test_preserve_rng_state_replays_the_masks(sp):
     ranks.run(_rng_state, 2, sp)
 
 
