@@ -18,8 +18,8 @@ PARALLEL_BUGS = [
     _bug(
         "gradients_of_a_pipeline_not_summed",
         "parallel/run.py",
-        "if self._data is not None and not sharding:",
-        "if False:",
+        "if self._data is not None and not sharding:\n                self._schedule",
+        "if False:\n                self._schedule",
         "Without ZeRO each replica of a pipeline trains on its own batch.",
         f"{RUN}[pipeline and zero 0]",
     ),
