@@ -242,7 +242,7 @@ LAYERS = [
     ),
     _bug(
         "mask_of_a_packed_row",
-        "parallel/run.py",
+        "parallel/step_inputs.py",
         "token_offset=row * layout.tokens",
         "token_offset=microbatch * layout.tokens",
         "The rows of all data ranks have the same masks.",

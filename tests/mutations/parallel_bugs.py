@@ -9,8 +9,8 @@ STAGES = "parallel/test_pipeline_stages.py"
 PARALLEL_BUGS = [
     _bug(
         "replicas_with_the_same_masks",
-        "parallel/run.py",
-        "row, layout = self.data_rank * self._microbatches + microbatch",
+        "parallel/step_inputs.py",
+        "row, layout = self._data_rank * self._microbatches + microbatch",
         "row, layout = microbatch",
         "Data-parallel ranks drop the same elements of other sequences.",
         f"{RUN}[zero 0]",

@@ -114,6 +114,7 @@ def _checkpoint(module):
     return lambda *args, **kwargs: checkpoint(module, *args, use_reentrant=False, **kwargs)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("options", "masked", "sp"),
     [

@@ -2,6 +2,8 @@
 head by head: output and all gradients; dropout, compile, checkpoints, a cache that is prefilled, a way of one's own.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -166,10 +168,17 @@ def _wrapped(group, shape, context, sp, compiled):
     torch.testing.assert_close(results[0], results[1], rtol=bound, atol=bound / 100)
 
 
-@pytest.mark.thinned(1)
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("compiled", [False, True], ids=["checkpoint", "compile"])
+# test_context_attention.py compiles every context
+DEFAULT = [("ring", True, True), ("ulysses", False, False)]
+
+
+@pytest.mark.parametrize(
+    ("context", "sp", "compiled"),
+    [
+        pytest.param(*case, marks=[pytest.mark.exhaustive] * (case not in DEFAULT))
+        for case in itertools.product(CONTEXTS, (False, True), (False, True))
+    ],
+)
 def test_compiled_and_recomputed(context, sp, compiled):
     ranks.run(_wrapped, 4, (2, 2), context, sp, compiled, timeout=120)
 

@@ -122,7 +122,7 @@ def _made_twice(group):
 
 
 def test_a_model_has_stages_once():
-    match = "model: Sequential must not be parallelized before, by parallelize or pipeline_stages"
+    match = "model: Sequential must not have been parallelized before, by parallelize or pipeline_stages"
     ranks.run_raises(_made_twice, 2, ValueError, match, in_turns=False)
 
 

@@ -151,7 +151,8 @@ CASES = {
 }
 
 
-REPEATED = ("selective", "zero 2")  # by "compiled and selective", random layouts
+# By "compiled and selective", random layouts, "zero 1" and test_recomputation.py, "data and context"
+REPEATED = ("selective", "zero 2", "recomputed", "context")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from tp_ext.group import Group, global_ranks, process_group
 from tp_ext.nn.coalesce import uncoalesce_gradients
 from tp_ext.nn.fqn import layouts
 from tp_ext.nn.names import name_modules, reset_parameters
-from tp_ext.parallel.model_checks import check_model_is_new, note_parallelized
 from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
 from tp_ext.parallel.pipeline_parts import Parts, PipelinePart, elements, keywords_of, parts_of
@@ -32,6 +31,7 @@ from tp_ext.parallel.pipeline_shapes import Precision, ShapeModel
 from tp_ext.parallel.pipeline_split import Split, split_blocks
 from tp_ext.parallel.pipeline_steps import PipelineSetup, PipelineSteps
 from tp_ext.parallel.pipeline_tied import TiedWeights, find_tied, retied
+from tp_ext.parallel.run_checks import check_model_is_new, note_parallelized
 
 Fsdp = None | DeviceMesh | Mapping[str, Any]
 

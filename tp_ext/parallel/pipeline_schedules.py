@@ -67,7 +67,7 @@ SCHEDULES = {
 }
 
 
-def check_schedule(name: str) -> None:
+def check_schedule(name: object) -> None:
     """Raises TypeError if ``name`` is no string, ValueError if no schedule has it."""
     if not isinstance(name, str):
         raise TypeError(f"schedule: {name!r} must be a name, one of {list(SCHEDULES)}")

@@ -10,28 +10,23 @@ from torch.autograd.profiler import record_function
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tp_ext._arguments import check_bools
-from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
 from tp_ext.nn.names import name_modules, reset_parameters
-from tp_ext.parallel.block_wrappers import RECOMPUTE, blocks_of, wrap_blocks
+from tp_ext.parallel.block_wrappers import blocks_of, wrap_blocks
 from tp_ext.parallel.ddp_guard import check_axes
 from tp_ext.parallel.grad_norm import clip_grad_norm_, gradient_terms
 from tp_ext.parallel.gradient_sum import sum_gradients
-from tp_ext.parallel.model_checks import check_model_is_new, check_trainable, note_parallelized
 from tp_ext.parallel.pipeline import check_shards, materialise, pipeline_stages
 from tp_ext.parallel.pipeline_loss import StepLoss, one_element
-from tp_ext.parallel.pipeline_schedules import check_schedule
 from tp_ext.parallel.pipeline_steps import reshard
+from tp_ext.parallel.run_checks import check_model_is_new, check_options, check_trainable, note_parallelized
+from tp_ext.parallel.step_inputs import StepInputs
 from tp_ext.random import manual_seed
-from tp_ext.random_scope import at
-
-AUTOCAST = (None, torch.bfloat16, torch.float16)
 
 
 def parallelize(
@@ -107,22 +102,7 @@ def parallelize(
         raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh")
     mesh_axes(NOT_GIVEN, mesh)  # its axes
     check_bools(offload=offload, compile=compile)
-    if schedule is not None:
-        check_schedule(schedule)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction: {reduction!r} must be 'mean' or 'sum'")
-    if not callable(loss):
-        raise TypeError(f"loss: {loss!r} must be a function of the output of the model and the target")
-    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
-        raise ValueError(f"zero: {zero!r} must be 0, 1, 2 or 3")
-    if offload and zero < 2:
-        raise ValueError(f"offload: True needs zero = 2 or 3, and zero is {zero}")
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute: {recompute!r} must be one of {RECOMPUTE}")
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ValueError(f"microbatches: {microbatches!r} must be a positive integer")
-    if autocast not in AUTOCAST:
-        raise ValueError(f"autocast: {autocast!r} must be one of {AUTOCAST}")
+    check_options(schedule, microbatches, loss, reduction, zero, offload, recompute, autocast)
     check_model_is_new(model)
     check_trainable(model)
     check_axes(model, mesh)
@@ -248,14 +228,14 @@ class ParallelRun:
             ValueError: ``microbatches`` does not divide the batch; a list of layouts of another length, or of unequal
                 numbers of tokens. TypeError: no tensor, no layout.
         """
-        given = self._checked(inputs, target, keywords)
+        self._inputs = StepInputs(inputs, target, keywords, self._microbatches, self.data_rank)
         if self._schedule is not None:
             self._schedule.next_step = self.next_step
-            args, named = self._of_schedule(given, target, keywords)
+            args, named = self._inputs.of_schedule()
             self._schedule.step(*args, **named)
             value: Tensor = self._schedule.loss
         else:
-            self._accumulate(given, target, keywords)
+            self._accumulate(target)
             value = self._loss.mean()
         self.next_step += 1
         return value
@@ -263,21 +243,22 @@ class ParallelRun:
     def evaluate(self, inputs: Any, target: Tensor, **keywords: Any) -> Tensor:
         """Runs the forward of all microbatches in evaluation mode, without gradients, for the arguments of
         :meth:`step`, which also says what is returned, communicated and raised. Gradients stay as they are."""
-        given = self._checked(inputs, target, keywords)
+        self._inputs = StepInputs(inputs, target, keywords, self._microbatches, self.data_rank)
         modules = self.state if isinstance(self.state, list) else [self.state]
         training = [one for module in modules for one in module.modules() if one.training]
         for module in modules:
             module.eval()
         try:
             if self._schedule is not None:
-                args, named = self._of_schedule(given, target, keywords)
+                args, named = self._inputs.of_schedule()
                 self._schedule.eval(*args, **named)
                 value: Tensor = self._schedule.loss
             else:
+                self._loss.begin([target], self._device)
                 with torch.no_grad():
-                    for i, inputs, options, goal in self._microbatches_of(given, target, keywords):
+                    for i, (args, named, goal) in enumerate(zip(*self._inputs.microbatches(), strict=True)):
                         with self._context(self.next_step, i):
-                            self._loss(self.state(*inputs, **options), goal)
+                            self._loss(self.state(*args, **named), goal)
                 value = self._loss.mean()
                 reshard(modules)
         finally:
@@ -297,37 +278,16 @@ class ParallelRun:
         backward."""
         return None if self._schedule is None else self._schedule.ideal_bubble
 
-    def _checked(self, inputs: Any, target: Tensor, keywords: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Returns the arguments of the model."""
-        given = inputs if isinstance(inputs, tuple) else (inputs,)
-        for name, tensor in (*((f"inputs[{i}]", one) for i, one in enumerate(given)), ("target", target)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: {type(tensor).__name__} must be a tensor")
-            if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % self._microbatches:
-                raise ValueError(
-                    f"{name}: shape {tuple(tensor.shape)} must be a multiple of {self._microbatches} microbatches in "
-                    "dim 0"
-                )
-        self._place_of(given[0], keywords.get("layout"))
-        return given
-
-    def _microbatches_of(
-        self, given: tuple[Tensor, ...], target: Tensor, keywords: dict[str, Any]
-    ) -> Iterator[tuple[int, tuple[Any, ...], dict[str, Any], Tensor]]:
-        """Yields of each microbatch its index, arguments, keyword arguments and target; counts the tokens of all."""
-        arguments, options = self._cut(given, keywords)
-        self._loss.begin([target], self._device)
-        yield from zip(range(self._microbatches), arguments, options, target.chunk(self._microbatches), strict=True)
-
-    def _accumulate(self, given: tuple[Tensor, ...], target: Tensor, keywords: dict[str, Any]) -> None:
+    def _accumulate(self, target: Tensor) -> None:
         module: Any = self._ddp or self.state
-        for i, inputs, options, goal in self._microbatches_of(given, target, keywords):
+        self._loss.begin([target], self._device)
+        for i, (args, named, goal) in enumerate(zip(*self._inputs.microbatches(), strict=True)):
             last = i == self._microbatches - 1
             if isinstance(self.state, FSDPModule):
                 self.state.set_requires_gradient_sync(last)
             with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
                 with record_function(f"forward {i}"), self._context(self.next_step, i):
-                    value = self._loss(module(*inputs, **options), goal)
+                    value = self._loss(module(*args, **named), goal)
                 with record_function(f"backward {i}"):
                     value.backward()
 
@@ -339,72 +299,17 @@ class ParallelRun:
             for grad in gradient_terms(param):
                 grad.div_(self._data.size())
 
-    def _cut(self, given: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Returns the arguments and the keyword arguments of each microbatch."""
-        arguments, options = split_args_kwargs_into_chunks(given, keywords, self._microbatches)
-        if isinstance(keywords.get("layout"), list | tuple):
-            options = [one | {"layout": layout} for one, layout in zip(options, self._layouts, strict=True)]
-        return arguments, options
-
-    def _of_schedule(
-        self, given: tuple[Tensor, ...], target: Tensor, keywords: dict[str, Any]
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Returns the arguments of the schedule's ``step``: the batch or, with a list of layouts, each microbatch."""
-        if not isinstance(keywords.get("layout"), list | tuple):
-            return given, {"target": target, **keywords}
-        arguments, options = self._cut(given, keywords)
-        targets = list(target.chunk(self._microbatches))
-        return (), {"arg_mbs": arguments, "kwarg_mbs": options, "target_mbs": targets}
-
-    def _place_of(self, first: Tensor, layout: Any) -> None:
-        """Notes where the tokens of a step are in the global batch: by the layouts of its microbatches, or if dim 0 of
-        the input counts sequences."""
-        self._layouts = _layouts(layout, self._microbatches)
-        self._sequences = len(first) // self._microbatches if first.dim() > 1 else None
-        self._seq = first.shape[1] if first.dim() > 1 else None
-
     def _context(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
         """Returns the context of a forward: its random numbers and its precision."""
         stack = ExitStack()
-        stack.enter_context(self._numbers(step, microbatch))
+        stack.enter_context(self._inputs.random_numbers(step, microbatch))
         stack.enter_context(self._precision())
         return stack
-
-    def _numbers(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
-        row, layout = self.data_rank * self._microbatches + microbatch, self._layouts[microbatch]
-        if layout is not None and layout.batch is None:
-            return at(step, microbatch, batch_offset=row, token_offset=row * layout.tokens, layout=layout)
-        if layout is not None:
-            return at(step, microbatch, batch_offset=row * (layout.batch or 0), layout=layout)
-        if self._sequences is None:
-            return at(step, microbatch)
-        return at(step, microbatch, batch_offset=row * self._sequences, seq=self._seq)
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self._device.type, self._autocast)
-
-
-def _layouts(layout: Any, microbatches: int) -> list[ContextLayout | None]:
-    """Returns the layout of each microbatch; None if there is none, or the keyword is the model's own.
-
-    Raises:
-        TypeError: a list of something else. ValueError: not one for each microbatch, of equally many tokens.
-    """
-    if not isinstance(layout, list | tuple):
-        return [layout if isinstance(layout, ContextLayout) else None] * microbatches
-    for one in layout:
-        if not isinstance(one, ContextLayout):
-            raise TypeError(f"layout: {one!r} in the list must be a ContextLayout")
-    if len(layout) != microbatches:
-        raise ValueError(f"layout: {len(layout)} layouts must be {microbatches}, one for each microbatch")
-    if len({(one.tokens, one.batch) for one in layout}) > 1:
-        raise ValueError(
-            f"layout: microbatches of {[one.tokens for one in layout]} tokens in {[one.batch for one in layout]} "
-            "sequences (None: packed) must be of equally many"
-        )
-    return list(layout)
 
 
 def _valid(target: Tensor) -> Tensor:

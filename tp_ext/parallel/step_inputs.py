@@ -1,0 +1,91 @@
+"""The inputs of a step in microbatches, and the place of each microbatch in the global batch."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+from tp_ext.context_layout import ContextLayout
+from tp_ext.random_scope import at
+
+
+class StepInputs:
+    """The arguments of a step of :class:`tp_ext.parallel.ParallelRun` on a data-parallel rank.
+
+    Args:
+        inputs: a tensor, or a tuple of tensors, whose dim 0 is divided by the number of microbatches.
+        target: likewise.
+        keywords: of the model; ``layout`` may be a list with one of each microbatch.
+        microbatches: their number.
+        data_rank: the index of this rank along the data axis.
+
+    Raises:
+        TypeError: an input or a layout of another type. ValueError: a length that is no multiple of ``microbatches``;
+            layouts of other numbers of tokens.
+    """
+
+    def __init__(
+        self, inputs: Any, target: Tensor, keywords: dict[str, Any], microbatches: int, data_rank: int
+    ) -> None:
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        for name, tensor in (*((f"inputs[{i}]", one) for i, one in enumerate(given)), ("target", target)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: {type(tensor).__name__} must be a tensor")
+            if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % microbatches:
+                raise ValueError(
+                    f"{name}: shape {tuple(tensor.shape)} must be a multiple of {microbatches} microbatches in dim 0"
+                )
+        self._given, self._target, self._keywords = given, target, keywords
+        self._microbatches, self._data_rank = microbatches, data_rank
+        self._layouts = _layouts(keywords.get("layout"), microbatches)
+        # Dim 0 of an input of several dims counts sequences
+        first: Tensor = given[0]
+        self._sequences = len(first) // microbatches if first.dim() > 1 else None
+        self._seq = first.shape[1] if first.dim() > 1 else None
+
+    def microbatches(self) -> tuple[list[Any], list[dict[str, Any]], list[Tensor]]:
+        """Returns the arguments, the keyword arguments and the target of each microbatch."""
+        arguments, options = split_args_kwargs_into_chunks(self._given, self._keywords, self._microbatches)
+        if isinstance(self._keywords.get("layout"), list | tuple):
+            options = [one | {"layout": layout} for one, layout in zip(options, self._layouts, strict=True)]
+        return arguments, options, list(self._target.chunk(self._microbatches))
+
+    def of_schedule(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Returns the arguments of a schedule's ``step``: the batch or, with a list of layouts, each microbatch."""
+        if not isinstance(self._keywords.get("layout"), list | tuple):
+            return self._given, {"target": self._target, **self._keywords}
+        arguments, options, targets = self.microbatches()
+        return (), {"arg_mbs": arguments, "kwarg_mbs": options, "target_mbs": targets}
+
+    def random_numbers(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
+        """Returns :func:`tp_ext.random.at` with the place of the microbatch in the global batch."""
+        row, layout = self._data_rank * self._microbatches + microbatch, self._layouts[microbatch]
+        if layout is not None and layout.batch is None:
+            return at(step, microbatch, batch_offset=row, token_offset=row * layout.tokens, layout=layout)
+        if layout is not None:
+            return at(step, microbatch, batch_offset=row * (layout.batch or 0), layout=layout)
+        if self._sequences is None:
+            return at(step, microbatch)
+        return at(step, microbatch, batch_offset=row * self._sequences, seq=self._seq)
+
+
+def _layouts(layout: Any, microbatches: int) -> list[ContextLayout | None]:
+    """Returns the layout of each microbatch; None if there is none, or the keyword is the model's own.
+
+    Raises:
+        TypeError: a list of something else. ValueError: not one for each microbatch, of equally many tokens.
+    """
+    if not isinstance(layout, list | tuple):
+        return [layout if isinstance(layout, ContextLayout) else None] * microbatches
+    for one in layout:
+        if not isinstance(one, ContextLayout):
+            raise TypeError(f"layout: {one!r} in the list must be a ContextLayout")
+    if len(layout) != microbatches:
+        raise ValueError(f"layout: {len(layout)} layouts must be {microbatches}, one for each microbatch")
+    if len({(one.tokens, one.batch) for one in layout}) > 1:
+        raise ValueError(
+            f"layout: microbatches of {[one.tokens for one in layout]} tokens in {[one.batch for one in layout]} "
+            "sequences (None: packed) must be of equally many"
+        )
+    return list(layout)
