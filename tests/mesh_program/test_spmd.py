@@ -136,11 +136,15 @@ def _gradients_inside(group):
 
     @tp_ext.spmd(_mesh(2, 1), in_specs=(P(), P("x")), out_specs=(P(), P("x")))
     def gradient(w, x):
+        x = x.requires_grad_()
         loss = (x @ w).square().sum()  # of this rank's rows
-        return torch.autograd.grad(loss, (w, x.requires_grad_()), allow_unused=True)[0], (x @ w).detach()
+        dw, dx = torch.autograd.grad(loss, (w, x))
+        assert not axes_of(dw) and axes_of(dx).keys() == {"x"}
+        return dw, dx
 
-    want = torch.autograd.grad((x @ w).square().sum(), w)[0]
-    torch.testing.assert_close(gradient(w, x)[0], want, **CLOSE)
+    x_full = x.clone().requires_grad_()
+    want = torch.autograd.grad((x_full @ w).square().sum(), (w, x_full))
+    torch.testing.assert_close(gradient(w, x), want, **CLOSE)
 
 
 def test_gradients_inside_of_a_map():
@@ -204,3 +208,26 @@ def _meaning(group):
 
 def test_psum_of_a_value_that_does_not_vary_and_of_numbers():
     ranks.run(_meaning, 2)
+
+
+def _tuples(group):
+    """Collectives over two axes: the first of the tuple is the outermost."""
+    mesh, both = _mesh(2, 2), ("x", "y")
+    x = torch.arange(8.0, dtype=torch.float64)
+
+    def over(function, in_spec, out_spec):
+        return tp_ext.spmd(mesh, in_specs=in_spec, out_specs=out_spec)(function)(x)
+
+    for axes in both, both[::-1]:
+        shards = P(axes)
+        assert torch.equal(over(lambda a, axes=axes: tp_ext.all_gather(a, axes, invariant=True), shards, P()), x)
+        assert torch.equal(over(lambda a, axes=axes: tp_ext.psum_scatter(a, axes), P(), shards), 4 * x)
+        indices = over(lambda a, axes=axes: tp_ext.axis_index(axes).expand(2) + 0 * a, shards, shards)
+        assert indices.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    sizes = []
+    over(lambda a: sizes.append(tp_ext.axis_size(both)) or a, P(), P())
+    assert sizes == [4] and float(over(lambda a: tp_ext.pmean(tp_ext.psum(a, both).sum(), both), P(both), P())) == 28
+
+
+def test_several_axes():
+    ranks.run(_tuples, 4)

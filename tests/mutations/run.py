@@ -17,13 +17,14 @@ from pathlib import Path
 from tests.helpers.paths import ROOT
 from tests.mutations.context_bugs import CONTEXT_BUGS
 from tests.mutations.csrc_bugs import CSRC_BUGS
+from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
 from tests.mutations.mutation import Mutation
 from tests.mutations.package_bugs import PACKAGE_BUGS
 from tests.mutations.parallel_bugs import PARALLEL_BUGS
 from tests.mutations.pipeline_bugs import PIPELINE_BUGS
 from tests.mutations.state_bugs import STATE_BUGS
 
-MUTATIONS = [*PACKAGE_BUGS, *STATE_BUGS, *PIPELINE_BUGS, *PARALLEL_BUGS, *CONTEXT_BUGS, *CSRC_BUGS]
+MUTATIONS = [*PACKAGE_BUGS, *STATE_BUGS, *PIPELINE_BUGS, *PARALLEL_BUGS, *CONTEXT_BUGS, *MESH_PROGRAM_BUGS, *CSRC_BUGS]
 SECONDS = 400  # for the tests of one bug
 
 

@@ -1,0 +1,66 @@
+"""Bugs of one line in programs on a mesh."""
+
+from tests.mutations.mutation import mutation_in
+
+_bug = mutation_in("tp_ext/mesh_program")
+RANDOM = "mesh_program/test_random_programs.py::test_values_and_gradients"
+SPMD = "mesh_program/test_spmd.py"
+
+MESH_PROGRAM_BUGS = [
+    _bug(
+        "pvary_without_a_sum",
+        "varying.py",
+        "value = _ops.copy_to_region(value, group)",
+        "pass",
+        "The gradient of a value that does not vary is that of one rank's uses.",
+        RANDOM,
+    ),
+    _bug(
+        "psum_still_varies",
+        "collectives.py",
+        "if varies or name not in own}",
+        "}",
+        "The result of a psum counts as varying: its uses are summed, and P() is refused.",
+        RANDOM,
+    ),
+    _bug(
+        "false_claim_accepted",
+        "spmd.py",
+        "if axis in self.groups and axis not in spec.axes:",
+        "if False:",
+        "A result that differs between ranks is returned as replicated.",
+        f"{SPMD}::test_a_result_falsely_claimed_replicated_is_named_with_its_line",
+    ),
+    _bug(
+        "outermost_axis_joined_first",
+        "spmd.py",
+        "for axis in reversed(axes):\n                group = self.groups[axis]\n                if group.size > 1:",
+        "for axis in axes:\n                group = self.groups[axis]\n                if group.size > 1:",
+        "A dim sharded over two axes is joined in another order than it was sharded in.",
+        RANDOM,
+    ),
+    _bug(
+        "gather_outermost_first",
+        "collectives.py",
+        "reversed(groups.values()) if inner_first else groups.values()",
+        "groups.values()",
+        "all_gather over two axes has its blocks in another order.",
+        f"{SPMD}::test_several_axes",
+    ),
+    _bug(
+        "maximum_not_shared",
+        "collectives.py",
+        'return dy * (largest / _all_reduce(largest.to(dy.dtype), "sum", ctx.group)), None',
+        "return dy * largest, None",
+        "Equal maxima of several ranks each get the whole gradient.",
+        RANDOM,
+    ),
+    _bug(
+        "gradients_inside_are_plain",
+        "varying.py",
+        "return tuple(typed(grad, axes_of(one)) for grad, one in zip(found, each, strict=True))",
+        "return found",
+        "A gradient taken inside of a map no longer varies as its input.",
+        f"{SPMD}::test_gradients_inside_of_a_map",
+    ),
+]
