@@ -10,8 +10,8 @@ class P:
     """A partition spec: for each dim of a tensor the axes over which it is sharded. :func:`tp_ext.spmd` takes them.
 
     ``P("x", None, ("y", "z"))``: dim 0 is sharded over axis x, dim 1 is not, dim 2 over y and its shards over z. Dims
-    that are left out are not sharded: ``P()`` is a replicated tensor. A dim that the ranks do not divide is sharded as
-    by ``torch.tensor_split``.
+    that are left out are not sharded: ``P()`` is a replicated tensor. A length that the number of ranks does not divide
+    is split as by ``torch.tensor_split``.
 
     Args:
         dims: an axis, a tuple of axes or None for each dim.
