@@ -84,8 +84,8 @@ def save_checkpoint(
         OSError: on every rank, if one could not write; the last checkpoint is untouched. FileExistsError: ``path`` is
             something other than a checkpoint. TimeoutError: another process, which is named, is still saving there. An
             asynchronous save raises these in ``result()``, or else in the next save, which then saves nothing.
-        TypeError: ``extra`` holds a value that could not be loaded again; no optimizer; no bool. ValueError:
-            lock_timeout; the ranks do not hold the whole model; see :func:`sharded_state_dict`.
+        TypeError: ``extra`` holds a value that could not be loaded again; ``optimizer`` or ``asynchronous`` of another
+            type. ValueError: lock_timeout; the ranks do not hold the whole model; see :func:`sharded_state_dict`.
     """
     check_lock_timeout(lock_timeout)
     check_bools(asynchronous=asynchronous)

@@ -32,7 +32,8 @@ class HeldState:
         group: the ranks over which the state is distributed, a parameter's on one rank; None: it is all here.
 
     Raises:
-        ValueError: the optimizer keeps its state in another one, which is not known. TypeError: it is none.
+        ValueError: the optimizer keeps its state in another one, which is not known. TypeError: ``optimizer`` is
+            of another type.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""How a tensor is sharded over the axes of a mesh, dim by dim."""
+"""Partition specs: the axes of a mesh over which each dim of a tensor is sharded."""
 
 from collections.abc import Iterable
 

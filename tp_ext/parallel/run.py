@@ -89,7 +89,7 @@ def parallelize(
     Communicates: the creation of groups; that of :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
 
     Raises:
-        TypeError: no model, mesh, function, name or bool. ValueError: an option out of its range, ``offload`` without
+        TypeError: an argument of another type. ValueError: an option out of its range, ``offload`` without
             ``zero`` 2 or 3, what the schedule cannot combine; a model without a parameter that requires a gradient, or
             that was parallelized before; layers whose group is another axis of the mesh; ``zero`` 2 or 3 and a
             parameter of which some rank has no element. RuntimeError: a pipeline with torch older than 2.15.
