@@ -1,6 +1,7 @@
 """parallelize: training over all axes at once is that of one process, whatever is combined."""
 
 import functools
+import weakref
 from unittest import mock
 
 import pytest
@@ -170,7 +171,11 @@ def _accumulated(group, sizes, options):
         norms = []
         for _ in range(2):
             run.next_step = 0
-            run.step(*batch(0, run.data_rank), batch_size=layout.batch)
+            ids, target = batch(0, run.data_rank)
+            run.step(ids, target, batch_size=layout.batch)
+            kept = weakref.ref(ids)
+            del ids
+            assert kept() is None, "the inputs of a step must not outlive it"
             norms.append(run.clip_grad_norm_(1e9))
         return norms
 

@@ -228,39 +228,21 @@ class ParallelRun:
             ValueError: ``microbatches`` does not divide the batch; a list of layouts of another length, or of unequal
                 numbers of tokens. TypeError: no tensor, no layout.
         """
-        self._inputs = StepInputs(inputs, target, keywords, self._microbatches, self.data_rank)
-        if self._schedule is not None:
-            self._schedule.next_step = self.next_step
-            args, named = self._inputs.of_schedule()
-            self._schedule.step(*args, **named)
-            value: Tensor = self._schedule.loss
-        else:
-            self._accumulate(target)
-            value = self._loss.mean()
+        value = self._run(inputs, target, keywords, train=True)
         self.next_step += 1
         return value
 
     def evaluate(self, inputs: Any, target: Tensor, **keywords: Any) -> Tensor:
         """Runs the forward of all microbatches in evaluation mode, without gradients, for the arguments of
         :meth:`step`, which also says what is returned, communicated and raised. Gradients stay as they are."""
-        self._inputs = StepInputs(inputs, target, keywords, self._microbatches, self.data_rank)
         modules = self.state if isinstance(self.state, list) else [self.state]
         training = [one for module in modules for one in module.modules() if one.training]
         for module in modules:
             module.eval()
         try:
-            if self._schedule is not None:
-                args, named = self._inputs.of_schedule()
-                self._schedule.eval(*args, **named)
-                value: Tensor = self._schedule.loss
-            else:
-                self._loss.begin([target], self._device)
-                with torch.no_grad():
-                    for i, (args, named, goal) in enumerate(zip(*self._inputs.microbatches(), strict=True)):
-                        with self._context(self.next_step, i):
-                            self._loss(self.state(*args, **named), goal)
-                value = self._loss.mean()
-                reshard(modules)
+            with torch.no_grad():
+                value = self._run(inputs, target, keywords, train=False)
+            reshard(modules)
         finally:
             for one in training:
                 one.training = True
@@ -278,18 +260,35 @@ class ParallelRun:
         backward."""
         return None if self._schedule is None else self._schedule.ideal_bubble
 
-    def _accumulate(self, target: Tensor) -> None:
-        module: Any = self._ddp or self.state
-        self._loss.begin([target], self._device)
-        for i, (args, named, goal) in enumerate(zip(*self._inputs.microbatches(), strict=True)):
-            last = i == self._microbatches - 1
-            if isinstance(self.state, FSDPModule):
-                self.state.set_requires_gradient_sync(last)
-            with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
-                with record_function(f"forward {i}"), self._context(self.next_step, i):
-                    value = self._loss(module(*args, **named), goal)
-                with record_function(f"backward {i}"):
-                    value.backward()
+    def _run(self, inputs: Any, target: Tensor, keywords: dict[str, Any], *, train: bool) -> Tensor:
+        """Runs all microbatches, with their backward or without; returns the loss."""
+        self._inputs = StepInputs(inputs, target, keywords, self._microbatches, self.data_rank)
+        try:
+            if self._schedule is not None:
+                self._schedule.next_step = self.next_step
+                args, named = self._inputs.of_schedule()
+                (self._schedule.step if train else self._schedule.eval)(*args, **named)
+                return self._schedule.loss
+            self._loss.begin([target], self._device)
+            for i, microbatch in enumerate(zip(*self._inputs.microbatches(), strict=True)):
+                (self._train if train else self._evaluate)(i, *microbatch)
+            return self._loss.mean()
+        finally:
+            del self._inputs  # they may be large
+
+    def _train(self, i: int, args: Any, named: dict[str, Any], target: Tensor) -> None:
+        last = i == self._microbatches - 1
+        if isinstance(self.state, FSDPModule):
+            self.state.set_requires_gradient_sync(last)
+        with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
+            with record_function(f"forward {i}"), self._context(self.next_step, i):
+                value = self._loss((self._ddp or self.state)(*args, **named), target)
+            with record_function(f"backward {i}"):
+                value.backward()
+
+    def _evaluate(self, i: int, args: Any, named: dict[str, Any], target: Tensor) -> None:
+        with self._context(self.next_step, i):
+            self._loss(self.state(*args, **named), target)
 
     def _average_gradients(self) -> None:
         """Takes the mean over the data axis, as DDP and FSDP2 do: it leaves gradients of earlier steps as they are."""
@@ -317,6 +316,5 @@ def _valid(target: Tensor) -> Tensor:
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
