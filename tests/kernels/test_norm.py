@@ -225,6 +225,7 @@ def test_compiles_whole(kind: str, device: torch.device) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("params", ["", "wb"])
 def test_opcheck(dtype: torch.dtype, params: str, device: torch.device) -> None:

@@ -247,6 +247,7 @@ def test_compiles_whole(kind: str, given: slice, device: torch.device) -> None:
         assert torch.equal(a, torch.zeros_like(a) if b is None else b)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("params", ["", "wb"])
 def test_opcheck(dtype: torch.dtype, params: str, device: torch.device) -> None:
