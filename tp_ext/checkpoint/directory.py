@@ -5,7 +5,6 @@ atomically, so that a complete one exists at every moment.
 import contextlib
 import io
 import os
-import pickle
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -215,7 +214,7 @@ def _write(
         files = [_data_file(of) for of in range(len(written))]
         ends = {name: max(map(sum, places)) for name, places in zip(files, written, strict=True) if places}
         with open(staging / METADATA, "xb") as file:
-            pickle.dump(plan.metadata(written, files), file)
+            file.write(plan.metadata(written, files))
         (staging / EXTRA).write_bytes(extra)
         for name in (METADATA, EXTRA):
             sync_to_disk(staging / name)

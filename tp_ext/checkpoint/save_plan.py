@@ -4,10 +4,11 @@ It is that of ``torch.distributed.checkpoint`` and its format, made for many sma
 several objects for each entry on each rank, and sends them to the first and back.
 """
 
+import pickle
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,6 +121,7 @@ class GlobalPlan:
     def __init__(self, plans: Sequence[RankPlan]) -> None:
         _check_names(plans)
         self._plans = plans
+        self._last: tuple[tuple[Any, Any], str, bytes] | None = None  # places, id and file of the last metadata
         shared: dict[_Id, list[int]] = {}  # ranks that have it, if several do
         owner: dict[_Id, int] = {}
         for rank, plan in enumerate(plans):
@@ -164,8 +166,19 @@ class GlobalPlan:
             )
         found.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
 
-    def metadata(self, written: Sequence[Sequence[Written]], files: Sequence[str]) -> Metadata:
-        """Returns the metadata of the checkpoint, from the places of the assigned entries of each rank in its file."""
+    def metadata(self, written: Sequence[Sequence[Written]], files: Sequence[str]) -> bytes:
+        """Returns the file of the checkpoint's metadata, from the places of the assigned entries of each rank in its
+        data file. Another save of this plan with the same places differs in its id alone."""
+        save_id, places = str(uuid.uuid4()), (written, files)
+        if self._last is not None and self._last[0] == places:
+            _, old_id, content = self._last
+            content = content.replace(old_id.encode(), save_id.encode())
+        else:
+            content = pickle.dumps(self._metadata(written, files, save_id))
+        self._last = places, save_id, content
+        return content
+
+    def _metadata(self, written: Sequence[Sequence[Written]], files: Sequence[str], save_id: str) -> Metadata:
         paths: dict[str, Path] = {}
         for plan in reversed(self._plans):
             paths.update(plan.paths)
@@ -176,7 +189,7 @@ class GlobalPlan:
                 entry = plan.entries[index]
                 at = MetadataIndex(entry) if isinstance(entry, str) else MetadataIndex(entry.key, entry.offsets)
                 stored[at] = infos[place]
-        meta = StorageMeta(save_id=str(uuid.uuid4()))
+        meta = StorageMeta(save_id=save_id)
         return Metadata(self._entries, paths, stored, meta, version=CURRENT_DCP_VERSION)
 
 
