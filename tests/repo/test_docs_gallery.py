@@ -38,8 +38,8 @@ def lines(text, folder):
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
-def test_the_page_shows_three_commands():
-    assert len(PAIRS) == 3 and PAGE.count("```text") == 3
+def test_the_page_shows_four_commands():
+    assert len(PAIRS) == 4 and PAGE.count("```text") == 4
 
 
 @pytest.mark.slow
@@ -73,3 +73,13 @@ def test_the_demo_prints_the_table_of_the_page(tmp_path):
     assert (
         math.isfinite(apart) and apart < 1e-9 and "text sampled after training                      the same" in table
     )
+
+
+@pytest.mark.exhaustive  # tests/end_to_end/test_mesh_programs.py runs the programs
+def test_the_programs_on_a_mesh_print_the_lines_of_the_page(tmp_path):
+    command, shown = PAIRS[3]
+    printed = [
+        line.rsplit(maxsplit=1) for line in under_torchrun(command, tmp_path, False).splitlines() if "differs" in line
+    ]
+    assert [name for name, _ in printed] == [line.rsplit(maxsplit=1)[0] for line in shown.splitlines()]
+    assert all(float(difference) < 1e-12 for _, difference in printed)
