@@ -1,5 +1,6 @@
 """Asynchronous saves: what is saved is the state at the call, whatever the training does meanwhile; one at a time."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -215,38 +216,51 @@ def test_an_error_is_raised_once_on_all_ranks(tmp_path):
     assert loaded(tmp_path / "saved") == 4 and os.listdir(tmp_path) == ["saved"]
 
 
-PROGRAM = """
-import os, sys, time, torch, tp_ext
-from tests.helpers.numbered import build, fill
-from tp_ext.checkpoint import directory
-original = directory._write_entries
-first = os.fork() == 0  # two programs, one after the other, for one import of torch
-if first:
-    os.dup2(os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT), 2)
-else:
-    assert os.wait()[1] == 0
-def slowly(file, contents):
-    time.sleep(0.5)
-    if not first:
-        raise OSError(28, "No space left on device")
-    return original(file, contents)
-directory._write_entries = slowly
-model, optimizer = build(None)
-fill(model, optimizer, 7)
-tp_ext.save_checkpoint(sys.argv[1], model, optimizer, step=7, asynchronous=True)
-fill(model, optimizer, 8)
-"""
+def ends_soon(path, stderr, full):
+    """A program that ends while its save, of step 7, has not yet written anything."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    original = directory._write_entries
+
+    def slowly(file, contents):
+        time.sleep(0.5)
+        if full:
+            raise OSError(28, "No space left on device")
+        return original(file, contents)
+
+    directory._write_entries = slowly
+    model, optimizer = build(None)
+    save(None, path, model, optimizer, 7)
+    fill(model, optimizer, 8)
 
 
-def test_a_program_that_ends_waits(tmp_path):
+def _ends_as_python_does(*args):
+    ends_soon(*args)
+    ctypes.pythonapi.Py_Exit(0)  # a process of multiprocessing does not run what is registered at exit
+
+
+def _forked(*args):
+    """From the server of the ranks, which has imported torch."""
+    process = ranks._context.Process(target=_ends_as_python_does, args=args)
+    process.start()
+    process.join(300)
+    return process.exitcode
+
+
+def _started(*args):
+    program = f"from {__name__} import ends_soon; ends_soon(*{args!r})"
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=300).returncode
+
+
+@pytest.mark.parametrize("program", [_forked, pytest.param(_started, marks=pytest.mark.exhaustive)])
+def test_a_program_that_ends_waits(program, tmp_path):
     """An error that was not raised is written to stderr."""
     (tmp_path / "place").mkdir()
-    argv = [sys.executable, "-c", PROGRAM, str(tmp_path / "place" / "saved"), str(tmp_path / "stderr")]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    assert loaded(tmp_path / "place" / "saved") == 7
-    message = "tp_ext: the last asynchronous save failed"
-    assert message not in (tmp_path / "stderr").read_text()
-    assert message in done.stderr, done.stderr
+    path, message = tmp_path / "place" / "saved", "tp_ext: the last asynchronous save failed"
+    for full in (False, True):
+        stderr = tmp_path / f"stderr{full}"
+        assert program(str(path), str(stderr), full) == 0
+        assert (message in stderr.read_text()) == full
+        assert loaded(path) == 7
 
 
 def _change(group, path):

@@ -18,6 +18,10 @@ pytestmark = pytest.mark.core
 
 # HSDP, too, leaves one tensor-parallel rank
 EACH = ["FSDP2", "HSDP", pytest.param("FSDP2 over all", marks=pytest.mark.exhaustive), "DDP", "checkpointed"]
+# Full states of HSDP are by default those of test_wraps_load, which trains with them, too
+LEAVING = [pytest.param(how, marks=pytest.mark.exhaustive) if how == "HSDP" else how for how in EACH]
+# A load under DDP is by default that of test_optimizer_state.py
+LOADING = [*EACH[:3], pytest.param("DDP", marks=pytest.mark.exhaustive)]
 
 
 def wrapped(group, how, seed=7, **options):
@@ -37,7 +41,12 @@ def wrapped(group, how, seed=7, **options):
         model.mlp = checkpoint_wrapper(model.mlp)
         model.attention.qkv = checkpoint_wrapper(model.attention.qkv)
         model = checkpoint_wrapper(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01), tp
+    return model, fused(model), tp
+
+
+def fused(model):
+    """DTensor looks for the sharding of one operator, not of many for each shape."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
 
 
 def _states(group, how, options):
@@ -56,12 +65,13 @@ def flat(optimizer_state):
 
 
 def trained(steps=2):
-    model, optimizer = model_and_optimizer(None)
+    model, _ = model_and_optimizer(None)
+    optimizer = fused(model)
     train(model, optimizer, None, steps)
     return tp_ext.full_state_dict(model), tp_ext.full_optimizer_state_dict(model, optimizer)
 
 
-@pytest.mark.parametrize("how", EACH)
+@pytest.mark.parametrize("how", LEAVING)
 def test_wraps_leave_no_trace(how):
     """fp64 bound 1e-12: the sums over ranks run in another order."""
     want, want_optimizer = trained()
@@ -95,9 +105,10 @@ def _load(group, how, options, state, optimizer_state, from_first):
 
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("from_first", [False, True], ids=["on all ranks", "on rank 0"])
-@pytest.mark.parametrize("how", EACH[:4])
+@pytest.mark.parametrize("how", LOADING)
 def test_wraps_load(how, from_first):
-    model, optimizer = model_and_optimizer(None)
+    model, _ = model_and_optimizer(None)
+    optimizer = fused(model)
     train(model, optimizer, None, 2)
     state, optimizer_state = tp_ext.full_state_dict(model), tp_ext.full_optimizer_state_dict(model, optimizer)
     want = train(model, optimizer, None, 2)
