@@ -15,7 +15,7 @@ from tests.fuzz.config import draw, valid
 from tests.fuzz.mistakes import MISTAKES
 from tests.fuzz.reduce import simpler
 
-SEEDS = int(os.environ.get("TP_EXT_FUZZ", "32"))
+SEEDS = int(os.environ.get("TP_EXT_FUZZ", "16"))
 WITHIN = 100  # seeds
 FOUND_BY = {  # the seed of a small model, on 2 or 4 ranks in turn, that shows the mistake
     "norm_gradients_unsummed": 16,

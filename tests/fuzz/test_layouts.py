@@ -16,18 +16,19 @@ def check(config):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"),
+    ("name", "steps", "blocks"),
     [
-        ("dp2 tp2 packed", 2),
-        ("pp2 tp2 halves", 2),
+        ("dp2 tp2 packed", 2, 2),
         *(
-            pytest.param(name, 4, marks=pytest.mark.exhaustive)
+            pytest.param(name, 4, 4, marks=pytest.mark.exhaustive)
             for name in ("dp2 tp2 packed", "pp2 tp2 halves", "pp2 cp2")
         ),
     ],
 )
-def test_a_training_of_few_steps_is_that_of_one_process(name, steps):
-    check(LISTED[name] | {"steps": steps})
+def test_a_training_of_few_steps_is_that_of_one_process(name, steps, blocks):
+    """Of the pipelines, the one whose backward is split over tp2 is by default that of test_pipeline_stages.py."""
+    config = LISTED[name]
+    check(config | {"steps": steps, "model": config["model"] | {"blocks": blocks}})
 
 
 @pytest.mark.exhaustive

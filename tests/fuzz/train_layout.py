@@ -141,7 +141,8 @@ def train(group, config):
         options = {name: layout[name] for name in names}
         loss = loss_of(config, mesh["tp"], layout["reduction"])
         run = tp_ext.parallelize(model, mesh, loss=loss, seed=config["seed"], **options)
-        optimizer = run.optimizer(torch.optim.AdamW, **OPTIMIZER)
+        # foreach: DTensor looks for the sharding of one operator for all shapes
+        optimizer = run.optimizer(torch.optim.AdamW, **OPTIMIZER, foreach=layout["zero"] > 1)
         found = []
         for step in range(config["steps"]):
             inputs, target, keywords = batch_of(config, step, run.data_rank, mesh["cp"])

@@ -53,6 +53,8 @@ def test_reset_parameters_draws_the_slices_of_fsdp2(kind):
 
 # Training
 
+STEPS = 2
+
 
 def _adapters(model):
     tp_ext.add_lora(model, targets="*", r=2, alpha=4, dropout=0.2)
@@ -80,31 +82,34 @@ def _compare(dense, ranks, tolerance):
 @pytest.mark.parametrize("kind", ["gpt", "rich"])
 def test_adapters(kind, how, sp):
     with torch.random.fork_rng():
-        dense = dense_training(kind, 2, prepare=_adapters)
+        dense = dense_training(kind, 2, STEPS, _adapters)
     assert any("lora_A" in name for name in dense[1])
-    _compare(dense, run(wrapped_training, 4, kind, how, 2, 2, sp, 1, prepare=_adapters), 1e-12)
+    _compare(dense, run(wrapped_training, 4, kind, how, 2, 2, sp, 1, STEPS, _adapters), 1e-12)
 
 
-def test_unused_and_frozen_parameters():
+@pytest.mark.parametrize(
+    ("how", "tp"), [("ddp", 2), ("fsdp", 1), pytest.param("fsdp", 2, marks=pytest.mark.exhaustive)]
+)
+def test_unused_and_frozen_parameters(how, tp):
     with torch.random.fork_rng():
-        dense = dense_training("rich", 2, prepare=_unused)
-    options = {"find_unused_parameters": True, "prepare": _unused}
-    _compare(dense, run(wrapped_training, 4, "rich", "ddp", 2, 2, True, 1, **options), 1e-12)
-    _compare(dense, run(wrapped_training, 4, "rich", "fsdp", 2, 2, True, 1, prepare=_unused), 1e-12)
+        dense = dense_training("rich", 2, STEPS, _unused)
+    options = {"find_unused_parameters": True} if how == "ddp" else {}
+    _compare(dense, run(wrapped_training, 2 * tp, "rich", how, 2, tp, tp > 1, 1, STEPS, _unused, **options), 1e-12)
 
 
-@pytest.mark.thinned(1)
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("kind", ["gpt", "rich"])
+@pytest.mark.parametrize(
+    ("kind", "sp"),
+    [("rich", True), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("gpt", False), ("gpt", True)))],
+)
 def test_mixed_precision(kind, sp):
     """Computed in bf16, whose roundings (2^-9) stand against losses of ln 31 = 3.4 and steps of 1e-2; kept and averaged
     in more."""
     with torch.random.fork_rng():
-        dense = dense_training(kind, 2)
+        dense = dense_training(kind, 2, STEPS)
     # The blocks of the GPT are given RoPE's fp32 table, which FSDP2 must not round
     cast = {"cast_forward_inputs": kind != "gpt"}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, **cast)
-    ranks = run(wrapped_training, 4, kind, "fsdp", 2, 2, sp, 1, mp_policy=policy)
+    ranks = run(wrapped_training, 4, kind, "fsdp", 2, 2, sp, 1, STEPS, mp_policy=policy)
     _compare(dense, ranks, 0.03)
     for rank_losses, rank_state in ranks:
         assert all(value.dtype == torch.float64 for value in rank_state.values())

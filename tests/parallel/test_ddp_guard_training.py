@@ -13,6 +13,7 @@ from tests.helpers.data_parallel import dense_training, wrapped_training
 from tests.helpers.ranks import run
 
 close = {"rtol": 0, "atol": 1e-12}
+STEPS = 2
 
 WRAPS = {
     "ddp": ("ddp", {}),
@@ -26,7 +27,7 @@ WRAPS = {
 @functools.cache
 def _dense(kind, parts):
     with torch.random.fork_rng():
-        return dense_training(kind, parts)
+        return dense_training(kind, parts, STEPS)
 
 
 def _compare(dense, ranks, parts):
@@ -46,15 +47,24 @@ def _compare(dense, ranks, parts):
 @pytest.mark.parametrize("kind", ["gpt", "rich"])
 def test_training_is_that_of_one_process(kind, how, tp, sp):
     wrapper, options = WRAPS[how]
-    ranks = run(wrapped_training, 2 * tp, kind, wrapper, 2, tp, sp, 1, **options)
+    ranks = run(wrapped_training, 2 * tp, kind, wrapper, 2, tp, sp, 1, STEPS, **options)
     _compare(_dense(kind, 2), ranks, 2)
 
 
-@pytest.mark.thinned(1)
-@pytest.mark.parametrize("how", ["ddp", "ddp unused, tiny buckets", "fsdp", "fsdp kept"])
-@pytest.mark.parametrize("kind", ["gpt", "rich"])
+# By default the others in test_training_is_that_of_one_process alone
+ACCUMULATING = (("rich", "ddp unused, tiny buckets"), ("gpt", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        pytest.param(kind, how, marks=[] if (kind, how) in ACCUMULATING else pytest.mark.exhaustive)
+        for kind in ("gpt", "rich")
+        for how in ("ddp", "ddp unused, tiny buckets", "fsdp", "fsdp kept")
+    ],
+)
 def test_gradients_accumulate_without_synchronisation(kind, how):
     """no_sync of DDP (which with static_graph refuses to begin with it, whatever the module is) and
     set_requires_gradient_sync of FSDP2; two microbatches of each rank."""
     wrapper, options = WRAPS[how]
-    _compare(_dense(kind, 4), run(wrapped_training, 4, kind, wrapper, 2, 2, True, 2, **options), 4)
+    _compare(_dense(kind, 4), run(wrapped_training, 4, kind, wrapper, 2, 2, True, 2, STEPS, **options), 4)

@@ -77,11 +77,21 @@ def _clipped(group, how, max_norm, kinds):
     return results
 
 
+EVERY_KIND = list(itertools.product(NORMS, (None, False)))
+HOWS = ["FSDP2", "HSDP", "FSDP2 over all", "partly", "DDP"]
+
+
 @pytest.mark.parametrize(
-    "how", ["FSDP2", "HSDP", pytest.param("FSDP2 over all", marks=pytest.mark.exhaustive), "partly", "DDP"]
+    ("how", "kinds"),
+    [
+        # By default every norm with either implementation, the one in FSDP2 and the other elsewhere
+        ("FSDP2", [(1, None), (2, False), (3.5, None), (float("inf"), False)]),
+        *((how, [(1, False), (2, None), (3.5, False), (float("inf"), None)]) for how in ("HSDP", "partly", "DDP")),
+        *(pytest.param(how, EVERY_KIND, marks=pytest.mark.exhaustive) for how in HOWS),
+    ],
+    ids=[*(how for how in HOWS if how != "FSDP2 over all"), *(f"{how}-every" for how in HOWS)],
 )
-def test_data_axes(how):
-    kinds = list(itertools.product(NORMS, (None, False)))
+def test_data_axes(how, kinds):
     for (norm_type, _), results in zip(kinds, zip(*ranks.run(_clipped, 4, how, 0.1, kinds), strict=True), strict=True):
         model, _ = dense()
         want = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)

@@ -42,6 +42,11 @@ def sharded(model, mesh, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
+def fused(model):
+    """DTensor looks for the sharding of one operator, not of many for each shape."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
+
+
 def staged(model, stage, mesh):
     """The model and its optimizer as the page has them."""
     options = {"lr": 0.01, "eps": 1e-4}
@@ -57,7 +62,7 @@ def staged(model, stage, mesh):
     if stage == "mixed":
         policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     model = sharded(model, mesh, **policy)
-    return model, torch.optim.AdamW(model.parameters(), **options)
+    return model, fused(model)
 
 
 def batch(step, micro, part):
@@ -140,7 +145,7 @@ def _hsdp(group):
 
     def make(model):
         model = sharded(model, data)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+        return model, fused(model)
 
     _compare(make, mesh["tp"], [0, 1, 2, 3], [group.rank()], group, 1e-11)
 
