@@ -13,7 +13,8 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.region_maps import Case, cases, simple_cases
 
-P = pytest.mark.parametrize("p", [1, 2, 3, 4])
+# Three ranks share most unevenly
+P = pytest.mark.parametrize("p", [1, 3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 4))])
 
 
 def _dual(f, x, v):
@@ -334,10 +335,10 @@ def test_levels_without_derivatives_are_computed_as_usual():
 
 def _batched(group, todo):
     rank = group.rank()
-    for case, batches in todo:
+    for case, batches, dims in todo:
         xs = [batch[rank] for batch in batches]
         want = torch.stack([case(x, group) for x in xs])
-        for dim in (0, -1, 1):
+        for dim in dims:
             stacked = torch.stack(xs, dim).requires_grad_()
             got = vmap(lambda x, case=case: case(x, group), in_dims=dim)(stacked)
             assert torch.equal(got, want), (case, dim)
@@ -349,9 +350,16 @@ def _batched(group, todo):
             assert torch.equal(grad, torch.stack(each, dim)), (case, dim)
 
 
-@pytest.mark.parametrize("p", [1, 3])
-def test_vmap_over_a_region_communicates_all_slices_at_once(p):
-    todo = [(case, [case.inputs(p) for _ in range(2)]) for case in cases(p)]
+@pytest.mark.parametrize(
+    ("p", "every"),
+    [(1, True), (3, False), pytest.param(3, True, marks=pytest.mark.exhaustive)],
+    ids=["1", "3", "3-every dim"],
+)
+def test_vmap_over_a_region_communicates_all_slices_at_once(p, every):
+    dims = (0, -1, 1)
+    todo = [
+        (case, [case.inputs(p) for _ in range(2)], dims if every else (dims[i % 3],)) for i, case in enumerate(cases(p))
+    ]
     ranks.run(_batched, p, todo)
 
 

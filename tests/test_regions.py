@@ -13,14 +13,41 @@ from tests.helpers.region_maps import NAMES, Case, cases, simple_cases
 pytestmark = pytest.mark.core
 
 SIZES = (1, 2, 3, 4)
-EVERY = [pytest.param(p, case, id=f"p{p}-{case}") for p in SIZES for case in cases(p)]
-# The others with --exhaustive: values and gradients are tested at each p, and three ranks share most unevenly
-AT_THREE = [
-    pytest.param(p, case, id=f"p{p}-{case}", marks=[] if p == 3 else pytest.mark.exhaustive)
-    for p in SIZES
-    for case in cases(p)
+
+
+def _all_cases(default):
+    """Every case at every p; those for which ``default(p, number, case)`` is not true with --exhaustive only."""
+    return [
+        pytest.param(p, case, id=f"p{p}-{case}", marks=[] if default(p, number, case) else pytest.mark.exhaustive)
+        for p in SIZES
+        for number, case in enumerate(cases(p))
+    ]
+
+
+def _is_end(number, case):
+    """Whether a case is the first or the last one of its region: an even and an uneven one, if there are two."""
+    of_region = [i for i, other in enumerate(cases(3)) if other.name == case.name]
+    return number in (of_region[0], of_region[-1])
+
+
+def _on_devices(cases):
+    """On CUDA all of them by default."""
+    return [
+        *(pytest.param(*case.values, "cpu", id=f"{case.id}-cpu", marks=case.marks) for case in cases),
+        *(pytest.param(*case.values, "cuda", id=f"{case.id}-cuda", marks=pytest.mark.cuda) for case in cases),
+    ]
+
+
+# One rank: test_one_rank_and_no_group_communicate_nothing; two: every region evenly, in three other dtypes
+EVERY = _all_cases(lambda p, number, case: p > 2)
+# Values and gradients are tested at each p, and three ranks share most unevenly
+AT_THREE = _all_cases(lambda p, number, case: p == 3)
+ENDS_AT_THREE = _all_cases(lambda p, number, case: p == 3 and _is_end(number, case))
+FEW = [
+    pytest.param(p, case, id=f"p{p}-{case}", marks=[] if p == 2 else pytest.mark.exhaustive)
+    for p in (2, 4)
+    for case in simple_cases(p)
 ]
-FEW = [pytest.param(p, case, id=f"p{p}-{case}") for p in (2, 4) for case in simple_cases(p)]
 AT_TWO = [pytest.param(case, id=str(case)) for case in simple_cases(2)]
 
 
@@ -49,13 +76,13 @@ def _first_order(group, case, xs, gs, device):
     return y, _grad(y, x, gs[group.rank()].to(device))
 
 
-@pytest.mark.parametrize(("p", "case"), EVERY)
+@pytest.mark.parametrize(("p", "case", "device"), _on_devices(EVERY), indirect=["device"])
 def test_output_and_gradient_are_exact(p, case, device):
     _assert_exact(p, case, torch.float64, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("p", "case"), FEW)
+@pytest.mark.parametrize(("p", "case", "device"), _on_devices(FEW), indirect=["device"])
 def test_every_dtype_is_kept(p, case, dtype, device):
     _assert_exact(p, case, dtype, device)
 
@@ -77,7 +104,7 @@ def _curve(group, case, xs, ws, us):
     return dx, *torch.autograd.grad((dx.sin() * us[rank]).sum(), [x, w])
 
 
-@pytest.mark.parametrize(("p", "case"), AT_THREE)
+@pytest.mark.parametrize(("p", "case"), ENDS_AT_THREE)
 def test_second_order_is_that_of_one_process(p, case):
     xs, ws = _data(case, p)
     us = [torch.randn_like(x) for x in xs]
@@ -193,7 +220,7 @@ def _twice(group, case, xs, gs):
         assert torch.equal(t, before)
 
 
-@pytest.mark.parametrize(("p", "case"), AT_THREE)
+@pytest.mark.parametrize(("p", "case"), ENDS_AT_THREE)
 def test_backward_twice_doubles_and_nothing_is_written_to(p, case):
     ranks.run(_twice, p, case, *_data(case, p))
 

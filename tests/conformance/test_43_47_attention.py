@@ -149,7 +149,18 @@ def test_case_45_odd_lengths_and_empty_sequences(p, explicit, device):
         _assert_even(p, seqs, 4, 6, causal=False, device=device, explicit=explicit)
 
 
-@pytest.mark.parametrize(("seq", "p"), [(4096, 2), (4097, 2), (4097, 3), (16385, 1)])
+@pytest.mark.parametrize(
+    ("seq", "p", "device"),
+    [
+        pytest.param(seq, p, device, id=f"{device}-{seq}-{p}", marks=marks)
+        for seq, p, slow in ((4096, 2, False), (4097, 2, True), (4097, 3, False), (16385, 1, True))
+        for device, marks in (
+            ("cpu", [pytest.mark.exhaustive] * slow),  # 4097 on three ranks has more than one block, too, and a rest
+            ("cuda", pytest.mark.cuda),
+        )
+    ],
+    indirect=["device"],
+)
 def test_case_45_long_sequences(seq, p, device):
     """fp32, sums of thousands of numbers."""
     _assert_even(p, [seq], p, 8, dtype=torch.float32, bound=1e-5, device=device)

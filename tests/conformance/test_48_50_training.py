@@ -60,7 +60,7 @@ def test_case_48_delays_change_no_bit(sp, p):
 
 
 def _trained(group, sp):
-    losses, norms, model = train(group, torch.float32, 12, sequence_parallel=sp)
+    losses, norms, model = train(group, torch.float32, 6, sequence_parallel=sp)
     params = {name: param.detach() for name, param in model.named_parameters()}
     return losses, norms, params, dict(tp_ext.shardings(model))
 

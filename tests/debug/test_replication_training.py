@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 def _train(group, steps=40):
     tp_ext.manual_seed(7)
     sizes = {"vocab_size": 13, "hidden_size": 8, "num_layers": 1, "num_heads": 4, "ffn_hidden_size": 6}
-    config = GPTConfig(**sizes, num_kv_heads=2, dropout=0.3, sequence_parallel=True)
+    config = GPTConfig(**sizes, num_kv_heads=1, dropout=0.3, sequence_parallel=True)
     model = GPT(config, group)
     start = [param.detach().clone() for param in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -35,7 +35,7 @@ def _train(group, steps=40):
 def test_replicas_do_not_drift_in_40_steps():
     """In fp32, with tokens that p does not divide. Norms and two of three parts of qkv, with their gradients, are what
     is compared, and every parameter has moved by then."""
-    for moved, keys in run(_train, 4, timeout=120):
+    for moved, keys in run(_train, 3, timeout=120):
         assert min(moved) > 0.05
         names = {(name, part) for name, part, _ in keys if not name.endswith(".grad")}
         qkv = "blocks.0.attention.qkv.weight"

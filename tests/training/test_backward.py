@@ -110,7 +110,7 @@ def _without_graph(group, sp):
 
 @pytest.mark.thinned(1)
 @BOTH
-@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("p", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_no_grad_and_inference_mode(p, sp):
     ranks.run(_without_graph, p, sp)
 
@@ -144,7 +144,7 @@ def _backward_again(group, sp):
         assert same([y.detach(), x.grad, *(q.grad for q in params)], want), name
 
 
-@BOTH
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
 def test_retain_graph_partial_backwards_and_zero_grad(sp):
     ranks.run(_backward_again, 2, sp)
 

@@ -41,16 +41,16 @@ def _trained(group, sp, name, how, steps=3):
 
 
 @pytest.mark.thinned(1)
+@pytest.mark.parametrize(("p", "sp"), [(2, True), (4, False)], ids=["2-sp", "4"])
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_implementation_trains_as_on_one_process(name, how):
+def test_every_implementation_trains_as_on_one_process(name, how, p, sp):
     want, want_states, _ = _trained(None, False, name, IMPLEMENTATIONS[how])
-    for p, sp in ((2, True), (4, False)):
-        results = ranks.run(_trained, p, sp, name, IMPLEMENTATIONS[how])
-        for state, states, replicated in results:
-            torch.testing.assert_close(state, want, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(states, want_states, rtol=1e-9, atol=1e-9)
-            assert replicated and all(torch.equal(value, results[0][2][key]) for key, value in replicated.items())
+    results = ranks.run(_trained, p, sp, name, IMPLEMENTATIONS[how])
+    for state, states, replicated in results:
+        torch.testing.assert_close(state, want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(states, want_states, rtol=1e-9, atol=1e-9)
+        assert replicated and all(torch.equal(value, results[0][2][key]) for key, value in replicated.items())
 
 
 def _in_backward(group, sp):
@@ -129,9 +129,10 @@ def _groups(group, sp):
     return tp_ext.full_state_dict(model, group=group)
 
 
+@pytest.mark.thinned(1)
 @BOTH
-def test_parameter_groups_schedules_and_layers_thawed_later(sp):
+@pytest.mark.parametrize("p", [2, 4])
+def test_parameter_groups_schedules_and_layers_thawed_later(p, sp):
     want = _groups(None, False)
-    for p in (2, 4):
-        for got in ranks.run(_groups, p, sp):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    for got in ranks.run(_groups, p, sp):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

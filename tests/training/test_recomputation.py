@@ -61,9 +61,8 @@ def _same_bits(group, sp):
             assert same(got, want), f"{name}: {how}, saving {saved}"
 
 
-@pytest.mark.thinned(1)
 @BOTH
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_the_same_bits_for_every_module(p, sp):
     ranks.run(_same_bits, p, sp)
 
