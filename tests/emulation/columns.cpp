@@ -8,7 +8,7 @@
 using namespace emulation;
 using namespace tp_ext;
 
-namespace {
+namespace emulation::columns {
 
 std::string label(const char* what, const char* type, int64_t rows, int64_t n, int64_t shift,
                   bool bias) {
@@ -192,9 +192,7 @@ void vast_bias_act() {
   unmap(y, rows * n);
 }
 
-}  // namespace
-
-int main() {
+int program(int, char**) {
   for_all_types([](auto type) {
     using T = decltype(type);
     constexpr int64_t N = kVec<T>;
@@ -214,3 +212,5 @@ int main() {
   vast_bias_act<false>();
   return done();
 }
+
+}  // namespace emulation::columns

@@ -22,10 +22,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -59,10 +57,40 @@ inline unsigned full_mask(unsigned mask = 0xffffffffu) { return mask; }
 enum class Order { kAscending, kDescending, kShuffled };
 inline Order order = Order::kAscending;
 
-inline void arrange(std::vector<int>& sequence, std::mt19937& random) {
+// Random numbers and references to functions that cost less to compile, and to run unoptimized, than
+// those of the standard library
+struct Random {
+  uint64_t state;
+  uint64_t operator()() {  // splitmix64
+    uint64_t x = state += 0x9e3779b97f4a7c15;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+    return x ^ (x >> 31);
+  }
+};
+
+template <typename Signature>
+class Call;
+template <typename R, typename... A>
+class Call<R(A...)> {
+ public:
+  Call() = default;
+  template <typename F>
+  Call(const F& f)
+      : f_(&f),
+        call_([](const void* f, A... a) -> R { return (*static_cast<const F*>(f))(a...); }) {}
+  R operator()(A... a) const { return call_(f_, a...); }
+
+ private:
+  const void* f_ = nullptr;
+  R (*call_)(const void*, A...) = nullptr;
+};
+
+inline void arrange(std::vector<int>& sequence, Random& random) {
   std::iota(sequence.begin(), sequence.end(), 0);
   if (order == Order::kDescending) std::reverse(sequence.begin(), sequence.end());
-  if (order == Order::kShuffled) std::shuffle(sequence.begin(), sequence.end(), random);
+  if (order == Order::kShuffled)
+    for (size_t n = sequence.size(); n > 1; --n) std::swap(sequence[n - 1], sequence[random() % n]);
 }
 
 constexpr size_t kStack = 64 << 10;
@@ -84,7 +112,7 @@ struct Thread {
 
 // The block that is running
 struct Block {
-  std::function<void()> body;
+  Call<void()> body;
   std::vector<Thread> threads;
   std::vector<uint64_t> slots;  // values exchanged by lanes: [2][threads], alternating
   std::vector<std::unique_ptr<Fiber>> fibers;
@@ -215,7 +243,7 @@ inline bool release() {
   return any;
 }
 
-inline void run_block(std::mt19937& random) {
+inline void run_block(Random& random) {
   for (Thread& thread : block.threads) thread = Thread();
   block.ended = 0;
   for (;;) {
@@ -241,8 +269,8 @@ inline void run_block(std::mt19937& random) {
 }
 
 // kernel<<<grid, threads, shared_bytes>>>; of a huge grid only the blocks of `only`, as (x, y)
-inline void launch(dim3 grid, dim3 threads, const std::function<void()>& kernel,
-                   size_t shared_bytes = 0, const std::vector<dim3>& only = {}) {
+inline void launch(dim3 grid, dim3 threads, const Call<void()>& kernel, size_t shared_bytes = 0,
+                   const std::vector<dim3>& only = {}) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 ||
       grid.z > 65535)
     fail("a grid of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) + " blocks");
@@ -255,7 +283,7 @@ inline void launch(dim3 grid, dim3 threads, const std::function<void()>& kernel,
   block.body = kernel;
   block.threads.assign(size, Thread());
   block.slots.assign(2 * size, 0);
-  std::mt19937 random(1);
+  Random random{1};
   block.sequence.resize(size);
   const size_t blocks = only.empty() ? size_t{1} * grid.x * grid.y * grid.z : only.size();
   std::vector<int> which(blocks);

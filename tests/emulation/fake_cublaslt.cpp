@@ -278,10 +278,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t made, const
       if (factor != 0) value += factor * load(pc, lc.type, i + j * lc.ld);
       if (op.epilogue & 4) value += load(op.bias, ld.type, i);
       const int64_t at_aux = i + j * op.aux_ld;
-      if (op.epilogue & 64) value *= gelu_slope(load(op.aux, ld.type, at_aux));
+      if (op.epilogue & 64) value *= fake::gelu_slope(load(op.aux, ld.type, at_aux));
       if (op.epilogue & 32) {
         if (op.epilogue & 128) store(op.aux, ld.type, at_aux, value);
-        value = gelu(value);
+        value = fake::gelu(value);
       }
       sum_of_row += value;
       store(pd, ld.type, i + j * ld.ld, value);

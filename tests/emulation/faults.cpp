@@ -9,7 +9,7 @@
 using namespace emulation;
 using namespace tp_ext;
 
-namespace {
+namespace emulation::faults {
 
 void missing_barrier(bool present) {
   const auto reversed = [&] {
@@ -108,9 +108,7 @@ void mistake(const std::string& name) {
   if (name == "large_block") launch(1, dim3(32, 33), [] {});
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc > 1) {
     mistake(argv[1]);
     return done();
@@ -121,3 +119,5 @@ int main(int argc, char** argv) {
   types();
   return done();
 }
+
+}  // namespace emulation::faults

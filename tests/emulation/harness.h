@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cfloat>
-#include <functional>
 #include <tuple>
 #include <type_traits>
 
@@ -61,9 +60,10 @@ template <typename T>
 Tensor<T> values(int64_t n, int64_t shift = 0, unsigned seed = 1, double low = -3,
                  double high = 3) {
   Tensor<T> result(n, shift);
-  std::mt19937 random(seed);
-  std::uniform_real_distribution<double> uniform(low, high);
-  for (int64_t i = 0; i < n; ++i) result[i] = T(static_cast<float>(uniform(random)));
+  Random random{seed * uint64_t{1} << 32};
+  T* const to = result.data();
+  for (int64_t i = 0; i < n; ++i)
+    to[i] = T(static_cast<float>(low + (high - low) * 0x1p-53 * (random() >> 11)));
   return result;
 }
 
@@ -89,6 +89,7 @@ constexpr double kTiny = std::is_same_v<T, Half> ? 0.5 / (1 << 24) : 0;
 template <typename T>
 void expect_equal(const char* what, const Tensor<T>& got, const Tensor<T>& want) {
   got.check_head();
+  if (got.same_bits(want)) return;
   for (int64_t i = 0; i < want.size(); ++i)
     if (std::memcmp(&got[i], &want[i], sizeof(T)) != 0)
       wrong(std::string(what) + "[" + std::to_string(i) + "] is " +
@@ -97,8 +98,8 @@ void expect_equal(const char* what, const Tensor<T>& got, const Tensor<T>& want)
 
 // |got - want(i)| <= bound(i) and one rounding to T
 template <typename T>
-void expect_near(const char* what, const Tensor<T>& got, const std::function<double(int64_t)>& want,
-                 const std::function<double(int64_t)>& bound) {
+void expect_near(const char* what, const Tensor<T>& got, const Call<double(int64_t)>& want,
+                 const Call<double(int64_t)>& bound) {
   got.check_head();
   for (int64_t i = 0; i < got.size(); ++i) {
     const double w = want(i), error = std::fabs(as_double(got[i]) - w);
@@ -114,6 +115,16 @@ std::tuple<Tensor<T>...> results(Tensor<T>&... tensors) {
   return {std::move(tensors)...};
 }
 
+template <typename... T, size_t... k>
+bool same_bits(const std::tuple<Tensor<T>...>& a, const std::tuple<Tensor<T>...>& b,
+               std::index_sequence<k...>) {
+  return (std::get<k>(a).same_bits(std::get<k>(b)) && ...);
+}
+template <typename... T>
+bool same_bits(const std::tuple<Tensor<T>...>& a, const std::tuple<Tensor<T>...>& b) {
+  return same_bits(a, b, std::index_sequence_for<T...>());
+}
+
 // Runs `kernels`, which launches them and returns their outputs, as results(..), in every order of
 // threads and blocks; all must give the same bits
 template <typename F>
@@ -124,13 +135,7 @@ auto run_in_every_order(const std::string& name, F kernels) {
   auto result = kernels();
   for (const Order other : {Order::kDescending, Order::kShuffled}) {
     order = other;
-    const auto again = kernels();
-    const bool same = std::apply(
-        [&](const auto&... a) {
-          return std::apply([&](const auto&... b) { return (a.same_bits(b) && ...); }, result);
-        },
-        again);
-    if (!same) wrong("another order of the threads gives other bits");
+    if (!same_bits(result, kernels())) wrong("another order of the threads gives other bits");
   }
   return result;
 }

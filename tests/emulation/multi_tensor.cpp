@@ -7,7 +7,7 @@
 using namespace emulation;
 using namespace tp_ext;
 
-namespace {
+namespace emulation::multi_tensor {
 
 struct TensorSpec {
   int64_t n, shift;
@@ -102,9 +102,7 @@ void vast_squares() {
   unmap(x, n), unmap(partial, blocks);
 }
 
-}  // namespace
-
-int main() {
+int program(int, char**) {
   for_all_types([](auto type) {
     using T = decltype(type);
     constexpr int64_t N = kVec<T>;
@@ -118,3 +116,5 @@ int main() {
   vast_squares();
   return done();
 }
+
+}  // namespace emulation::multi_tensor

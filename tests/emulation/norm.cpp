@@ -9,7 +9,7 @@
 using namespace emulation;
 using namespace tp_ext;
 
-namespace {
+namespace emulation::norm {
 
 struct Row {
   double mean, rstd;
@@ -33,7 +33,7 @@ struct Case {
   int64_t rows, n, shift;
   unsigned blocks;
   bool aligned;
-  bool fits = true;                               // false: as if a row did not fit the registers
+  bool fits = true;                              // false: as if a row did not fit the registers
   Tensor<T> input, residual, x, grad, grad_sum;  // x = input + residual
   Tensor<W> weight, bias;
   std::vector<Row> row;
@@ -240,9 +240,7 @@ void vast_norm() {
   unmap(x, rows * n), unmap(y, rows * n), unmap(dx, rows * n), unmap(rstd, rows);
 }
 
-}  // namespace
-
-int main() {
+int program(int, char**) {
 #ifdef EVERY_TYPE
   sizes<double, double>();
   both<Half, Half, true>(5, 24, 0);
@@ -256,3 +254,5 @@ int main() {
   vast_norm<false>();
   return done();
 }
+
+}  // namespace emulation::norm

@@ -8,7 +8,7 @@
 using namespace emulation;
 using namespace tp_ext;
 
-namespace {
+namespace emulation::random_words {
 
 std::string label(const char* what, const char* type, int64_t n, const GlobalIndex& index) {
   return std::string(what) + " " + type + " " + std::to_string(n) + " in rows of " +
@@ -169,9 +169,7 @@ void vast_dropout() {
   unmap(x, n), unmap(y, n);
 }
 
-}  // namespace
-
-int main() {
+int program(int, char**) {
   dropouts<float>(), dropouts<BFloat16>();
   for (const GlobalIndex& index :
        {GlobalIndex{12, 48, 24}, GlobalIndex{7, 33, 6}, GlobalIndex{1, 3, 2}})
@@ -186,3 +184,5 @@ int main() {
   vast_dropout();
   return done();
 }
+
+}  // namespace emulation::random_words

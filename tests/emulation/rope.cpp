@@ -7,7 +7,7 @@
 using namespace emulation;
 using namespace tp_ext;
 
-namespace {
+namespace emulation::rope {
 
 struct InRange {
   void operator()(bool ok) const {
@@ -138,9 +138,7 @@ void vast_rope() {
   unmap(x, size), unmap(y, size), unmap(cos, s.tokens * s.half), unmap(sin, s.tokens * s.half);
 }
 
-}  // namespace
-
-int main() {
+int program(int, char**) {
   for_all_types([](auto type) {
     using T = decltype(type);
     constexpr int64_t N = kVec<T>;
@@ -168,3 +166,5 @@ int main() {
   vast_rope();
   return done();
 }
+
+}  // namespace emulation::rope

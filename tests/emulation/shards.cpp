@@ -7,7 +7,7 @@
 using namespace emulation;
 using namespace tp_ext;
 
-namespace {
+namespace emulation::shards {
 
 // A byte string of the unit's size that encodes its origin
 template <typename U>
@@ -52,7 +52,8 @@ void pack(const Case& c) {
   const auto [blocks, back] = run_in_every_order(name, [&] {
     Tensor<U> blocks(block), back(full.size());
     launch(grid, kThreads, [&] { pack_shards_kernel<U>(full, blocks, c.outer, full_row, chunks); });
-    launch(grid, kThreads, [&] { unpack_shards_kernel<U>(blocks, back, c.outer, full_row, chunks); });
+    launch(grid, kThreads,
+           [&] { unpack_shards_kernel<U>(blocks, back, c.outer, full_row, chunks); });
     return results(blocks, back);
   });
   for (int64_t i = 0; i < block; ++i)
@@ -87,15 +88,16 @@ void vast_pack() {
   const dim3 grid(grid_for(items), 2);
   const dim3 last(static_cast<unsigned>((items - 1) / kThreads % grid.x), 1);
   launch(grid, kThreads, [&] { pack_shards_kernel(full, blocks, outer, row, chunks); }, 0, {last});
-  launch(grid, kThreads, [&] { unpack_shards_kernel(blocks, back, outer, row, chunks); }, 0, {last});
+  launch(grid, kThreads, [&] { unpack_shards_kernel(blocks, back, outer, row, chunks); }, 0,
+         {last});
   if (blocks[size - 1] != 77 || back[size - 1] != 77) wrong("the last unit");
   unmap(full, size), unmap(blocks, size), unmap(back, size);
 }
 
-}  // namespace
-
-int main() {
+int program(int, char**) {
   sizes<uint4>(), sizes<uint2>(), sizes<uint32_t>(), sizes<uint8_t>();
   vast_pack();
   return done();
 }
+
+}  // namespace emulation::shards

@@ -8,7 +8,7 @@
 using namespace emulation;
 using namespace tp_ext;
 
-namespace {
+namespace emulation::vocabulary {
 
 struct InRange {
   void operator()(bool ok) const {
@@ -222,7 +222,7 @@ void embedding(int64_t tokens, int64_t hidden, int blocks) {
   const int64_t start = 10, local = 6, rows = 8, vocab = 30;  // rows: 2 of them padding
   const auto weight = values<T>(rows * hidden, 0, 1), grad = values<T>(tokens * hidden, 0, 2);
   Tensor<Id> ids(tokens);
-  std::mt19937 random(3);
+  Random random{3};
   for (int64_t t = 0; t < tokens; ++t)
     ids[t] = random() % 3 ? start + random() % local : random() % vocab;
   const auto name = std::string("embedding ") + type_name<T>() + " " + std::to_string(tokens) +
@@ -304,9 +304,7 @@ void embeddings() {
   }
 }
 
-}  // namespace
-
-int main() {
+int program(int, char**) {
   cross_entropies<float>(), cross_entropies<BFloat16>();
 #ifdef EVERY_TYPE
   cross_entropies<double>();
@@ -321,3 +319,5 @@ int main() {
   vast_embedding();
   return done();
 }
+
+}  // namespace emulation::vocabulary
