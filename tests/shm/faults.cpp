@@ -5,8 +5,7 @@
 
 using namespace std::chrono_literals;
 
-namespace tp_ext::shm::test {
-namespace {
+namespace tp_ext::shm::test::faults {
 
 const Geometry kSmall{2, 512, 128};
 Geometry of_ranks(int ranks) { return {ranks, 64 * ranks + 256, 128}; }
@@ -336,11 +335,7 @@ void geometry_is_checked() {
   }
 }
 
-}  // namespace
-}  // namespace tp_ext::shm::test
-
-int main() {
-  using namespace tp_ext::shm::test;
+int program(char**) {
 #define CASE(name) {#name, name}
   run_all({CASE(different_calls_are_named_by_all), CASE(different_sizes_are_named),
            CASE(different_parts_are_found), CASE(all_to_all_sizes_are_compared),
@@ -352,4 +347,7 @@ int main() {
            CASE(an_engine_is_destroyed_by_its_own_thread), CASE(a_callback_may_use_the_engine),
            CASE(a_failing_finish_is_its_tasks_alone), CASE(buffers_are_let_go_without_the_lock),
            CASE(geometry_is_checked)});
+  return 0;
 }
+
+}  // namespace tp_ext::shm::test::faults

@@ -15,8 +15,7 @@
 
 using namespace std::chrono_literals;
 
-namespace tp_ext::shm::test {
-namespace {
+namespace tp_ext::shm::test::processes {
 
 constexpr int kDied = 42;  // exit status of a process that saw the death of rank `victim`
 
@@ -283,14 +282,13 @@ void a_forked_child_leaves_the_group_alone() {
   for (const pid_t pid : pids) EXPECT(status_of(pid) == 0, "process %d", pid);
 }
 
-}  // namespace
-}  // namespace tp_ext::shm::test
-
-int main() {
-  using namespace tp_ext::shm::test;
+int program(char**) {
   alarm(120);
 #define CASE(name) {#name, name}
   run_all({CASE(only_its_owner_can_open_it), CASE(a_mark_goes_with_its_process),
            CASE(what_the_killed_leave_is_swept), CASE(ranks_follow_a_plan),
            CASE(the_others_learn_who_was_killed), CASE(a_forked_child_leaves_the_group_alone)});
+  return 0;
 }
+
+}  // namespace tp_ext::shm::test::processes

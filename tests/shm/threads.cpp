@@ -4,10 +4,9 @@
 
 #include "plan.h"
 
-using namespace tp_ext::shm;
-using namespace tp_ext::shm::test;
+namespace tp_ext::shm::test::threads {
 
-int main(int, char** args) {
+int program(char** args) {
   const int ranks = std::atoi(args[1]);
   const Plan plan{ranks, std::atoll(args[2]), std::strtoull(args[3], nullptr, 10), 3000};
   Random random(plan.seed);
@@ -24,4 +23,7 @@ int main(int, char** args) {
   });
   std::printf("%lld operations on %d ranks in %zu groups\n", std::atoll(args[2]), ranks,
               groups.size());
+  return 0;
 }
+
+}  // namespace tp_ext::shm::test::threads

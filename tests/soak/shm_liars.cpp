@@ -13,8 +13,7 @@
 
 using namespace std::chrono_literals;
 
-namespace tp_ext::shm::test {
-namespace {
+namespace tp_ext::shm::test::shm_liars {
 
 constexpr auto kLimit = 25ms;  // for each call
 constexpr auto kHang = 30s;    // for all of a round
@@ -352,12 +351,7 @@ int64_t names(Random& random) {
   return lies;
 }
 
-}  // namespace
-}  // namespace tp_ext::shm::test
-
-int main(int, char** args) {
-  using namespace tp_ext::shm;
-  using namespace tp_ext::shm::test;
+int program(char** args) {
   const int64_t corruptions = std::atoll(args[1]);
   const uint64_t seed = std::strtoull(args[2], nullptr, 10);
   static Counts counts;
@@ -386,4 +380,7 @@ int main(int, char** args) {
   for (size_t i = 0; i < size_t(Field::kFields); ++i)
     std::printf(" %s %ld", kNames[i], counts.fields[i].load());
   std::printf("\n");
+  return 0;
 }
+
+}  // namespace tp_ext::shm::test::shm_liars
