@@ -18,6 +18,8 @@ GXX = shutil.which(os.environ.get("CXX", "g++"))
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 SOURCE = """
 #include "cpu/dropout_pass.cpp"
+#include "cpu/half_convert.cpp"
+#include "cpu/philox_words.cpp"
 using namespace tp_ext;
 #define PASS(T, how) \\
   extern "C" void how##_##T(uint64_t seed, double p, const T* x, const float* bias, const T* residual, T* y, \\
@@ -57,9 +59,8 @@ def library(tmp_path_factory):
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("dropout")
     (folder / "pass.cpp").write_text(SOURCE)
-    sources = [folder / "pass.cpp", CSRC / "cpu" / "half_convert.cpp", CSRC / "cpu" / "philox_words.cpp"]
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", f"-I{CSRC}"]
-    subprocess.run([GXX, *flags, *sources, "-o", folder / "pass.so"], check=True, timeout=120)
+    subprocess.run([GXX, *flags, folder / "pass.cpp", "-o", folder / "pass.so"], check=True, timeout=120)
     return ctypes.CDLL(str(folder / "pass.so"))
 
 

@@ -20,7 +20,7 @@ def test_every_kernel_is_looked_at():
 
 
 @needs_nvcc
-@pytest.mark.parametrize("header", ["rope", "column_sum"])
+@pytest.mark.parametrize("header", [pytest.param("rope", marks=pytest.mark.exhaustive), "column_sum"])
 def test_kernels_keep_to_their_registers(header):
     arch = check.known_archs(NVCC)[-1]
     found = check.compile_header(NVCC, header, arch, [i for i in INSTANCES if i.header == header])

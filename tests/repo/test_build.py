@@ -163,6 +163,7 @@ def test_missing_compiler(tmp_path: Path, env: dict[str, str]) -> None:
     assert error.startswith(f"tp_ext needs a C++ compiler, {name!r} is not found: ")
 
 
+@pytest.mark.exhaustive  # the previous test has fakes of torch, which are imported faster
 def test_missing_compiler_with_the_real_torch(tmp_path: Path) -> None:
     error = setup_py(tmp_path, TP_EXT_CUDA="0", CXX="no-such-compiler")
     assert error.startswith("tp_ext needs a C++ compiler, 'no-such-compiler' is not found: ")
