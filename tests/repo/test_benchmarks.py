@@ -1,8 +1,10 @@
 """The benchmarks run, write down what they say, and time nothing that is wrong. Of their figures nothing is asked."""
 
+import contextlib
 import csv
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -49,21 +51,20 @@ def _run(main, script, folder, *options):
     return _rows(folder, script)
 
 
-def test_a_script_starts_its_ranks(tmp_path):
-    """As a user starts it: the ranks import the script that is __main__ here."""
-    command = [
-        sys.executable,
-        "-m",
-        bench_collectives.__name__,
-        "--quick",
-        "--csv",
-        str(tmp_path),
-        "--op",
-        "all_reduce",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
+def test_a_script_starts_its_ranks(cold, tmp_path):
+    """In this process, or as a user starts it: the ranks import the script that is __main__ there."""
+    words = [bench_collectives.__name__, "--quick", "--csv", str(tmp_path), "--op", "all_reduce"]
+    if cold:
+        command, environment = [sys.executable, "-m", *words], os.environ | {"PYTHONPATH": str(ROOT)}
+        environment["OMP_NUM_THREADS"] = "1"
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        with mock.patch.object(sys, "argv", words), contextlib.closing(ranks):  # of another __main__, before and after
+            ranks.close()
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     rows = _rows(tmp_path, "bench_collectives")
     ways = {f"{path}, {over}" for path in ("dist", "region") for over in interleave.BACKENDS}
     assert {row["way"] for row in rows} == ways | {"clone", "copy"}

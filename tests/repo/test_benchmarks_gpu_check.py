@@ -4,9 +4,11 @@ the goals say what was met."""
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,8 +18,9 @@ import torch
 
 from benchmarks.gpu import check as gpu_check
 from benchmarks.gpu import results as gpu_results
-from benchmarks.lib import report, timing
+from benchmarks.lib import jobs, report, timing
 from benchmarks.lib.jobs import ROOT, Command, Run, Stage
+from tests.helpers import ranks, torchrun
 
 
 def python(name, code, **options):
@@ -199,16 +202,44 @@ FIELDS = {"commit", "gpu", "driver", "arch", "cpu", "cuda", "torch", "python", "
 ROW = {"kernel", "case", "pass", "shape", "dtype", "bytes", "ms", "gb_per_s", "copy_ms", "share_of_copy", "extra_bytes"}
 
 
+class _Forked(torchrun._Process):
+    """As much of subprocess.Popen as a stage uses, of ``python -m`` in a fork of the ranks' server: that has torch."""
+
+    def __init__(self, argv, cwd, env, stdin, stdout, **_):
+        assert argv[:2] == [sys.executable, "-m"]
+        reader, writer = ranks._context.Pipe(duplex=False)
+        files = reader, connection.Connection(os.dup(stdout.fileno()))
+        with mock.patch.dict(os.environ, ranks._ENVIRONMENT):
+            forkserver.ensure_running()
+        process = ranks._context.Process(target=_module, args=(argv[2:], str(cwd), env, *files))
+        process.start()
+        self.stdin = os.fdopen(os.dup(writer.fileno()), "wb") if stdin == subprocess.PIPE else None
+        for each in (*files, writer):
+            each.close()
+        super().__init__(process.pid, process)
+
+
+def _module(argv, folder, environment, stdin, stdout):
+    os.setsid()
+    os.chdir(folder)
+    os.dup2(stdin.fileno(), 0)
+    sys.stdin = open(0)  # noqa: SIM115
+    torchrun._redirect(stdout, stdout)
+    sys.argv = list(argv)
+    torchrun._program(lambda: runpy.run_module(argv[0], run_name="__main__", alter_sys=True), environment)
+
+
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
 def test_a_dry_run_writes_every_field(cold, tmp_path, monkeypatch, capfd):
-    """In this process, and in one of its own, as a user starts it."""
+    """In this process and forks of one, and in processes of their own, as a user starts it."""
     argv = ["--device", "cpu", "--quick", "--benchmarks", "rope", "--out", str(tmp_path)]
     argv += ["--stages", "^kernels|^benchmarks$|memcheck"]
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     if cold:
         code = subprocess.run([sys.executable, "-m", gpu_check.__name__, *argv], timeout=250).returncode
     else:
-        with mock.patch("signal.signal"):  # SIGTERM is pytest's
+        forks = SimpleNamespace(**vars(subprocess) | {"Popen": _Forked})
+        with mock.patch("signal.signal"), mock.patch.object(jobs, "subprocess", forks):  # SIGTERM is pytest's
             code = gpu_check.main(argv)
     printed = capfd.readouterr().out
     assert code == 0, printed

@@ -178,11 +178,12 @@ def test_run_fresh_has_no_group_and_no_past():
 
 
 _PARENT = """
-import os, sys
+import os, pickle, sys
 if __name__ == "__main__":
     from tests.helpers import ranks
-    from tests.repo import test_ranks
-    print([r[0] for r in ranks.run(test_ranks._world, 2)], flush=True)
+    ranks._context.set_forkserver_preload(["torch"])  # what a worker needs, without what takes as long again
+    pool = ranks._Pool(0, 2)
+    print(pool.run(pickle.dumps((sys.path, pickle.dumps((os.getpid, (), {})))), 180), flush=True)
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), 9)
     raise SystemExit(7)
