@@ -24,8 +24,11 @@ def _killed(rank, p, folder, backend, name):
 
 @pytest.mark.parametrize(
     "name, backend",
-    [pytest.param(name, "cpu:gloo", marks=pytest.mark.exhaustive) for name in ("all_reduce", "recv")]
-    + [(name, "cpu:tp_shm") for name in ("all_reduce", "all_to_all", "recv", "recv from any", "barrier", "async")],
+    [
+        *(pytest.param(name, "cpu:gloo", marks=pytest.mark.exhaustive) for name in ("all_reduce", "recv")),
+        pytest.param("barrier", "cpu:tp_shm", marks=pytest.mark.exhaustive),  # in steps, as all_to_all
+        *((name, "cpu:tp_shm") for name in ("all_reduce", "all_to_all", "recv", "recv from any", "async")),
+    ],
 )
 def test_a_killed_rank_is_noticed_at_once(name, backend):
     """Long before the timeout of a minute; by tp_shm with its name."""
@@ -57,6 +60,7 @@ def _on_and_on(rank, p, folder, backend, n, seconds):
     return late, message
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("n", [1, 3_000_000])
 @pytest.mark.parametrize("p", [2, 4])
 def test_a_rank_killed_in_the_middle(p, n):

@@ -1,5 +1,6 @@
 """What tp_shm leaves on the machine: nothing, in /dev/shm or elsewhere; who may read it while it is there; forks."""
 
+import ctypes
 import os
 import stat
 import subprocess
@@ -133,15 +134,12 @@ print("end", flush=True)
 """
 
 
-ENDS = [
-    ("works", "works raises"),
-    pytest.param(("works", "works"), marks=pytest.mark.exhaustive),
-    pytest.param(("raises", "raises"), marks=pytest.mark.exhaustive),
-]
+ENDS = [("works", "works raises"), ("works", "works"), ("raises", "raises")]
 
 
+@pytest.mark.exhaustive  # a forked process, as the next test has, needs not import torch
 @pytest.mark.parametrize("hows", ENDS, ids=" and ".join)
-def test_an_interpreter_ends_without_destroy_process_group(hows, tmp_path):
+def test_a_program_ends_without_destroy_process_group(hows, tmp_path):
     """Works in flight among them; no hang, no crash, nothing left."""
     before = _names()
     command = [sys.executable, "-c", SCRIPT]
@@ -158,6 +156,23 @@ def test_an_interpreter_ends_without_destroy_process_group(hows, tmp_path):
     finally:
         for rank in ranks:
             rank.kill()
+    assert _gone(before)
+
+
+def _finalized(rank, p, folder, script, hows):
+    """The same script in a process that is forked, and ends as the interpreter does: all is finalized."""
+    sys.argv[1:] = [str(rank), str(folder), hows[rank]]
+    try:
+        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        ctypes.pythonapi.Py_Exit(end.code)
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def test_an_interpreter_ends_without_destroy_process_group():
+    before = _names()
+    outcomes = launch(_finalized, 2, SCRIPT, ENDS[0])
+    assert [(outcome.error, outcome.exitcode) for outcome in outcomes] == [("Died", 0), ("Died", 3)], outcomes
     assert _gone(before)
 
 

@@ -13,6 +13,6 @@ from tp_ext.checkpoint import atomic_directory
 def test_every_load_is_of_one_whole_checkpoint_whatever_is_killed(able, monkeypatch):
     for module, name in ((fcntl, "flock"), (atomic_directory, "_exchange")):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
-    counts, failures = checkpoints.soak(seed=able, seconds=3, readers=(2,), exchange=able, flock=able)
+    counts, failures = checkpoints.soak(seed=able, seconds=1.5, readers=(2,), exchange=able, flock=able)
     assert not failures, failures
     assert counts["loads"] > 1 and counts["saves"] > 1 and counts["kills"], counts

@@ -19,7 +19,8 @@ def _train(group, backend, steps):
     return findings(train(group, steps), steps)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "tp_shm"])
+# What is ours around the collectives is the same over gloo
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.exhaustive), "tp_shm"])
 def test_nothing_grows(backend):
     assert run(_train, 2, backend, 1200, timeout=120) == [[], []]
 

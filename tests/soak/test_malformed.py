@@ -16,9 +16,9 @@ def _soak(rounds, lenient):
 
 
 def test_every_load_of_a_damaged_directory_ends_in_an_error_or_a_whole_state():
-    counts, failures = ranks.run_fresh(_soak, 250, False)
+    counts, failures = ranks.run_fresh(_soak, 160, False)
     assert not failures, failures
-    assert sum(counts.values()) == 250 and len(counts) > 8, counts
+    assert sum(counts.values()) == 160 and len(counts) > 8, counts
 
 
 def test_it_finds_a_loader_that_takes_chunks_that_overlap():

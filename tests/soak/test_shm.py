@@ -8,7 +8,7 @@ from tests.soak import shm_groups, shm_operations
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("p, backend, count", [(2, "gloo", 400), (2, "tp_shm", 2000), (3, "tp_shm", 2000)])
+@pytest.mark.parametrize("p, backend, count", [(2, "gloo", 400), (2, "tp_shm", 1200), (3, "tp_shm", 1200)])
 def test_random_operations_on_several_groups(p, backend, count):
     answers = run(shm_operations.soak, p, backend, 3, count)
     assert sum(checked for checked, _, _ in answers) > count
