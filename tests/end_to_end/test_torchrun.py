@@ -104,7 +104,7 @@ STARTED = pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytes
 
 
 @pytest.mark.parametrize(
-    ("p", "cold"), [(2, False), (1, True), pytest.param(2, True, marks=pytest.mark.exhaustive)], ids=str
+    ("p", "cold"), [(2, False), *(pytest.param(p, True, marks=pytest.mark.exhaustive) for p in (1, 2))], ids=str
 )
 def test_output_files_lines_and_sample(p, cold, text, tmp_path):
     options = ["--data", str(text), "--steps", "4", "--eval-every", "2", "--log-every", "3", "--sample-bytes", "8"]

@@ -127,9 +127,9 @@ class Follower {
           b->out.resize(b->expected.size());
           out = divided<void*>(b->out.data(), b->out_sizes);
         }
-        return start(
-            std::make_unique<AllGather>(member, b->in.data(), out, b->out_sizes, 0, all ? -1 : root),
-            b);
+        return start(std::make_unique<AllGather>(member, b->in.data(), out, b->out_sizes, 0,
+                                                 all ? -1 : root),
+                     b);
       }
       case Kind::kReduceScatter: {
         for (int r = 0; r < plan_.ranks; ++r) b->in_sizes.push_back(length() / size);
@@ -143,9 +143,9 @@ class Follower {
         Elements like = elements;
         like.count = all;
         auto in = divided<const void*>(b->in.data(), b->in_sizes, size);
-        return start(
-            std::make_unique<ReduceScatter>(member, std::move(in), b->out.data(), b->in_sizes, like),
-            b);
+        return start(std::make_unique<ReduceScatter>(member, std::move(in), b->out.data(),
+                                                     b->in_sizes, like),
+                     b);
       }
       case Kind::kAllToAll: {
         for (int from = 0; from < plan_.ranks; ++from)
