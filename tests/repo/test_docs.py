@@ -50,11 +50,12 @@ def test_every_block_is_python(page):
             pytest.fail(f"{page.name}, block at line {line}: {error}")
 
 
-ELSEWHERE = {"first_steps.md", "tutorial.md"}  # tests below run all their blocks on other ranks, and those of README
+# Tests below, and end_to_end/test_two_hosts.py, run all their blocks on other numbers of ranks
+ELSEWHERE = {"first_steps.md", "multi_node.md", "tutorial.md"}
 
 
 def _on_two_ranks():
-    for page in PAGES[1:]:
+    for page in PAGES[1:]:  # README's run below
         if any(whose == "ours" for whose, *_ in blocks(page)):
             marks = [pytest.mark.exhaustive] if page.name in ELSEWHERE else []
             yield pytest.param(page, marks=marks, id=page.name)
