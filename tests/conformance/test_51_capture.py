@@ -17,7 +17,8 @@ from tests.helpers import ranks
 from tests.helpers.small_gpt import batches, make
 from tp_ext import Dropout
 
-EVERY = pytest.mark.parametrize("p", [1, 3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 4))])
+# Where heads and features are uneven, p = 3, tests/training/test_compile.py::test_blocks compiles a block by default
+EVERY = pytest.mark.parametrize("p", [1, 2, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (3, 4))])
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # fp64
 

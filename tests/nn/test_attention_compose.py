@@ -114,14 +114,18 @@ def _checkpoint(module):
     return lambda *args, **kwargs: checkpoint(module, *args, use_reentrant=False, **kwargs)
 
 
+PLAIN, DROPPED = {}, {"dropout": 0.5}
+
+
+# Under SP tests/training/test_compile.py::test_blocks compiles attention with dropout
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("options", "masked", "sp"),
     [
-        ({}, False, False),
-        ({}, False, True),
-        ({"dropout": 0.5}, False, False),
-        ({"dropout": 0.5}, False, True),
+        (PLAIN, False, False),
+        (PLAIN, False, True),
+        (DROPPED, False, False),
+        (DROPPED, False, True),
         ({"sliding_window": 2, "scale": 0.3}, True, True),
         ({"softcap": 1.5}, True, False),
     ],

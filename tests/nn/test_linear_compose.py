@@ -158,6 +158,7 @@ def _compiled_autograd(group, kind, sp):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.thinned(1)
 @BOTH
 def test_compiled_autograd(kind, sp):
     """torch compiles the backward of a forward that ran as ever."""

@@ -159,6 +159,7 @@ def _block(group, sp, kv_heads, state, x):
     return y, x.grad, full
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize(("p", "kv_heads"), [(2, 4), (2, 1), (3, 4), (4, 2), (4, 1)])
 def test_drop_in_for_the_linears_of_attention_and_mlp(p, kv_heads, sp):
