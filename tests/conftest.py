@@ -10,7 +10,23 @@ import pytest
 import torch
 
 from tests.helpers import ranks
+from tests.helpers.paths import ROOT
 from tests.helpers.thinning import mark_exhaustive
+
+# Of many seconds: begun first, since a worker has a file for itself and the others would wait for it at the end
+LONG_FILES = [
+    "shm/test_core.py",
+    "emulation/test_emulation.py",
+    "training/test_compile.py",
+    "nn/test_context_attention.py",
+    "parallel/test_run.py",
+    "test_regions_compose.py",
+    "conformance/test_51_capture.py",
+    "nn/test_attention_context.py",
+    "parallel/test_pipeline_stages.py",
+    "repo/test_docs.py",
+    "end_to_end/test_torchrun.py",
+]
 
 _skips: collections.Counter[str] = collections.Counter()
 
@@ -28,6 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves out what only ``--exhaustive`` runs. TP_EXT_SHARD=i/n: every n-th test from the i-th on, for n processes
     at the same time."""
     mark_exhaustive(items)
+    long = {ROOT / "tests" / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: long.get(item.path, len(long)))
     if not config.getoption("--exhaustive"):
         named = {argument for argument in config.args if "[" in argument}
         left_out = [item for item in items if item.get_closest_marker("exhaustive") and item.nodeid not in named]

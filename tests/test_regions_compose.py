@@ -148,7 +148,7 @@ def _compiled_all(group, xs, how):
     _compiled(group, model, xs, backend, True if how == "dynamic" else None)
 
 
-@pytest.mark.parametrize("how", ["name", "mesh", None, "dynamic"])
+@pytest.mark.parametrize("how", ["name", pytest.param("mesh", marks=pytest.mark.exhaustive), None, "dynamic"])
 def test_compile_all_regions_at_once(how):
     xs = [torch.rand(4, 6, dtype=torch.float64) for _ in range(2)]
     ranks.run(_compiled_all, 2, xs, how)

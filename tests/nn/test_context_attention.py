@@ -114,6 +114,7 @@ def test_three_ranks_with_one_token_each():
         assert_dense(3, [{"context": context, "lengths": n, "heads": heads} for n in (3, [3], [1, 1, 1], [0, 3, 0])])
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_batches(p, context):

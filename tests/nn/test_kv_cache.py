@@ -66,7 +66,7 @@ def _splits(group, options, state, x, splits, static, sp=False):
         return [in_steps(module, x, cache.reset(), split) for split in splits]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CAUSAL)

@@ -141,6 +141,7 @@ def _wrapped(group, name, how):
         assert calls == [1] * 8 + [2] * 8
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("how", ["plain", "sp", "checkpoint", "hooks", "ddp", "fsdp", "compile"])
 @pytest.mark.parametrize("name", [RMS, LAYER])
 def test_a_model_is_that_of_add_and_norm(name, how):

@@ -30,7 +30,7 @@ def program(request, tmp_path_factory):
     return core_programs.build(folder, request.param, sources, flags)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize("parity", [0, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["even seed", "odd seed"])
 def test_threads(program, ranks, parity):
     assert "1500 operations" in program("threads", ranks, 1500, 2 * ranks + parity)

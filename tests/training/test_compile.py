@@ -37,7 +37,9 @@ def _block(group, name, sp):
 @pytest.mark.thinned(1)
 @pytest.mark.core
 @BOTH
-@pytest.mark.parametrize(("name", "p"), [("block", 2), ("rich_block", 2), ("rich_block", 3)])
+@pytest.mark.parametrize(
+    ("name", "p"), [pytest.param("block", 2, marks=pytest.mark.exhaustive), ("rich_block", 2), ("rich_block", 3)]
+)
 def test_blocks(name, p, sp):
     """With dropout, whose seeds are drawn in the graph. p = 3: uneven heads and features."""
     assert ranks.run(_block, p, name, sp, timeout=240) == [1] * p
