@@ -221,7 +221,10 @@ def largest_difference(example: Example, mesh: DeviceMesh) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("X", "Y"), help="ranks along x and y; default: all, 1")
-    sizes = parser.parse_args().mesh or (int(os.environ.get("WORLD_SIZE", "1")), 1)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = parser.parse_args().mesh or (processes, 1)
+    if sizes[0] * sizes[1] != processes:
+        parser.error(f"--mesh: {sizes[0]} times {sizes[1]} must be the number of processes, {processes}")
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=ALL)
     for name, example in examples(*sizes).items():

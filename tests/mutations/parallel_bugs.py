@@ -103,4 +103,12 @@ PARALLEL_BUGS = [
         "A timeline shows no communication in the background.",
         "debug/test_timeline.py",
     ),
+    _bug(
+        "inputs_of_a_step_are_kept",
+        "parallel/run.py",
+        "del self._inputs  # they may be large",
+        "pass",
+        "A run keeps the inputs of its last step.",
+        "parallel/test_run.py::test_steps_accumulate",
+    ),
 ]

@@ -182,4 +182,12 @@ STATE_BUGS = [
         "check does not see an optimizer of parameters that are not the model's.",
         "debug/test_model_rules.py",
     ),
+    _bug(
+        "metadata_of_other_places",
+        "checkpoint/save_plan.py",
+        "self._last[0] == places",
+        "True",
+        "A second save of a plan has the metadata of the first, wherever its entries are.",
+        "checkpoint/test_save_plan.py",
+    ),
 ]
