@@ -4,13 +4,13 @@
 #   PYTHON=python3.13              the interpreter to make the environment from
 #   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
 #   TP_EXT_CUDA=0|1|auto           CUDA kernels; default: only where there is a GPU
-#   PYTEST_ARGS='-k linear'  WORKERS=3 (processes that run tests)  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'
+#   PYTEST_ARGS='-k linear'  WORKERS=2 (processes that run tests)  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'
 
 PYTHON ?= python3
 TORCH ?= 2.15.0
 VENV ?= .venv
 PYTEST_ARGS ?=
-WORKERS ?= 3# each waits now and then: one more than cores. 0 runs the tests in pytest itself, for a debugger
+WORKERS ?= 2# 3 are no faster on two cores. 0 runs the tests in pytest itself, for a debugger
 BENCH_ARGS ?=
 GPU_CHECK_ARGS ?=
 BENCH_OUT ?= runs/bench

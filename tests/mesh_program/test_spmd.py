@@ -1,5 +1,7 @@
 """spmd: forms of arguments and results, gradients, nesting, recomputation, and what a checked map refuses."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import ranks
 from tp_ext import P
+from tp_ext.mesh_program import scope
 from tp_ext.mesh_program.varying import VaryingValueError, axes_of
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -67,8 +70,13 @@ def _checkpointed(group):
     inside = tp_ext.spmd(mesh, in_specs=SPECS, out_specs=P("y"))(lambda *v: checkpoint(part, *v, use_reentrant=False))
     outside = tp_ext.spmd(mesh, in_specs=SPECS, out_specs=P("y"))(part)
     want = torch.autograd.grad((3 * _dense(*inputs)).sin().sum(), inputs)
-    for found in inside(*inputs), checkpoint(outside, *inputs, use_reentrant=False):
-        torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), inputs), want, **CLOSE)
+    with mock.patch.dict(scope._seen, clear=True):  # the process of other tests has seen other meshes
+        for found in inside(*inputs), checkpoint(outside, *inputs, use_reentrant=False):
+            torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), inputs), want, **CLOSE)
+        found = inside(*inputs)
+        tp_ext.spmd(_mesh(1, 2), in_specs=P(), out_specs=P())(lambda x: x)(inputs[0])
+        with pytest.raises(ValueError, match=r"axis 'x' is one of several meshes, .* checkpoint the map"):
+            found.sum().backward()
 
 
 def test_checkpointing_inside_and_outside():

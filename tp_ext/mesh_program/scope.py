@@ -75,10 +75,7 @@ def groups_of(axis: Names, function: str) -> dict[str, ParallelGroup]:
     known = _active.scopes[-1].groups if _active.scopes else _groups_in_backward()
     for name in names:
         if name not in known:
-            where = (
-                f"must be one of the axes of the map, {tuple(known)}" if known else "needs a running map, tp_ext.spmd"
-            )
-            raise ValueError(f"{function}: axis {name!r} {where}")
+            raise ValueError(f"{function}: axis {name!r} {_why_not(name, known)}")
     return {name: known[name] for name in names}
 
 
@@ -86,3 +83,13 @@ def _groups_in_backward() -> dict[str, ParallelGroup]:
     if torch._C._current_graph_task_id() < 0:
         return {}
     return {name: next(iter(found)) for name, found in _seen.items() if len(found) == 1}
+
+
+def _why_not(name: str, known: dict[str, ParallelGroup]) -> str:
+    if _active.scopes:
+        return f"must be one of the axes of the map, {tuple(known)}"
+    if torch._C._current_graph_task_id() >= 0 and len(_seen.get(name, ())) > 1:
+        return (
+            "is one of several meshes, and a checkpoint inside of a map runs again without the map; checkpoint the map"
+        )
+    return "needs a running map, tp_ext.spmd"
