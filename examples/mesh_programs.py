@@ -158,7 +158,7 @@ def pipeline(mesh: DeviceMesh) -> Program:
     return program
 
 
-# The same without a mesh, for y devices in the second dim and x in the first
+# The same in one process
 
 
 def dense_pipeline(microbatches: Tensor, w: Tensor) -> Tensor:

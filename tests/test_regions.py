@@ -25,7 +25,7 @@ def _all_cases(default):
 
 
 def _is_end(number, case):
-    """Whether a case is the first or the last one of its region: an even and an uneven one, if there are two."""
+    """Returns whether a case is the first or the last of its region: an even and an uneven one if there are two."""
     of_region = [i for i, other in enumerate(cases(3)) if other.name == case.name]
     return number in (of_region[0], of_region[-1])
 

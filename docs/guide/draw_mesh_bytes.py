@@ -16,7 +16,7 @@ def on_one_axis(p: int, tokens: int) -> float:
 
 
 def on_two_axes(p: int, tokens: int) -> float:
-    """Of the best x and y."""
+    """Returns the bytes for the best x and y."""
     shapes = [(x, p // x) for x in range(1, p + 1) if p % x == 0]
     sums = ((y - 1) * tokens * (HIDDEN + FFN) + (x - 1) * 2 * HIDDEN * FFN for x, y in shapes)
     return 2 * min(sums) / p * BYTES

@@ -128,16 +128,15 @@ def two_axes() -> None:
 
 def towers() -> None:
     picture = Picture()
-    tower = [[(0,), (1,)], [(2,), (3,)]]
     picture.matrix("images", 40, 80, BY_X)
     picture.sign("conv 1", 46)
-    picture.matrix("channels", 80, 80, tower)
+    picture.matrix("channels", 80, 80, BLOCKS)
     picture.sign("conv 2: own tower", 104)
-    picture.matrix("channels", 80, 80, tower)
+    picture.matrix("channels", 80, 80, BLOCKS)
     picture.sign("gather over y", 82)
     picture.matrix("all channels", 80, 80, BY_X)
     picture.sign("conv 3", 46)
-    picture.matrix("channels", 80, 80, tower)
+    picture.matrix("channels", 80, 80, BLOCKS)
     picture.save("towers")
 
 
@@ -155,7 +154,7 @@ def pipeline() -> None:
                 picture.text(135 + 70 * tick, y + 22, f"batch {tick - stage}")
     for tick in range(4):
         x = 135 + 70 * tick
-        picture.parts.append(f'<path d="M{x} 79 L{x + 66} 94" stroke="#444" marker-end="none"/>')
+        picture.parts.append(f'<path d="M{x} 79 L{x + 66} 94" stroke="#444"/>')
     picture.text(530, 90, "ppermute: to the next stage", 11)
     picture.x = 610
     picture.save("pipeline")

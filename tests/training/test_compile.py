@@ -117,7 +117,7 @@ def test_with_autocast_checkpointing_and_module_compile(sp):
 
 
 def _inductor(group, sp, eager_random, compiling=True):
-    """What is compiled (if compiling) and eager mode give."""
+    """Returns the results of the compiled function, if ``compiling``, and of eager mode."""
     model = Block(config(sequence_parallel=sp), group).double()
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = (x.tensor_split(group.size())[group.rank()] if sp else x).clone().requires_grad_()
