@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -105,6 +105,7 @@ class Outcome:
     traceback: str = ""
     seconds: float = 0.0
     exitcode: int | None = None
+    pid: int = 0
 
 
 def launch(fn: Callable, p: int, *args: Any, timeout: float = 60, environment: Any = None) -> list[Outcome]:
@@ -131,7 +132,7 @@ def launch(fn: Callable, p: int, *args: Any, timeout: float = 60, environment: A
                     outcomes[rank] = Outcome(error="Died", exitcode=workers[rank].exitcode)
         for worker, outcome in zip(workers, outcomes, strict=True):
             worker.join(10 if outcome.error != "TimeoutError" else 0)  # the end of the process is part of the test
-            outcome.exitcode = worker.exitcode
+            outcome.exitcode, outcome.pid = worker.exitcode, worker.pid
         return outcomes
     finally:
         for worker in workers:
@@ -146,6 +147,12 @@ def results(outcomes: list[Outcome]) -> list:
         assert outcome.error is None, f"rank {rank}: {outcome.error} {outcome.message}\n{outcome.traceback}"
         assert outcome.exitcode == 0, f"rank {rank} ended with {outcome.exitcode}"
     return [outcome.value for outcome in outcomes]
+
+
+def segments(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm of the segments that these processes made; other jobs of this machine may have their own."""
+    pids = set(map(str, pids))
+    return {name for name in os.listdir("/dev/shm") if name.startswith("tp_shm.") and name.split(".")[2] in pids}
 
 
 def start(rank: int, p: int, folder: Path, backend: str, seconds: float = 60, name: str = "store") -> Any:

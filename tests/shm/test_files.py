@@ -18,37 +18,22 @@ from torch.utils.data import DataLoader
 from tests.helpers.other_host import move_to_another_host
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run
-from tests.shm.backends import launch, results, start, timed_error
+from tests.shm.backends import launch, results, segments, start, timed_error
 
 pytestmark = pytest.mark.core
 SHM = Path("/dev/shm")
 
 
-def _names():
-    """Names of the segments of tp_shm, of any process."""
-    return {name for name in os.listdir(SHM) if name.startswith("tp_shm")}
-
-
-def _gone(before):
-    """Whether no name that is new stays; other processes of this machine may be at work."""
-    left = _names() - before
-    deadline = time.monotonic() + 3
-    while left and time.monotonic() < deadline:
-        time.sleep(0.05)
-        left &= _names()
-    return not left
-
-
 class _Watch(threading.Thread):
-    """Looks at /dev/shm as often as it can: name -> (mode, owner)."""
+    """Looks at /dev/shm as often as it can: name -> (mode, owner), of the segments of any process."""
 
     def __init__(self):
         super().__init__(daemon=True)
-        self.seen, self.over, self.before = {}, threading.Event(), _names()
+        self.seen, self.over = {}, threading.Event()
 
     def run(self):
         while not self.over.is_set():
-            for name in _names() - self.before - self.seen.keys():
+            for name in {name for name in os.listdir(SHM) if name.startswith("tp_shm.")} - self.seen.keys():
                 try:
                     found = os.stat(SHM / name)
                     self.seen[name] = stat.S_IMODE(found.st_mode), found.st_uid
@@ -70,31 +55,31 @@ def _groups(world, backend, count):
         dist.all_reduce(x := torch.full((3,), float(i)), group=group)
         assert x.tolist() == [i * world.size()] * 3
         dist.destroy_process_group(group)
+    return os.getpid()
 
 
 def test_segments_are_private_and_their_names_cannot_be_guessed():
     with _Watch() as watch:
-        run(_groups, 2, "tp_shm", 60)
-    assert watch.seen, "no segment was seen: look more often, or it has no name at all, which is better still"
+        pids = run(_groups, 2, "tp_shm", 60)
+    made = {name for name in watch.seen if any(f".{pid}." in name for pid in pids)}
+    assert made, "no segment was seen: look more often, or it has no name at all, which is better still"
     for name, (mode, owner) in watch.seen.items():
         assert mode == 0o600 and owner == os.getuid(), (name, oct(mode))
     ends = [name[-16:] for name in watch.seen]
     assert len(set(ends)) == len(ends) and all(int(end, 16) for end in ends)
-    assert _gone(watch.before)
+    assert not segments(pids)
 
 
 def _mapped(rank, p, folder):
-    """Where the memory is, while the group lives."""
-    before = _names()
     start(rank, p, folder, "cpu:tp_shm")
     dist.all_reduce(torch.ones(3))
     dist.barrier()
-    return sorted(_names() - before)
+    return segments([os.getpid()])
 
 
 def test_no_name_stays_while_a_group_lives():
     """So that not even the kill of all its ranks leaves something behind."""
-    assert set.intersection(*map(set, results(launch(_mapped, 2)))) == set()
+    assert results(launch(_mapped, 2)) == [set()] * 2
 
 
 def _stopped(rank, p, folder, after):
@@ -106,11 +91,10 @@ def _stopped(rank, p, folder, after):
 
 
 def test_nothing_stays_when_a_rank_is_killed_while_it_starts():
-    before = _names()
     for trial in range(4):
         outcomes = launch(_stopped, 2, trial * 0.005)
         assert outcomes[0].error is None and outcomes[0].exitcode == 0, outcomes[0]
-    assert _gone(before)
+        assert not segments(outcome.pid for outcome in outcomes)
 
 
 SCRIPT = """
@@ -141,7 +125,6 @@ ENDS = [("works", "works raises"), ("works", "works"), ("raises", "raises")]
 @pytest.mark.parametrize("hows", ENDS, ids=" and ".join)
 def test_a_program_ends_without_destroy_process_group(hows, tmp_path):
     """Works in flight among them; no hang, no crash, nothing left."""
-    before = _names()
     command = [sys.executable, "-c", SCRIPT]
     root = str(ROOT)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
@@ -156,7 +139,7 @@ def test_a_program_ends_without_destroy_process_group(hows, tmp_path):
     finally:
         for rank in ranks:
             rank.kill()
-    assert _gone(before)
+    assert not segments(rank.pid for rank in ranks)
 
 
 def _finalized(rank, p, folder, script, hows):
@@ -170,10 +153,9 @@ def _finalized(rank, p, folder, script, hows):
 
 
 def test_an_interpreter_ends_without_destroy_process_group():
-    before = _names()
     outcomes = launch(_finalized, 2, SCRIPT, ENDS[0])
     assert [(outcome.error, outcome.exitcode) for outcome in outcomes] == [("Died", 0), ("Died", 3)], outcomes
-    assert _gone(before)
+    assert not segments(outcome.pid for outcome in outcomes)
 
 
 # Forks
@@ -240,11 +222,11 @@ def _hosts(rank, p, folder, hostname):
 
 @pytest.mark.parametrize("hostname", ["another-host", ""], ids=["host", "container"])
 def test_ranks_on_two_hosts_are_refused_at_init(hostname):
-    before = _names()
-    outcomes = results(launch(_hosts, 3, hostname))
-    if outcomes[2][0] == "not permitted":
+    outcomes = launch(_hosts, 3, hostname)
+    errors = results(outcomes)
+    if errors[2][0] == "not permitted":
         pytest.skip("no permission to make namespaces")
-    for rank, (seconds, message) in enumerate(outcomes):
+    for rank, (seconds, message) in enumerate(errors):
         assert 0 <= seconds < 4, (rank, seconds, message)
         assert "host" in message or "/dev/shm" in message, (rank, message)
-    assert _gone(before)
+    assert not segments(outcome.pid for outcome in outcomes)

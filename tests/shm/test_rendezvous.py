@@ -4,21 +4,15 @@ import os
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.shm.backends import launch, results, timed_error
+from tests.shm.backends import launch, results, segments, timed_error
 from tp_ext._build import load
 
 pytestmark = pytest.mark.core
-SHM = Path("/dev/shm")
-
-
-def _names():
-    return {name for name in os.listdir(SHM) if name.startswith("tp_shm.")}
 
 
 def _meet(store, rank, p, seconds=20.0):
@@ -103,14 +97,13 @@ def test_few_round_trips(p):
 
 def test_a_lost_store_leaves_no_name_behind():
     """At each of the operations, on either rank: the process, which lives on, has no segment left."""
-    before = _names()
     for rank in range(2):
         for operations in range(6):
             store = dist.HashStore()
             stores = [_Store(store), _Store(store)]
             stores[rank].left = operations
             answers = _on_threads(*(lambda r=r, s=stores: _meet(s[r], r, 2, 0.3) for r in range(2)))
-            assert _names() == before, (rank, operations)
+            assert not segments([os.getpid()]), (rank, operations)
             assert operations > 1 or all(isinstance(answer, RuntimeError) for answer in answers)
             del answers
 
