@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from tests.helpers import ranks
+from tests.helpers import ranks, seeds
 from tests.helpers.paths import ROOT
 from tests.helpers.thinning import mark_exhaustive
 
@@ -28,6 +28,7 @@ LONG_FILES = [
     "end_to_end/test_torchrun.py",
 ]
 
+_GPUS = range(torch.cuda.device_count())
 _skips: collections.Counter[str] = collections.Counter()
 
 
@@ -38,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     text = "cuda: needs a CUDA device; TP_EXT_REQUIRE_CUDA=1 turns its skip into a failure"
     config.addinivalue_line("markers", text)
+    seeds.cheapen()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,6 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    ranks.close_costly()
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         if os.environ.get("TP_EXT_REQUIRE_CUDA") == "1":
             pytest.fail("no CUDA device, though TP_EXT_REQUIRE_CUDA=1", pytrace=False)
@@ -84,7 +87,7 @@ def _caches_of_inductor(tmp_path_factory):
 def _fixed_random_state():
     """Each test starts from seed 0 and leaves the generators as it found them."""
     states = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(_GPUS):
         torch.manual_seed(0)
         random.seed(0)
         numpy.random.seed(0)

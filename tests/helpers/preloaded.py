@@ -15,6 +15,8 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.debug  # noqa: F401
 
 import tp_ext  # noqa: F401
+from tests.helpers import seeds
 
+seeds.cheapen()
 gc.collect()
 gc.freeze()

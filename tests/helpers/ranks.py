@@ -7,7 +7,7 @@ done nothing else (no thread, no CUDA context): a pool costs tens of millisecond
 `fn` is a function at the top of a module, since it travels by name; arguments and results travel
 by plain pickle. Every run starts from the same seed and ends with a sum over the ranks, so that a
 collective too many or too few fails its own test, not the next. A failure throws the pool away, and
-so does the number of process groups that its runs have left.
+so do the threads of its process groups once they have cost as much as a new pool (`close_costly`).
 """
 
 import atexit
@@ -37,7 +37,8 @@ _ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no processes of the ranks' own
 }
 _GRACE_SECONDS = 1.0  # for the other ranks to tell their own error, once one has failed
-_MOST_GROUPS = 24  # in a worker: each of gloo has a thread that wakes up a hundred times a second
+# Each group of gloo has a thread that wakes up a hundred times a second: 2 ms of processor time, of some 80 for a fork
+_MOST_GROUP_SECONDS = 40
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -57,10 +58,7 @@ def run(fn: Callable, p: int, *args: Any, timeout: float = 60, **kwargs: Any) ->
         on_error.callback(pool.close)
         results = pool.run(task, timeout)
         on_error.pop_all()
-    if pool.groups <= _MOST_GROUPS:
-        _pools[p] = pool
-    else:
-        pool.close()
+    _pools[p] = pool
     return results
 
 
@@ -101,6 +99,14 @@ def run_raises(
     return [message for _, message, _ in raised]
 
 
+def close_costly() -> None:
+    """Ends the pools whose idle threads have cost more than new processes would. For the time between two tests: what
+    a test keeps in its workers stays there."""
+    for pool in list(_pools.values()):
+        if pool.idle_group_seconds() > _MOST_GROUP_SECONDS:
+            _pools.pop(pool.p).close()
+
+
 def close() -> None:
     """Ends all workers."""
     while _pools:
@@ -113,6 +119,7 @@ atexit.register(close)
 class _Pool:
     def __init__(self, p: int, processes: int = 1):
         self.p, self.pipes, self.processes, self.groups = p, [], [], 0
+        self.group_seconds, self.counted, self.used = 0.0, time.monotonic(), False
         self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         before = dict(os.environ)
         os.environ.update(_ENVIRONMENT)
@@ -128,6 +135,7 @@ class _Pool:
             self.processes.append(process)
 
     def run(self, task: bytes, timeout: float) -> list:
+        self.used = True
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
         results, failures = {}, []  # of (when, rank, type name, traceback)
         deadline = time.monotonic() + timeout
@@ -156,6 +164,14 @@ class _Pool:
             text = f"no answer within {timeout:g} s\n{self._stacks(hanging)}"
             raise RankError(hanging, self.p, "TimeoutError", text)
         return [results[rank] for rank in sorted(results)]
+
+    def idle_group_seconds(self) -> float:
+        """The time for which this pool has had groups without use for them: all of them, or all but the default one
+        while runs went on; a sum over the groups."""
+        now = time.monotonic()
+        self.group_seconds += (self.groups - self.used) * (now - self.counted)
+        self.counted, self.used = now, False
+        return self.group_seconds
 
     def _stacks(self, hanging: list[int]) -> str:
         for rank in hanging:

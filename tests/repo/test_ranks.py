@@ -57,6 +57,27 @@ def test_a_run_is_cheap():
     assert sorted(seconds)[5] < 0.05  # the machine may be busy during most of them
 
 
+def _with_groups(group, count):
+    for _ in range(count):
+        dist.new_group()
+    return os.getpid()
+
+
+def test_workers_end_between_tests_once_the_threads_of_their_groups_cost_more_than_new_ones(monkeypatch):
+    ranks.close()
+    monkeypatch.setattr(ranks, "_MOST_GROUP_SECONDS", 0)
+    workers = ranks.run(_with_groups, 2, 0)
+    ranks.close_costly()
+    assert ranks.run(_with_groups, 2, 9) == workers  # in use, with one group
+    assert ranks.run(_with_groups, 2, 0) == workers  # never within a test
+    ranks.close_costly()
+    others = ranks.run(_with_groups, 2, 0)
+    assert set(others).isdisjoint(workers)  # in use, with ten groups
+    ranks.close_costly()
+    ranks.close_costly()
+    assert set(ranks.run(_with_groups, 2, 0)).isdisjoint(others)  # not in use
+
+
 def _fail(group, failing, wait=False):
     if group.rank() in failing:
         raise KeyError(f"no key on rank {group.rank()}")
