@@ -56,6 +56,13 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_unpack_shards(Tensor blocks, int dim, SymInt[] sizes, SymInt[]? shape=None) -> Tensor",
         tags);
 
+  // a b, with a [.., m_local, k/y], b [k/x, n_local] and the result sharded over rows (x) and columns
+  // (y); k: of the full matrices; summa: panels are broadcast, else both operands are gathered
+  m.def(
+      "matmul_2d(Tensor a, Tensor b, str rows, str columns, int? k=None, bool summa=False) -> "
+      "Tensor",
+      tags);
+
   // Linear layers; under sequence_parallel x (column) or the result (row) is sharded on dim 0. With
   // main_grad the gradient of weight is added to it. overlap_chunks: see linear_overlap.h; without
   // sum_bias_grad the bias gradient of a row under sequence_parallel is this rank's partial

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -37,6 +38,10 @@ Tensor reduce_pieces_from_region(const Tensor& x, const std::string& group,
                                  at::IntArrayRef full_starts, int64_t full_size);
 Tensor _pack_shards(const Tensor& x, int64_t dim, c10::SymIntArrayRef sizes, bool padded);
 Tensor _unpack_shards(const Tensor& blocks, int64_t dim, c10::SymIntArrayRef sizes, Sizes shape);
+
+// Products of matrices sharded on both dims
+Tensor matmul_2d(const Tensor& a, const Tensor& b, const std::string& rows,
+                 const std::string& columns, std::optional<int64_t> k, bool summa);
 
 // Linear layers
 Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,

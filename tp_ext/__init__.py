@@ -60,6 +60,7 @@ from tp_ext.regions import (
     reduce_scatter_region,
     scatter_to_region,
 )
+from tp_ext.sharded_matmul import matmul_2d
 from tp_ext.sharding import Layout, Part, Sharding
 
 __all__ = [
@@ -111,6 +112,7 @@ __all__ = [
     "load_safetensors",
     "load_sharded_state_dict",
     "manual_seed",
+    "matmul_2d",
     "merge_lora",
     "name_modules",
     "parallelize",

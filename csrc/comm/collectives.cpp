@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "comm/broadcast.h"
 #include "comm/group_name.h"
 #include "comm/pack.h"
 #include "comm/rotate.h"
@@ -106,6 +107,14 @@ Work issue_all_to_all(const ProcessGroup& group, Tensor& out, Tensor& x,
   return group->alltoall_base(out, x, out_sizes, in_sizes, options);
 }
 #pragma GCC diagnostic pop
+
+Work issue_broadcast(const ProcessGroup& group, Tensor& x, int64_t root) {
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  options.asyncOp = true;
+  std::vector<Tensor> tensors{x};
+  return group->broadcast(tensors, options);
+}
 
 }  // namespace
 
@@ -333,6 +342,24 @@ Pending rotate_async(const Tensor& x, const std::string& group, c10::SymIntArray
   Tensor out = at::empty({received[before]}, x.options()), from = in;
   auto work = issue_all_to_all(pg, out, from, received, sent, true);
   return Pending(std::move(out), std::move(work), then);
+}
+
+Pending broadcast_async(const Tensor& x, const std::string& group, int64_t root,
+                        c10::SymIntArrayRef shape) {
+  const auto pg = resolve(group);
+  const bool own = pg->getRank() == root;
+  if (traced(x)) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::broadcast", "");
+    return Pending(
+        functional(op, own ? x.contiguous() : x.new_empty_symint(shape), root, bare_name(group)),
+        nullptr);
+  }
+  BelowAutograd below;
+  Tensor y = own ? x.contiguous() : x.new_empty_symint(shape);
+  if (y.numel() == 0) return Pending(y, nullptr);
+  auto work = issue_broadcast(pg, y, root);
+  return Pending(std::move(y), std::move(work));
 }
 
 }  // namespace tp_ext::comm

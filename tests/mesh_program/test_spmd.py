@@ -1,5 +1,6 @@
 """spmd: forms of arguments and results, gradients, nesting, recomputation, and what a checked map refuses."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -67,15 +68,28 @@ def _checkpointed(group):
         scale = tp_ext.psum(tp_ext.axis_index("x") + 1.0, "x")  # finds its axis when it is computed again, too
         return _mlp(w1, w2, x) * scale
 
-    inside = tp_ext.spmd(mesh, in_specs=SPECS, out_specs=P("y"))(lambda *v: checkpoint(part, *v, use_reentrant=False))
+    def unchecked(w1, w2, x):
+        scale = 3 + 0 * int(tp_ext.axis_index("x"))  # a number, in the recomputation too
+        w1, w2, x = tp_ext.pvary(w1, "y"), tp_ext.pvary(w2, "y"), tp_ext.pvary(x, "x")
+        return _mlp(w1, w2, x) * scale
+
+    def mapped(part, levels=1, **options):
+        for _ in range(levels):
+            part = functools.partial(checkpoint, part, use_reentrant=False)
+        return tp_ext.spmd(mesh, in_specs=SPECS, out_specs=P("y"), **options)(lambda *v: part(*v))
+
+    inside, twice, without_types = mapped(part), mapped(part, 2), mapped(unchecked, check=False)
     outside = tp_ext.spmd(mesh, in_specs=SPECS, out_specs=P("y"))(part)
     want = torch.autograd.grad((3 * _dense(*inputs)).sin().sum(), inputs)
-    with mock.patch.dict(scope._seen, clear=True):  # the process of other tests has seen other meshes
-        for found in inside(*inputs), checkpoint(outside, *inputs, use_reentrant=False):
-            torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), inputs), want, **CLOSE)
-        found = inside(*inputs)
-        tp_ext.spmd(_mesh(1, 2), in_specs=P(), out_specs=P())(lambda x: x)(inputs[0])
-        with pytest.raises(ValueError, match=r"axis 'x' is one of several meshes, .* checkpoint the map"):
+    for call in inside, twice, without_types, functools.partial(checkpoint, outside, use_reentrant=False):
+        found = call(*inputs)
+        tp_ext.spmd(_mesh(1, 2), in_specs=P("y"), out_specs=P("y"))(torch.sin)(inputs[0])  # other axes of these names
+        torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), inputs), want, **CLOSE)
+    found = inside(*inputs)
+    with mock.patch.dict(scope._runs, clear=True):
+        tp_ext.spmd(_mesh(1, 2), in_specs=P("y"), out_specs=P("y"))(torch.sin)(inputs[0])
+        tp_ext.spmd(_mesh(2, 1), in_specs=P("x"), out_specs=P("x"))(torch.sin)(inputs[0])
+        with pytest.raises(ValueError, match=r"axis 'x' is one of several maps, .* checkpoint the map"):
             found.sum().backward()
 
 

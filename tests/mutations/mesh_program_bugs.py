@@ -63,4 +63,12 @@ MESH_PROGRAM_BUGS = [
         "A gradient taken inside of a map no longer varies as its input.",
         f"{SPMD}::test_gradients_inside_of_a_map",
     ),
+    _bug(
+        "recomputed_in_the_latest_map",
+        "scope.py",
+        "if run.begin <= number and (found",
+        "if (found",
+        "A part of a map that is computed again in backward takes the axes of another map.",
+        f"{SPMD}::test_checkpointing_inside_and_outside",
+    ),
 ]

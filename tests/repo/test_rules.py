@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed import DeviceMesh
 from torch.func import functional_call, jvp, vmap
 
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.paths import ROOT
+from tests.mesh_program.subjects import mapped, mapped_sum, product
 
 PAGE = ROOT / "docs" / "develop" / "rules.md"
 COLUMNS = ["forward", "vmap", "fork", "streams", "again", "dtype", "shape"]
@@ -183,28 +183,6 @@ def _norm_of_gradients(name: str) -> Callable[[Any], Callable[[Tensor], Tensor]]
     return make
 
 
-def _mapped(
-    name: str, x: tp_ext.P, y: tp_ext.P, *arguments: Any, unsharded: Callable[[Tensor], Tensor] = lambda x: x
-) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-    """A collective by the name of an axis, in a map of this rank's shards."""
-
-    def make(group: Any) -> Callable[[Tensor], Tensor]:
-        if group is None:
-            return unsharded
-        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("x",))
-        body = getattr(tp_ext, name)
-        return tp_ext.spmd(mesh, in_specs=x.local(), out_specs=y.local())(lambda x: body(x, "x", *arguments))
-
-    return make
-
-
-def _spmd(group: Any) -> Callable[[Tensor], Tensor]:
-    if group is None:
-        return lambda x: x + x
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("x",))
-    return tp_ext.spmd(mesh, in_specs=tp_ext.P("x"), out_specs=tp_ext.P("x"))(lambda x: x + x)
-
-
 _LOGITS = {"x_dim": -1}
 _SAME, _ROWS = tp_ext.P(), tp_ext.P("x")
 SUBJECTS = {
@@ -215,16 +193,17 @@ SUBJECTS = {
     "all_gather_region": Subject(_region("all_gather_region"), x_dim=0),
     "reduce_scatter_region": Subject(_region("reduce_scatter_region"), y_dim=0, times_p=True),
     "all_to_all_region": Subject(_region("all_to_all_region", split_dim=0, concat_dim=1), x_dim=1, y_dim=0),
-    "spmd": Subject(_spmd),
-    "psum": Subject(_mapped("psum", _SAME, _SAME), times_p=True),
-    "pmean": Subject(_mapped("pmean", _SAME, _SAME)),
-    "pmax": Subject(_mapped("pmax", _SAME, _SAME)),
-    "pvary": Subject(_mapped("pvary", _SAME, _ROWS)),
-    "psum_scatter": Subject(_mapped("psum_scatter", _SAME, _ROWS), y_dim=0, times_p=True),
-    "all_gather": Subject(_mapped("all_gather", _ROWS, _ROWS), x_dim=0),
-    "all_to_all": Subject(_mapped("all_to_all", _ROWS, _ROWS, 0, 1), x_dim=1, y_dim=0),
+    "matmul_2d": Subject(product, x_dim=-1, y_dim=-1),
+    "spmd": Subject(mapped_sum),
+    "psum": Subject(mapped("psum", _SAME, _SAME), times_p=True),
+    "pmean": Subject(mapped("pmean", _SAME, _SAME)),
+    "pmax": Subject(mapped("pmax", _SAME, _SAME)),
+    "pvary": Subject(mapped("pvary", _SAME, _ROWS)),
+    "psum_scatter": Subject(mapped("psum_scatter", _SAME, _ROWS), y_dim=0, times_p=True),
+    "all_gather": Subject(mapped("all_gather", _ROWS, _ROWS), x_dim=0),
+    "all_to_all": Subject(mapped("all_to_all", _ROWS, _ROWS, 0, 1), x_dim=1, y_dim=0),
     "ppermute": Subject(
-        _mapped("ppermute", _ROWS, _ROWS, [(0, 1), (1, 0)], unsharded=lambda x: x.roll(len(x) // 2, 0)),
+        mapped("ppermute", _ROWS, _ROWS, [(0, 1), (1, 0)], unsharded=lambda x: x.roll(len(x) // 2, 0)),
         x_dim=0,
         y_dim=0,
     ),

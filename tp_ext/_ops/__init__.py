@@ -28,6 +28,7 @@ from tp_ext._ops.linear import (
     parallel_mlp,
     row_parallel_linear,
 )
+from tp_ext._ops.matmul_2d import matmul_2d
 from tp_ext._ops.multi_tensor import (
     multi_tensor_scale_,
     multi_tensor_squared_norm,

@@ -1,6 +1,7 @@
 """The axes of the maps that are running: where collectives find a group by the name of an axis."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -23,15 +24,23 @@ class Scope(NamedTuple):
     check: bool
 
 
+class _Run(NamedTuple):
+    """A map that has run: its autograd nodes have the sequence numbers ``begin`` to ``end`` - 1 of its thread."""
+
+    begin: int
+    end: int
+    scope: Scope
+
+
 class _Active(threading.local):
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
 
 
 _active = _Active()
-_seen: dict[str, set[ParallelGroup]] = {}
-"""The groups of each axis of all maps: checkpointing computes parts of a map again in the backward pass, when none is
-active."""
+_runs: dict[int, deque[_Run]] = {}
+"""The latest maps of each thread, in the order of their ends. Checkpointing computes parts of a map again in the
+backward pass, when none is active."""
 
 
 @contextmanager
@@ -47,18 +56,20 @@ def scope_of(groups: dict[str, ParallelGroup], check: bool) -> Iterator[Scope]:
     if outer.groups and outer.check != check:
         raise ValueError(f"check: {check} must be that of the map around this one, {outer.check}")
     scope = Scope({**outer.groups, **groups}, check)
-    for name, group in groups.items():
-        _seen.setdefault(name, set()).add(group)
     _active.scopes.append(scope)
+    begin = _next_sequence_number()
     try:
         yield scope
     finally:
         _active.scopes.pop()
+        if (end := _next_sequence_number()) > begin:
+            _runs.setdefault(threading.get_ident(), deque(maxlen=10_000)).append(_Run(begin, end, scope))
 
 
 def checked() -> bool:
     """Returns whether the innermost map follows the axes along which values vary."""
-    return not _active.scopes or _active.scopes[-1].check
+    scope = _current()
+    return scope is None or scope.check
 
 
 def groups_of(axis: Names, function: str) -> dict[str, ParallelGroup]:
@@ -72,24 +83,49 @@ def groups_of(axis: Names, function: str) -> dict[str, ParallelGroup]:
         raise TypeError(f"{function}: axis {axis!r} must be the name of an axis of the mesh, or a tuple of names")
     if len(set(names)) != len(names):
         raise ValueError(f"{function}: axis {axis!r} must name each axis once")
-    known = _active.scopes[-1].groups if _active.scopes else _groups_in_backward()
+    scope = _current()
     for name in names:
-        if name not in known:
-            raise ValueError(f"{function}: axis {name!r} {_why_not(name, known)}")
-    return {name: known[name] for name in names}
+        if scope is None:
+            raise ValueError(f"{function}: axis {name!r} {_why_none()}")
+        if name not in scope.groups:
+            raise ValueError(f"{function}: axis {name!r} must be one of the axes of the map, {tuple(scope.groups)}")
+    return {name: scope.groups[name] for name in names} if scope else {}
 
 
-def _groups_in_backward() -> dict[str, ParallelGroup]:
-    if torch._C._current_graph_task_id() < 0:
-        return {}
-    return {name: next(iter(found)) for name, found in _seen.items() if len(found) == 1}
+def _next_sequence_number() -> int:
+    """Returns the number of the autograd node that this thread creates next; 0 while torch.compile traces, where each
+    collective has its group in the graph."""
+    return 0 if torch.compiler.is_compiling() else torch._C._autograd._get_sequence_nr()
 
 
-def _why_not(name: str, known: dict[str, ParallelGroup]) -> str:
+def _current() -> Scope | None:
+    """Returns the innermost map that is running, or to which the node belongs whose backward is running."""
     if _active.scopes:
-        return f"must be one of the axes of the map, {tuple(known)}"
-    if torch._C._current_graph_task_id() >= 0 and len(_seen.get(name, ())) > 1:
-        return (
-            "is one of several meshes, and a checkpoint inside of a map runs again without the map; checkpoint the map"
-        )
+        return _active.scopes[-1]
+    if torch.compiler.is_compiling() or not _in_backward():
+        return None
+    number = torch._C._current_autograd_node()._sequence_nr()
+    found = [scope for runs in _runs.values() if (scope := _innermost(runs, number)) is not None]
+    if not found:  # a node of a part that was computed again: any map, if all are alike
+        found = [run.scope for runs in _runs.values() for run in runs]
+    return found[0] if found and all(scope == found[0] for scope in found) else None
+
+
+def _innermost(runs: deque[_Run], number: int) -> Scope | None:
+    found: _Run | None = None
+    for run in reversed(runs):
+        if run.end <= number:
+            break
+        if run.begin <= number and (found is None or run.begin >= found.begin):
+            found = run
+    return found.scope if found else None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _why_none() -> str:
+    if not torch.compiler.is_compiling() and _in_backward() and _runs:
+        return "is one of several maps, and it is not known which of them is computed again; checkpoint the map"
     return "needs a running map, tp_ext.spmd"
