@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.kernels import bench_rope
-from benchmarks.layers import bench_collectives, bench_mlp, bench_train
+from benchmarks.layers import bench_collectives, bench_matmul_2d, bench_mlp, bench_train
 from benchmarks.lib import harness, interleave
 from tests.helpers import ranks
 from tests.helpers.paths import ROOT
@@ -123,6 +123,14 @@ def test_rows_of_training(tmp_path):
     assert set(rows) == {"dense, 1 thread", "dense, 2 threads", "ours, 1 thread"} | TP
     assert all(float(row["loss_difference"]) <= bench_train.TOLERANCE for row in rows.values())
     assert all(float(row["tokens_per_s"]) > 0 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+def test_rows_of_products(tmp_path):
+    rows = {row["case"]: row for row in _run(bench_matmul_2d.main, "bench_matmul_2d", tmp_path)}
+    ours = {f"{algorithm}, {backend}" for algorithm in ("gather", "summa") for backend in ("gloo", "tp_shm")}
+    assert set(rows) == {"dense, 1 thread", "DTensor, gloo"} | ours
+    assert all(float(row["times_dtensor"]) > 0 for row in rows.values())
 
 
 # What is wrong is not timed
