@@ -5,11 +5,9 @@ process, while the ranks wait; half the time with one thread is the ceiling of t
 and gradients are compared with dense before any measurement.
 """
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,19 +96,7 @@ def draw(figure: Any, records: list[Record]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_options(parser)
-    args = parser.parse_args()
-    seconds, block = (0.0, 0.0) if args.quick else (60.0, 0.5) if args.full else (16.0, 0.25)
-    run_stamp = report.stamp("cpu")
-    print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
-    records: list[Record] = []
-    for seq in [256] if args.quick else [512, 4096]:
-        rows = measure(seq, seconds, block)
-        report.print_table(rows)
-        records += rows
-    if args.csv:
-        report.write(args.csv, Path(__file__).stem, run_stamp, records, lambda figure: draw(figure, records))
+    report.run(__file__, __doc__, lambda quick: [256] if quick else [512, 4096], measure, draw)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ The peer is a DTensor product of the same shards, on the same mesh over gloo. Re
 dense before any measurement.
 """
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,26 +105,13 @@ def measure(n: int, seconds: float, block: float) -> list[Record]:
 def draw(figure: Any, records: list[Record]) -> None:
     panels: dict[str, dict[str, Any]] = {}
     for r in records:
-        panels.setdefault(f"product of two [{r['n']}, {r['n']}] on {RANKS} ranks", {})[str(r["case"])] = r[
-            "times_dtensor"
-        ]
+        title = f"product of two [{r['n']}, {r['n']}] on {RANKS} ranks"
+        panels.setdefault(title, {})[str(r["case"])] = r["times_dtensor"]
     report.draw_bars(figure, panels, "times as fast as DTensor over gloo, medians", mark=1.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_options(parser)
-    args = parser.parse_args()
-    seconds, block = (0.0, 0.0) if args.quick else (60.0, 0.5) if args.full else (16.0, 0.25)
-    run_stamp = report.stamp("cpu")
-    print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
-    records: list[Record] = []
-    for n in [64] if args.quick else [256, 1024]:
-        rows = measure(n, seconds, block)
-        report.print_table(rows)
-        records += rows
-    if args.csv:
-        report.write(args.csv, Path(__file__).stem, run_stamp, records, lambda figure: draw(figure, records))
+    report.run(__file__, __doc__, lambda quick: [64] if quick else [256, 1024], measure, draw)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ gradient and all weights' gradients are compared with dense before any measureme
 one core of its own (dense with 1 thread: on one, with 2: on all).
 """
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,19 +137,10 @@ def draw(figure: Any, records: list[Record]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_options(parser)
-    args = parser.parse_args()
-    seconds, block = (0.0, 0.0) if args.quick else (60.0, 0.5) if args.full else (16.0, 0.25)
-    run_stamp = report.stamp("cpu", "megatron-core")
-    print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
-    records: list[Record] = []
-    for pinned in [False] if args.quick or len(interleave.cores()) < RANKS else [True, False]:
-        rows = measure(pinned, seconds, block)
-        report.print_table(rows)
-        records += rows
-    if args.csv:
-        report.write(args.csv, Path(__file__).stem, run_stamp, records, lambda figure: draw(figure, records))
+    def pinned(quick: bool) -> list[bool]:
+        return [False] if quick or len(interleave.cores()) < RANKS else [True, False]
+
+    report.run(__file__, __doc__, pinned, measure, draw, "megatron-core")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def run(
+    script: str,
+    description: str | None,
+    cases: Callable[[bool], Sequence[Any]],
+    measure: Callable[[Any, float, float], list[Record]],
+    draw: Callable[[Any, list[Record]], None],
+    *packages: str,
+) -> None:
+    """Runs a benchmark of subjects that take turns: reads the options, prints a table for each of ``cases(quick)``,
+    which ``measure(case, seconds, block)`` measures, and writes CSV and PNG."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    args = parser.parse_args()
+    seconds, block = (0.0, 0.0) if args.quick else (60.0, 0.5) if args.full else (16.0, 0.25)
+    circumstances = stamp("cpu", *packages)
+    print(", ".join(f"{key} {value}" for key, value in circumstances.items()))
+    records: list[Record] = []
+    for case in cases(args.quick):
+        rows = measure(case, seconds, block)
+        print_table(rows)
+        records += rows
+    if args.csv:
+        write(args.csv, Path(script).stem, circumstances, records, lambda figure: draw(figure, records))
+
+
 def stamp(device: str, *packages: str) -> Record:
     """The circumstances of a row: commit ("+": edited; TP_EXT_COMMIT where there is no git), device, versions, date."""
 
