@@ -76,6 +76,12 @@ TORCH_LIBRARY(tp_ext, m) {
       "sequence_parallel=False, SymInt[]? sizes=None, Tensor? main_grad=None, int "
       "overlap_chunks=1, bool sum_bias_grad=True) -> Tensor",
       tags);
+  // weight [out, in] sharded on both dims: dim 0 (column) or 1 (row) over group, the other one, of
+  // weight_size, over weight_group, and so is bias; activations: "replicated", "tokens" or "hidden"
+  m.def(
+      "linear_2d(Tensor x, Tensor weight, Tensor? bias, str group, str weight_group, SymInt "
+      "weight_size, bool row, str activations, SymInt[]? sizes=None) -> Tensor",
+      tags);
   // The two linears with gelu_tanh between them as one operator: the GEMMs fuse bias, activation
   // and its gradient
   m.def(
@@ -113,6 +119,12 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def(
       "rms_norm_residual(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor y, "
       "Tensor sum)",
+      tags);
+  // The last dim, of n elements, is sharded over group
+  m.def("sharded_rms_norm(Tensor x, Tensor? weight, float eps, str group, int n) -> Tensor", tags);
+  m.def(
+      "sharded_layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, str group, int n) -> "
+      "Tensor",
       tags);
   m.def("_rms_norm_fwd(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor rstd)", tags);
   m.def(

@@ -44,6 +44,9 @@ Tensor matmul_2d(const Tensor& a, const Tensor& b, const std::string& rows,
                  const std::string& columns, std::optional<int64_t> k, bool summa);
 
 // Linear layers
+Tensor linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                 const std::string& group, const std::string& weight_group, c10::SymInt weight_size,
+                 bool row, const std::string& activations, Sizes sizes);
 Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                               const std::string& group, bool sequence_parallel, Sizes sizes,
                               const OptionalTensor& main_grad, int64_t overlap_chunks);
@@ -100,6 +103,11 @@ std::tuple<Tensor, Tensor, Tensor> _layer_norm_bwd(const Tensor& grad, const Ten
                                                    const Tensor& rstd,
                                                    const OptionalTensor& grad_sum,
                                                    std::array<bool, 3> output_mask);
+
+Tensor sharded_rms_norm(const Tensor& x, const OptionalTensor& weight, double eps,
+                        const std::string& group, int64_t n);
+Tensor sharded_layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                          double eps, const std::string& group, int64_t n);
 
 // Rotary embedding
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved,

@@ -32,9 +32,9 @@ void check_place(const std::string& group);
 int64_t size(const std::string& group);  // 1 for ""
 int64_t rank(const std::string& group);  // 0 for ""
 
-// The result of a collective in flight. Lives and dies inside one function: wait() returns the
-// result; a Pending that is dropped, by an exception for example, waits too, since the
-// communication still writes to its buffer.
+// The result of a collective in flight. wait() returns the result; a Pending that is dropped, by an
+// exception for example, waits too, since the communication still writes to its buffer. It lives
+// and dies inside one function, but for the prefetched weights of autograd/weight_gather.cpp.
 class Pending {
  public:
   Pending() = default;

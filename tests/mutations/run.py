@@ -23,8 +23,18 @@ from tests.mutations.package_bugs import PACKAGE_BUGS
 from tests.mutations.parallel_bugs import PARALLEL_BUGS
 from tests.mutations.pipeline_bugs import PIPELINE_BUGS
 from tests.mutations.state_bugs import STATE_BUGS
+from tests.mutations.two_axes_bugs import TWO_AXES_BUGS
 
-MUTATIONS = [*PACKAGE_BUGS, *STATE_BUGS, *PIPELINE_BUGS, *PARALLEL_BUGS, *CONTEXT_BUGS, *MESH_PROGRAM_BUGS, *CSRC_BUGS]
+MUTATIONS = [
+    *PACKAGE_BUGS,
+    *STATE_BUGS,
+    *PIPELINE_BUGS,
+    *PARALLEL_BUGS,
+    *CONTEXT_BUGS,
+    *MESH_PROGRAM_BUGS,
+    *TWO_AXES_BUGS,
+    *CSRC_BUGS,
+]
 SECONDS = 400  # for the tests of one bug
 
 

@@ -23,6 +23,7 @@ from tp_ext._ops.linear import (
     accumulate_grad_into,
     add_weight_grad_,
     column_parallel_linear,
+    linear_2d,
     linear_dgelu_bwd,
     linear_gelu_fwd,
     parallel_mlp,
@@ -50,6 +51,8 @@ from tp_ext._ops.norm import (
     rms_norm_fwd,
     rms_norm_residual,
     rms_norm_residual_fwd,
+    sharded_layer_norm,
+    sharded_rms_norm,
 )
 from tp_ext._ops.random import (
     bias_dropout_bwd,

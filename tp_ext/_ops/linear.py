@@ -1,6 +1,7 @@
 """Linear layers: the operators of :mod:`tp_ext.nn.linear` and :mod:`tp_ext.nn.mlp`, and the GEMMs that they fuse.
 
-C++: csrc/autograd/linear.cpp, mlp.cpp, main_grad.cpp; formulas, saved tensors and overlap are at the top of each.
+C++: csrc/autograd/linear.cpp, linear_2d.cpp, mlp.cpp, main_grad.cpp; formulas, saved tensors and overlap are at the top
+of each.
 """
 
 from torch import Tensor
@@ -58,6 +59,36 @@ def row_parallel_linear(
 
     Communicates: forward, one all-reduce of the result; under SP, forward a reduce-scatter, backward an all-gather of
     dy and an all-reduce of the bias gradient.
+    """
+
+
+@operator
+def linear_2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    weight_group: str,
+    weight_size: int,
+    row: bool,
+    activations: str,
+    sizes: Sizes = None,
+) -> Tensor:
+    """Returns a column or row linear of x, with the weight sharded on both dims and gathered over ``weight_group``.
+
+    Args:
+        x: column: ``[.., in]``, with "tokens" this rank's shard of dim 0, with "hidden" of the last dim; row: ``[..,
+            in_local]``.
+        weight: column: ``[out_local, in / x]``; row: ``[out / x, in_local]``.
+        bias: this rank's shard over ``weight_group`` of the bias of its result: of ``[out_local]`` (column), ``[out]``
+            (row), ``[out / y]`` (row, "hidden"). Its gradient is that of the rows of all these ranks.
+        weight_size: full length of the dim of ``weight`` that is sharded over ``weight_group``.
+        activations: "replicated", "tokens" or "hidden": how x (column) or the result (row) is sharded over ``group``.
+        sizes: with "tokens", the lengths of dim 0 of the ranks; default as the two linears above.
+
+    Communicates: forward, an all-gather of ``weight``, one of ``bias``, and one of x (column) or the sum of the result
+    (row); backward, an all-gather and a reduce-scatter of ``weight``, a reduce-scatter of ``bias``, and what the other
+    linears do for dx.
     """
 
 

@@ -2,7 +2,7 @@
 
 x and residual ``[.., n]``, weight and bias ``[n]``; mean and rstd, one per row, in fp32 (fp64 for fp64). In a backward,
 ``output_mask`` says which gradients are needed (the others are empty), and ``grad_sum`` is the gradient of sum. C++:
-csrc/autograd/norm.cpp.
+csrc/autograd/norm.cpp; with a sharded last dim, sharded_norm.cpp.
 """
 
 import math
@@ -22,6 +22,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 @operator
 def rms_norm_residual(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Returns y = :func:`rms_norm` of sum, and sum."""
+
+
+@operator
+def sharded_rms_norm(x: Tensor, weight: Tensor | None, eps: float, group: str, n: int) -> Tensor:
+    """Returns :func:`rms_norm` of rows of n elements, of which x and ``weight`` are this rank's shard.
+
+    Communicates: one number per row, forward and backward, each by an all-reduce.
+    """
 
 
 @primitive("_rms_norm_fwd")
@@ -61,6 +69,14 @@ def layer_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Returns y = :func:`layer_norm` of sum, and sum."""
+
+
+@operator
+def sharded_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: str, n: int) -> Tensor:
+    """Returns :func:`layer_norm` of rows of n elements, of which x, ``weight`` and ``bias`` are this rank's shard.
+
+    Communicates: two numbers per row: forward an all-gather, backward an all-reduce.
+    """
 
 
 @primitive("_layer_norm_fwd")

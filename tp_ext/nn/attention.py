@@ -66,7 +66,8 @@ class ParallelAttention(ParallelModule):
         attend: computes attention over the context group instead: a callable on q, k, v ``[batch, seq_local,
             heads_local, head_dim]`` (normalised, rotated; packed sequences have batch 1) and the layout. All options
             of the scores are its own affair.
-        group, sequence_parallel, grad_accumulation_fusion, overlap_chunks, init: as :class:`ColumnParallelLinear`.
+        group, sequence_parallel, weight_group, activations, grad_accumulation_fusion, overlap_chunks, init: as
+            :class:`ColumnParallelLinear`; with ``activations="hidden"`` y is sharded as x.
 
     Raises:
         ValueError: see :func:`tp_ext.sharding.head_parts`; sizes that do not fit.
@@ -95,13 +96,15 @@ class ParallelAttention(ParallelModule):
         attend: Attend | None = None,
         group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group, sequence_parallel=sequence_parallel)
+        super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
         if head_dim is None:
@@ -137,9 +140,9 @@ class ParallelAttention(ParallelModule):
         self.context_group, self.context, self.attend = parallel_group(context_group), context, attend
         self._check_context_options()
 
-        options: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {"group": group, "weight_group": weight_group, "device": device, "dtype": dtype}
         linear = {"init": init, "sequence_parallel": sequence_parallel, "overlap_chunks": overlap_chunks, **options}
-        linear["grad_accumulation_fusion"] = grad_accumulation_fusion
+        linear |= {"activations": activations, "grad_accumulation_fusion": grad_accumulation_fusion}
         qkv_bias, out_bias = (bias if one is None else one for one in (qkv_bias, out_bias))
         self.qkv = ColumnParallelLinear(hidden_size, q.size + 2 * kv.size, qkv_bias, parts=(q, kv, kv), **linear)
         self.out = RowParallelLinear(q.size, hidden_size, out_bias, parts=(q,), **linear)
@@ -310,11 +313,8 @@ class ParallelAttention(ParallelModule):
         if x.dim() == 3 and given == 0 and not self.sequence_parallel:
             return
         if x.dim() != 2 or given != 1:
-            allowed = (
-                "[tokens_local, hidden] under sequence_parallel"
-                if self.sequence_parallel
-                else ("[batch, seq, hidden], or [tokens, hidden]")
-            )
+            local, whole = "[tokens_local, hidden] under sequence_parallel", "[batch, seq, hidden], or [tokens, hidden]"
+            allowed = local if self.sequence_parallel else whole
             raise ValueError(
                 f"x: shape {tuple(x.shape)} must be {allowed}, the 2-D one with exactly one of batch_size = "
                 f"{batch_size} and cu_seqlens = {cu_seqlens}"

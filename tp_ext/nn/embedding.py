@@ -9,7 +9,7 @@ from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.loss import vocab_parallel_cross_entropy
 from tp_ext.nn.module import ParallelModule, check_flags, check_positive
-from tp_ext.nn.parallel_linear import main_grad_of
+from tp_ext.nn.parallel_linear import check_one_axis_options, linear_2d, main_grad_of
 from tp_ext.nn.same_input import DebugMode, compare_input
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from tp_ext.random import Init, Normal, torch_linear_init
@@ -43,10 +43,12 @@ class _VocabParallel(ParallelModule):
         *,
         group: Group,
         sequence_parallel: bool,
+        weight_group: Group,
+        activations: str,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(group, sequence_parallel=sequence_parallel)
+        super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         _, p, rank = self.tp_group
         self.vocab_size = vocab_size
         self.sharding = vocab_sharding(vocab_size, p, pad_to_multiple_of)
@@ -60,7 +62,8 @@ class _VocabParallel(ParallelModule):
             device=device,
             dtype=dtype,
         )
-        self._weight_shape = self.local_shape("weight")
+        gathered = self.sharding.local_shape((vocab_size, features), rank, p)
+        self._weight_shape = self.local_shape("weight") if "weight" in self.operator_gathers else gathered
 
     def _checked(self, weight: Tensor) -> Tensor:
         if weight.shape != self._weight_shape:
@@ -82,6 +85,8 @@ class VocabParallelEmbedding(_VocabParallel):
     Args:
         num_embeddings, embedding_dim: of the full table.
         group, sequence_parallel: as :class:`ColumnParallelLinear`.
+        weight_group: a second group, over which the table is sharded on its columns; see :class:`ColumnParallelLinear`.
+        activations: ``"hidden"``: y is ``[*ids.shape, dim_local]``, reduce-scattered on its last dim.
         padding_idx: as ``nn.Embedding``: this row is initialised to zero and gets no gradient from the embedding.
         pad_to_multiple_of: all ranks hold equally many rows, a multiple of this; the rows beyond the vocabulary are
             never looked up and never in a full state dict. Default: split as ``torch.tensor_split``.
@@ -100,6 +105,8 @@ class VocabParallelEmbedding(_VocabParallel):
         padding_idx: int | None = None,
         group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
         pad_to_multiple_of: int | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
@@ -118,6 +125,8 @@ class VocabParallelEmbedding(_VocabParallel):
             pad_to_multiple_of,
             group=group,
             sequence_parallel=sequence_parallel,
+            weight_group=weight_group,
+            activations=activations,
             device=device,
             dtype=dtype,
         )
@@ -161,16 +170,19 @@ class VocabParallelEmbedding(_VocabParallel):
     def forward(self, ids: Tensor) -> Tensor:
         if DebugMode.on:
             compare_input("ids", ids, self.tp_group)
+        hidden = self.activations == "hidden"
         y = _ops.vocab_parallel_embedding(
             ids,
             self._checked(self.parameter("weight")),
-            self.tp_group.name,
+            "" if hidden else self.tp_group.name,  # "": not summed
             self.vocab_start,
             self.vocab_local,
             self.vocab_size,
             self.sequence_parallel,
             None,
         )
+        if hidden:
+            y = _ops.reduce_scatter_region(y, self.tp_group.name, -1)
         return y if self.padding_idx is None else self._without_gradient_of_padding(y, ids)
 
     def _without_gradient_of_padding(self, y: Tensor, ids: Tensor) -> Tensor:
@@ -205,6 +217,7 @@ class VocabParallelLMHead(_VocabParallel):
     Args:
         hidden_size, vocab_size, bias: of the full layer.
         group, sequence_parallel, pad_to_multiple_of: as :class:`VocabParallelEmbedding`.
+        weight_group, activations: as :class:`ColumnParallelLinear`.
         grad_accumulation_fusion: as :class:`ColumnParallelLinear`.
         init: initialiser of the weight; default and bias as ``nn.Linear``.
 
@@ -212,6 +225,7 @@ class VocabParallelLMHead(_VocabParallel):
         ValueError: fewer entries than ranks; in forward, a tied weight of another shape.
     """
 
+    operator_gathers = ("weight", "bias")
     bias: nn.Parameter | None
 
     def __init__(
@@ -222,6 +236,8 @@ class VocabParallelLMHead(_VocabParallel):
         bias: bool = False,
         group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
         grad_accumulation_fusion: bool = False,
         pad_to_multiple_of: int | None = None,
         init: Init | None = None,
@@ -238,11 +254,16 @@ class VocabParallelLMHead(_VocabParallel):
             pad_to_multiple_of,
             group=group,
             sequence_parallel=sequence_parallel,
+            weight_group=weight_group,
+            activations=activations,
             device=device,
             dtype=dtype,
         )
         self.hidden_size = hidden_size
         self.grad_accumulation_fusion = grad_accumulation_fusion
+        self.on_two_axes = self.weight_group.size > 1 or activations == "hidden"
+        if self.on_two_axes:
+            check_one_axis_options(grad_accumulation_fusion=grad_accumulation_fusion)
         if bias:
             self.add_parameter("bias", (vocab_size,), default, sharding=self.sharding, device=device, dtype=dtype)
         else:
@@ -285,6 +306,8 @@ class VocabParallelLMHead(_VocabParallel):
                 pipeline stage.
         """
         weight = self._checked(self.parameter("weight", weight))
+        if self.on_two_axes:
+            return linear_2d(self, x, weight, self.hidden_size, False, total_tokens)
         return _ops.column_parallel_linear(
             x,
             weight,

@@ -20,7 +20,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import check_flags, check_positive
-from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding, operands
+from tp_ext.nn.parallel_linear import ParallelLinear, linear_2d, linear_sharding, operands
 from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
 
@@ -32,7 +32,9 @@ class ColumnParallelLinear(ParallelLinear):
     ``gather_output``: ``[.., out]``). weight ``[out_local, in]``, bias ``[out_local]``.
 
     Communicates: backward, one all-reduce of dx, under the GEMM of dw. SP: forward, one all-gather of x; backward, one
-    reduce-scatter of dx and one all-gather of x, each under a GEMM.
+    reduce-scatter of dx and one all-gather of x, each under a GEMM. ``activations="hidden"``: the same, on the last
+    dim. ``weight_group``: forward an all-gather of the weight, backward one and a reduce-scatter of its gradient; of
+    the bias one of each.
 
     Args:
         in_features, out_features, bias: as ``nn.Linear``, of the full layer.
@@ -42,6 +44,11 @@ class ColumnParallelLinear(ParallelLinear):
         unit: without ``parts``, output features that stay together.
         gather_output: returns all output features, in the order of the unsharded layer.
         sequence_parallel: x is sharded on dim 0.
+        weight_group: a second group, over which the weight is sharded on its other dim, and the bias once more. Its
+            ranks have different rows of a batch (another data axis); the weight is all-gathered for use, the next one
+            during the GEMM of the present one, and backward reduce-scatters the gradient, a sum over the ranks.
+        activations: ``"hidden"``: x is ``[.., in_local]``, sharded over ``group`` on its last dim as by
+            ``torch.tensor_split``; gathered here.
         skip_bias_add: returns ``(y, bias)`` and leaves the addition to the caller.
         grad_accumulation_fusion: backward adds the gradient of the weight to ``weight.main_grad``, in its dtype, by a
             GEMM that accumulates; ``weight.grad`` stays None and hooks on the weight are not called. Where
@@ -54,7 +61,8 @@ class ColumnParallelLinear(ParallelLinear):
             ``nn.Linear``.
 
     Raises:
-        ValueError: parts that do not make up ``out_features``; ``skip_bias_add`` with ``gather_output``.
+        ValueError: parts that do not make up ``out_features``; ``skip_bias_add`` with ``gather_output``;
+            ``grad_accumulation_fusion`` or ``overlap_chunks`` with ``weight_group`` or ``activations="hidden"``.
     """
 
     operator_sums_bias = False
@@ -70,6 +78,8 @@ class ColumnParallelLinear(ParallelLinear):
         unit: int = 1,
         gather_output: bool = False,
         sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
         skip_bias_add: bool = False,
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
@@ -92,6 +102,8 @@ class ColumnParallelLinear(ParallelLinear):
             bias=bias,
             group=group,
             sequence_parallel=sequence_parallel,
+            weight_group=weight_group,
+            activations=activations,
             skip_bias_add=skip_bias_add,
             grad_accumulation_fusion=grad_accumulation_fusion,
             overlap_chunks=overlap_chunks,
@@ -110,18 +122,26 @@ class ColumnParallelLinear(ParallelLinear):
             weight: used instead of the layer's own, ``[out_local, in]``.
         """
         own = self.__dict__  # faster, see operands()
-        weight, bias, main_grad = operands(self, own, weight, own["_copied"])
         group, skip_bias_add = own["tp_group"], own["skip_bias_add"]
-        y = _ops.column_parallel_linear(
-            x,
-            weight,
-            None if skip_bias_add else bias,
-            group.name,
-            own["sequence_parallel"],
-            None if total_tokens is None else self.token_sizes(total_tokens),
-            main_grad,
-            own["overlap_chunks"],
-        )
+        if own["on_two_axes"]:
+            weight = self.parameter("weight", weight)
+            self.check_shape(weight)
+            y = linear_2d(self, x, weight, self.in_features, False, total_tokens)
+            bias = None if "bias" in self.operator_gathers else self.parameter("bias")
+            if bias is not None and not skip_bias_add:
+                y = y + bias.to(y.dtype)
+        else:
+            weight, bias, main_grad = operands(self, own, weight, own["_copied"])
+            y = _ops.column_parallel_linear(
+                x,
+                weight,
+                None if skip_bias_add else bias,
+                group.name,
+                own["sequence_parallel"],
+                None if total_tokens is None else self.token_sizes(total_tokens),
+                main_grad,
+                own["overlap_chunks"],
+            )
         if own["gather_output"] and (group.size > 1 or self.has_padding("weight")):
             y = self.gathered(y)
         return (y, bias) if skip_bias_add else y
@@ -143,7 +163,8 @@ class RowParallelLinear(ParallelLinear):
     weight ``[out, in_local]``; bias ``[out]``, replicated, added once, after the sum.
 
     Communicates: forward, one all-reduce of y. SP: forward, one reduce-scatter of y; backward, one all-gather of dy and
-    one all-reduce of db.
+    one all-reduce of db. ``activations="hidden"``: a reduce-scatter and an all-gather on the last dim. ``weight_group``
+    as :class:`ColumnParallelLinear`.
 
     Args:
         in_features, out_features, bias: as ``nn.Linear``, of the full layer.
@@ -151,12 +172,16 @@ class RowParallelLinear(ParallelLinear):
         parts, unit: as there, for the input features.
         input_is_parallel: x is this rank's slice of the features; False: x is replicated and sliced here.
         sequence_parallel: y is sharded on dim 0.
+        weight_group: as there: the output features of the weight are sharded over it.
+        activations: ``"hidden"``: y is ``[.., out_local]`` and the bias ``[out_local]``, sharded over ``group`` as by
+            ``torch.tensor_split``; y is reduce-scattered here.
         overlap_chunks: the number of blocks in which y is computed and summed, the sum of one overlapping the GEMM of
             the next; under SP also for the all-gather of dy, overlapping the GEMM of dx. Exceptions as
             :class:`ColumnParallelLinear`.
 
     Raises:
-        ValueError: parts that do not make up ``in_features``; ``input_is_parallel=False`` with SP.
+        ValueError: parts that do not make up ``in_features``; ``input_is_parallel=False`` with SP or
+            ``activations="hidden"``; options as :class:`ColumnParallelLinear`.
     """
 
     operator_sums_bias = True
@@ -172,6 +197,8 @@ class RowParallelLinear(ParallelLinear):
         unit: int = 1,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
         skip_bias_add: bool = False,
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
@@ -181,10 +208,9 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:
         check_positive(in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
         check_flags(input_is_parallel=input_is_parallel)
-        if sequence_parallel and not input_is_parallel:
-            raise ValueError(
-                "input_is_parallel: False must not be combined with sequence_parallel=True: the tokens are sharded"
-            )
+        if not input_is_parallel and (sequence_parallel or activations == "hidden"):
+            option = "sequence_parallel=True: the tokens" if sequence_parallel else "activations='hidden': the features"
+            raise ValueError(f"input_is_parallel: False must not be combined with {option} are sharded")
         sharding = linear_sharding(1, in_features, parts, unit, "in_features")
         if any(part.copies > 1 for part in sharding.parts):
             raise ValueError(f"parts: {sharding.parts} must not have copies: the sum would count them twice")
@@ -192,10 +218,12 @@ class RowParallelLinear(ParallelLinear):
             in_features,
             out_features,
             sharding,
-            None,
+            Sharding(0, (out_features,)) if activations == "hidden" else None,
             bias=bias,
             group=group,
             sequence_parallel=sequence_parallel,
+            weight_group=weight_group,
+            activations=activations,
             skip_bias_add=skip_bias_add,
             grad_accumulation_fusion=grad_accumulation_fusion,
             overlap_chunks=overlap_chunks,
@@ -215,9 +243,14 @@ class RowParallelLinear(ParallelLinear):
         """
         own = self.__dict__  # faster, see operands()
         group, skip_bias_add, coalesced = own["tp_group"], own["skip_bias_add"], own["_coalesced"]
-        weight, bias, main_grad = operands(self, own, weight, coalesced)
         if not own["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
             x = self.scattered(x)
+        if own["on_two_axes"]:
+            weight = self.parameter("weight", weight)
+            self.check_shape(weight)
+            y = linear_2d(self, x, weight, self.out_features, True, total_tokens)
+            return (y, self.parameter("bias")) if skip_bias_add else y
+        weight, bias, main_grad = operands(self, own, weight, coalesced)
         y = _ops.row_parallel_linear(
             x,
             weight,

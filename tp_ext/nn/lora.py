@@ -91,6 +91,8 @@ class LoRALinear(ParallelModule):
                 f"base: {type(base).__name__} must be a ColumnParallelLinear or a RowParallelLinear; of the model's "
                 "own layers those are qkv, out, up and down"
             )
+        if base.on_two_axes:
+            raise ValueError("base: must not have a weight_group or activations='hidden'")
         check_positive(r=r)
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0:
             raise ValueError(f"alpha: {alpha!r} must be a positive number")

@@ -10,7 +10,7 @@ from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.module import ParallelModule, check_flags, check_positive
-from tp_ext.nn.parallel_linear import operands
+from tp_ext.nn.parallel_linear import check_one_axis_options, operands
 from tp_ext.random import Init
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
@@ -25,14 +25,16 @@ class ParallelMLP(ParallelModule):
     Shapes: x ``[.., hidden]`` -> y the same (SP: both ``[tokens_local, .., hidden]``). ``up.weight`` is
     ``[ffn_local, hidden]``, gated ``[2 ffn_local, hidden]`` (gate | up); ``down.weight`` ``[hidden, ffn_local]``.
 
-    Communicates: one all-reduce forward, one backward; SP: an all-gather and a reduce-scatter each way.
+    Communicates: one all-reduce forward, one backward; SP and ``activations="hidden"``: an all-gather and a
+    reduce-scatter each way. ``weight_group`` as :class:`ColumnParallelLinear`.
 
     Args:
         hidden_size, ffn_hidden_size: of the full block.
         activation: ``gelu`` (exact, erf), ``gelu_tanh``, ``relu``, ``silu``; gated ``swiglu`` (silu) or ``geglu``
             (exact gelu; Shazeer, arXiv:2002.05202).
         bias: in both linears.
-        group, sequence_parallel, grad_accumulation_fusion, overlap_chunks: as :class:`ColumnParallelLinear`.
+        group, sequence_parallel, weight_group, activations, grad_accumulation_fusion, overlap_chunks: as
+            :class:`ColumnParallelLinear`; with ``activations="hidden"`` y is sharded as x.
         gemm_epilogue: runs the block as one operator with bias and activation as epilogue of the GEMMs, and their
             gradients as epilogue in backward: no separate pass over the activation. For ``activation="gelu_tanh"``,
             with biases. It is fused on CUDA in bf16 and fp16 where the local ffn is a multiple of 8, by cublasLt's
@@ -44,7 +46,7 @@ class ParallelMLP(ParallelModule):
 
     Raises:
         ValueError: an unknown activation; ``gemm_epilogue`` with another than gelu_tanh, without bias, or with
-            ``overlap_chunks`` above 1.
+            ``overlap_chunks`` above 1, ``weight_group`` or ``activations="hidden"``.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class ParallelMLP(ParallelModule):
         bias: bool = True,
         group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
         gemm_epilogue: bool = False,
@@ -63,12 +67,14 @@ class ParallelMLP(ParallelModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group, sequence_parallel=sequence_parallel)
+        super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         if activation not in ACTIVATIONS + GATED_ACTIVATIONS:
             raise ValueError(f"activation: {activation!r} must be one of {ACTIVATIONS + GATED_ACTIVATIONS}")
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         check_flags(bias=bias, gemm_epilogue=gemm_epilogue)
         if gemm_epilogue:
+            if self.weight_group.size > 1 or activations == "hidden":
+                check_one_axis_options(gemm_epilogue=gemm_epilogue)
             _check_epilogue(activation, bias, overlap_chunks)
         self.activation = activation
         self.gemm_epilogue = gemm_epilogue
@@ -76,6 +82,8 @@ class ParallelMLP(ParallelModule):
         options: dict[str, Any] = {
             "group": group,
             "sequence_parallel": sequence_parallel,
+            "weight_group": weight_group,
+            "activations": activations,
             "grad_accumulation_fusion": grad_accumulation_fusion,
             "overlap_chunks": overlap_chunks,
             "init": init,

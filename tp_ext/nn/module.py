@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
 
 from tp_ext import _ops
-from tp_ext.group import Group, check_place, layer_group
+from tp_ext.group import Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.nn.layouts import ShardingView, mirror_layouts
 from tp_ext.random import Init, initialise_
-from tp_ext.sharding import CopiedRows, Layout, Sharding, split_sizes
+from tp_ext.sharding import CopiedRows, Layout, Part, Sharding, split_sizes
 
 
 class ParallelModule(nn.Module):
@@ -48,9 +48,15 @@ class ParallelModule(nn.Module):
     Args:
         group: process group, 1-D mesh, group name or None (unsharded).
         sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
+        weight_group: the ranks over which parameters are sharded once more, along another dim where they have one;
+            they have different rows of a batch. :meth:`parameter` all-gathers a parameter for use, and backward
+            reduce-scatters its gradient, the sum over the ranks. Default: None, not sharded again.
+        activations: ``"replicated"`` or ``"hidden"``: activations outside the block are sharded over ``group`` on
+            their last dim, the hidden features.
 
     Attributes:
         tp_group: name, size p and rank in the group.
+        weight_group: the same of the group over which the parameters are sharded once more.
         tp_layouts: local parameter name -> :class:`Layout`. This table, never an attribute of a parameter
             (``deepcopy``, ``to_empty`` and FSDP2 lose those), defines how a parameter is sharded; ``param.tp_layout``
             mirrors it for users, ``param.tp_sharding`` its first :class:`Sharding`.
@@ -63,15 +69,29 @@ class ParallelModule(nn.Module):
     tp_name: str | None = None
     _name_number: int | None = None
     _name_key: Tensor | None = None  # the number; in traced code an input, so that modules share the code
+    operator_gathers: tuple[str, ...] = ()  # parameters that an operator gathers over weight_group itself
 
-    def __init__(self, group: Group, *, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group,
+        *,
+        sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
+    ) -> None:
         super().__init__()
         check_flags(sequence_parallel=sequence_parallel)
+        check_activations(activations, sequence_parallel)
         self.tp_group = layer_group(group, type(self).__name__)
+        self.weight_group = parallel_group(weight_group)
+        if self.weight_group.size > 1 and self.weight_group.name == self.tp_group.name:
+            raise ValueError(f"weight_group: {weight_group!r} must be another group than group")
+        self.activations = activations
         self.tp_layouts: dict[str, Layout] = {}
         self.sequence_parallel = sequence_parallel
         self._inits: dict[str, tuple[torch.Size, Init]] = {}
         self._copied: dict[str, CopiedRows] = {}  # by parameter with rows that other ranks hold, too
+        self._gathered: dict[str, tuple[int, list[int]]] = {}  # dim and lengths over weight_group
         self.tied: set[str] = set()
         self._coalesced: dict[str, Tensor] = {}  # coalesce_gradients', during a forward: from the region that sums
 
@@ -99,6 +119,10 @@ class ParallelModule(nn.Module):
             sharding = Layout((sharding, self.tp_group))
         layout = sharding or Layout()
         copied = self._copied_rows_of(name, layout)
+        if self.weight_group.size > 1:
+            layout = sharded_again(layout, shape, self.weight_group)
+            again = layout[-1][0]
+            self._gathered[name] = again.dim, again.local_sizes(self.weight_group.size)
         local = layout.local_shape(shape)
         self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
         self.tp_layouts[name] = layout
@@ -193,7 +217,11 @@ class ParallelModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in {self.tp_group, *(group for layout in self.tp_layouts.values() for _, group in layout)}:
+        for group in {
+            self.tp_group,
+            self.weight_group,
+            *(group for layout in self.tp_layouts.values() for _, group in layout),
+        }:
             check_place(group)
 
     def parameter(self, name: str, given: Tensor | None = None, *, operator_sums: bool = False) -> Any:
@@ -233,12 +261,25 @@ class ParallelModule(nn.Module):
         if given is None or operator_sums:
             return given
         group = own["tp_group"]
+        if own["_gathered"]:
+            given = self._all_gathered(name, given)
         if name in own["_copied"]:
             return _ops.copy_pieces_to_region(self._entering(name, given), group.name, *own["_copied"][name])
-        # len, since torch.compile of torch 2.11 takes an empty Layout for true
-        if own["sequence_parallel"] and group.size > 1 and len(own["tp_layouts"].get(name, ())) == 0:
+        if own["sequence_parallel"] and group.size > 1 and self._replicated(name):
             return _ops.copy_to_region(given, group.name)
         return given
+
+    def _replicated(self, name: str) -> bool:
+        """Returns whether all ranks of the layer's group hold the same shard of the parameter."""
+        # len, since torch.compile of torch 2.11 takes an empty Layout for true
+        return len(self.tp_layouts.get(name, ())) == (name in self._gathered)
+
+    def _all_gathered(self, name: str, value: Tensor) -> Tensor:
+        """Returns a shard all-gathered over ``weight_group``, unless the operator does it."""
+        if name not in self._gathered or name in self.operator_gathers:
+            return value
+        dim, sizes = self._gathered[name]
+        return _ops.all_gather_region(value, self.weight_group.name, dim, sizes)
 
     def is_coalesced(self, name: str) -> bool:
         """Returns whether, in this call, :func:`tp_ext.coalesce_gradients` sums the gradient of the layer's own
@@ -254,7 +295,7 @@ class ParallelModule(nn.Module):
         rows to sum, as ``copy_to_region_coalesced`` takes them; [0] for all rows."""
         if self.tp_group.size == 1:
             return {}
-        replicated = [name for name, layout in self.tp_layouts.items() if not layout]
+        replicated = [name for name in self.tp_layouts if self._replicated(name)]
         summed = {name: [0] for name in replicated if self.sequence_parallel}
         for name, (starts, lengths, full_starts, full_size) in self._copied.items():
             rows = [n for row in zip(starts, lengths, full_starts, strict=True) for n in row]
@@ -264,7 +305,7 @@ class ParallelModule(nn.Module):
     def entering_parameter(self, name: str) -> Tensor | None:
         """Returns the parameter as it enters the region that sums its gradient, for ``coalesce_gradients``."""
         value = getattr(self, name)
-        return None if value is None else self._entering(name, value)
+        return None if value is None else self._entering(name, self._all_gathered(name, value))
 
     def token_sizes(self, total_tokens: int | None) -> list[int] | None:
         """Returns each rank's number of tokens; None (equal on all ranks) if ``total_tokens`` is not given."""
@@ -277,7 +318,29 @@ class ParallelModule(nn.Module):
     def parallel_repr(self) -> str:
         """Returns the text about the shard for ``extra_repr``."""
         sp = ", sequence_parallel=True" if self.sequence_parallel else ""
-        return f"p={self.tp_group.size}, rank={self.tp_group.rank}{sp}"
+        hidden = ", activations='hidden'" if self.activations == "hidden" else ""
+        again = f", weight_ranks={self.weight_group.size}" if self.weight_group.size > 1 else ""
+        return f"p={self.tp_group.size}, rank={self.tp_group.rank}{sp}{hidden}{again}"
+
+
+def check_activations(activations: str, sequence_parallel: bool) -> None:
+    """Raises a ValueError unless ``activations`` is one of the two, and "hidden" comes without sequence parallelism."""
+    if activations not in ("replicated", "hidden"):
+        raise ValueError(f"activations: {activations!r} must be 'replicated' or 'hidden'")
+    if activations == "hidden" and sequence_parallel:
+        raise ValueError(
+            "activations: 'hidden' must not be combined with sequence_parallel=True, which shards them on dim 0"
+        )
+
+
+def sharded_again(layout: Layout, shape: torch.Size, group: ParallelGroup) -> Layout:
+    """Returns the layout with one more entry: along the first dim that no other entry shards, or that of the first,
+    over ``group``."""
+    from_end = bool(layout) and layout[0][0].dim < 0
+    dims = range(-len(shape), 0) if from_end else range(len(shape))
+    taken = [sharding.dim for sharding, _ in layout]
+    dim = next((dim for dim in dims if dim not in taken), dims[0])
+    return Layout(*layout, (Sharding(dim, (Part(layout.local_shape(shape)[dim]),)), group))
 
 
 def refuse_group(**values: object) -> None:

@@ -10,6 +10,7 @@ from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import ParallelModule, check_epsilon, check_flags, refuse_group
 from tp_ext.random import Constant
+from tp_ext.sharding import Sharding
 
 EPSILON_32, EPSILON_64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
@@ -26,22 +27,32 @@ class _Norm(ParallelModule):
         *,
         group: Group,
         sequence_parallel: bool,
+        weight_group: Group,
+        activations: str,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         refuse_group(normalized_shape=normalized_shape)
-        super().__init__(group, sequence_parallel=sequence_parallel)
+        super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if not shape or any(not isinstance(n, int) or n < 1 for n in shape):
             raise ValueError(f"normalized_shape: {normalized_shape!r} must be one or more integers of at least 1")
         self.normalized_shape = shape
+        if activations == "hidden" and len(shape) > 1:
+            raise ValueError(f"normalized_shape: {normalized_shape!r} must be one dim with activations='hidden'")
+        sharding = Sharding(0, shape) if activations == "hidden" else None
+        self._over_group = sharding is not None and self.tp_group.size > 1
+        self._local_shape = (
+            shape if sharding is None else (sharding.local_size(self.tp_group.rank, self.tp_group.size),)
+        )
         for name, value in parameters.items():
-            self.add_parameter(name, shape, Constant(value), device=device, dtype=dtype)
+            self.add_parameter(name, shape, Constant(value), sharding=sharding, device=device, dtype=dtype)
 
     def _flat(self, x: Tensor) -> Tensor:
-        shape = self.normalized_shape
+        shape = self._local_shape
         if x.shape[-len(shape) :] != shape:
-            raise ValueError(f"x: shape {tuple(x.shape)} must end in normalized_shape = {shape}")
+            share = ", of which this rank's share is " + str(shape) if self._over_group else ""
+            raise ValueError(f"x: shape {tuple(x.shape)} must end in normalized_shape = {self.normalized_shape}{share}")
         return x.flatten(-len(shape)) if len(shape) > 1 else x
 
     def _check_residual(self, x: Tensor, residual: Tensor) -> None:
@@ -61,7 +72,8 @@ class RMSNorm(_Norm):
     """RMS norm y = x / sqrt(mean(x^2) + eps) * weight, over the last dims; otherwise as ``torch.nn.RMSNorm``.
 
     Shapes: x ``[.., *normalized_shape]`` -> the same. Statistics in fp32 (fp64 for fp64); saved for backward: x and one
-    number per row. Communicates: under SP, backward, one all-reduce of the weight's gradient.
+    number per row. Communicates: under SP, backward, one all-reduce of the weight's gradient. ``activations="hidden"``:
+    one all-reduce of one number per row, forward and backward; ``norm(x, residual)`` adds first, in a pass of its own.
 
     ``norm(x, residual)``, of a sublayer's output and its residual stream, returns ``(y, total)``: total = x + residual,
     rounded to their dtype, and y = norm(total), in one pass over memory, with the same bits as the two steps. residual
@@ -74,6 +86,9 @@ class RMSNorm(_Norm):
             statistics are computed in (fp32 for half types).
         group: the tensor-parallel group.
         sequence_parallel: x is ``[tokens_local, ..]``, sharded on dim 0.
+        weight_group: a second group, over which the weight is sharded once more, see :class:`ColumnParallelLinear`.
+        activations: ``"hidden"``: x and the weight are ``[.., n_local]``, sharded over ``group``, and the ranks sum the
+            squares of each row. ``normalized_shape`` is one dim then.
 
     Zhang and Sennrich, "Root mean square layer normalization" (arXiv:1910.07467).
     """
@@ -86,6 +101,8 @@ class RMSNorm(_Norm):
         *,
         group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,6 +114,8 @@ class RMSNorm(_Norm):
             {"weight": 1.0} if elementwise_affine else {},
             group=group,
             sequence_parallel=sequence_parallel,
+            weight_group=weight_group,
+            activations=activations,
             device=device,
             dtype=dtype,
         )
@@ -118,6 +137,11 @@ class RMSNorm(_Norm):
         flat, weight = self._flat(x), self._flat_parameter("weight")
         if residual is not None:
             self._check_residual(x, residual)
+        if self._over_group:
+            total = x if residual is None else x + residual
+            y = _ops.sharded_rms_norm(total, weight, eps, self.tp_group.name, *self.normalized_shape)
+            return y if residual is None else (y, total)
+        if residual is not None:
             return self._shaped(_ops.rms_norm_residual(flat, self._flat(residual), weight, eps), x)
         y = _ops.rms_norm(flat, weight, eps)
         return y if len(self.normalized_shape) == 1 else y.view(x.shape)
@@ -133,12 +157,14 @@ class LayerNorm(_Norm):
     """Layer norm y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dims, as torch's.
 
     Shapes, precision, communication and ``norm(x, residual)`` as :class:`RMSNorm`, with two numbers per row and, under
-    SP, a second all-reduce for the bias. Nothing is saved if only the bias is trained.
+    SP, a second all-reduce for the bias. ``activations="hidden"``: forward an all-gather of two numbers per row,
+    backward an all-reduce. Nothing is saved if only the bias is trained and x is not sharded on its last dim.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias: as torch.
         group: the tensor-parallel group.
         sequence_parallel: x is ``[tokens_local, ..]``, sharded on dim 0.
+        weight_group, activations: as :class:`RMSNorm`, also for the bias.
     """
 
     bias: nn.Parameter | None
@@ -152,6 +178,8 @@ class LayerNorm(_Norm):
         *,
         group: Group = NOT_GIVEN,
         sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -163,6 +191,8 @@ class LayerNorm(_Norm):
             {name: float(name == "weight") for name, there in wanted.items() if there},
             group=group,
             sequence_parallel=sequence_parallel,
+            weight_group=weight_group,
+            activations=activations,
             device=device,
             dtype=dtype,
         )
@@ -180,6 +210,11 @@ class LayerNorm(_Norm):
         flat, weight, bias = self._flat(x), self._flat_parameter("weight"), self._flat_parameter("bias")
         if residual is not None:
             self._check_residual(x, residual)
+        if self._over_group:
+            total = x if residual is None else x + residual
+            y = _ops.sharded_layer_norm(total, weight, bias, self.eps, self.tp_group.name, *self.normalized_shape)
+            return y if residual is None else (y, total)
+        if residual is not None:
             return self._shaped(_ops.layer_norm_residual(flat, self._flat(residual), weight, bias, self.eps), x)
         y = _ops.layer_norm(flat, weight, bias, self.eps)
         return y if len(self.normalized_shape) == 1 else y.view(x.shape)

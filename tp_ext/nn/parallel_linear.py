@@ -65,6 +65,8 @@ class ParallelLinear(ParallelModule):
         bias: bool,
         group: Group,
         sequence_parallel: bool,
+        weight_group: Group,
+        activations: str,
         skip_bias_add: bool,
         grad_accumulation_fusion: bool,
         overlap_chunks: int,
@@ -73,7 +75,10 @@ class ParallelLinear(ParallelModule):
         dtype: torch.dtype | None,
     ) -> None:
         check_flags(bias=bias, skip_bias_add=skip_bias_add, grad_accumulation_fusion=grad_accumulation_fusion)
-        super().__init__(group, sequence_parallel=sequence_parallel)
+        super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
+        self.on_two_axes = self.weight_group.size > 1 or activations == "hidden"
+        if self.on_two_axes:
+            check_one_axis_options(grad_accumulation_fusion=grad_accumulation_fusion, overlap_chunks=overlap_chunks)
         self.in_features = in_features
         self.out_features = out_features
         self.skip_bias_add = skip_bias_add
@@ -93,6 +98,7 @@ class ParallelLinear(ParallelModule):
             self.add_parameter("bias", (out_features,), default, sharding=bias_sharding, device=device, dtype=dtype)
         else:
             self.register_parameter("bias", None)
+        self.operator_gathers = gathered_by_operator(self, skip_bias_add)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
@@ -138,6 +144,43 @@ class ParallelLinear(ParallelModule):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"local={tuple(self.weight.shape)}, bias={self.bias is not None}, {self.parallel_repr()}"
         )
+
+
+def check_one_axis_options(**options: object) -> None:
+    """Raises a ValueError that names the first option that only layers of one axis have, if it is not the default."""
+    for name, value in options.items():
+        if value not in (False, 1) or value is True:
+            raise ValueError(f"{name}: {value!r} must not be combined with weight_group or activations='hidden'")
+
+
+def gathered_by_operator(layer: ParallelModule, skip_bias_add: bool = False) -> tuple[str, ...]:
+    """Returns the parameters of a linear of two axes that its operator gathers: the bias unless another adds it, or its
+    gradient is summed over copies, whose rows are those of the gathered one."""
+    return ("weight",) if skip_bias_add or "bias" in layer._copied else ("weight", "bias")
+
+
+def linear_2d(
+    layer: ParallelModule, x: Tensor, weight: Tensor, full_size: int, row: bool, total_tokens: int | None
+) -> Tensor:
+    """Computes a linear of two axes; without the bias if ``layer.operator_gathers`` has none.
+
+    Args:
+        weight: this rank's shard; the caller has checked its shape.
+        full_size: the length of its dim that is sharded over ``weight_group``.
+    """
+    fused = "bias" in layer.operator_gathers
+    y = _ops.linear_2d(
+        x,
+        weight,
+        layer.parameter("bias") if fused else None,
+        layer.tp_group.name,
+        layer.weight_group.name,
+        full_size,
+        row,
+        "tokens" if layer.sequence_parallel else layer.activations,
+        layer.token_sizes(total_tokens),
+    )
+    return y
 
 
 def operands(

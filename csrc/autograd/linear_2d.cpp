@@ -1,0 +1,323 @@
+// The linears of a mesh of two axes: the weight is sharded on both dims, one over `group` (y) as in
+// linear.cpp, the other over `weight_group` (x), whose ranks have different rows of x. The weight
+// is gathered over x for use; its gradient is summed over x and scattered.
+//
+//        column: weight [out / y, in / x]          row: weight [out / x, in / y]
+//   y    (enter x) (gather w)^T + b                 leave (x (gather w)^T) + b
+//   dx   enter^T (dy (gather w))                    (leave^T dy) (gather w)
+//   dw   reduce-scatter over x of dy^T (enter x)    reduce-scatter over x of (leave^T dy)^T x
+//
+//   activations    enter             enter^T                  leave             leave^T
+//   "replicated"   -                 sum over y               sum over y        -
+//   "tokens"       gather dim 0      reduce-scatter dim 0     reduce-scatter    gather dim 0
+//   "hidden"       gather last dim   reduce-scatter last dim  reduce-scatter    gather last dim
+//
+// Saved: the shards of x and of w, each only if the other's gradient may be needed: with "hidden",
+// 1/(xy) of the full tensors. Overlap: the gather of the next weight (weight_gather.h) with the
+// GEMMs of this linear, forward and backward; the sum of dx (column) with the GEMM of dw; the
+// reduce-scatter of dw (row) with the GEMM of dx. The bias is sharded over x, too, gathered for use
+// and its gradient scattered. Double backward and forward mode are composed of regions
+// and matmuls. In a backward in two halves (split_backward.h) the row linear keeps the gathered dy.
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "autograd/differentiation.h"
+#include "autograd/linear_checks.h"
+#include "autograd/linear_overlap.h"
+#include "autograd/split_backward.h"
+#include "autograd/weight_gather.h"
+#include "comm/collectives.h"
+#include "operators.h"
+
+namespace tp_ext {
+namespace {
+
+using c10::SymInt;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// How one call is sharded
+struct Sharded {
+  std::string group;
+  bool row;
+  WeightShards weight;
+  std::string activations;
+  Split split;  // lengths of the sharded dim of the activations over `group`
+  Split bias;   // lengths of the bias over weight_group
+
+  bool whole() const { return activations == "replicated"; }  // not sharded: every rank has all
+  int64_t dim() const { return activations == "tokens" ? 0 : -1; }
+
+  void put(AutogradContext* ctx) const {
+    auto& data = ctx->saved_data;
+    data["group"] = group, data["weight_group"] = weight.group, data["row"] = row;
+    data["activations"] = activations;
+    data["split"] = c10::SymIntArrayRef(split.sizes);
+    data["weight_split"] = c10::SymIntArrayRef(weight.split.sizes);
+    data["bias"] = c10::SymIntArrayRef(bias.sizes);
+  }
+  static Sharded get(AutogradContext* ctx) {
+    const auto& data = ctx->saved_data;
+    const bool row = data.at("row").toBool();
+    return {data.at("group").toStringRef(),
+            row,
+            WeightShards{data.at("weight_group").toStringRef(), row ? 0 : 1,
+                         Split{data.at("weight_split").toSymIntVector()}},
+            data.at("activations").toStringRef(),
+            Split{data.at("split").toSymIntVector()},
+            Split{data.at("bias").toSymIntVector()}};
+  }
+};
+
+int64_t dim_of(const Tensor& x, const Sharded& s) { return s.dim() < 0 ? x.dim() - 1 : 0; }
+
+// Collectives: of the activations over `group`, in flight
+comm::Pending gather(const Tensor& x, const Sharded& s) {
+  if (s.whole()) return comm::Pending(x, nullptr);
+  return comm::all_gather_async(x, s.group, dim_of(x, s), s.split);
+}
+comm::Pending gather_bias(const OptionalTensor& bias, const Sharded& s) {
+  if (!bias.has_value() || s.bias.sizes.size() == 1)
+    return comm::Pending(bias.value_or(Tensor()), nullptr);
+  return comm::all_gather_async(*bias, s.weight.group, 0, s.bias);
+}
+comm::Pending scatter_bias(const Tensor& db, const Sharded& s) {
+  if (s.bias.sizes.size() == 1) return comm::Pending(db, nullptr);
+  return comm::reduce_scatter_async(db, s.weight.group, 0, s.bias);
+}
+comm::Pending sum(const Tensor& fresh, const Sharded& s) {
+  if (s.whole()) return comm::all_reduce_async(fresh, s.group);
+  return comm::reduce_scatter_async(fresh, s.group, dim_of(fresh, s), s.split);
+}
+
+// The same as regions, for derivatives of derivatives
+Tensor gather_region(const Tensor& x, const Sharded& s) {
+  if (s.whole()) return TP_OP(copy_to_region).call(x, s.group);
+  return TP_OP(all_gather_region).call(x, s.group, s.dim(), c10::SymIntArrayRef(s.split.sizes));
+}
+Tensor sum_region(const Tensor& x, const Sharded& s) {
+  if (s.whole()) return TP_OP(reduce_from_region).call(x, s.group);
+  return TP_OP(reduce_scatter_region).call(x, s.group, s.dim(), c10::SymIntArrayRef(s.split.sizes));
+}
+Tensor weight_region(const Tensor& weight, const Sharded& s) {
+  return TP_OP(all_gather_region)
+      .call(weight, s.weight.group, s.weight.dim, c10::SymIntArrayRef(s.weight.split.sizes));
+}
+Tensor weight_grad_region(const Tensor& dw, const Sharded& s) {
+  return TP_OP(reduce_scatter_region)
+      .call(dw, s.weight.group, s.weight.dim, c10::SymIntArrayRef(s.weight.split.sizes));
+}
+
+Tensor bias_region(const Tensor& bias, const Sharded& s) {
+  return TP_OP(all_gather_region).call(bias, s.weight.group, 0, c10::SymIntArrayRef(s.bias.sizes));
+}
+Tensor bias_grad_region(const Tensor& db, const Sharded& s) {
+  return TP_OP(reduce_scatter_region)
+      .call(db, s.weight.group, 0, c10::SymIntArrayRef(s.bias.sizes));
+}
+
+// Skips autograd dispatch inside the Function unless the call is traced
+struct Unrecorded {
+  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+  explicit Unrecorded(const Tensor& x) {
+    if (!comm::traced(x)) guard.emplace();
+  }
+};
+
+Tensor whole_weight(const Tensor& weight, const Sharded& s, Pass pass) {
+  Tensor gathered = gathered_weight(weight, s.weight, pass);
+  if (!comm::traced(weight)) prefetch_weight(pass);
+  return gathered;
+}
+
+Tensor input_grad(const Tensor& dy, const Tensor& weight) {
+  if (dy.dim() == 2) return at::mm(dy, weight);
+  auto shape = dy.sym_sizes().vec();
+  shape.back() = weight.sym_size(1);
+  return at::mm(as_rows(dy), weight).view_symint(shape);
+}
+Tensor weight_grad(const Tensor& dy, const Tensor& x) {
+  return at::mm(as_rows(dy).t(), as_rows(x));
+}
+
+struct Linear2d : Function<Linear2d> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                        const OptionalTensor& bias, const Sharded& s) {
+    ctx->save_for_backward(
+        {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
+    s.put(ctx);
+    ctx->saved_data["has_bias"] = bias.has_value();
+    const Unrecorded guard(x);
+    auto bias_full = gather_bias(bias, s);
+    if (!s.row) {
+      auto x_full = gather(x, s);
+      const Tensor w = whole_weight(weight, s, Pass::forward);
+      const Tensor b = bias_full.wait();
+      return at::linear(x_full.wait(), w, bias.has_value() ? OptionalTensor(b) : std::nullopt);
+    }
+    Tensor y = sum(at::linear(x, whole_weight(weight, s, Pass::forward)), s).wait();
+    if (!bias.has_value()) return y;
+    const Tensor b = bias_full.wait();
+    return comm::traced(y) ? at::add(y, b) : y.add_(b);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto s = Sharded::get(ctx);
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1];
+    const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
+    const bool wants_b = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(2);
+    variable_list result(4);
+    if (at::GradMode::is_enabled() || has_tangent(grads[0])) {
+      const Tensor dy = s.row ? gather_region(grads[0], s) : grads[0];
+      if (wants_b) result[2] = bias_grad_region(as_rows(grads[0]).sum(0), s);
+      if (wants_x) {
+        result[0] = at::matmul(dy, weight_region(weight, s));
+        if (!s.row) result[0] = sum_region(result[0], s);
+      }
+      if (wants_w)
+        result[1] = weight_grad_region(weight_grad(dy, s.row ? x : gather_region(x, s)), s);
+      return result;
+    }
+    const Unrecorded guard(grads[0]);
+    std::optional<comm::Pending> db;
+    if (wants_b) db.emplace(scatter_bias(as_rows(grads[0]).sum(0), s));
+    if (s.row)
+      row_gradients(ctx, grads[0], x, weight, s, wants_x, wants_w, result);
+    else
+      column_gradients(grads[0], x, weight, s, wants_x, wants_w, result);
+    if (wants_b) result[2] = db->wait();
+    return result;
+  }
+
+  static void column_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                               const Sharded& s, bool wants_x, bool wants_w,
+                               variable_list& result) {
+    std::optional<comm::Pending> x_full, dx, dw;
+    if (wants_w) x_full.emplace(gather(x, s));
+    if (wants_x) dx.emplace(sum(input_grad(dy, whole_weight(weight, s, Pass::backward)), s));
+    if (wants_w) result[1] = scattered(weight_grad(dy, x_full->wait()), s).wait();
+    if (wants_x) result[0] = dx->wait();
+  }
+
+  static void row_gradients(AutogradContext* ctx, const Tensor& grad, const Tensor& x,
+                            const Tensor& weight, const Sharded& s, bool wants_x, bool wants_w,
+                            variable_list& result) {
+    const bool keeps_dy = !s.whole() && wants_x && asked_later(ctx, 1);
+    const auto kept = !s.whole() && wants_w && !wants_x ? take_results(ctx, grad) : variable_list();
+    std::optional<comm::Pending> dy_full, dw;
+    if (kept.empty()) dy_full.emplace(gather(grad, s));
+    const Tensor w = wants_x ? whole_weight(weight, s, Pass::backward) : Tensor();
+    const Tensor dy = kept.empty() ? dy_full->wait() : kept[0];
+    if (keeps_dy) keep_results(ctx, grad, {dy});
+    // Before the GEMM of dx, which the reduce-scatter overlaps
+    if (wants_w) dw.emplace(scattered(weight_grad(dy, x), s));
+    if (wants_x) result[0] = input_grad(dy, w);
+    if (wants_w) result[1] = dw->wait();
+  }
+
+  static comm::Pending scattered(const Tensor& dw, const Sharded& s) {
+    if (s.weight.split.sizes.size() == 1) return comm::Pending(dw, nullptr);
+    return comm::reduce_scatter_async(dw, s.weight.group, s.weight.dim, s.weight.split);
+  }
+};
+
+void check_linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const std::string& activations) {
+  check_floating(x, "x");
+  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: shape ", weight.sym_sizes(), " must have 2 dims");
+  TORCH_CHECK_VALUE(x.dim() > 0, "x: shape ", x.sym_sizes(), " must have at least 1 dim");
+  TORCH_CHECK_VALUE(
+      activations == "replicated" || activations == "tokens" || activations == "hidden",
+      "activations: '", activations, "' must be 'replicated', 'tokens' or 'hidden'");
+  check_same_dtype(weight, "weight", x, "x");
+  check_same_device(weight, "weight", x, "x");
+  if (bias.has_value()) check_same_dtype(*bias, "bias", x, "x");
+}
+
+void check_last(const char* name, const SymInt& own, const SymInt& right, const char* what) {
+  TORCH_CHECK_VALUE(own == right, name, ": ", own, " elements in the last dim must be ", right,
+                    ", ", what);
+}
+
+}  // namespace
+
+Tensor linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                 const std::string& group, const std::string& weight_group, SymInt weight_size,
+                 bool row, const std::string& activations, Sizes sizes) {
+  check_linear_2d(x, weight, bias, activations);
+  const int64_t p = comm::size(group), rank = comm::rank(group);
+  Sharded s{
+      group,
+      row,
+      WeightShards{weight_group, row ? 0 : 1, tensor_split(weight_size, comm::size(weight_group))},
+      p == 1 ? "replicated" : activations,
+      Split(),
+      Split()};
+  const auto share = s.weight.split.sizes[comm::rank(weight_group)];
+  TORCH_CHECK_VALUE(weight.sym_size(s.weight.dim) == share, "weight: shape ", weight.sym_sizes(),
+                    " must have ", share, " elements in dim ", s.weight.dim,
+                    ", this rank's share of ", weight_size);
+  if (s.activations == "hidden") s.split = tensor_split(weight_size, p);
+  if (s.activations == "tokens")
+    s.split = row ? split_full(tokens_of(x), p, sizes) : split_local(tokens_of(x), rank, p, sizes);
+  if (row)
+    check_last("x", x.sym_size(-1), weight.sym_size(1), "the input features on this rank");
+  else if (s.activations == "hidden")
+    check_last("x", x.sym_size(-1), s.split.sizes[rank], "this rank's share of the features");
+  else
+    check_last("x", x.sym_size(-1), weight_size, "the input features");
+  if (bias.has_value()) {
+    const auto added = !row                        ? weight.sym_size(0)
+                       : s.activations == "hidden" ? s.split.sizes[rank]
+                                                   : weight_size;
+    s.bias = tensor_split(added, comm::size(weight_group));
+    TORCH_CHECK_VALUE(
+        bias->dim() == 1 && bias->sym_size(0) == s.bias.sizes[comm::rank(weight_group)],
+        "bias: shape ", bias->sym_sizes(), " must be this rank's share of ", added,
+        " output features");
+  }
+  if (any_tangent(x, weight, bias)) {
+    const Tensor w = weight_region(weight, s);
+    const auto b = bias.has_value() ? OptionalTensor(bias_region(*bias, s)) : std::nullopt;
+    if (!row) return at::linear(gather_region(x, s), w, b);
+    const Tensor y = sum_region(at::linear(x, w), s);
+    return b.has_value() ? at::add(y, *b) : y;
+  }
+  return Linear2d::apply(x, weight, bias, s);
+}
+
+namespace {
+
+template <c10::DispatchKey key, c10::DeviceType device>
+Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                const std::string& group, const std::string& weight_group, SymInt weight_size,
+                bool row, const std::string& activations, Sizes sizes) {
+  c10::impl::ExcludeDispatchKeyGuard guard(key);
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
+  return linear_2d(cast(x), cast(weight), bias.has_value() ? OptionalTensor(cast(*bias)) : bias,
+                   group, weight_group, weight_size, row, activations, sizes);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  impl_composite<linear_2d>(m, "linear_2d");
+}
+TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
+  impl_composite<autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>>(m, "linear_2d");
+}
+TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
+  impl_composite<autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>>(m, "linear_2d");
+}
+
+}  // namespace tp_ext

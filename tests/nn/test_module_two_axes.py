@@ -1,0 +1,362 @@
+"""Layers with ``weight_group`` and ``activations="hidden"`` against the same layers on one process: a whole GPT, every
+gradient, on meshes of two axes."""
+
+import functools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import tp_ext
+from tests.helpers import ranks
+from tests.helpers.dtypes import default_dtype
+from tests.helpers.meshes import mesh_of
+
+pytestmark = pytest.mark.core
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+class Block(nn.Module):
+    def __init__(self, hidden, norm, attention, mlp, options):
+        super().__init__()
+        self.norm1 = norm(hidden, **options)
+        self.attention = tp_ext.ParallelAttention(hidden, **attention, **options)
+        self.norm2 = norm(hidden, **options)
+        self.mlp = tp_ext.ParallelMLP(hidden, 14, **mlp, **options)
+
+    def forward(self, x, batch):
+        given = {"batch_size": batch} if x.dim() == 2 else {}
+        h, x = self.norm2(self.attention(self.norm1(x), **given), x)
+        return x + self.mlp(h)
+
+
+class GPT(nn.Module):
+    def __init__(
+        self, hidden=12, norm=tp_ext.RMSNorm, tied=False, kv_heads=2, mlp=None, attention=None, pad=None, **options
+    ):
+        super().__init__()
+        given = attention or {"rope": 100.0, "qk_norm": True}
+        attention = {"num_heads": 4, "num_kv_heads": kv_heads, "head_dim": 4, **given}
+        mlp = mlp or {"activation": "swiglu"}
+        vocabulary = {"pad_to_multiple_of": pad, **options}
+        self.embedding = tp_ext.VocabParallelEmbedding(31, hidden, padding_idx=3, **vocabulary)
+        self.blocks = nn.ModuleList(Block(hidden, norm, attention, mlp, options) for _ in range(2))
+        self.norm = norm(hidden, **options)
+        self.head = tp_ext.VocabParallelLMHead(hidden, 31, bias=not tied, **vocabulary)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, len(ids))
+        return self.norm(x)
+
+    def loss(self, ids, target):
+        return self.head.loss(self(ids), target.reshape(self.loss_shape(ids)), reduction="sum")
+
+    def loss_shape(self, ids):
+        return (-1,) if self.head.sequence_parallel else ids.shape
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(31, (2, 6, 4), generator=generator)
+
+
+def _model(mesh, seed=5, **options):
+    with default_dtype(torch.float64):
+        tp_ext.manual_seed(seed)
+        if mesh is None:
+            return GPT(**options, group=None)
+        return GPT(**options, group=mesh["y"], weight_group=mesh["x"])
+
+
+def _own_rows(tensor, mesh):
+    return tensor.tensor_split(mesh["x"].size())[mesh["x"].get_local_rank()]
+
+
+def _like_one_process(group, x, y, layer_options, **shared):
+    mesh = mesh_of(x, y, names=("x", "y"))
+    dense, model = _model(None, **shared | {"pad": None}), _model(mesh, **shared, **layer_options)
+    ids, target = batch()
+    want = dense.loss(ids, target)
+    want.backward()
+    loss = model.loss(_own_rows(ids, mesh), _own_rows(target, mesh))
+    loss.backward()
+    total = tp_ext.reduce_from_region(loss.detach(), mesh["x"])
+    torch.testing.assert_close(total, want.detach(), **CLOSE)
+    layouts = dict(tp_ext.layouts(model))
+    for name, full in dense.named_parameters():
+        local = model.get_parameter(name)
+        layout = layouts[name]
+        assert torch.equal(local, layout.shard(full.detach())), name
+        torch.testing.assert_close(
+            local.grad, layout.shard(full.grad), msg=lambda text, n=name: f"{n}: {text}", **CLOSE
+        )
+    first = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for _ in range(2):  # with prefetch, now that the order of the weights is known
+        model.zero_grad()
+        model.loss(_own_rows(ids, mesh), _own_rows(target, mesh)).backward()
+        for name, p in model.named_parameters():
+            assert torch.equal(p.grad, first[name]), name
+
+
+HIDDEN, SP, REPLICATED = {"activations": "hidden"}, {"sequence_parallel": True}, {}
+LAYER = {"norm": tp_ext.LayerNorm, "mlp": {"activation": "gelu"}}
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "shared"),
+    [
+        (1, 1, HIDDEN, {}),
+        (2, 1, HIDDEN, {}),
+        (1, 2, HIDDEN, LAYER),
+        (2, 2, HIDDEN, {}),
+        (2, 2, HIDDEN, {"hidden": 13, "kv_heads": 1, **LAYER}),
+        (2, 2, SP, {"kv_heads": 1}),
+        (2, 2, REPLICATED, {"tied": True}),
+        (1, 3, HIDDEN, {"hidden": 13, "kv_heads": 1, "tied": True}),
+        (3, 1, REPLICATED, LAYER),
+        (4, 1, HIDDEN, {"hidden": 13}),
+    ],
+)
+def test_a_gpt_is_that_of_one_process(x, y, options, shared):
+    ranks.run(_like_one_process, x * y, x, y, options, **shared)
+
+
+def draw(seed):
+    """A mesh, options of the axes, and a model."""
+    r = random.Random(seed)
+    x, y = r.choice([(1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (1, 4), (4, 1)])
+    heads, kv_heads = r.choice([pair for pair in HEADS if pair[1] >= y or y % pair[1] == 0])
+    shared = {
+        "hidden": r.randint(1, 17),
+        "norm": r.choice((tp_ext.RMSNorm, tp_ext.LayerNorm)),
+        "tied": r.random() < 0.5,
+        "kv_heads": kv_heads,
+        "pad": r.choice((None, 4)),
+        "mlp": {"activation": r.choice(("gelu", "relu", "swiglu", "geglu")), "bias": r.random() < 0.5},
+        "attention": {
+            "num_heads": heads,
+            "head_dim": r.choice((2, 4)),
+            "bias": r.random() < 0.5,
+            "rope": r.choice((None, 100.0)),
+            "qk_norm": r.random() < 0.5,
+        },
+    }
+    return x, y, r.choice((HIDDEN, HIDDEN, SP, REPLICATED)), shared
+
+
+HEADS = [(4, 4), (4, 2), (4, 1), (6, 3), (5, 5), (8, 1)]
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 6 else pytest.mark.exhaustive) for n in range(100)])
+def test_a_random_gpt_is_that_of_one_process(seed):
+    x, y, options, shared = draw(seed)
+    ranks.run(_like_one_process, x * y, x, y, options, **shared)
+
+
+def _mlp(mesh, dtype=torch.float64, **options):
+    """An MLP, this rank's x as a leaf, and the mesh: rows over x, features over y."""
+    tp_ext.manual_seed(2)
+    options = {"activations": "hidden", **options}
+    mlp = tp_ext.ParallelMLP(6, 10, group=mesh["y"], weight_group=mesh["x"], dtype=dtype, **options)
+    full = torch.randn(8, 6, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    x = _own_rows(full, mesh)
+    if options["activations"] == "hidden":
+        x = x.tensor_split(mesh["y"].size(), -1)[mesh["y"].get_local_rank()]
+    return mlp, x.clone().requires_grad_()
+
+
+def _collectives(group):
+    mesh = mesh_of(2, 2, names=("x", "y"))
+    mlp, x = _mlp(mesh)
+    for _ in range(2):  # the first pass may end that of a model before it
+        mlp(x).sum().backward()
+    with tp_ext.debug.count_collectives() as first:
+        h = mlp.up(x)[0]
+    with tp_ext.debug.count_collectives() as second:
+        y = mlp.down(h)
+    with tp_ext.debug.count_collectives() as backward:
+        y.sum().backward()
+    return [
+        [(counts.select(group=mesh[axis]).by_kind(), counts.select(group=mesh[axis]).wire_bytes) for axis in "xy"]
+        for counts in (first, second, backward)
+    ]
+
+
+def test_collectives():
+    """On (2, 2), 8 rows of 6 features and 10 hidden ones, each rank sends half of what a collective moves: of a weight
+    [5, 6] or [6, 5], of activations [4, 6], of a bias padded to the longest shard. The weight of ``down`` is gathered
+    during the GEMM of ``up``, and in backward the other way round; the bias of ``up`` is not used here."""
+    weight, activations, up_bias, down_bias = (8 * n / 2 for n in (30, 24, 6, 4))
+    up = [({"all_gather": 3}, 2 * weight + up_bias), ({"all_gather": 1}, activations)]
+    down = [({"all_gather": 1}, down_bias), ({"reduce_scatter": 1}, activations)]
+    backward = [
+        ({"all_gather": 2, "reduce_scatter": 3}, 4 * weight + down_bias),
+        ({"all_gather": 2, "reduce_scatter": 1}, 3 * activations),
+    ]
+    assert ranks.run(_collectives, 4) == [[up, down, backward]] * 4
+
+
+def _collectives_of(group, make, x):
+    """Those of a layer, forward and backward: over x and over y, as (kind, payload in bytes)."""
+    mesh = mesh_of(2, 2, names=("x", "y"))
+    layer = make(group=mesh["y"], weight_group=mesh["x"], dtype=torch.float64, **HIDDEN)
+    if x.is_floating_point():
+        x = x[..., : x.shape[-1] // 2].clone().requires_grad_()
+    with tp_ext.debug.count_collectives() as forward:
+        y = layer(x)
+    with tp_ext.debug.count_collectives() as backward:
+        y.sum().backward()
+    return [
+        [(row.kind, row.payload) for row in counts.select(group=mesh[axis]).rows]
+        for axis in "xy"
+        for counts in (forward, backward)
+    ]
+
+
+ROWS = torch.ones(3, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "over_x", "over_y"),
+    [
+        (
+            functools.partial(tp_ext.RMSNorm, 8),
+            ROWS,
+            [[("all_gather", 32)], [("reduce_scatter", 32)]],
+            [[("all_reduce", 24)], [("all_reduce", 24)]],
+        ),
+        (
+            functools.partial(tp_ext.LayerNorm, 8),
+            ROWS,
+            [[("all_gather", 32)], [("reduce_scatter", 32)]],
+            [[("all_gather", 96)], [("all_reduce", 48)]],
+        ),
+        (
+            functools.partial(tp_ext.VocabParallelEmbedding, 6, 8),
+            torch.arange(3),
+            [[("all_gather", 192)], [("reduce_scatter", 192)]],
+            [[("reduce_scatter", 192)], [("all_gather", 192)]],
+        ),
+    ],
+    ids=["RMSNorm", "LayerNorm", "embedding"],
+)
+def test_collectives_of_norms_and_embedding(make, x, over_x, over_y):
+    """Of 3 rows of 8 features and a table of 6 rows, in fp64; equal rows of the result are counts of several calls."""
+    assert ranks.run(_collectives_of, 4, make, x) == [[*over_x, *over_y]] * 4
+
+
+def _written_after_its_prefetch(group):
+    mesh = mesh_of(2, 2, names=("x", "y"))
+    mlp, x = _mlp(mesh)
+    mlp(x)
+    mlp(x)  # from now on ``down`` is prefetched by ``up``
+    h, bias = mlp.up(x)
+    with torch.no_grad():
+        mlp.down.weight.mul_(2)
+    torch.testing.assert_close(mlp.down(torch.nn.functional.gelu(h + bias)), mlp(x), **CLOSE)
+
+
+def test_a_weight_that_is_written_after_its_prefetch_is_gathered_again():
+    ranks.run(_written_after_its_prefetch, 4)
+
+
+def _other_order(group):
+    mesh = mesh_of(2, 2, names=("x", "y"))
+    mlp, x = _mlp(mesh)
+    other, _ = _mlp(mesh)
+    wants = [mlp(x), mlp(x), other.down(mlp.up(x)[0]), mlp(x)]
+    again = [mlp(x), mlp(x), other.down(mlp.up(x)[0]), mlp(x)]
+    return all(map(torch.equal, wants, again))
+
+
+def test_another_order_of_layers():
+    assert all(ranks.run(_other_order, 4))
+
+
+STEPS = 20
+
+
+def _trained(mesh, options):
+    model = _model(mesh, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids, target = batch()
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model.loss(*((ids, target) if mesh is None else (_own_rows(ids, mesh), _own_rows(target, mesh))))
+        loss.backward()
+        norm = tp_ext.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        losses.append(loss.detach() if mesh is None else tp_ext.reduce_from_region(loss.detach(), mesh["x"]))
+    return model, optimizer, torch.stack(losses), norm
+
+
+def _training(group, options, folder):
+    mesh = mesh_of(2, 2, names=("x", "y"))
+    dense, _, wants, want_norm = _trained(None, {})
+    model, optimizer, losses, norm = _trained(mesh, options)
+    assert losses[-1] < losses[0] / 3
+    torch.testing.assert_close(losses, wants, rtol=1e-10, atol=0)
+    torch.testing.assert_close(norm, want_norm, rtol=1e-9, atol=0)
+    full = tp_ext.full_state_dict(model)
+    if group.rank() == 0:
+        for name, tensor in dense.state_dict().items():
+            torch.testing.assert_close(full[name], tensor, rtol=1e-8, atol=1e-10)
+    for name, layout in tp_ext.layouts(model):
+        own, whole = model.get_parameter(name), dense.get_parameter(name)
+        shape = layout.local_shape(whole.shape)
+        held = [own, own.grad, *(v for v in optimizer.state[own].values() if v.dim())]
+        assert [tensor.shape for tensor in held] == [shape] * 4, name
+        if options and whole.dim() == 2:  # q | k | v by heads, 31 rows of a vocabulary: as even as they come
+            assert own.numel() <= whole.numel() / 4 * 1.04, name
+    tp_ext.debug.check(model, optimizer=optimizer)
+    ids, target = batch()
+    before = model.loss(_own_rows(ids, mesh), _own_rows(target, mesh))
+    tp_ext.save_checkpoint(folder, model, optimizer)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    tp_ext.load_checkpoint(folder, model, optimizer)
+    assert torch.equal(model.loss(_own_rows(ids, mesh), _own_rows(target, mesh)), before)
+
+
+@pytest.mark.parametrize("options", [HIDDEN, SP], ids=["hidden", "sequence parallel"])
+def test_a_training_is_that_of_one_process(options, tmp_path):
+    ranks.run(_training, 4, options, str(tmp_path / "checkpoint"), timeout=180)
+
+
+def _saved(mesh, options):
+    model = _model(mesh, **options)
+    ids, target = batch()
+    if mesh is not None:
+        ids, target = _own_rows(ids, mesh), _own_rows(target, mesh)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(ids).square().sum()
+    del loss
+    return sum(storages.values())
+
+
+def _activations(group):
+    mesh = mesh_of(2, 2, names=("x", "y"))
+    return _saved(mesh, HIDDEN), _saved(None, {})
+
+
+def test_saved_activations_are_a_quarter():
+    """But for the statistics of norms, a number per row on every rank of y, and the tables of RoPE."""
+    for local, full in ranks.run(_activations, 4):
+        assert full / 4 <= local <= full / 4 * 1.1
