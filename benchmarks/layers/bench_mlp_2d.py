@@ -1,0 +1,202 @@
+"""An MLP sharded on both axes of a (2, 2) mesh, forward and backward, on 4 ranks: ours, FSDP2 with DTensor, JAX.
+
+y = gelu(x W^T) V^T (tanh form) with hidden h, inner size 4 h and 1024 rows in fp32. Rows of x and y are sharded over x,
+features over y, the weights over both; so are the gradients. "FSDP2 + DTensor": ``fully_shard`` over x of a
+``parallelize_module`` over y. "JAX": XLA's partitioner on four host devices of one process, from shardings of the
+arguments and results, if ``jax`` is installed. "dense" is torch in one process, while the others wait. y and all
+gradients are compared with dense before any measurement.
+"""
+
+import functools
+import importlib.util
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tp_ext
+from benchmarks.lib import interleave, report
+from benchmarks.lib.harness import TOLERANCE
+from benchmarks.lib.report import Record
+
+X, Y = 2, 2
+RANKS, ROWS = X * Y, 1024
+Results = list[Tensor]
+
+
+class MLP(nn.Module):
+    def __init__(self, h: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(h, 4 * h, bias=False), nn.Linear(4 * h, h, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return y
+
+
+@functools.cache
+def inputs(h: int) -> tuple[Tensor, ...]:
+    """up, down, x and the gradient of y."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4 * h, h), (h, 4 * h), (ROWS, h), (ROWS, h)]
+    scales = [h**-0.5, (4 * h) ** -0.5, 1.0, 1.0]
+    return tuple(torch.randn(shape, generator=generator) * scale for shape, scale in zip(shapes, scales, strict=True))
+
+
+def step_of(mlp: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], Results]:
+    """Forward and backward: y, dx and the gradients of the weights."""
+    x = x.clone().requires_grad_()
+    tensors = [x, *mlp.parameters()]
+
+    def step() -> Results:
+        for tensor in tensors:
+            tensor.grad = None
+        y = mlp(x)
+        y.backward(grad)
+        return [y.detach(), *(t.grad for t in tensors if t.grad is not None)]
+
+    return step
+
+
+@functools.cache
+def dense(h: int) -> Callable[[], Results]:
+    mlp = MLP(h)
+    with torch.no_grad():
+        mlp.up.weight.copy_(inputs(h)[0]), mlp.down.weight.copy_(inputs(h)[1])
+    return step_of(mlp, *inputs(h)[2:])
+
+
+@functools.cache
+def mesh_on(backend: str) -> Any:
+    """On a rank."""
+    options = None if backend == "gloo" else dict.fromkeys(("x", "y"), (backend, None))
+    return dist.init_device_mesh("cpu", (X, Y), mesh_dim_names=("x", "y"), backend_override=options)
+
+
+def shard(full: Tensor, mesh: Any, rows: str, columns: str) -> Tensor:
+    """This rank's block."""
+    for dim, axis in enumerate((rows, columns)):
+        full = full.chunk(mesh[axis].size(), dim)[mesh[axis].get_local_rank()]
+    return full.contiguous()
+
+
+def ours(h: int, mesh: Any) -> nn.Module:
+    axes: dict[str, Any] = {"group": mesh["y"], "weight_group": mesh["x"], "activations": "hidden"}
+    mlp = tp_ext.ParallelMLP(h, 4 * h, activation="gelu_tanh", bias=False, **axes)
+    tp_ext.load_full_state_dict(mlp, {"up.weight": inputs(h)[0], "down.weight": inputs(h)[1]})
+    return mlp
+
+
+def with_dtensor(h: int, mesh: Any) -> nn.Module:
+    mlp = MLP(h)
+    with torch.no_grad():
+        mlp.up.weight.copy_(inputs(h)[0]), mlp.down.weight.copy_(inputs(h)[1])
+    plan = {
+        "up": ColwiseParallel(input_layouts=Shard(-1)),
+        "down": RowwiseParallel(output_layouts=Shard(-1)),
+    }
+    mlp = parallelize_module(mlp, mesh["y"], plan)
+    for layer in (mlp.up, mlp.down, mlp):
+        fully_shard(layer, mesh=mesh["x"])
+    return mlp
+
+
+@functools.cache
+def on_rank(h: int, name: str, backend: str) -> Callable[[], Results]:
+    """On a rank: a step, checked."""
+    mesh = mesh_on(backend)
+    x, grad = (shard(t, mesh, "x", "y") for t in inputs(h)[2:])
+    mlp = ours(h, mesh) if name == "ours" else with_dtensor(h, mesh)
+    step = step_of(mlp, x, grad)
+    found = [t.full_tensor() if isinstance(t, DTensor) else t for t in step()]
+    y, dx, up, down = dense(h)()
+    wants = [shard(y, mesh, "x", "y"), shard(dx, mesh, "x", "y"), up / X, down / X]  # FSDP2 averages over x
+    if name == "ours":
+        wants[2:] = [shard(up, mesh, "y", "x"), shard(down, mesh, "x", "y")]
+    for got, want in zip(found, wants, strict=True):
+        error = ((got - want).norm() / want.norm()).item()
+        assert error <= TOLERANCE[torch.float32], f"{name} is off by {error:.1e} of its norm"
+    dist.barrier()
+    return step
+
+
+@functools.cache
+def in_jax(h: int) -> Callable[[], object]:
+    """The same in JAX, whose devices must be set up before its first import in this process."""
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RANKS}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()).reshape(X, Y), ("x", "y"))
+    specs = [P("y", "x"), P("x", "y"), P("x", "y"), P("x", "y")]
+    placed = [NamedSharding(mesh, spec) for spec in specs]
+    arguments = [jax.device_put(t.numpy(), sharding) for t, sharding in zip(inputs(h), placed, strict=True)]
+
+    def mlp(up: Any, down: Any, x: Any) -> Any:
+        return jax.nn.gelu(x @ up.T, approximate=True) @ down.T
+
+    def both(up: Any, down: Any, x: Any, grad: Any) -> Any:
+        y, backward = jax.vjp(mlp, up, down, x)
+        d_up, d_down, dx = backward(grad)
+        return y, dx, d_up, d_down
+
+    compiled = jax.jit(both, out_shardings=(placed[2], placed[2], placed[0], placed[1]))
+    for got, want in zip(compiled(*arguments), dense(h)(), strict=True):
+        error = float(np.linalg.norm(np.asarray(got) - want.numpy()) / want.norm())
+        assert error <= TOLERANCE[torch.float32], f"JAX is off by {error:.1e} of its norm"
+    return lambda: jax.block_until_ready(compiled(*arguments))
+
+
+def measure(h: int, seconds: float, block: float) -> list[Record]:
+    cores = interleave.cores()
+    interleave.pin_ranks(RANKS, cores, len(cores) >= RANKS)
+    subjects = {
+        "dense, 1 thread": interleave.here(dense(h), 1, cores[:1]),
+        "dense, all cores": interleave.here(dense(h), len(cores), cores),
+    }
+    if importlib.util.find_spec("jax"):
+        subjects["JAX"] = interleave.here(in_jax(h), 1, cores)
+    for name in ("FSDP2 + DTensor", "ours"):
+        for backend in interleave.BACKENDS:
+            subjects[f"{name}, {backend}"] = interleave.on_ranks(RANKS, on_rank, h, name, backend)
+    times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return [
+        {
+            "case": name,
+            "hidden": h,
+            "median_ms": medians[name] * 1e3,
+            "min_ms": min(values) * 1e3,
+            "times_fsdp2": medians["FSDP2 + DTensor, gloo"] / medians[name],
+            "steps": len(values),
+        }
+        for name, values in times.items()
+    ]
+
+
+def draw(figure: Any, records: list[Record]) -> None:
+    panels: dict[str, dict[str, Any]] = {}
+    for r in records:
+        title = f"MLP of {r['hidden']} features on {RANKS} ranks"
+        panels.setdefault(title, {})[str(r["case"])] = r["times_fsdp2"]
+    report.draw_bars(figure, panels, "times as fast as FSDP2 + DTensor over gloo, medians", mark=1.0)
+
+
+def main() -> None:
+    packages = ["jax"] if importlib.util.find_spec("jax") else []
+    report.run(__file__, __doc__, lambda quick: [64] if quick else [256, 512], measure, draw, *packages)
+
+
+if __name__ == "__main__":
+    main()
