@@ -1,6 +1,7 @@
 """Layers with ``weight_group`` and ``activations="hidden"`` against the same layers on one process: a whole GPT, every
 gradient, on meshes of two axes."""
 
+import contextlib
 import functools
 import random
 
@@ -19,8 +20,10 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 class Block(nn.Module):
-    def __init__(self, hidden, norm, attention, mlp, options):
+    def __init__(self, hidden, norm, attention, mlp, dropout, options):
         super().__init__()
+        full = {"hidden_size": hidden} if options.get("activations") == "hidden" else {}
+        self.dropout = tp_ext.Dropout(dropout, **options, **full)
         self.norm1 = norm(hidden, **options)
         self.attention = tp_ext.ParallelAttention(hidden, **attention, **options)
         self.norm2 = norm(hidden, **options)
@@ -28,21 +31,30 @@ class Block(nn.Module):
 
     def forward(self, x, batch):
         given = {"batch_size": batch} if x.dim() == 2 else {}
-        h, x = self.norm2(self.attention(self.norm1(x), **given), x)
-        return x + self.mlp(h)
+        h, x = self.norm2(self.dropout(self.attention(self.norm1(x), **given)), x)
+        return self.dropout(self.mlp(h), x)
 
 
 class GPT(nn.Module):
     def __init__(
-        self, hidden=12, norm=tp_ext.RMSNorm, tied=False, kv_heads=2, mlp=None, attention=None, pad=None, **options
+        self,
+        hidden=12,
+        norm=tp_ext.RMSNorm,
+        tied=False,
+        kv_heads=2,
+        mlp=None,
+        attention=None,
+        pad=None,
+        dropout=0.0,
+        **options,
     ):
         super().__init__()
         given = attention or {"rope": 100.0, "qk_norm": True}
-        attention = {"num_heads": 4, "num_kv_heads": kv_heads, "head_dim": 4, **given}
+        attention = {"num_heads": 4, "num_kv_heads": kv_heads, "head_dim": 4, "dropout": dropout, **given}
         mlp = mlp or {"activation": "swiglu"}
         vocabulary = {"pad_to_multiple_of": pad, **options}
         self.embedding = tp_ext.VocabParallelEmbedding(31, hidden, padding_idx=3, **vocabulary)
-        self.blocks = nn.ModuleList(Block(hidden, norm, attention, mlp, options) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(hidden, norm, attention, mlp, dropout, options) for _ in range(2))
         self.norm = norm(hidden, **options)
         self.head = tp_ext.VocabParallelLMHead(hidden, 31, bias=not tied, **vocabulary)
         if tied:
@@ -78,13 +90,25 @@ def _own_rows(tensor, mesh):
     return tensor.tensor_split(mesh["x"].size())[mesh["x"].get_local_rank()]
 
 
+def _masks(model, mesh, ids, names):
+    """Dropout masks by name, those of the rows of this rank."""
+    if not names:
+        return contextlib.nullcontext()
+    tp_ext.name_modules(model)
+    rows = [] if mesh is None else ids.tensor_split(mesh["x"].size())[: mesh["x"].get_local_rank()]
+    return tp_ext.random.at(0, 0, batch_offset=sum(map(len, rows)))
+
+
 def _like_one_process(group, x, y, layer_options, **shared):
     mesh = mesh_of(x, y, names=("x", "y"))
     dense, model = _model(None, **shared | {"pad": None}), _model(mesh, **shared, **layer_options)
     ids, target = batch()
-    want = dense.loss(ids, target)
+    names = shared.get("dropout", 0.0) > 0
+    with _masks(dense, None, ids, names):
+        want = dense.loss(ids, target)
     want.backward()
-    loss = model.loss(_own_rows(ids, mesh), _own_rows(target, mesh))
+    with _masks(model, mesh, ids, names):
+        loss = model.loss(_own_rows(ids, mesh), _own_rows(target, mesh))
     loss.backward()
     total = tp_ext.reduce_from_region(loss.detach(), mesh["x"])
     torch.testing.assert_close(total, want.detach(), **CLOSE)
@@ -99,7 +123,8 @@ def _like_one_process(group, x, y, layer_options, **shared):
     first = {name: p.grad.clone() for name, p in model.named_parameters()}
     for _ in range(2):  # with prefetch, now that the order of the weights is known
         model.zero_grad()
-        model.loss(_own_rows(ids, mesh), _own_rows(target, mesh)).backward()
+        with _masks(model, mesh, ids, names):
+            model.loss(_own_rows(ids, mesh), _own_rows(target, mesh)).backward()
         for name, p in model.named_parameters():
             assert torch.equal(p.grad, first[name]), name
 
@@ -114,6 +139,7 @@ LAYER = {"norm": tp_ext.LayerNorm, "mlp": {"activation": "gelu"}}
         (1, 1, HIDDEN, {}),
         (2, 1, HIDDEN, {}),
         (1, 2, HIDDEN, LAYER),
+        (2, 2, HIDDEN, {"hidden": 13, "dropout": 0.3}),
         (2, 2, HIDDEN, {}),
         (2, 2, HIDDEN, {"hidden": 13, "kv_heads": 1, **LAYER}),
         (2, 2, SP, {"kv_heads": 1}),
@@ -138,6 +164,7 @@ def draw(seed):
         "tied": r.random() < 0.5,
         "kv_heads": kv_heads,
         "pad": r.choice((None, 4)),
+        "dropout": r.choice((0.0, 0.3)),
         "mlp": {"activation": r.choice(("gelu", "relu", "swiglu", "geglu")), "bias": r.random() < 0.5},
         "attention": {
             "num_heads": heads,

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, layer_group
-from tp_ext.nn.module import ParallelModule, refuse_group
+from tp_ext.nn.module import ParallelModule, check_positive, refuse_group
 from tp_ext.random import draw_seed
 from tp_ext.random_scope import draws_by_name, rows_are_listed, rows_seed
+from tp_ext.sharding import split_sizes
 
 
 def _check_p(p: float) -> None:
@@ -114,16 +115,35 @@ class Dropout(ParallelModule):
     Args:
         p: the probability of dropping an element.
         group: the tensor-parallel group.
-        sequence_parallel: x is ``[tokens_local, ..]``, sharded on dim 0; else replicated, and so is the mask.
+        sequence_parallel: x is ``[tokens_local, ..]``, sharded on dim 0.
+        weight_group: accepted as by the other layers; there is no weight. Its ranks have different rows, whose masks
+            :func:`tp_ext.random.at` makes those of the whole batch.
+        activations: ``"replicated"``: so is the mask, unless ``sequence_parallel``; ``"hidden"``: x is sharded over
+            ``group`` on its last dim.
+        hidden_size: with ``"hidden"``, the full length of the last dim, if p does not divide it.
 
     Raises:
-        ValueError: ``p`` is no probability.
+        ValueError: ``p`` is out of [0, 1]; ``hidden_size`` without ``activations="hidden"``; x has another share of it.
     """
 
-    def __init__(self, p: float = 0.5, *, group: Group = NOT_GIVEN, sequence_parallel: bool = False) -> None:
-        super().__init__(group, sequence_parallel=sequence_parallel)
+    def __init__(
+        self,
+        p: float = 0.5,
+        *,
+        group: Group = NOT_GIVEN,
+        sequence_parallel: bool = False,
+        weight_group: Group = None,
+        activations: str = "replicated",
+        hidden_size: int | None = None,
+    ) -> None:
+        super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         _check_p(p)
+        if hidden_size is not None:
+            check_positive(hidden_size=hidden_size)
+            if activations != "hidden":
+                raise ValueError(f"hidden_size: {hidden_size} must come with activations='hidden'")
         self.p = p
+        self.hidden_size = hidden_size
 
     def forward(self, x: Tensor, residual: Tensor | None = None, total_tokens: int | None = None) -> Tensor:
         """Applies dropout to x.
@@ -133,8 +153,11 @@ class Dropout(ParallelModule):
             residual: of x's shape; added after dropping, in the same pass.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
         """
-        sharded = self.sequence_parallel and self.tp_group.size > 1
-        dim, sizes = 0 if sharded else None, self.token_sizes(total_tokens)
+        dim, sizes = None, self.token_sizes(total_tokens)
+        if self.tp_group.size > 1 and self.activations == "hidden":
+            dim, sizes = -1, None if self.hidden_size is None else split_sizes(self.hidden_size, self.tp_group.size)
+        elif self.tp_group.size > 1 and self.sequence_parallel:
+            dim = 0
         if self.training:
             return layer_dropout(self, x, self.p, residual=residual, dim=dim, sizes=sizes)
         group = self.tp_group.name or None
