@@ -96,7 +96,7 @@ def _masks(model, mesh, ids, names):
         return contextlib.nullcontext()
     tp_ext.name_modules(model)
     rows = [] if mesh is None else ids.tensor_split(mesh["x"].size())[: mesh["x"].get_local_rank()]
-    return tp_ext.random.at(0, 0, batch_offset=sum(map(len, rows)))
+    return tp_ext.random.at(0, 0, batch_offset=sum(map(len, rows)), seq=ids.shape[1])
 
 
 def _like_one_process(group, x, y, layer_options, **shared):
