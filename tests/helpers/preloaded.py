@@ -4,6 +4,7 @@ Frozen: no garbage collection of a rank traverses the objects of torch's modules
 """
 
 import gc
+import os
 
 import torch._dynamo.repro.after_aot
 import torch._dynamo.testing
@@ -15,8 +16,10 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.debug  # noqa: F401
 
 import tp_ext  # noqa: F401
-from tests.helpers import seeds
+from tests.helpers import seeds, typechecked
 
 seeds.cheapen()
+if "TP_EXT_TYPECHECK" in os.environ:
+    typechecked.install(os.environ["TP_EXT_TYPECHECK"])
 gc.collect()
 gc.freeze()

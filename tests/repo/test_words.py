@@ -19,6 +19,7 @@ EXCEPTIONS = {  # an argument of an operator's schema; the method of Box and Mul
     "csrc/autograd/coalesced.cpp": {"pieces"},
     "csrc/library.cpp": {"pieces"},
     "tp_ext/_ops/regions.py": {"pieces"},
+    "tp_ext/debug/type_rules.py": {"pieces"},
     "csrc/kernels/random_fill.h": {"box"},
 }
 GLOSSARY = ROOT / "docs" / "develop" / "glossary.md"

@@ -21,9 +21,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 declarations: dict[str, Callable[..., Any]] = {}  # name of the schema -> the declared function, for tests
 
 
+def overload_of(name: str) -> Any:
+    """Returns the overload of the operator ``name``, as torch function modes see it."""
+    return getattr(torch.ops.tp_ext, name).default
+
+
 def _overload(name: str, function: Callable[..., Any]) -> Any:
     declarations[name] = function
-    return getattr(torch.ops.tp_ext, name).default
+    return overload_of(name)
 
 
 def operator(function: Function) -> Function:

@@ -1,5 +1,5 @@
-"""Debugging aids: checks of a model over its ranks, counts of collectives, names in profiles, timelines of steps,
-comparison of batches.
+"""Debugging aids: checks of a model over its ranks, type checking of a program, counts of collectives, names in
+profiles, timelines of steps, comparison of batches.
 
 ``tp_ext.debug.check(model)`` after wrapping and after the first step finds mistakes that otherwise show only as a
 slightly wrong loss: see docs/guide/debugging.md.
@@ -10,6 +10,7 @@ from tp_ext.debug.model_check import check, findings
 from tp_ext.debug.profiling import annotate
 from tp_ext.debug.replication import assert_replicated
 from tp_ext.debug.timeline import Span, Timeline, record_timeline
+from tp_ext.debug.type_check import typecheck
 from tp_ext.nn.same_input import enable
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "enable",
     "findings",
     "record_timeline",
+    "typecheck",
 ]

@@ -1,0 +1,316 @@
+"""Types of ``spmd_types``: every layer has them, and without any one of its collectives it has not.
+
+One process with torch's fake group is enough: the values do not matter.
+"""
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import tp_ext
+from tests.helpers import ranks
+from tp_ext._ops.binding import declarations
+
+spmd = pytest.importorskip("spmd_types")
+I, P, R, S, V = spmd.I, spmd.P, spmd.R, spmd.S, spmd.V  # noqa: E741
+
+N, H, VOCABULARY = 8, 8, 16
+SP, HIDDEN = {"sequence_parallel": True}, {"activations": "hidden"}
+
+
+class Case(NamedTuple):
+    """A layer or function, the types of its inputs and result along "tp", and its number of collectives, each of
+    forward with its conjugate of backward. ``two``: on a mesh ("x", "tp"), x being the weights' group and the rows
+    sharded over it; ``modes``: with local types, and with those of full tensors."""
+
+    make: Callable[[Any], Callable[..., Any]]
+    inputs: tuple[Any, ...]
+    result: Any
+    collectives: int
+    two: bool = False
+    modes: tuple[bool, ...] = (True, False)
+
+
+def _layer(kind, *args, **options):
+    return lambda groups: kind(*args, **groups, **options)
+
+
+def _function(function, *args, **options):
+    return lambda groups: lambda *inputs: function(*inputs, groups["group"], *args, **options)
+
+
+class Attention(tp_ext.ParallelAttention):
+    def __init__(self, kv_heads=2, **options):
+        super().__init__(H, 4, num_kv_heads=kv_heads, head_dim=2, qk_norm=True, rope=100.0, **options)
+
+    def forward(self, x):
+        return super().forward(x, batch_size=2)
+
+
+def _x(held, features=H, tokens=N):
+    """An input of this type, the shards being halves."""
+    shape = [tokens, features]
+    if isinstance(held, spmd.Shard):
+        shape[held.dim] //= 2
+    return lambda: torch.randn(shape, requires_grad=True), held
+
+
+def _ids(held=R):
+    return lambda: torch.arange(N) % VOCABULARY, held
+
+
+def _block(groups, norm=tp_ext.RMSNorm, **options):
+    return Block(norm, **groups, **options)
+
+
+def _coalesced(groups):
+    model = _block(groups, tp_ext.LayerNorm, **SP)
+    tp_ext.coalesce_gradients(model)
+    return model
+
+
+class Block(nn.Module):
+    """Every collective of a layer that a model has, with a residual stream."""
+
+    def __init__(self, norm, **options):
+        super().__init__()
+        self.embedding = tp_ext.VocabParallelEmbedding(VOCABULARY, H, **options)
+        self.norm1, self.norm2 = norm(H, **options), norm(H, **options)
+        self.mlp = tp_ext.ParallelMLP(H, 2 * H, activation="swiglu", **options)
+        full = {"hidden_size": H} if options.get("activations") == "hidden" else {}
+        self.dropout = tp_ext.Dropout(0.1, **options, **full)
+        self.head = tp_ext.VocabParallelLMHead(H, VOCABULARY, bias=True, **options)
+        self.loss = tp_ext.VocabParallelCrossEntropy(group=options["group"], vocab_size=VOCABULARY, reduction="sum")
+
+    def forward(self, ids, target):
+        x = self.embedding(ids)
+        x = self.dropout(self.mlp(self.norm1(x)), x)
+        return self.loss(self.head(self.norm2(x)), target)
+
+
+LINEAR, MLP = (H, H), (H, 2 * H)
+CASES = {
+    "copy": Case(_function(tp_ext.copy_to_region), (_x(I),), R, 1),
+    "reduce": Case(_function(tp_ext.reduce_from_region), (_x(P),), I, 1),
+    "scatter": Case(_function(tp_ext.scatter_to_region), (_x(I),), S(1), 1),
+    "gather": Case(_function(tp_ext.gather_from_region), (_x(S(1)),), I, 1),
+    "all_gather": Case(_function(tp_ext.all_gather_region), (_x(S(0)),), R, 1),
+    "reduce_scatter": Case(_function(tp_ext.reduce_scatter_region), (_x(P),), S(0), 1),
+    "all_to_all": Case(_function(tp_ext.all_to_all_region, 1, 0), (_x(S(0)),), S(1), 1, modes=(False,)),
+    "column": Case(_layer(tp_ext.ColumnParallelLinear, *LINEAR), (_x(I),), S(1), 1),
+    "column, gathered": Case(_layer(tp_ext.ColumnParallelLinear, *LINEAR, gather_output=True), (_x(I),), I, 2),
+    "column, tokens": Case(_layer(tp_ext.ColumnParallelLinear, *LINEAR, **SP), (_x(S(0)),), S(1), 1),
+    "row": Case(_layer(tp_ext.RowParallelLinear, *LINEAR), (_x(S(1)),), I, 1),
+    "row, scattered": Case(_layer(tp_ext.RowParallelLinear, *LINEAR, input_is_parallel=False), (_x(I),), I, 2),
+    "row, tokens": Case(_layer(tp_ext.RowParallelLinear, *LINEAR, **SP), (_x(S(1)),), S(0), 2),
+    "mlp": Case(_layer(tp_ext.ParallelMLP, *MLP), (_x(I),), I, 2),
+    "mlp, one operator": Case(
+        _layer(tp_ext.ParallelMLP, *MLP, activation="gelu_tanh", gemm_epilogue=True, **SP), (_x(S(0)),), S(0), 3
+    ),
+    "embedding": Case(_layer(tp_ext.VocabParallelEmbedding, VOCABULARY, H), (_ids(),), I, 1),
+    "embedding, tokens": Case(_layer(tp_ext.VocabParallelEmbedding, VOCABULARY, H, **SP), (_ids(),), S(0), 1),
+    "attention": Case(_layer(Attention), (_x(I),), I, 4, modes=(True,)),
+    "attention, tokens": Case(_layer(Attention, **SP), (_x(S(0)),), S(0), 5, modes=(True,)),
+    "attention, kv copies": Case(_layer(Attention, 1), (_x(I),), I, 4, modes=(True,)),
+    "loss": Case(_function(tp_ext.vocab_parallel_cross_entropy), (_x(S(1)), _ids()), I, 1),
+    "norm, hidden": Case(_layer(tp_ext.LayerNorm, H, **HIDDEN), (_x(S(1)),), S(1), 1),
+    "model": Case(_block, (_ids(), _ids()), I, 5),
+    "model, tokens": Case(lambda groups: _block(groups, tp_ext.LayerNorm, **SP), (_ids(), _ids()), I, 10),
+    "model, coalesced": Case(_coalesced, (_ids(), _ids()), I, 10),
+    "model, hidden": Case(lambda groups: _block(groups, **HIDDEN), (_ids(), _ids()), I, 7),
+}
+
+
+def _hidden_model(groups):
+    return _block(groups, tp_ext.LayerNorm, **HIDDEN)
+
+
+TWO_AXES = {
+    "column": Case(_layer(tp_ext.ColumnParallelLinear, *LINEAR), (_x(I),), S(1), 3, two=True),
+    "row": Case(_layer(tp_ext.RowParallelLinear, *LINEAR, **HIDDEN), (_x(S(1)),), S(1), 3, two=True),
+    "row, tokens": Case(_layer(tp_ext.RowParallelLinear, *LINEAR, **SP), (_x(S(1)),), S(0), 4, two=True, modes=(True,)),
+    "norm": Case(_layer(tp_ext.RMSNorm, H), (_x(I),), I, 1, two=True, modes=(False,)),
+    "model": Case(
+        lambda groups: _block(groups, tp_ext.LayerNorm, **HIDDEN), (_ids(), _ids()), I, 18, two=True, modes=(False,)
+    ),
+}
+ALL = [*CASES.values(), *TWO_AXES.values()]
+IDS = [*CASES, *(f"two axes: {name}" for name in TWO_AXES)]
+COLLECTIVES = ("copied", "summed", "summed_and_scattered", "gathered", "scattered", "exchanged")
+
+
+def _mesh_of(case):
+    """A new fake group of 2 or 4 ranks, its mesh, and the layer's groups."""
+    shape, names = ((2, 2), ("x", "tp")) if case.two else ((2,), ("tp",))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2 * len(shape))
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    groups = {"group": mesh["tp"]}
+    return mesh, groups | {"weight_group": mesh["x"]} if case.two else groups
+
+
+def _run(case, mesh, module, local):
+    """Runs a case under the checker, with the types of its row as those of the inputs and of the result."""
+    with tp_ext.debug.typecheck(module if isinstance(module, nn.Module) else None, mesh, local=local):
+        with spmd.no_typecheck():
+            tensors = [make() for make, _ in case.inputs]
+        rows = {"x": S(0)} if case.two else {}  # other rows on the ranks along x
+        inputs = [_typed(tensor, {"tp": held, **rows}) for tensor, (_, held) in zip(tensors, case.inputs, strict=True)]
+        y = module(*inputs)
+        spmd.assert_type(y, {"tp": case.result})
+        assert spmd.get_axis_local_type(y, "tp") is (V if isinstance(case.result, spmd.Shard) else case.result)
+    return y
+
+
+def _typed(tensor, of):
+    shards = [axis for axis, held in of.items() if held == S(0)]
+    if len(shards) == 2:
+        return spmd.assert_type(
+            tensor, {}, partition_spec=spmd.PartitionSpec(tuple(shards), *[None] * (tensor.dim() - 1))
+        )
+    return spmd.assert_type(tensor, of)
+
+
+def _without_each_collective(index, local):
+    """How many collectives the rules of a case have, and what the checker says without each one of them."""
+    case = ALL[index]
+    mesh, groups = _mesh_of(case)
+    module, rules = case.make(groups), importlib.import_module("tp_ext.debug.type_rules")
+    y = _run(case, mesh, module, local)
+    if y.dim() == 0 and not case.two:
+        y.backward()
+    said, left = [], [-1]
+
+    def counted(collective):
+        def called(x, group, *args):
+            left[0] -= bool(group)
+            if group and left[0] == -1:
+                return rules.rules.einsum("...->...", x, linear_in=(0,))
+            return collective(x, group, *args)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            patch.setattr(rules, name, counted(getattr(rules, name)))
+        for index in range(1000):
+            left[0] = index
+            try:
+                _run(case, mesh, module, local)
+            except spmd.SpmdTypeError as error:
+                said.append(type(error).__name__)
+            else:
+                if left[0] >= 0:
+                    break
+                said.append("nothing")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("index", "local"),
+    [pytest.param(i, local, id=f"{IDS[i]}-{local}") for i, case in enumerate(ALL) for local in case.modes],
+)
+def test_every_collective_of_a_layer_is_needed(index, local):
+    said = ranks.run_fresh(_without_each_collective, index, local)
+    assert said == ["SpmdTypeError"] * ALL[index].collectives
+
+
+def test_every_public_operator_has_a_rule():
+    rules = importlib.import_module("tp_ext.debug.type_rules").RULES
+    assert set(rules) == {name for name in declarations if not name.startswith("_")}
+
+
+def _refused(program):
+    """What the checker says of a program on two ranks, ``tp``; None if nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    tp = dist.group.WORLD
+    model = nn.Sequential(nn.Linear(H, H), tp_ext.RMSNorm(H, group=tp), tp_ext.ParallelMLP(H, 2 * H, group=tp))
+    with tp_ext.debug.typecheck(model, tp):
+        x = spmd.assert_type(torch.randn(N, H), {tp: spmd.I})
+        try:
+            program(model, x, tp)
+        except spmd.SpmdTypeError as error:
+            return str(error)
+
+
+def _right(model, x, tp):
+    (model(x) + x).mean().backward()
+
+
+def _gradient_of_one_rank(model, x, tp):
+    _right(model, torch.nn.functional.linear(model[0](x), model[2].up.weight), tp)
+
+
+def _sum_of_equals(model, x, tp):
+    tp_ext.reduce_from_region(model(x), tp)
+
+
+def _activation_of_partial_sums(model, x, tp):
+    torch.relu(spmd.reinterpret(tp_ext.scatter_to_region(x, tp), tp, src=V, dst=P))
+
+
+def _loss_of_one_rank(model, x, tp):
+    model[2].up(x)[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("program", "match"),
+    [
+        (_right, None),
+        (_gradient_of_one_rank, "Invariant type on axis .* cannot mix with other types"),
+        (_sum_of_equals, r"all_reduce\(.*\) expects its input to be P on axis .* but it is I"),
+        (_activation_of_partial_sums, "cannot propagate through non-linear ops"),
+        (_loss_of_one_rank, "backward.* on a Varying loss"),
+    ],
+)
+def test_programs(program, match):
+    said = ranks.run_fresh(_refused, program)
+    assert said is None if match is None else re.search(match, said), said
+
+
+def _errors():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh, said = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), []
+    wrapped = fully_shard(nn.Linear(H, H), mesh=mesh)
+    for module, options in ((wrapped, {}), (None, {"strict": "yes"})):
+        try:
+            with tp_ext.debug.typecheck(module, mesh, **options):
+                pass
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    sys.modules["spmd_types.checker"] = None  # as if it were not installed
+    try:
+        with tp_ext.debug.typecheck(None, mesh):
+            pass
+    except ImportError as error:
+        said.append(str(error))
+    return said
+
+
+def test_errors():
+    assert ranks.run_fresh(_errors) == [
+        "ValueError: module: 'weight' is a DTensor and must be a plain tensor: check the model before FSDP2 wraps it",
+        "TypeError: strict: 'yes' must be True or False",
+        "typecheck needs spmd_types: pip install 'tp_ext[typecheck]'",
+    ]
+
+
+def _one_rank():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    model = tp_ext.ParallelMLP(H, H, group=dist.group.WORLD)
+    with tp_ext.debug.typecheck(model, dist.group.WORLD):
+        model(torch.randn(N, H)).sum().backward()
+    with tp_ext.debug.typecheck(model):
+        model(torch.randn(N, H)).sum().backward()
+
+
+def test_one_rank_needs_no_types():
+    ranks.run_fresh(_one_rank)
