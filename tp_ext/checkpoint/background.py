@@ -123,7 +123,7 @@ def copy_to_host(payload: Payload) -> None:
     streams = {}
     for index, entry in enumerate(payload):
         if isinstance(entry, Tensor):
-            payload[index] = _copied(entry.detach())
+            payload[index] = _copied(entry.detach() if entry.requires_grad else entry)
             if entry.is_cuda:
                 streams[entry.device] = torch.cuda.current_stream(entry.device)
     for stream in streams.values():

@@ -40,15 +40,20 @@ class SavedValues:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], bytes] = {}
+        self._objects: dict[int, tuple[Any, bytes]] = {}  # by id, with the value, which keeps it from being used again
 
     def of(self, value: Any) -> bytes:
         """Returns the bytes of a value."""
+        same = self._objects.get(id(value))
+        if same is not None:
+            return same[1]
         key = _key(value)
         if key is None:
             return saved_value(value)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = saved_value(value)
+        self._objects[id(value)] = value, found
         return found
 
 

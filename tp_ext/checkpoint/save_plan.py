@@ -82,13 +82,16 @@ def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPl
     return RankPlan(entries, paths, names, stage), payload
 
 
+_LEAVES = Tensor, float, int, type(None), str  # found faster than that a value is no Mapping
+
+
 def _flattened(state: StateDict) -> tuple[StateDict, dict[str, Path]]:
     """Returns torch's ``flatten_state_dict``, which looks for tensors in each entry."""
     flat: StateDict = {}
     paths: dict[str, Path] = {}
     for section, entries in state.items():
         for name, value in entries.items():
-            if isinstance(value, list | tuple | Mapping):
+            if not isinstance(value, _LEAVES) and isinstance(value, list | tuple | Mapping):
                 more, more_paths = flatten_state_dict({section: {name: value}})
                 flat |= more
                 paths |= more_paths

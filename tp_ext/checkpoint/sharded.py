@@ -124,6 +124,8 @@ class LocalChunks:
             places = [(c.offsets, c.tensor.shape, int(c.tensor.storage_offset()) - begin, c.owned) for c in held]
             self._known[key] = shape, places
         shape, places = self._known[key]
+        if len(places) == 1 and places[0][1] == value.shape:
+            return shape, [LocalChunk(places[0][0], value, places[0][3])]
         strides = value.stride()
         return shape, [
             LocalChunk(offsets, value.as_strided(sizes, strides, begin + start), owned)

@@ -108,7 +108,8 @@ def resolve_fqn(model: nn.Module, key: str, group: ParallelGroup = ALONE) -> Res
             names.append(part)
         if part == "parametrizations" and step + 1 < len(path):
             parametrized = owner, path[step + 1]
-        owner = owner.get_submodule(part)
+        child = owner._modules.get(part)
+        owner = owner.get_submodule(part) if child is None else child
     if _CHECKPOINTED in owner._modules:
         owner = owner.get_submodule(_CHECKPOINTED)
     if parametrized is None:
