@@ -195,7 +195,7 @@ def draw(figure: Any, records: list[Record]) -> None:
 
 def main() -> None:
     packages = ["jax"] if importlib.util.find_spec("jax") else []
-    report.run(__file__, __doc__, lambda quick: [64] if quick else [256, 512], measure, draw, *packages)
+    report.run(__file__, __doc__, lambda quick: [64] if quick else [256, 512, 1024], measure, draw, *packages)
 
 
 if __name__ == "__main__":
