@@ -5,6 +5,9 @@ features over y, the weights over both; so are the gradients. "FSDP2 + DTensor":
 ``parallelize_module`` over y. "JAX": XLA's partitioner on four host devices of one process, from shardings of the
 arguments and results, if ``jax`` is installed. "dense" is torch in one process, while the others wait. y and all
 gradients are compared with dense before any measurement.
+
+``kept_MiB``: what a rank holds between forward and backward, its shards of the weights and all that backward will use, x
+included; of JAX, the arrays of ``jax.vjp``'s pullback on one device.
 """
 
 import functools
@@ -26,6 +29,7 @@ import tp_ext
 from benchmarks.lib import interleave, report
 from benchmarks.lib.harness import TOLERANCE
 from benchmarks.lib.report import Record
+from tests.helpers import ranks
 
 X, Y = 2, 2
 RANKS, ROWS = X * Y, 1024
@@ -128,9 +132,27 @@ def on_rank(h: int, name: str, backend: str) -> Callable[[], Results]:
     return step
 
 
+def kept(mlp: nn.Module, x: Tensor) -> int:
+    """Bytes between forward and backward, each storage once."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = mlp(x.clone().requires_grad_())
+    held = [t.to_local() if isinstance(t, DTensor) else t for t in (*saved, *mlp.parameters())]
+    size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+    y.sum().backward()
+    return size
+
+
+def kept_on_rank(group: dist.ProcessGroup, h: int, name: str, backend: str) -> int:
+    """On a rank: :func:`kept` of a new module."""
+    mesh = mesh_on(backend)
+    mlp = ours(h, mesh) if name == "ours" else with_dtensor(h, mesh)
+    return kept(mlp, shard(inputs(h)[2], mesh, "x", "y"))
+
+
 @functools.cache
-def in_jax(h: int) -> Callable[[], object]:
-    """The same in JAX, whose devices must be set up before its first import in this process."""
+def in_jax(h: int) -> tuple[Callable[[], object], int]:
+    """The same in JAX, whose devices must be set up before its first import in this process, and its kept bytes."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RANKS}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -155,7 +177,9 @@ def in_jax(h: int) -> Callable[[], object]:
     for got, want in zip(compiled(*arguments), dense(h)(), strict=True):
         error = float(np.linalg.norm(np.asarray(got) - want.numpy()) / want.norm())
         assert error <= TOLERANCE[torch.float32], f"JAX is off by {error:.1e} of its norm"
-    return lambda: jax.block_until_ready(compiled(*arguments))
+    _, pullback = jax.jit(functools.partial(jax.vjp, mlp))(*arguments[:3])
+    held = [array.addressable_shards[0].data.nbytes for array in (*arguments[:2], *jax.tree.leaves(pullback))]
+    return lambda: jax.block_until_ready(compiled(*arguments)), sum(held)
 
 
 def measure(h: int, seconds: float, block: float) -> list[Record]:
@@ -165,11 +189,15 @@ def measure(h: int, seconds: float, block: float) -> list[Record]:
         "dense, 1 thread": interleave.here(dense(h), 1, cores[:1]),
         "dense, all cores": interleave.here(dense(h), len(cores), cores),
     }
+    held = dict.fromkeys(subjects, kept(MLP(h), inputs(h)[2]))
     if importlib.util.find_spec("jax"):
-        subjects["JAX"] = interleave.here(in_jax(h), 1, cores)
+        step, held["JAX"] = in_jax(h)
+        subjects["JAX"] = interleave.here(step, 1, cores)
     for name in ("FSDP2 + DTensor", "ours"):
         for backend in interleave.BACKENDS:
-            subjects[f"{name}, {backend}"] = interleave.on_ranks(RANKS, on_rank, h, name, backend)
+            case = f"{name}, {backend}"
+            subjects[case] = interleave.on_ranks(RANKS, on_rank, h, name, backend)
+            held[case] = max(ranks.run(kept_on_rank, RANKS, h, name, backend))
     times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return [
@@ -180,6 +208,7 @@ def measure(h: int, seconds: float, block: float) -> list[Record]:
             "min_ms": min(values) * 1e3,
             "times_fsdp2": medians["FSDP2 + DTensor, gloo"] / medians[name],
             "steps": len(values),
+            "kept_MiB": held[name] / 2**20,
         }
         for name, values in times.items()
     ]
