@@ -6,8 +6,8 @@ features over y, the weights over both; so are the gradients. "FSDP2 + DTensor":
 arguments and results, if ``jax`` is installed. "dense" is torch in one process, while the others wait. y and all
 gradients are compared with dense before any measurement.
 
-``kept_MiB``: what a rank holds between forward and backward, its shards of the weights and all that backward will use, x
-included; of JAX, the arrays of ``jax.vjp``'s pullback on one device.
+``kept_MiB``: what a rank holds between forward and backward, its shards of the weights and all that backward will use,
+x included; of JAX, the arrays of ``jax.vjp``'s pullback on one device.
 """
 
 import functools
