@@ -234,7 +234,7 @@ def _refused(program):
     tp = dist.group.WORLD
     model = nn.Sequential(nn.Linear(H, H), tp_ext.RMSNorm(H, group=tp), tp_ext.ParallelMLP(H, 2 * H, group=tp))
     with tp_ext.debug.typecheck(model, tp):
-        x = spmd.assert_type(torch.randn(N, H), {tp: spmd.I})
+        x = spmd.assert_type(torch.randn(N, H, requires_grad=True), {tp: spmd.I})
         try:
             program(model, x, tp)
         except spmd.SpmdTypeError as error:
@@ -243,6 +243,20 @@ def _refused(program):
 
 def _right(model, x, tp):
     (model(x) + x).mean().backward()
+
+
+def _without_gradients(model, x, tp):
+    with spmd.no_typecheck():
+        norm = tp_ext.RMSNorm(H, group=tp, sequence_parallel=True)
+    with tp_ext.debug.typecheck(norm, tp), torch.no_grad():
+        norm(tp_ext.scatter_to_region(x, tp, 0))
+        norm(tp_ext.scatter_to_region(x, tp, 0))
+
+
+def _positions_of_the_user(model, x, tp):
+    with spmd.no_typecheck():
+        positions = torch.randint(N, (N,))
+    x[positions[: N // 2]].sum().backward()
 
 
 def _gradient_of_one_rank(model, x, tp):
@@ -265,6 +279,8 @@ def _loss_of_one_rank(model, x, tp):
     ("program", "match"),
     [
         (_right, None),
+        (_without_gradients, None),
+        (_positions_of_the_user, None),
         (_gradient_of_one_rank, "Invariant type on axis .* cannot mix with other types"),
         (_sum_of_equals, r"all_reduce\(.*\) expects its input to be P on axis .* but it is I"),
         (_activation_of_partial_sums, "cannot propagate through non-linear ops"),

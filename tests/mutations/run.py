@@ -24,6 +24,7 @@ from tests.mutations.parallel_bugs import PARALLEL_BUGS
 from tests.mutations.pipeline_bugs import PIPELINE_BUGS
 from tests.mutations.state_bugs import STATE_BUGS
 from tests.mutations.two_axes_bugs import TWO_AXES_BUGS
+from tests.mutations.type_bugs import TYPE_BUGS
 
 MUTATIONS = [
     *PACKAGE_BUGS,
@@ -33,6 +34,7 @@ MUTATIONS = [
     *CONTEXT_BUGS,
     *MESH_PROGRAM_BUGS,
     *TWO_AXES_BUGS,
+    *TYPE_BUGS,
     *CSRC_BUGS,
 ]
 SECONDS = 400  # for the tests of one bug

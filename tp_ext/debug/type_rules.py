@@ -218,15 +218,16 @@ def _row(x: Typed, weight: Typed, bias: Typed | None, group: str, activations: s
     return biased(y, bias)
 
 
-def _accumulated(*main_grads: Tensor | None) -> None:
-    rules.ignore(*(one for one in main_grads if one is not None))
+def _ignored(*tensors: Tensor | None) -> None:
+    """Says that the type of the result does not depend on those of ``tensors``."""
+    rules.ignore(*(one for one in tensors if one is not None))
 
 
 @rule
 def column_parallel_linear(
     *, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_parallel: bool, main_grad: Tensor | None
 ) -> Typed:
-    _accumulated(main_grad)
+    _ignored(main_grad)
     return _column(x, weight, bias, group, _activations(sequence_parallel))
 
 
@@ -241,7 +242,7 @@ def row_parallel_linear(
     main_grad: Tensor | None,
     sum_bias_grad: bool,
 ) -> Typed:
-    _accumulated(main_grad)
+    _ignored(main_grad)
     return _row(x, weight, bias, group, _activations(sequence_parallel), sum_bias_grad)
 
 
@@ -271,7 +272,7 @@ def parallel_mlp(
     down_main_grad: Tensor | None,
     sum_bias_grad: bool,
 ) -> Typed:
-    _accumulated(up_main_grad, down_main_grad)
+    _ignored(up_main_grad, down_main_grad)
     activations = _activations(sequence_parallel)
     hidden = _column(x, up_weight, up_bias, group, activations)
     return _row(hidden, down_weight, down_bias, group, activations, sum_bias_grad)
@@ -283,7 +284,7 @@ def _activations(sequence_parallel: bool) -> str:
 
 @rule
 def accumulate_grad_into(*, x: Tensor, main_grad: Tensor) -> Typed:
-    _accumulated(main_grad)
+    _ignored(main_grad)
     return rules.einsum("...->...", x)
 
 
@@ -299,14 +300,14 @@ def matmul_2d(*, a: Tensor, b: Tensor, rows: str, columns: str) -> Typed:
 
 @rule
 def context_attention(*, q: Tensor, k: Tensor, v: Tensor, seeds: Tensor | None, group: str) -> Typed:
-    _accumulated(seeds)
+    _ignored(seeds)
     k, v = (full(gathered(t, group, 1), group) for t in (k, v))
     return rules.einsum("bthd,bshd,bshd->bthd", *alike(sharded(q, group, 1), k, v))
 
 
 @rule
 def rope(*, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Typed:
-    _accumulated(cos, sin, positions)  # of the positions of x, without a gradient
+    _ignored(cos, sin, positions)  # of the positions of x, without a gradient
     return rules.einsum("...->...", x)
 
 
@@ -382,7 +383,7 @@ def gated_act(*, x: Tensor, bias: Tensor | None) -> Typed:
 
 @rule
 def bias_dropout_residual(*, x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor) -> Typed:
-    _accumulated(seed)
+    _ignored(seed)
     y = biased(rules.einsum("...->...", x), bias)
     return y if residual is None else _added(y, residual)
 
