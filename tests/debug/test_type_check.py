@@ -300,9 +300,10 @@ def _errors():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh, said = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), []
     wrapped = fully_shard(nn.Linear(H, H), mesh=mesh)
-    for module, options in ((wrapped, {}), (None, {"strict": "yes"})):
+    wrong = [(wrapped, mesh, {}), (None, mesh, {"strict": "yes"}), ("model", mesh, {}), (None, 3, {}), (None, "tp", {})]
+    for module, over, options in wrong:
         try:
-            with tp_ext.debug.typecheck(module, mesh, **options):
+            with tp_ext.debug.typecheck(module, over, **options):
                 pass
         except (TypeError, ValueError) as error:
             said.append(f"{type(error).__name__}: {error}")
@@ -319,6 +320,9 @@ def test_errors():
     assert ranks.run_fresh(_errors) == [
         "ValueError: module: 'weight' is a DTensor and must be a plain tensor: check the model before FSDP2 wraps it",
         "TypeError: strict: 'yes' must be True or False",
+        "TypeError: module: str must be an nn.Module or None",
+        "TypeError: mesh: 3 must be a ProcessGroup, a DeviceMesh of one axis, a group's name or None",
+        "ValueError: mesh: 'tp' must be the name of a process group",
         "typecheck needs spmd_types: pip install 'tp_ext[typecheck]'",
     ]
 

@@ -59,12 +59,15 @@ def typecheck(
 
     Raises:
         ImportError: ``spmd_types`` is not installed. ValueError: a parameter is a ``DTensor``: check the model before
-            FSDP2 wraps it. TypeError: ``strict`` or ``local`` is no bool. In the context: ``spmd_types.SpmdTypeError``.
+            FSDP2 wraps it; ``mesh`` is no group. TypeError: an argument of another type. In the context:
+            ``spmd_types.SpmdTypeError``.
 
     ``spmd_types`` (https://github.com/meta-pytorch/spmd_types) explains the types. Within :func:`tp_ext.spmd` they are
     tracked in any case.
     """
     check_bools(strict=strict, local=local)
+    if not isinstance(module, nn.Module | None):
+        raise TypeError(f"module: {type(module).__name__} must be an nn.Module or None")
     spmd = _spmd_types()
     with contextlib.nullcontext() if mesh is None else spmd.set_current_mesh(_axes(mesh)):
         if module is not None:
@@ -77,7 +80,10 @@ def typecheck(
 def _axes(mesh: DeviceMesh | Group) -> Any:
     if isinstance(mesh, DeviceMesh):
         return mesh
-    return [process_group(mesh)] if parallel_group(mesh).name else []
+    try:
+        return [process_group(mesh)] if parallel_group(mesh).name else []
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("group:", "mesh:", 1)) from None
 
 
 def _spmd_types() -> Any:
