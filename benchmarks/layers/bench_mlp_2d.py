@@ -113,12 +113,16 @@ def with_dtensor(h: int, mesh: Any) -> nn.Module:
     return mlp
 
 
+def module_of(h: int, name: str, mesh: Any) -> nn.Module:
+    return ours(h, mesh) if name == "ours" else with_dtensor(h, mesh)
+
+
 @functools.cache
 def on_rank(h: int, name: str, backend: str) -> Callable[[], Results]:
     """On a rank: a step, checked."""
     mesh = mesh_on(backend)
     x, grad = (shard(t, mesh, "x", "y") for t in inputs(h)[2:])
-    mlp = ours(h, mesh) if name == "ours" else with_dtensor(h, mesh)
+    mlp = module_of(h, name, mesh)
     step = step_of(mlp, x, grad)
     found = [t.full_tensor() if isinstance(t, DTensor) else t for t in step()]
     y, dx, up, down = dense(h)()
@@ -146,8 +150,7 @@ def kept(mlp: nn.Module, x: Tensor) -> int:
 def kept_on_rank(group: dist.ProcessGroup, h: int, name: str, backend: str) -> int:
     """On a rank: :func:`kept` of a new module."""
     mesh = mesh_on(backend)
-    mlp = ours(h, mesh) if name == "ours" else with_dtensor(h, mesh)
-    return kept(mlp, shard(inputs(h)[2], mesh, "x", "y"))
+    return kept(module_of(h, name, mesh), shard(inputs(h)[2], mesh, "x", "y"))
 
 
 @functools.cache

@@ -57,16 +57,16 @@ class Attention(tp_ext.ParallelAttention):
         return super().forward(x, batch_size=2)
 
 
-def _x(held, features=H, tokens=N):
+def _x(held):
     """An input of this type, the shards being halves."""
-    shape = [tokens, features]
+    shape = [N, H]
     if isinstance(held, spmd.Shard):
         shape[held.dim] //= 2
     return lambda: torch.randn(shape, requires_grad=True), held
 
 
-def _ids(held=R):
-    return lambda: torch.arange(N) % VOCABULARY, held
+def _ids():
+    return lambda: torch.arange(N) % VOCABULARY, R
 
 
 def _block(groups, norm=tp_ext.RMSNorm, **options):
@@ -131,10 +131,6 @@ CASES = {
 }
 
 
-def _hidden_model(groups):
-    return _block(groups, tp_ext.LayerNorm, **HIDDEN)
-
-
 TWO_AXES = {
     "column": Case(_layer(tp_ext.ColumnParallelLinear, *LINEAR), (_x(I),), S(1), 3, two=True),
     "row": Case(_layer(tp_ext.RowParallelLinear, *LINEAR, **HIDDEN), (_x(S(1)),), S(1), 3, two=True),
@@ -181,7 +177,7 @@ def _typed(tensor, of):
 
 
 def _without_each_collective(index, local):
-    """How many collectives the rules of a case have, and what the checker says without each one of them."""
+    """Runs a case without each of its collectives in turn; returns the type of each error, or "nothing"."""
     case = ALL[index]
     mesh, groups = _mesh_of(case)
     module, rules = case.make(groups), importlib.import_module("tp_ext.debug.type_rules")
@@ -233,7 +229,7 @@ def test_every_operator_that_communicates_has_a_rule():
 
 
 def _refused(program):
-    """What the checker says of a program on two ranks, ``tp``; None if nothing."""
+    """Returns the message of the checker's error in a program on two ranks; None if there is no error."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     tp = dist.group.WORLD
     model = nn.Sequential(nn.Linear(H, H), tp_ext.RMSNorm(H, group=tp), tp_ext.ParallelMLP(H, 2 * H, group=tp))

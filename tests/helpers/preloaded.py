@@ -16,10 +16,12 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.debug  # noqa: F401
 
 import tp_ext  # noqa: F401
-from tests.helpers import seeds, typechecked
+from tests.helpers import seeds
 
 seeds.cheapen()
 if "TP_EXT_TYPECHECK" in os.environ:
+    from tests.helpers import typechecked
+
     typechecked.install(os.environ["TP_EXT_TYPECHECK"])
 gc.collect()
 gc.freeze()

@@ -10,6 +10,7 @@ import inspect
 import os
 from typing import Any
 
+import spmd_types as spmd
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -84,8 +85,6 @@ def _groups(layer: nn.Module) -> dict[str, str]:
 def _called(
     layer: nn.Module, forward: Any, bound: inspect.BoundArguments, groups: dict[str, str], tensors: list[Tensor]
 ) -> Any:
-    import spmd_types as spmd
-
     axes = {role: tp_ext.group.process_group(name) for name, role in groups.items()}
     tp = axes.get("tp_group")
     stream = _stream(layer)
@@ -121,15 +120,11 @@ def _called(
 
 def _stream(layer: nn.Module) -> Any:
     """The type of a layer's activations outside of the block."""
-    import spmd_types as spmd
-
     sharded = getattr(layer, "sequence_parallel", False) or getattr(layer, "activations", "") == "hidden"
     return spmd.V if sharded else spmd.I
 
 
 def _input(layer: nn.Module, stream: Any) -> Any:
-    import spmd_types as spmd
-
     scatters = getattr(layer, "scatters", not getattr(layer, "input_is_parallel", True))
     layer = getattr(layer, "base_layer", layer)
     parallel = isinstance(layer, tp_ext.RowParallelLinear) and not scatters
@@ -137,8 +132,6 @@ def _input(layer: nn.Module, stream: Any) -> Any:
 
 
 def _result(layer: nn.Module, stream: Any) -> Any:
-    import spmd_types as spmd
-
     gathers = getattr(layer, "gathers", getattr(layer, "gather_output", False))
     layer = getattr(layer, "base_layer", layer)
     if isinstance(layer, tp_ext.VocabParallelCrossEntropy):

@@ -331,11 +331,8 @@ def layer_norm(*, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Type
     return _norm(x, weight, bias)
 
 
-def _added(*terms: Typed) -> Typed:
-    joined = terms[0]
-    for term in terms[1:]:
-        joined = rules.einsum("...,...->...", *alike(joined, term))
-    return rules.einsum("...->...", joined)
+def _added(x: Typed, residual: Typed) -> Typed:
+    return rules.einsum("...,...->...", *alike(x, residual))
 
 
 @rule
