@@ -80,7 +80,8 @@ TORCH_LIBRARY(tp_ext, m) {
   // weight_size, over weight_group, and so is bias; activations: "replicated", "tokens" or "hidden"
   m.def(
       "linear_2d(Tensor x, Tensor weight, Tensor? bias, str group, str weight_group, SymInt "
-      "weight_size, bool row, str activations, SymInt[]? sizes=None) -> Tensor",
+      "weight_size, bool row, str activations, SymInt[]? sizes=None, bool "
+      "reshard_after_forward=True) -> Tensor",
       tags);
   // The two linears with gelu_tanh between them as one operator: the GEMMs fuse bias, activation
   // and its gradient

@@ -3,11 +3,13 @@
 y = gelu(x W^T) V^T (tanh form) with hidden h, inner size 4 h and 1024 rows in fp32. Rows of x and y are sharded over x,
 features over y, the weights over both; so are the gradients. "FSDP2 + DTensor": ``fully_shard`` over x of a
 ``parallelize_module`` over y. "JAX": XLA's partitioner on four host devices of one process, from shardings of the
-arguments and results, if ``jax`` is installed. "dense" is torch in one process, while the others wait. y and all
-gradients are compared with dense before any measurement.
+arguments and results, if ``jax`` is installed. "no resharding": ``reshard_after_forward=False``; JAX also keeps what it
+gathered. "dense" is torch in one process, while the others wait. y and all gradients are compared with dense before any
+measurement.
 
 ``kept_MiB``: what a rank holds between forward and backward, its shards of the weights and all that backward will use,
-x included; of JAX, the arrays of ``jax.vjp``'s pullback on one device.
+x included; of JAX, the arrays of ``jax.vjp``'s pullback on one device. ``step_MiB``: arguments, results and temporaries
+of JAX's compiled step on one device, by its ``memory_analysis()``; eager programs have none.
 """
 
 import functools
@@ -92,8 +94,8 @@ def shard(full: Tensor, mesh: Any, rows: str, columns: str) -> Tensor:
     return full.contiguous()
 
 
-def ours(h: int, mesh: Any) -> nn.Module:
-    axes: dict[str, Any] = {"group": mesh["y"], "weight_group": mesh["x"], "activations": "hidden"}
+def ours(h: int, mesh: Any, **options: Any) -> nn.Module:
+    axes: dict[str, Any] = {"group": mesh["y"], "weight_group": mesh["x"], "activations": "hidden", **options}
     mlp = tp_ext.ParallelMLP(h, 4 * h, activation="gelu_tanh", bias=False, **axes)
     tp_ext.load_full_state_dict(mlp, {"up.weight": inputs(h)[0], "down.weight": inputs(h)[1]})
     return mlp
@@ -113,8 +115,11 @@ def with_dtensor(h: int, mesh: Any) -> nn.Module:
     return mlp
 
 
-def module_of(h: int, name: str, mesh: Any) -> nn.Module:
-    return ours(h, mesh) if name == "ours" else with_dtensor(h, mesh)
+MODULES: dict[str, Callable[[int, Any], nn.Module]] = {
+    "FSDP2 + DTensor": with_dtensor,
+    "ours": ours,
+    "ours, no resharding": functools.partial(ours, reshard_after_forward=False),
+}
 
 
 @functools.cache
@@ -122,12 +127,12 @@ def on_rank(h: int, name: str, backend: str) -> Callable[[], Results]:
     """On a rank: a step, checked."""
     mesh = mesh_on(backend)
     x, grad = (shard(t, mesh, "x", "y") for t in inputs(h)[2:])
-    mlp = module_of(h, name, mesh)
+    mlp = MODULES[name](h, mesh)
     step = step_of(mlp, x, grad)
     found = [t.full_tensor() if isinstance(t, DTensor) else t for t in step()]
     y, dx, up, down = dense(h)()
     wants = [shard(y, mesh, "x", "y"), shard(dx, mesh, "x", "y"), up / X, down / X]  # FSDP2 averages over x
-    if name == "ours":
+    if name != "FSDP2 + DTensor":
         wants[2:] = [shard(up, mesh, "y", "x"), shard(down, mesh, "x", "y")]
     for got, want in zip(found, wants, strict=True):
         error = ((got - want).norm() / want.norm()).item()
@@ -150,12 +155,13 @@ def kept(mlp: nn.Module, x: Tensor) -> int:
 def kept_on_rank(group: dist.ProcessGroup, h: int, name: str, backend: str) -> int:
     """On a rank: :func:`kept` of a new module."""
     mesh = mesh_on(backend)
-    return kept(module_of(h, name, mesh), shard(inputs(h)[2], mesh, "x", "y"))
+    return kept(MODULES[name](h, mesh), shard(inputs(h)[2], mesh, "x", "y"))
 
 
 @functools.cache
-def in_jax(h: int) -> tuple[Callable[[], object], int]:
-    """The same in JAX, whose devices must be set up before its first import in this process, and its kept bytes."""
+def in_jax(h: int) -> tuple[Callable[[], object], int, int]:
+    """The same in JAX, whose devices must be set up before its first import in this process, and its bytes kept and of
+    the step."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RANKS}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -176,13 +182,16 @@ def in_jax(h: int) -> tuple[Callable[[], object], int]:
         d_up, d_down, dx = backward(grad)
         return y, dx, d_up, d_down
 
-    compiled = jax.jit(both, out_shardings=(placed[2], placed[2], placed[0], placed[1]))
+    jitted = jax.jit(both, out_shardings=(placed[2], placed[2], placed[0], placed[1]))
+    compiled = jitted.lower(*arguments).compile()
     for got, want in zip(compiled(*arguments), dense(h)(), strict=True):
         error = float(np.linalg.norm(np.asarray(got) - want.numpy()) / want.norm())
         assert error <= TOLERANCE[torch.float32], f"JAX is off by {error:.1e} of its norm"
     _, pullback = jax.jit(functools.partial(jax.vjp, mlp))(*arguments[:3])
     held = [array.addressable_shards[0].data.nbytes for array in (*arguments[:2], *jax.tree.leaves(pullback))]
-    return lambda: jax.block_until_ready(compiled(*arguments)), sum(held)
+    memory = compiled.memory_analysis()
+    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return lambda: jax.block_until_ready(compiled(*arguments)), sum(held), whole
 
 
 def measure(h: int, seconds: float, block: float) -> list[Record]:
@@ -193,10 +202,11 @@ def measure(h: int, seconds: float, block: float) -> list[Record]:
         "dense, all cores": interleave.here(dense(h), len(cores), cores),
     }
     held = dict.fromkeys(subjects, kept(MLP(h), inputs(h)[2]))
+    whole: dict[str, int] = {}
     if importlib.util.find_spec("jax"):
-        step, held["JAX"] = in_jax(h)
+        step, held["JAX"], whole["JAX"] = in_jax(h)
         subjects["JAX"] = interleave.here(step, 1, cores)
-    for name in ("FSDP2 + DTensor", "ours"):
+    for name in MODULES:
         for backend in interleave.BACKENDS:
             case = f"{name}, {backend}"
             subjects[case] = interleave.on_ranks(RANKS, on_rank, h, name, backend)
@@ -212,6 +222,7 @@ def measure(h: int, seconds: float, block: float) -> list[Record]:
             "times_fsdp2": medians["FSDP2 + DTensor, gloo"] / medians[name],
             "steps": len(values),
             "kept_MiB": held[name] / 2**20,
+            "step_MiB": whole[name] / 2**20 if name in whole else None,
         }
         for name, values in times.items()
     ]

@@ -13,7 +13,8 @@
 //   "hidden"       gather last dim   reduce-scatter last dim  reduce-scatter    gather last dim
 //
 // Saved: the shards of x and of w, each only if the other's gradient may be needed: with "hidden",
-// 1/(xy) of the full tensors. Overlap: the gather of the next weight (weight_gather.h) with the
+// 1/(xy) of the full tensors. reshard_after_forward=false also saves the gathered w and the gathered
+// x (column), and backward does not gather them again. Overlap: the gather of the next weight (weight_gather.h) with the
 // GEMMs of this linear, forward and backward; the sum of dx (column) with the GEMM of dw; the
 // reduce-scatter of dw (row) with the GEMM of dx. The bias is sharded over x, too, gathered for use
 // and its gradient scattered. Double backward and forward mode are composed of regions
@@ -52,6 +53,7 @@ struct Sharded {
   std::string activations;
   Split split;  // lengths of the sharded dim of the activations over `group`
   Split bias;   // lengths of the bias over weight_group
+  bool reshard_after_forward;
 
   bool whole() const { return activations == "replicated"; }  // not sharded: every rank has all
   int64_t dim() const { return activations == "tokens" ? 0 : -1; }
@@ -63,6 +65,7 @@ struct Sharded {
     data["split"] = c10::SymIntArrayRef(split.sizes);
     data["weight_split"] = c10::SymIntArrayRef(weight.split.sizes);
     data["bias"] = c10::SymIntArrayRef(bias.sizes);
+    data["reshard_after_forward"] = reshard_after_forward;
   }
   static Sharded get(AutogradContext* ctx) {
     const auto& data = ctx->saved_data;
@@ -73,7 +76,8 @@ struct Sharded {
                          Split{data.at("weight_split").toSymIntVector()}},
             data.at("activations").toStringRef(),
             Split{data.at("split").toSymIntVector()},
-            Split{data.at("bias").toSymIntVector()}};
+            Split{data.at("bias").toSymIntVector()},
+            data.at("reshard_after_forward").toBool()};
   }
 };
 
@@ -151,28 +155,39 @@ Tensor weight_grad(const Tensor& dy, const Tensor& x) {
 struct Linear2d : Function<Linear2d> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const Sharded& s) {
-    ctx->save_for_backward(
-        {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
     s.put(ctx);
     ctx->saved_data["has_bias"] = bias.has_value();
     const Unrecorded guard(x);
     auto bias_full = gather_bias(bias, s);
-    if (!s.row) {
-      auto x_full = gather(x, s);
-      const Tensor w = whole_weight(weight, s, Pass::forward);
-      const Tensor b = bias_full.wait();
-      return at::linear(x_full.wait(), w, bias.has_value() ? OptionalTensor(b) : std::nullopt);
-    }
-    Tensor y = sum(at::linear(x, whole_weight(weight, s, Pass::forward)), s).wait();
+    auto x_pending = s.row ? comm::Pending(x, nullptr) : gather(x, s);
+    const Tensor w = whole_weight(weight, s, Pass::forward);
+    const Tensor x_full = x_pending.wait();
+    save(ctx, x, weight, x_full, w, s);
+    const Tensor b = s.row ? Tensor() : bias_full.wait();
+    Tensor y = at::linear(x_full, w, b.defined() ? OptionalTensor(b) : std::nullopt);
+    if (!s.row) return y;
+    y = sum(y, s).wait();
     if (!bias.has_value()) return y;
-    const Tensor b = bias_full.wait();
-    return comm::traced(y) ? at::add(y, b) : y.add_(b);
+    const Tensor added = bias_full.wait();
+    return comm::traced(y) ? at::add(y, added) : y.add_(added);
+  }
+
+  static void save(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                   const Tensor& x_full, const Tensor& w, const Sharded& s) {
+    const bool wants_x = x.requires_grad(), wants_w = weight.requires_grad();
+    variable_list saved{wants_w ? x : Tensor(), wants_x ? weight : Tensor()};
+    if (!s.reshard_after_forward) {
+      saved.push_back(wants_w ? x_full : Tensor());
+      saved.push_back(wants_x ? w : Tensor());
+    }
+    ctx->save_for_backward(std::move(saved));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto s = Sharded::get(ctx);
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1];
+    auto saved = ctx->get_saved_variables();
+    saved.resize(4);
+    const Tensor &x = saved[0], &weight = saved[1], &kept_x = saved[2], &kept_w = saved[3];
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const bool wants_b = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(2);
     variable_list result(4);
@@ -191,31 +206,36 @@ struct Linear2d : Function<Linear2d> {
     std::optional<comm::Pending> db;
     if (wants_b) db.emplace(scatter_bias(as_rows(grads[0]).sum(0), s));
     if (s.row)
-      row_gradients(ctx, grads[0], x, weight, s, wants_x, wants_w, result);
+      row_gradients(ctx, grads[0], x, weight, kept_w, s, wants_x, wants_w, result);
     else
-      column_gradients(grads[0], x, weight, s, wants_x, wants_w, result);
+      column_gradients(grads[0], x, weight, kept_x, kept_w, s, wants_x, wants_w, result);
     if (wants_b) result[2] = db->wait();
     return result;
   }
 
+  // The gathered weight, kept since forward or gathered again
+  static Tensor weight_for_dx(const Tensor& weight, const Tensor& kept_w, const Sharded& s) {
+    return kept_w.defined() ? kept_w : whole_weight(weight, s, Pass::backward);
+  }
+
   static void column_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight,
-                               const Sharded& s, bool wants_x, bool wants_w,
-                               variable_list& result) {
+                               const Tensor& kept_x, const Tensor& kept_w, const Sharded& s,
+                               bool wants_x, bool wants_w, variable_list& result) {
     std::optional<comm::Pending> x_full, dx, dw;
-    if (wants_w) x_full.emplace(gather(x, s));
-    if (wants_x) dx.emplace(sum(input_grad(dy, whole_weight(weight, s, Pass::backward)), s));
+    if (wants_w) x_full.emplace(kept_x.defined() ? comm::Pending(kept_x, nullptr) : gather(x, s));
+    if (wants_x) dx.emplace(sum(input_grad(dy, weight_for_dx(weight, kept_w, s)), s));
     if (wants_w) result[1] = scattered(weight_grad(dy, x_full->wait()), s).wait();
     if (wants_x) result[0] = dx->wait();
   }
 
   static void row_gradients(AutogradContext* ctx, const Tensor& grad, const Tensor& x,
-                            const Tensor& weight, const Sharded& s, bool wants_x, bool wants_w,
-                            variable_list& result) {
+                            const Tensor& weight, const Tensor& kept_w, const Sharded& s,
+                            bool wants_x, bool wants_w, variable_list& result) {
     const bool keeps_dy = !s.whole() && wants_x && asked_later(ctx, 1);
     const auto kept = !s.whole() && wants_w && !wants_x ? take_results(ctx, grad) : variable_list();
     std::optional<comm::Pending> dy_full, dw;
     if (kept.empty()) dy_full.emplace(gather(grad, s));
-    const Tensor w = wants_x ? whole_weight(weight, s, Pass::backward) : Tensor();
+    const Tensor w = wants_x ? weight_for_dx(weight, kept_w, s) : Tensor();
     const Tensor dy = kept.empty() ? dy_full->wait() : kept[0];
     if (keeps_dy) keep_results(ctx, grad, {dy});
     // Before the GEMM of dx, which the reduce-scatter overlaps
@@ -252,7 +272,8 @@ void check_last(const char* name, const SymInt& own, const SymInt& right, const 
 
 Tensor linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                  const std::string& group, const std::string& weight_group, SymInt weight_size,
-                 bool row, const std::string& activations, Sizes sizes) {
+                 bool row, const std::string& activations, Sizes sizes,
+                 bool reshard_after_forward) {
   check_linear_2d(x, weight, bias, activations);
   const int64_t p = comm::size(group), rank = comm::rank(group);
   Sharded s{
@@ -261,7 +282,8 @@ Tensor linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
       WeightShards{weight_group, row ? 0 : 1, tensor_split(weight_size, comm::size(weight_group))},
       p == 1 ? "replicated" : activations,
       Split(),
-      Split()};
+      Split(),
+      reshard_after_forward};
   const auto share = s.weight.split.sizes[comm::rank(weight_group)];
   TORCH_CHECK_VALUE(weight.sym_size(s.weight.dim) == share, "weight: shape ", weight.sym_sizes(),
                     " must have ", share, " elements in dim ", s.weight.dim,
@@ -300,12 +322,13 @@ namespace {
 template <c10::DispatchKey key, c10::DeviceType device>
 Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                 const std::string& group, const std::string& weight_group, SymInt weight_size,
-                bool row, const std::string& activations, Sizes sizes) {
+                bool row, const std::string& activations, Sizes sizes,
+                bool reshard_after_forward) {
   c10::impl::ExcludeDispatchKeyGuard guard(key);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
   return linear_2d(cast(x), cast(weight), bias.has_value() ? OptionalTensor(cast(*bias)) : bias,
-                   group, weight_group, weight_size, row, activations, sizes);
+                   group, weight_group, weight_size, row, activations, sizes, reshard_after_forward);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ from tests.helpers import ranks
 from tests.mesh_program.programs import ARGUMENTS, N, draw, interpret, run
 
 MESHES = [{"x": 1, "y": 1}, {"x": 2, "y": 1}, {"x": 1, "y": 3}, {"x": 2, "y": 2}]
-SEEDS = 40
+SEEDS = 50
 
 
 def _compare(group, sizes, seeds, compiled):

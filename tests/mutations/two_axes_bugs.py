@@ -30,6 +30,14 @@ TWO_AXES_BUGS = [
         (f"{LAYERS}::test_collectives",),
     ),
     Mutation(
+        "gathered_again_in_backward",
+        "csrc/autograd/linear_2d.cpp",
+        "if (!s.reshard_after_forward) {",
+        "if (false) {",
+        "reshard_after_forward=False has no effect.",
+        (f"{LAYERS}::test_collectives",),
+    ),
+    Mutation(
         "row_gathers_dy_again",
         "csrc/autograd/linear_2d.cpp",
         "const bool keeps_dy = !s.whole() && wants_x && asked_later(ctx, 1);",

@@ -46,6 +46,7 @@ class GPT(nn.Module):
         attention=None,
         pad=None,
         dropout=0.0,
+        blocks=2,
         **options,
     ):
         super().__init__()
@@ -54,7 +55,7 @@ class GPT(nn.Module):
         mlp = mlp or {"activation": "swiglu"}
         vocabulary = {"pad_to_multiple_of": pad, **options}
         self.embedding = tp_ext.VocabParallelEmbedding(31, hidden, padding_idx=3, **vocabulary)
-        self.blocks = nn.ModuleList(Block(hidden, norm, attention, mlp, dropout, options) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(hidden, norm, attention, mlp, dropout, options) for _ in range(blocks))
         self.norm = norm(hidden, **options)
         self.head = tp_ext.VocabParallelLMHead(hidden, 31, bias=not tied, **vocabulary)
         if tied:
@@ -140,9 +141,9 @@ LAYER = {"norm": tp_ext.LayerNorm, "mlp": {"activation": "gelu"}}
         (2, 1, HIDDEN, {}),
         (1, 2, HIDDEN, LAYER),
         (2, 2, HIDDEN, {"hidden": 13, "dropout": 0.3}),
-        (2, 2, HIDDEN, {}),
+        (2, 2, HIDDEN, {"attention": {"reshard_after_forward": False}}),
         (2, 2, HIDDEN, {"hidden": 13, "kv_heads": 1, **LAYER}),
-        (2, 2, SP, {"kv_heads": 1}),
+        (2, 2, SP, {"kv_heads": 1, "mlp": {"reshard_after_forward": False}}),
         (2, 2, REPLICATED, {"tied": True}),
         (1, 3, HIDDEN, {"hidden": 13, "kv_heads": 1, "tied": True}),
         (3, 1, REPLICATED, LAYER),
@@ -165,13 +166,18 @@ def draw(seed):
         "kv_heads": kv_heads,
         "pad": r.choice((None, 4)),
         "dropout": r.choice((0.0, 0.3)),
-        "mlp": {"activation": r.choice(("gelu", "relu", "swiglu", "geglu")), "bias": r.random() < 0.5},
+        "mlp": {
+            "activation": r.choice(("gelu", "relu", "swiglu", "geglu")),
+            "bias": r.random() < 0.5,
+            "reshard_after_forward": r.random() < 0.5,
+        },
         "attention": {
             "num_heads": heads,
             "head_dim": r.choice((2, 4)),
             "bias": r.random() < 0.5,
             "rope": r.choice((None, 100.0)),
             "qk_norm": r.random() < 0.5,
+            "reshard_after_forward": r.random() < 0.5,
         },
     }
     return x, y, r.choice((HIDDEN, HIDDEN, SP, REPLICATED)), shared
@@ -198,9 +204,9 @@ def _mlp(mesh, seed=2, dtype=torch.float64, **options):
     return mlp, x.clone().requires_grad_()
 
 
-def _collectives(group):
+def _collectives(group, reshard_after_forward):
     mesh = mesh_of(2, 2, names=("x", "y"))
-    mlp, x = _mlp(mesh)
+    mlp, x = _mlp(mesh, reshard_after_forward=reshard_after_forward)
     for _ in range(2):  # the first pass may end that of a model before it
         mlp(x).sum().backward()
     with tp_ext.debug.count_collectives() as first:
@@ -215,7 +221,8 @@ def _collectives(group):
     ]
 
 
-def test_collectives():
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_collectives(reshard_after_forward):
     """On (2, 2), 8 rows of 6 features and 10 hidden ones, each rank sends half of what a collective moves: of a weight
     [5, 6] or [6, 5], of activations [4, 6], of a bias padded to the longest shard. The weight of ``down`` is gathered
     during the GEMM of ``up``, and in backward the other way round; the bias of ``up`` is not used here."""
@@ -226,7 +233,12 @@ def test_collectives():
         ({"all_gather": 2, "reduce_scatter": 3}, 4 * weight + down_bias),
         ({"all_gather": 2, "reduce_scatter": 1}, 3 * activations),
     ]
-    assert ranks.run(_collectives, 4) == [[up, down, backward]] * 4
+    if not reshard_after_forward:
+        backward = [
+            ({"reduce_scatter": 3}, 2 * weight + down_bias),
+            ({"all_gather": 1, "reduce_scatter": 1}, 2 * activations),
+        ]
+    assert ranks.run(_collectives, 4, reshard_after_forward) == [[up, down, backward]] * 4
 
 
 def _collectives_of(group, make, x):

@@ -73,6 +73,7 @@ def linear_2d(
     row: bool,
     activations: str,
     sizes: Sizes = None,
+    reshard_after_forward: bool = True,
 ) -> Tensor:
     """Returns a column or row linear of x, with the weight sharded on both dims and gathered over ``weight_group``.
 
@@ -85,6 +86,7 @@ def linear_2d(
         weight_size: full length of the dim of ``weight`` that is sharded over ``weight_group``.
         activations: "replicated", "tokens" or "hidden": how x (column) or the result (row) is sharded over ``group``.
         sizes: with "tokens", the lengths of dim 0 of the ranks; default as the two linears above.
+        reshard_after_forward: False: the gathered weight and x are kept, and backward does not gather them.
 
     Communicates: forward, an all-gather of ``weight``, one of ``bias``, and one of x (column) or the sum of the result
     (row); backward, an all-gather and a reduce-scatter of ``weight``, a reduce-scatter of ``bias``, and what the other

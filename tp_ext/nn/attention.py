@@ -66,8 +66,8 @@ class ParallelAttention(ParallelModule):
         attend: computes attention over the context group instead: a callable on q, k, v ``[batch, seq_local,
             heads_local, head_dim]`` (normalised, rotated; packed sequences have batch 1) and the layout. All options
             of the scores are its own affair.
-        group, sequence_parallel, weight_group, activations, grad_accumulation_fusion, overlap_chunks, init: as
-            :class:`ColumnParallelLinear`; with ``activations="hidden"`` y is sharded as x.
+        group, sequence_parallel, weight_group, activations, grad_accumulation_fusion, overlap_chunks,
+            reshard_after_forward, init: as :class:`ColumnParallelLinear`; with ``"hidden"`` y is sharded as x.
 
     Raises:
         ValueError: see :func:`tp_ext.sharding.head_parts`; sizes that do not fit.
@@ -100,6 +100,7 @@ class ParallelAttention(ParallelModule):
         activations: str = "replicated",
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
+        reshard_after_forward: bool = True,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -130,19 +131,18 @@ class ParallelAttention(ParallelModule):
         _, p, rank = self.tp_group
         q, kv = head_parts(num_heads, num_kv_heads, head_dim, p)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        first, last = (end // head_dim for end in q.span(rank, p))
-        self.first_head_local, self.num_heads_local = first, last - first
-        start, stop = kv.span(rank, p)
-        self.num_kv_heads_local = (stop - start) // head_dim
+        (first, last), (first_kv, last_kv) = (part.span(rank, p) for part in (q, kv))
+        self.first_head_local, self.num_heads_local = first // head_dim, (last - first) // head_dim
+        self.num_kv_heads_local = (last_kv - first_kv) // head_dim
         self.causal, self.rope = causal, rope
         self.scale, self.sliding_window, self.softcap = scale, sliding_window, softcap
         self.dropout, self.exact_dropout = dropout, exact_dropout
         self.context_group, self.context, self.attend = parallel_group(context_group), context, attend
         self._check_context_options()
-
         options: dict[str, Any] = {"group": group, "weight_group": weight_group, "device": device, "dtype": dtype}
         linear = {"init": init, "sequence_parallel": sequence_parallel, "overlap_chunks": overlap_chunks, **options}
         linear |= {"activations": activations, "grad_accumulation_fusion": grad_accumulation_fusion}
+        linear |= {"reshard_after_forward": reshard_after_forward}
         qkv_bias, out_bias = (bias if one is None else one for one in (qkv_bias, out_bias))
         self.qkv = ColumnParallelLinear(hidden_size, q.size + 2 * kv.size, qkv_bias, parts=(q, kv, kv), **linear)
         self.out = RowParallelLinear(q.size, hidden_size, out_bias, parts=(q,), **linear)

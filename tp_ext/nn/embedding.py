@@ -217,8 +217,7 @@ class VocabParallelLMHead(_VocabParallel):
     Args:
         hidden_size, vocab_size, bias: of the full layer.
         group, sequence_parallel, pad_to_multiple_of: as :class:`VocabParallelEmbedding`.
-        weight_group, activations: as :class:`ColumnParallelLinear`.
-        grad_accumulation_fusion: as :class:`ColumnParallelLinear`.
+        weight_group, activations, grad_accumulation_fusion, reshard_after_forward: as :class:`ColumnParallelLinear`.
         init: initialiser of the weight; default and bias as ``nn.Linear``.
 
     Raises:
@@ -239,13 +238,18 @@ class VocabParallelLMHead(_VocabParallel):
         weight_group: Group = None,
         activations: str = "replicated",
         grad_accumulation_fusion: bool = False,
+        reshard_after_forward: bool = True,
         pad_to_multiple_of: int | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(hidden_size=hidden_size, vocab_size=vocab_size)
-        check_flags(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
+        check_flags(
+            bias=bias,
+            grad_accumulation_fusion=grad_accumulation_fusion,
+            reshard_after_forward=reshard_after_forward,
+        )
         default = torch_linear_init(hidden_size)
         super().__init__(
             vocab_size,
@@ -261,6 +265,7 @@ class VocabParallelLMHead(_VocabParallel):
         )
         self.hidden_size = hidden_size
         self.grad_accumulation_fusion = grad_accumulation_fusion
+        self.reshard_after_forward = reshard_after_forward
         self.on_two_axes = self.weight_group.size > 1 or activations == "hidden"
         if self.on_two_axes:
             check_one_axis_options(grad_accumulation_fusion=grad_accumulation_fusion)

@@ -57,6 +57,8 @@ class ColumnParallelLinear(ParallelLinear):
         overlap_chunks: under SP, the number of blocks in which x is all-gathered, each overlapping the GEMM of another;
             for thousands of tokens, see docs/reference/performance.md. A single block is used where operators are
             traced, or where a block would have fewer than 64 tokens.
+        reshard_after_forward: False: what ``weight_group`` and ``activations="hidden"`` gather in forward is kept for
+            backward, which does not gather it again: less communication, more memory (docs/guide/mesh.md).
         init: initialiser of the weight (:mod:`tp_ext.random`, or a callable on the full tensor); default and bias as
             ``nn.Linear``.
 
@@ -83,6 +85,7 @@ class ColumnParallelLinear(ParallelLinear):
         skip_bias_add: bool = False,
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
+        reshard_after_forward: bool = True,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -107,6 +110,7 @@ class ColumnParallelLinear(ParallelLinear):
             skip_bias_add=skip_bias_add,
             grad_accumulation_fusion=grad_accumulation_fusion,
             overlap_chunks=overlap_chunks,
+            reshard_after_forward=reshard_after_forward,
             init=init,
             device=device,
             dtype=dtype,
@@ -172,7 +176,7 @@ class RowParallelLinear(ParallelLinear):
         parts, unit: as there, for the input features.
         input_is_parallel: x is this rank's slice of the features; False: x is replicated and sliced here.
         sequence_parallel: y is sharded on dim 0.
-        weight_group: as there: the output features of the weight are sharded over it.
+        weight_group, reshard_after_forward: as there; the output features of the weight are sharded over it.
         activations: ``"hidden"``: y is ``[.., out_local]`` and the bias ``[out_local]``, sharded over ``group`` as by
             ``torch.tensor_split``; y is reduce-scattered here.
         overlap_chunks: the number of blocks in which y is computed and summed, the sum of one overlapping the GEMM of
@@ -202,6 +206,7 @@ class RowParallelLinear(ParallelLinear):
         skip_bias_add: bool = False,
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
+        reshard_after_forward: bool = True,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -227,6 +232,7 @@ class RowParallelLinear(ParallelLinear):
             skip_bias_add=skip_bias_add,
             grad_accumulation_fusion=grad_accumulation_fusion,
             overlap_chunks=overlap_chunks,
+            reshard_after_forward=reshard_after_forward,
             init=init,
             device=device,
             dtype=dtype,

@@ -33,8 +33,8 @@ class ParallelMLP(ParallelModule):
         activation: ``gelu`` (exact, erf), ``gelu_tanh``, ``relu``, ``silu``; gated ``swiglu`` (silu) or ``geglu``
             (exact gelu; Shazeer, arXiv:2002.05202).
         bias: in both linears.
-        group, sequence_parallel, weight_group, activations, grad_accumulation_fusion, overlap_chunks: as
-            :class:`ColumnParallelLinear`; with ``activations="hidden"`` y is sharded as x.
+        group, sequence_parallel, weight_group, activations, grad_accumulation_fusion, overlap_chunks,
+            reshard_after_forward: as :class:`ColumnParallelLinear`; with ``activations="hidden"`` y is sharded as x.
         gemm_epilogue: runs the block as one operator with bias and activation as epilogue of the GEMMs, and their
             gradients as epilogue in backward: no separate pass over the activation. For ``activation="gelu_tanh"``,
             with biases. It is fused on CUDA in bf16 and fp16 where the local ffn is a multiple of 8, by cublasLt's
@@ -62,6 +62,7 @@ class ParallelMLP(ParallelModule):
         activations: str = "replicated",
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
+        reshard_after_forward: bool = True,
         gemm_epilogue: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
@@ -86,6 +87,7 @@ class ParallelMLP(ParallelModule):
             "activations": activations,
             "grad_accumulation_fusion": grad_accumulation_fusion,
             "overlap_chunks": overlap_chunks,
+            "reshard_after_forward": reshard_after_forward,
             "init": init,
             "device": device,
             "dtype": dtype,

@@ -70,11 +70,13 @@ class ParallelLinear(ParallelModule):
         skip_bias_add: bool,
         grad_accumulation_fusion: bool,
         overlap_chunks: int,
+        reshard_after_forward: bool,
         init: Init | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         check_flags(bias=bias, skip_bias_add=skip_bias_add, grad_accumulation_fusion=grad_accumulation_fusion)
+        check_flags(reshard_after_forward=reshard_after_forward)
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         self.on_two_axes = self.weight_group.size > 1 or activations == "hidden"
         if self.on_two_axes:
@@ -84,6 +86,7 @@ class ParallelLinear(ParallelModule):
         self.skip_bias_add = skip_bias_add
         self.grad_accumulation_fusion = grad_accumulation_fusion
         self.overlap_chunks = overlap_chunks
+        self.reshard_after_forward = reshard_after_forward
         default = torch_linear_init(in_features)
         self.add_parameter(
             "weight",
@@ -179,6 +182,7 @@ def linear_2d(
         row,
         "tokens" if layer.sequence_parallel else layer.activations,
         layer.token_sizes(total_tokens),
+        layer.reshard_after_forward,
     )
     return y
 
