@@ -46,8 +46,7 @@ Tensor matmul_2d(const Tensor& a, const Tensor& b, const std::string& rows,
 // Linear layers
 Tensor linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                  const std::string& group, const std::string& weight_group, c10::SymInt weight_size,
-                 bool row, const std::string& activations, Sizes sizes,
-                 bool reshard_after_forward);
+                 bool row, const std::string& activations, Sizes sizes, bool reshard_after_forward);
 Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                               const std::string& group, bool sequence_parallel, Sizes sizes,
                               const OptionalTensor& main_grad, int64_t overlap_chunks);

@@ -322,13 +322,13 @@ namespace {
 template <c10::DispatchKey key, c10::DeviceType device>
 Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                 const std::string& group, const std::string& weight_group, SymInt weight_size,
-                bool row, const std::string& activations, Sizes sizes,
-                bool reshard_after_forward) {
+                bool row, const std::string& activations, Sizes sizes, bool reshard_after_forward) {
   c10::impl::ExcludeDispatchKeyGuard guard(key);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
   return linear_2d(cast(x), cast(weight), bias.has_value() ? OptionalTensor(cast(*bias)) : bias,
-                   group, weight_group, weight_size, row, activations, sizes, reshard_after_forward);
+                   group, weight_group, weight_size, row, activations, sizes,
+                   reshard_after_forward);
 }
 
 }  // namespace

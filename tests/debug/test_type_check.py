@@ -215,7 +215,7 @@ def _each(axes, local):
 
 
 @pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("axes", CASES)
+@pytest.mark.parametrize("axes", list(CASES))
 def test_every_collective_of_a_layer_is_needed(axes, local):
     said = ranks.run_fresh(_each, axes, local, timeout=300)
     assert said

@@ -248,17 +248,8 @@ def row_parallel_linear(
 
 @rule
 def linear_2d(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: str,
-    weight_group: str,
-    row: bool,
-    activations: str,
-    reshard_after_forward: bool,
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, weight_group: str, row: bool, activations: str
 ) -> Typed:
-    _ignored(reshard_after_forward)
     weight = full(gathered(weight, weight_group, 0 if row else 1), weight_group)
     if bias is not None:
         bias = full(gathered(bias, weight_group, 0), weight_group)

@@ -70,6 +70,7 @@ class ParallelModule(nn.Module):
     _name_number: int | None = None
     _name_key: Tensor | None = None  # the number; in traced code an input, so that modules share the code
     operator_gathers: tuple[str, ...] = ()  # parameters that an operator gathers over weight_group itself
+    reshard_after_forward: bool = True  # whether that operator gathers them again in backward
 
     def __init__(
         self,
