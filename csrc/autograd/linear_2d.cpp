@@ -13,12 +13,13 @@
 //   "hidden"       gather last dim   reduce-scatter last dim  reduce-scatter    gather last dim
 //
 // Saved: the shards of x and of w, each only if the other's gradient may be needed: with "hidden",
-// 1/(xy) of the full tensors. reshard_after_forward=false also saves the gathered w and the gathered
-// x (column), and backward does not gather them again. Overlap: the gather of the next weight (weight_gather.h) with the
-// GEMMs of this linear, forward and backward; the sum of dx (column) with the GEMM of dw; the
-// reduce-scatter of dw (row) with the GEMM of dx. The bias is sharded over x, too, gathered for use
-// and its gradient scattered. Double backward and forward mode are composed of regions
-// and matmuls. In a backward in two halves (split_backward.h) the row linear keeps the gathered dy.
+// 1/(xy) of the full tensors. reshard_after_forward=false also saves the gathered w and the
+// gathered x (column), and backward does not gather them again. Overlap: the gather of the next
+// weight (weight_gather.h) with the GEMMs of this linear, forward and backward; the sum of dx
+// (column) with the GEMM of dw; the reduce-scatter of dw (row) with the GEMM of dx. The bias is
+// sharded over x, too, gathered for use and its gradient scattered. Double backward and forward
+// mode are composed of regions and matmuls. In a backward in two halves (split_backward.h) the row
+// linear keeps the gathered dy.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -53,7 +54,6 @@ struct Sharded {
   std::string activations;
   Split split;  // lengths of the sharded dim of the activations over `group`
   Split bias;   // lengths of the bias over weight_group
-  bool reshard_after_forward;
 
   bool whole() const { return activations == "replicated"; }  // not sharded: every rank has all
   int64_t dim() const { return activations == "tokens" ? 0 : -1; }
@@ -65,7 +65,6 @@ struct Sharded {
     data["split"] = c10::SymIntArrayRef(split.sizes);
     data["weight_split"] = c10::SymIntArrayRef(weight.split.sizes);
     data["bias"] = c10::SymIntArrayRef(bias.sizes);
-    data["reshard_after_forward"] = reshard_after_forward;
   }
   static Sharded get(AutogradContext* ctx) {
     const auto& data = ctx->saved_data;
@@ -76,8 +75,7 @@ struct Sharded {
                          Split{data.at("weight_split").toSymIntVector()}},
             data.at("activations").toStringRef(),
             Split{data.at("split").toSymIntVector()},
-            Split{data.at("bias").toSymIntVector()},
-            data.at("reshard_after_forward").toBool()};
+            Split{data.at("bias").toSymIntVector()}};
   }
 };
 
@@ -154,7 +152,7 @@ Tensor weight_grad(const Tensor& dy, const Tensor& x) {
 
 struct Linear2d : Function<Linear2d> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                        const OptionalTensor& bias, const Sharded& s) {
+                        const OptionalTensor& bias, const Sharded& s, bool reshard_after_forward) {
     s.put(ctx);
     ctx->saved_data["has_bias"] = bias.has_value();
     const Unrecorded guard(x);
@@ -162,7 +160,13 @@ struct Linear2d : Function<Linear2d> {
     auto x_pending = s.row ? comm::Pending(x, nullptr) : gather(x, s);
     const Tensor w = whole_weight(weight, s, Pass::forward);
     const Tensor x_full = x_pending.wait();
-    save(ctx, x, weight, x_full, w, s);
+    variable_list saved{weight.requires_grad() ? x : Tensor(),
+                        x.requires_grad() ? weight : Tensor()};
+    if (!reshard_after_forward) {
+      saved.push_back(weight.requires_grad() ? x_full : Tensor());
+      saved.push_back(x.requires_grad() ? w : Tensor());
+    }
+    ctx->save_for_backward(std::move(saved));
     const Tensor b = s.row ? Tensor() : bias_full.wait();
     Tensor y = at::linear(x_full, w, b.defined() ? OptionalTensor(b) : std::nullopt);
     if (!s.row) return y;
@@ -172,17 +176,6 @@ struct Linear2d : Function<Linear2d> {
     return comm::traced(y) ? at::add(y, added) : y.add_(added);
   }
 
-  static void save(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                   const Tensor& x_full, const Tensor& w, const Sharded& s) {
-    const bool wants_x = x.requires_grad(), wants_w = weight.requires_grad();
-    variable_list saved{wants_w ? x : Tensor(), wants_x ? weight : Tensor()};
-    if (!s.reshard_after_forward) {
-      saved.push_back(wants_w ? x_full : Tensor());
-      saved.push_back(wants_x ? w : Tensor());
-    }
-    ctx->save_for_backward(std::move(saved));
-  }
-
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto s = Sharded::get(ctx);
     auto saved = ctx->get_saved_variables();
@@ -190,7 +183,7 @@ struct Linear2d : Function<Linear2d> {
     const Tensor &x = saved[0], &weight = saved[1], &kept_x = saved[2], &kept_w = saved[3];
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const bool wants_b = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(2);
-    variable_list result(4);
+    variable_list result(5);
     if (at::GradMode::is_enabled() || has_tangent(grads[0])) {
       const Tensor dy = s.row ? gather_region(grads[0], s) : grads[0];
       if (wants_b) result[2] = bias_grad_region(as_rows(grads[0]).sum(0), s);
@@ -282,8 +275,7 @@ Tensor linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
       WeightShards{weight_group, row ? 0 : 1, tensor_split(weight_size, comm::size(weight_group))},
       p == 1 ? "replicated" : activations,
       Split(),
-      Split(),
-      reshard_after_forward};
+      Split()};
   const auto share = s.weight.split.sizes[comm::rank(weight_group)];
   TORCH_CHECK_VALUE(weight.sym_size(s.weight.dim) == share, "weight: shape ", weight.sym_sizes(),
                     " must have ", share, " elements in dim ", s.weight.dim,
@@ -314,7 +306,7 @@ Tensor linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
     const Tensor y = sum_region(at::linear(x, w), s);
     return b.has_value() ? at::add(y, *b) : y;
   }
-  return Linear2d::apply(x, weight, bias, s);
+  return Linear2d::apply(x, weight, bias, s, reshard_after_forward);
 }
 
 namespace {

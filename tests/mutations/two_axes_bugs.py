@@ -32,7 +32,7 @@ TWO_AXES_BUGS = [
     Mutation(
         "gathered_again_in_backward",
         "csrc/autograd/linear_2d.cpp",
-        "if (!s.reshard_after_forward) {",
+        "if (!reshard_after_forward) {",
         "if (false) {",
         "reshard_after_forward=False has no effect.",
         (f"{LAYERS}::test_collectives",),
