@@ -4,6 +4,7 @@ Regions (:mod:`tp_ext.regions`) are differentiable collectives; layers take a ``
 composition (data, pipeline, checkpoints) is torch's own.
 """
 
+from tp_ext import auto as auto
 from tp_ext import debug as debug
 from tp_ext import shm as shm
 from tp_ext import symmetric_memory as symmetric_memory
@@ -90,6 +91,7 @@ __all__ = [
     "all_gather_region",
     "all_to_all",
     "all_to_all_region",
+    "auto",
     "axis_index",
     "axis_size",
     "build_info",

@@ -11,7 +11,7 @@ import tp_ext
 from tests.helpers.paths import ROOT
 
 API = ROOT / "docs" / "reference" / "api"
-MODULES = ("group", "sharding", "random", "regions", "shm", "symmetric_memory", "megatron", "debug")
+MODULES = ("group", "sharding", "random", "regions", "shm", "symmetric_memory", "megatron", "debug", "auto")
 
 
 def hook(name):

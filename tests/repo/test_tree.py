@@ -25,7 +25,7 @@ ORDER = [
     {""},
     {"nn"},
     {"checkpoint", "parallel", "mesh_program"},
-    {"debug"},
+    {"auto", "debug"},
     {"__init__"},
 ]
 # These folders work on modules and their shardings, and import no layer

@@ -1,0 +1,251 @@
+"""Trains a sharded architecture for three steps of AdamW next to the unsharded model, in fp64, and writes the table of
+all.
+
+    python -m tests.auto.compare --ranks 2 4 --out docs/reference/architectures.md
+
+One architecture after the other; 172 of them at two numbers of ranks take about 15 minutes on two cores.
+"""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+import tp_ext
+from tests.auto.architectures import MORE, build
+from tests.helpers.ranks import RankError, run
+from tp_ext import auto
+from tp_ext.auto.execute import loss_of
+from tp_ext.group import parallel_group
+
+BOUND = 1e-9
+STEPS = 3
+# Too large for a tiny configuration of theirs, or their class has no forward of its own
+NOT_BUILT = {"blt"}
+
+
+@dataclasses.dataclass
+class Result:
+    """One architecture at one number of ranks."""
+
+    name: str
+    p: int
+    error: float = 0.0  # the greatest of losses, gradients (relative) and parameters after the steps
+    where: str = ""
+    cut: float = 0.0  # share of all bytes of parameters that is sharded
+    forward: int = 0  # collectives
+    backward: int = 0
+    patched: str = ""
+    whole: str = ""  # why the largest weight stays whole
+    refused: str = ""
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> str:
+        if self.refused:
+            return f"refused: {self.refused}"
+        if not self.error <= BOUND:
+            return f"wrong: {self.where} differs by {self.error:.1e}"
+        return "works" if not self.whole else f"works, partly whole: {self.whole}"
+
+
+@contextlib.contextmanager
+def only_doubles() -> Iterator[None]:
+    """fp32 means fp64: models convert to fp32 inside, and an error of 1e-7 would hide a wrong gradient."""
+    default, single, float_, method = torch.get_default_dtype(), torch.float32, torch.float, Tensor.float
+    torch.set_default_dtype(torch.float64)
+    torch.float32 = torch.float = torch.float64  # type: ignore[misc, assignment]
+    Tensor.float = Tensor.double  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        torch.float32, torch.float, Tensor.float = single, float_, method  # type: ignore[misc, assignment, method-assign]
+
+
+def compare(group: Any, name: str) -> Result:
+    """Plans and applies on this rank, trains, and returns what differs."""
+    with only_doubles():
+        torch.manual_seed(0)
+        model, inputs = build(name)
+        return compare_model(group, name, model.double(), inputs)
+
+
+def compare_model(group: Any, name: str, model: nn.Module, inputs: dict[str, Tensor]) -> Result:
+    own = parallel_group(group)
+    result = Result(name, own.size)
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():  # ones and zeros would hide errors
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    reference = copy.deepcopy(model)
+    start = time.perf_counter()
+    try:
+        plan = auto.plan(model, inputs, own.size)
+    except ValueError as error:
+        result.refused = str(error)
+        return result
+    result.seconds = time.perf_counter() - start
+    _describe(result, plan, model)
+    auto.apply(plan, model, group)
+    for module in itertools.chain(model.modules(), reference.modules()):
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None):
+            config._experts_implementation = "eager"  # grouped GEMMs have no fp64
+    shards = dict(tp_ext.shardings(model))
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (reference, model)]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        wanted = loss_of(reference(**inputs))
+        wanted.backward()
+        with tp_ext.debug.count_collectives() as forward:
+            found = loss_of(model(**inputs))
+        with tp_ext.debug.count_collectives() as backward:
+            found.backward()
+        _worse(result, abs(wanted.item() - found.item()), "the loss")
+        if step == 0:
+            result.forward, result.backward = forward.number, backward.number
+            _compare_gradients(result, reference, model, shards, own.rank)
+        for optimizer in optimizers:
+            optimizer.step()
+    full, expected = tp_ext.full_state_dict(model, group=group), reference.state_dict()
+    if set(full) != set(expected):
+        _worse(result, float("inf"), f"the keys {sorted(set(full) ^ set(expected))[:2]}")
+    for key in set(full) & set(expected):
+        if expected[key].numel():
+            _worse(result, (full[key].double() - expected[key].double()).abs().max().item(), key)
+    return result
+
+
+def _worse(result: Result, error: float, where: str) -> None:
+    if not error <= result.error:
+        result.error, result.where = error, where
+
+
+def _describe(result: Result, plan: auto.Plan, model: nn.Module) -> None:
+    names = {name: torch.Size(plan.shapes[name]).numel() for name in plan.bytes_of_element}
+    total = sum(names.values())
+    result.cut = sum(size for name, size in names.items() if name in plan.shardings) / total
+    result.patched = " ".join(sorted({type(model.get_submodule(name)).__name__ for name in plan.patches}))
+    largest = max((name for name in names if name in plan.whole), key=lambda name: names[name], default=None)
+    if largest is not None and names[largest] > 0.02 * total:
+        result.whole = plan.why(largest)
+
+
+def _compare_gradients(result: Result, reference: nn.Module, model: nn.Module, shards: Any, rank: int) -> None:
+    found = dict(model.named_parameters())
+    full = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    scale = max(gradient.abs().max().item() for gradient in full.values())
+    for name, parameter in found.items():
+        expected, own, sharding = full.get(name), parameter.grad, shards.get(name)
+        if expected is None or own is None:
+            if own is not None and own.abs().max() > 0:
+                _worse(result, float("inf"), f"{name}, which has no gradient,")
+            if expected is not None:
+                _worse(result, float("inf"), f"the missing gradient of {name}")
+            continue
+        if sharding is not None:
+            expected = sharding.shard(expected, rank, result.p)
+        if expected.numel():
+            error = (expected - own).abs().max() / max(full[name].abs().max().item(), 1e-6 * scale)
+            _worse(result, error.item(), f"the gradient of {name}")
+
+
+def names() -> list[str]:
+    """All architectures: causal LMs, then others."""
+    return [name for name in dict.fromkeys((*CAUSAL, *MORE)) if name not in NOT_BUILT]
+
+
+def builds(group: Any, name: str) -> bool:
+    """Whether there is a tiny model of an architecture, whose forward runs."""
+    try:
+        with torch.device("meta"):  # some defaults are those of a large model
+            if sum(p.numel() for p in build(name)[0].parameters()) > 20_000_000:
+                return False
+        model, inputs = build(name)
+        loss_of(model(**inputs))
+    except Exception:
+        return False
+    return True
+
+
+def has_model(name: str, timeout: float) -> bool:
+    """The same, in a process of its own."""
+    try:
+        return bool(run(builds, 1, name, timeout=timeout)[0])
+    except RankError:
+        return False
+
+
+def result_of(name: str, p: int, timeout: float) -> Result:
+    """The worst result of all ranks."""
+    try:
+        return max(run(compare, p, name, timeout=timeout), key=lambda one: one.error)
+    except RankError as error:
+        return Result(name, p, float("inf"), f"{error.type_name} {str(error).strip().splitlines()[-1][:150]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures; default: all")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--out", type=Path, help="write the table here")
+    options = parser.parse_args()
+    results: dict[str, list[Result]] = {}
+    for name in options.names or names():
+        if not options.names and not has_model(name, options.timeout):
+            print(f"{name}: no tiny model", flush=True)
+            continue
+        for p in options.ranks:
+            found = result_of(name, p, options.timeout)
+            results.setdefault(name, []).append(found)
+            print(f"{name:24} p={p} {found.seconds:5.1f} s, cut {found.cut:4.0%}: {found.status[:160]}", flush=True)
+    exact = {
+        p: sum(one.error <= BOUND and not one.refused for found in results.values() for one in found if one.p == p)
+        for p in options.ranks
+    }
+    print(f"of {len(results)}: " + ", ".join(f"{number} exact at p = {p}" for p, number in exact.items()))
+    if options.out:
+        options.out.write_text(table(results, options.ranks, exact))
+
+
+def table(results: dict[str, list[Result]], ranks: list[int], exact: dict[int, int]) -> str:
+    """The page of the documentation."""
+    counts = " and ".join(f"{exact[p]} at p = {p}" for p in ranks)
+    lines = [
+        "# Architectures",
+        "",
+        f"Tiny random models of transformers {transformers.__version__}, trained for three steps of AdamW in fp64",
+        f"next to the unsharded model by `python -m tests.auto.compare`. Of {len(results)}, {counts} have the same",
+        "losses, gradients and parameters within 1e-9. *Sharded* is the share of all bytes of parameters;",
+        f"*collectives* are those of forward and backward at p = {ranks[0]}.",
+        "",
+        "| architecture | "
+        + " | ".join(f"p = {p}" for p in ranks)
+        + " | sharded | collectives | integers set | largest weight left whole |",
+        "|---|" + "---|" * (len(ranks) + 4),
+    ]
+    for name, found in sorted(results.items()):
+        first = found[0]
+        states = " | ".join(one.status.partition(":")[0] for one in found)
+        why = next((one.refused or one.whole or (one.where if one.error > BOUND else "") for one in found), "")
+        why = why.replace("|", "\\|").replace("_", "\\_").replace("*", "\\*")
+        cells = f"{first.cut:.0%} | {first.forward} + {first.backward} | {first.patched} | {why}"
+        lines.append(f"| {name} | {states} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Sharded models next to unsharded ones: losses, every gradient, state dicts, copies, compilation, dropout, bad
+input."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tp_ext
+from tests.auto.test_planner import EXAMPLE, VOCAB, WIDTH, Block, Model
+from tests.helpers.ranks import run, run_raises
+from tp_ext import auto
+from tp_ext.auto.logits import ShardedLogits
+from tp_ext.group import parallel_group
+
+close = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def _inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (3, 5), generator=generator)
+    return {"ids": ids, "labels": ids.roll(1)}
+
+
+def _pair(group: Any, model: nn.Module, example: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """An unsharded model, and a sharded copy of it."""
+    model = model.double()
+    plan = auto.plan(model, example, parallel_group(group).size, **options)
+    return model, auto.apply(plan, copy.deepcopy(model), group)
+
+
+def _same_gradients(group: Any, dense: nn.Module, sharded: nn.Module) -> None:
+    own, layouts = dict(sharded.named_parameters()), dict(tp_ext.layouts(sharded))
+    for name, parameter in dense.named_parameters():
+        expected, found = parameter.grad, own[name].grad
+        if expected is None or found is None:
+            assert expected is found, name
+            continue
+        torch.testing.assert_close(
+            found, layouts[name].shard(expected) if layouts.get(name) else expected, **close, msg=name
+        )
+
+
+def _trains(group: Any) -> None:
+    dense, sharded = _pair(group, Model(), EXAMPLE)
+    expected, found = dense(**_inputs()), sharded(**_inputs())
+    torch.testing.assert_close(found, expected, **close)
+    expected.backward()
+    found.backward()
+    _same_gradients(group, dense, sharded)
+    state = tp_ext.full_state_dict(sharded, group=group)
+    assert list(sharded.state_dict()) == list(dense.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
+    assert sharded.head.weight is sharded.table.weight
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_a_model_trains_as_unsharded(p: int) -> None:
+    run(_trains, p)
+
+
+def _layers(group: Any) -> list[str]:
+    _, sharded = _pair(group, Model(), EXAMPLE)
+    gathers = ShardedLogits.gathers
+    with tp_ext.debug.count_collectives() as forward:
+        loss = sharded(**_inputs())
+    with tp_ext.debug.count_collectives() as backward:
+        loss.backward()
+    assert ShardedLogits.gathers == gathers
+    # table, 2 per block, the loss; 2 per block, the input of the head
+    return [
+        f"{forward.number} {backward.number}",
+        *(type(sharded.get_submodule(n)).__name__ for n in ("blocks.0.qkv", "blocks.0.down")),
+    ]
+
+
+def test_layers_and_collectives_are_those_of_the_plan() -> None:
+    plan = auto.plan(Model(), EXAMPLE, 2)
+    forward = sum(one.direction == "forward" for one in plan.collectives)
+    assert run(_layers, 2)[0] == [
+        f"{forward} {len(plan.collectives) - forward}",
+        "EnteredColumnLinear",
+        "RowParallelLinear",
+    ]
+
+
+def _survives(group: Any, how: str) -> None:
+    dense, sharded = _pair(group, Model(), EXAMPLE)
+    if how == "deepcopy":
+        sharded = copy.deepcopy(sharded)
+    elif how == "pickle":
+        file = io.BytesIO()
+        torch.save(sharded, file)
+        file.seek(0)
+        sharded = torch.load(file, weights_only=False)
+    elif how == "compile":
+        for block in sharded.blocks:
+            block.compile(backend="aot_eager")
+    elif how == "checkpoint":
+        for block in sharded.blocks:
+            plain = block.forward
+            block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+    for model in (dense, sharded):
+        model(**_inputs()).backward()
+    _same_gradients(group, dense, sharded)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "compile", "checkpoint"])
+def test_copies_and_wrappers_of_a_sharded_model(how: str) -> None:
+    run(_survives, 2, how)
+
+
+class Logits(nn.Module):
+    """A model whose output is logits, and code that uses them in ways that need, or do not need, all columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor, use: str = "") -> Any:
+        y = self.head(self.norm(x))
+        assert y.shape == (3, 5, VOCAB) == y.size() and y.numel() == 15 * VOCAB and len(y) == 3
+        if use == "soft cap":
+            y = 30 * torch.tanh(y.float() / 30)
+        if use == "loss":
+            return F.cross_entropy(y[:, :-1].reshape(-1, VOCAB), torch.arange(12) % VOCAB, ignore_index=3)
+        if use == "sum":
+            return F.cross_entropy(y.flatten(0, 1), torch.arange(15), reduction="sum", label_smoothing=0.1)
+        if use == "argmax":
+            return y.argmax(-1)
+        if use == "softmax":  # pins the vocabulary: the head is whole
+            return y.softmax(-1)
+        if use == "unplanned":
+            return y.topk(2, -1).values
+        return y
+
+
+def _uses(group: Any, use: str) -> int:
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    dense, sharded = _pair(group, Logits(), {"x": x, "use": "" if use == "unplanned" else use})
+    gathers = ShardedLogits.gathers
+    expected, found = dense(x, use), sharded(x, use)
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # .float() inside
+    if expected.is_floating_point():
+        (expected.double().pow(2).mean()).backward()
+        found.double().pow(2).mean().backward()
+        for a, b in zip(tp_ext.full_state_dict(sharded, group=group).items(), dense.state_dict().items(), strict=True):
+            assert a[0] == b[0] and torch.equal(a[1], b[1])
+        own, layouts = dict(sharded.named_parameters()), dict(tp_ext.layouts(sharded))
+        for name, parameter in dense.named_parameters():
+            shard = layouts[name].shard(parameter.grad) if layouts.get(name) else parameter.grad
+            torch.testing.assert_close(own[name].grad, shard, rtol=1e-5, atol=1e-6)
+    return ShardedLogits.gathers - gathers
+
+
+@pytest.mark.parametrize(
+    ("use", "gathers"),
+    [("", 1), ("soft cap", 1), ("loss", 0), ("sum", 0), ("argmax", 0), ("softmax", 0), ("unplanned", 1)],
+)
+def test_logits_are_gathered_only_where_a_use_needs_all_columns(use: str, gathers: int) -> None:
+    assert run(_uses, 3, use) == [gathers] * 3
+
+
+class Dropping(Block):
+    """Dropout of a module, of a function, and of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (
+            part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.ln(x)).split(self.width, -1)
+        )
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2 if self.training else 0.0)
+        x = x + self.drop(self.out(a.transpose(1, 2).reshape(b, t, self.width)))
+        return x + self.down(F.dropout(F.gelu(self.up(x)), 0.4, self.training))
+
+
+def _dropped(group: Any) -> Any:
+    torch.manual_seed(0)
+    model = Dropping().double()
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    sharded = auto.apply(auto.plan(model, (x,), parallel_group(group).size), model, group)
+    tp_ext.manual_seed(7)
+    y = sharded(x)
+    y.pow(2).mean().backward()
+    return y.detach(), tp_ext.full_state_dict(sharded, group=group)["up.weight"], sharded.ln.weight.grad
+
+
+def test_dropout_has_the_masks_of_one_process() -> None:
+    model, x = Dropping(), torch.randn(3, 5, WIDTH)
+    draws = auto.plan(model, (x,), 2).draws
+    assert [(one.module, one.call, one.dim) for one in draws] == [
+        ("", "scaled_dot_product_attention", 1), ("drop", "dropout", None), ("", "dropout", 2),
+    ]  # fmt: skip
+    two, three = run(_dropped, 2), run(_dropped, 3)
+    for first, other in zip(two[0], three[1], strict=True):
+        torch.testing.assert_close(first, other, **close)
+    assert (two[0][0] == two[1][0]).all() and two[0][0].std() > 0.5
+
+
+def _verified(group: Any) -> None:
+    model = Model().double()
+    plan = auto.plan(model, EXAMPLE, 2)
+    auto.apply(plan, model, group, verify=True, example=_inputs())
+    assert model.head.weight.grad is None
+
+
+def test_verify_passes_a_right_plan() -> None:
+    run(_verified, 2)
+
+
+def _refused(group: Any, how: str) -> None:
+    model = Model()
+    plan = auto.plan(model, EXAMPLE, 3 if how == "ranks" else 2)
+    if how == "plan differs" and parallel_group(group).rank:
+        plan = auto.plan(model, EXAMPLE, 2, hints={"blocks.0": "whole"})
+    if how == "model differs" and parallel_group(group).rank:
+        model.blocks[0].qkv.weight.requires_grad_(False)
+    if how == "shape":
+        model.blocks[1].up = nn.Linear(WIDTH, 5)
+    if how == "name":
+        model.more = nn.Linear(2, 2)
+    auto.apply(plan, model, group, verify=how == "example")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("ranks", "plan: is for p = 3 and must be for the 2 ranks"),
+        ("plan differs", "plan: that of rank 1 differs from that of rank 0"),
+        ("model differs", "model: that of rank 1 differs from that of rank 0"),
+        ("shape", r"model: blocks.1.up.weight has shape \(5, 64\) and must have \(112, 64\)"),
+        ("name", "model: more.bias is no parameter of the planned model"),
+        ("example", "example: None must be the arguments of forward"),
+    ],
+)
+def test_refusals_are_the_same_on_all_ranks(how: str, words: str) -> None:
+    run_raises(_refused, 2, ValueError, words, how, in_turns=False)
+
+
+def _on_meta(group: Any) -> None:
+    with torch.device("meta"):
+        model = Model()
+    sharded = auto.apply(auto.plan(model, EXAMPLE, 2), model, group)
+    assert all(p.is_meta for p in sharded.parameters())
+    assert sharded.blocks[0].qkv.weight.shape == (3 * WIDTH // 2, WIDTH)
+    dense = Model()
+    sharded.to_empty(device="cpu")
+    sharded.head.weight = sharded.table.weight  # to_empty unties, as in torch
+    tp_ext.load_full_state_dict(sharded, dense.state_dict(), group=group)
+    torch.testing.assert_close(sharded(**_inputs()), dense(**_inputs()))
+
+
+def test_a_model_on_meta_stays_there() -> None:
+    run(_on_meta, 2)

@@ -1,0 +1,149 @@
+"""Faults put into plans and rules: the proof of shapes, the check of the flow or ``verify`` catches each of them."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.auto.architectures import build
+from tests.auto.test_planner import Model
+from tests.helpers.ranks import run
+from tp_ext import Part, Sharding, auto
+from tp_ext.auto import rules
+from tp_ext.auto.edits import Copy, Sum
+from tp_ext.auto.plans import Plan
+from tp_ext.auto.rules import Op, Rule
+
+
+def _model(name: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    if name == "own":
+        ids = torch.randint(96, (3, 5))
+        return Model().double(), {"ids": ids, "labels": ids.roll(1)}
+    model, inputs = build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model.double(), inputs
+
+
+def _patches(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
+    """Each integer forgotten, and each wrong by one, in all modules of a kind."""
+    seen = set()
+    for module, changes in plan.patches.items():
+        for attribute, (old, new) in changes.items():
+            kind = type(model.get_submodule(module)), attribute
+            if kind in seen:
+                continue
+            seen.add(kind)
+            for wrong in (old, new + 1):
+                patches = copy.deepcopy(plan.patches)
+                for other in patches:
+                    if type(model.get_submodule(other)) is kind[0] and attribute in patches[other]:
+                        patches[other][attribute] = old, wrong
+                yield f"{kind} is {wrong}", dataclasses.replace(plan, patches=patches)
+
+
+def _edits(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
+    """Each kind of copy, sum and slice forgotten, or in a place where it is wrong."""
+    seen = set()
+    for i, one in enumerate([*plan.copies, *plan.sums, *plan.slices]):
+        kind = type(one).__name__, getattr(one, "kind", ""), one.module.rpartition(".")[2]
+        if kind in seen:
+            continue
+        seen.add(kind)
+        left: dict[str, Any] = {}
+        for name, found in (("copies", plan.copies), ("sums", plan.sums), ("slices", plan.slices)):
+            left[name] = [other for other in found if other is not one]
+        yield f"{i}: no {one}", dataclasses.replace(plan, **left)
+        if isinstance(one, Copy) and one.kind == "output":
+            twice = [*plan.copies, dataclasses.replace(one, span=(-1, 0, 7))]
+            yield f"{i}: {one} once more for some", dataclasses.replace(plan, copies=twice)
+        if isinstance(one, Copy) and one.kind == "parameter":
+            flipped = [*(c for c in plan.copies if c is not one), dataclasses.replace(one, divided=not one.divided)]
+            yield f"{i}: {one} divided or not", dataclasses.replace(plan, copies=flipped)
+    module = next(iter(plan.roles))
+    yield "a sum of what is complete", dataclasses.replace(plan, sums=[*plan.sums, Sum(module.rpartition(".")[0], ())])
+
+
+def _shardings(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
+    """Shards of the same length with other elements: only numbers differ."""
+    for name, sharding in plan.shardings.items():
+        if len(sharding.parts) > 1:
+            one = Sharding(sharding.dim, [Part(sharding.size, unit=sharding.parts[0].unit)])
+            yield f"{name} in one part", dataclasses.replace(plan, shardings={**plan.shardings, name: one})
+            return
+        if sharding.parts[0].unit > 1 and sharding.dim == 1:
+            half = Sharding(1, [Part(sharding.size // 2), Part(sharding.size // 2)])
+            yield f"{name} in two parts", dataclasses.replace(plan, shardings={**plan.shardings, name: half})
+            return
+
+
+def _mean_without_pin(op: Op) -> None:
+    op.give([*op.dims()[:-1], []])
+
+
+# A model and a wrong rule, with which a dim would be sharded over which the operator sums
+WRONG_RULES: dict[str, tuple[str, str, Rule]] = {
+    "mean of squares": ("llama", "mean", _mean_without_pin),
+    "mean of squares, norms of q and k": ("qwen3", "mean", _mean_without_pin),
+}
+
+
+def _tampered(group: Any, name: str, kind: str) -> list[tuple[str, str]]:
+    """The faults of a kind that trained: there must be none; and their number."""
+    model, inputs = _model(name)
+    plan = auto.plan(model, inputs, 2)
+    faults = list({"patches": _patches, "edits": _edits, "shardings": _shardings}[kind](plan, model))
+    trained = []
+    for fault, wrong in faults:
+        assert wrong.fingerprint != plan.fingerprint
+        try:
+            auto.apply(wrong, copy.deepcopy(model), group, verify=True, example=inputs)
+        except (ValueError, RuntimeError, AttributeError, IndexError, TypeError):
+            continue
+        trained.append((fault, "trained"))
+    return [*trained, (str(len(faults)), "faults")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "number"),
+    [
+        ("own", "patches", 4), ("gpt2", "patches", 2), ("bloom", "patches", 2), ("t5", "patches", 2),
+        ("falcon-new", "patches", 4), ("bigcode-mha", "patches", 2), ("own", "edits", 6), ("gpt2", "edits", 6),
+        ("bloom", "edits", 8), ("qwen3", "edits", 10), ("gpt_bigcode", "edits", 4), ("t5", "edits", 5),
+        ("own", "shardings", 1), ("phi3", "shardings", 1),
+    ],
+)  # fmt: skip
+def test_faults_in_plans_are_caught(name: str, kind: str, number: int) -> None:
+    *trained, (count, _) = run(_tampered, 2, name, kind, timeout=300)[0]
+    assert not trained
+    assert int(count) == number
+
+
+def _with_wrong_rule(group: Any, fault: str) -> str:
+    name, operator, wrong = WRONG_RULES[fault]
+    model, inputs = _model(name)
+    right = rules.RULES.get(operator)
+    rules.RULES[operator] = wrong
+    try:
+        plan = auto.plan(model, inputs, 2)
+        auto.apply(plan, model, group, verify=True, example=inputs)
+    except (ValueError, RuntimeError) as error:
+        return f"caught: {error}"
+    finally:
+        if right is None:
+            del rules.RULES[operator]
+        else:
+            rules.RULES[operator] = right
+    return "trains"
+
+
+@pytest.mark.parametrize("fault", WRONG_RULES)
+def test_wrong_rules_are_caught(fault: str) -> None:
+    outcome = run(_with_wrong_rule, 2, fault, timeout=300)[0]
+    assert outcome.startswith("caught: verify"), outcome

@@ -1,0 +1,219 @@
+"""Dims of tensors as products of atoms, and their unification.
+
+A dim is a list of atoms, slowest varying first; its length is the product of their sizes. An atom is a length that
+nothing has divided yet, or the concatenation of consecutive parts, each again a product. Two dims that an operator
+treats as one are unified: their atoms become the same ones, divided where one dim has several atoms for another's
+one. ``view(b, s, h, d)`` of a dim of ``h d`` elements thus divides its atom into ``h x d``, in every tensor that has
+it. What an operator needs whole is pinned: it cannot be sharded. The factors of Shardy (openxla/shardy,
+docs/propagation.md), solved like the types of a functional language."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why an atom is whole: an operator in a module, at a line of the user's."""
+
+    what: str
+    module: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.what}{where}" + (f" ({self.line})" if self.line else "")
+
+
+class Atom:
+    """A factor of dims: undivided, a concatenation (``parts``), or the same as a product of others (``same``)."""
+
+    __slots__ = ("parts", "pinned", "same", "size")
+
+    def __init__(self, size: int, pinned: Reason | None = None) -> None:
+        self.size = size
+        self.pinned = pinned
+        self.parts: list[Dim] | None = None
+        self.same: Dim | None = None
+
+    def __repr__(self) -> str:
+        inner = "" if self.parts is None else "[" + " | ".join(map(str, self.parts)) + "]"
+        return f"{self.size}{inner}{'!' if self.pinned else ''}"
+
+
+Dim = list[Atom]
+
+
+def atoms(dim: Iterable[Atom]) -> Dim:
+    """The atoms of a dim now, without those of size 1."""
+    found: Dim = []
+    for atom in dim:
+        if atom.same is None:
+            if atom.size != 1:
+                found.append(atom)
+        else:
+            atom.same = atoms(atom.same)  # so that long chains are walked once
+            found += atom.same
+    return found
+
+
+def length(dim: Iterable[Atom]) -> int:
+    return math.prod(atom.size for atom in dim)
+
+
+def pin(dim: Iterable[Atom], reason: Reason) -> None:
+    """Keeps all atoms of a dim whole, those of parts too. The first reason stays."""
+    for atom in atoms(dim):
+        atom.pinned = atom.pinned or reason
+        for part in atom.parts or ():
+            pin(part, reason)
+
+
+def contains(dim: Iterable[Atom], atom: Atom) -> bool:
+    return any(one is atom or any(contains(part, atom) for part in one.parts or ()) for one in atoms(dim))
+
+
+def divide(atom: Atom, major: int, reason: Reason) -> bool:
+    """Makes an undivided atom a product ``major x rest``; pins it and returns False if that is not possible."""
+    if atom.parts is not None or atom.size % major:
+        pin([atom], reason)
+        return False
+    _become(atom, [Atom(major), Atom(atom.size // major)])
+    return True
+
+
+def _become(atom: Atom, dim: Dim) -> None:
+    if atom.pinned:
+        pin(dim, atom.pinned)
+    atom.same = dim
+
+
+def edges(atom: Atom) -> list[int]:
+    """Where the parts of a concatenation end, but for the last."""
+    assert atom.parts is not None
+    return list(itertools.accumulate(length(part) for part in atom.parts))[:-1]
+
+
+def concatenate(dim: Dim, ends: Sequence[int], reason: Reason) -> None:
+    """Makes a dim a concatenation with edges at ``ends`` at least; pins it where the edges do not fit its factors."""
+    dim = atoms(dim)
+    if not ends or not dim:
+        return
+    first, rest = dim[0], length(dim[1:])
+    if rest > 1:
+        if all(end % rest == 0 for end in ends):
+            concatenate([first], [end // rest for end in ends], reason)
+        else:
+            pin(dim, reason)
+        return
+    if first.parts is None:
+        bounds = sorted({0, first.size, *ends})
+        first.parts = [[Atom(stop - start)] for start, stop in itertools.pairwise(bounds)]
+        if first.pinned:
+            pin(dim, first.pinned)
+        return
+    parts: list[Dim] = []
+    start = 0
+    for part in first.parts:
+        stop = start + length(part)
+        if inner := [end - start for end in ends if start < end < stop]:
+            concatenate(part, inner, reason)
+            now = atoms(part)
+            parts += now[0].parts if len(now) == 1 and now[0].parts is not None else [part]
+        else:
+            parts.append(part)
+        start = stop
+    first.parts = parts
+
+
+def unify(one: Dim, other: Dim, reason: Reason) -> None:
+    """Makes two dims of equal length the same; pins what does not fit."""
+    left, right = atoms(one), atoms(other)
+    while left and right:
+        a, b = left[0], right[0]
+        if a is b:
+            left, right = left[1:], right[1:]
+        elif a.size == b.size:
+            _unify_equal(a, b, reason)
+            left, right = atoms(left[1:]), atoms(right[1:])
+        elif divide(a, b.size, reason) if a.size > b.size else divide(b, a.size, reason):
+            left, right = atoms(left), atoms(right)
+        else:
+            break
+    pin(left + right, reason)
+
+
+def _unify_equal(a: Atom, b: Atom, reason: Reason) -> None:
+    if a.parts is not None and b.parts is None:
+        a, b = b, a
+    if a.parts is None:
+        if contains([b], a):
+            pin([a, b], reason)
+        else:
+            _become(a, [b])
+        return
+    own, wanted = edges(a), edges(b)
+    if own != wanted:
+        concatenate([a], wanted, reason)
+        concatenate([b], own, reason)
+    if edges(a) != edges(b):
+        pin([a, b], reason)
+        return
+    for mine, yours in zip(a.parts, b.parts or (), strict=True):
+        unify(mine, yours, reason)
+    if pinned := a.pinned or b.pinned:
+        pin([a, b], pinned)
+
+
+def split_off(dim: Dim, minor: int, reason: Reason) -> tuple[Dim, Dim] | None:
+    """A dim as (major, minor), the second of this length, dividing an atom for it; None if its factors do not allow
+    it."""
+    head = atoms(dim)
+    tail: Dim = []
+    while head and minor > 1:
+        last = head[-1]
+        if minor % last.size == 0:
+            tail.insert(0, last)
+            minor //= last.size
+            head.pop()
+        elif last.parts is None and last.size % minor == 0:
+            divide(last, last.size // minor, reason)
+            major, rest = atoms([last])[:-1], atoms([last])[-1:]
+            head[-1:], tail = major, rest + tail
+            minor = 1
+        else:
+            return None
+    return (head, tail) if minor == 1 else None
+
+
+MOST_EQUAL_PARTS = 64  # of a pinned slowest atom: beyond, shards would be many short slices
+
+
+@dataclass(frozen=True)
+class Major:
+    """The slowest atom of a part of a dim: each step of it has ``unit`` elements."""
+
+    atom: Atom
+    unit: int
+    inner: tuple[Atom, ...]  # the atoms after it; the first may be sharded further: the query heads of a KV head
+
+
+def majors(dim: Iterable[Atom]) -> Iterator[Major]:
+    """The slowest atom of each part of a dim, in order. A dim ``3 x h x d`` whose 3 is pinned has three equal parts."""
+    found = atoms(dim)
+    if not found:
+        return
+    first, rest = found[0], found[1:]
+    if first.parts is None:
+        inner = list(majors(rest)) if first.pinned and first.size <= MOST_EQUAL_PARTS else []
+        if inner and not any(major.atom.pinned for major in inner):
+            yield from inner * first.size
+        else:
+            yield Major(first, length(rest), tuple(rest))
+        return
+    for part in first.parts:
+        for major in majors(part):
+            yield Major(major.atom, major.unit * length(rest), (*major.inner, *rest))

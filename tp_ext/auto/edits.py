@@ -1,0 +1,81 @@
+"""What a plan does to a model at the boundaries of its modules: plain data, that JSON holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tp_ext.sharding import Sharding
+
+Path = tuple[str | int, ...]
+"""Keys that lead to a tensor in nested arguments ``(args, kwargs)`` or results of a forward; () is the result
+itself."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A replicated tensor whose gradients are partial: backward sums them (:func:`tp_ext.copy_to_region`).
+
+    Attributes:
+        kind: ``"parameter"``, ``"output"`` or ``"argument"`` of the module.
+        module: name of the module.
+        path: where the tensor is; for a parameter its local name alone.
+        span: only these elements of an output: (dim from the end, start, stop); None: all.
+        divided: a parameter that every rank adds to partial sums: used as 1/p of itself.
+    """
+
+    kind: str
+    module: str
+    path: Path
+    span: tuple[int, int, int] | None = None
+    divided: bool = False
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An output of a module that is partial: forward sums it (:func:`tp_ext.reduce_from_region`)."""
+
+    module: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Slice:
+    """An argument of a module that has a sharded dim and is computed outside of it: sliced on its way in."""
+
+    module: str
+    path: Path
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A call that draws a random mask: ``F.dropout`` or ``F.scaled_dot_product_attention``, in order within its module.
+
+    Attributes:
+        module: the module whose forward calls it.
+        call: ``"dropout"`` or ``"scaled_dot_product_attention"``.
+        dim: the sharded dim of the tensor that is masked, None: replicated.
+        sizes: length of that dim on every rank.
+    """
+
+    module: str
+    call: str
+    dim: int | None = None
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of one step.
+
+    Attributes:
+        kind: ``"all-reduce"``, ``"all-gather"``.
+        module: where it happens.
+        direction: ``"forward"`` or ``"backward"``.
+        bytes: of the tensor, per rank, at the example's sizes.
+    """
+
+    kind: str
+    module: str
+    direction: str
+    bytes: int

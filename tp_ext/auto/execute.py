@@ -1,0 +1,317 @@
+"""A plan, carried out on a model in place: leaves replaced, parameters sharded, integers set, collectives at
+boundaries."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext._object_collectives import all_gather_objects
+from tp_ext.auto.edits import Copy
+from tp_ext.auto.hooks import CopyArguments, CopyOutput, EnterParameters, LeaveParameters, SliceArgument, SumOutput
+from tp_ext.auto.leaves import EnteredColumnLinear, RowConv1D, shard_embedding
+from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, patch
+from tp_ext.auto.logits import FullLogits, ShardLogits
+from tp_ext.auto.plans import Plan, undescribed
+from tp_ext.auto.random_draws import BeginDraws, EndDraws
+from tp_ext.auto.trace import arguments, tensors
+from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
+from tp_ext.nn.layouts import declare_layouts, layouts_of
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.sharding import Layout
+
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+         "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
+
+
+# Relative, of verify: sums have another order. Models in fp64 convert to fp32 inside
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+
+
+def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, example: Any = None) -> nn.Module:
+    """Shards a model by a plan, in place: forward code, names and state-dict keys stay.
+
+    Linear layers become :class:`~tp_ext.ColumnParallelLinear` and :class:`~tp_ext.RowParallelLinear`; other sharded
+    parameters stay in their modules, which have :class:`~tp_ext.Layout` declared. Gradients are complete after
+    ``backward()``. Dropout draws the masks of one process. Logits sharded over the vocabulary have their full shape for
+    the model's own code, whose cross entropy and arg-max do not gather them.
+
+    Args:
+        plan: of this model, for as many ranks as the group has.
+        model: with the same full weights on all ranks, or on meta: then its shards are on meta, too.
+        group: the ranks: a process group, 1-D mesh or group name.
+        verify: compare the loss and every gradient with those of the unsharded model, a copy of which is made.
+        example: the arguments for ``verify``: a dict of keyword arguments or a tuple.
+
+    Returns:
+        The model.
+
+    Communicates: one all-gather of fingerprints, before anything is changed; with ``verify`` a forward and a backward.
+
+    Raises:
+        ValueError: the plan is for another number of ranks or another model, or ranks have different plans or models:
+        on
+            all ranks, before anything is changed; ``verify`` without ``example``; ``verify`` finds a difference.
+    """
+    own = parallel_group(group)
+    _check(plan, model, own)
+    if verify and example is None:
+        raise ValueError("example: None must be the arguments of forward, for verify=True")
+    _compare_over_group(plan, model, group)
+    reference = copy.deepcopy(model) if verify else None
+    if own.size > 1:
+        _Applied(plan, model, own).apply()
+    if reference is not None:
+        _verify(model, reference, example, group)
+    return model
+
+
+def _check(plan: Plan, model: nn.Module, group: ParallelGroup) -> None:
+    if plan.p != group.size:
+        raise ValueError(f"plan: is for p = {plan.p} and must be for the {group.size} ranks of the group")
+    shapes = {name: tuple(t.shape) for name, t in model.named_parameters(remove_duplicate=False)}
+    for name, shape in plan.shapes.items():
+        if shapes.get(name) != shape:
+            found = f"has shape {shapes[name]}" if name in shapes else "is missing"
+            raise ValueError(f"model: {name} {found} and must have {shape}, as in the plan")
+    if unplanned := sorted(set(shapes) - set(plan.shapes)):
+        raise ValueError(f"model: {unplanned[0]} is no parameter of the planned model")
+
+
+def _compare_over_group(plan: Plan, model: nn.Module, group: Group) -> None:
+    """Raises the same ValueError on all ranks unless all have the same plan, and models of the same structure."""
+    kinds = [(name, type(module).__qualname__) for name, module in model.named_modules()]
+    dtypes = [(name, str(t.dtype), t.requires_grad) for name, t in model.named_parameters()]
+    own = plan.fingerprint, hashlib.sha256(repr((kinds, dtypes)).encode()).hexdigest(), _prove(plan, model, group)
+    if parallel_group(group).size == 1:
+        return
+    every = all_gather_objects(own, process_group(group))
+    for _, _, failed in every:
+        if failed:
+            raise ValueError(f"model: {failed}")
+    for rank, other in enumerate(every):
+        for name, mine, first in zip(("plan", "model"), other[:2], every[0][:2], strict=True):
+            if mine != first:
+                raise ValueError(
+                    f"{name}: that of rank {rank} differs from that of rank 0; all ranks must have the same"
+                )
+
+
+def _prove(plan: Plan, model: nn.Module, group: Group) -> str:
+    """Runs the local model on fakes; returns what is wrong unless its calls have the shapes with which it was
+    proven."""
+    own = parallel_group(group)
+    if plan.p == 1 or plan.example is None:
+        return ""
+    example = undescribed(plan.example)
+    local = Localized(model, example, plan.p, plan.roles, plan.heads, plan.shardings, plan.buffers, plan.slices)
+    try:
+        if digest(local.calls(own.rank, _patches(plan, own.rank))) == plan.proofs[own.rank]:
+            return ""
+    except MismatchError as mismatch:
+        return f"its local forward on rank {own.rank} fails: {mismatch}"
+    return f"its local forward on rank {own.rank} makes other calls, or of other shapes, than the planned model's"
+
+
+def _patches(plan: Plan, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """The integers of a rank."""
+    return {
+        module: {a: (old, new[rank] if isinstance(new, tuple) else new) for a, (old, new) in changes.items()}
+        for module, changes in plan.patches.items()
+    }
+
+
+class _Applied:
+    def __init__(self, plan: Plan, model: nn.Module, group: ParallelGroup) -> None:
+        self.plan, self.model, self.group = plan, model, group
+        self.old = dict(model.named_parameters(remove_duplicate=False))
+        self.new: dict[int, nn.Parameter] = {}  # by id of the full one, so that tied ones stay tied
+        self.entered_copied: dict[str, list[str]] = {}  # module -> parameters with rows that other ranks hold
+
+    def apply(self) -> None:
+        own_input = {one.module for one in self.plan.copies if self.sums_own_input(one)}
+        for name, role in self.plan.roles.items():
+            if isinstance(self.model.get_submodule(name), nn.Linear):
+                self.replace_linear(name, role, name in own_input)
+        for name in self.plan.shardings:
+            self.shard_in_place(name)
+        for name, role in self.plan.roles.items():
+            module = self.model.get_submodule(name)
+            sharding = self.plan.shardings[f"{name}.weight"]
+            if role == "vocab" and isinstance(module, nn.Embedding):
+                shard_embedding(module, sharding, self.group)
+            elif is_conv1d(module) and role == "row":
+                weight = module._parameters["weight"]
+                assert weight is not None
+                self.replace(name, RowConv1D(module, weight, sharding, self.group))
+            elif is_conv1d(module):
+                module.nf = module.weight.shape[1]  # type: ignore[assignment, index]
+        self.shard_buffers()
+        patch(self.model, _patches(self.plan, self.group.rank))
+        self.register_hooks(own_input)
+
+    def sums_own_input(self, one: Copy) -> bool:
+        """Whether a copy is that of the input of one column layer alone, which sums dx under its own GEMM."""
+        is_column = one.kind == "argument" and self.plan.roles.get(one.module) == "column"
+        return is_column and isinstance(self.model.get_submodule(one.module), nn.Linear)
+
+    # ------------------------------------------------------------ parameters
+
+    def replace(self, name: str, layer: nn.Module) -> None:
+        """Puts a layer in a module's place, with its hooks and what else it has."""
+        old = self.model.get_submodule(name)
+        layer.train(old.training)
+        for hooks in HOOKS:
+            getattr(layer, hooks).update(getattr(old, hooks))
+        for key, value in old.__dict__.items():
+            layer.__dict__.setdefault(key, value)
+        self.model.set_submodule(name, layer)
+
+    def replace_linear(self, name: str, role: str, own_input: bool) -> None:
+        linear = self.model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        column = ColumnParallelLinear if own_input else EnteredColumnLinear
+        cls = column if role == "column" else RowParallelLinear
+        layer = cls.from_linear(linear, group=self.group.name, parts=self.plan.shardings[f"{name}.weight"].parts)
+        for own in ("weight", "bias"):
+            made = layer._parameters.get(own)
+            if made is None:
+                continue
+            full = self.old[f"{name}.{own}"]
+            if f"{name}.{own}" not in self.plan.shardings:
+                layer._parameters[own] = full  # a row layer's bias: replicated, maybe tied
+            elif self.new.setdefault(id(full), made) is not made:
+                setattr(layer, own, self.new[id(full)])
+        self.replace(name, layer)
+
+    def shard_in_place(self, name: str) -> None:
+        owner, _, own = name.rpartition(".")
+        module, sharding, full = self.model.get_submodule(owner), self.plan.shardings[name], self.old[name]
+        if own in layouts_of(module):
+            return  # of a layer that has been replaced
+        if id(full) not in self.new:
+            shard = sharding.shard(full.detach(), self.group.rank, self.group.size)
+            self.new[id(full)] = nn.Parameter(shard, requires_grad=full.requires_grad)
+        module._parameters[own] = self.new[id(full)]
+        declare_layouts(module, {own: Layout((sharding, self.group))})
+        if any(part.copies > 1 for part in sharding.parts):
+            self.entered_copied.setdefault(owner, []).append(own)
+
+    def shard_buffers(self) -> None:
+        buffers = dict(self.model.named_buffers())
+        for name, shardings in self.plan.buffers.items():
+            owner, _, own = name.rpartition(".")
+            module, buffer = self.model.get_submodule(owner), buffers[name]
+            for sharding in shardings:
+                buffer = sharding.shard(buffer, self.group.rank, self.group.size)
+            module._buffers[own] = buffer
+            declare_layouts(module, {own: Layout((shardings[0], self.group))})
+
+    # ------------------------------------------------------------ hooks
+
+    def register_hooks(self, own_input: set[str]) -> None:
+        plan, model, group = self.plan, self.model, self.group
+        for slice_ in plan.slices:
+            sliced = SliceArgument(slice_.path, slice_.sharding, group)
+            model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
+        self.enter_parameters()
+        for sum_ in plan.sums:
+            model.get_submodule(sum_.module).register_forward_hook(SumOutput(sum_.path, group), with_kwargs=True)
+        arguments_of: dict[str, list[Any]] = {}
+        for one in plan.copies:
+            if one.kind == "output":
+                hook = CopyOutput(one.path, one.span, group)
+                model.get_submodule(one.module).register_forward_hook(hook, with_kwargs=True)
+            elif one.kind == "argument" and one.module not in own_input:
+                arguments_of.setdefault(one.module, []).append(one.path)
+        for name, paths in arguments_of.items():
+            model.get_submodule(name).register_forward_pre_hook(CopyArguments(paths, group), with_kwargs=True)
+        draws: dict[str, list[Any]] = {}
+        for draw in plan.draws:
+            draws.setdefault(draw.module, []).append(draw)
+        for name, found in draws.items():
+            begin = BeginDraws(found, group)
+            model.get_submodule(name).register_forward_pre_hook(begin, prepend=True)
+            model.get_submodule(name).register_forward_hook(EndDraws(begin), always_call=True)
+        for name in plan.heads:
+            sizes = tuple(plan.shardings[f"{name}.weight"].local_sizes(group.size))
+            model.get_submodule(name).register_forward_hook(ShardLogits(group, sizes))
+        if plan.heads:
+            model.register_forward_hook(FullLogits())
+
+    def enter_parameters(self) -> None:
+        entering: dict[str, EnterParameters] = {}
+        for one in self.plan.copies:
+            if one.kind == "parameter":
+                hook = entering.setdefault(one.module, EnterParameters(self.group))
+                hook.divided[str(one.path[0])] = one.divided
+        for owner, names in self.entered_copied.items():
+            hook = entering.setdefault(owner, EnterParameters(self.group))
+            for own in names:
+                sharding = self.plan.shardings[f"{owner}.{own}"]
+                rows = sharding.copied_pieces(self.group.rank, self.group.size)
+                assert rows is not None
+                hook.copied[own] = sharding.dim, rows
+        for name, hook in entering.items():
+            module = self.model.get_submodule(name)
+            module.register_forward_pre_hook(hook)
+            module.register_forward_hook(LeaveParameters(hook.names), always_call=True)
+
+
+# ---------------------------------------------------------------- verify
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss of a model's output, or the mean of the squares of its first floating-point tensor."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    if isinstance(output, Tensor) and output.dim() == 0:
+        return output
+    first = next(t for _, t in tensors(output) if t.is_floating_point())
+    return first.float().pow(2).mean() if first.dtype in (torch.float16, torch.bfloat16) else first.pow(2).mean()
+
+
+def _verify(model: nn.Module, reference: nn.Module, example: Any, group: Group) -> None:
+    """Raises the same ValueError on all ranks if a loss or a gradient differs from the unsharded model's."""
+    args, kwargs = arguments(example)
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    for one in (reference, model):
+        one.zero_grad(set_to_none=True)
+    wanted, found = loss_of(reference(*args, **kwargs)), loss_of(model(*args, **kwargs))
+    wanted.backward()
+    found.backward()
+    tolerance = TOLERANCES.get(next(p.dtype for p in reference.parameters() if p.is_floating_point()), 5e-2)
+    shards = dict(model.named_parameters())
+    layouts = {
+        f"{name}.{own}" if name else own: layout
+        for name, module in model.named_modules(remove_duplicate=False)
+        for own, layout in layouts_of(module).items()
+    }
+    scale = max(
+        (p.grad.abs().max().item() for p in reference.parameters() if p.grad is not None and p.grad.numel()),
+        default=0.0,
+    )
+    worst = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-6), "the loss"
+    for name, full in reference.named_parameters():
+        own = shards[name].grad
+        if full.grad is None or own is None:
+            if (full.grad is None) != (own is None):
+                worst = max(worst, (float("inf"), name))
+            continue
+        expected = layouts[name].shard(full.grad) if name in layouts else full.grad
+        if expected.numel():
+            error = (expected - own).abs().max().item() / max(full.grad.abs().max().item(), 1e-3 * scale, 1e-10)
+            worst = max(worst, (error if error == error else float("inf"), name))
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept[name]
+    if parallel_group(group).size > 1:
+        worst = max(all_gather_objects(worst, process_group(group)))
+    if not worst[0] <= tolerance:
+        raise ValueError(
+            f"verify: {worst[1]} differs from the unsharded model's by {worst[0]:.1e}, more than {tolerance:.1e}"
+        )

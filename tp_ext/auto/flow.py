@@ -1,0 +1,425 @@
+"""Where a plan communicates: types of tensors and of their gradients, and the boundaries at which both are completed.
+
+A tensor is sharded (it has a sharded atom), partial (its sum over the ranks is the tensor), or replicated. A
+contraction of a sharded atom makes its result partial; linear operators keep it so until an output of the module,
+where it is summed. The gradient of a replicated tensor is partial where sharded work uses it. It is summed where the
+whole gradient is partial and forward code need not change: at a parameter, at an output of a module, or at an
+argument of a module all of whose uses of it are sharded. Elsewhere partial gradients flow on to what the tensor was
+made of. The sums are the f and g of Megatron-LM (arXiv:1909.08053, section 3), here derived."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tp_ext.auto.choose import Decision, carries
+from tp_ext.auto.dims import Atom, contains
+from tp_ext.auto.edits import Copy, Path, Slice, Sum
+from tp_ext.auto.trace import Call, Record, Step, tensors
+from tp_ext.sharding import Sharding
+
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
+    "alias", "clone", "_to_copy", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "repeat",
+}  # fmt: skip
+LINEAR = VIEWS | {
+    "neg", "sum", "mean", "index", "gather", "index_select", "contiguous", "cumsum", "flip", "roll", "constant_pad_nd",
+    "copy_", "positive", "narrow", "index_add", "index_add_", "scatter_add", "index_put", "index_put_",
+}  # fmt: skip
+SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
+UNIFORM = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
+ADDED_FIRST = ("addmm", "baddbmm", "addbmm")
+
+COMPLETE, PARTIAL = "complete", "partial"  # types of gradients
+Types = frozenset[str]
+NOTHING: Types = frozenset()
+
+
+@dataclass
+class Problem:
+    """Why modules or parameters must stay whole."""
+
+    name: str  # a module or a parameter
+    text: str
+
+
+@dataclass
+class Flow:
+    """Communication of a plan, with the problems that forbid it."""
+
+    copies: list[Copy] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+    buffers: dict[str, list[Sharding]] = field(default_factory=dict)
+    local: set[int] = field(default_factory=set)  # ids of tensors whose sharded dims have local lengths
+    copied: list[Tensor] = field(default_factory=list)  # the tensors of ``copies``
+    problems: list[Problem] = field(default_factory=list)
+
+
+def find_flow(
+    record: Record,
+    chosen: list[Decision],
+    roles: Mapping[str, str],
+    whole_heads: set[Atom],
+    cut: Mapping[str, Decision],
+) -> Flow:
+    """Finds where gradients and partial results are summed, and which constants are sliced.
+
+    Args:
+        roles: ``"column"``, ``"row"`` or ``"vocab"`` of modules that are replaced.
+        whole_heads: atoms that reach the loss or an output, where tensors have their full shape for the model's code.
+        cut: the decision of each sharded parameter.
+    """
+    return _Finder(record, chosen, roles, whole_heads, cut).find()
+
+
+class _Finder:
+    def __init__(
+        self,
+        record: Record,
+        chosen: list[Decision],
+        roles: Mapping[str, str],
+        whole_heads: set[Atom],
+        cut: Mapping[str, Decision],
+    ) -> None:
+        self.record, self.chosen, self.roles, self.whole_heads, self.cut = record, chosen, roles, whole_heads, cut
+        self.atoms = [atom for decision in chosen for atom in decision.sharded]
+        self.by_id = {id(t): t for t in record.kept}
+        self.sharded = {i for i, t in self.by_id.items() if carries(record, t, self.atoms)}
+        self.partial: dict[int, str] = {}  # id -> module in which the tensor became partial
+        self.outputs = {id(t) for _, t in tensors(record.output)}
+        self.flow = Flow()
+        self.divided: set[str] = set()
+        self.calls_with: dict[int, list[tuple[Call, Path]]] = {}
+        self.returned_by: dict[int, list[tuple[Call, Path]]] = {}
+        self.number_of_calls: dict[str, int] = {}
+        for call in record.calls:
+            self.number_of_calls[call.module] = self.number_of_calls.get(call.module, 0) + 1
+            for path, tensor in call.inputs:
+                self.calls_with.setdefault(id(tensor), []).append((call, path))
+            for path, tensor in call.outputs:
+                self.returned_by.setdefault(id(tensor), []).append((call, path))
+        self.used: dict[int, list[tuple[int, Types]]] = {}  # types of a tensor's gradient by the operators that use it
+        self.summed: dict[tuple[int, int, int], list[Copy]] = {}  # by (id, first and last operator) of the uses
+
+    def find(self) -> Flow:
+        self.forward_types()
+        self.sums_of_outputs()
+        self.working = [self.works_sharded(step) for step in self.record.steps]
+        self.backward_types()
+        self.check()
+        self.constants()
+        for (id_, _, _), copies in self.summed.items():
+            new = [copy for copy in copies if copy not in self.flow.copies]
+            self.flow.copies += new
+            self.flow.copied += [self.by_id[id_]] * len(new)
+        return self.flow
+
+    def problem(self, name: str, text: str) -> None:
+        self.flow.problems.append(Problem(name, text))
+
+    # ------------------------------------------------------------ forward
+
+    def contracts(self, step: Step) -> bool:
+        return any(contains(step.contracted, atom) for atom in self.atoms)
+
+    def forward_types(self) -> None:
+        partial = self.partial
+        for step in self.record.steps:
+            if step.is_loss:
+                continue
+            if self.contracts(step):
+                if self.roles.get(step.module) in ("row", "vocab"):
+                    continue  # the layer sums its result itself
+                partial.update(dict.fromkeys(map(id, step.outputs), step.module))
+                added = step.inputs[:1] if step.name in ADDED_FIRST else []
+                added = step.inputs[2:] if step.name == "convolution" else added
+                self.add_once(step, added, step.module)
+                continue
+            inside = [t for t in step.inputs if id(t) in partial]
+            if not inside:
+                continue
+            module = partial[id(inside[0])]
+            if step.module != module and not step.module.startswith(module + "."):
+                continue  # summed at the module's output
+            if self.stays_partial(step, inside, module):
+                partial.update(dict.fromkeys(map(id, step.outputs), module))
+            else:
+                self.problem(module, f"partial sums of {module} enter {step.name} ({step.line}) before the module ends")
+
+    def stays_partial(self, step: Step, inside: list[Tensor], module: str) -> bool:
+        if step.name in LINEAR:
+            return True
+        if step.name in ("mul", "mul_", "mm", "bmm"):
+            return len(inside) == 1
+        if step.name in ("div", "div_"):
+            return len(inside) == 1 and id(step.inputs[0]) in self.partial
+        if step.name in ("cat", "stack"):
+            return len(inside) == len(step.inputs)
+        if step.name in ("add", "add_", "sub"):
+            others = [t for t in step.inputs if id(t) not in self.partial]
+            return self.add_once(step, others, module)
+        return False
+
+    def add_once(self, step: Step, added: list[Tensor], module: str) -> bool:
+        """Marks parameters that every rank adds to partial sums: divided by p. False if one is no parameter."""
+        for tensor in added:
+            source = tensor
+            while id(source) in self.record.maker and id(source) not in self.record.parameters:
+                source = self.record.maker[id(source)].inputs[0]
+            if id(source) not in self.record.parameters:
+                if step.name in ADDED_FIRST or step.name == "convolution":
+                    self.problem(module, f"{step.name} in {step.module} adds a replicated tensor to partial sums")
+                return False
+            self.divided.add(self.record.parameters[id(source)][0])
+        return True
+
+    def sums_of_outputs(self) -> None:
+        made_in = set(self.partial.values())
+        for call in self.record.calls:
+            for path, tensor in call.outputs:
+                found = Sum(call.module, path)
+                if self.partial.get(id(tensor)) == call.module and found not in self.flow.sums:
+                    self.flow.sums.append(found)
+        for module in sorted(made_in - {found.module for found in self.flow.sums}):
+            self.problem(module, f"partial sums inside {module} never leave it as an output")
+
+    def works_sharded(self, step: Step) -> bool:
+        if any(id(t) in self.sharded or id(t) in self.partial for t in step.outputs):
+            return True
+        return not step.is_loss and self.contracts(step) and self.roles.get(step.module) not in ("row", "vocab")
+
+    # ------------------------------------------------------------ backward
+
+    def type_now(self, tensor: Tensor) -> Types:
+        own = frozenset({COMPLETE}) if id(tensor) in self.outputs else NOTHING
+        return own.union(*(types for _, types in self.used.get(id(tensor), ())))
+
+    def backward_types(self) -> None:
+        """One pass from the loss back: when the operator that made a tensor is reached, all its uses have been seen."""
+        record = self.record
+        for step in reversed(record.steps):
+            types: Types = NOTHING
+            for tensor in step.outputs:
+                if id(tensor) in record.differentiable:
+                    in_place = any(tensor is t for t in step.inputs)
+                    types |= self.type_now(tensor) if in_place else self.settle(tensor)
+            for tensor in step.inputs:
+                if any(tensor is t for t in step.outputs):
+                    continue
+                given = self.given(step, tensor, types)
+                if given and id(tensor) in record.differentiable and id(tensor) not in self.sharded:
+                    self.used.setdefault(id(tensor), []).append((step.place, given))
+        leaves = [*record.parameters, *(id(t) for _, t in record.inputs)]
+        for id_ in leaves:
+            sharded = id_ in record.parameters and record.parameters[id_][0] in self.cut
+            if id_ in self.used and not sharded:
+                self.settle(self.by_id[id_])
+
+    def given(self, step: Step, tensor: Tensor, types: Types) -> Types:
+        """The type of the gradient that an operator gives one of its inputs."""
+        if step.is_loss:
+            return frozenset({COMPLETE})
+        if step.name.startswith("addmm") and self.roles.get(step.module) == "row" and tensor is step.inputs[0]:
+            return types  # the bias, added once
+        if not self.working[step.place]:
+            return types
+        return NOTHING if id(tensor) in self.partial else frozenset({PARTIAL})
+
+    def settle(self, tensor: Tensor) -> Types:
+        """Returns the type of the gradient that flows on to what made the tensor, after sums placed here."""
+        types, id_ = self.type_now(tensor), id(tensor)
+        if PARTIAL not in types or id_ in self.sharded or id_ in self.partial:
+            return types
+        complete, only_partial = frozenset({COMPLETE}), types == {PARTIAL}
+        if id_ in self.record.parameters:
+            name = self.record.parameters[id_][0]
+            module, _, own = name.rpartition(".")
+            users = {self.record.steps[place].module for place, _ in self.used[id_]}
+            if any(user != module and not user.startswith(module + ".") for user in users if module):
+                self.problem(name, f"{name} is read outside of {module}, by {sorted(users)}")
+            elif only_partial:
+                self.place(id_, Copy("parameter", module, (own,), divided=name in self.divided))
+            else:
+                self.problem(name, f"{name} is used by sharded and by replicated work")
+            return complete
+        if only_partial and self.place_at_output(id_, tensor, None):
+            return complete
+        rest = self.place_at_arguments(id_)
+        if not rest:
+            return complete
+        maker = self.record.maker.get(id_)
+        user = self.record.steps[rest[0][0]]
+        if maker is None:
+            self.problem(user.module, f"the gradient of an input is partial in {user.name} ({user.line})")
+            return complete
+        if not only_partial:
+            uses = f"is used by sharded ({user.name}, {user.line}) and by replicated work"
+            text = f"the result of {maker.name} ({maker.line}) {uses}, and no boundary of a module lies between"
+            self.problem(maker.module or user.module, text)
+            return complete
+        if maker.name in VIEWS and id(maker.inputs[0]) in self.sharded:
+            return types  # a part of a sharded dim that all ranks hold: its weight's gradient is summed
+        if maker.name in SPLITS:
+            source = maker.inputs[0]
+            dim, start = _span_start(maker, tensor)
+            if self.place_at_output(id_, source, (dim - source.dim(), start, start + tensor.shape[dim])):
+                return complete
+        return types
+
+    def place(self, id_: int, copy: Copy, start: int = 0, stop: int = sys.maxsize) -> None:
+        self.summed.setdefault((id_, start, stop), []).append(copy)
+
+    def place_at_output(self, id_: int, source: Tensor, span: tuple[int, int, int] | None) -> bool:
+        found = self.returned_by.get(id(source))
+        if not found or self.number_of_calls[found[-1][0].module] > 1:
+            return False
+        call, path = found[-1]
+        self.place(id_, Copy("output", call.module, path, span))
+        return True
+
+    def place_at_arguments(self, id_: int) -> list[tuple[int, Types]]:
+        """Sums gradients at arguments of modules that use the tensor in sharded work only; returns the other uses."""
+        left = [use for use in self.used.get(id_, ()) if PARTIAL in use[1]]
+        rest: list[tuple[int, Types]] = []
+        while left:
+            at = left[0][0]
+            call = next((c for c, _ in self.calls_with.get(id_, ()) if self.may_sum_argument(id_, c, at)), None)
+            if call is None:
+                rest.append(left.pop(0))
+                continue
+            for path in (path for other, path in self.calls_with[id_] if other is call):
+                self.place(id_, Copy("argument", call.module, path), call.start, call.stop)
+            left = [use for use in left if not call.start <= use[0] < call.stop]
+        return rest
+
+    def may_sum_argument(self, id_: int, call: Call, at: int) -> bool:
+        inside = call.start <= at < call.stop and call.module and self.number_of_calls[call.module] == 1
+        return bool(inside) and all(
+            types == {PARTIAL} for place, types in self.used[id_] if call.start <= place < call.stop
+        )
+
+    # ------------------------------------------------------------ a second computation, as a check
+
+    def check(self) -> None:
+        """Derives the types of gradients again, given the sums: each is where all is partial, and nothing stays so."""
+        record, found = self.record, dict.fromkeys(self.outputs, frozenset({COMPLETE}))
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for id_, start, stop in self.summed:
+            spans.setdefault(id_, []).append((start, stop))
+        under: dict[tuple[int, int, int], Types] = dict.fromkeys(self.summed, NOTHING)
+        unsummed = dict(found)  # for tensors written in place: a sum at the module's end comes after that
+        for step in reversed(record.steps):
+            types = NOTHING
+            for tensor in step.outputs:
+                in_place = any(tensor is t for t in step.inputs)
+                types |= (unsummed if in_place else found).get(id(tensor), NOTHING)
+            if self.working[step.place]:
+                types = frozenset({PARTIAL})
+            for tensor in step.inputs:
+                id_ = id(tensor)
+                if id_ not in record.differentiable or id_ in self.sharded or any(tensor is t for t in step.outputs):
+                    continue
+                if id_ in self.partial and self.working[step.place]:
+                    continue
+                given = self.given(step, tensor, types)
+                unsummed[id_] = unsummed.get(id_, NOTHING) | given
+                for start, stop in spans.get(id_, ()):
+                    if start <= step.place < stop:
+                        under[id_, start, stop] |= given
+                        given = frozenset({COMPLETE}) if given else given
+                found[id_] = found.get(id_, NOTHING) | given
+        for key, types in under.items():
+            if types != {PARTIAL} or (key[0] in self.outputs and key[1] == 0):
+                copy = self.summed[key][0]
+                self.problem(copy.module, f"the gradient of an {copy.kind} of {copy.module} is {sorted(types)}")
+        for id_, (name, tensor) in record.parameters.items():
+            if name in self.cut:
+                continue
+            if PARTIAL in found.get(id_, NOTHING):
+                self.problem(name, f"the gradient of {name} stays partial")
+            if id_ in self.sharded:
+                text = f"{name} has a sharded dim and is not sharded"
+                carried = (one for one in self.chosen if carries(record, tensor, one.sharded))
+                self.flow.problems += [Problem(next(iter(one.parameters)), text) for one in carried]
+
+    # ------------------------------------------------------------ constants
+
+    def constants(self) -> None:
+        """Finds tensors with a sharded dim that are not made of sharded parameters, such as one slope per head (ALiBi).
+
+        One that is computed outside of a module and used in it is sliced on its way in; one that is made next to
+        sharded work must be local already, which the comparison of shapes proves.
+        """
+        record, flow = self.record, self.flow
+        kept = [atom for atom in self.atoms if atom not in self.whole_heads]
+        for id_, (name, tensor) in record.buffers.items():
+            if id_ in self.by_id and carries(record, tensor, kept):
+                flow.buffers[name] = self.shardings(tensor, kept)
+        local = {id_ for id_, (name, _) in record.parameters.items() if name in self.cut}
+        local |= {id_ for id_, (name, _) in record.buffers.items() if name in flow.buffers}
+        for step in record.steps:
+            works = any(id(t) in local for t in step.inputs) or any(id(t) in self.partial for t in step.outputs)
+            for tensor in step.inputs if works else ():
+                if id(tensor) in self.sharded and id(tensor) not in local and id(tensor) not in record.parameters:
+                    self.constant(step, tensor, local)
+            if any(id(t) in local for t in step.inputs) or works:
+                local |= {id(t) for t in step.outputs if id(t) in self.sharded}
+        flow.local = local
+
+    def constant(self, step: Step, tensor: Tensor, local: set[int]) -> None:
+        views, source, entered = [], tensor, None
+        while entered is None:
+            found = (
+                (c, path)
+                for c, path in self.calls_with.get(id(source), ())
+                if c.start <= step.place < c.stop and c.module
+            )
+            entered = next(found, None)
+            maker = self.record.maker.get(id(source))
+            if entered is not None or maker is None or maker.name not in VIEWS:
+                break
+            views.append(source)
+            source = maker.inputs[0]
+        if entered is None or id(source) not in self.sharded:
+            local.add(id(tensor))
+            return
+        call, path = entered
+        for sharding in self.shardings(source, self.atoms):
+            found_slice = Slice(call.module, path, sharding)
+            if found_slice not in self.flow.slices:
+                self.flow.slices.append(found_slice)
+        local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
+
+    def shardings(self, tensor: Tensor, sharded: list[Atom]) -> list[Sharding]:
+        found = []
+        for dim, label in enumerate(self.record.dims_of(tensor)):
+            for decision in self.chosen:
+                if decision.atom in sharded and contains(label, decision.atom):
+                    parts = decision.parts(label)
+                    if parts is None:
+                        self.problem(
+                            "", f"a constant of shape {tuple(tensor.shape)} has a sharded factor inside dim {dim}"
+                        )
+                    else:
+                        found.append(Sharding(dim, parts))
+        return found
+
+
+def _span_start(step: Step, tensor: Tensor) -> tuple[int, int]:
+    """The dim along which an operator splits its input, and where in it one of its results starts."""
+    source = step.inputs[0]
+    if step.name == "slice":
+        dim = (step.args[1] if len(step.args) > 1 else 0) % source.dim()
+        start = (step.args[2] or 0) if len(step.args) > 2 else 0
+        return dim, start + source.shape[dim] if start < 0 else start
+    dim = (step.args[2] if len(step.args) > 2 else 0) % source.dim()
+    start = 0
+    for result in step.outputs:
+        if result is tensor:
+            break
+        start += result.shape[dim]
+    return dim, start

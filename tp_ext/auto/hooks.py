@@ -1,0 +1,115 @@
+"""Hooks at boundaries of modules: what a plan does there without a change of forward code.
+
+They are objects of classes, no closures, so that a sharded model can be copied and pickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext import _ops
+from tp_ext.auto.edits import Path
+from tp_ext.auto.localize import replaced
+from tp_ext.group import ParallelGroup
+from tp_ext.sharding import CopiedRows, Sharding
+
+
+@dataclass
+class CopyOutput:
+    """Sums the gradient of an output of the module, or of a span of one dim of it."""
+
+    path: Path
+    span: tuple[int, int, int] | None
+    group: ParallelGroup
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return replaced(output, self.path, self.copied)
+
+    def copied(self, y: Tensor) -> Tensor:
+        if self.span is None:
+            return _ops.copy_to_region(y, self.group.name)
+        dim, start, stop = self.span
+        before, middle, after = y.split([start, stop - start, y.shape[dim] - stop], dim)
+        return torch.cat([before, _ops.copy_to_region(middle, self.group.name), after], dim)
+
+
+@dataclass
+class CopyArguments:
+    """Sums the gradients of arguments of the module."""
+
+    paths: list[Path]
+    group: ParallelGroup
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        both = args, kwargs
+        for path in self.paths:
+            both = replaced(both, path, lambda x: _ops.copy_to_region(x, self.group.name))
+        return both
+
+
+@dataclass
+class SliceArgument:
+    """Takes this rank's share of an argument that is computed outside of the module."""
+
+    path: Path
+    sharding: Sharding
+    group: ParallelGroup
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return replaced((args, kwargs), self.path, lambda x: self.sharding.shard(x, self.group.rank, self.group.size))
+
+
+@dataclass
+class SumOutput:
+    """Sums a partial output of the module over the ranks."""
+
+    path: Path
+    group: ParallelGroup
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return replaced(output, self.path, lambda y: _ops.reduce_from_region(y, self.group.name))
+
+
+@dataclass
+class EnterParameters:
+    """Parameters of the module, read through a region while its forward runs, so that their gradients are complete.
+
+    The tensors are put into the module's ``__dict__``, which is searched before its parameters: these stay what they
+    are for optimizers, FSDP2 and state dicts.
+
+    Attributes:
+        divided: name -> whether the parameter is used as 1/p of itself; the gradient is summed over all ranks. copied:
+        name -> its sharded dim, and the rows along it that other ranks hold, too; the gradients of those are summed
+            over the holders.
+    """
+
+    group: ParallelGroup
+    divided: dict[str, bool] = field(default_factory=dict)
+    copied: dict[str, tuple[int, CopiedRows]] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for name, divided in self.divided.items():
+            entered = _ops.copy_to_region(module._parameters[name], self.group.name)  # type: ignore[arg-type]
+            module.__dict__[name] = entered / self.group.size if divided else entered
+        for name, (dim, rows) in self.copied.items():
+            parameter = module._parameters[name].movedim(dim, 0)  # type: ignore[union-attr]
+            module.__dict__[name] = _ops.copy_pieces_to_region(parameter, self.group.name, *rows).movedim(0, dim)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.divided, *self.copied]
+
+
+@dataclass
+class LeaveParameters:
+    """Undoes :class:`EnterParameters` when the forward has ended, also by an exception."""
+
+    names: list[str]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        for name in self.names:
+            module.__dict__.pop(name, None)

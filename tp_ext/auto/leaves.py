@@ -1,0 +1,97 @@
+"""Modules that take the place of leaves of an unchanged model: linear layers, ``Conv1D``, embeddings."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tp_ext import _ops
+from tp_ext.group import ParallelGroup
+from tp_ext.nn.layouts import declare_layouts
+from tp_ext.nn.linear import ColumnParallelLinear
+from tp_ext.sharding import Layout, Sharding
+
+
+class EnteredColumnLinear(ColumnParallelLinear):
+    """A column-parallel linear layer whose input's gradient is summed elsewhere, once for all layers that use it.
+
+    Shapes: x ``[.., in]`` -> ``[.., out_local]``. Communicates nothing itself.
+    """
+
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+        """Computes y = x W_local^T + b_local."""
+        return F.linear(x, self.parameter("weight", weight), self.parameter("bias"))
+
+
+class RowConv1D(nn.Module):
+    """The ``Conv1D`` of transformers with sharded input features: y = sum over ranks of x_local W_local, + b.
+
+    Shapes: weight ``[in_local, out]``; x ``[.., in_local]`` -> y ``[.., out]``, replicated.
+    Communicates: forward, one all-reduce of y.
+
+    Args:
+        dense: the unsharded layer, whose parameters are taken.
+        weight: this rank's shard of its weight.
+        sharding: of the weight, on dim 0.
+    """
+
+    def __init__(self, dense: nn.Module, weight: nn.Parameter, sharding: Sharding, group: ParallelGroup) -> None:
+        super().__init__()
+        self.nf = dense.nf
+        self.weight = weight
+        self.register_parameter("bias", dense._parameters.get("bias"))
+        self.tp_group = group
+        declare_layouts(self, {"weight": Layout((sharding, group))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes y."""
+        name = self.tp_group.name
+        bias = self._parameters["bias"]
+        return _ops.row_parallel_linear(x, self.weight.t(), bias, name, False, None, None, 1, True)
+
+
+class VocabLookup(nn.Embedding):
+    """The look-up of an embedding whose rows are sharded: zeros for rows of other ranks, then one all-reduce.
+
+    Never constructed: it becomes the base of an existing embedding's class, below what that class adds.
+    """
+
+    tp_group: ParallelGroup
+    first_row: int
+    local_rows: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the rows of the full table, ``[*input.shape, embedding_dim]``."""
+        y: Tensor = _ops.vocab_parallel_embedding(
+            input, self.weight, self.tp_group.name, self.first_row, self.local_rows, self.num_embeddings, False, None
+        )
+        if self.padding_idx is not None:  # its row has no gradient
+            y = torch.where((input == self.padding_idx)[..., None], y.detach(), y)
+        return y
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (type(self).__bases__[0],), self.__getstate__()
+
+
+@functools.cache
+def _with_lookup(cls: type[nn.Embedding]) -> type[nn.Embedding]:
+    """The subclass of an embedding's class with :class:`VocabLookup` below it; one for each class."""
+    base = (VocabLookup,) if cls is nn.Embedding else (cls, VocabLookup)
+    return type(cls.__name__, base, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _empty(base: type[nn.Embedding]) -> nn.Module:
+    cls = _with_lookup(nn.Embedding if base is VocabLookup else base)
+    return cls.__new__(cls)
+
+
+def shard_embedding(module: nn.Embedding, sharding: Sharding, group: ParallelGroup) -> None:
+    """Makes an embedding, whose weight is a shard already, look up rows of the full table."""
+    (rows,) = sharding.slices(group.rank, group.size)
+    module.__class__ = _with_lookup(type(module))  # type: ignore[arg-type]
+    module.tp_group = group  # type: ignore[assignment]
+    module.first_row, module.local_rows = rows.start, rows.stop - rows.start

@@ -1,0 +1,322 @@
+"""The local model on fakes: integers that its code reads, and the proof that every call has the local shapes of the
+plan.
+
+Forward code computes shapes from integers that modules hold (``num_heads``, ``split_size``), or reads of their
+config. On a rank some must be smaller. They are found by running a copy of the model, which has local shapes and no
+weights, and comparing its calls from Python, one by one, with those of the unsharded model: the result of each must
+have the local lengths of its dims. A model whose calls all agree computes local shards; that it runs without an
+exception would prove nothing."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext.auto.choose import Decision, local_length
+from tp_ext.auto.dims import Atom, atoms
+from tp_ext.auto.edits import Path, Slice
+from tp_ext.auto.trace import Record, trace
+from tp_ext.sharding import Sharding
+
+MOST_TOGETHER = 3  # integers patched at once
+MOST_RUNS = 150
+VIEW_CALLS = {
+    "__getitem__", "expand", "reshape", "view", "unsqueeze", "squeeze", "contiguous", "transpose",
+    "repeat_interleave", "to", "flatten", "type_as", "clone", "repeat",
+}  # fmt: skip
+MOST_VIEWS = 8
+
+PythonCall = tuple[str, str, list[tuple[int, ...]]]  # module, function, shapes of the result
+Patches = dict[str, dict[str, tuple[int, int]]]  # module -> {attribute or config.attribute: (full, local)}
+
+
+class MismatchError(Exception):
+    """A call of the local model whose shapes are not those of the plan."""
+
+    def __init__(self, module: str, text: str) -> None:
+        super().__init__(f"{module}: {text}")
+        self.module, self.text = module, text
+
+
+@dataclass
+class Localized:
+    """What the local model of a rank is made of."""
+
+    model: nn.Module
+    example: Any
+    p: int
+    roles: Mapping[str, str]
+    heads: Sequence[str]
+    shardings: Mapping[str, Sharding]  # of parameters, by all their names
+    buffers: Mapping[str, Sequence[Sharding]]
+    slices: Sequence[Slice]
+    # What the calls must be; not needed to see what they are
+    record: Record = field(default_factory=Record)
+    decisions: Sequence[Decision] = ()
+    heads_atoms: set[Atom] = field(default_factory=set)  # those of logits, which have their full shape for the code
+    local: set[int] = field(default_factory=set)
+    runs: int = 0
+
+    def sizes(self, rank: int) -> dict[Atom, int]:
+        """Local lengths of the sharded atoms."""
+        found: dict[Atom, int] = {}
+        for decision in self.decisions:
+            found.update(decision.sizes(rank))
+        return {atom: size for atom, size in found.items() if atom not in self.heads_atoms}
+
+    def expected(self, rank: int) -> list[PythonCall]:
+        """The calls from Python of the unsharded model, with local shapes."""
+        record, sizes = self.record, self.sizes(rank)
+
+        def shape(tensor: Tensor) -> tuple[int, ...]:
+            if id(tensor) not in self.local:
+                return tuple(tensor.shape)
+            return tuple(local_length(dim, sizes) for dim in record.dims_of(tensor))
+
+        calls = record.python_calls
+        return [(m, name, [shape(t) for t in found]) for m, name, found in calls if m not in self.roles]
+
+    def local_values(self, rank: int) -> dict[int, list[int]]:
+        """Lengths of products of atoms -> their lengths on a rank, for those that have a sharded atom."""
+        sizes, found = self.sizes(rank), dict[int, set[int]]()
+        seen: set[tuple[int, ...]] = set()
+        for dims in list(self.record.dims.values()):
+            for dim in dims:
+                factors = atoms(dim)
+                key = tuple(map(id, factors))
+                if key in seen:
+                    continue
+                seen.add(key)
+                full = local = 1
+                for atom in factors:
+                    full *= atom.size
+                    local *= local_length([atom], sizes)
+                    if full != local:
+                        found.setdefault(full, set()).add(local)
+        return {full: sorted(local) for full, local in found.items()}
+
+    def local_model(self, rank: int) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+        """Returns a copy of the model without weights of its own, and the local shapes of its parameters and
+        buffers."""
+        model, p = self.model, self.p
+        state = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        shapes = {n: tuple(s.local_shape(state[n].shape, rank, p)) for n, s in self.shardings.items()}
+        for name, shardings in self.buffers.items():
+            shape = state[name].shape
+            for sharding in shardings:
+                shape = sharding.local_shape(shape, rank, p)
+            shapes[name] = tuple(shape)
+        local_model = copy.deepcopy(model, {id(tensor): tensor for tensor in state.values()})
+        for name in self.heads:
+            module = local_model.get_submodule(name)
+            features = state[f"{name}.weight"].shape[1 if is_conv1d(module) else 0]
+            module.forward = _LogitsOf(features)
+        for name, role in self.roles.items():
+            module = local_model.get_submodule(name)
+            if role == "column" and is_conv1d(module):
+                module.nf = shapes[f"{name}.weight"][1]  # type: ignore[assignment]
+        for found in self.slices:
+            local_model.get_submodule(found.module).register_forward_pre_hook(_Sliced(found, rank, p), with_kwargs=True)
+        return local_model, shapes
+
+    def run(
+        self, local_model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[list[PythonCall], MismatchError | None]:
+        """Runs a local model; returns its calls, and what it raised."""
+        self.runs += 1
+        record, raised = Record(), None
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        logger.disabled = True  # it would log each exception of wrong shapes, which are what is looked for
+        try:
+            trace(local_model, self.example, shapes=shapes, record=record, operators=False)
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), "")[:120]
+            raised = MismatchError(record.modules[-1], f"{type(error).__name__}: {first}")
+        finally:
+            logger.disabled = False
+        calls = [
+            (m, name, [tuple(t.shape) for t in found]) for m, name, found in record.python_calls if m not in self.roles
+        ]
+        return calls, raised
+
+    def calls(self, rank: int, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[PythonCall]:
+        """Returns the calls of the patched local model.
+
+        Raises:
+            MismatchError: its code raised an exception.
+        """
+        local_model, shapes = self.local_model(rank)
+        patch(local_model, patches)
+        calls, raised = self.run(local_model, shapes)
+        if raised is not None:
+            raise raised
+        return calls
+
+
+def digest(calls: Sequence[PythonCall]) -> str:
+    """A hash of calls from Python and their shapes."""
+    return hashlib.sha256(repr(calls).encode()).hexdigest()
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is the ``Conv1D`` of transformers: a linear layer with weight ``[in, out]``."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+class _LogitsOf:
+    """In place of the forward of a head: its output has the full vocabulary for the model's code."""
+
+    def __init__(self, features: int) -> None:
+        self.features = features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], self.features)
+
+
+class _Sliced:
+    """Slices an argument; the proof does not see its calls."""
+
+    def __init__(self, found: Slice, rank: int, p: int) -> None:
+        self.found, self.rank, self.p = found, rank, p
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            size = self.found.sharding.local_size(self.rank, self.p)
+            return replaced((args, kwargs), self.found.path, lambda t: t.narrow(self.found.sharding.dim, 0, size))
+
+
+def replaced(value: Any, path: Path, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a nested structure with the function of the tensor at a path; what is on the path is copied."""
+    if not path:
+        return function(value)
+    key, rest = path[0], path[1:]
+    if isinstance(value, tuple):
+        items = [replaced(item, rest, function) if i == key else item for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    changed = copy.copy(value)
+    if isinstance(changed, list | Mapping):
+        changed[key] = replaced(value[key], rest, function)  # type: ignore[index]
+    else:
+        setattr(changed, str(key), replaced(getattr(value, str(key)), rest, function))
+    return changed
+
+
+def compare(
+    wanted: Sequence[PythonCall], got: Sequence[PythonCall], raised: MismatchError | None
+) -> tuple[int, MismatchError | None]:
+    """Returns how many wanted calls the local model made, and the first that differs.
+
+    Code branches on sizes: ``repeat_kv`` of one repetition returns at once. So either side may have some more calls
+    that are only views, where the next call agrees again."""
+    i = j = 0
+    while i < len(wanted) and j < len(got):
+        want, have = wanted[i], got[j]
+        if want != have:
+            if skip := _views_before(wanted, i, have):
+                i += skip
+            elif skip := _views_before(got, j, want):
+                j += skip
+            elif want[:2] != have[:2]:
+                return i, MismatchError(want[0], f"call {want[1]} became {have[1]} in {have[0]}")
+            else:
+                return i, MismatchError(want[0], f"{want[1]} has shapes {have[2]} locally and must have {want[2]}")
+            continue
+        i, j = i + 1, j + 1
+    if raised is not None:
+        return i, raised
+    if i < len(wanted) or j < len(got):
+        return i, MismatchError("", f"{len(wanted)} calls became {len(got)}")
+    return i + 1, None
+
+
+def _views_before(calls: Sequence[PythonCall], start: int, other: PythonCall) -> int:
+    """The number of calls from ``start`` that are views in one module and lead to a call like the other; 0: none do."""
+    module, name, _ = calls[start]
+    if name not in VIEW_CALLS:
+        return 0
+    for number in range(1, MOST_VIEWS + 1):
+        if start + number >= len(calls):
+            return 0
+        last = calls[start + number - 1]
+        if last[0] != module or last[1] not in VIEW_CALLS:
+            return 0
+        if calls[start + number] == other:
+            return number
+    return 0
+
+
+def patch(model: nn.Module, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
+    """Sets integers of modules; those of a config on a copy of the module's own."""
+    for name, changes in patches.items():
+        module = model.get_submodule(name)
+        for holder in {attribute.partition(".")[0] for attribute in changes if "." in attribute}:
+            module.__dict__[holder] = copy.copy(getattr(module, holder))
+        for attribute, (_, new) in changes.items():
+            holder, _, own = attribute.rpartition(".")
+            (getattr(module, holder) if holder else module).__dict__[own] = new
+
+
+def find_patches(localized: Localized, rank: int) -> Patches:
+    """Finds integers that the code of modules reads and that must be local, and proves that no more are needed.
+
+    Raises:
+        MismatchError: there are none with which all calls agree.
+    """
+    wanted, values = localized.expected(rank), localized.local_values(rank)
+    found: Patches = {}
+
+    def attempt(patches: Patches) -> tuple[int, MismatchError | None]:
+        local_model, shapes = localized.local_model(rank)
+        patch(local_model, patches)
+        return compare(wanted, *localized.run(local_model, shapes))
+
+    reached, mismatch = attempt(found)
+    while mismatch is not None:
+        better = None
+        for patches in _trials(localized.model, mismatch.module, values, found):
+            now, left = attempt(patches)
+            if now > reached:
+                better = patches, now, left
+                break
+            if localized.runs > MOST_RUNS:
+                raise MismatchError(mismatch.module, f"{mismatch.text}; no integers found in {MOST_RUNS} runs")
+        if better is None:
+            raise mismatch
+        found, reached, mismatch = better
+    return found
+
+
+def _trials(model: nn.Module, name: str, values: Mapping[int, Sequence[int]], found: Patches) -> Iterator[Patches]:
+    """Patches to try after a mismatch in a module: integers of it, or of the two modules around it, and of all of their
+    class."""
+    around = [name, *(name.rsplit(".", k)[0] for k in (1, 2) if name.count(".") >= k), *([""] if name else [])]
+    for holder in around:
+        module = model.get_submodule(holder)
+        same = [other for other, one in model.named_modules() if type(one) is type(module)]
+        patched = found.get(holder, {})
+        targets = [(a, v) for a, v in _integers(module) if v in values and a not in patched]
+        for number in range(1, MOST_TOGETHER + 1):
+            if len(targets) > 12 and number > 2:
+                break
+            for chosen in itertools.combinations(targets, number):
+                for new in itertools.product(*(values[old] for _, old in chosen)):
+                    changes = {a: (old, n) for (a, old), n in zip(chosen, new, strict=True)}
+                    yield {**found, **{other: {**found.get(other, {}), **changes} for other in same}}
+
+
+def _integers(module: nn.Module) -> list[tuple[str, int]]:
+    """Integers that a module holds, and those of its config."""
+    own = [(name, value) for name, value in vars(module).items() if type(value) is int]
+    configs = [(name, value) for name, value in vars(module).items() if type(value).__name__.endswith("Config")]
+    return own + [(f"{c}.{name}", v) for c, config in configs for name, v in vars(config).items() if type(v) is int]

@@ -1,0 +1,446 @@
+"""From a model and an example to a plan: trace, choose, find where to communicate, prove on fakes; whole what cannot be
+proven."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from tp_ext.auto.choose import Cut, Decision, carries, choose, local_length
+from tp_ext.auto.dims import Atom, atoms, contains, length
+from tp_ext.auto.edits import Collective, Draw
+from tp_ext.auto.flow import VIEWS, Flow, Problem, find_flow
+from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d
+from tp_ext.auto.plans import Plan, described
+from tp_ext.auto.rules import Rule, from_notation
+from tp_ext.auto.trace import Record, tensors, trace
+from tp_ext.mesh_program.partition_spec import P
+
+MOST_ROUNDS = 40  # of leaving something whole and deciding again
+LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
+
+
+def plan(
+    model: nn.Module,
+    example: Mapping[str, Any] | tuple[Any, ...],
+    p: int,
+    *,
+    hints: Mapping[str, str | P] | None = None,
+    rules: Mapping[str, str] | None = None,
+    memory_budget: float | None = None,
+    strict: bool = False,
+) -> Plan:
+    """Derives how a model is sharded over p ranks, from one run of its forward on fake tensors.
+
+    Every dim is a product of atoms; every operator unifies, divides or pins atoms; those that nothing pins may be
+    sharded, and of these the set is chosen that leaves the fewest bytes on a rank. Integers that the code reads, such
+    as ``num_heads``, are found, and the shapes of all calls on a rank proven, before the plan is returned
+    (docs/guide/auto.md).
+
+    Args:
+        model: any module, also on meta; it is not changed. Its forward must not branch on the values of tensors.
+        example: arguments of forward: a dict of keyword arguments, or a tuple. With ``labels=`` or the like the loss is
+            part of the plan, and logits stay sharded up to it.
+        p: number of ranks.
+        hints: pattern of names of modules or parameters -> ``"whole"``, ``"sharded"``, or the :class:`~tp_ext.P` of a
+            parameter, such as ``P("tp", None)``. Of several patterns that fit, the longest counts.
+        rules: ``"ns::op"`` -> a line of notation (:mod:`tp_ext.auto.rules`), for operators of your own.
+        memory_budget: bytes of parameters that a rank may hold.
+        strict: a weight above 1 % of all parameter bytes that stays whole is an error.
+
+    Returns:
+        The :class:`Plan`, the same on every rank of every process.
+
+    Communicates nothing; needs no process group.
+
+    Raises:
+        ValueError: a rule that is no notation; a hint that fits nothing, or that cannot hold; a budget that cannot; a
+        forward that
+            branches on data; with ``strict``, weights that stay whole.
+        TypeError: an example that is neither a dict nor a tuple.
+    """
+    if not isinstance(p, int) or isinstance(p, bool) or p < 1:
+        raise ValueError(f"p: {p!r} must be an integer of at least 1")
+    own = {name: from_notation(line) for name, line in (rules or {}).items()}
+    hints = dict(hints or {})
+    _check_hints(model, hints)
+    record = _traced(model, example, own)
+    planner = _Planner(model, example, p, record, hints, memory_budget)
+    found = planner.decide()
+    _check_sharded(found, planner, hints, strict)
+    return found
+
+
+def _traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record:
+    record = Record()
+    try:
+        return trace(model, example, rules=rules, record=record)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        kind = "branches on" if isinstance(error, DataDependentOutputException) else "computes lengths from"
+        raise ValueError(
+            f"model: forward {kind} values of tensors, by {error.func} in {record.modules[-1] or 'the model'}; it must "
+            "not: pass arguments with which that code does not run"
+        ) from error
+
+
+def _check_hints(model: nn.Module, hints: Mapping[str, str | P]) -> None:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern, value in hints.items():
+        if not isinstance(value, P) and value not in ("whole", "sharded"):
+            raise ValueError(f"hints: {pattern!r} is {value!r} and must be 'whole', 'sharded' or a P")
+        if isinstance(value, P) and len(value.axes) > 1:
+            raise ValueError(f"hints: {pattern!r} is {value} and must name one axis at most: a plan has one")
+        if not any(_fits(pattern, name) for name in names):
+            raise ValueError(f"hints: {pattern!r} must fit a parameter or a module that has one; none of this model's")
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Whether a pattern fits a parameter or a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+
+def _hint(hints: Mapping[str, str | P], name: str) -> str | P | None:
+    """The value of the most specific pattern that fits."""
+    fitting = [pattern for pattern in hints if _fits(pattern, name)]
+    return hints[max(fitting, key=lambda pattern: (len(pattern), pattern))] if fitting else None
+
+
+def _check_sharded(found: Plan, planner: _Planner, hints: Mapping[str, str | P], strict: bool) -> None:
+    total = sum(t.numel() * t.element_size() for _, t in planner.record.parameters.values())
+    for name, tensor in planner.record.parameters.values():
+        if name in found.shardings:
+            continue
+        asked = next((hint for alias in planner.names[name] if (hint := _hint(hints, alias))), None)
+        if found.p > 1 and (asked == "sharded" or (isinstance(asked, P) and asked.axes)):
+            raise ValueError(f"hints: {name} cannot be sharded: {found.whole[name]}")
+        size = tensor.numel() * tensor.element_size()
+        if strict and size > LARGE * total and found.p > 1:
+            raise ValueError(
+                f"strict: {name}, {size / total:.0%} of all parameter bytes, stays whole: {found.whole[name]}"
+            )
+
+
+@dataclass
+class _State:
+    """One round: decisions and what follows of them."""
+
+    decisions: list[Decision]
+    cut: dict[str, Decision]
+    cuts: dict[str, Cut]
+    roles: dict[str, str]
+    heads: list[str]
+    heads_atoms: set[Atom]
+    flow: Flow
+    patches: dict[int, Patches] = field(default_factory=dict)  # by rank
+    proofs: list[str] = field(default_factory=list)  # by rank
+
+
+class _Planner:
+    def __init__(
+        self, model: nn.Module, example: Any, p: int, record: Record, hints: Mapping[str, str | P], budget: float | None
+    ) -> None:
+        self.model, self.example, self.p, self.record, self.hints, self.budget = (
+            model,
+            example,
+            p,
+            record,
+            hints,
+            budget,
+        )
+        self.why: dict[str, str] = {}  # parameters that a round left whole, with the reason
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        names: dict[int, list[str]] = {}
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+        self.names = {group[0]: group for group in names.values()}  # all names of a parameter, by its first
+        self.used_in = self._used_in()
+
+    def _used_in(self) -> dict[int, set[str]]:
+        """The modules that multiply or look up each parameter, by id."""
+        record, found = self.record, dict[int, set[str]]()
+        for step in record.steps:
+            if step.name not in ("mm", "addmm", "bmm", "embedding"):
+                continue
+            for tensor in step.inputs:
+                while id(tensor) in record.maker and record.maker[id(tensor)].name in VIEWS:
+                    tensor = record.maker[id(tensor)].inputs[0]
+                if id(tensor) in record.parameters:
+                    found.setdefault(id(tensor), set()).add(step.module)
+        return found
+
+    def may_shard(self, name: str, dim: int) -> bool:
+        """Whether hints, and the rounds before, allow a parameter to be sharded on a dim."""
+        if name in self.why:
+            return False
+        for alias in self.names[name]:
+            hint = _hint(self.hints, alias)
+            if hint == "whole" or (isinstance(hint, P) and not (dim < len(hint.dims) and hint.dims[dim])):
+                return False
+        return True
+
+    # ------------------------------------------------------------ rounds
+
+    def decide(self) -> Plan:
+        """Decides; leaves whole what the flow or the proof refuses, with the reason, and decides again."""
+        refused = ""
+        for _ in range(MOST_ROUNDS):
+            state = self.state()
+            if state.flow.problems:
+                if not self.leave_whole_problems(state):
+                    raise ValueError(f"model: no plan: {state.flow.problems[0].text}")
+                continue
+            try:
+                self.localize(state)
+            except MismatchError as mismatch:
+                refused = str(mismatch)
+                if not self.leave_whole(state, mismatch):
+                    raise ValueError(f"model: no plan: {mismatch}") from None
+                continue
+            self.check_constraints(state)
+            return self.finished(state)
+        raise ValueError(f"model: no plan in {MOST_ROUNDS} rounds; the last was refused by {refused}")
+
+    def check_constraints(self, state: _State) -> None:
+        sharded = [atom for one in state.decisions for atom in one.sharded]
+        for dim, reason in self.record.constraints if self.p > 1 else ():
+            if any(contains(dim, atom) for atom in sharded):
+                continue
+            pinned = next((atom.pinned for atom in atoms(dim) if atom.pinned), None)
+            why = f"it is pinned by {pinned}" if pinned else "no parameter that has it is sharded"
+            raise ValueError(f"{reason}: a dim of {length(dim)} cannot be sharded: {why}")
+
+    def state(self) -> _State:
+        decisions = choose(self.record, self.p, self.may_shard, self.budget) if self.p > 1 else []
+        cut = {name: one for one in decisions for name in one.parameters}
+        cuts = {name: found for one in decisions for name, found in one.parameters.items()}
+        roles = self.roles(cuts)
+        outputs = {id(t) for _, t in tensors(self.record.output)}
+        out = [t for t in self.record.kept if id(t) in outputs]
+        losses = [step for step in self.record.steps if step.is_loss]
+        heads_atoms = {
+            one.atom
+            for one in decisions
+            if any(contains(step.contracted, one.atom) for step in losses)
+            or any(carries(self.record, t, [one.atom]) for t in out)
+        }
+        heads = [
+            alias.rpartition(".")[0]
+            for name, one in cut.items()
+            for alias in self.names[name]
+            if one.atom in heads_atoms and roles.get(alias.rpartition(".")[0]) == "column" and alias.endswith(".weight")
+        ]
+        flow = find_flow(self.record, decisions, roles, heads_atoms, cut)
+        for name, found in cuts.items():
+            is_row = any(roles.get(alias.rpartition(".")[0]) == "row" for alias in self.names[name])
+            if is_row and name.endswith(".weight") and any(part.copies > 1 for part in found.sharding.parts):
+                flow.problems.append(Problem(name, f"some of the input features of {name} would be on every rank"))
+        return _State(decisions, cut, cuts, roles, heads, heads_atoms, flow)
+
+    def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
+        """Which modules are replaced by layers: linear layers and embeddings that use their own weight."""
+        roles: dict[str, str] = {}
+        for name, found in cuts.items():
+            for alias in self.names[name]:
+                owner, _, own = alias.rpartition(".")
+                module, dim = self.modules[owner], found.sharding.dim
+                if own != "weight" or owner not in self.used_in.get(found.id, ()):
+                    continue
+                if isinstance(module, nn.Linear):
+                    roles[owner] = "column" if dim == 0 else "row"
+                elif is_conv1d(module):
+                    roles[owner] = "column" if dim == 1 else "row"
+                elif isinstance(module, nn.Embedding) and dim == 0:
+                    roles[owner] = "vocab"
+        return roles
+
+    def leave_whole_problems(self, state: _State) -> bool:
+        dropped: dict[str, str] = {}
+        for problem in state.flow.problems:
+            names = (
+                [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")] if problem.name else []
+            )
+            if not names and "." in problem.name:
+                around = problem.name.rpartition(".")[0]
+                names = [n for n in state.cut if n.startswith(around + ".")]
+            for name in names or (list(state.cut) if not problem.name else []):
+                dropped.setdefault(name, problem.text)
+        for name, text in dropped.items():
+            for other in state.cut[name].parameters:
+                self.why.setdefault(other, text)
+        return bool(dropped)
+
+    def leave_whole(self, state: _State, mismatch: MismatchError) -> bool:
+        """Leaves whole the decisions of the module, or of the nearest around it, and of all modules of its class."""
+        blocks = itertools.accumulate(mismatch.module.split("."), "{}.{}".format) if mismatch.module else ()
+        hit: list[Decision] = []
+        for prefix in [*(f"{block}." for block in reversed(list(blocks))), ""]:
+            hit = [
+                one
+                for one in state.decisions
+                if one.atom not in state.heads_atoms and any(n.startswith(prefix) for n in one.parameters)
+            ]
+            if hit:
+                break
+        if not hit:
+            return False
+        left = list(hit)
+        if any(n.startswith(mismatch.module + ".") for n in hit[0].parameters):
+            kind = type(self.modules[mismatch.module])
+            same = tuple(f"{name}." for name, module in self.modules.items() if type(module) is kind)
+            left += [one for one in state.decisions if any(n.startswith(same) for n in one.parameters)]
+        for one in left:
+            for name in one.parameters:
+                self.why.setdefault(name, str(mismatch))
+        return True
+
+    def localized(self, state: _State) -> Localized:
+        return Localized(
+            self.model,
+            self.example,
+            self.p,
+            state.roles,
+            state.heads,
+            {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]},
+            state.flow.buffers,
+            state.flow.slices,
+            self.record,
+            state.decisions,
+            state.heads_atoms,
+            state.flow.local,
+        )
+
+    def localize(self, state: _State) -> None:
+        """Finds the integers of every rank; ranks with the same local lengths share them."""
+        localized = self.localized(state)
+        searched: dict[tuple[int, ...], Patches] = {}
+        proofs: dict[tuple[int, ...], str] = {}
+        state.proofs.clear()
+        for rank in range(self.p):
+            key = tuple(size for one in state.decisions for size in one.sizes(rank).values())
+            if key not in searched:
+                searched[key] = find_patches(localized, rank)
+                proofs[key] = digest(localized.calls(rank, searched[key]))
+            state.patches[rank] = searched[key]
+            state.proofs.append(proofs[key])
+        kinds = {str({m: sorted(changes) for m, changes in found.items()}) for found in searched.values()}
+        if len(kinds) > 1:
+            module = next(iter(next(found for found in searched.values() if found)), "")
+            raise MismatchError(module, f"ranks differ in the integers that must be local: {sorted(kinds)}")
+
+    # ------------------------------------------------------------ the result
+
+    def finished(self, state: _State) -> Plan:
+        shardings = {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]}
+        every = [name for name, _ in self.record.parameters.values()]
+        return Plan(
+            p=self.p,
+            shardings=shardings,
+            tied=[group for name, group in self.names.items() if len(group) > 1 and name in state.cut],
+            roles=state.roles,
+            heads=state.heads,
+            buffers=state.flow.buffers,
+            copies=state.flow.copies,
+            sums=state.flow.sums,
+            slices=state.flow.slices,
+            draws=self.draws(state),
+            patches=_merged(state.patches),
+            whole={
+                alias: self.reason(name, state) for name in every if name not in state.cut for alias in self.names[name]
+            },
+            collectives=self.collectives(state),
+            shapes={a: tuple(t.shape) for n, t in self.record.parameters.values() for a in self.names[n]},
+            example=described(self.example),
+            proofs=state.proofs,
+            bytes_of_element={n: t.element_size() for n, t in self.record.parameters.values()},
+        )
+
+    def reason(self, name: str, state: _State) -> str:
+        """Why a parameter stays whole."""
+        if self.p == 1:
+            return "p = 1"
+        if name in self.why:
+            return self.why[name]
+        tensor = next(t for n, t in self.record.parameters.values() if n == name)
+        reasons = []
+        for dim, label in enumerate(self.record.dims_of(tensor)):
+            if not self.may_shard(name, dim):
+                reasons.append(f"dim {dim}: hints")
+                continue
+            slowest = next(iter(atoms(label)), None)
+            if slowest is None:
+                continue
+            if slowest.pinned is not None:
+                reasons.append(f"dim {dim} ({tensor.shape[dim]}) is pinned by {slowest.pinned}")
+            elif slowest.parts is not None:
+                reasons.append(f"dim {dim} ({tensor.shape[dim]}) has parts that are pinned")
+            elif slowest.size < self.p:
+                reasons.append(
+                    f"dim {dim} ({tensor.shape[dim]}) has {slowest.size} x {tensor.shape[dim] // slowest.size}, "
+                    f"and p = {self.p}"
+                )
+            else:
+                reasons.append(f"dim {dim} ({tensor.shape[dim]}): sharding others leaves fewer bytes on a rank")
+        return "; ".join(reasons) or "it has one element"
+
+    def draws(self, state: _State) -> list[Draw]:
+        """The random calls of the first call of each module, with the sharded dim of what they mask."""
+        record = self.record
+        first = {call.module: call for call in reversed(record.calls)}
+        sizes = [self.localized(state).sizes(rank) for rank in range(self.p)]
+        found = []
+        for call in record.random_calls:
+            if call.module in first and not first[call.module].start <= call.place <= first[call.module].stop:
+                continue
+            dim, lengths = None, None
+            for i, label in enumerate(record.dims_of(call.masked) if id(call.masked) in state.flow.local else ()):
+                if any(contains(label, atom) for one in state.decisions for atom in one.sharded):
+                    dim, lengths = i, tuple(local_length(label, of_rank) for of_rank in sizes)
+            found.append(Draw(call.module, call.name, dim, lengths))
+        return found
+
+    def collectives(self, state: _State) -> list[Collective]:
+        """The collectives of one forward and backward at the sizes of the example, in the order of the record."""
+        if self.p == 1:
+            return []
+        found = []
+        summed = {(one.module, one.path) for one in state.flow.sums}
+        for call in self.record.calls:
+            for path, tensor in call.outputs:
+                if state.roles.get(call.module) in ("row", "vocab") or (call.module, path) in summed:
+                    found.append(Collective("all-reduce", call.module, "forward", _bytes(tensor)))
+        for step in self.record.steps:
+            if step.is_loss and any(contains(step.contracted, atom) for atom in state.heads_atoms):
+                rows = step.inputs[0].numel() // max(1, step.inputs[0].shape[1 if step.inputs[0].dim() > 1 else 0])
+                found.append(Collective("all-reduce", step.module, "forward", 3 * 4 * rows))
+        if not any(step.is_loss for step in self.record.steps):
+            for _, tensor in tensors(self.record.output):
+                if carries(self.record, tensor, state.heads_atoms):
+                    found.append(
+                        Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor))
+                    )
+        differentiable = self.record.differentiable
+        for copy, tensor in zip(state.flow.copies, state.flow.copied, strict=True):
+            if id(tensor) in differentiable:
+                found.append(Collective("all-reduce", copy.module, "backward", _bytes(tensor)))
+        return found
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _merged(by_rank: Mapping[int, Patches]) -> dict[str, dict[str, tuple[int, int | tuple[int, ...]]]]:
+    """Patches of all ranks: one number where it is the same on all, else one for each rank."""
+    merged: dict[str, dict[str, tuple[int, int | tuple[int, ...]]]] = {}
+    for module, changes in by_rank.get(0, {}).items():
+        for attribute, (old, _) in changes.items():
+            new = tuple(by_rank[rank][module][attribute][1] for rank in sorted(by_rank))
+            merged.setdefault(module, {})[attribute] = old, new[0] if len(set(new)) == 1 else new
+    return merged

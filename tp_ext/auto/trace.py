@@ -1,0 +1,374 @@
+"""One run of a model on fake tensors: its operators with the dims of their tensors, calls of modules, calls from
+Python.
+
+The model is not touched and may be on meta: parameters and buffers are replaced by fakes. A dispatch mode sees
+operators; a function mode sees the calls of the model's own code, and keeps attention, cross entropy and dropout
+whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from tp_ext.auto import torch_rules as torch_rules  # registers the rules
+from tp_ext.auto.constraints import running
+from tp_ext.auto.dims import Atom, Dim, Reason, pin
+from tp_ext.auto.edits import Path
+from tp_ext.auto.rules import Op, Rule, rule_of
+from tp_ext.mesh_program.partition_spec import P
+
+WITHOUT_GRADIENT = {"detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "empty_like", "full_like"}
+WITHOUT_GRADIENT |= {"new_empty", "new_zeros", "new_full", "new_ones", "new_empty_strided", "new_tensor"}
+
+
+def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors of a nested structure, each with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from tensors(inner, (*path, key))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from tensors(inner, (*path, i))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name, None), (*path, field.name))
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a module: its tensors in and out, and the operators from ``start`` to ``stop``."""
+
+    module: str
+    inputs: list[tuple[Path, Tensor]]
+    start: int
+    outputs: list[tuple[Path, Tensor]] = dataclasses.field(default_factory=list)
+    stop: int = sys.maxsize
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """An operator that ran, in the module ``module``."""
+
+    place: int
+    name: str
+    module: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    contracted: Dim
+    args: Sequence[Any] = ()
+    is_loss: bool = False
+    line: str = ""  # of the user's source
+
+
+@dataclasses.dataclass(eq=False)
+class RandomCall:
+    """A call of ``F.dropout`` or attention, which may draw a mask of the dims of ``masked``."""
+
+    module: str
+    name: str
+    masked: Tensor
+    place: int
+
+
+class Record:
+    """What one run of a model did. Tensors are fakes, kept alive so that their ids stay theirs."""
+
+    def __init__(self) -> None:
+        self.dims: dict[int, list[Dim]] = {}
+        self.kept: list[Tensor] = []
+        self.steps: list[Step] = []
+        self.calls: list[Call] = []
+        self.maker: dict[int, Step] = {}
+        self.parameters: dict[int, tuple[str, Tensor]] = {}
+        self.buffers: dict[int, tuple[str, Tensor]] = {}
+        self.inputs: list[tuple[Path, Tensor]] = []
+        self.differentiable: set[int] = set()
+        self.python_calls: list[tuple[str, str, list[Tensor]]] = []
+        self.random_calls: list[RandomCall] = []
+        self.constraints: list[tuple[Dim, Reason]] = []  # dims that must be sharded
+        self.output: Any = None
+        self.modules = [""]  # those whose forward runs now
+        self.paused = False
+
+    def dims_of(self, tensor: Tensor) -> list[Dim]:
+        found = self.dims.get(id(tensor))
+        if found is None:
+            found = [[Atom(n)] for n in tensor.shape]
+            self.put(tensor, found)
+        return found
+
+    def put(self, tensor: Tensor, dims: list[Dim]) -> None:
+        self.dims[id(tensor)] = dims
+        self.kept.append(tensor)
+
+    def add(self, op: Op, is_loss: bool = False) -> None:
+        """Adds an operator whose rule has been applied."""
+        for tensor in op.outputs:
+            self.dims_of(tensor)
+        step = Step(
+            len(self.steps),
+            op.name,
+            self.modules[-1],
+            op.inputs,
+            op.outputs,
+            op.contracted,
+            op.args,
+            is_loss,
+            op.reason.line,
+        )
+        self.steps.append(step)
+        self.kept += op.inputs
+        if op.name not in WITHOUT_GRADIENT and any(id(t) in self.differentiable for t in op.inputs):
+            self.differentiable |= {id(t) for t in op.outputs if t.is_floating_point() or t.is_complex()}
+        for tensor in op.outputs:
+            self.maker.setdefault(id(tensor), step)
+
+    def constrain(self, tensor: Tensor, spec: P) -> None:
+        """Adds a constraint of the model's code: dims without an axis are pinned."""
+        reason = self.reason(f"constraint {spec}")
+        for i, dim in enumerate(self.dims_of(tensor)):
+            if i < len(spec.dims) and spec.dims[i]:
+                self.constraints.append((dim, reason))
+            else:
+                pin(dim, reason)
+
+    def reason(self, what: str) -> Reason:
+        return Reason(what, self.modules[-1], source_line())
+
+
+def source_line() -> str:
+    """The line of code that runs now, outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and "/tp_ext/auto/" not in name and not name.startswith("<"):
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+class _Operators(TorchDispatchMode):
+    """Applies the rule of every operator."""
+
+    def __init__(self, record: Record, rules: Mapping[str, Rule]) -> None:
+        super().__init__()
+        self.record, self.rules = record, rules
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        record = self.record
+        if not record.paused:
+            inputs = [t for _, t in tensors([list(args), kwargs])]
+            outputs = [t for _, t in tensors(result)]
+            if inputs and outputs:  # a factory's dims are new ones
+                name = func._schema.name.split("::")[1]
+                op = Op(name, args, kwargs, inputs, outputs, record, record.reason(name))
+                rule_of(func, self.rules)(op)
+                record.add(op)
+        return result
+
+
+class _Calls(TorchFunctionMode):
+    """Records the calls from Python, and keeps those whole whose operators would have dims in common with nothing."""
+
+    def __init__(self, record: Record, operators: bool) -> None:
+        super().__init__()
+        self.record, self.operators = record, operators
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        record = self.record
+        whole = WHOLE.get(func)
+        if record.paused or whole is None:
+            result = func(*args, **kwargs)
+            if not record.paused:
+                self.log(func, result)
+            return result
+        record.paused = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            record.paused = False
+        self.log(func, result)
+        if self.operators:
+            whole(record, args, kwargs, result)
+        return result
+
+    def log(self, func: Any, result: Any) -> None:
+        found = [t for _, t in tensors(result)]
+        if found:
+            self.record.python_calls.append((self.record.modules[-1], getattr(func, "__name__", str(func)), found))
+            self.record.kept += found
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _cross_entropy(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> None:
+    """The classes may be sharded: three numbers of each row are summed over the ranks."""
+    logits = _argument(args, kwargs, 0, "input")
+    op = Op("cross_entropy", args, kwargs, [logits], [result], record, record.reason("cross_entropy"))
+    op.contracted = op.dims()[1 if logits.dim() > 1 else 0]
+    record.add(op, is_loss=True)
+
+
+def _dropout(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> None:
+    x = _argument(args, kwargs, 0, "input")
+    op = Op("dropout", args, kwargs, [x], [result], record, record.reason("dropout"))
+    if result is not x:
+        op.give(op.dims())
+        record.add(op)
+    record.random_calls.append(RandomCall(record.modules[-1], "dropout", x, len(record.steps)))
+
+
+def _attention(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> None:
+    """Batch and heads are the same in q, k, v and mask; with fewer heads in k and v, those of q are groups of them."""
+    q, k, v = (_argument(args, kwargs, i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = _argument(args, kwargs, 3, "attn_mask")
+    inputs = [q, k, v] + ([] if mask is None else [mask])
+    name = "scaled_dot_product_attention"
+    op = Op(name, args, kwargs, inputs, [result], record, record.reason(name))
+    of_q, of_k, of_v = op.dims(0), op.dims(1), op.dims(2)
+    for i in range(q.dim() - 2):
+        op.unify(of_k[i], of_v[i])
+        if q.shape[i] == k.shape[i]:
+            op.unify(of_q[i], of_k[i])
+        elif i == q.dim() - 3:
+            op.unify(of_q[i], [*of_k[i], Atom(q.shape[i] // k.shape[i])])
+        else:
+            op.pin(of_q[i], of_k[i])
+    op.unify(of_k[-2], of_v[-2])
+    op.unify(of_q[-1], of_k[-1])
+    op.pin(of_k[-2], of_q[-1])
+    if mask is not None:
+        scores = [*of_q[:-1], of_k[-2]]
+        for i, dim in enumerate(reversed(op.dims(3)), 1):
+            if mask.shape[-i] != 1:
+                op.unify(dim, scores[-i])
+    op.give([*of_q[:-1], of_v[-1]])
+    record.add(op)
+    record.random_calls.append(RandomCall(record.modules[-1], name, result, len(record.steps)))
+
+
+WHOLE: dict[Any, Callable[[Record, Sequence[Any], Mapping[str, Any], Any], None]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
+    F.dropout: _dropout,
+}
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, record: Record) -> Iterator[None]:
+    """Records calls of modules, by hooks that are removed again."""
+    handles: list[Any] = []
+    running: list[Call] = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            call = Call(name, list(tensors((args, kwargs))), len(record.steps))
+            record.calls.append(call)
+            running.append(call)
+            record.modules.append(name)
+            record.kept += [t for _, t in call.inputs]
+
+        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            call = running.pop()
+            call.outputs, call.stop = list(tensors(result)), len(record.steps)
+            record.modules.pop()
+            record.kept += [t for _, t in call.outputs]
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    for name, module in model.named_modules():
+        watch(name, module)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments that an example means.
+
+    Raises:
+        TypeError: it is neither a dict nor a tuple.
+    """
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple):
+        return example, {}
+    raise TypeError(f"example: {type(example).__name__} must be a dict of keyword arguments or a tuple of arguments")
+
+
+def trace(
+    model: nn.Module,
+    example: Any,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    rules: Mapping[str, Rule] | None = None,
+    record: Record | None = None,
+    operators: bool = True,
+) -> Record:
+    """Runs a model once on fakes and returns the record.
+
+    Args:
+        shapes: local shapes of parameters and buffers by name, in place of their own.
+        record: written to, so that the caller has what an exception leaves of it.
+        operators: False: only calls from Python and of modules are recorded, faster.
+    """
+    record = Record() if record is None else record
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
+
+    def fake(value: Any, shape: Sequence[int] | None = None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in made:
+            if shape is None or tuple(shape) == tuple(value.shape):
+                fake_tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            else:
+                fake_tensor = torch.empty(tuple(shape), dtype=value.dtype)
+            made[id(value)] = fake_tensor, value
+        return made[id(value)][0]
+
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    with fakes:
+        state = {name: fake(tensor, (shapes or {}).get(name)) for name, tensor in named}
+        args, kwargs = tree_map(fake, arguments(example))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        record.parameters.setdefault(id(state[name]), (name, state[name]))
+        record.dims_of(state[name])
+        if parameter.requires_grad:
+            record.differentiable.add(id(state[name]))
+    record.buffers = {id(state[name]): (name, state[name]) for name, _ in model.named_buffers()}
+    record.inputs = list(tensors((args, kwargs)))
+    for path, tensor in record.inputs:
+        for dim in record.dims_of(tensor):
+            pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
+    modes = [torch.no_grad(), fakes, _watched(model, record), _Calls(record, operators)]
+    if operators:
+        modes.append(_Operators(record, rules or {}))
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)  # type: ignore[arg-type]
+        if operators:
+            stack.callback(running.reset, running.set(record))
+        record.output = torch.func.functional_call(model, state, args, kwargs)
+    return record
