@@ -207,6 +207,61 @@ def test_dropout_has_the_masks_of_one_process() -> None:
     assert (two[0][0] == two[1][0]).all() and two[0][0].std() > 0.5
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class ScaledTable(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2 * super().forward(ids)
+
+
+class OwnLookup(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Unusual(nn.Module):
+    """Subclasses with forwards of their own, and one layer under two names, of which the second is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = ScaledTable(VOCAB, WIDTH, padding_idx=3), nn.LayerNorm(WIDTH)
+        self.up, self.down = Scaled(WIDTH, 24), Scaled(24, WIDTH)
+        self.first = nn.Linear(WIDTH, 48)
+        self.second = self.first
+        self.last, self.end = nn.Linear(48, WIDTH), nn.LayerNorm(WIDTH)
+        self.own, self.positions = OwnLookup(VOCAB, WIDTH), nn.Parameter(torch.randn(8, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.table(ids) + self.own(ids) + self.positions[: ids.shape[1]])
+        x = x + self.down(F.relu(self.up(x)))
+        return self.end(x + self.last(F.relu(self.second(x))))
+
+
+def _unusual(group: Any) -> list[str]:
+    ids = _inputs()["ids"]
+    dense, sharded = _pair(group, Unusual(), (ids,))
+    for model in (dense, sharded):
+        (model(ids) ** 3).mean().backward()
+    _same_gradients(group, dense, sharded)
+    assert sharded.first is sharded.second
+    found = [sharded.up, sharded.down, sharded.first, sharded.table, sharded.own]
+    return [f"{type(module).__name__} {tuple(module.weight.shape)}" for module in found]
+
+
+def test_forwards_of_subclasses_are_kept() -> None:
+    kinds = [
+        "Scaled (12, 64)",
+        "Scaled (64, 12)",
+        "ColumnParallelLinear (24, 64)",
+        "ScaledTable (48, 64)",
+        "OwnLookup (96, 64)",
+    ]
+    assert run(_unusual, 2) == [kinds] * 2
+
+
 def _verified(group: Any) -> None:
     model = Model().double()
     plan = auto.plan(model, EXAMPLE, 2)

@@ -162,14 +162,16 @@ class _Applied:
     # ------------------------------------------------------------ parameters
 
     def replace(self, name: str, layer: nn.Module) -> None:
-        """Puts a layer in a module's place, with its hooks and what else it has."""
+        """Puts a layer in a module's place, under all its names, with its hooks and what else it has."""
         old = self.model.get_submodule(name)
         layer.train(old.training)
         for hooks in HOOKS:
             getattr(layer, hooks).update(getattr(old, hooks))
         for key, value in old.__dict__.items():
             layer.__dict__.setdefault(key, value)
-        self.model.set_submodule(name, layer)
+        for other, module in list(self.model.named_modules(remove_duplicate=False)):
+            if module is old:
+                self.model.set_submodule(other, layer)
 
     def replace_linear(self, name: str, role: str, own_input: bool) -> None:
         linear = self.model.get_submodule(name)

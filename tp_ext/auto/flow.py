@@ -134,6 +134,11 @@ class _Finder:
             if self.contracts(step):
                 if self.roles.get(step.module) in ("row", "vocab"):
                     continue  # the layer sums its result itself
+                if step.name == "embedding":  # ids of other ranks' rows
+                    where = step.module or "the model"
+                    self.problem(
+                        step.module, f"rows are looked up in {where} ({step.line}), by no forward of nn.Embedding"
+                    )
                 partial.update(dict.fromkeys(map(id, step.outputs), step.module))
                 added = step.inputs[:1] if step.name in ADDED_FIRST else []
                 added = step.inputs[2:] if step.name == "convolution" else added

@@ -3,6 +3,7 @@ proven."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -252,11 +253,11 @@ class _Planner:
                 module, dim = self.modules[owner], found.sharding.dim
                 if own != "weight" or owner not in self.used_in.get(found.id, ()):
                     continue
-                if isinstance(module, nn.Linear):
+                if type(module).forward is nn.Linear.forward:  # a subclass with its own keeps it, sharded in place
                     roles[owner] = "column" if dim == 0 else "row"
                 elif is_conv1d(module):
                     roles[owner] = "column" if dim == 1 else "row"
-                elif isinstance(module, nn.Embedding) and dim == 0:
+                elif isinstance(module, nn.Embedding) and dim == 0 and _looks_up(module):
                     roles[owner] = "vocab"
         return roles
 
@@ -430,6 +431,14 @@ class _Planner:
             if id(tensor) in differentiable:
                 found.append(Collective("all-reduce", copy.module, "backward", _bytes(tensor)))
         return found
+
+
+def _looks_up(module: nn.Embedding) -> bool:
+    """Whether an embedding's forward is torch's, or calls it by ``super()``."""
+    forward = type(module).forward
+    return module.max_norm is None and (
+        forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
+    )
 
 
 def _bytes(tensor: Tensor) -> int:

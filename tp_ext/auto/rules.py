@@ -253,9 +253,8 @@ def rule_of(function: Any, extra: Mapping[str, Rule]) -> Rule:
     own = extra.get(f"{namespace}::{name}")
     if own is not None:
         return own
-    known = RULES.get(name if namespace in ("aten", "prims") else f"{namespace}::{name}")
-    if known is not None:
-        return known
-    if torch.Tag.pointwise in function.tags or (namespace == "aten" and name.endswith("_")):
-        return pointwise
-    return no_rule
+    of_torch = namespace in ("aten", "prims")
+    for known in (name, name.removesuffix("_")) if of_torch else (f"{namespace}::{name}",):
+        if known in RULES:
+            return RULES[known]
+    return pointwise if torch.Tag.pointwise in function.tags else no_rule

@@ -410,7 +410,8 @@ RULES.update(
     dict.fromkeys(
         (
             "_to_copy", "clone", "contiguous", "detach", "copy", "dropout", "native_dropout", "alias", "masked_fill",
-            "lift_fresh", "lift_fresh_copy", "_conj", "bernoulli", "to", "positive", "copy_", "fill_", "lift",
+            "lift_fresh", "lift_fresh_copy", "_conj", "bernoulli", "to", "positive", "copy_", "fill_", "lift", "zero_",
+            "uniform_", "normal_", "exponential_", "random_",
         ),
         pointwise,
     )

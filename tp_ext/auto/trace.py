@@ -348,16 +348,24 @@ def trace(
             made[id(value)] = fake_tensor, value
         return made[id(value)][0]
 
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    # A module under two names once, and no ties added: functional_call would leave fakes in it
+    named = [
+        (f"{name}.{own}" if name else own, tensor)
+        for name, module in model.named_modules()
+        for own, tensor in [*module._parameters.items(), *module._buffers.items()]
+        if tensor is not None
+    ]
     with fakes:
         state = {name: fake(tensor, (shapes or {}).get(name)) for name, tensor in named}
         args, kwargs = tree_map(fake, arguments(example))
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named:
+        if not isinstance(parameter, nn.Parameter):
+            continue
         record.parameters.setdefault(id(state[name]), (name, state[name]))
         record.dims_of(state[name])
         if parameter.requires_grad:
             record.differentiable.add(id(state[name]))
-    record.buffers = {id(state[name]): (name, state[name]) for name, _ in model.named_buffers()}
+    record.buffers = {id(state[name]): (name, state[name]) for name, _ in model.named_buffers() if name in state}
     record.inputs = list(tensors((args, kwargs)))
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor):
@@ -370,5 +378,5 @@ def trace(
             stack.enter_context(mode)  # type: ignore[arg-type]
         if operators:
             stack.callback(running.reset, running.set(record))
-        record.output = torch.func.functional_call(model, state, args, kwargs)
+        record.output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
     return record
