@@ -193,8 +193,11 @@ class _Finder:
             self.problem(module, f"partial sums inside {module} never leave it as an output")
 
     def works_sharded(self, step: Step) -> bool:
-        if any(id(t) in self.sharded or id(t) in self.partial for t in step.outputs):
-            return True
+        for tensor in step.outputs:
+            module = self.partial.get(id(tensor))  # written in place outside of it, a tensor has been summed
+            inside = module is not None and (step.module == module or step.module.startswith(module + "."))
+            if id(tensor) in self.sharded or inside:
+                return True
         return not step.is_loss and self.contracts(step) and self.roles.get(step.module) not in ("row", "vocab")
 
     # ------------------------------------------------------------ backward

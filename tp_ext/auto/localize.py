@@ -320,3 +320,13 @@ def _integers(module: nn.Module) -> list[tuple[str, int]]:
     own = [(name, value) for name, value in vars(module).items() if type(value) is int]
     configs = [(name, value) for name, value in vars(module).items() if type(value).__name__.endswith("Config")]
     return own + [(f"{c}.{name}", v) for c, config in configs for name, v in vars(config).items() if type(v) is int]
+
+
+def merged(by_rank: Mapping[int, Patches]) -> dict[str, dict[str, tuple[int, int | tuple[int, ...]]]]:
+    """Patches of all ranks: one number where it is the same on all, else one for each rank."""
+    merged: dict[str, dict[str, tuple[int, int | tuple[int, ...]]]] = {}
+    for module, changes in by_rank.get(0, {}).items():
+        for attribute, (old, _) in changes.items():
+            new = tuple(by_rank[rank][module][attribute][1] for rank in sorted(by_rank))
+            merged.setdefault(module, {})[attribute] = old, new[0] if len(set(new)) == 1 else new
+    return merged

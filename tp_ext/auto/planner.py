@@ -17,7 +17,7 @@ from tp_ext.auto.choose import Cut, Decision, carries, choose, local_length
 from tp_ext.auto.dims import Atom, atoms, contains, length
 from tp_ext.auto.edits import Collective, Draw
 from tp_ext.auto.flow import VIEWS, Flow, Problem, find_flow
-from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d
+from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, merged
 from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.rules import Rule, from_notation
 from tp_ext.auto.trace import Record, tensors, trace
@@ -351,7 +351,7 @@ class _Planner:
             sums=state.flow.sums,
             slices=state.flow.slices,
             draws=self.draws(state),
-            patches=_merged(state.patches),
+            patches=merged(state.patches),
             whole={
                 alias: self.reason(name, state) for name in every if name not in state.cut for alias in self.names[name]
             },
@@ -443,13 +443,3 @@ def _looks_up(module: nn.Embedding) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _merged(by_rank: Mapping[int, Patches]) -> dict[str, dict[str, tuple[int, int | tuple[int, ...]]]]:
-    """Patches of all ranks: one number where it is the same on all, else one for each rank."""
-    merged: dict[str, dict[str, tuple[int, int | tuple[int, ...]]]] = {}
-    for module, changes in by_rank.get(0, {}).items():
-        for attribute, (old, _) in changes.items():
-            new = tuple(by_rank[rank][module][attribute][1] for rank in sorted(by_rank))
-            merged.setdefault(module, {})[attribute] = old, new[0] if len(set(new)) == 1 else new
-    return merged
