@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext import _ops
 from tp_ext._object_collectives import broadcast_axes
+from tp_ext.checkpoint.safetensors_slices import SlicedTensor
 from tp_ext.group import Group, ParallelGroup, process_group
 from tp_ext.mesh import mesh_axes
 from tp_ext.nn.model_groups import ModelGroups, model_groups
@@ -197,8 +198,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def write_full(full: Tensor, local: Tensor, layout: Layout) -> None:
-    """Writes this rank's shard of the full tensor into its local storage, and zeros into padding."""
+def write_full(full: Tensor | SlicedTensor, local: Tensor, layout: Layout) -> None:
+    """Writes this rank's shard of the full tensor, which may be in a file, into its storage, and zeros into padding."""
     if any(part.padding for sharding, _ in layout for part in sharding.parts):
         local.detach().zero_()
     for offsets, chunk, _ in layout.local_chunks(local)[1]:

@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from tp_ext._object_collectives import call_and_gather, true_on_any_rank
 from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.gather import Ranks, chunk_slices, ranks_of, write_full
-from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.pipeline import gather_whole, whole_entries
 from tp_ext.checkpoint.safetensors_files import Export, check_dtype, index_of, split_into_files, target_of, weight_map
+from tp_ext.checkpoint.safetensors_slices import SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.write_lock import check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import check_positive
@@ -129,15 +128,11 @@ def _run_step(
 class _Source(NamedTuple):
     """A tensor in an open file."""
 
-    file: Any
+    tensor: SlicedTensor
     name: str
 
-    def shape(self) -> torch.Size:
-        return torch.Size(self.file.get_slice(self.name).get_shape())
-
-    def values(self) -> Any:
-        """Returns an object that reads slices of the tensor when indexed; for a single number, the number."""
-        return self.file.get_slice(self.name) if self.shape() else self.file.get_tensor(self.name)
+    def whole(self) -> Tensor:
+        return self.tensor[(slice(None),) * len(self.tensor.shape)]
 
 
 @torch.no_grad()
@@ -182,9 +177,9 @@ def load_safetensors(
         for name, source in found.items():
             entry = entries[name]
             if entry.extra:
-                entry.owner.set_extra_state(source.file.get_tensor(source.name))
+                entry.owner.set_extra_state(source.whole())
             else:
-                write_full(source.values(), entry.value, entry.layout)
+                write_full(source.tensor, entry.value, entry.layout)
 
 
 def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
@@ -199,15 +194,9 @@ def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
     sources: dict[str, _Source] = {}
     tied: dict[str, str] = {}
     for name in sorted(names):
-        try:
-            open_regular(target.with_name(name)).close()  # opening a pipe may block forever
-            file = opened.enter_context(safe_open(target.with_name(name), framework="pt"))
-        except SafetensorError as error:
-            raise ValueError(
-                f"path: {str(target.with_name(name))!r} must be a whole safetensors file: {error}"
-            ) from error
-        sources |= {key: _Source(file, key) for key in file.keys()}  # noqa: SIM118, it is no dict
-        tied |= file.metadata() or {}
+        file = opened.enter_context(SafetensorsFile(target.with_name(name)))
+        sources |= {key: _Source(tensor, key) for key, tensor in file.tensors.items()}
+        tied |= file.metadata
     return sources | {name: sources[kept] for name, kept in tied.items() if kept in sources and name not in sources}
 
 
@@ -235,9 +224,9 @@ def _match_sources(
     of_tied = {id(entries[name].value): name for name in reversed(found)}
     for name, source in found.items():
         entry, first = entries[name], of_tied[id(entries[name].value)]
-        if not entry.extra and source.shape() != entry.shape:
+        if not entry.extra and source.tensor.shape != entry.shape:
             raise ValueError(
-                f"path: {name!r} has shape {tuple(source.shape())} and must have {tuple(entry.shape)}, "
+                f"path: {name!r} has shape {tuple(source.tensor.shape)} and must have {tuple(entry.shape)}, "
                 "that of the unsharded module"
             )
         if strict and source != found[first] and not _equal(source, found[first], entry):
@@ -249,6 +238,6 @@ def _equal(one: _Source, other: _Source, entry: StateEntry) -> bool:
     """Returns True if two sources of one tensor are equal in the chunks that this rank holds."""
     for offsets, chunk, _ in entry.layout.local_chunks(entry.value)[1]:
         where = chunk_slices(offsets, chunk)
-        if not torch.equal(one.values()[where], other.values()[where]):
+        if not torch.equal(one.tensor[where], other.tensor[where]):
             return False
     return True

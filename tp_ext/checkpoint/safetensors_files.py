@@ -13,29 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.pipeline import WholeTensor
+from tp_ext.checkpoint.safetensors_slices import DTYPES
 from tp_ext.checkpoint.write_lock import WriteLock
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 _LARGEST_INDEX = 1 << 26  # bytes: some 500,000 entries
 
