@@ -48,7 +48,7 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
         example: the arguments for ``verify``: a dict of keyword arguments or a tuple.
 
     Returns:
-        The model.
+        The model; ``model.tp_ext_plan`` is the plan.
 
     Communicates: one all-gather of fingerprints, before anything is changed; with ``verify`` a forward and a backward.
 
@@ -65,6 +65,7 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
     reference = copy.deepcopy(model) if verify else None
     if own.size > 1:
         _Applied(plan, model, own).apply()
+    model.tp_ext_plan = plan  # type: ignore[assignment]
     if reference is not None:
         _verify(model, reference, example, group)
     return model

@@ -165,8 +165,9 @@ class Localized:
 
 
 def digest(calls: Sequence[PythonCall]) -> str:
-    """A hash of calls from Python and their shapes."""
-    return hashlib.sha256(repr(calls).encode()).hexdigest()
+    """A hash of calls from Python and their shapes, in any order: code that iterates over a set has another in each
+    process."""
+    return hashlib.sha256("\n".join(sorted(map(repr, calls))).encode()).hexdigest()
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@ Rank 0 writes each tensor as it is gathered, every rank reads its own slices; no
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,15 @@ from tp_ext._object_collectives import call_and_gather, true_on_any_rank
 from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.gather import Ranks, chunk_slices, ranks_of, write_full
 from tp_ext.checkpoint.pipeline import gather_whole, whole_entries
-from tp_ext.checkpoint.safetensors_files import Export, check_dtype, index_of, split_into_files, target_of, weight_map
+from tp_ext.checkpoint.safetensors_files import (
+    Export,
+    FileEntries,
+    check_dtype,
+    index_of,
+    split_into_files,
+    target_of,
+    weight_map,
+)
 from tp_ext.checkpoint.safetensors_slices import SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.write_lock import check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
@@ -80,13 +88,41 @@ def save_safetensors(
         else:
             head.setdefault(name, one.tied)
     shards = split_into_files(written, max_shard_size)
-    export = Export(Path(path), shards, head) if ranks.first else None
+
+    def gathered(shard: FileEntries) -> Iterator[Tensor | None]:
+        return (gather_whole(tensor, entries.get(name), ranks, rank0_only=True) for name, tensor in shard)
+
+    write_files(path, shards, head, gathered, ranks, lock_timeout)
+
+
+def write_files(
+    path: str | os.PathLike[str],
+    shards: list[FileEntries],
+    head: dict[str, str],
+    gathered: Callable[[FileEntries], Iterator[Tensor | None]],
+    ranks: Ranks,
+    lock_timeout: float,
+    *,
+    index_metadata: Mapping[str, int] | None = None,
+    finish: Callable[[], None] | None = None,
+) -> None:
+    """Writes the files of an export on rank 0, and replaces an older one.
+
+    Args:
+        shards: the entries of each file. head: the strings of each header.
+        gathered: returns the tensors of a file, one after the other; None on other ranks. All ranks iterate over it.
+        index_metadata: numbers for the index, besides ``total_size``.
+        finish: called on rank 0 before the files are moved into place.
+    """
+    export = Export(Path(path), shards, head, index_metadata) if ranks.first else None
     try:
         _wait_for(export, lock_timeout, ranks, path)
         _run_step(export.begin if export else None, (), ranks, path)
         for number, shard in enumerate(shards):
-            tensors = (gather_whole(tensor, entries.get(name), ranks, rank0_only=True) for name, tensor in shard)
+            tensors = gathered(shard)
             _run_step(partial(export.write, number, tensors) if export else None, tensors, ranks, path)
+        if finish is not None:
+            _run_step(finish if export else None, (), ranks, path)
         _run_step(export.finish if export else None, (), ranks, path)
     finally:
         if export is not None:

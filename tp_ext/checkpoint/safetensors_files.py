@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -57,8 +57,11 @@ def _size(entry: WholeTensor) -> int:
 class Export:
     """The files of one export, on the rank that writes them."""
 
-    def __init__(self, path: Path, shards: list[FileEntries], head: dict[str, str]) -> None:
+    def __init__(
+        self, path: Path, shards: list[FileEntries], head: dict[str, str], index_metadata: Mapping[str, int] | None
+    ) -> None:
         self.target, self.shards, self.head = target_of(path), shards, head
+        self.index_metadata = index_metadata or {}
         self.index = index_of(self.target)
         self.suffix = f".{secrets.token_hex(4)}.tmp"
         self.names = [self.target.name]
@@ -125,7 +128,8 @@ class Export:
         if len(names) > 1:
             place = {name: file for file, shard in zip(names, self.shards, strict=True) for name, _ in shard}
             total = sum(_size(entry) for shard in self.shards for _, entry in shard)
-            content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
+            metadata = {**self.index_metadata, "total_size": total}
+            content = {"metadata": metadata, "weight_map": dict(sorted(place.items()))}
             with self.temporary(self.index.name).open("wb") as file:
                 file.write((json.dumps(content, indent=2) + "\n").encode())
                 _sync(file)

@@ -1,0 +1,9 @@
+"""Models of transformers, sharded without a change: read from, and written to, their own files.
+
+Only this package imports transformers."""
+
+from tp_ext.huggingface.load import from_pretrained
+from tp_ext.huggingface.save import save_pretrained
+from tp_ext.huggingface.trainer import Trainer
+
+__all__ = ["Trainer", "from_pretrained", "save_pretrained"]

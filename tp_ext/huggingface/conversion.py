@@ -1,0 +1,110 @@
+"""Which tensors of the files make which tensors of a model: the conversions that transformers knows for its class.
+
+Most are one tensor under one name, or under another. Others join or split tensors, such as the experts of Mixtral:
+transformers converts those, all of a group at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import core_model_loading as core
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+
+@dataclass
+class Group:
+    """Tensors on one side and what they become on the other.
+
+    Attributes:
+        sources: names of the tensors that are converted, in order.
+        targets: name -> shape of the tensors that they become, on meta.
+        transform: how; None: one tensor under the same or another name.
+    """
+
+    sources: list[str]
+    targets: dict[str, Tensor] = field(default_factory=dict)
+    transform: Any = None
+    _patterns: list[str] = field(default_factory=list)
+    _first: str = ""
+    _renamings: list[Any] = field(default_factory=list)
+
+    def convert(self, model: transformers.PreTrainedModel, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Converts the tensors of ``sources``."""
+        if self.transform is None:
+            return dict(zip(self.targets or self.sources, tensors, strict=True))
+        transform = copy.deepcopy(self.transform)
+        for name, pattern, tensor in zip(self.sources, self._patterns, tensors, strict=True):
+            transform.add_tensor(self._first, name, pattern, tensor)
+        made = transform.convert(self._first, model=model, config=model.config)
+        return {
+            core.apply_renamings(name, self._renamings): value[0] if isinstance(value, list) else value
+            for name, value in made.items()
+        }
+
+
+def groups_to_load(model: transformers.PreTrainedModel, files: Mapping[str, Tensor]) -> tuple[list[Group], list[Any]]:
+    """Groups the tensors of files by what they become in the model.
+
+    Args:
+        files: name -> shape of each tensor of the files, on meta.
+
+    Returns:
+        The groups, and the conversions that were used: transformers reverts them when it saves.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, core.WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, core.WeightConverter)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    own = dict.fromkeys(model.state_dict())
+    wanted = {name: torch.empty(0) for name in own}
+    found: dict[str, Group] = {}
+    for name in sorted(files, key=core.dot_natural_key):
+        target, pattern = core.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = core.rename_source_key(name, [], [], model.base_model_prefix, wanted)
+        if pattern is None:
+            found.setdefault(f"{target}\0{name}", Group([name], {target: files[name]}))
+            continue
+        group = found.setdefault(target, Group([], transform=of_pattern[pattern], _first=target))
+        group.sources.append(name)
+        group._patterns.append(pattern)
+    for group in found.values():
+        if group.transform is not None:
+            group.targets = group.convert(model, [files[name] for name in group.sources])
+    return list(found.values()), [one for one in mapping if one.was_used()]
+
+
+def groups_to_save(model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[Group]:
+    """Groups the tensors of a model by what they become in files: those of ``PreTrainedModel.save_pretrained``.
+
+    Args:
+        tensors: name -> shape of each tensor to be saved, on meta.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as transformers: of a model that no files made
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [one for one in mapping if not isinstance(one, core.PrefixChange)] or None
+    reverse = [one.reverse_transform() for one in (conversions or [])[::-1]]
+    renamings = [one for one in reverse if isinstance(one, core.WeightRenaming)]
+    converters = [one for one in reverse if isinstance(one, core.WeightConverter)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    found: dict[str, Group] = {}
+    for name in tensors if conversions is None else sorted(tensors, key=core.dot_natural_key):
+        target, pattern = core.apply_converters(name, converters)
+        if pattern is None:
+            target = core.apply_renamings(name, renamings)
+            found[f"{target}\0{name}"] = Group([name], {target: tensors[name]})
+            continue
+        group = found.setdefault(target, Group([], transform=of_pattern[pattern], _first=target, _renamings=renamings))
+        group.sources.append(name)
+        group._patterns.append(pattern)
+    for group in found.values():
+        if group.transform is not None:
+            group.targets = group.convert(model, [tensors[name] for name in group.sources])
+    return list(found.values())

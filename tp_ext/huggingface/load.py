@@ -1,0 +1,268 @@
+"""A pretrained model, each rank of which reads its own slices of the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+
+from tp_ext import auto
+from tp_ext._object_collectives import call_on_all_ranks
+from tp_ext.checkpoint.entries import StateEntry, state_entries
+from tp_ext.checkpoint.gather import chunk_slices, write_full
+from tp_ext.checkpoint.safetensors_files import index_of, target_of, weight_map
+from tp_ext.checkpoint.safetensors_slices import SafetensorsFile, SlicedTensor
+from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
+from tp_ext.huggingface.conversion import Group as Tensors
+from tp_ext.huggingface.conversion import groups_to_load
+from tp_ext.huggingface.examples import example_of
+from tp_ext.mesh import mesh_axes
+from tp_ext.mesh_program.partition_spec import P
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
+    model_class: type[transformers.PreTrainedModel] | None = None,
+    dtype: torch.dtype | None = None,
+    hints: Mapping[str, str | P] | None = None,
+    example: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    device: torch.device | str | None = None,
+    **config_overrides: Any,
+) -> Any:
+    """Loads a model of transformers, sharded over a group by :func:`tp_ext.auto.plan`, in eval mode.
+
+    The model is built on meta, planned and sharded there; then each rank allocates its shards and reads their slices
+    of the safetensors files. Buffers that no file has are computed, ties made.
+
+    Args:
+        path: a folder with ``config.json`` and ``model.safetensors``, or several files and their index.
+        group: the ranks over which the model is sharded; None: one process. mesh: its axis ``tp`` is the group.
+        model_class: a class of transformers; default: the one that ``config.json`` names.
+        dtype: of the parameters; default: that of the configuration, or else of the first tensor.
+        hints: as for :func:`tp_ext.auto.plan`.
+        example: arguments of forward, for the plan; default: a few tokens, with ``labels`` where the class has a loss
+            over them; or an image.
+        device: default: torch's default device.
+        config_overrides: attributes of the configuration, such as ``attn_implementation="eager"``.
+
+    Returns:
+        The model; ``model.tp_ext_plan`` is its plan.
+
+    A parameter sharded on its first dim is read without a byte of other ranks; one sharded on its last dim row by row,
+    by whole rows where a row's slice has less than 1 KiB. A tensor that the files hold in another form, such as the
+    experts of Mixtral, is read whole and converted. Peak memory: the shards, and one tensor's shard (or, if it is
+    converted, that tensor).
+
+    Communicates: two exchanges of errors over the group, and one of fingerprints (:func:`tp_ext.auto.apply`).
+
+    Raises:
+        On all ranks: OSError: a file that cannot be read. KeyError: missing or unexpected tensors. ValueError: a tensor
+        of another shape than the configuration's; no safetensors file; an override that the configuration does not
+        have; what :func:`tp_ext.auto.plan` raises. TypeError: ``group`` and ``mesh``, or neither.
+    """
+    if group is NOT_GIVEN and mesh is None:
+        raise TypeError("group: must be given, or mesh; None: the model of one process")
+    axes = mesh_axes(group, mesh)
+    own = parallel_group(axes.group)
+    ranks = process_group(own.name) if own is not ALONE and own.name else None
+    where = torch.device(device) if device is not None else torch.get_default_device()
+    with ExitStack() as opened:
+        model, files, groups = call_on_all_ranks(
+            ranks, lambda: _prepared(Path(path), opened, model_class, dtype, where, config_overrides)
+        )
+        plan = call_on_all_ranks(ranks, lambda: _plan(model, example, own.size, hints))
+        auto.apply(plan, model, own.name or None)
+        _allocate(model, where)
+        call_on_all_ranks(ranks, lambda: _read(model, state_entries(model, own), files, groups))
+    _load_generation_config(model, Path(path))
+    return model.eval()
+
+
+def _prepared(
+    path: Path,
+    opened: ExitStack,
+    model_class: type[transformers.PreTrainedModel] | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    overrides: Mapping[str, Any],
+) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[Tensors]]:
+    """The model on meta, with its other buffers; all tensors of the files; and how these make those of the model."""
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"path: {str(path)!r} must be a folder with config.json")
+    config, unused = transformers.AutoConfig.from_pretrained(
+        str(path), local_files_only=True, return_unused_kwargs=True, **overrides
+    )
+    if unused:
+        raise ValueError(f"config_overrides: {sorted(unused)} must be attributes of {type(config).__name__}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"path: {str(path)!r} is quantized; it must be saved dequantized")
+    files = _tensors_of(path, opened)
+    if dtype is None:
+        dtype = config.dtype or next((one.dtype for one in files.values() if one.dtype.is_floating_point), None)
+    with torch.device("meta"):
+        model = (model_class or _class_of(config, path))._from_config(config, dtype=dtype)
+    _cast_to_float(model, dtype)
+    groups, conversions = groups_to_load(
+        model, {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in files.items()}
+    )
+    missing = _matched(model, groups, path)
+    _compute_buffers(model, missing, device)
+    model.tie_weights()
+    model._weight_conversions = conversions
+    return model, files, groups
+
+
+def _plan(model: transformers.PreTrainedModel, example: Any, p: int, hints: Mapping[str, str | P] | None) -> auto.Plan:
+    """The plan of the model as it trains; as it infers, if its code then branches on random numbers (LayerDrop)."""
+    arguments = example_of(model) if example is None else example
+    try:
+        return auto.plan(model.train(), arguments, p, hints=hints)
+    except ValueError:
+        return auto.plan(model.eval(), arguments, p, hints=hints)
+
+
+def _class_of(config: transformers.PreTrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
+    names = config.architectures or ["none"]
+    found = getattr(transformers, names[0], None)
+    if found is None:
+        raise ValueError(
+            f"path: {str(path)!r} names the class {names[0]!r}; pass model_class=, a class of transformers"
+        )
+    cls: type[transformers.PreTrainedModel] = found
+    return cls
+
+
+def _tensors_of(path: Path, opened: ExitStack) -> dict[str, SlicedTensor]:
+    target = target_of(path)
+    if index_of(target).exists():
+        names = sorted(set(weight_map(index_of(target)).values()))
+    elif target.exists():
+        names = [target.name]
+    else:
+        raise FileNotFoundError(f"path: {str(path)!r} must have {target.name!r} or {index_of(target).name!r}")
+    files = [opened.enter_context(SafetensorsFile(target.with_name(name))) for name in names]
+    return {name: one for file in files for name, one in file.tensors.items()}
+
+
+def _cast_to_float(model: transformers.PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """Makes those parameters fp32 that the class keeps in it."""
+    patterns = model._get_dtype_plan(dtype)
+    for name, parameter in model.named_parameters():
+        if any(pattern in name for pattern in patterns) and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+
+
+def _matched(model: transformers.PreTrainedModel, groups: list[Tensors], path: Path) -> set[str]:
+    """Checks the names and shapes of all tensors; returns those of the model that its class computes itself."""
+    own: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    made = {name: tensor for group in groups for name, tensor in group.targets.items()}
+    held = {id(own[name]) for name in made if name in own}
+    left = SimpleNamespace(
+        missing_keys={name for name, tensor in own.items() if name not in made and id(tensor) not in held},
+        unexpected_keys={name for name in made if name not in own},
+    )
+    every = set(left.missing_keys)
+    model._adjust_missing_and_unexpected_keys(left)
+    if left.missing_keys or left.unexpected_keys:
+        raise KeyError(
+            f"path: {str(path)!r} for {type(model).__name__}: missing {sorted(left.missing_keys)}, unexpected "
+            f"{sorted(left.unexpected_keys)}"
+        )
+    for group in groups:
+        group.targets = {name: tensor for name, tensor in group.targets.items() if name in own}
+        for name, tensor in group.targets.items():
+            if tensor.shape != own[name].shape:
+                raise ValueError(
+                    f"path: {name!r} has shape {tuple(tensor.shape)} in {str(path)!r} and must have "
+                    f"{tuple(own[name].shape)}, that of the configuration"
+                )
+    return every
+
+
+def _compute_buffers(model: transformers.PreTrainedModel, missing: set[str], device: torch.device) -> None:
+    """Computes what no file has: buffers that are not persistent, and ``missing``; as transformers does."""
+    computed = missing | {name for name, _ in model.named_non_persistent_buffers()}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in computed:
+            tensor._is_hf_initialized = True
+            continue
+        owner, _, own = name.rpartition(".")
+        module, real = model.get_submodule(owner), torch.empty_like(tensor, device=device)
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[own] = nn.Parameter(real, requires_grad=tensor.requires_grad)
+        else:
+            module._buffers[own] = real
+    with torch.device(device):
+        model.initialize_weights()
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Gives memory to parameters and buffers on meta; tied ones stay one."""
+    made: dict[int, Tensor] = {}
+
+    def real(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            new = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = new
+        return made[id(tensor)]
+
+    every = list(model.modules())  # their tensors live until the end, so that ids are unique
+    kept = [tensor for module in every for tensor in (*module._parameters.values(), *module._buffers.values())]
+    for module in every:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    tensors[name] = real(tensor)  # type: ignore[assignment]
+    del kept
+
+
+@torch.no_grad()
+def _read(
+    model: transformers.PreTrainedModel,
+    entries: Mapping[str, StateEntry],
+    files: Mapping[str, SlicedTensor],
+    groups: list[Tensors],
+) -> None:
+    """Reads this rank's slices; for tensors that are converted, all of them."""
+    read: dict[int, str] = {}
+    for group in groups:
+        for name, tensor in _made(model, files, group):
+            entry = entries[name]
+            first = read.setdefault(id(entry.value), name)
+            if first == name:
+                write_full(tensor, entry.value, entry.layout)
+                continue
+            for offsets, chunk, _ in entry.layout.local_chunks(entry.value)[1]:
+                if not torch.equal(tensor[chunk_slices(offsets, chunk)].to(chunk), chunk):
+                    raise ValueError(f"path: {first!r} and {name!r} are one tensor in the model and must be equal")
+
+
+def _made(
+    model: transformers.PreTrainedModel, files: Mapping[str, SlicedTensor], group: Tensors
+) -> Iterator[tuple[str, Tensor | SlicedTensor]]:
+    """The tensors of the model that a group makes; in a file where nothing is converted."""
+    if not group.targets:  # that the class ignores
+        return
+    if group.transform is None:
+        yield from ((name, files[group.sources[0]]) for name in group.targets)
+        return
+    sources = [files[name][(slice(None),) * len(files[name].shape)] for name in group.sources]
+    yield from ((name, tensor) for name, tensor in group.convert(model, sources).items() if name in group.targets)
+
+
+def _load_generation_config(model: transformers.PreTrainedModel, path: Path) -> None:
+    if model.can_generate() and (path / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)

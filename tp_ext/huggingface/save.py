@@ -1,0 +1,149 @@
+"""A sharded model written as transformers would have written the unsharded one."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from tp_ext.checkpoint.entries import state_entries
+from tp_ext.checkpoint.gather import Ranks, ranks_of
+from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
+from tp_ext.checkpoint.safetensors import write_files
+from tp_ext.checkpoint.safetensors_files import FileEntries
+from tp_ext.checkpoint.write_lock import check_lock_timeout
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.huggingface.conversion import groups_to_save
+
+
+def save_pretrained(
+    model: transformers.PreTrainedModel,
+    path: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    *,
+    group: Group = NOT_GIVEN,
+    mesh: DeviceMesh | None = None,
+    lock_timeout: float = 60.0,
+) -> None:
+    """Writes a sharded model and its configuration; the files have the bytes of ``PreTrainedModel.save_pretrained``.
+
+    Every rank calls it, rank 0 writes, all return when the files are in place, under the guarantees of
+    :func:`tp_ext.save_safetensors`: an interruption leaves the old export or the new one. Other files of the folder,
+    such as those of a tokenizer, stay.
+
+    Args:
+        path: a folder; it is made if it does not exist.
+        max_shard_size: bytes of a file, or text such as ``"5GB"``.
+        group, mesh: as :func:`tp_ext.full_state_dict`. lock_timeout: as :func:`tp_ext.save_safetensors`.
+
+    Communicates as :func:`tp_ext.save_safetensors`: rank 0 holds one full tensor at a time; if the files hold tensors
+    in another form (the experts of Mixtral), those of a layer.
+
+    Raises:
+        OSError: on every rank, if rank 0 could not write. TypeError: ``model`` is no model of transformers. ValueError:
+        ``max_shard_size``.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"model: {type(model).__name__} must be a PreTrainedModel")
+    check_lock_timeout(lock_timeout)
+    ranks = ranks_of(model, group, mesh)
+    entries = state_entries(model, ranks.groups.default)
+    ignored = model._keys_to_ignore_on_save or ()
+    full = {
+        name: torch.empty(one.shape, dtype=one.value.dtype, device="meta")
+        for name, one in entries.items()
+        if name not in ignored and not one.extra
+    }
+    groups = groups_to_save(model, remove_tied_weights_from_state_dict(full, model))
+    group_of = {name: one for one in groups for name in one.targets}
+    shapes = {name: tensor for one in groups for name, tensor in one.targets.items()}
+
+    def gathered(shard: FileEntries) -> Iterator[Tensor | None]:
+        made: dict[str, Tensor | None] = {}  # a group that the next file needs as well is gathered again
+        failure: Exception | None = None
+        for name, _ in shard:
+            if name not in made:
+                found = group_of[name]
+                sources = [
+                    gather_whole(_whole(full[one], ranks), entries[one], ranks, rank0_only=True)
+                    for one in found.sources
+                ]
+                made |= dict.fromkeys(found.targets)
+                try:
+                    if ranks.first and failure is None:
+                        made |= found.convert(model, [one for one in sources if one is not None])
+                except Exception as error:  # raised when the other ranks have sent all of this file
+                    failure = error
+                del sources
+            yield made.pop(name)
+        if failure is not None:
+            raise failure
+
+    write_files(
+        path,
+        _files(shapes, max_shard_size, ranks),
+        {"format": "pt"},
+        gathered,
+        ranks,
+        lock_timeout,
+        index_metadata={"total_parameters": _count(model, entries)},
+        finish=lambda: _save_configuration(model, Path(path)),
+    )
+
+
+def _whole(tensor: Tensor, ranks: Ranks) -> WholeTensor:
+    return WholeTensor((ranks.stage,), tensor.shape, tensor.dtype, ranks.device.type)
+
+
+def _files(tensors: dict[str, Tensor], max_size: int | str, ranks: Ranks) -> list[FileEntries]:
+    """The entries of each file, in the order of safetensors: wide dtypes first, then by name."""
+    try:
+        if isinstance(max_size, bool) or (not isinstance(max_size, str) and max_size < 1):
+            raise ValueError
+        split = split_state_dict_into_shards_factory(
+            tensors,
+            get_storage_size=get_torch_storage_size,
+            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,  # views of one tensor share a file
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_size,
+        )
+    except ValueError:
+        raise ValueError(
+            f"max_shard_size: {max_size!r} must be a positive number of bytes, or text such as '5GB'"
+        ) from None
+    return [
+        sorted(
+            ((name, _whole(tensors[name], ranks)) for name in names),
+            key=lambda one: (-one[1].dtype.itemsize, one[0]),
+        )
+        for names in split.filename_to_tensors.values()
+    ]
+
+
+def _count(model: transformers.PreTrainedModel, entries: Any) -> int:
+    """Elements of all parameters of the unsharded model, tied ones once."""
+    shapes = {id(one.value): one.shape.numel() for one in entries.values()}
+    return sum(shapes.get(id(parameter), parameter.numel()) for parameter in model.parameters())
+
+
+def _save_configuration(model: transformers.PreTrainedModel, path: Path) -> None:
+    config = copy.deepcopy(model.config)
+    plan = getattr(model, "tp_ext_plan", None)
+    for attribute, (full, _) in (plan.patches.get("", {}) if plan is not None else {}).items():
+        holder, _, own = attribute.rpartition(".")
+        if holder == "config":
+            config.__dict__[own] = full
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(path)
+    if model.can_generate():
+        model.generation_config.save_pretrained(path)
