@@ -18,7 +18,9 @@ class Peak(TorchDispatchMode):
         known = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}  # views are not new
         self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
         for tensor in result if isinstance(result, list | tuple) else [result]:
-            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            if (
+                not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().device.type == "meta"
+            ):  # a fake one, too
                 continue
             if (storage := tensor.untyped_storage())._cdata not in known:
                 self.live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.edits import Copy
-from tp_ext.auto.hooks import CopyArguments, CopyOutput, EnterParameters, LeaveParameters, SliceArgument, SumOutput
+from tp_ext.auto.hooks import (
+    CopyArguments,
+    CopyOutput,
+    EnterParameters,
+    LeaveParameters,
+    SliceArgument,
+    SumOutput,
+    refuse_adapters,
+)
 from tp_ext.auto.leaves import EnteredColumnLinear, RowConv1D, shard_embedding
 from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.logits import FullLogits, ShardLogits
@@ -65,10 +73,17 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
     reference = copy.deepcopy(model) if verify else None
     if own.size > 1:
         _Applied(plan, model, own).apply()
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     model.tp_ext_plan = plan  # type: ignore[assignment]
     if reference is not None:
         _verify(model, reference, example, group)
     return model
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    """In place of a method of transformers that would write the shards of a rank."""
+    raise RuntimeError("save_pretrained: the model is sharded; call tp_ext.huggingface.save_pretrained(model, path)")
 
 
 def _check(plan: Plan, model: nn.Module, group: ParallelGroup) -> None:
@@ -218,6 +233,7 @@ class _Applied:
 
     def register_hooks(self, own_input: set[str]) -> None:
         plan, model, group = self.plan, self.model, self.group
+        model.register_forward_pre_hook(refuse_adapters)
         for slice_ in plan.slices:
             sliced = SliceArgument(slice_.path, slice_.sharding, group)
             model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)

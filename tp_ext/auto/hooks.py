@@ -113,3 +113,13 @@ class LeaveParameters:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         for name in self.names:
             module.__dict__.pop(name, None)
+
+
+def refuse_adapters(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook of the model: raises if PEFT has put its modules into it, which know of no shards.
+
+    Raises:
+        RuntimeError: on all ranks, before the first collective of the forward.
+    """
+    if "peft_config" in module.__dict__:
+        raise RuntimeError("model: has adapters of PEFT, which know of no shards; use tp_ext.add_lora")

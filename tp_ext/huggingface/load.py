@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -17,7 +18,8 @@ from torch.distributed import DeviceMesh
 from tp_ext import auto
 from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.checkpoint.entries import StateEntry, state_entries
-from tp_ext.checkpoint.gather import chunk_slices, write_full
+from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
+from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.safetensors_files import index_of, target_of, weight_map
 from tp_ext.checkpoint.safetensors_slices import SafetensorsFile, SlicedTensor
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
@@ -89,6 +91,29 @@ def from_pretrained(
     return model.eval()
 
 
+def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[str]) -> None:
+    """Reads the files of a folder into a sharded model that exists.
+
+    Communicates and raises as :func:`from_pretrained`, without its plan.
+    """
+    ranks = ranks_of(model, NOT_GIVEN)
+    entries = state_entries(model, ranks.groups.default)
+    shapes = {name: one.shape for name, one in entries.items()}
+    with ExitStack() as opened:
+
+        def read() -> None:
+            files = _tensors_of(Path(path), opened)
+            groups, _ = groups_to_load(model, _shapes(files))
+            _matched(model, groups, Path(path), shapes)
+            _read(model, entries, files, groups)
+
+        call_on_all_ranks(ranks.axes[0] if ranks.axes else None, read)
+
+
+def _shapes(files: Mapping[str, SlicedTensor]) -> dict[str, Tensor]:
+    return {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in files.items()}
+
+
 def _prepared(
     path: Path,
     opened: ExitStack,
@@ -98,25 +123,22 @@ def _prepared(
     overrides: Mapping[str, Any],
 ) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[Tensors]]:
     """The model on meta, with its other buffers; all tensors of the files; and how these make those of the model."""
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"path: {str(path)!r} must be a folder with config.json")
-    config, unused = transformers.AutoConfig.from_pretrained(
+    cls = model_class or _class_of(path)
+    config, unused = cls.config_class.from_pretrained(
         str(path), local_files_only=True, return_unused_kwargs=True, **overrides
     )
     if unused:
         raise ValueError(f"config_overrides: {sorted(unused)} must be attributes of {type(config).__name__}")
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"path: {str(path)!r} is quantized; it must be saved dequantized")
+        raise ValueError(f"path: {str(path)!r} has quantized weights, and must be saved without quantization")
     files = _tensors_of(path, opened)
     if dtype is None:
         dtype = config.dtype or next((one.dtype for one in files.values() if one.dtype.is_floating_point), None)
     with torch.device("meta"):
-        model = (model_class or _class_of(config, path))._from_config(config, dtype=dtype)
+        model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)
-    groups, conversions = groups_to_load(
-        model, {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in files.items()}
-    )
-    missing = _matched(model, groups, path)
+    groups, conversions = groups_to_load(model, _shapes(files))
+    missing = _matched(model, groups, path, {name: one.shape for name, one in model.state_dict().items()})
     _compute_buffers(model, missing, device)
     model.tie_weights()
     model._weight_conversions = conversions
@@ -132,14 +154,13 @@ def _plan(model: transformers.PreTrainedModel, example: Any, p: int, hints: Mapp
         return auto.plan(model.eval(), arguments, p, hints=hints)
 
 
-def _class_of(config: transformers.PreTrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
-    names = config.architectures or ["none"]
-    found = getattr(transformers, names[0], None)
-    if found is None:
-        raise ValueError(
-            f"path: {str(path)!r} names the class {names[0]!r}; pass model_class=, a class of transformers"
-        )
-    cls: type[transformers.PreTrainedModel] = found
+def _class_of(path: Path) -> type[transformers.PreTrainedModel]:
+    """The class that a configuration names."""
+    with open_regular(path / "config.json") as file:
+        names = json.loads(file.read()).get("architectures") or [None]
+    cls = getattr(transformers, names[0] or "", None)
+    if cls is None:
+        raise ValueError(f"path: {str(path)!r} is of the class {names[0]!r}; pass model_class=, one of transformers")
     return cls
 
 
@@ -163,8 +184,10 @@ def _cast_to_float(model: transformers.PreTrainedModel, dtype: torch.dtype | Non
             parameter.data = parameter.data.float()
 
 
-def _matched(model: transformers.PreTrainedModel, groups: list[Tensors], path: Path) -> set[str]:
-    """Checks the names and shapes of all tensors; returns those of the model that its class computes itself."""
+def _matched(
+    model: transformers.PreTrainedModel, groups: list[Tensors], path: Path, shapes: Mapping[str, torch.Size]
+) -> set[str]:
+    """Checks the names and full shapes of all tensors; returns those of the model that its class computes itself."""
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
     made = {name: tensor for group in groups for name, tensor in group.targets.items()}
     held = {id(own[name]) for name in made if name in own}
@@ -182,10 +205,10 @@ def _matched(model: transformers.PreTrainedModel, groups: list[Tensors], path: P
     for group in groups:
         group.targets = {name: tensor for name, tensor in group.targets.items() if name in own}
         for name, tensor in group.targets.items():
-            if tensor.shape != own[name].shape:
+            if tensor.shape != shapes[name]:
                 raise ValueError(
                     f"path: {name!r} has shape {tuple(tensor.shape)} in {str(path)!r} and must have "
-                    f"{tuple(own[name].shape)}, that of the configuration"
+                    f"{tuple(shapes[name])}, that of the configuration"
                 )
     return every
 
