@@ -80,7 +80,7 @@ def test_trainer_trains_as_one_process(folder, tmp_path, monkeypatch):
         assert shape == (6, 7, 144)
     saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "sharded" / "final")
     for one, other in zip(saved.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # the loss is in fp32
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "sharded" / "checkpoint-4")
     assert again.dtype == torch.float64
 
