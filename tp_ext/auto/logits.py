@@ -23,14 +23,21 @@ SAME_COLUMNS = {
     "type_as",
 }  # fmt: skip
 POINTWISE = {
-    "mul", "div", "add", "sub", "__mul__", "__truediv__", "__add__", "__sub__", "__rmul__", "true_divide", "mul_",
-    "div_", "add_", "sub_", "__imul__", "__itruediv__", "__iadd__", "__isub__", "__radd__", "__rsub__",
+    "mul", "div", "add", "sub", "__mul__", "__truediv__", "__add__", "__sub__", "__rmul__", "true_divide",
+    "__radd__", "__rsub__",
+}  # fmt: skip
+IN_PLACE = {
+    **{f"{name}_": getattr(Tensor, name) for name in ("mul", "div", "add", "sub")}, "__imul__": Tensor.mul,
+    "__itruediv__": Tensor.div, "__iadd__": Tensor.add, "__isub__": Tensor.sub,
 }  # fmt: skip
 LOCAL = {
     "dim", "ndimension", "element_size", "is_floating_point", "is_complex", "requires_grad_", "is_contiguous",
     "get_device", "register_hook", "retain_grad", "backward", "data_ptr", "storage_offset", "stride",
     "untyped_storage", "is_inference", "is_conj", "is_neg", "is_pinned", "is_shared", "as_subclass",
 }  # fmt: skip
+
+
+OPERATORS = {f"__i{name}__" for name in ("floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")}
 
 
 class ShardedLogits(Tensor):
@@ -68,9 +75,13 @@ class ShardedLogits(Tensor):
             found = _HANDLERS.get(func, _HANDLERS.get(name, lambda *_: NotImplemented))(cls, func, x, args, kwargs)
         if found is not NotImplemented:
             return found
-        full = x.full()
+        full, written = x.full(), bool(args) and args[0] is x and _writes(name)
         args = [full if a is x else _gathered(a) for a in args]
-        return func(*args, **{key: full if value is x else _gathered(value) for key, value in kwargs.items()})
+        result = func(*args, **{key: full if value is x else _gathered(value) for key, value in kwargs.items()})
+        if not written:
+            return result
+        torch.utils.swap_tensors(x, full)  # the caller's object has all columns from now on
+        return x if result is full else result
 
     @classmethod
     def _vocab(cls) -> int:
@@ -86,6 +97,11 @@ def logits_type(group: ParallelGroup, sizes: tuple[int, ...]) -> type[ShardedLog
 def local(x: Any) -> Any:
     """The plain tensor of this rank's columns."""
     return x.as_subclass(Tensor) if isinstance(x, ShardedLogits) else x
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in OPERATORS
 
 
 def _gathered(value: Any) -> Any:
@@ -184,6 +200,14 @@ def _item(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> 
     return func(local(x), args[1]).as_subclass(cls)
 
 
+def _in_place(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
+    """Puts a new tensor into the object: autograd cannot write through two aliases, the object and its plain tensor."""
+    if args[0] is not x:
+        return NotImplemented
+    torch.utils.swap_tensors(x, _pointwise(cls, IN_PLACE[func.__name__], x, args, kwargs))
+    return x
+
+
 _Handler = Callable[[Cls, Any, ShardedLogits, Args, Kwargs], Any]
 _HANDLERS: dict[Any, _Handler] = {
     F.cross_entropy: _cross_entropy,
@@ -201,6 +225,7 @@ _HANDLERS: dict[Any, _Handler] = {
     "__getitem__": _item,
     **dict.fromkeys(SAME_COLUMNS, _same),
     **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys(IN_PLACE, _in_place),
 }
 
 

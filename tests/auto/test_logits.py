@@ -1,0 +1,69 @@
+"""Code of a model that writes into its logits, which are sharded."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tp_ext
+from tests.helpers.ranks import run
+from tp_ext import auto
+
+
+def _scaled(x: Tensor) -> Tensor:
+    x.div_(2.0)
+    return x
+
+
+def _operator(x: Tensor) -> Tensor:
+    x *= 3
+    return x
+
+
+def _added_to_itself(x: Tensor) -> Tensor:
+    y = x.mul_(3.0)
+    return x + y
+
+
+def _capped(x: Tensor) -> Tensor:  # tanh_ needs all columns here: the object has them afterwards
+    x /= 2
+    x.tanh_()
+    return x * x
+
+
+def _loss(x: Tensor) -> Tensor:
+    x.add_(1.0)
+    return F.cross_entropy(x.flatten(0, 1), torch.arange(x.shape[0] * x.shape[1]) % 5)
+
+
+class _Model(nn.Module):
+    def __init__(self, written):
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(12, 8), nn.LayerNorm(8), nn.Linear(8, 12, bias=False)
+        self.written = written
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.written(self.head(self.norm(self.table(ids))))
+
+
+def _writes(group, written):
+    dense, ids = _Model(written).double(), torch.arange(15).view(3, 5) % 12
+    plan = auto.plan(dense, (ids,), 2)
+    assert plan.heads == ["head"]
+    sharded = auto.apply(plan, copy.deepcopy(dense), group)
+    expected, found = dense(ids), sharded(ids)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    layouts, own = dict(tp_ext.layouts(sharded)), dict(sharded.named_parameters())
+    for name, parameter in dense.named_parameters():
+        whole = parameter.grad
+        shard = layouts[name].shard(whole) if layouts.get(name) else whole
+        torch.testing.assert_close(own[name].grad, shard, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("written", [_scaled, _operator, _added_to_itself, _capped, _loss])
+def test_what_code_writes_into_sharded_logits_is_written_into_all_of_them(written):
+    run(_writes, 2, written)
