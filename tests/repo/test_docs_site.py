@@ -11,7 +11,18 @@ import tp_ext
 from tests.helpers.paths import ROOT
 
 API = ROOT / "docs" / "reference" / "api"
-MODULES = ("group", "sharding", "random", "regions", "shm", "symmetric_memory", "megatron", "debug", "auto")
+MODULES = (
+    "group",
+    "sharding",
+    "random",
+    "regions",
+    "shm",
+    "symmetric_memory",
+    "megatron",
+    "debug",
+    "auto",
+    "huggingface",
+)
 
 
 def hook(name):

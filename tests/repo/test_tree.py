@@ -26,6 +26,7 @@ ORDER = [
     {"nn"},
     {"checkpoint", "parallel", "mesh_program"},
     {"auto", "debug"},
+    {"huggingface"},
     {"__init__"},
 ]
 # These folders work on modules and their shardings, and import no layer
@@ -127,13 +128,17 @@ def test_only_benchmarks_import_tests():
 
 def test_only_the_package_is_imported_by_the_package():
     allowed = {"torch", "safetensors", "tp_ext"}
-    optional = {"type_rules": {"spmd_types"}}  # imported when it is used, by name
+    optional = {  # imported when they are used, by name
+        "debug/type_rules.py": {"spmd_types"},
+        "huggingface": {"accelerate", "huggingface_hub", "transformers"},
+    }
     for file in PACKAGE:
+        place = file.relative_to(ROOT / "tp_ext").as_posix()
+        more = set[str]().union(*(names for path, names in optional.items() if place.startswith(path)))
         for name in imports(file):
             top = name.split(".")[0]
-            assert top in allowed | optional.get(file.stem, set()) or top in sys.stdlib_module_names, (
-                f"{file.name} imports {name}"
-            )
+            assert top in allowed | more or top in sys.stdlib_module_names, f"{file.name} imports {name}"
+            assert name != "tp_ext.huggingface" or place.startswith("huggingface"), f"{file.name} imports transformers"
 
 
 # C++

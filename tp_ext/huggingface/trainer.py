@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
@@ -56,8 +57,6 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         if self._ranks == 1:
             return
-        from accelerate.data_loader import prepare_data_loader
-
         accelerator = self.accelerator
 
         def same_batches(loader: Any, **_: Any) -> Any:

@@ -1,0 +1,100 @@
+"""Fine-tunes a model of transformers on text, tensor-parallel, by the Trainer of transformers.
+
+``torchrun --standalone --nproc-per-node 2 examples/finetune_hf.py``: without ``--model`` a tiny random Llama over
+bytes, which is saved first and then loaded as any other. With ``--model`` a folder with config.json, safetensors files
+and a tokenizer.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from data import read_text
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import tp_ext.huggingface
+
+BYTES = 256
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a pretrained model; default: a tiny one is made")
+    parser.add_argument("--data", type=Path, help="a text file, or a folder; default: Python's own source")
+    parser.add_argument("--out", type=Path, default=Path("runs/finetune_hf"))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64, help="of a row")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--resume", type=Path, help="a checkpoint folder of an earlier run, of any number of ranks")
+    return parser.parse_args()
+
+
+def make_tiny_model(path: Path) -> Path:
+    """Saves a random Llama over bytes, as rank 0."""
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=BYTES,
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        LlamaForCausalLM(config).save_pretrained(path)
+    dist.barrier()
+    return path
+
+
+def rows_of(tokens: list[int], length: int) -> list[dict[str, torch.Tensor]]:
+    blocks = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
+    return [{"input_ids": block, "labels": block} for block in blocks]
+
+
+def main() -> None:
+    args = options()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    text = read_text(args.data, limit=400_000)
+    tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else None
+    tokens = list(text) if tokenizer is None else tokenizer(text.decode(errors="ignore"))["input_ids"]
+    model = tp_ext.huggingface.from_pretrained(
+        args.model or make_tiny_model(args.out / "model"), group=dist.group.WORLD, use_cache=False
+    )
+    trainer = tp_ext.huggingface.Trainer(
+        model,
+        TrainingArguments(
+            output_dir=str(args.out),
+            max_steps=args.steps,
+            per_device_train_batch_size=args.batch_size,
+            learning_rate=args.lr,
+            logging_steps=10,
+            save_steps=args.steps // 2 or 1,
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+        ),
+        train_dataset=rows_of(tokens, args.tokens),
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=str(args.resume) if args.resume else None)
+    trainer.save_model(str(args.out / "final"))  # LlamaForCausalLM.from_pretrained reads it
+
+    prompt = torch.tensor([tokens[:16]], device=model.device)
+    written = model.eval().generate(prompt, max_new_tokens=32, do_sample=False, use_cache=True)[0].tolist()
+    if dist.get_rank() == 0:
+        print(
+            "written:",
+            repr(bytes(written).decode(errors="replace")) if tokenizer is None else tokenizer.decode(written),
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""examples/finetune_hf.py on two ranks and on one; its result is read by transformers alone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from tests.helpers.paths import ROOT
+
+
+def _run(p, out, *options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={p}"]
+    run = subprocess.run(
+        [*command, str(ROOT / "examples" / "finetune_hf.py"), "--out", str(out), "--steps", "4", *options],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "written:" in run.stdout
+
+
+def test_the_example_trains_alike_on_one_rank_and_on_two_and_goes_on_from_one(tmp_path):
+    _run(1, tmp_path / "one")
+    _run(2, tmp_path / "two")
+    checkpoint = str(tmp_path / "two" / "checkpoint-2")
+    _run(1, tmp_path / "resumed", "--resume", checkpoint)
+    one, two, resumed = (
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / name / "final") for name in ("one", "two", "resumed")
+    )
+    for expected, trained, again in zip(one.parameters(), two.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(trained, expected, rtol=1e-3, atol=3e-4)
+        torch.testing.assert_close(again, expected, rtol=1e-3, atol=3e-4)
+    start = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "one" / "model")
+    assert (start.lm_head.weight - one.lm_head.weight).abs().max().item() == pytest.approx(4 * 3e-3, rel=0.9)
