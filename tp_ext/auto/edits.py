@@ -79,3 +79,21 @@ class Collective:
     module: str
     direction: str
     bytes: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """The result of a module's first call, for pictures.
+
+    Attributes:
+        module: name of the module. kind: its class. is_leaf: it calls no other module.
+        shape, local: of its first tensor, full and on rank 0.
+        state: ``"sharded"``, ``"partial"`` (it is summed over the ranks next) or ``"replicated"``.
+    """
+
+    module: str
+    kind: str
+    is_leaf: bool
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    state: str

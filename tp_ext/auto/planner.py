@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from tp_ext.auto.choose import Cut, Decision, carries, choose, local_length
 from tp_ext.auto.dims import Atom, atoms, contains, length
-from tp_ext.auto.edits import Collective, Draw
+from tp_ext.auto.edits import Collective, Draw, Output
 from tp_ext.auto.flow import VIEWS, Flow, Problem, find_flow
 from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, merged
+from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.rules import Rule, from_notation
 from tp_ext.auto.trace import Record, tensors, trace
@@ -147,14 +148,8 @@ class _Planner:
     def __init__(
         self, model: nn.Module, example: Any, p: int, record: Record, hints: Mapping[str, str | P], budget: float | None
     ) -> None:
-        self.model, self.example, self.p, self.record, self.hints, self.budget = (
-            model,
-            example,
-            p,
-            record,
-            hints,
-            budget,
-        )
+        self.model, self.example, self.p = model, example, p
+        self.record, self.hints, self.budget = record, hints, budget
         self.why: dict[str, str] = {}  # parameters that a round left whole, with the reason
         self.modules = dict(model.named_modules(remove_duplicate=False))
         names: dict[int, list[str]] = {}
@@ -360,7 +355,13 @@ class _Planner:
             example=described(self.example),
             proofs=state.proofs,
             bytes_of_element={n: t.element_size() for n, t in self.record.parameters.values()},
+            outputs=self.outputs(state),
         )
+
+    def outputs(self, state: _State) -> list[Output]:
+        summed = {one.module for one in state.flow.sums} | {n for n, role in state.roles.items() if role != "column"}
+        sizes = {atom: size for one in state.decisions for atom, size in one.sizes(0).items()}
+        return outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
 
     def reason(self, name: str, state: _State) -> str:
         """Why a parameter stays whole."""

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_ext.auto.edits import Collective, Copy, Draw, Slice, Sum
+from tp_ext.auto import picture
+from tp_ext.auto.edits import Collective, Copy, Draw, Output, Slice, Sum
 from tp_ext.sharding import Part, Sharding
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Plan:
         example: the example's structure, tensors as shape and dtype; None if it holds other objects.
         proofs: for each rank, a hash of the calls of the local model on fakes, with their shapes.
         bytes_of_element: name of a parameter -> bytes of an element, once for tied ones.
+        outputs: the results of the modules, in the order of their first calls.
     """
 
     p: int
@@ -56,6 +58,7 @@ class Plan:
     example: Any = None
     proofs: list[str] = field(default_factory=list)
     bytes_of_element: dict[str, int] = field(default_factory=dict)
+    outputs: list[Output] = field(default_factory=list)
 
     @property
     def fingerprint(self) -> str:
@@ -100,6 +103,9 @@ class Plan:
             for module, changes in data["patches"].items()
         }
         data["collectives"] = [Collective(**one) for one in data["collectives"]]
+        data["outputs"] = [
+            Output(**{**one, "shape": tuple(one["shape"]), "local": tuple(one["local"])}) for one in data["outputs"]
+        ]
         data["shapes"] = {name: tuple(shape) for name, shape in data["shapes"].items()}
         return cls(**data)
 
@@ -146,6 +152,19 @@ class Plan:
             if not any(name == pattern or name.endswith("." + pattern) for pattern in tp_plan):
                 differences.append(f"{name}: not in the other, {role} here")
         return differences
+
+    def draw(self, path: str | FilePath, module: str | None = None) -> None:
+        """Draws a module: its parameters, its modules in the order of their calls with their results, each sharded,
+        partial or replicated by colour, and the collectives between them.
+
+        Args:
+            path: a file ``*.png`` or ``*.svg``. Needs matplotlib.
+            module: name of a module; default: the first of the largest list of layers, else the model.
+
+        Raises:
+            ValueError: another suffix; a module that the example does not call. ImportError: no matplotlib.
+        """
+        picture.draw(self, path, module)
 
     def parameter_bytes(self, rank: int | None = None) -> int:
         """Returns the bytes of all parameters, of the full model or of a rank."""
