@@ -6,6 +6,7 @@ composition (data, pipeline, checkpoints) is torch's own.
 
 from tp_ext import auto as auto
 from tp_ext import debug as debug
+from tp_ext import optim as optim
 from tp_ext import shm as shm
 from tp_ext import symmetric_memory as symmetric_memory
 from tp_ext._build import __version__, build_info
@@ -117,6 +118,7 @@ __all__ = [
     "matmul_2d",
     "merge_lora",
     "name_modules",
+    "optim",
     "parallelize",
     "pmax",
     "pmean",

@@ -25,7 +25,7 @@ ORDER = [
     {""},
     {"nn"},
     {"checkpoint", "parallel", "mesh_program"},
-    {"auto", "debug"},
+    {"auto", "debug", "optim"},
     {"huggingface"},
     {"__init__"},
 ]

@@ -1,0 +1,6 @@
+"""Optimizers of sharded parameters that look beyond an element; others, such as AdamW, are torch's own."""
+
+from tp_ext.optim.muon import Muon
+from tp_ext.optim.parameters import split_parameters
+
+__all__ = ["Muon", "split_parameters"]

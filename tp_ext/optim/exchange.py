@@ -1,0 +1,148 @@
+"""An exchange of tensors among all ranks of several axes, one all-to-all along each axis.
+
+A tensor goes to its destinations along one axis after the other, so that no group of all ranks is needed, and goes only
+once along an axis, whatever the number of destinations behind it. All ranks know who sends what to whom.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_ALIGNMENT = 8  # bytes: of the widest dtype
+
+
+class Axes(NamedTuple):
+    """The axes of the ranks that share work. A rank's number has the coordinate of the first axis as its fastest digit.
+
+    Attributes:
+        groups: this rank's group along each axis.
+    """
+
+    groups: tuple[ProcessGroup, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of ranks of each axis."""
+        return tuple(group.size() for group in self.groups)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.number([group.rank() for group in self.groups])
+
+    def number(self, place: Sequence[int]) -> int:
+        """Returns the number of the rank at these coordinates."""
+        number = 0
+        for index, size in zip(reversed(place), reversed(self.sizes), strict=True):
+            number = number * size + index
+        return number
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Returns the coordinates of a rank."""
+        place = []
+        for size in self.sizes:
+            rank, index = divmod(rank, size)
+            place.append(index)
+        return tuple(place)
+
+    def distance(self, a: int, b: int) -> int:
+        """Returns the number of axes along which a tensor goes from one rank to the other."""
+        return sum(x != y for x, y in zip(self.place(a), self.place(b), strict=True))
+
+
+class Item(NamedTuple):
+    """A tensor that one rank sends to several, itself possibly among them."""
+
+    source: int
+    targets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the wire, with alignment."""
+        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Hop(NamedTuple):
+    """The items that this rank sends and receives along an axis, by the other rank's index in the group."""
+
+    group: ProcessGroup
+    sent: list[list[int]]
+    received: list[list[int]]
+
+
+class Exchange:
+    """An exchange of the same items each time.
+
+    Args:
+        items: the items of all ranks, the same list on every rank.
+        device: on which the ranks communicate.
+    """
+
+    def __init__(self, items: Sequence[Item], axes: Axes, device: torch.device) -> None:
+        self.items, self.device = items, device
+        self.rank = axes.rank
+        here = axes.place(self.rank)
+        places = [axes.place(rank) for rank in range(axes.ranks)]
+        self._hops: list[_Hop] = []
+        for axis, group in enumerate(axes.groups):
+            hop = _Hop(group, [[] for _ in range(group.size())], [[] for _ in range(group.size())])
+            used = False
+            for index, item in enumerate(items):
+                start = places[item.source]
+                reached = {(*places[target][: axis + 1], *start[axis + 1 :]) for target in item.targets}
+                for to in sorted(reached):
+                    if to[axis] == start[axis] or not _same_row(to, here, axis):
+                        continue
+                    used = True
+                    if here[axis] == start[axis]:
+                        hop.sent[to[axis]].append(index)
+                    if here[axis] == to[axis]:
+                        hop.received[start[axis]].append(index)
+            if used:
+                self._hops.append(hop)
+
+    def __call__(self, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Returns the items that reach this rank, by index; ``given`` are those that it is the source of.
+
+        Communicates: one all-to-all along each axis along which an item goes.
+        """
+        held = dict(given)
+        for group, sent, received in self._hops:
+            send = torch.empty(sum(self._sizes(sent)), dtype=torch.uint8, device=self.device)
+            receive = torch.empty(sum(self._sizes(received)), dtype=torch.uint8, device=self.device)
+            for index, view in self._views(send, sent):
+                view.copy_(held[index])
+            dist.all_to_all_single(receive, send, self._sizes(received), self._sizes(sent), group=group)
+            held.update(self._views(receive, received))
+        return {index: tensor for index, tensor in held.items() if self.rank in self.items[index].targets}
+
+    def _sizes(self, lists: list[list[int]]) -> list[int]:
+        return [sum(self.items[index].bytes for index in of_one) for of_one in lists]
+
+    def _views(self, buffer: Tensor, lists: list[list[int]]) -> list[tuple[int, Tensor]]:
+        """Returns the items of a buffer, each in its shape and dtype."""
+        views, start = [], 0
+        for index in (index for of_one in lists for index in of_one):
+            item = self.items[index]
+            size = torch.Size(item.shape).numel() * item.dtype.itemsize
+            views.append((index, buffer[start : start + size].view(item.dtype).view(item.shape)))
+            start += item.bytes
+        return views
+
+
+def _same_row(place: tuple[int, ...], other: tuple[int, ...], axis: int) -> bool:
+    """Returns whether two ranks are in one group along the axis."""
+    return place[:axis] == other[:axis] and place[axis + 1 :] == other[axis + 1 :]

@@ -1,0 +1,115 @@
+"""The matrices of a parameter: the parts of its layout and the indices of its leading dim, each orthogonalized on its
+own, and the blocks of them that a rank holds.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tp_ext.sharding import Layout
+
+
+class Box(NamedTuple):
+    """A rectangle of a full tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.sizes).numel()
+
+    def within(self, other: "Box") -> "Box | None":
+        """Returns the common rectangle, None if there is none."""
+        starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
+        stops = [min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True)]
+        if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
+            return None
+        return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+    def view(self, tensor: Tensor, origin: Sequence[int]) -> Tensor:
+        """Returns the rectangle of a tensor whose first element has the index ``origin`` in the full tensor."""
+        for dim, (start, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, start - origin[dim], size)
+        return tensor
+
+
+class Held(NamedTuple):
+    """A rectangle that a rank holds.
+
+    Attributes:
+        box: the rectangle of the full tensor.
+        local: its first index in the local tensor.
+        owned: whether the rank provides its values to others.
+    """
+
+    box: Box
+    local: tuple[int, ...]
+    owned: bool
+
+
+class ShardOf(NamedTuple):
+    """A rank's shard of a parameter, as the ranks tell each other.
+
+    Attributes:
+        shape: that of the full tensor.
+        matrices: the rectangles that are orthogonalized on their own, in order; the same on every rank.
+        held: the rectangles that this rank holds.
+    """
+
+    shape: tuple[int, ...]
+    matrices: tuple[Box, ...]
+    held: tuple[Held, ...]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns what this rank stores of a tensor, without its history."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def shard_of(param: Tensor, layout: Layout) -> ShardOf:
+    """Returns this rank's shard of the parameter; communicates nothing.
+
+    Raises:
+        ValueError: the parameter has another length than the layout gives this rank.
+    """
+    shape, chunks = layout.local_chunks(param)
+    local = local_tensor(param)
+    held = []
+    for offsets, view, owned in chunks:
+        start = _start_of(view, local)
+        held.append(Held(Box(offsets, tuple(view.shape)), start, owned))
+    return ShardOf(tuple(shape), tuple(_matrices(shape, layout)), tuple(held))
+
+
+def _start_of(view: Tensor, local: Tensor) -> tuple[int, ...]:
+    """Returns the first index of a view, made by ``narrow``, in the tensor that it is a view of."""
+    distance = int(view.storage_offset() - local.storage_offset())
+    starts = [0] * local.dim()
+    for dim in sorted(range(local.dim()), key=lambda dim: local.stride(dim), reverse=True):
+        if local.shape[dim] > 1 and local.stride(dim):
+            starts[dim], distance = divmod(distance, local.stride(dim))
+    return tuple(starts)
+
+
+def _matrices(shape: torch.Size, layout: Layout) -> Iterator[Box]:
+    """Yields the matrices of a full tensor: the last two dims are cut into the parts of the layout."""
+    ndim = len(shape)
+    cuts: dict[int, list[int]] = {}
+    for sharding, _ in layout:  # the first entry of a dim has the parts of the full dim
+        cuts.setdefault(sharding.dim % ndim, [part.size for part in sharding.parts if part.size])
+    rows, columns = (_spans(cuts.get(dim, [shape[dim]])) for dim in (ndim - 2, ndim - 1))
+    for index in range(shape[:-2].numel()):
+        for row, height in rows:
+            for column, width in columns:
+                if height and width:
+                    first = () if ndim == 2 else (index,)
+                    yield Box((*first, row, column), (*((1,) * len(first)), height, width))
+
+
+def _spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns (start, size) of consecutive intervals."""
+    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]

@@ -1,0 +1,278 @@
+"""Muon for sharded parameters: momentum orthogonalized by Newton-Schulz, of the full matrices.
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is scalable for LLM
+training" (arXiv:2502.16982), whose learning rate is ``adjust_lr_fn="match_rms_adamw"``.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from tp_ext._object_collectives import all_gather_objects
+from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.stages import Stages
+from tp_ext.optim.exchange import Axes
+from tp_ext.optim.matrices import ShardOf, local_tensor, shard_of
+from tp_ext.optim.parameters import Placed
+from tp_ext.optim.work import Bucket, Plan, buckets, find_matrices
+
+_RATES = (None, "original", "match_rms_adamw", "spectral_unclamped")
+_FORMS = ("auto", "gather", "gram")
+
+
+class Muon(Optimizer):
+    """Muon for matrices, AdamW for other parameters, of a model sharded in any way: over the groups of its layouts, by
+    FSDP2 over data axes, in stages of a pipeline.
+
+    ``B <- momentum B + (1 - momentum) G``; ``U = momentum B + (1 - momentum) G`` (Nesterov; else B);
+    ``W <- (1 - lr weight_decay) W - lr' NS(U)``, with ``lr' = lr max(1, rows / columns)^0.5`` or as ``adjust_lr_fn``
+    says. ``NS`` and ``lr'`` are those of a whole matrix of the unsharded model, on any number of ranks. A matrix is a
+    part of the parameter's :class:`Sharding` (q, k and v, gate and up each on its own), of a 3-D parameter one of each
+    index of its first dim. A matrix is orthogonalized by one rank; the ranks share the matrices, those of replicas too.
+
+    ``state`` has tensors of the shapes of the local parameters, so checkpoints and full states hold it as that of other
+    optimizers. Of a parameter with one part, one process computes the bits of ``torch.optim.Muon``; ``form="gather"``
+    computes the bits of one process from equal gradients, on any number of ranks.
+
+    Args:
+        params: the matrices, 2-D or 3-D, in a form that ``torch.optim`` takes (:func:`split_parameters` finds them).
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as ``torch.optim.Muon``.
+        adamw_params: the parameters for AdamW, in the same forms; groups may have an ``lr`` and ``weight_decay`` of
+            their own, and ``betas`` and ``adamw_eps``.
+        betas, adamw_eps: as ``betas`` and ``eps`` of ``torch.optim.AdamW``.
+        ns_dtype: dtype of the orthogonalization, in which matrices are sent.
+        form: what ranks send to the one that orthogonalizes: "gather" the matrix; "gram" its Gram matrix (X X^T), at
+            least in fp32, where every rank holds the whole short side; "auto" what is fewer bytes.
+        bucket_cap_mb: MiB of matrices in ``ns_dtype`` that are exchanged at a time.
+        model: the model, or the stages that this rank holds, whose layouts are used, and over whose replicas (DDP) the
+            matrices are shared. Without it the layouts are those that parameters carry. Needed under FSDP2.
+        group: the group of parameters that carry ``tp_sharding`` alone; with ``model`` as for :func:`full_state_dict`.
+        mesh: with ``model``, in place of ``group``: a mesh with axes among ``pp``, ``dp``, ``cp`` and ``tp``, over
+            whose replicas, too, the matrices are shared.
+
+    Communicates: in the first step, and when other parameters have gradients than before, one exchange of shapes over
+    each axis. In each step, for each bucket, two all-to-alls over each axis over which the matrices are sharded or
+    replicated (docs/guide/optimizers.md).
+
+    Raises:
+        ValueError: an argument out of its range; a parameter of one dim; a DTensor without ``model``; in the first
+            step, ranks with different parameters. TypeError: a dtype that is not a floating one.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw_params: Any = (),
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        form: str = "auto",
+        bucket_cap_mb: float = 256,
+        model: Stages | None = None,
+        group: Group = NOT_GIVEN,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        if not isinstance(ns_dtype, torch.dtype) or not ns_dtype.is_floating_point:
+            raise TypeError(f"ns_dtype: {ns_dtype!r} must be a floating dtype")
+        if form not in _FORMS:
+            raise ValueError(f"form: {form!r} must be one of {', '.join(_FORMS)}")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb: {bucket_cap_mb!r} must be positive")
+        if mesh is not None and model is None:
+            raise ValueError("mesh: must be given together with model")
+        self._ns_dtype, self._form, self._bucket_bytes = ns_dtype, form, int(bucket_cap_mb * 2**20)
+        self._placed = Placed(model, group, mesh)
+        self._key: tuple[int, ...] | None = None
+        self._buckets: list[Bucket] = []
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+        }
+        matrices = [{**one, "use_muon": True} for one in _groups(params)]
+        others = [{**one, "use_muon": False} for one in _groups(adamw_params)]
+        super().__init__([*matrices, *others], defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, for AdamW if it has ``use_muon=False``.
+
+        Raises:
+            ValueError: see the class; nothing has been added.
+        """
+        whole = {**self.defaults, "use_muon": True, **param_group}
+        _check_options(whole)
+        super().add_param_group({**param_group, "use_muon": bool(whole["use_muon"])})
+        if not whole["use_muon"]:
+            return
+        start = sum(len(group["params"]) for group in self.param_groups[:-1])
+        try:
+            for number, param in enumerate(self.param_groups[-1]["params"], start):
+                if param.dim() not in (2, 3):
+                    raise ValueError(
+                        f"params: parameter {number}, of shape {tuple(param.shape)}, must have 2 or 3 dims; pass it in "
+                        "adamw_params"
+                    )
+                if not param.is_floating_point():
+                    raise TypeError(f"params: parameter {number} is {param.dtype} and must be of a floating dtype")
+                self._placed.layout(param, number)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes a step; parameters without a gradient stay as they are, and must be the same on all ranks.
+
+        Args:
+            closure: as ``torch.optim``.
+
+        Communicates: see the class.
+
+        Raises:
+            ValueError: ranks with different parameters. RuntimeError: a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices: list[tuple[Tensor, dict[str, Any], int]] = []
+        number = 0
+        for group in self.param_groups:
+            with_gradient = [param for param in group["params"] if param.grad is not None]
+            for param in with_gradient:
+                if param.grad.is_sparse:
+                    raise RuntimeError(f"params: a gradient of shape {tuple(param.shape)} is sparse and must be dense")
+            if group["use_muon"]:
+                options = {**group, "lr": float(group["lr"])}
+                matrices += [(p, options, number + i) for i, p in enumerate(group["params"]) if p.grad is not None]
+            elif with_gradient:
+                self._step_adamw(with_gradient, group)
+            number += len(group["params"])
+        if any(group["use_muon"] and group["params"] for group in self.param_groups):
+            self._step_muon(matrices)
+        return loss
+
+    def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any], int]]) -> None:
+        key = tuple(number for _, _, number in matrices)
+        if key != self._key:
+            self._buckets, self._key = self._planned(matrices), key
+        params = [local_tensor(param) for param, _, _ in matrices]
+        options = [of for _, of, _ in matrices]
+        last = {index: bucket for bucket in self._buckets for index in bucket.params}
+        updates: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            for index in bucket.params:
+                if index not in updates:
+                    updates[index] = self._momentum(matrices[index][0], options[index])
+                    params[index].mul_(1 - options[index]["lr"] * options[index]["weight_decay"])
+            bucket.step(params, updates, options)
+            for index in bucket.params:
+                if last[index] is bucket:
+                    del updates[index]
+
+    def _momentum(self, param: Tensor, options: dict[str, Any]) -> Tensor:
+        """Updates the momentum of a parameter and returns what is orthogonalized of it."""
+        assert param.grad is not None
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param.grad, memory_format=torch.preserve_format)
+        momentum, grad = local_tensor(state["momentum_buffer"]), local_tensor(param.grad)
+        momentum.lerp_(grad, 1 - options["momentum"])
+        return grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
+
+    def _planned(self, matrices: list[tuple[Tensor, dict[str, Any], int]]) -> list[Bucket]:
+        found = [self._placed.layout(param, number) for param, _, number in matrices]
+        axes, device = self._placed.ranks((param for param, _, _ in matrices), (layout for _, layout in found))
+        shards = [shard_of(param, layout) for (param, _, _), (_, layout) in zip(matrices, found, strict=True)]
+        reports = _shards_of_all(shards, axes)
+        plan = Plan(axes, device, self._ns_dtype, self._form, self._bucket_bytes)
+        steps = [options["ns_steps"] for _, options, _ in matrices]
+        return [
+            Bucket(assigned, shards, plan)
+            for assigned in buckets(find_matrices(reports, [name for name, _ in found]), steps, plan)
+        ]
+
+    def _step_adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        averages, squares, steps = [], [], []
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            averages.append(local_tensor(state["exp_avg"]))
+            squares.append(local_tensor(state["exp_avg_sq"]))
+            steps.append(state["step"])
+        adamw(
+            [local_tensor(param) for param in params],
+            [local_tensor(param.grad) for param in params if param.grad is not None],
+            averages,
+            squares,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
+
+
+def _groups(params: Any) -> list[dict[str, Any]]:
+    """Returns parameters in a form that ``torch.optim`` takes as groups."""
+    if isinstance(params, Tensor):
+        raise TypeError(f"params: a tensor of shape {tuple(params.shape)} must be an iterable of parameters or groups")
+    given = list(params)
+    if given and isinstance(given[0], dict):
+        return given
+    return [{"params": given}]
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raises ValueError unless the options of a group are in their ranges."""
+    for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
+        if not float(options[name]) >= 0:
+            raise ValueError(f"{name}: {options[name]!r} must be at least 0")
+    if not isinstance(options["ns_steps"], int) or not 0 <= options["ns_steps"] < 100:
+        raise ValueError(f"ns_steps: {options['ns_steps']!r} must be an integer of at least 0 and less than 100")
+    if len(options["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients: {options['ns_coefficients']!r} must be three numbers")
+    if options["adjust_lr_fn"] not in _RATES:
+        raise ValueError(f"adjust_lr_fn: {options['adjust_lr_fn']!r} must be one of {_RATES}")
+    if len(options["betas"]) != 2 or not all(0 <= beta < 1 for beta in options["betas"]):
+        raise ValueError(f"betas: {options['betas']!r} must be two numbers in [0, 1)")
+
+
+def _shards_of_all(shards: list[ShardOf], axes: Axes) -> list[list[ShardOf]]:
+    """Returns the shards of all ranks, in the order of their numbers.
+
+    Communicates: one exchange of objects over each axis.
+    """
+    reports = [shards]
+    for axis in axes.groups:
+        gathered: Iterable[list[list[ShardOf]]] = all_gather_objects(reports, axis)
+        reports = [one for of_rank in gathered for one in of_rank]
+    return reports

@@ -1,0 +1,110 @@
+"""The layouts of an optimizer's parameters, the ranks that hold them, and the choice of parameters for Muon."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
+
+from tp_ext.checkpoint.gather import Ranks, ranks_of
+from tp_ext.group import NOT_GIVEN, Group, parallel_group
+from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
+from tp_ext.nn.fqn import layouts, resolve_fqn
+from tp_ext.nn.stages import Stages, joined
+from tp_ext.optim.exchange import Axes
+from tp_ext.sharding import Layout
+
+_NOT_HIDDEN = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, VocabParallelLMHead, _ConvNd)
+
+
+class Placed:
+    """The parameters of an optimizer with their layouts.
+
+    Args:
+        model: the model, or the stages of this rank; None: the layouts are those that the parameters carry.
+        group, mesh: as for :func:`tp_ext.full_state_dict`.
+    """
+
+    def __init__(self, model: Stages | None, group: Group, mesh: DeviceMesh | None) -> None:
+        self._group, self._mesh = group, mesh
+        self.model = None if model is None else joined(model)
+        self._known: dict[Tensor, tuple[str, Layout]] = {}
+        if self.model is not None:
+            default = ranks_of(self.model, group, mesh).groups.default
+            for name, param in self.model.named_parameters():
+                self._known[param] = name, resolve_fqn(self.model, name, default).layout
+
+    def layout(self, param: Tensor, number: int) -> tuple[str, Layout]:
+        """Returns the name and the layout of a parameter of the optimizer, its ``number`` in it.
+
+        Raises:
+            ValueError: it is not the model's; or there is no model, and it is a DTensor, or a shard whose group is not
+                known.
+        """
+        shape = tuple(param.shape)
+        if self.model is not None:
+            if param not in self._known:
+                raise ValueError(
+                    f"params: parameter {number}, of shape {shape}, must be one of the model's; under FSDP2 optimizers "
+                    "are made after fully_shard"
+                )
+            return self._known[param]
+        layout, name = getattr(param, "tp_layout", None), f"parameter {number}"
+        if isinstance(param, DTensor) and layout is None:
+            raise ValueError(
+                f"model: must be given for parameter {number}, a DTensor of shape {shape}: FSDP2 does not keep "
+                "the layouts on its parameters"
+            )
+        if layout is None and (sharding := getattr(param, "tp_sharding", None)) is not None:
+            if self._group is NOT_GIVEN:
+                raise ValueError(
+                    f"group: must be given for parameter {number}, of shape {shape}, which carries tp_sharding alone"
+                )
+            layout = Layout((sharding, parallel_group(self._group)))
+        return name, layout or Layout()
+
+    def ranks(self, params: Iterable[Tensor], found: Iterable[Layout]) -> tuple[Axes, torch.device]:
+        """Returns the axes of the ranks that hold these parameters, and the device on which they communicate."""
+        if self.model is not None:
+            return _axes(ranks_of(self.model, self._group, self._mesh))
+        carrier = nn.Module()
+        carrier.tp_layouts = {str(i): layout for i, layout in enumerate(found)}  # type: ignore[assignment]
+        for index, param in enumerate(params):
+            carrier.register_parameter(str(index), nn.Parameter(param, requires_grad=False))
+        return _axes(ranks_of(carrier, NOT_GIVEN, self._mesh))
+
+
+def _axes(ranks: Ranks) -> tuple[Axes, torch.device]:
+    return Axes(tuple(group for group in ranks.stage_axes if group.size() > 1)), ranks.device
+
+
+def split_parameters(model: Stages) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Returns the parameters that Muon is meant for, and the others: ``matrices, others = split_parameters(model)``.
+
+    The first are the matrices of hidden layers and stacks of them (experts, 3-D). The others are vectors, parameters of
+    embeddings, heads and convolutions, and what is tied to one. A head is a :class:`VocabParallelLMHead`, or what
+    ``model.get_output_embeddings()`` returns, as in ``transformers``; another linear as a head is to be moved by hand.
+    Frozen parameters are in neither.
+
+    Args:
+        model: a module, wrapped or not, or the stages of a pipeline that this rank holds.
+
+    Communicates nothing.
+
+    Raises:
+        TypeError: neither a module nor a list of modules.
+    """
+    whole = joined(model)
+    outside: set[Tensor] = set()
+    for module in whole.modules():
+        heads: list[nn.Module] = [module] if isinstance(module, _NOT_HIDDEN) else []
+        if callable(find := getattr(module, "get_output_embeddings", None)):
+            heads += [head] if isinstance(head := find(), nn.Module) else []
+        outside.update(param for head in heads for param in head.parameters())
+    known = dict(whole.named_parameters())
+    params = [known[name] for name, _ in layouts(whole) if known[name].requires_grad]
+    hidden = [param for param in params if param.dim() in (2, 3) and param not in outside]
+    chosen = set(hidden)
+    return hidden, [param for param in params if param not in chosen]

@@ -1,0 +1,297 @@
+"""The work of a step of Muon: which rank orthogonalizes which matrix, and what the ranks exchange for it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tp_ext.optim.exchange import Axes, Exchange, Item
+from tp_ext.optim.matrices import Box, Held, ShardOf
+from tp_ext.optim.newton_schulz import (
+    adjusted_lr,
+    cost,
+    gram_dtype,
+    gram_factor,
+    gram_matrix,
+    orthogonalized,
+    times_factor,
+)
+
+
+class Plan(NamedTuple):
+    """The options of a plan.
+
+    Attributes:
+        axes: the axes of the ranks that share the work.
+        device: on which they communicate and orthogonalize.
+        dtype: that of the orthogonalization.
+        form: "auto", "gather" or "gram".
+        bucket_bytes: the bytes of matrices that are exchanged at a time.
+    """
+
+    axes: Axes
+    device: torch.device
+    dtype: torch.dtype
+    form: str
+    bucket_bytes: int
+
+
+class Matrix(NamedTuple):
+    """A matrix and where it is.
+
+    Attributes:
+        param: the index of its parameter.
+        box: its rectangle of the full tensor.
+        sources: the rectangles that make it up -> the ranks that can provide each.
+        holders: the rectangles that ranks hold of it -> those ranks.
+    """
+
+    param: int
+    box: Box
+    sources: dict[Box, tuple[int, ...]]
+    holders: dict[Box, tuple[int, ...]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.box.sizes[-2:]
+        return rows, columns
+
+    @property
+    def tall(self) -> bool:
+        return self.shape[0] > self.shape[1]
+
+    def candidates(self) -> Sequence[int]:
+        """Returns the ranks that may orthogonalize it: those that hold all of it, or any of it."""
+        return self.holders.get(self.box) or sorted({rank for ranks in self.holders.values() for rank in ranks})
+
+
+class Assigned(NamedTuple):
+    """A matrix and the rank that orthogonalizes it.
+
+    Attributes:
+        matrix: the matrix.
+        owner: the rank.
+        gram: whether the ranks send Gram matrices, not their rectangles.
+        senders: the rank that sends each rectangle.
+    """
+
+    matrix: Matrix
+    owner: int
+    gram: bool
+    senders: dict[Box, int]
+
+
+def find_matrices(reports: Sequence[Sequence[ShardOf]], names: Sequence[str]) -> list[Matrix]:
+    """Returns the matrices of all parameters, from the shards of all ranks.
+
+    Raises:
+        ValueError: the ranks have different parameters, or do not hold each element of a matrix; the same on every
+            rank.
+    """
+    for rank, shards in enumerate(reports):
+        kinds = [(one.shape, one.matrices) for one in shards]
+        if kinds != (first := [(one.shape, one.matrices) for one in reports[0]]):
+            raise ValueError(
+                f"params: the parameters with gradients must be the same on all ranks; the first has "
+                f"{len(first)} of shapes {[shape for shape, _ in first]}, rank {rank} has {len(kinds)} of shapes "
+                f"{[shape for shape, _ in kinds]}"
+            )
+    found = []
+    for index, first_shard in enumerate(reports[0]):
+        for box in first_shard.matrices:
+            sources: dict[Box, list[int]] = {}
+            holders: dict[Box, list[int]] = {}
+            for rank, shards in enumerate(reports):
+                for held in shards[index].held:
+                    if common := held.box.within(box):
+                        holders.setdefault(common, []).append(rank)
+                        if held.owned:
+                            sources.setdefault(common, []).append(rank)
+            if (numel := sum(one.numel for one in sources)) != box.numel:
+                raise ValueError(
+                    f"params: {names[index]} of full shape {first_shard.shape}: the ranks must hold each of the "
+                    f"{box.numel} elements of {tuple(box.sizes)} at {tuple(box.offsets)}, and hold {numel}"
+                )
+            found.append(
+                Matrix(index, box, {b: tuple(r) for b, r in sources.items()}, {b: tuple(r) for b, r in holders.items()})
+            )
+    return found
+
+
+def buckets(matrices: Sequence[Matrix], steps: Sequence[int], plan: Plan) -> Iterator[list[Assigned]]:
+    """Yields the matrices with their owners, in buckets of at least ``bucket_bytes``; the same on every rank.
+
+    In each bucket the matrix that costs most goes first, to the candidate with the least work so far.
+    """
+    bucket: list[Matrix] = []
+    for index, matrix in enumerate(matrices):
+        bucket.append(matrix)
+        full = sum(one.box.numel for one in bucket) * plan.dtype.itemsize >= plan.bucket_bytes
+        if full or index == len(matrices) - 1:
+            yield _assigned(bucket, steps, plan)
+            bucket = []
+
+
+def _assigned(bucket: Sequence[Matrix], steps: Sequence[int], plan: Plan) -> list[Assigned]:
+    load = [0] * plan.axes.ranks
+    made: dict[int, Assigned] = {}
+    dearest = sorted(range(len(bucket)), key=lambda i: (-cost(bucket[i].shape, steps[bucket[i].param], False), i))
+    for index in dearest:
+        matrix = bucket[index]
+        owner = min(matrix.candidates(), key=lambda rank: (load[rank], rank))
+        made[index] = one = _with_owner(matrix, owner, plan)
+        load[owner] += cost(matrix.shape, steps[matrix.param], one.gram)
+    return [made[index] for index in range(len(bucket))]
+
+
+def _with_owner(matrix: Matrix, owner: int, plan: Plan) -> Assigned:
+    if owner in matrix.holders.get(matrix.box, ()):
+        return Assigned(matrix, owner, False, {matrix.box: owner})
+    senders = {
+        box: min(ranks, key=lambda rank: (plan.axes.distance(rank, owner), rank))
+        for box, ranks in matrix.sources.items()
+    }
+    short = min(matrix.shape)
+    whole = all(box.sizes[-1 if matrix.tall else -2] == short for box in (*matrix.sources, *matrix.holders))
+    others = {rank for ranks in matrix.holders.values() for rank in ranks} - {owner}
+    of_gram = short**2 * gram_dtype(plan.dtype).itemsize * (len({*senders.values()} - {owner}) + len(others))
+    numbers = [box.numel for box, rank in senders.items() if rank != owner]
+    numbers += [box.numel for box, ranks in matrix.holders.items() for rank in ranks if rank != owner]
+    smaller = of_gram < sum(numbers) * plan.dtype.itemsize
+    return Assigned(matrix, owner, whole and (plan.form == "gram" or (plan.form == "auto" and smaller)), senders)
+
+
+class Sent(NamedTuple):
+    """The meaning of an item of an exchange: a rectangle of a matrix of the bucket, or None for its Gram matrix or
+    factor."""
+
+    matrix: int
+    box: Box | None
+
+
+class Bucket:
+    """The matrices that the ranks exchange at a time.
+
+    Args:
+        assigned: the matrices, the same list on every rank.
+        shards: this rank's shard of each parameter.
+        plan: the options.
+
+    Attributes:
+        params: the indices of their parameters.
+    """
+
+    def __init__(self, assigned: Sequence[Assigned], shards: Sequence[ShardOf], plan: Plan) -> None:
+        self.assigned, self.plan = assigned, plan
+        self.rank = plan.axes.rank
+        self.params = sorted({one.matrix.param for one in assigned})
+        self.own: list[dict[Box, Held]] = []  # this rank's rectangles of each matrix
+        for one in assigned:
+            held = shards[one.matrix.param].held
+            self.own.append({common: h for h in held if (common := h.box.within(one.matrix.box))})
+        self.collected: list[Sent] = []
+        self.distributed: list[Sent] = []
+        to_owner: list[Item] = []
+        from_owner: list[Item] = []
+        for index, one in enumerate(assigned):
+            square = (min(one.matrix.shape),) * 2
+            if one.gram:
+                wide = gram_dtype(plan.dtype)
+                holders = {rank for ranks in one.matrix.holders.values() for rank in ranks}
+                for rank in sorted({*one.senders.values()}):
+                    to_owner.append(Item(rank, (one.owner,), square, wide))
+                    self.collected.append(Sent(index, None))
+                from_owner.append(Item(one.owner, tuple(sorted(holders)), square, wide))
+                self.distributed.append(Sent(index, None))
+                continue
+            for box, rank in one.senders.items():
+                to_owner.append(Item(rank, (one.owner,), box.sizes, plan.dtype))
+                self.collected.append(Sent(index, box))
+            for box, ranks in one.matrix.holders.items():
+                from_owner.append(Item(one.owner, ranks, box.sizes, plan.dtype))
+                self.distributed.append(Sent(index, box))
+        self.collect = Exchange(to_owner, plan.axes, plan.device)
+        self.distribute = Exchange(from_owner, plan.axes, plan.device)
+
+    def step(
+        self, params: Sequence[Tensor], updates: Mapping[int, Tensor], options: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Subtracts from the local parameters the orthogonalized matrices times the learning rates.
+
+        Args:
+            params: this rank's local parameters.
+            updates: the matrices to orthogonalize, as this rank holds them, by parameter.
+            options: of each parameter.
+
+        Communicates: an all-to-all of matrices or Gram matrices to their owners, along each axis over which ranks hold
+        different shards or replicas; another of the results.
+        """
+        given = {
+            index: self._contribution(sent, updates)
+            for index, sent in enumerate(self.collected)
+            if self.collect.items[index].source == self.rank
+        }
+        results = self._results(self.collect(given), options)
+        given = {}
+        for index, sent in enumerate(self.distributed):
+            if self.distribute.items[index].source == self.rank:
+                result, origin = results[sent.matrix], self.assigned[sent.matrix].matrix.box.offsets
+                given[index] = result if sent.box is None else sent.box.view(result, origin)
+        for index, tensor in self.distribute(given).items():
+            sent = self.distributed[index]
+            one = self.assigned[sent.matrix]
+            of = options[one.matrix.param]
+            lr = adjusted_lr(of["lr"], of["adjust_lr_fn"], *one.matrix.shape)
+            for box, held in self.own[sent.matrix].items():
+                if sent.box not in (None, box):
+                    continue
+                value = tensor
+                if one.gram:
+                    block = _view(updates[one.matrix.param], box, held).flatten(0, -2)
+                    block = block.to(self.plan.device, gram_dtype(self.plan.dtype))
+                    value = times_factor(block, tensor, one.matrix.tall).view(box.sizes)
+                _view(params[one.matrix.param], box, held).add_(value.to(params[one.matrix.param].device), alpha=-lr)
+
+    def _contribution(self, sent: Sent, updates: Mapping[int, Tensor]) -> Tensor:
+        """Returns what this rank sends to the owner of a matrix."""
+        one = self.assigned[sent.matrix]
+        update, own = updates[one.matrix.param], self.own[sent.matrix]
+        if sent.box is not None:
+            return _view(update, sent.box, own[sent.box]).to(self.plan.device, self.plan.dtype)
+        total: Tensor | None = None
+        for box in (box for box, rank in one.senders.items() if rank == self.rank):
+            block = _view(update, box, own[box]).flatten(0, -2).to(self.plan.device, gram_dtype(self.plan.dtype))
+            gram = gram_matrix(block, one.matrix.tall)
+            total = gram if total is None else total + gram
+        assert total is not None
+        return total
+
+    def _results(self, collected: Mapping[int, Tensor], options: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+        """Returns the orthogonalized matrices, or factors, of which this rank is the owner, by their index."""
+        wholes: dict[int, Tensor] = {}
+        for index, tensor in collected.items():  # in the order of the items, so that sums do not depend on the rank
+            sent = self.collected[index]
+            one = self.assigned[sent.matrix]
+            if sent.box is None:
+                wholes[sent.matrix] = wholes[sent.matrix] + tensor if sent.matrix in wholes else tensor
+                continue
+            if sent.matrix not in wholes:
+                wholes[sent.matrix] = torch.empty(one.matrix.box.sizes, dtype=self.plan.dtype, device=self.plan.device)
+            sent.box.view(wholes[sent.matrix], one.matrix.box.offsets).copy_(tensor)
+        results = {}
+        for index, whole in wholes.items():
+            one = self.assigned[index]
+            of = options[one.matrix.param]
+            how = of["ns_coefficients"], of["ns_steps"], of["eps"]
+            if one.gram:
+                results[index] = gram_factor(whole, *how)
+            else:
+                results[index] = orthogonalized(whole.view(one.matrix.shape), *how).view(one.matrix.box.sizes)
+        return results
+
+
+def _view(local: Tensor, box: Box, held: Held) -> Tensor:
+    """Returns the rectangle ``box`` of a local tensor, within one that the rank holds."""
+    origin = [start - local for start, local in zip(held.box.offsets, held.local, strict=True)]
+    return box.view(local, origin)
