@@ -118,3 +118,11 @@ def test_training_is_that_of_the_unsharded_model(kind, p, form):
     want = trained(None, "unsharded")
     for got in ranks.run(trained, p, kind, form=form):
         torch.testing.assert_close(got, want, **CLOSE)
+
+
+def test_bits_of_the_gathered_form_do_not_depend_on_the_ranks():
+    want = trained(None, "unsharded", 3, torch.float32)
+    for kind, p in (("tp", 2), ("tp", 4), ("two axes", 4), ("fsdp2", 4)):
+        for got in ranks.run(trained, p, kind, 3, torch.float32, form="gather"):
+            for mine, theirs in zip(got, want, strict=True):
+                assert [k for k in theirs if not torch.equal(mine[k], theirs[k])] == [], (kind, p)

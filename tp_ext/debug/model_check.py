@@ -36,6 +36,7 @@ from tp_ext.nn.module import ParallelModule
 from tp_ext.nn.stages import Stages, joined
 from tp_ext.nn.tied import copies_in
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
+from tp_ext.parallel.optimizer_guard import find_beyond_elements
 
 Batch = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
 
@@ -84,6 +85,7 @@ def findings(
     - no layer with a group in a job of several ranks;
     - a dropout of torch between a column and a row linear, ``sequence_parallel`` in one of the two only;
     - parameters of ``optimizer`` that are not the model's: it was made before layers were replaced;
+    - an ``optimizer`` that computes with whole tensors, such as ``torch.optim.Muon`` or Adafactor, over shards;
     - a ``batch`` that differs over the ranks.
 
     Args:
@@ -110,7 +112,7 @@ def findings(
     unsharded = mesh is not None and parallel_group(over.group).size == 1
     forgotten = _forgotten(model) if group is NOT_GIVEN and not unsharded else []
     alone = [*forgotten, *misplaced(model), *(foreign_parameters(model, optimizer) if optimizer is not None else ())]
-    alone += find_mixed_wrappers(model)
+    alone += [*find_mixed_wrappers(model), *(find_beyond_elements(model, optimizer) if optimizer is not None else ())]
     if group is not NOT_GIVEN and group is not None:
         return _findings_over(group_name(group), model, alone, batch)
     groups = model_groups(model) if mesh is None else model_groups(model, over.group, over.named)
