@@ -126,3 +126,247 @@ def test_bits_of_the_gathered_form_do_not_depend_on_the_ranks():
         for got in ranks.run(trained, p, kind, 3, torch.float32, form="gather"):
             for mine, theirs in zip(got, want, strict=True):
                 assert [k for k in theirs if not torch.equal(mine[k], theirs[k])] == [], (kind, p)
+
+
+def _parts(param, layout):
+    """The matrices of a full tensor: its parts, of a stack each."""
+    sizes = [part.size for part in layout[0][0].parts] if layout and layout[0][0].dim == 0 else [len(param)]
+    return [one for part in param.split(sizes) for one in (part if part.dim() == 3 else [part])]
+
+
+@pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw", "spectral_unclamped"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_one_process_has_the_bits_of_torch(adjust_lr_fn, nesterov):
+    """Of each part as a parameter of its own, and of torch's AdamW for the others."""
+    model = made(dtype=torch.float32)
+    matrices, others = split_parameters(model)
+    names = {param: name for name, param in model.named_parameters()}
+    table = dict(tp_ext.layouts(model))
+    plain = {
+        param: [nn.Parameter(one.detach().clone()) for one in _parts(param.detach(), _table(table, names, param))]
+        for param in matrices
+    }
+    theirs = {param: nn.Parameter(param.detach().clone()) for param in others}
+    options = {"lr": 0.02, "weight_decay": 0.05, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
+    mine = Muon(matrices, **options, adamw_params=others)
+    muon = torch.optim.Muon([one for parts in plain.values() for one in parts], **options)
+    adamw = torch.optim.AdamW(theirs.values(), lr=0.02, weight_decay=0.05)
+    for step in range(3):
+        give_gradients(model, step)
+        for param, parts in plain.items():
+            for one, grad in zip(parts, _parts(param.grad, _table(table, names, param)), strict=True):
+                one.grad = grad.clone()
+        for param, own in theirs.items():
+            own.grad = param.grad.clone()
+        for optimizer in (mine, muon, adamw):
+            optimizer.step()
+    for param, parts in plain.items():
+        got = _parts(param.detach(), _table(table, names, param))
+        assert all(torch.equal(a, b) for a, b in zip(got, parts, strict=True)), names[param]
+    assert all(torch.equal(param, own) for param, own in theirs.items())
+
+
+def _table(table, names, param):
+    return table[names[param]]
+
+
+def test_parameters_are_split_by_what_they_are():
+    model = made()
+    names = {param: name for name, param in model.named_parameters()}
+    matrices, others = split_parameters(model)
+    assert {names[param] for param in matrices} == {
+        "attention.qkv.weight",
+        "attention.out.weight",
+        "mlp.up.weight",
+        "mlp.down.weight",
+        "down.weight",
+        "router.weight",
+        "experts.weight",
+    }
+    assert {names[param] for param in others} >= {"embedding.weight", "down.bias", "router.bias"}
+    assert len(matrices) + len(others) == len(names)
+
+
+def _communicated(group, form, ns_dtype):
+    """The counts of a step of one SwiGLU MLP after the first, and the bytes of its matrices."""
+    layer = tp_ext.ParallelMLP(8, 64, activation="swiglu", bias=False, group=group)
+    optimizer = Muon(layer.parameters(), ns_dtype=ns_dtype, form=form)
+    give_gradients(layer, 0)
+    optimizer.step()
+    with tp_ext.debug.count_collectives() as counts:
+        optimizer.step()
+    return counts.by_kind(), counts.wire_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("p", [2, 4])
+def test_bytes_are_those_of_the_guide(p, dtype):
+    """Over all ranks, of three matrices of 64 x 8: 2 (p - 1) / p of their bytes; 2 (p - 1) of their Gram matrices'."""
+    for form, numel in (("gather", 64 * 8 / p), ("auto", 8 * 8)):
+        found = ranks.run(_communicated, p, form, dtype)
+        assert all(kinds == {"all_to_all": 2} for kinds, _ in found)
+        assert sum(wire for _, wire in found) == 3 * 2 * (p - 1) * numel * dtype.itemsize
+    assert ranks.run(_communicated, 1, "auto", dtype) == [({}, 0)]
+
+
+def _half_of_the_gradients(group, drop):
+    model = made(group)
+    optimizer = optimizer_of(model)
+    for step, left in enumerate(("mlp", "attention", "")):
+        give_gradients(model, step)
+        if group is not None and drop and group.rank():
+            left = "down"
+        for name, param in model.named_parameters():
+            if left and name.startswith(left):
+                param.grad = None
+        optimizer.step()
+    return tp_ext.full_state_dict(model)
+
+
+def test_parameters_without_a_gradient_stay():
+    want = _half_of_the_gradients(None, False)
+    for got in ranks.run(_half_of_the_gradients, 2, False):
+        torch.testing.assert_close(got, want, **CLOSE)
+    message = "params: the parameters with gradients must be the same on all ranks"
+    ranks.run_raises(_half_of_the_gradients, 2, ValueError, message, True, in_turns=False)
+
+
+def _small_buckets(group):
+    """One matrix at a time."""
+    model = made(group)
+    optimizer = optimizer_of(model, bucket_cap_mb=1e-6)
+    train(model, optimizer, 2)
+    return tp_ext.full_state_dict(model)
+
+
+def test_buckets_do_not_change_the_update():
+    for got in ranks.run(_small_buckets, 2):
+        torch.testing.assert_close(got, trained(None, "unsharded", 2)[0], **CLOSE)
+
+
+def _stages(group, microsteps=3):
+    """A model in two stages of two tensor-parallel ranks; without a group both stages in one process."""
+    mesh = None if group is None else mesh_of(2, 1, 1, 2)
+    tp = None if group is None else mesh["tp"]
+    tp_ext.manual_seed(3)
+    with default_dtype(torch.float64):
+        whole = nn.ModuleDict({f"{i}": tp_ext.ParallelMLP(HIDDEN, FFN, group=tp) for i in range(4)})
+    held = range(4) if group is None else range(2 * mesh["pp"].get_local_rank(), 2 * mesh["pp"].get_local_rank() + 2)
+    stage = nn.ModuleDict({f"{i}": whole[f"{i}"] for i in held})
+    optimizer = Muon(*(split := split_parameters(stage))[:1], adamw_params=split[1], ns_dtype=torch.float64)
+    for step in range(microsteps):
+        give_gradients(whole, step)
+        optimizer.step()
+    where = {} if mesh is None else {"mesh": mesh}
+    return (
+        tp_ext.full_state_dict(stage, **where),
+        tp_ext.full_optimizer_state_dict(stage, optimizer, **where)["state"],
+    )
+
+
+def test_stages_of_a_pipeline():
+    want = _stages(None)
+    for got in ranks.run(_stages, 4):
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+def _saved(group, path):
+    model = made(group)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 2)
+    tp_ext.save_checkpoint(path, model, optimizer)
+
+
+def _resumed(group, path):
+    model = made(group)
+    optimizer = optimizer_of(model)
+    tp_ext.load_checkpoint(path, model, optimizer)
+    train(model, optimizer, 2, first=2)
+    return tp_ext.full_state_dict(model)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_at_three(tmp_path):
+    ranks.run(_saved, 2, tmp_path / "step")
+    want = trained(None, "unsharded", 4)[0]
+    for got in ranks.run(_resumed, 3, tmp_path / "step"):
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+def _each_shard(group):
+    """The wrong recipe: torch's optimizer over local tensors."""
+    layer = tp_ext.ColumnParallelLinear(8, 12, bias=False, group=group, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.zero_()
+    give_gradients(layer, 0)
+    updates = []
+    for kind, options in ((Muon, {"ns_dtype": torch.bfloat16}), (torch.optim.Muon, {})):
+        own = nn.Parameter(layer.weight.detach().clone())
+        own.grad = layer.weight.grad
+        if kind is Muon:
+            own.tp_layout = layer.weight.tp_layout
+        kind([own], lr=1.0, **options).step()
+        updates.append(own.detach())
+    return layer.weight.tp_layout.unshard([updates[0]]) if group is None else None, updates
+
+
+def test_orthogonalizing_each_shard_is_another_update():
+    whole, (ours, theirs) = _each_shard(None)
+    assert torch.equal(ours, theirs)
+    for rank, (_, (ours, theirs)) in enumerate(ranks.run(_each_shard, 2)):
+        want = whole.tensor_split(2)[rank]
+        assert (ours - want).abs().max() < 0.02 < 0.1 < (theirs - want).abs().max()  # bf16
+
+
+PARAM = torch.ones(4, 4, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "exception", "match"),
+    [
+        ({"lr": -1.0}, ValueError, "lr: -1.0 must be at least 0"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay: -0.1 must be at least 0"),
+        ({"momentum": -0.1}, ValueError, "momentum: -0.1 must be at least 0"),
+        ({"eps": float("nan")}, ValueError, "eps: nan must be at least 0"),
+        ({"ns_steps": 100}, ValueError, "ns_steps: 100 must be an integer of at least 0 and less than 100"),
+        ({"ns_coefficients": (1.0, 2.0)}, ValueError, r"ns_coefficients: \(1.0, 2.0\) must be three numbers"),
+        ({"adjust_lr_fn": "best"}, ValueError, "adjust_lr_fn: 'best' must be one of"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas: \(0.9, 1.0\) must be two numbers in"),
+        ({"ns_dtype": torch.int32}, TypeError, "ns_dtype: torch.int32 must be a floating dtype"),
+        ({"form": "star"}, ValueError, "form: 'star' must be one of auto, gather, gram"),
+        ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb: 0 must be positive"),
+        ({"mesh": 3}, ValueError, "mesh: must be given together with model"),
+        ({"params": PARAM}, TypeError, r"params: a tensor of shape \(4, 4\) must be an iterable"),
+        ({"params": [torch.ones(4)]}, ValueError, r"params: parameter 0, of shape \(4,\), must have 2 or 3 dims"),
+        ({"params": [torch.ones(4, 4).cfloat()]}, TypeError, "params: parameter 0 is torch.complex64 and must be"),
+        ({"model": nn.Linear(4, 4)}, ValueError, r"params: parameter 0, of shape \(4, 4\), must be one of the model's"),
+        ({"model": 3}, TypeError, "module: 3 must be a module, or a list of the stages"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) and "params" not in value else "",
+)
+def test_bad_input(options, exception, match):
+    with pytest.raises(exception, match=match):
+        Muon(**{"params": [PARAM]} | options)
+
+
+def _without_model(group):
+    layer = tp_ext.ParallelMLP(4, 8, group=None)
+    fully_shard(layer, mesh=mesh_of(1, 2, 1, 1)["dp"])
+    Muon([layer.up.weight])
+
+
+def _with_sharding_alone(group):
+    param = nn.Parameter(torch.ones(2, 4))
+    param.tp_sharding = Sharding(0, [4])
+    Muon([param])
+
+
+def test_layouts_that_are_not_known():
+    ranks.run_raises(_without_model, 2, ValueError, "model: must be given for parameter 0, a DTensor", in_turns=False)
+    ranks.run_raises(_with_sharding_alone, 2, ValueError, "group: must be given for parameter 0, of shape")
+
+
+def test_sparse_gradients():
+    param = nn.Parameter(torch.ones(4, 4))
+    param.grad = torch.ones(4, 4).to_sparse()
+    with pytest.raises(RuntimeError, match=r"params: a gradient of shape \(4, 4\) is sparse and must be dense"):
+        Muon([param]).step()

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from tp_ext.sharding import Layout
 
 
-class Box(NamedTuple):
-    """A rectangle of a full tensor."""
+class Chunk(NamedTuple):
+    """A chunk (a rectangle) of a full tensor: its first index and its sizes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -22,31 +22,31 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return torch.Size(self.sizes).numel()
 
-    def within(self, other: "Box") -> "Box | None":
-        """Returns the common rectangle, None if there is none."""
+    def within(self, other: "Chunk") -> "Chunk | None":
+        """Returns the chunk that both have in common, None if there is none."""
         starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
         stops = [min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True)]
         if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
             return None
-        return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+        return Chunk(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
     def view(self, tensor: Tensor, origin: Sequence[int]) -> Tensor:
-        """Returns the rectangle of a tensor whose first element has the index ``origin`` in the full tensor."""
+        """Returns the chunk of a tensor whose first element has the index ``origin`` in the full tensor."""
         for dim, (start, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, start - origin[dim], size)
         return tensor
 
 
 class Held(NamedTuple):
-    """A rectangle that a rank holds.
+    """A chunk that a rank holds.
 
     Attributes:
-        box: the rectangle of the full tensor.
+        chunk: the chunk of the full tensor.
         local: its first index in the local tensor.
         owned: whether the rank provides its values to others.
     """
 
-    box: Box
+    chunk: Chunk
     local: tuple[int, ...]
     owned: bool
 
@@ -56,12 +56,12 @@ class ShardOf(NamedTuple):
 
     Attributes:
         shape: that of the full tensor.
-        matrices: the rectangles that are orthogonalized on their own, in order; the same on every rank.
-        held: the rectangles that this rank holds.
+        matrices: the chunks that are orthogonalized on their own, in order; the same on every rank.
+        held: the chunks that this rank holds.
     """
 
     shape: tuple[int, ...]
-    matrices: tuple[Box, ...]
+    matrices: tuple[Chunk, ...]
     held: tuple[Held, ...]
 
 
@@ -81,7 +81,7 @@ def shard_of(param: Tensor, layout: Layout) -> ShardOf:
     held = []
     for offsets, view, owned in chunks:
         start = _start_of(view, local)
-        held.append(Held(Box(offsets, tuple(view.shape)), start, owned))
+        held.append(Held(Chunk(offsets, tuple(view.shape)), start, owned))
     return ShardOf(tuple(shape), tuple(_matrices(shape, layout)), tuple(held))
 
 
@@ -95,7 +95,7 @@ def _start_of(view: Tensor, local: Tensor) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def _matrices(shape: torch.Size, layout: Layout) -> Iterator[Box]:
+def _matrices(shape: torch.Size, layout: Layout) -> Iterator[Chunk]:
     """Yields the matrices of a full tensor: the last two dims are cut into the parts of the layout."""
     ndim = len(shape)
     cuts: dict[int, list[int]] = {}
@@ -107,7 +107,7 @@ def _matrices(shape: torch.Size, layout: Layout) -> Iterator[Box]:
             for column, width in columns:
                 if height and width:
                     first = () if ndim == 2 else (index,)
-                    yield Box((*first, row, column), (*((1,) * len(first)), height, width))
+                    yield Chunk((*first, row, column), (*((1,) * len(first)), height, width))
 
 
 def _spans(sizes: Sequence[int]) -> list[tuple[int, int]]:

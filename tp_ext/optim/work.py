@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tp_ext.optim.exchange import Axes, Exchange, Item
-from tp_ext.optim.matrices import Box, Held, ShardOf
+from tp_ext.optim.matrices import Chunk, Held, ShardOf
 from tp_ext.optim.newton_schulz import (
     adjusted_lr,
     cost,
@@ -42,19 +42,19 @@ class Matrix(NamedTuple):
 
     Attributes:
         param: the index of its parameter.
-        box: its rectangle of the full tensor.
-        sources: the rectangles that make it up -> the ranks that can provide each.
-        holders: the rectangles that ranks hold of it -> those ranks.
+        chunk: its chunk of the full tensor.
+        sources: the chunks that make it up -> the ranks that can provide each.
+        holders: the chunks that ranks hold of it -> those ranks.
     """
 
     param: int
-    box: Box
-    sources: dict[Box, tuple[int, ...]]
-    holders: dict[Box, tuple[int, ...]]
+    chunk: Chunk
+    sources: dict[Chunk, tuple[int, ...]]
+    holders: dict[Chunk, tuple[int, ...]]
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, columns = self.box.sizes[-2:]
+        rows, columns = self.chunk.sizes[-2:]
         return rows, columns
 
     @property
@@ -63,7 +63,7 @@ class Matrix(NamedTuple):
 
     def candidates(self) -> Sequence[int]:
         """Returns the ranks that may orthogonalize it: those that hold all of it, or any of it."""
-        return self.holders.get(self.box) or sorted({rank for ranks in self.holders.values() for rank in ranks})
+        return self.holders.get(self.chunk) or sorted({rank for ranks in self.holders.values() for rank in ranks})
 
 
 class Assigned(NamedTuple):
@@ -72,14 +72,14 @@ class Assigned(NamedTuple):
     Attributes:
         matrix: the matrix.
         owner: the rank.
-        gram: whether the ranks send Gram matrices, not their rectangles.
-        senders: the rank that sends each rectangle.
+        gram: whether the ranks send Gram matrices, not their chunks.
+        senders: the rank that sends each chunk.
     """
 
     matrix: Matrix
     owner: int
     gram: bool
-    senders: dict[Box, int]
+    senders: dict[Chunk, int]
 
 
 def find_matrices(reports: Sequence[Sequence[ShardOf]], names: Sequence[str]) -> list[Matrix]:
@@ -99,22 +99,24 @@ def find_matrices(reports: Sequence[Sequence[ShardOf]], names: Sequence[str]) ->
             )
     found = []
     for index, first_shard in enumerate(reports[0]):
-        for box in first_shard.matrices:
-            sources: dict[Box, list[int]] = {}
-            holders: dict[Box, list[int]] = {}
+        for chunk in first_shard.matrices:
+            sources: dict[Chunk, list[int]] = {}
+            holders: dict[Chunk, list[int]] = {}
             for rank, shards in enumerate(reports):
                 for held in shards[index].held:
-                    if common := held.box.within(box):
+                    if common := held.chunk.within(chunk):
                         holders.setdefault(common, []).append(rank)
                         if held.owned:
                             sources.setdefault(common, []).append(rank)
-            if (numel := sum(one.numel for one in sources)) != box.numel:
+            if (numel := sum(one.numel for one in sources)) != chunk.numel:
                 raise ValueError(
                     f"params: {names[index]} of full shape {first_shard.shape}: the ranks must hold each of the "
-                    f"{box.numel} elements of {tuple(box.sizes)} at {tuple(box.offsets)}, and hold {numel}"
+                    f"{chunk.numel} elements of {tuple(chunk.sizes)} at {tuple(chunk.offsets)}, and hold {numel}"
                 )
             found.append(
-                Matrix(index, box, {b: tuple(r) for b, r in sources.items()}, {b: tuple(r) for b, r in holders.items()})
+                Matrix(
+                    index, chunk, {b: tuple(r) for b, r in sources.items()}, {b: tuple(r) for b, r in holders.items()}
+                )
             )
     return found
 
@@ -127,7 +129,7 @@ def buckets(matrices: Sequence[Matrix], steps: Sequence[int], plan: Plan) -> Ite
     bucket: list[Matrix] = []
     for index, matrix in enumerate(matrices):
         bucket.append(matrix)
-        full = sum(one.box.numel for one in bucket) * plan.dtype.itemsize >= plan.bucket_bytes
+        full = sum(one.chunk.numel for one in bucket) * plan.dtype.itemsize >= plan.bucket_bytes
         if full or index == len(matrices) - 1:
             yield _assigned(bucket, steps, plan)
             bucket = []
@@ -146,28 +148,28 @@ def _assigned(bucket: Sequence[Matrix], steps: Sequence[int], plan: Plan) -> lis
 
 
 def _with_owner(matrix: Matrix, owner: int, plan: Plan) -> Assigned:
-    if owner in matrix.holders.get(matrix.box, ()):
-        return Assigned(matrix, owner, False, {matrix.box: owner})
+    if owner in matrix.holders.get(matrix.chunk, ()):
+        return Assigned(matrix, owner, False, {matrix.chunk: owner})
     senders = {
-        box: min(ranks, key=lambda rank: (plan.axes.distance(rank, owner), rank))
-        for box, ranks in matrix.sources.items()
+        chunk: min(ranks, key=lambda rank: (plan.axes.distance(rank, owner), rank))
+        for chunk, ranks in matrix.sources.items()
     }
     short = min(matrix.shape)
-    whole = all(box.sizes[-1 if matrix.tall else -2] == short for box in (*matrix.sources, *matrix.holders))
+    whole = all(chunk.sizes[-1 if matrix.tall else -2] == short for chunk in (*matrix.sources, *matrix.holders))
     others = {rank for ranks in matrix.holders.values() for rank in ranks} - {owner}
     of_gram = short**2 * gram_dtype(plan.dtype).itemsize * (len({*senders.values()} - {owner}) + len(others))
-    numbers = [box.numel for box, rank in senders.items() if rank != owner]
-    numbers += [box.numel for box, ranks in matrix.holders.items() for rank in ranks if rank != owner]
+    numbers = [chunk.numel for chunk, rank in senders.items() if rank != owner]
+    numbers += [chunk.numel for chunk, ranks in matrix.holders.items() for rank in ranks if rank != owner]
     smaller = of_gram < sum(numbers) * plan.dtype.itemsize
     return Assigned(matrix, owner, whole and (plan.form == "gram" or (plan.form == "auto" and smaller)), senders)
 
 
 class Sent(NamedTuple):
-    """The meaning of an item of an exchange: a rectangle of a matrix of the bucket, or None for its Gram matrix or
+    """The meaning of an item of an exchange: a chunk of a matrix of the bucket, or None for its Gram matrix or
     factor."""
 
     matrix: int
-    box: Box | None
+    chunk: Chunk | None
 
 
 class Bucket:
@@ -186,10 +188,10 @@ class Bucket:
         self.assigned, self.plan = assigned, plan
         self.rank = plan.axes.rank
         self.params = sorted({one.matrix.param for one in assigned})
-        self.own: list[dict[Box, Held]] = []  # this rank's rectangles of each matrix
+        self.own: list[dict[Chunk, Held]] = []  # this rank's chunks of each matrix
         for one in assigned:
             held = shards[one.matrix.param].held
-            self.own.append({common: h for h in held if (common := h.box.within(one.matrix.box))})
+            self.own.append({common: h for h in held if (common := h.chunk.within(one.matrix.chunk))})
         self.collected: list[Sent] = []
         self.distributed: list[Sent] = []
         to_owner: list[Item] = []
@@ -205,12 +207,12 @@ class Bucket:
                 from_owner.append(Item(one.owner, tuple(sorted(holders)), square, wide))
                 self.distributed.append(Sent(index, None))
                 continue
-            for box, rank in one.senders.items():
-                to_owner.append(Item(rank, (one.owner,), box.sizes, plan.dtype))
-                self.collected.append(Sent(index, box))
-            for box, ranks in one.matrix.holders.items():
-                from_owner.append(Item(one.owner, ranks, box.sizes, plan.dtype))
-                self.distributed.append(Sent(index, box))
+            for chunk, rank in one.senders.items():
+                to_owner.append(Item(rank, (one.owner,), chunk.sizes, plan.dtype))
+                self.collected.append(Sent(index, chunk))
+            for chunk, ranks in one.matrix.holders.items():
+                from_owner.append(Item(one.owner, ranks, chunk.sizes, plan.dtype))
+                self.distributed.append(Sent(index, chunk))
         self.collect = Exchange(to_owner, plan.axes, plan.device)
         self.distribute = Exchange(from_owner, plan.axes, plan.device)
 
@@ -236,32 +238,32 @@ class Bucket:
         given = {}
         for index, sent in enumerate(self.distributed):
             if self.distribute.items[index].source == self.rank:
-                result, origin = results[sent.matrix], self.assigned[sent.matrix].matrix.box.offsets
-                given[index] = result if sent.box is None else sent.box.view(result, origin)
+                result, origin = results[sent.matrix], self.assigned[sent.matrix].matrix.chunk.offsets
+                given[index] = result if sent.chunk is None else sent.chunk.view(result, origin)
         for index, tensor in self.distribute(given).items():
             sent = self.distributed[index]
             one = self.assigned[sent.matrix]
             of = options[one.matrix.param]
             lr = adjusted_lr(of["lr"], of["adjust_lr_fn"], *one.matrix.shape)
-            for box, held in self.own[sent.matrix].items():
-                if sent.box not in (None, box):
+            for chunk, held in self.own[sent.matrix].items():
+                if sent.chunk not in (None, chunk):
                     continue
                 value = tensor
                 if one.gram:
-                    block = _view(updates[one.matrix.param], box, held).flatten(0, -2)
+                    block = _view(updates[one.matrix.param], chunk, held).flatten(0, -2)
                     block = block.to(self.plan.device, gram_dtype(self.plan.dtype))
-                    value = times_factor(block, tensor, one.matrix.tall).view(box.sizes)
-                _view(params[one.matrix.param], box, held).add_(value.to(params[one.matrix.param].device), alpha=-lr)
+                    value = times_factor(block, tensor, one.matrix.tall).view(chunk.sizes)
+                _view(params[one.matrix.param], chunk, held).add_(value.to(params[one.matrix.param].device), alpha=-lr)
 
     def _contribution(self, sent: Sent, updates: Mapping[int, Tensor]) -> Tensor:
         """Returns what this rank sends to the owner of a matrix."""
         one = self.assigned[sent.matrix]
         update, own = updates[one.matrix.param], self.own[sent.matrix]
-        if sent.box is not None:
-            return _view(update, sent.box, own[sent.box]).to(self.plan.device, self.plan.dtype)
+        if sent.chunk is not None:
+            return _view(update, sent.chunk, own[sent.chunk]).to(self.plan.device, self.plan.dtype)
         total: Tensor | None = None
-        for box in (box for box, rank in one.senders.items() if rank == self.rank):
-            block = _view(update, box, own[box]).flatten(0, -2).to(self.plan.device, gram_dtype(self.plan.dtype))
+        for chunk in (chunk for chunk, rank in one.senders.items() if rank == self.rank):
+            block = _view(update, chunk, own[chunk]).flatten(0, -2).to(self.plan.device, gram_dtype(self.plan.dtype))
             gram = gram_matrix(block, one.matrix.tall)
             total = gram if total is None else total + gram
         assert total is not None
@@ -273,12 +275,14 @@ class Bucket:
         for index, tensor in collected.items():  # in the order of the items, so that sums do not depend on the rank
             sent = self.collected[index]
             one = self.assigned[sent.matrix]
-            if sent.box is None:
+            if sent.chunk is None:
                 wholes[sent.matrix] = wholes[sent.matrix] + tensor if sent.matrix in wholes else tensor
                 continue
             if sent.matrix not in wholes:
-                wholes[sent.matrix] = torch.empty(one.matrix.box.sizes, dtype=self.plan.dtype, device=self.plan.device)
-            sent.box.view(wholes[sent.matrix], one.matrix.box.offsets).copy_(tensor)
+                wholes[sent.matrix] = torch.empty(
+                    one.matrix.chunk.sizes, dtype=self.plan.dtype, device=self.plan.device
+                )
+            sent.chunk.view(wholes[sent.matrix], one.matrix.chunk.offsets).copy_(tensor)
         results = {}
         for index, whole in wholes.items():
             one = self.assigned[index]
@@ -287,11 +291,11 @@ class Bucket:
             if one.gram:
                 results[index] = gram_factor(whole, *how)
             else:
-                results[index] = orthogonalized(whole.view(one.matrix.shape), *how).view(one.matrix.box.sizes)
+                results[index] = orthogonalized(whole.view(one.matrix.shape), *how).view(one.matrix.chunk.sizes)
         return results
 
 
-def _view(local: Tensor, box: Box, held: Held) -> Tensor:
-    """Returns the rectangle ``box`` of a local tensor, within one that the rank holds."""
-    origin = [start - local for start, local in zip(held.box.offsets, held.local, strict=True)]
-    return box.view(local, origin)
+def _view(local: Tensor, chunk: Chunk, held: Held) -> Tensor:
+    """Returns the chunk ``chunk`` of a local tensor, within one that the rank holds."""
+    origin = [start - local for start, local in zip(held.chunk.offsets, held.local, strict=True)]
+    return chunk.view(local, origin)
