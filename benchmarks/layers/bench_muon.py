@@ -4,15 +4,18 @@ Blocks of hidden h: fused q, k, v, an output projection, a SwiGLU MLP of 8 h / 3
 thread. "torch" is ``torch.optim.Muon`` over the same matrices, q, k, v, gate and up as parameters of their own, in one
 process; it computes in bf16, ours in bf16 or fp32 (``ns_dtype``). "2 ranks": the layers sharded over them, ``auto``
 sending Gram matrices where they are fewer bytes, ``gather`` matrices. The weights after two steps are compared with one
-process before any measurement. ``to_one`` is the time against ours in one process and the same dtype, from turns.
+process before any measurement. ``to_one`` is the time against ours in one process and the same dtype, from turns;
+``cpu_to_one`` that of the processor, of the rank that uses most: it does not grow when other programs use the cores.
 """
 
 import functools
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import tp_ext
@@ -89,11 +92,23 @@ def check(h: int, case: tuple) -> None:
             assert apart <= TOLERANCE[case[1]], f"{case}: the update of {name} differs by {apart:.1e} of its norm"
 
 
+def cpu_seconds(group: Any, *case: Any) -> float:
+    """The processor's seconds of a step, on a rank or, without a group, here."""
+    step = ours(*case)
+    if group is not None:
+        dist.barrier()
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
 def measure(h: int, seconds: float, block: float) -> list[Record]:
     cores = interleave.cores()
     interleave.pin_ranks(RANKS, cores, len(cores) >= RANKS)
     subjects: dict[str, interleave.Block] = {}
     base: dict[str, str] = {}
+    cases: dict[str, tuple] = {}
+    processor: dict[str, list[float]] = {}
     if h <= LARGEST_BF16:
         subjects["torch, bf16"], base["torch, bf16"] = interleave.here(with_torch(h), 1, cores[:1]), "ours, bf16"
     for dtype in DTYPES if h <= LARGEST_BF16 else ["fp32"]:
@@ -103,8 +118,13 @@ def measure(h: int, seconds: float, block: float) -> list[Record]:
             case = (h, dtype, backend, form)
             check(h, case)
             name = f"2 ranks, {dtype}, {form}, {backend}"
+            cases[name] = case
             subjects[name], base[name] = interleave.on_ranks(RANKS, ours, *case), one
     times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
+    for _ in range(3):
+        for name, case in cases.items():
+            one_process = cpu_seconds(None, h, case[1], "", "auto")
+            processor.setdefault(name, []).append(max(ranks.run(cpu_seconds, RANKS, *case)) / one_process)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return [
         {
@@ -113,6 +133,7 @@ def measure(h: int, seconds: float, block: float) -> list[Record]:
             "median_ms": medians[name] * 1e3,
             "min_ms": min(values) * 1e3,
             "to_one": medians[name] / medians[base[name]],
+            "cpu_to_one": statistics.median(processor[name]) if name in processor else None,
             "steps": len(values),
         }
         for name, values in times.items()
@@ -127,7 +148,7 @@ def draw(figure: Any, records: list[Record]) -> None:
 
 
 def main() -> None:
-    report.run(__file__, __doc__, lambda quick: [128] if quick else [128, 512, 1024], measure, draw)
+    report.run(__file__, __doc__, lambda quick: [128] if quick else [128, 512], measure, draw)
 
 
 if __name__ == "__main__":
