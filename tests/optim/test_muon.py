@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
@@ -100,9 +101,12 @@ def trained(group, kind, steps=20, dtype=torch.float64, **options):
     else:
         mesh = mesh_of(1, 2, 1, p // 2)
         model = made(mesh["tp"], dtype=dtype)
-        for block in (model.attention, model.mlp):
-            fully_shard(block, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+        if kind == "ddp":
+            model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+        else:
+            for block in (model.attention, model.mlp):
+                fully_shard(block, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
     optimizer = optimizer_of(model, ns_dtype=dtype, **options)
     train(model, optimizer, steps)
     tp_ext.debug.check(model, optimizer=optimizer)
@@ -112,7 +116,7 @@ def trained(group, kind, steps=20, dtype=torch.float64, **options):
 
 @pytest.mark.parametrize("form", ["auto", "gram"])
 @pytest.mark.parametrize(
-    ("kind", "p"), [("tp", 2), ("tp", 3), ("tp", 4), ("two axes", 4), ("fsdp2", 4)], ids=lambda x: str(x)
+    ("kind", "p"), [("tp", 2), ("tp", 3), ("tp", 4), ("two axes", 4), ("fsdp2", 4), ("ddp", 4)], ids=str
 )
 def test_training_is_that_of_the_unsharded_model(kind, p, form):
     want = trained(None, "unsharded")
@@ -149,7 +153,10 @@ def test_one_process_has_the_bits_of_torch(adjust_lr_fn, nesterov):
     theirs = {param: nn.Parameter(param.detach().clone()) for param in others}
     options = {"lr": 0.02, "weight_decay": 0.05, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
     mine = Muon(matrices, **options, adamw_params=others)
-    muon = torch.optim.Muon([one for parts in plain.values() for one in parts], **options)
+    try:
+        muon = torch.optim.Muon([one for parts in plain.values() for one in parts], **options)
+    except ValueError as error:
+        pytest.skip(f"this torch: {error}")
     adamw = torch.optim.AdamW(theirs.values(), lr=0.02, weight_decay=0.05)
     for step in range(3):
         give_gradients(model, step)
