@@ -33,8 +33,8 @@ def test_a_layer_shows_its_shards_sums_and_gradients(plan, tmp_path):
     assert [text for text in expected if text not in texts] == []
     assert sum("all-reduce" in text for text in texts) == 4
     drawn = (tmp_path / "layer.svg").read_text()
-    boxes = {state: drawn.count(f"fill: {colour}") - 1 for state, colour in COLOURS.items()}  # one in the legend
-    assert boxes == {"sharded": 7 + 6, "partial": 2, "replicated": 4}
+    cells = {state: drawn.count(f"fill: {colour}") - 1 for state, colour in COLOURS.items()}  # one in the legend
+    assert cells == {"sharded": 7 + 6, "partial": 2, "replicated": 4}
 
 
 def test_a_plan_from_a_file_draws_the_same_picture(plan, tmp_path):

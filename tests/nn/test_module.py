@@ -16,8 +16,9 @@ def test_completion_shows_public_names():
     shown = {name for name in dir(tp_ext) if not name.startswith("_")}
     assert shown >= set(tp_ext.__all__) - {"__version__"}
     modules = {name for name in shown if isinstance(getattr(tp_ext, name), types.ModuleType)}
-    public = {"auto", "debug", "group", "mesh", "parallel", "random", "regions", "sharding", "shm", "symmetric_memory"}
-    assert public <= modules <= public | {"megatron"}
+    public = {"auto", "debug", "group", "mesh", "optim", "parallel", "random", "regions", "sharding", "shm"}
+    public.add("symmetric_memory")
+    assert public <= modules <= public | {"huggingface", "megatron"}
     assert {"debug", "shm", "symmetric_memory"} <= set(tp_ext.__all__)
     assert shown - modules == set(tp_ext.__all__) - {"__version__"} - modules
 

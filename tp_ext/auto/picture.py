@@ -5,22 +5,30 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from tp_ext.auto.choose import local_length
 from tp_ext.auto.dims import Atom
-from tp_ext.auto.edits import Output
+from tp_ext.auto.edits import Copy, Output
 from tp_ext.auto.trace import Call, Record
-
-if TYPE_CHECKING:
-    from tp_ext.auto.plans import Plan
+from tp_ext.sharding import Sharding
 
 COLOURS = {"sharded": "#8ecae6", "partial": "#ffb703", "replicated": "#e5e5e5"}
 COLLECTIVE = "#c1121f"
 WIDTHS = {"parameter": 3.4, "module": 3.2, "output": 3.4}
 ROW = 0.62  # inches
+
+
+class Plan(Protocol):
+    """The attributes of a :class:`tp_ext.auto.Plan` that a picture shows."""
+
+    p: int
+    shapes: dict[str, tuple[int, ...]]
+    shardings: dict[str, Sharding]
+    copies: list[Copy]
+    outputs: list[Output]
 
 
 def outputs_of(
@@ -155,7 +163,7 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _draw_row(axes: Any, patches: Any, row: dict[str, Any], y: float, depth: int, layer: str) -> None:
-    def box(column: str, text: str, state: str, indent: float = 0.0) -> None:
+    def cell(column: str, text: str, state: str, indent: float = 0.0) -> None:
         left = 0.2 + sum(width for name, width in list(WIDTHS.items())[: list(WIDTHS).index(column)])
         place = (left + indent, y - 0.36)
         width = WIDTHS[column] - 0.2 - indent
@@ -180,7 +188,7 @@ def _draw_row(axes: Any, patches: Any, row: dict[str, Any], y: float, depth: int
     )  # fmt: skip
     if row["parameters"]:
         texts, states = zip(*row["parameters"], strict=True)
-        box("parameter", "\n".join(texts[:2]), "sharded" if "sharded" in states else "replicated")
+        cell("parameter", "\n".join(texts[:2]), "sharded" if "sharded" in states else "replicated")
     if one.is_leaf:
         local = "" if one.local == one.shape else f" -> {_size(one.local)}"
-        box("output", _size(one.shape) + local, one.state)
+        cell("output", _size(one.shape) + local, one.state)
