@@ -16,8 +16,6 @@ from tests.helpers.meshes import mesh_of
 from tp_ext import Layout, Sharding
 from tp_ext.optim import Muon, split_parameters
 
-pytestmark = pytest.mark.core
-
 HIDDEN, FFN, EXPERTS, VOCAB = 12, 20, 3, 19
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 

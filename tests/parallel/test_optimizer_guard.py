@@ -10,8 +10,6 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 
-pytestmark = pytest.mark.core
-
 WRONG = "must not update {}, which is sharded over 2 ranks: .*take tp_ext.optim.Muon, or .*torch.optim.AdamW"
 
 
