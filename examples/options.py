@@ -18,7 +18,7 @@ SCHEDULES = (
     *("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
 )
 # What a resumed run may not change. Everything else may differ: the mesh, --steps, --lr, --batch-size, ..
-FIXED = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "dtype", "seed"]
+FIXED = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "dtype", "optimizer", "seed"]
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -78,6 +78,8 @@ def parse_options(description: str) -> argparse.Namespace:
 
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=POSITIVE, default=300, help="number of steps, those before --resume included")
+    optimizers = ("adamw", "muon")
+    training.add_argument("--optimizer", choices=optimizers, default="adamw", help="muon: for the matrices of blocks")
     training.add_argument("--lr", type=RATE, default=1e-3, help="learning rate after the warmup")
     training.add_argument("--warmup-steps", type=COUNT, default=20, help="steps of linear warmup")
     training.add_argument("--lr-decay-steps", type=POSITIVE, help="where the cosine after it ends; None: at --steps")
@@ -122,6 +124,8 @@ def parse_options(description: str) -> argparse.Namespace:
         parser.error("argument --prompt: '' must have at least one character")
     if options.resume and options.overwrite:
         parser.error("argument --overwrite: must not be given with --resume")
+    if options.optimizer == "muon" and options.zero == 1:
+        parser.error("argument --zero: 1 must not be given with --optimizer muon; take 0, 2 or 3")
     if missing := [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]:
         parser.exit(1, f"{' and '.join(missing)} must be installed: pip install matplotlib tqdm\n")
     if "LOCAL_RANK" not in os.environ:

@@ -113,13 +113,29 @@ class Trainer:
             autocast=AUTOCAST.get(options.dtype),
             seed=options.seed,
         )
-        self.optimizer = self.run.optimizer(torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self.optimizer = self._make_optimizer(options, device)
         sequences = options.batch_size // (options.dp * options.micro_batches)
         self.layout = tp_ext.ContextLayout(batch=sequences, seq=options.seq_length, group=mesh["cp"])
         self.keywords = {"layout": self.layout, "total_tokens": self.layout.sizes[mesh["cp"].get_local_rank()]}
 
+    def _make_optimizer(self, options: argparse.Namespace, device: torch.device) -> torch.optim.Optimizer:
+        """AdamW; or Muon for the matrices of the blocks, at a learning rate in AdamW's scale, and AdamW for others."""
+        shared: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        if options.optimizer == "adamw":
+            return self.run.optimizer(torch.optim.AdamW, **shared)
+        matrices, others = tp_ext.optim.split_parameters(self.run.state)
+        return tp_ext.optim.Muon(
+            matrices,
+            adamw_params=others,
+            adjust_lr_fn="match_rms_adamw",
+            ns_dtype=torch.bfloat16 if device.type == "cuda" else torch.get_default_dtype(),
+            model=self.run.state,
+            mesh=self.mesh,
+            **shared,
+        )
+
     def step(self, batch: tuple[Tensor, Tensor], lr: float) -> float:
-        """One step of AdamW; returns the loss."""
+        """One step of the optimizer; returns the loss."""
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr
         self.optimizer.zero_grad()
@@ -140,7 +156,7 @@ class Trainer:
         return ids, target
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this rank's parameters, their gradients and AdamW's states."""
+        """Bytes of this rank's parameters, their gradients and the optimizer's states."""
         params = list(self.run.parameters())
         own: Any = getattr(self.optimizer, "optim", self.optimizer)  # of this rank, within a ZeroRedundancyOptimizer
         states = [state for kept in own.state.values() for state in kept.values()]

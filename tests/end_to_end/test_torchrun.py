@@ -99,6 +99,19 @@ def test_resumed_on_other_meshes_it_goes_on_as_in_one_process(text, tmp_path):
     assert len(held_out) == 4 and parts == pytest.approx(held_out, abs=1e-9, rel=0)
 
 
+def test_muon_goes_on_over_other_meshes_as_in_one_process(text, tmp_path):
+    options = ["--data", str(text), "--dtype", "float64", "--lr-decay-steps", "5", "--num-layers", "2", "--optimizer"]
+    options += ["muon", "--batch-size", "4", "--save-every", "0", "--sample-bytes", "0"]
+    whole = _train_in_pool(1, tmp_path / "whole", "--steps", "5", *options)
+    out = tmp_path / "parts"
+    _train_in_pool(4, out, "--steps", "2", "--pp", "2", "--tp", "2", *options)
+    _train_in_pool(4, out, "--steps", "4", "--dp", "2", "--tp", "2", "--zero", "3", "--resume", *options)
+    losses = _train_in_pool(2, out, "--steps", "5", "--dp", "2", "--resume", *options)
+    assert losses == pytest.approx(whole, abs=1e-9, rel=0)
+    other = [word.replace("muon", "adamw") for word in options]
+    assert _train_in_pool(1, tmp_path / "other", "--steps", "2", *other)[1] != pytest.approx(whole[1], abs=1e-4)
+
+
 # In processes that are forked, and as a user starts it
 STARTED = pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
 
@@ -139,6 +152,7 @@ def test_output_files_lines_and_sample(p, cold, text, tmp_path):
         (["--pp", "2"], "--pp: --pp 2 --dp 1 --cp 1 --tp -1 must multiply to the 1 ranks of this run"),
         (["--tp", "2", "--dp", "1"], "--pp: --pp 1 --dp 1 --cp 1 --tp 2 must multiply to the 1 ranks of this run"),
         (["--dp", "-1"], "--tp: only one of --pp 1 --dp -1 --cp 1 --tp -1 may be -1"),
+        (["--optimizer", "muon", "--zero", "1"], "--zero: 1 must not be given with --optimizer muon; take 0, 2 or 3"),
         (["--dp", "0"], "--dp: 0 must be at least 1, or -1"),
         (
             ["--batch-size", "6", "--micro-batches", "4"],
