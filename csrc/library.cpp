@@ -254,6 +254,25 @@ TORCH_LIBRARY(tp_ext, m) {
       "label_smoothing, float z_loss) -> ()",
       tags);
 
+  // Mixture of experts. rows [tokens, choices]: the row of y that a choice of a token has, or -1, no
+  // row twice. sort: experts [tokens, choices], -1 for none, to rows in order of expert and token, and
+  // the rows of each expert. permute: y[rows[t, j]] = weights[t, j] * x[t], other rows 0; unpermute:
+  // x[t] = sum over j of weights[t, j] * y[rows[t, j]]; dot: weights[t, j] = <x[t], y[rows[t, j]]>;
+  // _moe_unpermute_bwd: permute and dot of grad
+  m.def("_moe_sort(Tensor experts, int num_experts) -> (Tensor rows, Tensor counts)", tags);
+  m.def("moe_permute(Tensor x, Tensor rows, SymInt num_rows, Tensor? weights=None) -> Tensor",
+        tags);
+  m.def("_moe_permute(Tensor x, Tensor rows, SymInt num_rows, Tensor? weights) -> Tensor", tags);
+  m.def("moe_unpermute(Tensor y, Tensor rows, Tensor? weights=None) -> Tensor", tags);
+  m.def("_moe_unpermute(Tensor y, Tensor rows, Tensor? weights) -> Tensor", tags);
+  m.def(
+      "_moe_unpermute_bwd(Tensor grad, Tensor y, Tensor rows, Tensor weights) -> (Tensor dy, "
+      "Tensor "
+      "dweights)",
+      tags);
+  m.def("moe_dot(Tensor x, Tensor y, Tensor rows) -> Tensor", tags);
+  m.def("_moe_dot(Tensor x, Tensor y, Tensor rows) -> Tensor", tags);
+
   // All tensors at once, any floating dtypes, one device: the sum of the squares in fp64, of at
   // least one tensor; and a multiplication by a 0-d scale, which leaves every bit if it is 1
   m.def("_multi_tensor_squared_norm(Tensor[] xs) -> Tensor", tags);

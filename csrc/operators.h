@@ -152,4 +152,16 @@ void _vocab_ce_bwd_(const Tensor& grad, const Tensor& logits, const Tensor& targ
                     c10::SymInt vocab_size, int64_t ignore_index, double label_smoothing,
                     double z_loss);
 
+// Mixture of experts
+Tensor moe_permute(const Tensor& x, const Tensor& rows, c10::SymInt num_rows,
+                   const OptionalTensor& weights);
+Tensor _moe_permute(const Tensor& x, const Tensor& rows, c10::SymInt num_rows,
+                    const OptionalTensor& weights);
+Tensor moe_unpermute(const Tensor& y, const Tensor& rows, const OptionalTensor& weights);
+Tensor _moe_unpermute(const Tensor& y, const Tensor& rows, const OptionalTensor& weights);
+std::tuple<Tensor, Tensor> _moe_unpermute_bwd(const Tensor& grad, const Tensor& y,
+                                              const Tensor& rows, const Tensor& weights);
+Tensor moe_dot(const Tensor& x, const Tensor& y, const Tensor& rows);
+Tensor _moe_dot(const Tensor& x, const Tensor& y, const Tensor& rows);
+
 }  // namespace tp_ext

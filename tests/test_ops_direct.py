@@ -26,6 +26,8 @@ def arguments(name):
         "layer_norm": (x, row, None, 1e-5),
         "rope": (x.view(3, 1, 4), cos, cos, False, torch.tensor([2, 0, 2])),
         "bias_dropout_residual": (x, row, None, torch.tensor(7), 0.5, 12, 12, 0),
+        "moe_permute": (x, torch.tensor([[0], [-1], [2]]), 4, None),
+        "moe_unpermute": (w, torch.tensor([[0], [-1], [2]]), row[:3, None]),
         "vocab_parallel_embedding": (torch.tensor([0, 4]), w, "", 0, 5, 5, False, None),
     }.get(name, (x, "") if name in ("copy_to_region", "reduce_from_region") else (x, "", -1, None))
 

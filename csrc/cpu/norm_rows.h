@@ -1,5 +1,5 @@
 // Shared by the loops over rows of norm_forward.h and norm_backward.h (cpu/norm.cpp; formulas in
-// kernels/norm.h).
+// kernels/norm.h); the sum of lanes also by moe_permute.cpp.
 //
 // A row of a half type is widened once, into a buffer that stays in the cache; the next reads and
 // writes are prefetched during computation: hardware prefetches neither past a page, which a long

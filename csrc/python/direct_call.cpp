@@ -32,6 +32,8 @@ const std::map<std::string, Make>& table() {
       TP_DIRECT(rope),
       TP_DIRECT(bias_dropout_residual),
       TP_DIRECT(vocab_parallel_embedding),
+      TP_DIRECT(moe_permute),
+      TP_DIRECT(moe_unpermute),
   };
   return makers;
 }

@@ -30,6 +30,16 @@ from tp_ext._ops.linear import (
     row_parallel_linear,
 )
 from tp_ext._ops.matmul_2d import matmul_2d
+from tp_ext._ops.moe import (
+    moe_dot,
+    moe_dot_fwd,
+    moe_permute,
+    moe_permute_fwd,
+    moe_sort,
+    moe_unpermute,
+    moe_unpermute_bwd,
+    moe_unpermute_fwd,
+)
 from tp_ext._ops.multi_tensor import (
     multi_tensor_scale_,
     multi_tensor_squared_norm,
