@@ -41,7 +41,7 @@ at::Tensor fwd_cuda(const at::Tensor& weight_any, const at::Tensor& ids_any, int
       using Id = decltype(id_type);
       const auto launch = [&](auto vector) {
         constexpr int N = decltype(vector)::value;
-        embedding_fwd_kernel<N><<<grid_for(embedding_threads<N>(tokens, hidden)), kThreads, 0,
+        embedding_fwd_kernel<N><<<grid_for(warp_row_threads<N>(tokens, hidden)), kThreads, 0,
                                   c10::cuda::getCurrentCUDAStream()>>>(
             in<T>(weight), in<Id>(ids), tokens, hidden, vocab_start, vocab_local, vocab_size,
             out<T>(result), IdInRange());
@@ -83,7 +83,7 @@ at::Tensor bwd_cuda(const at::Tensor& grad_any, const at::Tensor& ids_any, int64
     const auto launch = [&](auto vector) {
       constexpr int N = decltype(vector)::value;
       embedding_bwd_kernel<N>
-          <<<grid_for(embedding_threads<N>(tokens, hidden)), kThreads, 0, stream>>>(
+          <<<grid_for(warp_row_threads<N>(tokens, hidden)), kThreads, 0, stream>>>(
               in<T>(grad), sorted, order, tokens, hidden, num_rows, out<T>(dweight));
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     };

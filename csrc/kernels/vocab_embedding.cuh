@@ -4,17 +4,9 @@
 
 #pragma once
 
-#include "vec.cuh"
+#include "warp_rows.cuh"
 
 namespace tp_ext {
-
-constexpr int kWarp = 32;
-
-// Threads: a warp for each 32 vectors of a row
-template <int N>
-int64_t embedding_threads(int64_t tokens, int64_t hidden) {
-  return tokens * ((hidden + kWarp * N - 1) / (kWarp * N)) * kWarp;
-}
 
 // y [tokens, hidden]; ids of other ranks give zeros. A warp copies 32 vectors of one row.
 // in_range(ok) asserts.
@@ -23,15 +15,10 @@ __global__ void embedding_fwd_kernel(const T* __restrict__ weight, const Id* __r
                                      int64_t tokens, int64_t hidden, int64_t vocab_start,
                                      int64_t vocab_local, int64_t vocab_size, T* __restrict__ y,
                                      InRange in_range) {
-  const int64_t warps_per_row = (hidden + kWarp * N - 1) / (kWarp * N);
-  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
-  for (int64_t item = warp; item < tokens * warps_per_row; item += warps) {
-    const int64_t token = item / warps_per_row;
-    const int64_t column = (item % warps_per_row * kWarp + threadIdx.x % kWarp) * N;
+  for_warp_rows<N>(tokens, hidden, [&](int64_t token, int64_t column) {
     const int64_t id = ids[token], row = id - vocab_start;
     in_range(id >= 0 && id < vocab_size);
-    if (column >= hidden) continue;
+    if (column >= hidden) return;
     Vec<T, N> v;
     if (row >= 0 && row < vocab_local) {
       v = load<N>(weight, row * hidden + column);
@@ -40,7 +27,7 @@ __global__ void embedding_fwd_kernel(const T* __restrict__ weight, const Id* __r
       for (int j = 0; j < N; ++j) v.v[j] = from_acc<T>(acc_t<T>(0));
     }
     store<N>(y, token * hidden + column, v);
-  }
+  });
 }
 
 // The local row of each id; num_rows for ids of other ranks, which sorts them to the end
@@ -63,13 +50,9 @@ __global__ void embedding_bwd_kernel(const T* __restrict__ grad, const int64_t* 
                                      int64_t hidden, int64_t num_rows, T* __restrict__ dweight) {
   using A = acc_t<T>;
   constexpr int kUnroll = 4;  // gradient rows in flight: a frequent id makes a long segment
-  const int64_t warps_per_row = (hidden + kWarp * N - 1) / (kWarp * N);
-  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
-  for (int64_t item = warp; item < tokens * warps_per_row; item += warps) {
-    const int64_t begin = item / warps_per_row, row = rows[begin];
-    const int64_t column = (item % warps_per_row * kWarp + threadIdx.x % kWarp) * N;
-    if (row == num_rows || (begin > 0 && rows[begin - 1] == row) || column >= hidden) continue;
+  for_warp_rows<N>(tokens, hidden, [&](int64_t begin, int64_t column) {
+    const int64_t row = rows[begin];
+    if (row == num_rows || (begin > 0 && rows[begin - 1] == row) || column >= hidden) return;
     A sum[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) sum[j] = A(0);
@@ -93,7 +76,7 @@ __global__ void embedding_bwd_kernel(const T* __restrict__ grad, const int64_t* 
 #pragma unroll
     for (int j = 0; j < N; ++j) total.v[j] = from_acc<T>(sum[j]);
     store<N>(dweight, row * hidden + column, total);
-  }
+  });
 }
 
 }  // namespace tp_ext

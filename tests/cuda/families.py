@@ -119,6 +119,18 @@ def embedded(ids: Tensor, weight: Tensor) -> Tensor:
     return _ops.vocab_parallel_embedding(ids, weight, "", 0, VOCAB // 2, VOCAB, False, None)
 
 
+def _slots(n: int, dtype: torch.dtype) -> list[Tensor]:
+    """x, scores, experts of three choices a token; some choices have none."""
+    return [torch.randn(ROWS, n).to(dtype), torch.rand(ROWS, 3), torch.randint(-1, 5, (ROWS, 3))]
+
+
+def experts(x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """To the rows of the experts, with two more than are used, and back, with the scores."""
+    rows, counts = _ops.moe_sort(chosen, 5)
+    y = _ops.moe_permute(x, rows, rows.numel() + 2) * (1 + counts.amax())
+    return _ops.moe_unpermute(y, rows, scores)
+
+
 def _logits(n: int, dtype: torch.dtype) -> list[Tensor]:
     target = torch.randint(n, (ROWS,))
     target[3] = -100
@@ -197,6 +209,7 @@ FAMILIES: dict[str, Family] = {
     "philox_normal": Family(rows(same), partial(filled, fill=_ops.philox_normal_)),
     "philox_truncated_normal": Family(rows(same), partial(filled, fill=truncated)),
     "vocab_embedding": Family(_ids, embedded),
+    "experts": Family(_slots, experts),
     "vocab_cross_entropy": Family(_logits, partial(loss, inplace=False)),
     "vocab_cross_entropy in place": Family(_logits, partial(loss, inplace=True)),
     "column_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.column_parallel_linear), False),

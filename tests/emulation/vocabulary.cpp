@@ -227,7 +227,7 @@ void embedding(int64_t tokens, int64_t hidden, int blocks) {
     ids[t] = random() % 3 ? start + random() % local : random() % vocab;
   const auto name = std::string("embedding ") + type_name<T>() + " " + std::to_string(tokens) +
                     " x " + std::to_string(hidden) + " N " + std::to_string(N);
-  const int grid = std::min(grid_for(embedding_threads<N>(tokens, hidden)), blocks);
+  const int grid = std::min(grid_for(warp_row_threads<N>(tokens, hidden)), blocks);
   Tensor<int64_t> sorted(tokens), order(tokens);
   Tensor<T> want(tokens * hidden), want_dw(rows * hidden);
   std::fill_n(want_dw.data(), rows * hidden, from_acc<T>(A(0)));
@@ -282,9 +282,8 @@ void vast_embedding() {
   auto* const ids = vast<int64_t>(tokens);
   const auto weight = values<T>(2 * hidden, 0, 1);
   ids[tokens - 1] = 1;
-  const int64_t items = embedding_threads<N>(tokens, hidden) / kWarp, last = items - 1;
-  const int grid = grid_for(embedding_threads<N>(tokens, hidden)),
-            warps = grid * (kThreads / kWarp);
+  const int64_t items = warp_row_threads<N>(tokens, hidden) / kWarp, last = items - 1;
+  const int grid = grid_for(warp_row_threads<N>(tokens, hidden)), warps = grid * (kThreads / kWarp);
   launch(grid, kThreads,
          [&] {
            embedding_fwd_kernel<N, T>(weight.data(), ids, tokens, hidden, 0, 2, 2, y, InRange());

@@ -17,7 +17,7 @@ from tp_ext import _ops
 pytestmark = pytest.mark.core
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-ROWS, N, HEADS, D, R, VOCAB, FFN = 6, 48, 3, 16, 10, 7, 20
+ROWS, N, HEADS, D, R, VOCAB, FFN, CHOICES = 6, 48, 3, 16, 10, 7, 20, 2
 PARAMETERS = ("weight", "bias", "up_weight", "down_weight")
 EPS = 1e-5
 
@@ -64,6 +64,14 @@ def _embedded(ids: Tensor, weight: Tensor) -> Tensor:
 
 def _mlp(x: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor) -> Tensor:
     return _ops.parallel_mlp(x, up_weight, up_bias, down_weight, down_bias, "")
+
+
+def _rows(dtype: torch.dtype) -> Tensor:
+    return torch.randperm(ROWS * CHOICES).view(ROWS, CHOICES)
+
+
+def _weights(dtype: torch.dtype) -> Tensor:
+    return torch.rand(ROWS, CHOICES, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_()
 
 
 x, row = _normal(ROWS, N), _normal(N)
@@ -113,6 +121,14 @@ CALLS: dict[str, list[tuple[Callable[..., Tensor], dict[str, Callable[[torch.dty
         (_loss(inplace), {"logits": x, "target": _integers(N, ROWS)}) for inplace in (False, True)
     ],
     "vocab_parallel_embedding": [(_embedded, {"ids": _integers(VOCAB, ROWS), "weight": _normal(VOCAB, N)})],
+    "moe_permute": [(lambda x, rows: _ops.moe_permute(x, rows, ROWS * CHOICES), {"x": x, "rows": _rows})],
+    "moe_unpermute": [(_ops.moe_unpermute, {"y": _normal(ROWS * CHOICES, N), "rows": _rows})],
+    "moe_unpermute(weights=)": [
+        (
+            lambda y, rows, weights: _ops.moe_unpermute(y, rows, weights),
+            {"y": _normal(ROWS * CHOICES, N), "rows": _rows, "weights": _weights},
+        )
+    ],
     "parallel_mlp": [
         (
             _mlp,
@@ -154,7 +170,7 @@ def test_saved_bytes_are_those_of_the_page(operator: str, dtype: torch.dtype) ->
         assert sum(a not in addresses for a in storages) == own
         size = sum(size for a, size in storages.items() if addresses.get(a) not in PARAMETERS)
         letters = {"e": dtype.itemsize, "s": max(dtype.itemsize, 4), "rows": ROWS, "n": N}
-        letters |= {"heads": HEADS, "d": D, "r": R, "f": FFN}
+        letters |= {"heads": HEADS, "d": D, "r": R, "f": FFN, "k": CHOICES}
         elements = ROWS * HEADS * D if operator.startswith("rope") else ROWS * N
         assert size == pytest.approx(elements * eval(formula, letters), rel=1e-12)
 

@@ -95,4 +95,16 @@ def lists():
     yield Instance("multi_tensor", "sum_of_partials_kernel", (), 1024, DOUBLE)
 
 
-INSTANCES = [*columns(), *norms(), *ropes(), *vocabularies(), *random_words(), *shards(), *lists()]
+def experts():
+    for dtype in TYPES:
+        for width in widths(dtype):
+            for kernel in ("moe_permute_kernel", "moe_unpermute_kernel"):
+                yield Instance("moe_permute", kernel, (width, dtype, "InRange"), 256, dtype)
+            for gradient in BOOLS:
+                yield Instance("moe_permute", "moe_dot_kernel", (width, gradient, dtype, "InRange"), 256, dtype)
+    yield Instance("moe_permute", "moe_slots_kernel", ("InRange",), 256, "int64_t")
+    yield Instance("moe_sort", "moe_keys_kernel", ("InRange",), 256, "int64_t")
+    yield Instance("moe_sort", "moe_rows_kernel", (), 256, "int64_t")
+
+
+INSTANCES = [*columns(), *norms(), *ropes(), *vocabularies(), *random_words(), *shards(), *lists(), *experts()]
