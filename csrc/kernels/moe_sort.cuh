@@ -32,10 +32,10 @@ __device__ __forceinline__ int64_t first_at_least(const int32_t* keys, int64_t n
 }
 
 // Of sorted keys and their slots: the row of each slot, and the number of rows of each expert
-inline __global__ void moe_rows_kernel(const int32_t* __restrict__ keys,
-                                       const int64_t* __restrict__ slot_of, int64_t slots,
-                                       int64_t num_experts, int64_t* __restrict__ rows,
-                                       int64_t* __restrict__ counts) {
+__global__ void moe_rows_kernel(const int32_t* __restrict__ keys,
+                                const int64_t* __restrict__ slot_of, int64_t slots,
+                                int64_t num_experts, int64_t* __restrict__ rows,
+                                int64_t* __restrict__ counts) {
   grid_stride(slots > num_experts ? slots : num_experts, 1, [&](int64_t i) {
     if (i < slots) rows[slot_of[i]] = keys[i] < num_experts ? i : -1;
     if (i < num_experts)

@@ -18,6 +18,7 @@ from tests.helpers.paths import ROOT
 from tests.mutations.context_bugs import CONTEXT_BUGS
 from tests.mutations.csrc_bugs import CSRC_BUGS
 from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
+from tests.mutations.moe_bugs import MOE_BUGS
 from tests.mutations.mutation import Mutation
 from tests.mutations.package_bugs import PACKAGE_BUGS
 from tests.mutations.parallel_bugs import PARALLEL_BUGS
@@ -36,6 +37,7 @@ MUTATIONS = [
     *TWO_AXES_BUGS,
     *TYPE_BUGS,
     *CSRC_BUGS,
+    *MOE_BUGS,
 ]
 SECONDS = 400  # for the tests of one bug
 
