@@ -30,34 +30,9 @@ from tp_ext.nn.dropout import layer_dropout
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.module import ParallelModule, check_positive
 from tp_ext.nn.names import name_modules
-from tp_ext.random import Constant, Init, torch_linear_init
+from tp_ext.nn.replicated_linear import ReplicatedLinear
+from tp_ext.random import Constant, torch_linear_init
 from tp_ext.sharding import Sharding
-
-
-class _ReplicatedLinear(ParallelModule):
-    """Linear layer y = x W^T with replicated W ``[out, in]``; under SP, on sharded tokens, dW is summed over ranks."""
-
-    weight: nn.Parameter
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        group: str | None,
-        sequence_parallel: bool,
-        init: Init,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(group, sequence_parallel=sequence_parallel)
-        self.add_parameter("weight", (out_features, in_features), init, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
-        return F.linear(x, self.parameter("weight"))
-
-    def extra_repr(self) -> str:
-        return f"local={tuple(self.weight.shape)}, {self.parallel_repr()}"
 
 
 class LoRALinear(ParallelModule):
@@ -116,7 +91,7 @@ class LoRALinear(ParallelModule):
         first, last = torch_linear_init(base.in_features), Constant(0.0)
         if isinstance(base, ColumnParallelLinear):
             base.gather_output = False
-            self.lora_A: nn.Module = _ReplicatedLinear(base.in_features, r, init=first, **options)
+            self.lora_A: nn.Module = ReplicatedLinear(base.in_features, r, False, init=first, **options)
             self.lora_B: nn.Module = ColumnParallelLinear(
                 r, base.out_features, bias=False, parts=sharding.parts, init=last, **options
             )
@@ -125,7 +100,7 @@ class LoRALinear(ParallelModule):
             self.lora_A = RowParallelLinear(
                 base.in_features, r, bias=False, parts=sharding.parts, init=first, **options
             )
-            self.lora_B = _ReplicatedLinear(r, base.out_features, init=last, **options)
+            self.lora_B = ReplicatedLinear(r, base.out_features, False, init=last, **options)
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
         """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.

@@ -30,7 +30,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return main_grad
 
 
-def _accumulated(weight: Tensor, main_grad: Tensor | None) -> Tensor:
+def accumulated(weight: Tensor, main_grad: Tensor | None) -> Tensor:
     """Returns the weight, with a backward that adds its gradient to ``main_grad``. It stands before the region that
     sums over KV copies, so ``main_grad`` gets the sum."""
     return weight if main_grad is None else _ops.accumulate_grad_into(weight, main_grad)
@@ -133,7 +133,7 @@ class ParallelLinear(ParallelModule):
         if name != "weight":
             return value
         self.check_shape(value)
-        return _accumulated(value, main_grad_of(value)) if self.grad_accumulation_fusion else value
+        return accumulated(value, main_grad_of(value)) if self.grad_accumulation_fusion else value
 
     def check_shape(self, weight: Tensor) -> None:
         """Raises a ValueError unless the weight, the caller's or a replacement of the layer's own, is a shard's."""

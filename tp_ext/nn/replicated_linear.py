@@ -1,0 +1,71 @@
+"""Linear layer whose weight every rank holds whole: the narrow factor of a product of two linears."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tp_ext.group import Group
+from tp_ext.nn.module import ParallelModule
+from tp_ext.nn.parallel_linear import accumulated, main_grad_of
+from tp_ext.random import Init, torch_linear_init
+
+
+class ReplicatedLinear(ParallelModule):
+    """Linear layer y = x W^T + b with replicated W ``[out, in]`` and b ``[out]``.
+
+    Shapes: x ``[.., in]`` -> y ``[.., out]`` (SP: both ``[tokens_local, ..]``). Communicates: under SP, backward, one
+    all-reduce of the gradient of W, and of b.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``.
+        group: the tensor-parallel group.
+        sequence_parallel: x is sharded on dim 0.
+        grad_accumulation_fusion: backward adds the gradient of the weight to ``weight.main_grad``, after the sum over
+            the ranks; ``weight.grad`` stays None.
+        init: initialiser of the weight; default and bias as ``nn.Linear``.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group,
+        sequence_parallel: bool = False,
+        grad_accumulation_fusion: bool = False,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, sequence_parallel=sequence_parallel)
+        self.in_features, self.out_features = in_features, out_features
+        self.grad_accumulation_fusion = grad_accumulation_fusion
+        default = torch_linear_init(in_features)
+        init = default if init is None else init
+        self.add_parameter("weight", (out_features, in_features), init, device=device, dtype=dtype)
+        if bias:
+            self.add_parameter("bias", (out_features,), default, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
+        """Computes y from x; ``total_tokens`` is accepted as by the other linears, and not used."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
+        if self.grad_accumulation_fusion and not self.is_coalesced("weight"):
+            weight = self.parameter("weight", self._entering("weight", self.weight))
+        else:
+            weight = self.parameter("weight")
+        return F.linear(x, weight, self.parameter("bias"))
+
+    def _entering(self, name: str, value: Tensor) -> Tensor:
+        if name != "weight" or not self.grad_accumulation_fusion:
+            return value
+        return accumulated(value, main_grad_of(value))
+
+    def extra_repr(self) -> str:
+        return f"local={tuple(self.weight.shape)}, bias={self.bias is not None}, {self.parallel_repr()}"
