@@ -186,7 +186,7 @@ LAYERS = [
     ),
     _bug(
         "mask_first_head",
-        "nn/attention.py",
+        "nn/self_attention.py",
         "mask.narrow(1, self.first_head_local, self.num_heads_local)",
         "mask.narrow(1, 0, self.num_heads_local)",
         "Every rank takes the mask of the first heads.",
@@ -194,7 +194,7 @@ LAYERS = [
     ),
     _bug(
         "exact_dropout_first_head",
-        "nn/attention.py",
+        "nn/self_attention.py",
         "heads = self.num_heads, self.first_head_local",
         "heads = self.num_heads, 0",
         "Every rank takes the dropout mask of the first heads.",
@@ -258,7 +258,7 @@ LAYERS = [
     ),
     _bug(
         "cache_window",
-        "nn/kv_cache.py",
+        "nn/token_cache.py",
         "self._length + 1 - sliding_window",
         "self._length - sliding_window",
         "A query attends to one key too many of a cache with a sliding window.",
@@ -266,7 +266,7 @@ LAYERS = [
     ),
     _bug(
         "cache_padding_positions",
-        "nn/kv_cache.py",
+        "nn/token_cache.py",
         "(slots - self.padding[:, None]).clamp_min(0) if self._padded else slots",
         "slots",
         "Padding on the left shifts the positions of a prompt.",
@@ -274,7 +274,7 @@ LAYERS = [
     ),
     _bug(
         "cache_not_cleared",
-        "nn/kv_cache.py",
+        "nn/token_cache.py",
         "buffer.zero_()",
         "pass",
         "A NaN of the last text passes the mask of a static cache.",

@@ -1,8 +1,6 @@
 """Multi-head self-attention with its heads sharded over the ranks."""
 
-import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,19 +12,18 @@ from tp_ext.group import NOT_GIVEN, Group, parallel_group
 from tp_ext.nn.context_attention import AttentionOptions, check_context, check_layout, context_attention
 from tp_ext.nn.kv_cache import KVCache
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from tp_ext.nn.module import ParallelModule, check_positive
+from tp_ext.nn.module import check_positive
 from tp_ext.nn.norm import RMSNorm
-from tp_ext.nn.rotary import RotaryEmbedding, packed_positions, sequence_lengths
-from tp_ext.nn.scaled_dot_product import attention, dropout_by_index
-from tp_ext.random import Init, OwnRandomNumbers, draw_seed
-from tp_ext.random_scope import draws_by_name, sequence_seeds
+from tp_ext.nn.rotary import RotaryEmbedding
+from tp_ext.nn.self_attention import SelfAttention
+from tp_ext.random import Init
 from tp_ext.sharding import head_parts
 
 Attend = Callable[[Tensor, Tensor, Tensor, ContextLayout], Tensor]
 """Attention of q, k, v ``[batch, seq_local, heads_local, head_dim]`` over a context group -> q's shape."""
 
 
-class ParallelAttention(ParallelModule):
+class ParallelAttention(SelfAttention):
     """Attention: softmax(cap(scale q k^T) + mask) v per head, between a column linear (q | k | v) and a row linear.
 
     ``cap(s) = softcap tanh(s / softcap)``, or s. Query i attends to key j where ``attn_mask`` allows it, and j <= i if
@@ -105,7 +102,6 @@ class ParallelAttention(ParallelModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
         if head_dim is None:
@@ -115,28 +111,29 @@ class ParallelAttention(ParallelModule):
                 )
             head_dim = hidden_size // num_heads
         check_positive(head_dim=head_dim)
-        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout: {dropout!r} must be a probability, in [0, 1)")
-        for name, value in (("scale", scale), ("softcap", softcap)):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (number and 0 < value < math.inf):
-                raise ValueError(f"{name}: {value!r} must be a positive finite number, or None")
-        if sliding_window is not None:
-            check_positive(sliding_window=sliding_window)
         if isinstance(rope, int | float) and not isinstance(rope, bool):
             rope = RotaryEmbedding(head_dim, base=rope)
         if rope is not None and (not isinstance(rope, RotaryEmbedding) or rope.head_dim != head_dim):
             raise ValueError(f"rope: {rope!r} must be a base or a RotaryEmbedding of {head_dim}")
-
+        super().__init__(
+            group,
+            causal=causal,
+            rope=rope,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            dropout=dropout,
+            exact_dropout=exact_dropout,
+            sequence_parallel=sequence_parallel,
+            weight_group=weight_group,
+            activations=activations,
+        )
         _, p, rank = self.tp_group
         q, kv = head_parts(num_heads, num_kv_heads, head_dim, p)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         (first, last), (first_kv, last_kv) = (part.span(rank, p) for part in (q, kv))
         self.first_head_local, self.num_heads_local = first // head_dim, (last - first) // head_dim
         self.num_kv_heads_local = (last_kv - first_kv) // head_dim
-        self.causal, self.rope = causal, rope
-        self.scale, self.sliding_window, self.softcap = scale, sliding_window, softcap
-        self.dropout, self.exact_dropout = dropout, exact_dropout
         self.context_group, self.context, self.attend = parallel_group(context_group), context, attend
         self._check_context_options()
         options: dict[str, Any] = {"group": group, "weight_group": weight_group, "device": device, "dtype": dtype}
@@ -193,15 +190,8 @@ class ParallelAttention(ParallelModule):
             return self._forward_over_context(x, layout, cache, cos_sin)
         if self.context_group.size > 1 and cache is None:
             raise ValueError(f"layout: must be given with a context_group of {self.context_group.size} ranks")
-        self._check_layout(x, batch_size, cu_seqlens)
         # Before the first collective, so that no rank waits for one that has raised
-        tokens = self._tokens(x, total_tokens)
-        lengths = None if cu_seqlens is None else sequence_lengths(cu_seqlens, tokens)
-        if batch_size is not None and tokens % batch_size:
-            raise ValueError(f"batch_size: {batch_size} must divide the number of tokens, {tokens}")
-        batch, seq = x.shape[:2] if x.dim() == 3 else (batch_size or 1, tokens // (batch_size or 1))
-        if cos_sin is not None:
-            self._check_tables(cos_sin[0], tokens if lengths is not None else seq, tokens)
+        batch, seq, lengths = self._sequences(x, batch_size, cu_seqlens, total_tokens, cos_sin)
         if cache is not None:
             self._check_cache(cache, batch, seq, lengths)
         if attn_mask is not None:
@@ -224,11 +214,7 @@ class ParallelAttention(ParallelModule):
                     q, k, v, mask=mask, scale=self.scale, sliding_window=window, softcap=self.softcap
                 )
         else:
-            seeds = self._mask_seeds(q, lengths)
-            sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), seeds, strict=True)
-            attended = torch.cat(
-                [self._attend(a[None], b[None], c[None], None, seed)[0] for a, b, c, seed in sequences]
-            )
+            attended = self._attend_packed(q, k, v, lengths)
         features = self.num_heads_local * self.head_dim
         y: Tensor = self.out(attended.reshape(*qkv.shape[:-1], features), total_tokens)
         return y
@@ -301,27 +287,6 @@ class ParallelAttention(ParallelModule):
         self._check_cache(cache, layout.batch, max(layout.lengths, default=0), None)
         cache.check_empty()
 
-    def _tokens(self, x: Tensor, total_tokens: int | None) -> int:
-        """Returns the number of tokens of all ranks together."""
-        if not self.sequence_parallel:
-            return x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
-        sizes = self.token_sizes(total_tokens)
-        return x.shape[0] * self.tp_group.size if sizes is None else sum(sizes)
-
-    def _check_layout(self, x: Tensor, batch_size: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> None:
-        given = (batch_size is not None) + (cu_seqlens is not None)
-        if x.dim() == 3 and given == 0 and not self.sequence_parallel:
-            return
-        if x.dim() != 2 or given != 1:
-            local, whole = "[tokens_local, hidden] under sequence_parallel", "[batch, seq, hidden], or [tokens, hidden]"
-            allowed = local if self.sequence_parallel else whole
-            raise ValueError(
-                f"x: shape {tuple(x.shape)} must be {allowed}, the 2-D one with exactly one of batch_size = "
-                f"{batch_size} and cu_seqlens = {cu_seqlens}"
-            )
-        if batch_size is not None:
-            check_positive(batch_size=batch_size)
-
     def new_cache(
         self, batch_size: int, max_seq: int, *, static: bool = False, dtype: torch.dtype | None = None
     ) -> KVCache:
@@ -337,17 +302,7 @@ class ParallelAttention(ParallelModule):
         )
 
     def _check_cache(self, cache: KVCache, batch: int, seq: int, lengths: list[int] | None) -> None:
-        if lengths is not None:
-            raise ValueError("cache: must not be combined with cu_seqlens; pad prompts on the left: reset(padding=)")
-        if not self.causal:
-            raise ValueError("cache: causal=False must not be combined with it: what is cached would see later tokens")
-        if self.rope is not None and self.rope.scaling is not None and self.rope.scaling.dynamic:
-            raise ValueError(
-                "cache: must not be combined with dynamic RoPE scaling, which rotates earlier keys anew when the text "
-                "grows; use rope_type 'ntk' with the factor of the longest text"
-            )
-        if self.training and self.dropout:
-            raise ValueError(f"cache: must not be combined with dropout = {self.dropout} in training mode; call eval()")
+        self._check_cached_call(lengths)
         heads = (cache.k.shape[1], cache.k.shape[3])
         if heads != (self.num_kv_heads_local, self.head_dim):
             raise ValueError(
@@ -355,47 +310,6 @@ class ParallelAttention(ParallelModule):
                 f"{self.head_dim}: new_cache() makes it"
             )
         cache.check(batch, seq)
-
-    def _check_tables(self, cos: Tensor, seq: int, tokens: int) -> None:
-        if self.rope is None:
-            raise ValueError("cos_sin: must not be given to a layer without rope")
-        if cos.shape[0] not in (seq, tokens):
-            raise ValueError(f"cos_sin: {cos.shape[0]} rows must be one for each of {seq} positions or {tokens} tokens")
-
-    def _check_mask(self, mask: Tensor, batch: int, seq: int, lengths: list[int] | None, keys: int) -> None:
-        if lengths is not None:
-            raise ValueError("attn_mask: must not be combined with cu_seqlens; pad the sequences, and mask the padding")
-        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            what = f"dtype {mask.dtype}" if isinstance(mask, Tensor) else repr(mask)
-            raise TypeError(
-                f"attn_mask: {what} must be a tensor, bool (True: may attend) or floating (added to scores)"
-            )
-        full = (batch, self.num_heads, seq, keys)
-        if mask.dim() > 4 or any(n not in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False)):
-            raise ValueError(
-                f"attn_mask: shape {tuple(mask.shape)} must be broadcastable to [batch, num_heads (of all ranks), "
-                f"queries, keys] = {list(full)}"
-            )
-
-    def _mask_local(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the mask of this rank's heads, 4-D, bool or of ``dtype``."""
-        if mask.requires_grad:
-            mask = _ops.copy_to_region(mask, self.tp_group.name)
-        mask = mask[(None,) * (4 - mask.dim())]
-        if mask.shape[1] > 1:
-            mask = mask.narrow(1, self.first_head_local, self.num_heads_local)
-        return mask if mask.dtype == torch.bool else mask.to(dtype)
-
-    @staticmethod
-    def _tables(
-        rope: RotaryEmbedding, rows: Tensor, seq: int, lengths: list[int] | None, cache: KVCache | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns cosine and sine, a row per position, and each token's row if positions differ between sequences."""
-        positions = None
-        if lengths is not None:
-            seq, positions = max(lengths), packed_positions(lengths, rows.device)
-        places = torch.arange(seq, device=rows.device) if cache is None else cache.positions(seq).flatten()
-        return *rope.cos_sin(places, rows.dtype, length=seq), positions
 
     def _heads(
         self, rows: Tensor, lead: tuple[int, ...], tables: tuple[Tensor, Tensor, Tensor | None] | None
@@ -414,29 +328,6 @@ class ParallelAttention(ParallelModule):
             rotating = [_ops.rope(t, cos, sin, self.rope.interleaved, positions) for t in rotating]
         q, k = rotating[0].split((nq, nkv), -2) if together else rotating
         return q, k, v
-
-    def _mask_seeds(self, q: Tensor, lengths: Sequence[int] | None, unit: int = 1, exact: bool = False) -> Any:
-        """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None."""
-        starts = [0] if lengths is None else [0, *accumulate(lengths)][:-1]
-        exact = exact or self.exact_dropout or self.softcap is not None
-        by_name = self.training and self.dropout and exact and starts and draws_by_name(self, q.device)
-        return sequence_seeds(self, q, starts, unit if lengths is None else 0) if by_name else [None] * len(starts)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seed: Any = None) -> Tensor:
-        """Computes attention of q, k, v ``[batch, seq, heads_local, head_dim]`` -> the same shape."""
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        dropout = self.dropout if self.training else 0.0
-        options = (mask, self.causal, self.scale, self.sliding_window, self.softcap)
-        if dropout and (self.exact_dropout or self.softcap is not None):
-            heads = self.num_heads, self.first_head_local
-            seed = draw_seed(q.device) if seed is None else seed
-            y = attention(q, k, v, *options, drop=lambda w: dropout_by_index(w, seed, dropout, *heads))
-        elif dropout:
-            with OwnRandomNumbers(self.tp_group.rank, q.device):
-                y = attention(q, k, v, *options, dropout=dropout)
-        else:
-            y = attention(q, k, v, *options)
-        return y.transpose(1, 2)
 
     def extra_repr(self) -> str:
         return (

@@ -1,16 +1,14 @@
 """Cache of the keys and values of an attention layer, so that the next token costs one row instead of all."""
 
-from typing import Self
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tp_ext.nn.module import check_positive
-from tp_ext.nn.scaled_dot_product import attention, explicit_attention, restricted, visible
+from tp_ext.nn.scaled_dot_product import attention, attention_by_kv_head, explicit_attention
+from tp_ext.nn.token_cache import TokenCache
 
 
-class KVCache(nn.Module):
+class KVCache(TokenCache):
     """Keys and values of this rank's heads of one :class:`ParallelAttention`, made by ``layer.new_cache(..)``.
 
     ``k`` and ``v`` are ``[batch_size, kv_heads_local, max_seq, head_dim]``, contiguous and allocated once: with the
@@ -40,10 +38,9 @@ class KVCache(nn.Module):
         ValueError: a size that is not positive.
     """
 
+    contents = ("k", "v")
     k: Tensor
     v: Tensor
-    position: Tensor
-    padding: Tensor
 
     def __init__(
         self,
@@ -56,139 +53,9 @@ class KVCache(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         check_positive(batch_size=batch_size, max_seq=max_seq, num_kv_heads_local=num_kv_heads_local, head_dim=head_dim)
-        self.batch_size, self.max_seq = batch_size, max_seq
-        shape = (batch_size, num_kv_heads_local, max_seq, head_dim)
-        with torch.inference_mode(False):  # an inference tensor could not be written outside that mode
-            for name in ("k", "v"):  # zeros: masked values are still multiplied, by 0
-                self.register_buffer(name, torch.zeros(shape, device=device, dtype=dtype), persistent=False)
-            for name, count in (("position", ()), ("padding", (batch_size,))):
-                zeros = torch.zeros(count, device=device, dtype=torch.int64)
-                self.register_buffer(name, zeros, persistent=False)
-        self._length, self._static, self._padded = 0, static, False
-
-    @property
-    def length(self) -> int:
-        """Number of filled slots, padding included. With ``static``, on a GPU, this waits for the device."""
-        return int(self.position) if self._static else self._length
-
-    @property
-    def static(self) -> bool:
-        return self._static
-
-    @static.setter
-    def static(self, static: bool) -> None:
-        length = self.length
-        self._static = static
-        self._set_length(length)
-
-    def _set_length(self, length: int) -> None:
-        if self._static:
-            self.position.fill_(length)
-        else:
-            self._length = length
-
-    @torch.no_grad()
-    def reset(self, padding: Tensor | None = None) -> Self:
-        """Empties the cache for new prompts.
-
-        Args:
-            padding: ``[batch_size]``, integers: the number of leading padding tokens of each prompt; default 0.
-
-        Raises:
-            ValueError: another shape, counts outside [0, max_seq). TypeError: counts that are no integers.
-        """
-        if padding is not None:
-            if padding.is_floating_point() or padding.is_complex() or padding.dtype == torch.bool:
-                raise TypeError(f"padding: dtype {padding.dtype} must be an integer type")
-            if padding.shape != (self.batch_size,):
-                raise ValueError(f"padding: shape {tuple(padding.shape)} must be [batch_size = {self.batch_size}]")
-            if int(padding.min()) < 0 or int(padding.max()) >= self.max_seq:
-                raise ValueError(f"padding: {padding.tolist()} must be in [0, max_seq = {self.max_seq})")
-        self._padded = padding is not None
-        for buffer in (self.k, self.v, self.padding):
-            buffer.zero_()  # k, v: a NaN of the last text would pass the mask of a static cache
-        if padding is not None:
-            self.padding.copy_(padding)
-        self._set_length(0)
-        return self
-
-    def truncate(self, length: int) -> Self:
-        """Removes the tokens from ``length`` on, such as drafts that speculative decoding rejects.
-
-        Raises:
-            ValueError: ``length`` is larger than that of the cache.
-        """
-        if not isinstance(length, int) or not 0 <= length <= self.length:
-            raise ValueError(f"length: {length!r} must be in [0, {self.length}], the tokens in the cache")
-        self._set_length(length)
-        return self
-
-    @torch.no_grad()
-    def reorder(self, index: Tensor) -> Self:
-        """Continues sequence i from the state of sequence ``index[i]``, for beam search; in place, for CUDA graphs.
-
-        Args:
-            index: ``[batch_size]``, integers, the same on all ranks.
-
-        Raises:
-            ValueError: another shape. IndexError (CPU; a device assert on CUDA): no such sequence.
-        """
-        if index.shape != (self.batch_size,):
-            raise ValueError(f"index: shape {tuple(index.shape)} must be [batch_size = {self.batch_size}]")
-        filled = self.max_seq if self._static else self._length
-        for buffer in (self.k[:, :, :filled], self.v[:, :, :filled], self.padding):
-            buffer.copy_(buffer.index_select(0, index))
-        return self
-
-    def positions(self, n: int) -> Tensor:
-        """Returns the positions of the next n tokens, for RoPE: ``[batch_size, n]``, or ``[1, n]`` if all sequences
-        have the same. Positions of padding are 0."""
-        slots = self._slots(n)[None]
-        return (slots - self.padding[:, None]).clamp_min(0) if self._padded else slots
-
-    def _slots(self, n: int) -> Tensor:
-        device = self.k.device
-        if self._static:
-            return self.position + torch.arange(n, device=device)
-        return torch.arange(self._length, self._length + n, device=device)
-
-    def check(self, batch: int, n: int) -> None:
-        """Checks that n more tokens of ``batch`` sequences fit.
-
-        Raises:
-            RuntimeError: gradients are recorded. With ``static`` in compiled code or on a GPU also too many tokens, on
-            a GPU as a device assert. ValueError: too many tokens, or another number of sequences.
-        """
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "cache: keys and values of earlier tokens have no gradient; use it under torch.inference_mode() or "
-                "torch.no_grad(), and no cache to train"
-            )
-        if batch != self.batch_size:
-            raise ValueError(f"cache: made for batch_size = {self.batch_size}, but x has {batch} sequences")
-        if self._static and (torch.compiler.is_compiling() or self.k.is_cuda):
-            # Compiled or captured code must not branch on the value of a tensor
-            torch._assert_async(
-                self.position + n <= self.max_seq,
-                f"cache: {n} more tokens must not exceed max_seq = {self.max_seq}",
-            )
-        elif self.length + n > self.max_seq:
-            raise ValueError(
-                f"cache: {self.length} tokens and {n} more must not exceed max_seq = {self.max_seq}; make a longer "
-                "cache, or reset() or truncate() it"
-            )
-
-    def keys_after(self, n: int) -> int:
-        """Returns the number of keys for the next n tokens: cached and new ones, or all slots of a static cache."""
-        return self.max_seq if self._static else self._length + n
-
-    def check_empty(self) -> None:
-        """Raises ValueError: there are tokens or padding in the cache, so that a prompt over a context group does not
-        begin at position 0."""
-        if self._padded or self.length:
-            raise ValueError(f"cache: {self.length} tokens and padding = {self._padded} must be none: reset() it")
+        sizes = [(num_kv_heads_local, head_dim)] * 2
+        super().__init__(batch_size, max_seq, sizes, static=static, device=device, dtype=dtype)
 
     def append(self, k: Tensor, v: Tensor, slots: Tensor | None = None) -> None:
         """Appends the keys and values of the next n tokens, ``[batch, n, kv_heads_local, head_dim]``.
@@ -198,19 +65,7 @@ class KVCache(nn.Module):
         Raises:
             TypeError: keys of another dtype than the cache.
         """
-        if k.dtype != self.k.dtype:
-            raise TypeError(f"cache: dtype {self.k.dtype} must be that of the keys, {k.dtype}: new_cache(.., dtype=)")
-        n = k.shape[1]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if self._static:
-            slots = self._slots(n) if slots is None else slots
-            self.k.index_copy_(2, slots, k)
-            self.v.index_copy_(2, slots, v)
-            self.position.add_(n)
-        else:
-            self.k.narrow(2, self._length, n).copy_(k)
-            self.v.narrow(2, self._length, n).copy_(v)
-            self._length += n
+        self.write((k, v), slots)
 
     def attend(
         self,
@@ -235,49 +90,13 @@ class KVCache(nn.Module):
         Raises:
             TypeError: keys of another dtype than the cache.
         """
-        n = q.shape[1]
-        plain = not self._static and not self._padded
-        first, alone = plain and self._length == 0, plain and n == 1
-        # The first tokens attend as without a cache; a single one, with the keys limited to its window, needs no mask
-        slots = None if first or alone else self._slots(n)
-        oldest = 0
-        if not self._static and sliding_window is not None:
-            oldest = max(0, self._length + 1 - sliding_window)
-        self.append(k, v, slots)
-        keys, values = self.k, self.v
-        if not self._static:
-            keys, values = (t.narrow(2, oldest, self._length - oldest) for t in (keys, values))
+        (keys, values), seen, first = self.extend((k, v), mask, sliding_window)
         q = q.transpose(1, 2)
         if first:
-            return attention(q, keys, values, mask, True, scale, sliding_window, softcap).transpose(1, 2)
-        blind = mask is not None
-        if mask is not None and mask.shape[3] > 1:
-            mask = mask.narrow(3, oldest, keys.shape[2])
-        if slots is not None:
-            mask = restricted(mask, self._visible(slots, oldest, keys.shape[2], sliding_window))
-        if softcap is not None:
-            y = explicit_attention(q, keys, values, mask, scale=scale, softcap=softcap, blind=blind)
-            return y.transpose(1, 2)
-        # The query heads of a KV head become rows of one head: no copy of k and v for each, on any backend
-        batch, heads, _, head_dim = q.shape
-        kv_heads = keys.shape[1]
-        share = heads // kv_heads
-        rows = q.reshape(batch, kv_heads, share * n, head_dim)
-        if mask is not None and mask.shape[1] > 1:
-            mask = mask.expand(-1, -1, n, -1).reshape(mask.shape[0], kv_heads, share * n, mask.shape[3])
-        elif mask is not None and mask.shape[2] > 1:
-            mask = mask.repeat(1, 1, share, 1)
-        y = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
-        return y.reshape(batch, heads, n, head_dim).transpose(1, 2)
-
-    def _visible(self, slots: Tensor, oldest: int, count: int, sliding_window: int | None) -> Tensor:
-        """Returns a mask, True where the tokens in ``slots`` attend to the ``count`` slots from ``oldest`` on:
-        ``[batch or 1, 1, n, count]``. Padding attends to itself, so that its softmax is not over an empty set."""
-        keys = torch.arange(oldest, oldest + count, device=slots.device)
-        seen = visible(slots, keys, True, sliding_window)[None, None]
-        if self._padded:
-            seen = seen & ((keys >= self.padding[:, None])[:, None, None] | (keys == slots[:, None]))
-        return seen
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.k.shape)}, {self.k.dtype}, static={self._static}"
+            y = attention(q, keys, values, mask, True, scale, sliding_window, softcap)
+        elif softcap is not None:
+            blind = mask is not None
+            y = explicit_attention(q, keys, values, seen, scale=scale, softcap=softcap, blind=blind)
+        else:
+            y = attention_by_kv_head(q, keys, values, seen, scale)
+        return y.transpose(1, 2)

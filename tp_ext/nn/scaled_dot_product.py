@@ -64,7 +64,7 @@ def attention(
     Uses torch's fused function where possible; :func:`explicit_attention` with ``softcap`` or ``drop``.
 
     Args:
-        q: ``[batch, heads, n, head_dim]``. k, v: ``[batch, kv_heads, n, head_dim]``.
+        q: ``[batch, heads, n, head_dim]``. k: ``[batch, kv_heads, n, head_dim]``. v: the same, or other features.
         mask: 4-D, broadcastable to ``[batch, heads, n, n]``, bool or of q's dtype. A query without a key gets 0.
         scale: default ``head_dim ** -0.5``.
         causal, sliding_window: as :func:`visible`.
@@ -132,7 +132,7 @@ def explicit_attention(
     """Computes :func:`attention` step by step; keeps ``[batch, heads, n, m]`` weights for backward.
 
     Args:
-        q: ``[batch, heads, n, head_dim]``. k, v: ``[batch, kv_heads, m, head_dim]``.
+        q: ``[batch, heads, n, head_dim]``. k: ``[batch, kv_heads, m, head_dim]``. v: the same, or other features.
         attn_mask: the complete mask, broadcastable to ``[batch, heads, n, m]``.
         blind: whether some query may attend to no key; it gets 0.
     """
@@ -151,4 +151,26 @@ def explicit_attention(
     weights = softmax(scores, -1, dtype=q.dtype)  # computed in fp32, kept in q's dtype
     if drop is not None:
         weights = drop(weights)
-    return (weights.view(*rows, k.shape[2]) @ v).view(q.shape)
+    return (weights.view(*rows, k.shape[2]) @ v).view(batch, heads, n, v.shape[3])
+
+
+def attention_by_kv_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Computes ``softmax(scale q k^T + mask) v``, the query heads of a KV head as rows of one head: no copy of k and v
+    for each, on any backend.
+
+    Args:
+        q: ``[batch, heads, n, head_dim]``. k: ``[batch, kv_heads, m, head_dim]``. v: ``[batch, kv_heads, m, v_dim]``.
+        mask: the complete one, 4-D, broadcastable to ``[batch, heads, n, m]``, bool or of q's dtype.
+
+    Returns: ``[batch, heads, n, v_dim]``.
+    """
+    batch, heads, n, head_dim = q.shape
+    kv_heads = k.shape[1]
+    share = heads // kv_heads
+    rows = q.reshape(batch, kv_heads, share * n, head_dim)
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.expand(-1, -1, n, -1).reshape(mask.shape[0], kv_heads, share * n, mask.shape[3])
+    elif mask is not None and mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, share, 1)
+    y = F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)
+    return y.reshape(batch, heads, n, v.shape[3])
