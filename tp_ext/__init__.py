@@ -39,6 +39,8 @@ from tp_ext.nn.dropout import Dropout, dropout
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
 from tp_ext.nn.fqn import layouts, shardings
 from tp_ext.nn.kv_cache import KVCache
+from tp_ext.nn.latent_attention import ParallelLatentAttention
+from tp_ext.nn.latent_kv_cache import LatentKVCache
 from tp_ext.nn.layouts import declare_layouts
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.lora import LoRALinear, add_lora, merge_lora
@@ -71,11 +73,13 @@ __all__ = [
     "ContextLayout",
     "Dropout",
     "KVCache",
+    "LatentKVCache",
     "LayerNorm",
     "Layout",
     "LoRALinear",
     "P",
     "ParallelAttention",
+    "ParallelLatentAttention",
     "ParallelMLP",
     "ParallelModule",
     "Part",

@@ -164,11 +164,17 @@ class RopeScaling:
         if "attention_factor" in o:
             return float(o["attention_factor"])
 
-        def grown(scale: float) -> float:
-            return 0.1 * scale * math.log(o["factor"]) + 1.0
-
         both = o.get("mscale") and o.get("mscale_all_dim")  # Hugging Face treats 0 as absent
-        return grown(o["mscale"]) / grown(o["mscale_all_dim"]) if both else grown(1.0)
+        return self._grown(o["mscale"]) / self._grown(o["mscale_all_dim"]) if both else self._grown(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """DeepSeek's factor of the scores, ``(0.1 m ln(factor) + 1)^2`` for m = ``mscale_all_dim``; 1 without it."""
+        return self._grown(self.options["mscale_all_dim"]) ** 2 if "mscale_all_dim" in self.options else 1.0
+
+    def _grown(self, scale: float) -> float:
+        growth: float = 0.1 * scale * math.log(self.options["factor"]) + 1.0
+        return growth
 
     def __repr__(self) -> str:
         return repr({"rope_type": self.kind, **self.options})
