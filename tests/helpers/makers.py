@@ -48,6 +48,11 @@ def _attention(**options: Any) -> Callable[..., nn.Module]:
     return lambda **parallel: tp_ext.ParallelAttention(HIDDEN, 4, rope=100.0, **options, **parallel)
 
 
+def _latent(**parallel: Any) -> nn.Module:
+    sizes = {"kv_lora_rank": 6, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 3}
+    return tp_ext.ParallelLatentAttention(HIDDEN, 4, q_lora_rank=5, bias=True, **sizes, **parallel)
+
+
 _SEQUENCES = (("batch_size", BATCH), ("total_tokens", TOKENS))
 CASES = {
     "column": Case(lambda **k: tp_ext.ColumnParallelLinear(HIDDEN, FFN, **k), gives="features"),
@@ -57,6 +62,7 @@ CASES = {
     "attention": Case(_attention(), call=_SEQUENCES),
     "attention_mqa": Case(_attention(num_kv_heads=1, qk_norm=True), call=_SEQUENCES),
     "attention_dropout": Case(_attention(dropout=0.25), call=_SEQUENCES, dropout=True),
+    "latent_attention": Case(_latent, call=_SEQUENCES),
     "embedding": Case(lambda **k: tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, **k), takes="ids", call=()),
     "head": Case(lambda **k: tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, bias=True, **k), gives="features"),
     "rms_norm": Case(lambda **k: tp_ext.RMSNorm(HIDDEN, **k), call=()),
