@@ -58,6 +58,8 @@ class Reference(nn.Module):
         if name == "mlp_gated":
             gate, up = self._linear(x, "up/").chunk(2, -1)
             return self._linear(F.silu(gate) * up, "down/")
+        if name == "latent_attention":
+            return self._latent_attention(x)
         kv = 1 if name == "attention_mqa" else 4
         heads = self._linear(x, "qkv/").unflatten(-1, (4 + 2 * kv, -1))
         q, k, v = heads.split([4, kv, kv], 1)
@@ -67,6 +69,19 @@ class Reference(nn.Module):
         q, k, v = (t.unflatten(0, (BATCH, SEQ)).transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv == 1)
         return self._linear(y.transpose(1, 2).reshape(BATCH * SEQ, -1), "out/")
+
+    def _latent_attention(self, x):
+        q = F.rms_norm(self._linear(x, "q_a_proj/"), (5,), self.weights["q_a_layernorm/weight"], 1e-6)
+        q_nope, q_rope = self._linear(q, "q_b_proj/").unflatten(-1, (4, 5)).split([3, 2], -1)
+        latent, k_rope = self._linear(x, "kv_a_proj_with_mqa/").split([6, 2], -1)
+        latent = F.rms_norm(latent, (6,), self.weights["kv_a_layernorm/weight"], 1e-6)
+        k_nope, v = self._linear(latent, "kv_b_proj/").unflatten(-1, (4, 6)).split([3, 3], -1)
+        positions = torch.arange(SEQ).repeat(BATCH)
+        q_rope, k_rope = (rotate(t, positions, interleaved=True) for t in (q_rope, k_rope[:, None]))
+        q, k = torch.cat([q_nope, q_rope], -1), torch.cat([k_nope, k_rope.expand_as(q_rope)], -1)
+        q, k, v = (t.unflatten(0, (BATCH, SEQ)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self._linear(y.transpose(1, 2).reshape(BATCH * SEQ, -1), "o_proj/")
 
 
 def _twin_step(name, low):

@@ -183,6 +183,8 @@ class ParallelLatentAttention(SelfAttention):
             self._check_cache(cache, batch, seq, lengths)
         if attn_mask is not None:
             self._check_mask(attn_mask, batch, seq, lengths, seq if cache is None else cache.keys_after(seq))
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # once: each of two linears would cast and keep its own
         compressed = self.kv_a_proj_with_mqa(x)
         if self.q_lora_rank is None:
             q = self.q_proj(x, total_tokens)

@@ -56,6 +56,8 @@ class ReplicatedLinear(ParallelModule):
         """Computes y from x; ``total_tokens`` is accepted as by the other linears, and not used."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
+        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"x: dtype {x.dtype} must be that of weight, {self.weight.dtype}")
         if self.grad_accumulation_fusion and not self.is_coalesced("weight"):
             weight = self.parameter("weight", self._entering("weight", self.weight))
         else:
