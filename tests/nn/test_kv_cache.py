@@ -11,6 +11,7 @@ import torch
 import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HIDDEN, KNOWN, fits, make
+from tests.helpers.cache_steps import in_steps
 
 pytestmark = pytest.mark.core
 
@@ -41,22 +42,6 @@ def loaded(group, options, state, **more):
     module = make(options, group, **more)
     tp_ext.load_full_state_dict(module, state, group=group)
     return module.eval()
-
-
-def step(module, x, cache):
-    """y of x [batch, n, hidden], under sequence parallelism with every rank's tokens put together again."""
-    _, p, rank = module.tp_group
-    if not module.sequence_parallel:
-        return module(x, cache=cache)
-    tokens = x.flatten(0, 1)
-    own = tokens.tensor_split(p)[rank]
-    y = module(own, batch_size=len(x), total_tokens=len(tokens), cache=cache)
-    sizes = tp_ext.sharding.split_sizes(len(tokens), p)
-    return tp_ext.gather_from_region(y, module.tp_group.name or None, 0, sizes).view(x.shape)
-
-
-def in_steps(module, x, cache, split):
-    return torch.cat([step(module, part, cache) for part in x.split(split, 1)], 1)
 
 
 def _splits(group, options, state, x, splits, static, sp=False):
