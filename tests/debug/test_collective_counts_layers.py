@@ -82,6 +82,24 @@ def _decode(g):
     return torch.no_grad()(lambda: module(x, cache=cache))
 
 
+Q_RANK, KV_RANK, ROPE = 7, 6, 2  # of latent attention
+
+
+class Latent(tp_ext.ParallelLatentAttention):
+    def __init__(self, **options):
+        widths = {"kv_lora_rank": KV_RANK, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": ROPE, "v_head_dim": HEAD}
+        super().__init__(H, 12, **widths, **options)
+
+    def forward(self, x):
+        return super().forward(x, batch_size=BATCH)
+
+
+def _decode_latent(g):
+    module, x = Latent(group=g), torch.randn(BATCH, H)
+    cache = module.new_cache(BATCH, 8)
+    return torch.no_grad()(lambda: tp_ext.ParallelLatentAttention.forward(module, x, batch_size=BATCH, cache=cache))
+
+
 def _norm(g):
     model = tp_ext.ParallelMLP(H, F, group=g)
     model(torch.ones(2, H)).sum().backward()
@@ -136,6 +154,24 @@ CASES = {
     "rms norm sp": Case(_module(tp_ext.RMSNorm, H, own=True, **SP), [], [(AR, H * E)]),
     "layer norm sp": Case(_module(tp_ext.LayerNorm, H, own=True, **SP), [], [(AR, H * E), (AR, H * E)]),
     "dropout sp": Case(_module(tp_ext.Dropout, 0.1, own=True, **SP), []),
+    "latent attention": Case(
+        _module(Latent, q_lora_rank=Q_RANK),
+        [(AR, N * H * E)],
+        [(AR, N * Q_RANK * E), (AR, N * KV_RANK * E), (AR, N * ROPE * E)],
+    ),
+    "latent attention without q_lora_rank": Case(
+        _module(Latent), [(AR, N * H * E)], [(AR, N * H * E), (AR, N * KV_RANK * E), (AR, N * ROPE * E)]
+    ),
+    "latent attention sp": Case(
+        _module(Latent, q_lora_rank=Q_RANK, own=True, **SP),
+        [(RS, N * H * E), (AG, N * Q_RANK * E), (AG, N * KV_RANK * E), (AG, N * ROPE * E)],
+        [
+            *[(AG, N * H * E), (RS, N * Q_RANK * E), (RS, N * KV_RANK * E), (RS, N * ROPE * E)],
+            *[(AG, N * Q_RANK * E), (AG, N * KV_RANK * E)],  # of the inputs again, for the gradients of the weights
+            *[(AR, H * Q_RANK * E), (AR, H * (KV_RANK + ROPE) * E), (AR, Q_RANK * E), (AR, KV_RANK * E)],
+        ],
+    ),
+    "decode latent": Case(_decode_latent, [(AR, BATCH * H * E)]),
     "decode": Case(_decode, [(AR, BATCH * H * E)]),
     "adapter column": Case(_adapted(COLUMN, H, F), [], [(AR, N * H * E), (AR, N * R * E)]),
     "adapter row": Case(_adapted(ROW, F, H, width=F, cut=True), [(AR, N * H * E), (AR, N * R * E)]),

@@ -168,6 +168,46 @@ def test_attention(name, p, sp, dtype):
         assert two_layers == 2 * want - shared
 
 
+# Latent attention: latents of widths q and c, r shared features of the key
+
+
+LATENTS = {
+    "plain": {"rope": None},
+    "q_lora_rank": {"q_lora_rank": 12},
+    "exact_dropout": {"q_lora_rank": 12, "dropout": 0.1},
+}
+C, NOPE, ROPE, V_HEAD, LATENT_HEADS = 16, 8, 4, 6, 8  # 2 or more on each rank: of one the padded result is no copy
+
+
+def latent_bytes(z, options, seq=S):
+    a, q, key = LATENT_HEADS // z.p, options.get("q_lora_rank", 0), NOPE + ROPE
+    total = z.n_sp * (z.h + 2 * q + 2 * C + ROPE) * z.e  # x; before and after their norms the latents, with k_rope
+    total += 4 * z.n_sp * (2 if q else 1)  # a number per row of each norm
+    total += z.n * a * (2 * key + 2 * V_HEAD) * z.e  # q, k, v; the input of o_proj
+    if options.get("dropout"):
+        total += 2 * z.n * a * seq * z.e + seq * seq + 8
+    else:
+        total += 4 * z.n * a  # log-sum-exp, fp32
+        total += z.n * a * (2 * key - V_HEAD) * z.e  # on a CPU: v and the result as wide as the keys
+    return total + (0 if "rope" in options else 4 * seq * ROPE)  # cos and sin, fp32
+
+
+def _latent(group, options, sp, dtype):
+    widths = {"kv_lora_rank": C, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V_HEAD}
+    options = widths | options | {"group": group, "sequence_parallel": sp, "dtype": dtype}
+    module = tp_ext.ParallelLatentAttention(H, LATENT_HEADS, **options)
+    x = torch.randn(N // group.size() if sp else N, H, dtype=dtype, requires_grad=True)
+    return saved_bytes(lambda: module(x, batch_size=B), module)
+
+
+@pytest.mark.thinned
+@EVERY
+@pytest.mark.parametrize("name", LATENTS)
+def test_latent_attention(name, p, sp, dtype):
+    want = latent_bytes(Sizes(p, sp, dtype), LATENTS[name])
+    assert ranks.run(_latent, p, LATENTS[name], sp, dtype) == [want] * p
+
+
 # The rest
 
 
