@@ -23,6 +23,7 @@ LAYERS = (
     tp_ext.RowParallelLinear,
     tp_ext.ParallelMLP,
     tp_ext.ParallelAttention,
+    tp_ext.ParallelLatentAttention,
     tp_ext.RMSNorm,
     tp_ext.LayerNorm,
     tp_ext.Dropout,
@@ -103,6 +104,10 @@ def _called(
                     give(one, _input(layer, stream), spmd.V)
                 elif name == "weight":
                     give(one, spmd.V, spmd.V)
+                elif isinstance(one, tp_ext.LatentKVCache):
+                    for held in one.buffers():  # all ranks hold the latents
+                        give(held, spmd.R, spmd.R)
+                        tensors.append(held)
                 elif isinstance(one, tp_ext.KVCache):
                     for held in one.buffers():
                         give(held, spmd.V if held.is_floating_point() else spmd.R, spmd.R)

@@ -184,6 +184,7 @@ def _norm_of_gradients(name: str) -> Callable[[Any], Callable[[Tensor], Tensor]]
 
 
 _LOGITS = {"x_dim": -1}
+_LATENT = {"q_lora_rank": 3, "kv_lora_rank": 6, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2}
 _SAME, _ROWS = tp_ext.P(), tp_ext.P("x")
 SUBJECTS = {
     "copy_to_region": Subject(_region("copy_to_region")),
@@ -213,6 +214,9 @@ SUBJECTS = {
     "ParallelMLP": Subject(_module(lambda g: tp_ext.ParallelMLP(HIDDEN, HIDDEN, group=g))),
     "ParallelAttention": Subject(
         _module(lambda g: tp_ext.ParallelAttention(HIDDEN, HEADS, rope=100.0, group=g), batch_size=1)
+    ),
+    "ParallelLatentAttention": Subject(
+        _module(lambda g: tp_ext.ParallelLatentAttention(HIDDEN, HEADS, **_LATENT, group=g), batch_size=1)
     ),
     "ContextLayout": Subject(_layout, x_dim=0),
     "VocabParallelEmbedding": Subject(_embedding, (VOCAB, HIDDEN), x_dim=0),
