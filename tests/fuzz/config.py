@@ -33,6 +33,7 @@ def _draw(r, seed, ranks):
     for i, block in enumerate(blocks):
         if block["kind"] == "attention":
             block |= _scores(random.Random(f"scores {seed} {i}"), layout, block["rope"])
+            block["latent"] = _latent(random.Random(f"latent {seed} {i}"))
     head = _vocabulary(r, p) | {"bias": r.random() < 0.5, "tied": False} if r.random() < 0.6 else None
     if head and embedding and r.random() < 0.6:
         head |= {"tied": True, **table}
@@ -163,6 +164,19 @@ def _scores(r, layout, rope):
     }
 
 
+def _latent(r):
+    """The sizes and positions of latent attention, in place of the other one's; None: the other one."""
+    if r.random() < 0.7:
+        return None
+    rope = {"base": 10.0, "interleaved": r.random() < 0.7} if r.random() < 0.8 else None
+    if rope and r.random() < 0.4:
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0}
+        rope["scaling"] = yarn | {"beta_slow": 0.1, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.2}
+    sizes = {"kv_lora_rank": r.randint(1, 6), "qk_nope_head_dim": r.randint(1, 4), "v_head_dim": r.randint(1, 7)}
+    q_rank = r.randint(1, 6) if r.random() < 0.6 else None
+    return {**sizes, "q_lora_rank": q_rank, "qk_rope_head_dim": r.choice((2, 2, 4)), "rope": rope}
+
+
 def _unit_parts(r, p, copies):
     """Parts, each of whole units; with groups, copies and padding where they may be."""
     parts = []
@@ -261,6 +275,8 @@ def _valid_block(block, p, config):
                 return False  # refused; torch takes no maximum of an empty gradient
             if block["mask"] and block["mask"] != "bool" and config["clip"] and config["clip"]["bare"]:
                 return False  # a bare parameter that no module of tp_ext made
+            if block["latent"]:
+                tp_ext.RotaryEmbedding(block["latent"]["qk_rope_head_dim"], **(block["latent"]["rope"] or {}))
             if isinstance(block["rope"], dict):
                 tp_ext.RotaryEmbedding(block["head_dim"], **block["rope"])
             elif block["rope"] is not None:

@@ -65,21 +65,42 @@ def _norm(options, hidden, place):
     return getattr(place.kit, options["kind"])(hidden, options["eps"], options["affine"], **more, **place.parallel)
 
 
+def _attention(o, config, place):
+    kit = place.kit
+    rope = kit.RotaryEmbedding(o["head_dim"], **o["rope"]) if isinstance(o["rope"], dict) else o["rope"]
+    names = ("head_dim", "qkv_bias", "out_bias", "causal", "qk_norm", "scale", "sliding_window", "softcap")
+    return kit.ParallelAttention(
+        config["hidden"],
+        o["heads"],
+        num_kv_heads=o["kv_heads"],
+        rope=rope,
+        dropout=o["attention_dropout"],
+        **{name: o[name] for name in names},
+        **place.linear,
+    )
+
+
+def _latent_attention(o, config, place):
+    sizes, kit = dict(o["latent"]), place.kit
+    rope = sizes.pop("rope")
+    return kit.ParallelLatentAttention(
+        config["hidden"],
+        o["heads"],
+        **sizes,
+        bias=o["out_bias"],
+        norm_eps=1e-2,  # as _norm of config.py
+        rope=rope and kit.RotaryEmbedding(sizes["qk_rope_head_dim"], **rope),
+        dropout=o["attention_dropout"],
+        **{name: o[name] for name in ("causal", "scale")},
+        **place.linear,
+    )
+
+
 class Attention(nn.Module):
     def __init__(self, options, config, place):
         super().__init__()
-        o, kit = options, place.kit
-        rope = kit.RotaryEmbedding(o["head_dim"], **o["rope"]) if isinstance(o["rope"], dict) else o["rope"]
-        names = ("head_dim", "qkv_bias", "out_bias", "causal", "qk_norm", "scale", "sliding_window", "softcap")
-        self.attention = kit.ParallelAttention(
-            config["hidden"],
-            o["heads"],
-            num_kv_heads=o["kv_heads"],
-            rope=rope,
-            dropout=o["attention_dropout"],
-            **{name: o[name] for name in names},
-            **place.linear,
-        )
+        o = options
+        self.attention = (_latent_attention if o["latent"] else _attention)(o, config, place)
         layout = config["layout"]
         lengths, self.call = layout["lengths"], {}
         ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]

@@ -4,6 +4,8 @@ Same constructors, calls and state-dict keys; the weights are whole, and what on
 taken and passed over. No dropout: its masks are the library's own.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -48,7 +50,51 @@ class ParallelMLP(nn.Module):
         return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
-class ParallelAttention(nn.Module):
+def _lengths(x, batch_size, cu_seqlens):
+    if x.dim() == 3:
+        return [x.shape[1]] * x.shape[0]
+    if batch_size is not None:
+        return [x.shape[0] // batch_size] * batch_size
+    return torch.as_tensor(cu_seqlens).diff().tolist()
+
+
+def _rope_options(rope):
+    """The arguments of ``rotate``, of a RotaryEmbedding or its base."""
+    if rope is None or isinstance(rope, float):
+        return rope and {"base": rope}
+    options = {name: getattr(rope, name) for name in ("base", "interleaved", "rotary_dim")}
+    if rope.scaling is not None:
+        options["scaling"] = {"rope_type": rope.scaling.kind, **rope.scaling.options}
+    return options
+
+
+class _Attended(nn.Module):
+    """Attention of q, k, v, by causal, scale, window and softcap."""
+
+    causal, scale, window, softcap = True, 1.0, None, None
+
+    def attended(self, q, k, v, lengths, mask):
+        sequences = zip(*(t.transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
+        y = [self._sequence(*one, mask) for one in sequences]
+        return torch.cat(y, 1).transpose(0, 1).flatten(1)
+
+    def _sequence(self, q, k, v, mask):
+        scores = self.scale * q @ k.mT
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
+        back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        seen = (back >= 0) | (not self.causal)
+        if self.window is not None:
+            seen = seen & (back.abs() < self.window)
+        if mask is not None and mask.dtype == torch.bool:
+            seen = seen & mask
+        elif mask is not None:
+            scores = scores + mask
+        weights = scores.exp().where(seen, 0)  # scores are small
+        return weights @ v / weights.sum(-1, keepdim=True).clamp(min=1e-300)
+
+
+class ParallelAttention(_Attended):
     def __init__(
         self,
         hidden,
@@ -73,12 +119,7 @@ class ParallelAttention(nn.Module):
         assert not dropout
         self.heads, self.kv_heads, self.head_dim, self.causal = heads, num_kv_heads, head_dim, causal
         self.scale, self.window, self.softcap = scale or head_dim**-0.5, sliding_window, softcap
-        names = ("base", "interleaved", "rotary_dim")
-        self.rope = (
-            {"base": rope} if isinstance(rope, float) else rope and {name: getattr(rope, name) for name in names}
-        )
-        if self.rope is not None and not isinstance(rope, float) and rope.scaling is not None:
-            self.rope["scaling"] = {"rope_type": rope.scaling.kind, **rope.scaling.options}
+        self.rope = _rope_options(rope)
         self.qkv = nn.Linear(hidden, (heads + 2 * num_kv_heads) * head_dim, qkv_bias, dtype=dtype, device=device)
         self.out = nn.Linear(heads * head_dim, hidden, out_bias, dtype=dtype, device=device)
         self.q_norm, self.k_norm = (
@@ -86,12 +127,7 @@ class ParallelAttention(nn.Module):
         )
 
     def forward(self, x, *, batch_size=None, cu_seqlens=None, total_tokens=None, attn_mask=None):
-        if x.dim() == 3:
-            lengths = [x.shape[1]] * x.shape[0]
-        elif batch_size is not None:
-            lengths = [x.shape[0] // batch_size] * batch_size
-        else:
-            lengths = torch.as_tensor(cu_seqlens).diff().tolist()
+        lengths = _lengths(x, batch_size, cu_seqlens)
         heads = self.qkv(x.flatten(0, -2)).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -99,24 +135,65 @@ class ParallelAttention(nn.Module):
             positions = torch.cat([torch.arange(n) for n in lengths])
             q, k = rotate(q, positions, **self.rope), rotate(k, positions, **self.rope)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
-        sequences = zip(*(t.transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
-        y = [self.attended(*one, attn_mask) for one in sequences]
-        return self.out(torch.cat(y, 1).transpose(0, 1).flatten(1)).view(x.shape)
+        return self.out(self.attended(q, k, v, lengths, attn_mask)).view(x.shape)
 
-    def attended(self, q, k, v, mask):
-        scores = self.scale * q @ k.mT
-        if self.softcap is not None:
-            scores = (scores / self.softcap).tanh() * self.softcap
-        back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
-        seen = (back >= 0) | (not self.causal)
-        if self.window is not None:
-            seen = seen & (back.abs() < self.window)
-        if mask is not None and mask.dtype == torch.bool:
-            seen = seen & mask
-        elif mask is not None:
-            scores = scores + mask
-        weights = scores.exp().where(seen, 0)  # scores are small
-        return weights @ v / weights.sum(-1, keepdim=True).clamp(min=1e-300)
+
+class ParallelLatentAttention(_Attended):
+    def __init__(
+        self,
+        hidden,
+        heads,
+        *,
+        kv_lora_rank,
+        q_lora_rank,
+        qk_nope_head_dim,
+        qk_rope_head_dim,
+        v_head_dim,
+        bias,
+        norm_eps,
+        causal,
+        rope,
+        scale,
+        dropout,
+        dtype,
+        device=None,
+        **_cut,
+    ):
+        super().__init__()
+        assert not dropout
+        self.heads, self.causal, self.rope = heads, causal, _rope_options(rope)
+        self.sizes = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
+        self.rank, key, options = kv_lora_rank, qk_nope_head_dim + qk_rope_head_dim, {"dtype": dtype, "device": device}
+        o = {} if rope is None or rope.scaling is None else rope.scaling.options
+        grown = 0.1 * o.get("mscale_all_dim", 0) * math.log(o.get("factor", 1)) + 1
+        self.scale = scale or key**-0.5 * grown**2
+        if q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden, heads * key, False, **options)
+        else:
+            self.q_a_proj = nn.Linear(hidden, q_lora_rank, bias, **options)
+            self.q_a_layernorm = nn.RMSNorm(q_lora_rank, norm_eps, **options)
+            self.q_b_proj = nn.Linear(q_lora_rank, heads * key, False, **options)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, kv_lora_rank + qk_rope_head_dim, bias, **options)
+        self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, norm_eps, **options)
+        self.kv_b_proj = nn.Linear(kv_lora_rank, heads * (qk_nope_head_dim + v_head_dim), False, **options)
+        self.o_proj = nn.Linear(heads * v_head_dim, hidden, bias, **options)
+
+    def forward(self, x, *, batch_size=None, cu_seqlens=None, total_tokens=None, attn_mask=None):
+        lengths, rows, (nope, rope, v_dim) = _lengths(x, batch_size, cu_seqlens), x.flatten(0, -2), self.sizes
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(rows)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(rows)))
+        q_nope, q_rope = q.unflatten(-1, (self.heads, nope + rope)).split([nope, rope], -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(rows).split([self.rank, rope], -1)
+        up = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, nope + v_dim))
+        k_nope, v = up.split([nope, v_dim], -1)
+        k_rope = k_rope[:, None]
+        if self.rope is not None and rows.shape[0]:
+            positions = torch.cat([torch.arange(n) for n in lengths])
+            q_rope, k_rope = rotate(q_rope, positions, **self.rope), rotate(k_rope, positions, **self.rope)
+        q, k = torch.cat([q_nope, q_rope], -1), torch.cat([k_nope, k_rope.expand_as(q_rope)], -1)
+        return self.o_proj(self.attended(q, k, v, lengths, attn_mask)).view(x.shape)
 
 
 class RMSNorm(nn.RMSNorm):

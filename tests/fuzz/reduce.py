@@ -16,7 +16,7 @@ OFF = {
     "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "sum", "inplace_backward": False,
     "tensor": False, "affine": True, "tell_vocab": True, "copies": 1, "groups": 1, "foreach": None, "type": 2.0,
     "bare": False, "made": None, "reload": False, "full_states": False, "padding": 0, "twice": False,
-    "main_grad": False, "coalesce": None, "gemm_epilogue": False,
+    "latent": None, "q_lora_rank": None, "main_grad": False, "coalesce": None, "gemm_epilogue": False,
 }  # fmt: skip
 FIXED = ("seed", "plain", "eps", "base", "interleaved", "max", "how", "kind", "momentum")
 FIXED += ("rope_type", "original_max_position_embeddings")

@@ -65,7 +65,9 @@ def rotate(x, positions, base=10000.0, interleaved=False, rotary_dim=None, scali
     frequencies, amplitude = rope_frequencies(dim, base, scaling, length)
     angles = positions.double()[:, None] * frequencies
     unit = torch.polar(torch.full_like(angles, amplitude), angles)[:, None]
-    pairs = torch.view_as_real(torch.view_as_complex(pairs.double().contiguous()) * unit)
+    pairs = torch.view_as_real(
+        torch.view_as_complex(pairs.double().clone(memory_format=torch.contiguous_format)) * unit
+    )
     rotated = pairs.flatten(-2) if interleaved else pairs.transpose(-1, -2).flatten(-2)
     return torch.cat([rotated.to(x.dtype), rest], -1)
 

@@ -49,6 +49,34 @@ def test_a_key_that_all_heads_share():
     check(ranks.run(_shared_key, 2, queries, weight, x), [leaf.grad, its_x.grad])
 
 
+def _latent_and_key(group, queries, down, up, x):
+    own, rows = (t.chunk(group.size(), dim)[group.rank()] for t, dim in ((queries, 1), (up, 0)))  # heads
+    results = []
+    for ours in (True, False):
+        (leaf,) = leaves(down)
+        latent, key = (x @ leaf.T).split([3, 2], -1)
+        k = (tp_ext.copy_to_region(latent, group) @ rows.T).unflatten(-1, (-1, 2))
+        key = tp_ext.copy_to_region(key, group) if ours else key
+        tp_ext.reduce_from_region((own * torch.cat([k, key[:, None].expand_as(k)], -1)).tanh().sum(), group).backward()
+        if not ours:
+            dist.all_reduce(leaf.grad)  # as every replicated parameter's
+        results.append(leaf.grad)
+    return results
+
+
+def test_the_latent_and_the_key_of_one_replicated_projection():
+    """MLA's down projection: the gradient of its latent, already summed by the column linear after it, was summed once
+    more together with that of the key, which was not: https://github.com/inclusionAI/AReno/pull/496."""
+    torch.manual_seed(3)
+    queries, up, x = torch.randn(4, 6, 4, **FP64), torch.randn(12, 3, **FP64), torch.randn(4, 5, **FP64)
+    down = torch.randn(5, 5, **FP64)
+    (leaf,) = leaves(down)
+    latent, key = (x @ leaf.T).split([3, 2], -1)
+    k = (latent @ up.T).unflatten(-1, (-1, 2))
+    (queries * torch.cat([k, key[:, None].expand_as(k)], -1)).tanh().sum().backward()
+    check(ranks.run(_latent_and_key, 2, queries, down, up, x), leaf.grad)
+
+
 def _local_activation(group):
     up, down, x = linears()
     ours, published = leaves(x, x)
