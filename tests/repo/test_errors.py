@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tp_ext
 from tests.helpers import ranks
 from tests.mesh_program.errors import PROGRAMS, mapped
+from tests.nn.latent_errors import LATENT, latent
 
 ids, sp = tensor([0, 1, 2, 3]), {"sequence_parallel": True}
 
@@ -22,13 +23,6 @@ def loss(group, logits=None, target=ids, **options):
 
 def attention(group, **options):
     return tp_ext.ParallelAttention(8, 4, group=group, **options)
-
-
-widths = {"kv_lora_rank": 6, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2}
-
-
-def latent(group, **options):
-    return tp_ext.ParallelLatentAttention(8, **{"num_heads": 4} | widths | options, group=group)
 
 
 def context(group, lengths=(4, 2), way="ring", **options):
@@ -66,6 +60,7 @@ def load_optimizer(group, params=("weight", "bias"), state=None):
 
 NAMES = {name: getattr(tp_ext, name) for name in tp_ext.__all__} | {
     "mapped": mapped,
+    "latent": latent,
     "nn": nn,
     "parallel": tp_ext.parallel,
     "random": tp_ext.random,
@@ -188,28 +183,6 @@ ATTENTION = [
     ('RotaryEmbedding("8")', ValueError, "head_dim: '8' must be"),
     ("RotaryEmbedding(8)(ones(4, 2, 8), ids[:3])", ValueError, r"positions: shape \(3,\) must be .*\(4,\)"),
     ("RotaryEmbedding(8)(ones(4, 2, 7), ids)", ValueError, r"x: shape \(4, 2, 7\) must be .*head_dim = 8"),
-]
-LATENT = [
-    ("ParallelLatentAttention(8, 0, **widths, group=g)", ValueError, "num_heads: 0 must be"),
-    ("LatentKVCache(2, 0, 6, 2)", ValueError, "max_seq: 0 must be"),
-    ("latent(g, num_heads=1)", ValueError, "num_heads: .*num_heads = 1, num_kv_heads = 1, p = 2"),
-    ("latent(g, kv_lora_rank=0)", ValueError, "kv_lora_rank: 0 must be an integer of at least 1"),
-    ("latent(g, q_lora_rank=0)", ValueError, "q_lora_rank: 0 must be"),
-    ("latent(g, qk_rope_head_dim=3)", ValueError, "rotary_dim: 3 must be even"),
-    ("latent(g, v_head_dim=2.0)", ValueError, "v_head_dim: 2.0 must be"),
-    ("latent(g, rope=RotaryEmbedding(4))", ValueError, "rope: RotaryEmbedding.* must be a base or .* of 2, or None"),
-    ("latent(g, dropout=1.0)", ValueError, "dropout: 1.0 must be a probability"),
-    ("latent(g, scale=-1)", ValueError, "scale: -1 must be a positive"),
-    ("latent(g, bias=3)", TypeError, "bias: 3 must be True or False"),
-    ("latent(g, norm_eps='small')", TypeError, "eps: 'small' must be a number"),
-    ("latent(g)(ones(1, 4, 7))", ValueError, r"x: shape \(1, 4, 7\) must end in in_features = 8"),
-    ("latent(g, q_lora_rank=3)(ones(1, 4, 8).double())", TypeError, "x: dtype torch.float64 must be that of weight"),
-    ("latent(g)(ones(4, 8))", ValueError, r"x: shape \(4, 8\).*exactly one of batch_size = None"),
-    ("latent(g, **sp)(ones(1, 2, 8))", ValueError, r"x: shape \(1, 2, 8\) must be \[tokens_local, hidden\]"),
-    ("latent(g)(ones(4, 8), batch_size=3)", ValueError, "batch_size: 3 must divide the number of tokens, 4"),
-    ("latent(g)(ones(4, 8), cu_seqlens=[0, 3])", ValueError, r"cu_seqlens: \[0, 3\] must .* tokens, 4"),
-    ("latent(g)(ones(1, 4, 8), attn_mask=ones(2, 4, 4))", ValueError, r"attn_mask: shape \(2, 4, 4\) must be"),
-    ("latent(g, rope=None)(ones(1, 4, 8), cos_sin=(ones(4, 1),) * 2)", ValueError, "cos_sin: must not be given to a"),
 ]
 CONTEXT = [
     ("ContextLayout([4], group='nobody')", ValueError, "group: 'nobody' must be the name"),
@@ -420,34 +393,22 @@ REST = [
 ]
 
 
+ALL = GROUPS + REGIONS + LINEARS + ATTENTION + LATENT + CONTEXT + VOCABULARY + PROGRAMS + REST
+
+
 def _call(group, text):
     eval(text, globals() | NAMES, {"g": group})
 
 
 @pytest.mark.parametrize(
-    ("text", "exception", "match"),
-    [
-        pytest.param(*case, id=case[0])
-        for case in GROUPS
-        + REGIONS
-        + LINEARS
-        + ATTENTION
-        + LATENT
-        + CONTEXT
-        + VOCABULARY
-        + BY_POSITION
-        + PROGRAMS
-        + REST
-    ],
+    ("text", "exception", "match"), [pytest.param(*case, id=case[0]) for case in ALL + BY_POSITION]
 )
 def test_bad_input(text, exception, match):
     ranks.run_raises(_call, 2, exception, match, text)
 
 
 def test_every_public_name_is_here():
-    texts = " ".join(
-        case[0] for case in GROUPS + REGIONS + LINEARS + ATTENTION + LATENT + CONTEXT + VOCABULARY + PROGRAMS + REST
-    )
+    texts = " ".join(case[0] for case in ALL)
     spelled = {value: name for name, value in NAMES.items()} | {
         tp_ext.vocab_parallel_cross_entropy: "loss",
         tp_ext.load_full_state_dict: "load",
