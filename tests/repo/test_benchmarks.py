@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.kernels import bench_rope
-from benchmarks.layers import bench_collectives, bench_matmul_2d, bench_mlp, bench_train
+from benchmarks.layers import bench_collectives, bench_latent_attention, bench_matmul_2d, bench_mlp, bench_train
 from benchmarks.lib import harness, interleave
 from tests.helpers import ranks
 from tests.helpers.paths import ROOT
@@ -123,6 +123,14 @@ def test_rows_of_training(tmp_path):
     assert set(rows) == {"dense, 1 thread", "dense, 2 threads", "ours, 1 thread"} | TP
     assert all(float(row["loss_difference"]) <= bench_train.TOLERANCE for row in rows.values())
     assert all(float(row["tokens_per_s"]) > 0 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+def test_rows_of_latent_attention(tmp_path):
+    pytest.importorskip("transformers")
+    rows = _run(bench_latent_attention.main, "bench_latent_attention", tmp_path)
+    assert {row["task"] for row in rows} == {"training", "decoding"} and len(rows) == 12
+    assert all(float(row["speedup"]) > 0 for row in rows)
 
 
 @pytest.mark.exhaustive

@@ -288,7 +288,7 @@ class ParallelLatentAttention(SelfAttention):
         like = self.kv_a_proj_with_mqa.weight
         identity = torch.eye(self.kv_lora_rank, device=like.device, dtype=like.dtype)
         if self.sequence_parallel:
-            identity = identity.tensor_split(self.tp_group.size)[self.tp_group.rank]
+            identity = _ops.scatter_to_region(identity, self.tp_group.name, 0)
         transposed: Tensor = layer(identity, self.kv_lora_rank)
         return transposed.T
 
