@@ -148,12 +148,19 @@ def _compiled(group, folder):
     return _steps(model, _plain)
 
 
+def _compiled_as_a_whole(group, folder):
+    model = huggingface.from_pretrained(folder, group=group).train()
+    model.compile(backend="aot_eager")
+    return _steps(model, _plain)
+
+
 @pytest.mark.parametrize(
     "trained",
     [
         (_with_accelerate, ()), (_checkpointed, (True,)), (_checkpointed, (False,)), (_compiled, ()),
+        (_compiled_as_a_whole, ()),
     ],
-    ids=["accelerate", "reentrant", "checkpointing", "compile"],
+    ids=["accelerate", "reentrant", "checkpointing", "compile", "compile the model"],
 )  # fmt: skip
 def test_loops_of_users_train_as_one_process(trained, folder):
     fn, args = trained

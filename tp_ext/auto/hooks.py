@@ -1,6 +1,7 @@
 """Hooks at boundaries of modules: what a plan does there without a change of forward code.
 
-They are objects of classes, no closures, so that a sharded model can be copied and pickled.
+They are objects of classes, no closures, so that a sharded model can be copied and pickled. Those with
+``is_needed_in_stages`` change what the module computes: a pipeline must not leave the module out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class CopyOutput:
     path: Path
     span: tuple[int, int, int] | None
     group: ParallelGroup
+    is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return replaced(output, self.path, self.copied)
@@ -43,6 +45,7 @@ class CopyArguments:
 
     paths: list[Path]
     group: ParallelGroup
+    is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         both = args, kwargs
@@ -58,6 +61,7 @@ class SliceArgument:
     path: Path
     sharding: Sharding
     group: ParallelGroup
+    is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return replaced((args, kwargs), self.path, lambda x: self.sharding.shard(x, self.group.rank, self.group.size))
@@ -69,6 +73,7 @@ class SumOutput:
 
     path: Path
     group: ParallelGroup
+    is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return replaced(output, self.path, lambda y: _ops.reduce_from_region(y, self.group.name))
@@ -90,6 +95,7 @@ class EnterParameters:
     group: ParallelGroup
     divided: dict[str, bool] = field(default_factory=dict)
     copied: dict[str, tuple[int, CopiedRows]] = field(default_factory=dict)
+    is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         for name, divided in self.divided.items():

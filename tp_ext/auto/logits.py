@@ -231,12 +231,18 @@ _HANDLERS: dict[Any, _Handler] = {
 
 @dataclass
 class ShardLogits:
-    """A forward hook of a head: its output, this rank's columns, as :class:`ShardedLogits`."""
+    """A forward hook of a head: its output, this rank's columns, as :class:`ShardedLogits`.
+
+    Where ``torch.compile`` traces the code around the head, as it does for the whole model, it gathers all columns:
+    compiled code would take the shape of such a tensor for that of its memory.
+    """
 
     group: ParallelGroup
     sizes: tuple[int, ...]
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _ops.gather_from_region(output, self.group.name, -1, list(self.sizes))
         return output.as_subclass(logits_type(self.group, self.sizes))
 
 

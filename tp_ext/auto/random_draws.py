@@ -78,6 +78,7 @@ class BeginDraws:
     draws: list[Draw]
     group: ParallelGroup
     running: list[_Masks] = field(default_factory=list)
+    is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if module.training:

@@ -52,7 +52,7 @@ def parts_of(model: nn.Module) -> Parts:
     Raises:
         TypeError: a model of another kind, a part that is neither a module nor callable.
         ValueError: a module that is not in the model, lies in another part or has no block; a parameter or persistent
-            buffer of the model that is in no part.
+            buffer of the model that is in no part, or a module whose hooks a plan of ``tp_ext.auto`` needs.
     """
     if hasattr(model, "pipeline_parts"):
         first, blocks, last = cast(Any, model).pipeline_parts()
@@ -175,6 +175,12 @@ def _check_coverage(model: nn.Module, parts: Parts) -> None:
     for prefix, module in model.named_modules():
         if id(module) in seen:
             continue
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if any(getattr(hook, "is_needed_in_stages", False) for hook in hooks):
+            raise ValueError(
+                f"model: {prefix or type(model).__name__!r} must be in one of the parts of pipeline_parts(): its "
+                "sharding by tp_ext.auto needs its forward to run"
+            )
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set and id(tensor) not in tensors:
                 raise ValueError(
