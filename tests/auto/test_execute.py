@@ -280,10 +280,12 @@ def _refused(group: Any, how: str) -> None:
         plan = auto.plan(model, EXAMPLE, 2, hints={"blocks.0": "whole"})
     if how == "model differs" and parallel_group(group).rank:
         model.blocks[0].qkv.weight.requires_grad_(False)
-    if how == "shape":
+    if how == "shape" or (how == "shape of rank 1" and parallel_group(group).rank):
         model.blocks[1].up = nn.Linear(WIDTH, 5)
     if how == "name":
         model.more = nn.Linear(2, 2)
+    if how == "twice":
+        auto.apply(plan, model, group)
     auto.apply(plan, model, group, verify=how == "example")
 
 
@@ -294,6 +296,8 @@ def _refused(group: Any, how: str) -> None:
         ("plan differs", "plan: that of rank 1 differs from that of rank 0"),
         ("model differs", "model: that of rank 1 differs from that of rank 0"),
         ("shape", r"model: blocks.1.up.weight has shape \(5, 64\) and must have \(112, 64\)"),
+        ("shape of rank 1", r"model: blocks.1.up.weight has shape \(5, 64\)"),
+        ("twice", "model: Model is sharded by a plan and must not be sharded again"),
         ("name", "model: more.bias is no parameter of the planned model"),
         ("example", "example: None must be the arguments of forward"),
     ],

@@ -207,7 +207,22 @@ def test_wrong_arguments_are_refused(tmp_path):
     run_raises(_load, 2, ValueError, match, path, in_turns=False, widht=3)
     with pytest.raises(TypeError, match="group: must be given, or mesh"):
         huggingface.from_pretrained(path)
+    for wrong, words in {
+        "path": "path: 3 must be the path", "mesh": "mesh: int must be a DeviceMesh", "dtype": "dtype: 3 must",
+        "model_class": "model_class: 3 must be a class of", "example": "example: int must be a dict",
+    }.items():  # fmt: skip
+        with pytest.raises(TypeError, match=words):
+            huggingface.from_pretrained(**{"path": path, "group": None, wrong: 3})
+    with pytest.raises(ValueError, match="device: 'far' must be a device"):
+        huggingface.from_pretrained(path, group=None, device="far")
+    with pytest.raises(FileNotFoundError, match=r"path: 'owner/name' must be a folder here, .*snapshot_download"):
+        huggingface.from_pretrained("owner/name", group=None)
     model = huggingface.from_pretrained(path, group=None)
+    for value in (None, 1.5, True):
+        with pytest.raises(TypeError, match=f"max_shard_size: {value} must be a number of bytes, or text"):
+            huggingface.save_pretrained(model, path, value)
+    with pytest.raises(TypeError, match="path: 3 must be the path"):
+        huggingface.save_pretrained(model, 3)
     with pytest.raises(ValueError, match="max_shard_size: 'big' must be a positive number of bytes"):
         huggingface.save_pretrained(model, path, "big")
     with pytest.raises(ValueError, match="max_shard_size: 0 must"):

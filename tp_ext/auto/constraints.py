@@ -35,6 +35,8 @@ def constraint(x: Tensor, spec: P) -> Tensor:
     """
     if not isinstance(spec, P):
         raise TypeError(f"spec: {spec!r} must be a P")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: {type(x).__name__} must be a tensor")
     if len(spec.dims) > x.dim():
         raise ValueError(f"spec: {spec} must have at most the {x.dim()} dims of x, of shape {tuple(x.shape)}")
     if len(spec.axes) > 1:

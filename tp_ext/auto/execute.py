@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext._object_collectives import all_gather_objects
+from tp_ext.auto.argument_checks import check_apply
 from tp_ext.auto.edits import Copy
 from tp_ext.auto.hooks import (
     CopyArguments,
@@ -61,14 +62,14 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
     Communicates: one all-gather of fingerprints, before anything is changed; with ``verify`` a forward and a backward.
 
     Raises:
-        ValueError: the plan is for another number of ranks or another model, or ranks have different plans or models:
-        on
-            all ranks, before anything is changed; ``verify`` without ``example``; ``verify`` finds a difference.
+        ValueError: on all ranks, before anything is changed: the plan is for another number of ranks or another model;
+            ranks have different plans or models; the model is sharded by a plan; ``verify`` without ``example``. After
+            it: ``verify`` finds a difference. TypeError: an argument of another type.
     """
+    check_apply(plan, model, verify, example)
     own = parallel_group(group)
-    _check(plan, model, own)
-    if verify and example is None:
-        raise ValueError("example: None must be the arguments of forward, for verify=True")
+    if plan.p != own.size:
+        raise ValueError(f"plan: is for p = {plan.p} and must be for the {own.size} ranks of the group")
     _compare_over_group(plan, model, group)
     reference = copy.deepcopy(model) if verify else None
     if own.size > 1:
@@ -86,26 +87,24 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
     raise RuntimeError("save_pretrained: the model is sharded; call tp_ext.huggingface.save_pretrained(model, path)")
 
 
-def _check(plan: Plan, model: nn.Module, group: ParallelGroup) -> None:
-    if plan.p != group.size:
-        raise ValueError(f"plan: is for p = {plan.p} and must be for the {group.size} ranks of the group")
+def _misfit(plan: Plan, model: nn.Module) -> str:
+    """What is wrong if the parameters are not those of the planned model."""
     shapes = {name: tuple(t.shape) for name, t in model.named_parameters(remove_duplicate=False)}
     for name, shape in plan.shapes.items():
         if shapes.get(name) != shape:
             found = f"has shape {shapes[name]}" if name in shapes else "is missing"
-            raise ValueError(f"model: {name} {found} and must have {shape}, as in the plan")
-    if unplanned := sorted(set(shapes) - set(plan.shapes)):
-        raise ValueError(f"model: {unplanned[0]} is no parameter of the planned model")
+            return f"{name} {found} and must have {shape}, as in the plan"
+    unplanned = sorted(set(shapes) - set(plan.shapes))
+    return f"{unplanned[0]} is no parameter of the planned model" if unplanned else ""
 
 
 def _compare_over_group(plan: Plan, model: nn.Module, group: Group) -> None:
     """Raises the same ValueError on all ranks unless all have the same plan, and models of the same structure."""
     kinds = [(name, type(module).__qualname__) for name, module in model.named_modules()]
     dtypes = [(name, str(t.dtype), t.requires_grad) for name, t in model.named_parameters()]
-    own = plan.fingerprint, hashlib.sha256(repr((kinds, dtypes)).encode()).hexdigest(), _prove(plan, model, group)
-    if parallel_group(group).size == 1:
-        return
-    every = all_gather_objects(own, process_group(group))
+    failed = _misfit(plan, model) or _prove(plan, model, group)
+    own = plan.fingerprint, hashlib.sha256(repr((kinds, dtypes)).encode()).hexdigest(), failed
+    every = all_gather_objects(own, process_group(group)) if parallel_group(group).size > 1 else [own]
     for _, _, failed in every:
         if failed:
             raise ValueError(f"model: {failed}")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tp_ext.auto.choose import Decision, local_length
 from tp_ext.auto.dims import Atom, atoms
 from tp_ext.auto.edits import Path, Slice
+from tp_ext.auto.reasons import failure_of
 from tp_ext.auto.trace import Record, trace
 from tp_ext.sharding import Sharding
 
@@ -34,6 +35,10 @@ VIEW_CALLS = {
 }  # fmt: skip
 MOST_VIEWS = 8
 
+ADVICE = (
+    "sizes that the code takes from a replicated input, or writes as numbers, are not those of a rank: write -1, or an "
+    "integer of the module"
+)
 PythonCall = tuple[str, str, list[tuple[int, ...]]]  # module, function, shapes of the result
 Patches = dict[str, dict[str, tuple[int, int]]]  # module -> {attribute or config.attribute: (full, local)}
 
@@ -42,7 +47,7 @@ class MismatchError(Exception):
     """A call of the local model whose shapes are not those of the plan."""
 
     def __init__(self, module: str, text: str) -> None:
-        super().__init__(f"{module}: {text}")
+        super().__init__(f"{module or 'the model'}: {text}")
         self.module, self.text = module, text
 
 
@@ -141,8 +146,7 @@ class Localized:
         try:
             trace(local_model, self.example, shapes=shapes, record=record, operators=False)
         except Exception as error:
-            first = next(iter(str(error).splitlines()), "")[:120]
-            raised = MismatchError(record.modules[-1], f"{type(error).__name__}: {first}")
+            raised = MismatchError(record.modules[-1], f"{failure_of(error)}; {ADVICE}")
         finally:
             logger.disabled = False
         calls = [

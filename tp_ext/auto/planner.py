@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from tp_ext.auto.argument_checks import check_example, check_model, check_options
 from tp_ext.auto.choose import Cut, Decision, carries, choose, local_length
 from tp_ext.auto.dims import Atom, atoms, contains, length
 from tp_ext.auto.edits import Collective, Draw, Output
@@ -20,6 +21,7 @@ from tp_ext.auto.flow import VIEWS, Flow, Problem, find_flow
 from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, merged
 from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.plans import Plan, described
+from tp_ext.auto.reasons import failure_of, is_own, line_of, reason_of
 from tp_ext.auto.rules import Rule, from_notation
 from tp_ext.auto.trace import Record, tensors, trace
 from tp_ext.mesh_program.partition_spec import P
@@ -62,13 +64,13 @@ def plan(
     Communicates nothing; needs no process group.
 
     Raises:
-        ValueError: a rule that is no notation; a hint that fits nothing, or that cannot hold; a budget that cannot; a
-        forward that
-            branches on data; with ``strict``, weights that stay whole.
-        TypeError: an example that is neither a dict nor a tuple.
+        ValueError: a rule that is no notation, or for no operator; a hint that fits nothing, or that cannot hold; a
+            budget that cannot; a forward that branches on data, or that fails with the example; with ``strict``,
+            weights that stay whole. TypeError: an argument of another type.
     """
-    if not isinstance(p, int) or isinstance(p, bool) or p < 1:
-        raise ValueError(f"p: {p!r} must be an integer of at least 1")
+    check_model(model)
+    check_example(example)
+    check_options(p, hints, rules, memory_budget, strict)
     own = {name: from_notation(line) for name, line in (rules or {}).items()}
     hints = dict(hints or {})
     _check_hints(model, hints)
@@ -86,16 +88,19 @@ def _traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         kind = "branches on" if isinstance(error, DataDependentOutputException) else "computes lengths from"
         raise ValueError(
-            f"model: forward {kind} values of tensors, by {error.func} in {record.modules[-1] or 'the model'}; it must "
-            "not: pass arguments with which that code does not run"
+            f"model: forward {kind} values of tensors, by {error.func} in {record.modules[-1] or 'the model'}"
+            f"{line_of(error)}; it must not: pass arguments with which that code does not run, or rewrite it"
         ) from error
+    except Exception as error:
+        if is_own(error):
+            raise
+        where = record.modules[-1] or "the model"
+        raise ValueError(f"example: forward fails on fake tensors like it, in {where}: {failure_of(error)}") from error
 
 
 def _check_hints(model: nn.Module, hints: Mapping[str, str | P]) -> None:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, value in hints.items():
-        if not isinstance(value, P) and value not in ("whole", "sharded"):
-            raise ValueError(f"hints: {pattern!r} is {value!r} and must be 'whole', 'sharded' or a P")
         if isinstance(value, P) and len(value.axes) > 1:
             raise ValueError(f"hints: {pattern!r} is {value} and must name one axis at most: a plan has one")
         if not any(_fits(pattern, name) for name in names):
@@ -369,27 +374,7 @@ class _Planner:
             return "p = 1"
         if name in self.why:
             return self.why[name]
-        tensor = next(t for n, t in self.record.parameters.values() if n == name)
-        reasons = []
-        for dim, label in enumerate(self.record.dims_of(tensor)):
-            if not self.may_shard(name, dim):
-                reasons.append(f"dim {dim}: hints")
-                continue
-            slowest = next(iter(atoms(label)), None)
-            if slowest is None:
-                continue
-            if slowest.pinned is not None:
-                reasons.append(f"dim {dim} ({tensor.shape[dim]}) is pinned by {slowest.pinned}")
-            elif slowest.parts is not None:
-                reasons.append(f"dim {dim} ({tensor.shape[dim]}) has parts that are pinned")
-            elif slowest.size < self.p:
-                reasons.append(
-                    f"dim {dim} ({tensor.shape[dim]}) has {slowest.size} x {tensor.shape[dim] // slowest.size}, "
-                    f"and p = {self.p}"
-                )
-            else:
-                reasons.append(f"dim {dim} ({tensor.shape[dim]}): sharding others leaves fewer bytes on a rank")
-        return "; ".join(reasons) or "it has one element"
+        return reason_of(self.record, name, self.p, self.may_shard)
 
     def draws(self, state: _State) -> list[Draw]:
         """The random calls of the first call of each module, with the sharded dim of what they mask."""

@@ -77,14 +77,16 @@ class Plan:
         """Reads a plan that :meth:`save` wrote.
 
         Raises:
-            ValueError: the file is no plan, or one of another version.
+            ValueError: the file is no plan, or one of another version. OSError: it cannot be read.
         """
         try:
             data = json.loads(FilePath(path).read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ValueError(f"path: {path} must be a plan in JSON: {error}") from None
         if not isinstance(data, dict) or data.pop("version", None) != VERSION:
             raise ValueError(f"path: {path} must be a plan of version {VERSION}")
+        if missing := sorted({one.name for one in dataclasses.fields(cls)} ^ set(data)):
+            raise ValueError(f"path: {path} must have the fields of a plan, and differs in {missing[0]!r}")
         data["shardings"] = {name: _sharding(one) for name, one in data["shardings"].items()}
         data["buffers"] = {name: [_sharding(one) for one in found] for name, found in data["buffers"].items()}
         data["copies"] = [
@@ -132,7 +134,12 @@ class Plan:
 
         A pattern of either that has no counterpart in the other is a difference, too; names are compared without the
         prefix of the base model.
+
+        Raises:
+            TypeError: no dict.
         """
+        if not isinstance(tp_plan, dict):
+            raise TypeError(f"tp_plan: {tp_plan!r} must be a dict; this model may have none")
         mine = {_folded(name): role for name, role in self.roles.items()}
         differences = []
         for pattern, style in tp_plan.items():

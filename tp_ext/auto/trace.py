@@ -175,8 +175,9 @@ class _Operators(TorchDispatchMode):
             inputs = [t for _, t in tensors([list(args), kwargs])]
             outputs = [t for _, t in tensors(result)]
             if inputs and outputs:  # a factory's dims are new ones
-                name = func._schema.name.split("::")[1]
-                op = Op(name, args, kwargs, inputs, outputs, record, record.reason(name))
+                namespace, name = func._schema.name.split("::")
+                reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
+                op = Op(name, args, kwargs, inputs, outputs, record, reason)
                 rule_of(func, self.rules)(op)
                 record.add(op)
         return result

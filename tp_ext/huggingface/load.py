@@ -71,10 +71,9 @@ def from_pretrained(
     Raises:
         On all ranks: OSError: a file that cannot be read. KeyError: missing or unexpected tensors. ValueError: a tensor
         of another shape than the configuration's; no safetensors file; an override that the configuration does not
-        have; what :func:`tp_ext.auto.plan` raises. TypeError: ``group`` and ``mesh``, or neither.
+        have; what :func:`tp_ext.auto.plan` raises. TypeError: ``group`` and ``mesh``, or neither; another type.
     """
-    if group is NOT_GIVEN and mesh is None:
-        raise TypeError("group: must be given, or mesh; None: the model of one process")
+    _check_arguments(path, group, mesh, model_class, dtype, device)
     axes = mesh_axes(group, mesh)
     own = parallel_group(axes.group)
     ranks = process_group(own.name) if own is not ALONE and own.name else None
@@ -89,6 +88,23 @@ def from_pretrained(
         call_on_all_ranks(ranks, lambda: _read(model, state_entries(model, own), files, groups))
     _load_generation_config(model, Path(path))
     return model.eval()
+
+
+def _check_arguments(path: Any, group: Any, mesh: Any, model_class: Any, dtype: Any, device: Any) -> None:
+    """Raises TypeError or ValueError for what needs no file to be seen."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: {path!r} must be the path of a folder")
+    if group is NOT_GIVEN and mesh is None:
+        raise TypeError("group: must be given, or mesh; None: the model of one process")
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    if model_class is not None and not is_model:
+        raise TypeError(f"model_class: {model_class!r} must be a class of transformers' models, or None")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: {dtype!r} must be a floating-point torch.dtype, or None")
+    try:
+        torch.device(device if device is not None else "cpu")
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: {device!r} must be a device of torch") from None
 
 
 def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[str]) -> None:
@@ -156,6 +172,9 @@ def _plan(model: transformers.PreTrainedModel, example: Any, p: int, hints: Mapp
 
 def _class_of(path: Path) -> type[transformers.PreTrainedModel]:
     """The class that a configuration names."""
+    if not path.is_dir():
+        advice = "huggingface_hub.snapshot_download makes one"
+        raise FileNotFoundError(f"path: {str(path)!r} must be a folder here, with config.json; {advice}")
     with open_regular(path / "config.json") as file:
         names = json.loads(file.read()).get("architectures") or [None]
     cls = getattr(transformers, names[0] or "", None)

@@ -49,11 +49,15 @@ def save_pretrained(
     in another form (the experts of Mixtral), those of a layer.
 
     Raises:
-        OSError: on every rank, if rank 0 could not write. TypeError: ``model`` is no model of transformers. ValueError:
-        ``max_shard_size``.
+        OSError: on every rank, if rank 0 could not write. TypeError: an argument of another type, such as a
+        ``model`` that is none of transformers. ValueError: ``max_shard_size``.
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: {type(model).__name__} must be a PreTrainedModel")
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: {path!r} must be the path of a folder")
+    if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int | str):
+        raise TypeError(f"max_shard_size: {max_shard_size!r} must be a number of bytes, or text such as '5GB'")
     check_lock_timeout(lock_timeout)
     ranks = ranks_of(model, group, mesh)
     entries = state_entries(model, ranks.groups.default)
@@ -107,7 +111,7 @@ def _whole(tensor: Tensor, ranks: Ranks) -> WholeTensor:
 def _files(tensors: dict[str, Tensor], max_size: int | str, ranks: Ranks) -> list[FileEntries]:
     """The entries of each file, in the order of safetensors: wide dtypes first, then by name."""
     try:
-        if isinstance(max_size, bool) or (not isinstance(max_size, str) and max_size < 1):
+        if not isinstance(max_size, str) and max_size < 1:
             raise ValueError
         split = split_state_dict_into_shards_factory(
             tensors,

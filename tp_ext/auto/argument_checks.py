@@ -1,0 +1,74 @@
+"""Checks of the arguments of ``plan`` and ``apply``: before anything runs, with the same words on all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tp_ext._arguments import check_bools
+from tp_ext.auto.plans import Plan
+from tp_ext.mesh_program.partition_spec import P
+
+
+def check_model(model: Any) -> None:
+    """Raises TypeError unless it is a module."""
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model: {found} must be an nn.Module" + (", an object" if isinstance(model, type) else ""))
+
+
+def check_example(example: Any) -> None:
+    """Raises TypeError unless an example is a dict of keyword arguments or a tuple."""
+    if not isinstance(example, Mapping | tuple):
+        raise TypeError(
+            f"example: {type(example).__name__} must be a dict of keyword arguments or a tuple of arguments"
+        )
+    if isinstance(example, Mapping) and (wrong := [key for key in example if not isinstance(key, str)]):
+        raise TypeError(f"example: the key {wrong[0]!r} must be the name of an argument of forward")
+
+
+def check_options(p: Any, hints: Any, rules: Any, memory_budget: Any, strict: Any) -> None:
+    """Raises TypeError or ValueError unless ``plan`` takes these options."""
+    if not isinstance(p, int) or isinstance(p, bool) or p < 1:
+        raise ValueError(f"p: {p!r} must be an integer of at least 1")
+    check_bools(strict=strict)
+    for name, value in (("hints", hints), ("rules", rules)):
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"{name}: {type(value).__name__} must be a dict")
+        for key in value or ():
+            if not isinstance(key, str):
+                raise TypeError(f"{name}: the key {key!r} must be text")
+    for pattern, value in (hints or {}).items():
+        if not isinstance(value, P) and value not in ("whole", "sharded"):
+            raise ValueError(f"hints: {pattern!r} is {value!r} and must be 'whole', 'sharded' or a P")
+    for operator, line in (rules or {}).items():
+        if not isinstance(line, str):
+            raise TypeError(f"rules: {operator!r} is {line!r} and must be a line of notation, such as 'b h, h -> b h'")
+        if not re.fullmatch(r"\w+::\w+", operator) or not _is_known(operator):
+            raise ValueError(f"rules: {operator!r} must be an operator, 'namespace::name', that torch knows by now")
+    number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool) and memory_budget > 0
+    if memory_budget is not None and not number:
+        raise ValueError(f"memory_budget: {memory_budget!r} must be a positive number of bytes")
+
+
+def _is_known(operator: str) -> bool:
+    namespace, name = operator.split("::")
+    return hasattr(getattr(torch.ops, namespace), name)
+
+
+def check_apply(plan: Any, model: Any, verify: Any, example: Any) -> None:
+    """Raises TypeError or ValueError unless ``apply`` takes these arguments."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: {type(plan).__name__} must be a Plan, of tp_ext.auto.plan or Plan.load")
+    check_model(model)
+    check_bools(verify=verify)
+    if verify and example is None:
+        raise ValueError("example: None must be the arguments of forward, for verify=True")
+    if example is not None:
+        check_example(example)
+    if getattr(model, "tp_ext_plan", None) is not None:
+        raise ValueError(f"model: {type(model).__name__} is sharded by a plan and must not be sharded again")

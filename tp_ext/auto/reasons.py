@@ -1,0 +1,77 @@
+"""Why parameters stay whole, and why a forward fails on fake tensors, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from traceback import extract_tb
+
+from tp_ext.auto.dims import Major, majors
+from tp_ext.auto.trace import Record
+
+OWN = str(Path(__file__).parent)
+
+
+def reason_of(record: Record, name: str, p: int, may_shard: Callable[[str, int], bool]) -> str:
+    """Why a parameter stays whole: for each dim the operator that pins it, or the lengths that p exceeds."""
+    tensor = next(t for n, t in record.parameters.values() if n == name)
+    reasons = []
+    for dim, label in enumerate(record.dims_of(tensor)):
+        what = f"dim {dim} ({tensor.shape[dim]})"
+        found = list(majors(label))
+        if not may_shard(name, dim):
+            reasons.append(f"dim {dim}: hints")
+        elif pinned := next((major.atom.pinned for major in found if major.atom.pinned), None):
+            reasons.append(f"{what} is pinned by {pinned}")
+        elif found and (short := _too_short(record, found, p)):
+            reasons.append(f"{what} is {_product(found)}: p = {p} must be {short}")
+        elif found:
+            reasons.append(f"{what}: sharding others leaves fewer bytes on a rank")
+    return "; ".join(reasons) or "it has one element"
+
+
+def _too_short(record: Record, found: list[Major], p: int) -> str:
+    """The numbers of ranks over which a dim can be sharded, if p is none of them."""
+    atom = min((major.atom for major in found), key=lambda one: one.size)
+    if atom.size >= p:
+        return ""
+    groups = 1
+    for _, tensor in record.parameters.values():
+        for major in (one for label in record.dims_of(tensor) for one in majors(label) if one.atom is atom):
+            if len(major.inner) > 1 and not major.inner[0].pinned:  # query heads of a KV head, then their features
+                groups = max(groups, major.inner[0].size)
+    allowed = f"at most {atom.size}"
+    if atom.size == 1 or groups == 1:
+        return allowed
+    most = atom.size * groups
+    return "" if p % atom.size == 0 and p <= most else f"{allowed}, or a multiple of {atom.size} up to {most}"
+
+
+def _product(found: list[Major]) -> str:
+    """The product of a dim, or of each of its parts."""
+    texts = [f"{major.atom.size} x {major.unit}" for major in found]
+    if len(texts) == 1 or len(set(texts)) > 1:
+        return " | ".join(texts)
+    return f"{len(texts)} parts of {texts[0]}"
+
+
+def is_own(error: Exception) -> bool:
+    """Whether the last of the Python code that raised an exception is of this package: rules, hints, constraints."""
+    last = extract_tb(error.__traceback__)[-1].filename
+    return last.startswith(OWN) and not last.endswith("trace.py")
+
+
+def line_of(error: Exception) -> str:
+    """The line of the user's code at which a forward raised an exception, with a space before it."""
+    outside = [frame for frame in extract_tb(error.__traceback__) if not _is_of_torch(frame.filename)]
+    return f" at {outside[-1].filename.rpartition('/')[2]}:{outside[-1].lineno}" if outside else ""
+
+
+def _is_of_torch(file: str) -> bool:
+    return "/torch/" in file or file.startswith((OWN, "<"))
+
+
+def failure_of(error: Exception) -> str:
+    """What a forward raised, and where."""
+    first = next(iter(str(error).splitlines()), "")[:300]
+    return f"{type(error).__name__}{line_of(error)}: {first}"
