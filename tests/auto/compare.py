@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch  # noqa: F401, its table of dtypes must be made before `only_doubles` changes them
 import torch
 import transformers
 from torch import Tensor, nn

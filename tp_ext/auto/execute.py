@@ -25,6 +25,7 @@ from tp_ext.auto.hooks import (
 from tp_ext.auto.leaves import EnteredColumnLinear, RowConv1D, shard_embedding
 from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.logits import FullLogits, ShardLogits
+from tp_ext.auto.norms import fused_norm
 from tp_ext.auto.plans import Plan, undescribed
 from tp_ext.auto.random_draws import BeginDraws, EndDraws
 from tp_ext.auto.trace import arguments, tensors
@@ -166,6 +167,7 @@ class _Applied:
             elif is_conv1d(module):
                 module.nf = module.weight.shape[1]  # type: ignore[assignment, index]
         self.shard_buffers()
+        self.fuse_norms()
         patch(self.model, _patches(self.plan, self.group.rank))
         self.register_hooks(own_input)
 
@@ -187,6 +189,14 @@ class _Applied:
         for other, module in list(self.model.named_modules(remove_duplicate=False)):
             if module is old:
                 self.model.set_submodule(other, layer)
+
+    def fuse_norms(self) -> None:
+        """Replaces the RMS norms of replicated rows, whose weight has a complete gradient as it is."""
+        entered = {one.module for one in self.plan.copies if one.kind == "parameter"}
+        for name, module in list(self.model.named_modules()):
+            is_whole = name not in entered and f"{name}.weight" in self.plan.whole
+            if is_whole and (norm := fused_norm(module)):
+                self.replace(name, norm)
 
     def replace_linear(self, name: str, role: str, own_input: bool) -> None:
         linear = self.model.get_submodule(name)
