@@ -1,4 +1,4 @@
-"""Fine-tunes a model of transformers on text, tensor-parallel, by the Trainer of transformers.
+"""Fine-tunes a model of transformers on text, tensor-parallel, by the Trainer of transformers or a loop of accelerate.
 
 ``torchrun --standalone --nproc-per-node 2 examples/finetune_hf.py``: without ``--model`` a tiny random Llama over
 bytes, which is saved first and then loaded as any other. With ``--model`` a folder with config.json, safetensors files
@@ -6,12 +6,16 @@ and a tokenizer.
 """
 
 import argparse
+import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from data import read_text
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import tp_ext.huggingface
@@ -28,8 +32,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--accelerate", action="store_true", help="a loop of one's own with accelerate, no Trainer")
     parser.add_argument("--resume", type=Path, help="a checkpoint folder of an earlier run, of any number of ranks")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.accelerate and args.resume:
+        parser.error("--resume: needs the Trainer, and must not be given with --accelerate")
+    return args
 
 
 def make_tiny_model(path: Path) -> Path:
@@ -56,18 +64,7 @@ def rows_of(tokens: list[int], length: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": block, "labels": block} for block in blocks]
 
 
-def main() -> None:
-    args = options()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.set_default_device("cuda")
-    text = read_text(args.data, limit=400_000)
-    tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else None
-    tokens = list(text) if tokenizer is None else tokenizer(text.decode(errors="ignore"))["input_ids"]
-    model = tp_ext.huggingface.from_pretrained(
-        args.model or make_tiny_model(args.out / "model"), group=dist.group.WORLD, use_cache=False
-    )
+def with_trainer(model: Any, rows: list[dict[str, torch.Tensor]], tokenizer: Any, args: argparse.Namespace) -> None:
     trainer = tp_ext.huggingface.Trainer(
         model,
         TrainingArguments(
@@ -80,11 +77,43 @@ def main() -> None:
             report_to=[],
             use_cpu=not torch.cuda.is_available(),
         ),
-        train_dataset=rows_of(tokens, args.tokens),
+        train_dataset=rows,
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=str(args.resume) if args.resume else None)
     trainer.save_model(str(args.out / "final"))  # LlamaForCausalLM.from_pretrained reads it
+
+
+def with_accelerate(model: Any, rows: list[dict[str, torch.Tensor]], tokenizer: Any, args: argparse.Namespace) -> None:
+    """The same in a loop: accelerate prepares the optimizer alone, since all ranks compute one batch together."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    batches = DataLoader(rows, args.batch_size, shuffle=True, generator=torch.Generator().manual_seed(0))
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.train().parameters(), lr=args.lr))
+    for step, batch in zip(range(args.steps), itertools.cycle(batches), strict=False):
+        loss = model(**{name: one.to(model.device) for name, one in batch.items()}).loss
+        accelerator.backward(loss)
+        norm = tp_ext.clip_grad_norm_(model, 1.0)  # accelerator.clip_grad_norm_ would take that of a rank's shards
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            accelerator.print(f"step {step}: loss {loss.item():.4f}, norm {norm.item():.3f}")
+    tp_ext.huggingface.save_pretrained(model, args.out / "final")
+
+
+def main() -> None:
+    args = options()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    text = read_text(args.data, limit=400_000)
+    tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else None
+    tokens = list(text) if tokenizer is None else tokenizer(text.decode(errors="ignore"))["input_ids"]
+    model = tp_ext.huggingface.from_pretrained(
+        args.model or make_tiny_model(args.out / "model"), group=dist.group.WORLD, use_cache=False
+    )
+    train = with_accelerate if args.accelerate else with_trainer
+    train(model, rows_of(tokens, args.tokens), tokenizer, args)
 
     prompt = torch.tensor([tokens[:16]], device=model.device)
     written = model.eval().generate(prompt, max_new_tokens=32, do_sample=False, use_cache=True)[0].tolist()
