@@ -11,9 +11,9 @@ import transformers
 
 import tp_ext
 from tests.auto.architectures import build
+from tests.auto.compare import only_doubles
 from tests.helpers.ranks import run, run_raises
 from tp_ext import huggingface
-from tp_ext.group import parallel_group
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -169,15 +169,24 @@ def test_loops_of_users_train_as_one_process(trained, folder):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def _lora(group, folder):
+def _with_lora(model):
     tp_ext.manual_seed(0)
-    model = huggingface.from_pretrained(folder, group=group).train()
-    tp_ext.add_lora(model, targets=["q_proj", "o_proj", "down_proj"], r=4, alpha=8.0)
-    return _steps(model, _plain), parallel_group(group).size
+    tp_ext.add_lora(model, targets=["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"], r=4, alpha=8.0)
+    with only_doubles():
+        return _steps(model, _plain)
 
 
-def test_lora_of_ours_trains_alike_on_any_number_of_ranks(folder):
-    (expected, two), _ = run(_lora, 2, folder)
-    for found, p in run(_lora, 4, folder):
-        assert (two, p) == (2, 4) and found == pytest.approx(expected, rel=1e-6)
+def _lora(group, folder):
+    return _with_lora(huggingface.from_pretrained(folder, group=group).train())
+
+
+def test_lora_of_ours_trains_as_in_one_process(folder):
+    dense = transformers.LlamaForCausalLM.from_pretrained(folder).train()
+    for name, module in list(dense.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            dense.set_submodule(name, tp_ext.ColumnParallelLinear.from_linear(module, group=None))
+    expected = _with_lora(dense)
     assert len(set(expected)) == 3
+    for p in (2, 4):
+        for found in run(_lora, p, folder):
+            assert found == pytest.approx(expected, rel=1e-9)

@@ -22,6 +22,8 @@ class EnteredColumnLinear(ColumnParallelLinear):
     Shapes: x ``[.., in]`` -> ``[.., out_local]``. Communicates nothing itself.
     """
 
+    input_gradient_is_summed_elsewhere = True
+
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
         """Computes y = x W_local^T + b_local."""
         return F.linear(x, self.parameter("weight", weight), self.parameter("bias"))

@@ -115,7 +115,9 @@ class LoRALinear(ParallelModule):
         y = base(x, total_tokens, weight=weight)
         y, bias = y if base.skip_bias_add else (y, None)
         if not self.merged:
-            inner = self.lora_A(self._dropped(x, total_tokens), total_tokens)
+            # The adapter's gradient of x is complete: of a sum over the ranks elsewhere it must be one term
+            once = getattr(base, "input_gradient_is_summed_elsewhere", False) and self.tp_group.rank > 0
+            inner = self.lora_A(self._dropped(x.detach() if once else x, total_tokens), total_tokens)
             y = y + self.lora_B(inner * self.scaling, total_tokens)
         if self.gathers:
             assert isinstance(base, ColumnParallelLinear)
