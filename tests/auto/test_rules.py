@@ -27,6 +27,8 @@ PROGRAMS: dict[str, tuple[list[tuple[int, ...]], Function, list[int]]] = {
     "view divides": ([(3, 24)], lambda x: x.view(3, 4, 6), [3, 4, 6]),
     "view joins": ([(3, 4, 6)], lambda x: x.reshape(12, 6), [3, 4, 6]),
     "view joins and divides": ([(4, 6)], lambda x: x.view(2, 12), [2, 2, 6]),
+    "view across factors": ([(2, 4, 3)], lambda x: x.view(3, 8), []),
+    "view across factors, then along": ([(6, 4, 5)], lambda x: x.reshape(4, 3, 2, 5), [5]),
     "view that fits no factor": ([(6, 4)], lambda x: x.view(4, 6), []),
     "q, k, v as a dim of 3": ([(5, 24)], lambda x: x.view(5, 3, 8) + torch.cat(x.split(8, 1), 1).view(5, 3, 8), [5, 8]),
     "transpose": ([(3, 4, 6)], lambda x: x.transpose(0, 2).permute(1, 0, 2), [3, 4, 6]),

@@ -16,15 +16,19 @@ from tp_ext.auto.rules import RULES, Op, no_rule, pointwise, rule
 def view(op: Op) -> None:
     """The atoms in order make the new dims; one is divided where a new dim ends inside of it."""
     left = atoms([atom for dim in op.dims() for atom in dim])
+    sizes = list(op.outputs[0].shape)
     result: list[Dim] = []
-    for size in op.outputs[0].shape:
+    while len(result) < len(sizes):
+        size = sizes[len(result)]
         dim: Dim = []
         while length(dim) < size and left:
-            atom = left.pop(0)
-            need = size // length(dim)
+            atom, need = left[0], size // length(dim)
+            if size % length(dim) or (atom.size > need and atom.size % need):
+                break
+            left.pop(0)
             if atom.size <= need:
                 dim.append(atom)
-            elif atom.parts is None and atom.size % need == 0:
+            elif atom.parts is None:
                 divide(atom, need, op.reason)
                 left = atoms([atom]) + left
             elif _equal_parts(atom, need):
@@ -33,14 +37,30 @@ def view(op: Op) -> None:
             else:
                 op.pin([atom])
                 dim.append(Atom(need, op.reason))
-                if atom.size % need == 0:
-                    left.insert(0, Atom(atom.size // need, op.reason))
-        if length(dim) != size:
-            op.pin(dim)
-            dim = [Atom(size, op.reason)]
-        result.append(dim)
+                left.insert(0, Atom(atom.size // need, op.reason))
+        if length(dim) == size:
+            result.append(dim)
+        else:
+            result += _unfactored(op, dim, left, sizes[len(result) :])
     op.pin(left)
     op.give(result)
+
+
+def _unfactored(op: Op, taken: Dim, left: Dim, sizes: list[int]) -> list[Dim]:
+    """The next new dims, up to one that ends where an atom ends; pinned, as are these atoms, which leave ``left``."""
+    op.pin(taken)
+    before, number = length(taken), 1
+    after = sizes[0]
+    while before != after:
+        if before < after and left:
+            op.pin(left[:1])
+            before *= left.pop(0).size
+        elif number < len(sizes):
+            after *= sizes[number]
+            number += 1
+        else:
+            break
+    return [[Atom(size, op.reason)] for size in sizes[:number]]
 
 
 def _equal_parts(atom: Atom, number: int) -> bool:
