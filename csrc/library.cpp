@@ -254,6 +254,16 @@ TORCH_LIBRARY(tp_ext, m) {
       "label_smoothing, float z_loss) -> ()",
       tags);
 
+  // vocab_parallel_cross_entropy of the logits x weight^T + bias, which exist for one chunk of tokens
+  // at a time; entropy: of each row's probabilities, else empty
+  m.def(
+      "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, str group, SymInt "
+      "vocab_start, SymInt vocab_local, SymInt vocab_size, int ignore_index, float "
+      "label_smoothing, float z_loss, str reduction, bool sequence_parallel=False, SymInt[]? "
+      "sizes=None, Tensor? main_grad=None, bool entropy=False, int? chunk_tokens=None, bool "
+      "vocab_size_given=True) -> (Tensor loss, Tensor entropy)",
+      tags);
+
   // Mixture of experts. rows [tokens, choices]: the row of y that a choice of a token has, or -1, no
   // row twice. sort: experts [tokens, choices], -1 for none, to rows in order of expert and token, and
   // the rows of each expert. permute: y[rows[t, j]] = weights[t, j] * x[t], other rows 0; unpermute:

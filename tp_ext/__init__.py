@@ -43,6 +43,7 @@ from tp_ext.nn.latent_attention import ParallelLatentAttention
 from tp_ext.nn.latent_kv_cache import LatentKVCache
 from tp_ext.nn.layouts import declare_layouts
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.linear_cross_entropy import linear_cross_entropy
 from tp_ext.nn.lora import LoRALinear, add_lora, merge_lora
 from tp_ext.nn.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from tp_ext.nn.mlp import ParallelMLP
@@ -113,6 +114,7 @@ __all__ = [
     "grad_norm",
     "init_mesh",
     "layouts",
+    "linear_cross_entropy",
     "load_checkpoint",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",

@@ -6,6 +6,7 @@
 #include <deque>
 #include <vector>
 
+#include "autograd/token_chunks.h"
 #include "comm/collectives.h"
 
 namespace tp_ext {
@@ -13,42 +14,6 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-
-// Plain numbers: this code is never traced
-std::vector<int64_t> lengths_of(const Split& split) {
-  std::vector<int64_t> lengths;
-  for (const auto& size : split.sizes) lengths.push_back(size.expect_int());
-  return lengths;
-}
-
-struct Range {
-  int64_t start, length;
-};
-// Chunk i of n elements, split like torch.tensor_split
-Range chunk_of(int64_t n, int64_t i, int64_t chunks) {
-  const auto longer = std::min(i, n % chunks);
-  return {i * (n / chunks) + longer, n / chunks + (i < n % chunks)};
-}
-
-// Chunk i of every rank's tokens: its start in the full tensor and in the gathered chunk
-struct Chunk {
-  Split tokens;
-  std::vector<Range> full, gathered;
-
-  Chunk(const std::vector<int64_t>& lengths, int64_t i, int64_t chunks) {
-    int64_t start = 0, at = 0;
-    for (const auto n : lengths) {
-      const auto own = chunk_of(n, i, chunks);
-      tokens.sizes.emplace_back(own.length);
-      full.push_back({start + own.start, own.length});
-      gathered.push_back({at, own.length});
-      start += n;
-      at += own.length;
-    }
-  }
-};
-
-Tensor tokens_of(const Tensor& x, Range range) { return x.narrow(0, range.start, range.length); }
 
 Tensor empty_output(const Tensor& x, int64_t tokens, int64_t features) {
   auto shape = x.sizes().vec();
@@ -71,7 +36,7 @@ void multiply(const Tensor& x, const Tensor& factor, const OptionalTensor& bias,
 Tensor gather_multiply(const Tensor& x, const Tensor& factor, const OptionalTensor& bias,
                        const std::string& group, const Split& tokens, int64_t chunks,
                        Tensor x_full) {
-  const auto lengths = lengths_of(tokens);
+  const auto& lengths = tokens.sizes;
   const int64_t p = static_cast<int64_t>(lengths.size()), rank = comm::rank(group);
   Tensor y = empty_output(x, tokens.total().expect_int(), factor.size(1));
   std::deque<std::pair<Chunk, comm::Pending>> coming;
@@ -83,7 +48,7 @@ Tensor gather_multiply(const Tensor& x, const Tensor& factor, const OptionalTens
     }
   };
   top_up();
-  const Range own{tokens.start(rank).expect_int(), lengths[rank]};
+  const Range own{tokens.start(rank), lengths[rank]};
   multiply(x, factor, bias, tokens_of(y, own));
   if (x_full.defined()) tokens_of(x_full, own).copy_(x);
   while (!coming.empty()) {
@@ -132,9 +97,9 @@ std::pair<Tensor, Tensor> gather_mm(const Tensor& dy, const Tensor& weight,
 
 Tensor linear_reduce_scatter(const Tensor& x, const Tensor& weight, const std::string& group,
                              const Split& tokens, int64_t chunks) {
-  const auto lengths = lengths_of(tokens);
+  const auto& lengths = tokens.sizes;
   const int64_t p = static_cast<int64_t>(lengths.size()), rank = comm::rank(group);
-  Tensor y = empty_output(x, lengths[rank], weight.size(0));
+  Tensor y = empty_output(x, lengths[rank].expect_int(), weight.size(0));
   std::deque<std::pair<comm::Pending, Range>> coming;
   const auto take = [&] {
     tokens_of(y, coming.front().second).copy_(coming.front().first.wait());

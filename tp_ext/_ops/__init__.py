@@ -95,6 +95,7 @@ from tp_ext._ops.shard_pack import (
     unpack_shards,
 )
 from tp_ext._ops.vocab import (
+    linear_cross_entropy,
     vocab_ce_bwd,
     vocab_ce_bwd_,
     vocab_ce_loss,

@@ -70,6 +70,40 @@ def vocab_parallel_cross_entropy(
     """
 
 
+@operator
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    group: str,
+    vocab_start: int,
+    vocab_local: int,
+    vocab_size: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    sequence_parallel: bool = False,
+    sizes: Sizes = None,
+    main_grad: Tensor | None = None,
+    entropy: bool = False,
+    chunk_tokens: int | None = None,
+    vocab_size_given: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Returns :func:`vocab_parallel_cross_entropy` of ``x weight^T + bias`` and, if ``entropy``, that of each row.
+
+    Args:
+        x: ``[.., in]``; under SP this rank's shard of dim 0, and ``target`` has all of it.
+        weight, bias: ``[rows, in]`` and ``[rows]``, rows >= vocab_local.
+        sizes, main_grad: as in :func:`column_parallel_linear`.
+        chunk_tokens: the most rows whose logits exist at a time; default a 24th of them, at least 64.
+
+    Communicates: forward, an all-gather of four numbers a row, and with mean and sum an all-reduce of x (SP: an
+    all-gather of x and a reduce-scatter), in chunks; backward, without a reduction, the latter.
+    """
+
+
 @primitive("_vocab_ce_stats")
 def vocab_ce_stats(
     logits: Tensor,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.linear_cross_entropy import linear_cross_entropy
 from tp_ext.nn.loss import vocab_parallel_cross_entropy
 from tp_ext.nn.module import ParallelModule, check_flags, check_positive
 from tp_ext.nn.parallel_linear import check_one_axis_options, linear_2d, main_grad_of
@@ -301,7 +302,14 @@ class VocabParallelLMHead(_VocabParallel):
         layer.copy_shards(linear)
         return layer
 
-    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        total_tokens: int | None = None,
+        *,
+        weight: Tensor | None = None,
+        loss: dict[str, Any] | None = None,
+    ) -> Any:
         """Computes the local logits of x.
 
         Args:
@@ -309,10 +317,25 @@ class VocabParallelLMHead(_VocabParallel):
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
             weight: used instead of the layer's own, ``[vocab_local, hidden]``; for instance the embedding's, on another
                 pipeline stage.
+            loss: target and options of :meth:`loss`, which calls the module so that its hooks run, those of FSDP2
+                among them; the loss is then computed instead of the logits.
         """
         weight = self._checked(self.parameter("weight", weight))
         if self.on_two_axes:
             return linear_2d(self, x, weight, self.hidden_size, False, total_tokens)
+        main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
+        if loss is not None:
+            return linear_cross_entropy(
+                x,
+                weight,
+                group=self.tp_group.name,
+                bias=self.parameter("bias"),
+                vocab_size=self.vocab_size,
+                sequence_parallel=self.sequence_parallel,
+                total_tokens=total_tokens,
+                main_grad=main_grad,
+                **loss,
+            )
         return _ops.column_parallel_linear(
             x,
             weight,
@@ -320,7 +343,7 @@ class VocabParallelLMHead(_VocabParallel):
             self.tp_group.name,
             self.sequence_parallel,
             self.token_sizes(total_tokens),
-            main_grad_of(weight) if self.grad_accumulation_fusion else None,
+            main_grad,
             1,
         )
 
@@ -331,20 +354,31 @@ class VocabParallelLMHead(_VocabParallel):
         total_tokens: int | None = None,
         *,
         weight: Tensor | None = None,
+        keep_logits: bool = False,
         **options: Any,
-    ) -> Tensor:
-        """Computes :func:`vocab_parallel_cross_entropy` of this head's logits of x, over its group and vocabulary.
+    ) -> Any:
+        """Computes :func:`vocab_parallel_cross_entropy` of this head's logits of x, over its group and vocabulary, by
+        :func:`linear_cross_entropy`, which holds the logits of one chunk of tokens at a time.
 
         Args:
             x, total_tokens, weight: as :meth:`forward`.
             target: ``[..]``, of all tokens, also under SP, as the logits.
-            options: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction``, ``inplace_backward``,
-                ``mean_over``, ``gradient_reduction``.
+            keep_logits: computes the logits of all tokens and keeps them for backward: :meth:`forward`, then
+                :func:`vocab_parallel_cross_entropy`. It can be faster with few tokens or a small vocabulary. A head on
+                two axes (``weight_group``, ``activations="hidden"``) always does.
+            options: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction``, ``mean_over``,
+                ``gradient_reduction``; without the logits also ``return_entropy`` and ``chunk_tokens``, with them
+                ``inplace_backward``.
 
-        Communicates and raises as both of them.
+        Communicates and raises as these functions.
         """
-        logits = self(x, total_tokens, weight=weight)
-        return vocab_parallel_cross_entropy(logits, target, self.tp_group.name, vocab_size=self.vocab_size, **options)
+        check_flags(keep_logits=keep_logits)
+        if keep_logits or self.on_two_axes:
+            logits = self(x, total_tokens, weight=weight)
+            return vocab_parallel_cross_entropy(
+                logits, target, self.tp_group.name, vocab_size=self.vocab_size, **options
+            )
+        return self(x, total_tokens, weight=weight, loss={"target": target, **options})
 
     @torch.no_grad()
     def sample(

@@ -74,13 +74,7 @@ def vocab_parallel_cross_entropy(
     resolved = parallel_group(group)
     if logits_local.dim() < 1:
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: {reduction!r} must be one of {REDUCTIONS}")
-    if gradient_reduction not in GRADIENT_REDUCTIONS:
-        raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
-    axes = data_axes(mean_over)
-    if axes and reduction != "mean":
-        raise ValueError(f"mean_over: must not be given with reduction={reduction!r}, which is no mean")
+    axes = axes_of_mean(reduction, mean_over, gradient_reduction)
     if DebugMode.on:
         compare_input("target", target, resolved)
     start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved)
@@ -100,10 +94,22 @@ def vocab_parallel_cross_entropy(
     )
     if not axes:
         return loss
-    return _global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
+    return global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
 
 
-def _global_mean(loss: Tensor, rows: Tensor, axes: list[ParallelGroup], gradient_reduction: str) -> Tensor:
+def axes_of_mean(reduction: str, mean_over: Group | list[Group], gradient_reduction: str) -> list[ParallelGroup]:
+    """Returns the axes of ``mean_over``, with the three arguments checked."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: {reduction!r} must be one of {REDUCTIONS}")
+    if gradient_reduction not in GRADIENT_REDUCTIONS:
+        raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+    axes = data_axes(mean_over)
+    if axes and reduction != "mean":
+        raise ValueError(f"mean_over: must not be given with reduction={reduction!r}, which is no mean")
+    return axes
+
+
+def global_mean(loss: Tensor, rows: Tensor, axes: list[ParallelGroup], gradient_reduction: str) -> Tensor:
     """Returns the mean loss per row over the ranks of the axes, from each rank's sum and number of rows."""
     sums = torch.stack([loss.detach().double(), rows.double()])
     for axis in axes:
@@ -114,8 +120,12 @@ def _global_mean(loss: Tensor, rows: Tensor, axes: list[ParallelGroup], gradient
     return (sums[0] / count).to(loss.dtype) + (own - own.detach())  # the value of the mean, the gradient of own
 
 
-def vocab_columns(width: int, vocab_size: int | None, group: ParallelGroup) -> tuple[int, int, int]:
+def vocab_columns(
+    width: int, vocab_size: int | None, group: ParallelGroup, name: str = "logits_local", dim: str = "columns"
+) -> tuple[int, int, int]:
     """Returns the first column, the number of columns without padding and the full vocabulary size, as known locally.
+
+    ``name`` and ``dim`` are those of the tensor that has ``width`` of them, for errors.
 
     Widths that are wrong on every rank are refused here, on all ranks alike. Widths that may be right on another rank
     are not: the ranks compare widths and sizes when they communicate.
@@ -131,12 +141,12 @@ def vocab_columns(width: int, vocab_size: int | None, group: ParallelGroup) -> t
         return sum(sizes[:rank]), width, vocab_size
     if p > 1 and width >= vocab_size:
         raise ValueError(
-            f"logits_local: {width} columns must be this rank's shard of vocab_size = {vocab_size}, "
-            f"not the gathered logits, at p = {p}"
+            f"{name}: {width} {dim} must be this rank's shard of vocab_size = {vocab_size}, "
+            f"not the gathered {'logits' if dim == 'columns' else 'rows'}, at p = {p}"
         )
     if p * (width + (p > 1)) < vocab_size:  # widths of one tensor differ by one at most
         raise ValueError(
-            f"logits_local: {width} columns on rank {rank} must be {sizes[rank]}, its share of "
+            f"{name}: {width} {dim} on rank {rank} must be {sizes[rank]}, its share of "
             f"vocab_size = {vocab_size} at p = {p}, or equally many, at least {sizes[0]}, on all ranks"
         )
     start = min(rank * width, vocab_size)

@@ -1,0 +1,68 @@
+#include "autograd/vocab_chunk.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "autograd/main_grad.h"
+
+namespace tp_ext {
+
+using at::Tensor;
+
+namespace {
+
+// An odd number of cache lines from row to row: a vocabulary is often a power of two, and rows that
+// far apart compete for the same lines of a cache
+int64_t stride_of(const Tensor& weight) {
+  const int64_t line = 64 / weight.element_size();
+  return (weight.size(0) + line - 1) / line / 2 * 2 * line + line;
+}
+
+}  // namespace
+
+Tensor LogitsBuffer::logits(const Tensor& x) {
+  if (traced_) return at::linear(x, weight_, bias_);
+  const int64_t rows = x.size(0), columns = weight_.size(0);
+  if (!memory_.defined() || memory_.size(0) < rows)
+    memory_ = x.new_empty({rows, stride_of(weight_)});
+  Tensor logits = memory_.narrow(0, 0, rows).narrow(1, 0, columns);
+  if (bias_.has_value())
+    at::addmm_out(logits, *bias_, x, weight_.t());
+  else
+    at::mm_out(logits, x, weight_.t());
+  return logits;
+}
+
+Tensor input_grad(const Tensor& dlogits, const Tensor& weight, bool traced) {
+  return at::mm(dlogits, weight);
+}
+
+void sum_weight_grad(Tensor& dw, const Tensor& dlogits, const Tensor& x, bool traced) {
+  const auto dtype = sum_dtype(x);
+  const Tensor factor = dlogits.t();
+  if (traced) {
+    const Tensor part = at::mm(factor, x).to(dtype);
+    dw = dw.defined() ? at::add(dw, part) : part;
+  } else if (dtype == x.scalar_type()) {
+    if (dw.defined())
+      dw.addmm_(factor, x);
+    else
+      dw = at::mm(factor, x);
+  } else {
+    if (!dw.defined()) dw = at::zeros({dlogits.size(1), x.size(1)}, x.options().dtype(dtype));
+    if (!x.is_cpu()) return add_weight_grad(dw, dlogits, x);
+    // A product in fp32 would be slow: in parts, rounded to the half type, summed in fp32
+    constexpr int64_t rows = 4096;
+    for (int64_t start = 0; start < dw.size(0); start += rows) {
+      const int64_t length = std::min(rows, dw.size(0) - start);
+      dw.narrow(0, start, length).add_(at::mm(factor.narrow(0, start, length), x));
+    }
+  }
+}
+
+}  // namespace tp_ext

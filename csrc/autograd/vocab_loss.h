@@ -1,0 +1,98 @@
+// The loss of logits whose columns (the vocabulary) are sharded: the arguments and the steps that
+// vocab_cross_entropy.cpp and linear_cross_entropy.cpp share. Formulas:
+// kernels/vocab_cross_entropy.h.
+
+#pragma once
+
+#include <ATen/ops/ne.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <string>
+#include <tuple>
+
+#include "check.h"
+#include "comm/collectives.h"
+#include "operators.h"
+
+namespace tp_ext {
+
+struct VocabLoss {
+  std::string group;
+  c10::SymInt vocab_start, vocab_local, vocab_size;
+  bool vocab_size_given;
+  int64_t ignore_index;
+  double label_smoothing, z_loss;
+
+  void check(const std::string& reduction) const {
+    TORCH_CHECK_VALUE(reduction == "none" || reduction == "mean" || reduction == "sum",
+                      "reduction: '", reduction, "' must be 'none', 'mean' or 'sum'");
+    TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1,
+                      "label_smoothing: ", label_smoothing, " must be in [0, 1]");
+    TORCH_CHECK_VALUE(z_loss >= 0, "z_loss: ", z_loss, " must be at least 0");
+  }
+
+  void put(torch::autograd::AutogradContext* ctx) const {
+    auto& data = ctx->saved_data;
+    data["group"] = group;
+    data["vocab_start"] = vocab_start;
+    data["vocab_local"] = vocab_local;
+    data["vocab_size"] = vocab_size;
+    data["ignore_index"] = ignore_index;
+    data["label_smoothing"] = label_smoothing;
+    data["z_loss"] = z_loss;
+  }
+  static VocabLoss get(torch::autograd::AutogradContext* ctx) {
+    auto& data = ctx->saved_data;
+    return {data["group"].toStringRef(),
+            data["vocab_start"].toSymInt(),
+            data["vocab_local"].toSymInt(),
+            data["vocab_size"].toSymInt(),
+            true,
+            data["ignore_index"].toInt(),
+            data["label_smoothing"].toDouble(),
+            data["z_loss"].toDouble()};
+  }
+
+  // Four numbers of each row over the local columns. With several ranks an extra row holds each
+  // rank's width and vocabulary: no rank can check those alone, so _vocab_ce_loss does, once all
+  // rows are gathered.
+  Tensor stats(const Tensor& logits, const Tensor& target) const {
+    static const auto op = TP_OP(_vocab_ce_stats);
+    return op.call(logits, target, vocab_start, vocab_local, vocab_size, ignore_index,
+                   comm::size(group) > 1, vocab_size_given);
+  }
+
+  // The loss of each row, and its lse for backward, from the ranks' statistics
+  std::tuple<Tensor, Tensor> rows(const Tensor& stats, const Tensor& target) const {
+    static const auto op = TP_OP(_vocab_ce_loss);
+    return op.call(comm::all_gather_stack(stats, group), target, vocab_size, ignore_index,
+                   label_smoothing, z_loss);
+  }
+
+  // The gradient of the logits, given that of each row's loss
+  Tensor backward(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                  const Tensor& lse) const {
+    static const auto op = TP_OP(_vocab_ce_bwd);
+    return op.call(grad, logits, target, lse, vocab_start, vocab_local, vocab_size, ignore_index,
+                   label_smoothing, z_loss);
+  }
+  // The same in the place of the logits
+  void backward_(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                 const Tensor& lse) const {
+    static const auto op = TP_OP(_vocab_ce_bwd_);
+    op.call(grad, logits, target, lse, vocab_start, vocab_local, vocab_size, ignore_index,
+            label_smoothing, z_loss);
+  }
+
+  // The number of rows that the mean is over; 1 if there is none, so that the mean is the sum, 0
+  Tensor counted_rows(const Tensor& target) const {
+    return target.ne(ignore_index).sum().clamp_min(1);
+  }
+};
+
+// Below the dispatcher's autograd layers `to` may return its argument, which operators must not
+inline Tensor cast(const Tensor& x, at::ScalarType dtype) {
+  return x.scalar_type() == dtype ? x : x.to(dtype);
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,106 @@
+"""Cross entropy of a linear's logits over a sharded vocabulary, without the logits."""
+
+from torch import Tensor
+
+from tp_ext import _ops
+from tp_ext.group import Group, parallel_group
+from tp_ext.nn.loss import axes_of_mean, global_mean, vocab_columns
+from tp_ext.nn.same_input import DebugMode, compare_input
+from tp_ext.sharding import split_sizes
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: Group,
+    *,
+    bias: Tensor | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    mean_over: Group | list[Group] = None,
+    gradient_reduction: str = "mean",
+    sequence_parallel: bool = False,
+    total_tokens: int | None = None,
+    return_entropy: bool = False,
+    chunk_tokens: int | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes :func:`vocab_parallel_cross_entropy` of the logits ``hidden weight^T + bias``, without keeping them.
+
+    The logits exist for one chunk of tokens at a time. With ``mean`` and ``sum`` forward computes the gradients, too,
+    while it has them, and backward scales these by the upstream gradient: three GEMMs, as with the logits. Without a
+    reduction, or with entropies, backward computes the logits again: four GEMMs. Half-precision gradients of the weight
+    are summed over the chunks in fp32. :meth:`VocabParallelLMHead.loss` passes the head's weight, bias, group and
+    vocabulary.
+
+    Args:
+        hidden: ``[.., in]``, the same on all ranks; under SP this rank's shard of dim 0.
+        weight, bias: this rank's rows of the vocabulary, ``[vocab_local, in]`` and ``[vocab_local]``: either
+            ``torch.tensor_split`` of ``vocab_size``, or equally many, those from ``vocab_size`` on being padding.
+        target: ``[..]``, int64, ids in the full vocabulary, of all tokens, the same on all ranks.
+        group, vocab_size, ignore_index, label_smoothing, z_loss, reduction, mean_over, gradient_reduction: as
+            :func:`vocab_parallel_cross_entropy`.
+        sequence_parallel: whether ``hidden`` is sharded along dim 0.
+        total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
+        return_entropy: also returns -sum p log p of each token over the full vocabulary, ``[..]``, in nats, with its
+            gradient; 0 at ignored rows.
+        chunk_tokens: the most tokens whose logits exist at a time; default: a 24th of them (with entropies a 96th), at
+            least 64 (16).
+        main_grad: as the ``main_grad`` of :class:`ColumnParallelLinear` with ``grad_accumulation_fusion``: the gradient
+            of ``weight`` is added to it.
+
+    Memory: a chunk's logits, x by chunks under SP, and the gradients; between forward and backward the gradients (of
+    ``weight`` in fp32 for half types) with ``mean`` and ``sum``, else ``hidden`` and two numbers per row. A backward
+    with ``retain_graph=True``, or with an upstream gradient that is not 1, returns scaled copies.
+
+    Communicates, n tokens in c chunks: forward, all-gathers of four numbers per row, ``16 (n + c) p`` bytes (one of
+    ``16 (n + 1) p`` without gradients or reduction), and, if the gradient of ``hidden`` is computed there, the
+    all-reduces of its chunks, which overlap the GEMMs of the weight's gradient; under SP all-gathers of the chunks of
+    ``hidden`` and reduce-scatters of their gradients. With entropies an all-reduce of one number per row. Backward with
+    ``mean`` and ``sum``: nothing; else the all-reduces, under SP also the all-gathers.
+
+    Raises:
+        ValueError: shapes that do not match, all rows of the vocabulary at p > 1, and as
+            :func:`vocab_parallel_cross_entropy`.
+        IndexError: a target outside the vocabulary (CPU; a device assert on CUDA).
+
+    Sources: chunks of tokens with gradients in forward: Hsu et al., "Liger Kernel", arXiv:2410.10989; the loss over a
+    sharded vocabulary: Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
+    """
+    resolved = parallel_group(group)
+    axes = axes_of_mean(reduction, mean_over, gradient_reduction)
+    if weight.dim() != 2:
+        raise ValueError(f"weight: shape {tuple(weight.shape)} must have 2 dims, this rank's rows of the vocabulary")
+    if total_tokens is not None and (not isinstance(total_tokens, int) or total_tokens < 0):
+        raise ValueError(f"total_tokens: {total_tokens!r} must be an integer of at least 0")
+    if DebugMode.on:
+        compare_input("target", target, resolved)
+    start, local, full = vocab_columns(weight.shape[0], vocab_size, resolved, "weight", "rows")
+    given = sequence_parallel and total_tokens is not None and resolved.size > 1
+    loss, entropy = _ops.linear_cross_entropy(
+        hidden,
+        weight,
+        bias,
+        target,
+        resolved.name,
+        start,
+        local,
+        full,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        "sum" if axes else reduction,
+        sequence_parallel,
+        split_sizes(total_tokens, resolved.size) if given and total_tokens is not None else None,
+        main_grad,
+        return_entropy,
+        chunk_tokens,
+        vocab_size is not None,
+    )
+    if axes:
+        loss = global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
+    return (loss, entropy) if return_entropy else loss
