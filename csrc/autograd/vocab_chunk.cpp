@@ -28,8 +28,10 @@ int64_t stride_of(const Tensor& weight) {
 Tensor LogitsBuffer::logits(const Tensor& x) {
   if (traced_) return at::linear(x, weight_, bias_);
   const int64_t rows = x.size(0), columns = weight_.size(0);
-  if (!memory_.defined() || memory_.size(0) < rows)
+  if (!memory_.defined() || memory_.size(0) < rows) {
+    memory_ = Tensor();  // before the new one is allocated
     memory_ = x.new_empty({rows, stride_of(weight_)});
+  }
   Tensor logits = memory_.narrow(0, 0, rows).narrow(1, 0, columns);
   if (bias_.has_value())
     at::addmm_out(logits, *bias_, x, weight_.t());
@@ -57,7 +59,7 @@ void sum_weight_grad(Tensor& dw, const Tensor& dlogits, const Tensor& x, bool tr
     if (!dw.defined()) dw = at::zeros({dlogits.size(1), x.size(1)}, x.options().dtype(dtype));
     if (!x.is_cpu()) return add_weight_grad(dw, dlogits, x);
     // A product in fp32 would be slow: in parts, rounded to the half type, summed in fp32
-    constexpr int64_t rows = 4096;
+    constexpr int64_t rows = 1024;
     for (int64_t start = 0; start < dw.size(0); start += rows) {
       const int64_t length = std::min(rows, dw.size(0) - start);
       dw.narrow(0, start, length).add_(at::mm(factor.narrow(0, start, length), x));

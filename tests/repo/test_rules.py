@@ -139,6 +139,14 @@ def _loss(by_module: bool) -> Callable[[Any], Callable[[Tensor], Tensor]]:
     return make
 
 
+def _linear_loss(group: Any) -> Callable[[Tensor], Tensor]:
+    """x is the weight, so that shape and dtype are those of a shard."""
+    key = _key(group)
+    generator = torch.Generator().manual_seed(0)
+    hidden, target = torch.randn(TOKENS, HIDDEN, generator=generator), torch.arange(TOKENS)
+    return lambda x: tp_ext.linear_cross_entropy(hidden.to(x), x, target, key, vocab_size=VOCAB)
+
+
 def _layout(group: Any) -> Callable[[Tensor], Tensor]:
     """Makes ``unshard`` of a layout of one sequence in contiguous shards, like those of ``torch.tensor_split``."""
     return tp_ext.ContextLayout([TOKENS], group=_key(group), balance=False).unshard
@@ -223,6 +231,7 @@ SUBJECTS = {
     "VocabParallelLMHead": Subject(_module(lambda g: tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, group=g)), y_dim=-1),
     "VocabParallelCrossEntropy": Subject(_loss(True), **_LOGITS),
     "vocab_parallel_cross_entropy": Subject(_loss(False), **_LOGITS),
+    "linear_cross_entropy": Subject(_linear_loss, (VOCAB, HIDDEN), x_dim=0),
     "vocab_parallel_argmax": Subject(_token("vocab_parallel_argmax"), **_LOGITS),
     "vocab_parallel_sample": Subject(_token("vocab_parallel_sample"), **_LOGITS),
     "LayerNorm": Subject(_module(lambda g: tp_ext.LayerNorm(HIDDEN, group=g))),

@@ -406,6 +406,24 @@ def vocab_parallel_cross_entropy(*, logits: Tensor, target: Tensor, group: str, 
     return summed(partial(loss, group), group)
 
 
+@rule
+def linear_cross_entropy(
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    group: str,
+    reduction: str,
+    sequence_parallel: bool,
+    main_grad: Tensor | None,
+    entropy: bool,
+) -> Typed:
+    _ignored(main_grad)
+    logits = _column(x, weight, bias, group, _activations(sequence_parallel))
+    return vocab_parallel_cross_entropy(logits=logits, target=target, group=group, reduction=reduction)
+
+
 # Seeds of masks and comparisons, on which no value of the program depends but through a rule
 _own_numbers = (OwnRandomNumbers.__init__, OwnRandomNumbers.__enter__, OwnRandomNumbers.__exit__)
 for _function in (draw_seed, rows_seed, sequence_seeds, compare_input, *_own_numbers):
