@@ -109,6 +109,17 @@ class Block(nn.Module):
         return self.loss(self.head(self.norm2(x)), target)
 
 
+class _Loss(nn.Module):
+    """The loss of a head."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.head = tp_ext.VocabParallelLMHead(H, VOCABULARY, **options)
+
+    def forward(self, x, target):
+        return self.head.loss(x, target)
+
+
 LINEAR, MLP = (H, H), (H, 2 * H)
 ONE_AXIS = {
     "copy": Case(_function(tp_ext.copy_to_region), (_x(I),), R, 1),
@@ -137,6 +148,8 @@ ONE_AXIS = {
     # Both a shard of tokens of the key that all heads share and the keys of this rank's heads are V
     "latent attention, tokens": Case(_layer(LatentAttention, **SP), (_x(S(0)),), S(0), 8, modes=(True,), unseen=5),
     "loss": Case(_function(tp_ext.vocab_parallel_cross_entropy), (_x(S(1)), _ids()), I, 1),
+    "loss without logits": Case(_layer(_Loss), (_x(I), _ids()), I, 3),
+    "loss without logits, tokens": Case(_layer(_Loss, **SP), (_x(S(0)), _ids()), I, 3),
     "norm, hidden": Case(_layer(tp_ext.LayerNorm, H, **HIDDEN), (_x(S(1)),), S(1), 1),
     "model": Case(_block, (_ids(), _ids()), I, 5),
     "model, tokens": Case(lambda groups: _block(groups, tp_ext.LayerNorm, **SP), (_ids(), _ids()), I, 10),

@@ -203,7 +203,8 @@ def test_collectives_to_the_byte(p):
 
 
 def _peak(group, dtype, reduction):
-    """The most bytes at once but for the gradients, which the loss with logits needs, too; by those of the logits."""
+    """The most bytes at once but for the gradients, which the loss with logits needs, too; by those of the logits. (Of bf16,
+    oneDNN packs a whole operand, with and without the logits.)"""
     tokens, vocab = 2048, 16384
     x = torch.randn(tokens, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab // group.size(), 8, dtype=dtype, requires_grad=True)
@@ -212,14 +213,12 @@ def _peak(group, dtype, reduction):
         torch.autograd.grad(loss, (x, weight), torch.ones_like(loss))
     sizes = [event.nbytes() for event in events.profiler.kineto_results.events() if event.name() == "[memory]"]
     most = max(itertools.accumulate(sizes))
-    sums = 4 if dtype == torch.bfloat16 else 0  # of the weight's gradient, in fp32
-    gradients = (x.numel() + weight.numel()) * x.element_size() + weight.numel() * sums
+    gradients = (x.numel() + weight.numel()) * x.element_size()
     return (most - gradients) / (tokens * weight.shape[0] * x.element_size())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reduction"), [(torch.float32, "mean"), (torch.float32, "none"), (torch.bfloat16, "mean")], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("p", [1, 2])
 def test_peak_memory_is_a_twentieth_of_the_logits(p, dtype, reduction):
     assert max(ranks.run(_peak, p, dtype, reduction)) <= 0.05

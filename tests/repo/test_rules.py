@@ -140,11 +140,11 @@ def _loss(by_module: bool) -> Callable[[Any], Callable[[Tensor], Tensor]]:
 
 
 def _linear_loss(group: Any) -> Callable[[Tensor], Tensor]:
-    """x is the weight, so that shape and dtype are those of a shard."""
-    key = _key(group)
+    key, (_, p, rank) = _key(group), tp_ext.ParallelModule(group).tp_group
     generator = torch.Generator().manual_seed(0)
-    hidden, target = torch.randn(TOKENS, HIDDEN, generator=generator), torch.arange(TOKENS)
-    return lambda x: tp_ext.linear_cross_entropy(hidden.to(x), x, target, key, vocab_size=VOCAB)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).tensor_split(p)[rank]
+    target = torch.arange(2 * TOKENS) % VOCAB
+    return lambda x: tp_ext.linear_cross_entropy(x, weight.to(x), target[: len(x)], key, vocab_size=VOCAB)
 
 
 def _layout(group: Any) -> Callable[[Tensor], Tensor]:
@@ -231,7 +231,7 @@ SUBJECTS = {
     "VocabParallelLMHead": Subject(_module(lambda g: tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, group=g)), y_dim=-1),
     "VocabParallelCrossEntropy": Subject(_loss(True), **_LOGITS),
     "vocab_parallel_cross_entropy": Subject(_loss(False), **_LOGITS),
-    "linear_cross_entropy": Subject(_linear_loss, (VOCAB, HIDDEN), x_dim=0),
+    "linear_cross_entropy": Subject(_linear_loss),
     "vocab_parallel_argmax": Subject(_token("vocab_parallel_argmax"), **_LOGITS),
     "vocab_parallel_sample": Subject(_token("vocab_parallel_sample"), **_LOGITS),
     "LayerNorm": Subject(_module(lambda g: tp_ext.LayerNorm(HIDDEN, group=g))),

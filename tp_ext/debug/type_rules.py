@@ -417,11 +417,15 @@ def linear_cross_entropy(
     reduction: str,
     sequence_parallel: bool,
     main_grad: Tensor | None,
-    entropy: bool,
-) -> Typed:
+) -> list[Typed]:
     _ignored(main_grad)
     logits = _column(x, weight, bias, group, _activations(sequence_parallel))
-    return vocab_parallel_cross_entropy(logits=logits, target=target, group=group, reduction=reduction)
+    ids = replicated(target, group)
+
+    def over_vocabulary(result: str) -> Typed:
+        return summed(partial(rules.einsum(f"...v,...->{result}", logits, ids), group), group)
+
+    return [over_vocabulary("..." if reduction == "none" else ""), over_vocabulary("...")]
 
 
 # Seeds of masks and comparisons, on which no value of the program depends but through a rule
