@@ -148,8 +148,8 @@ ONE_AXIS = {
     # Both a shard of tokens of the key that all heads share and the keys of this rank's heads are V
     "latent attention, tokens": Case(_layer(LatentAttention, **SP), (_x(S(0)),), S(0), 8, modes=(True,), unseen=5),
     "loss": Case(_function(tp_ext.vocab_parallel_cross_entropy), (_x(S(1)), _ids()), I, 1),
-    "loss without logits": Case(_layer(_Loss), (_x(I), _ids()), I, 3),
-    "loss without logits, tokens": Case(_layer(_Loss, **SP), (_x(S(0)), _ids()), I, 3),
+    "loss without logits": Case(_layer(_Loss), (_x(I), _ids()), I, 2),
+    "loss without logits, tokens": Case(_layer(_Loss, **SP), (_x(S(0)), _ids()), I, 2),
     "norm, hidden": Case(_layer(tp_ext.LayerNorm, H, **HIDDEN), (_x(S(1)),), S(1), 1),
     "model": Case(_block, (_ids(), _ids()), I, 5),
     "model, tokens": Case(lambda groups: _block(groups, tp_ext.LayerNorm, **SP), (_ids(), _ids()), I, 10),

@@ -203,8 +203,10 @@ def test_collectives_to_the_byte(p):
 
 
 def _peak(group, dtype, reduction):
-    """The most bytes at once but for the gradients, which the loss with logits needs, too; by those of the logits. (Of bf16,
-    oneDNN packs a whole operand, with and without the logits.)"""
+    """The most bytes at once but for the gradients, which the loss with logits needs, too; by those of the logits.
+
+    Half types are left out: oneDNN packs a whole operand of a product, with and without the logits.
+    """
     tokens, vocab = 2048, 16384
     x = torch.randn(tokens, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab // group.size(), 8, dtype=dtype, requires_grad=True)

@@ -420,12 +420,9 @@ def linear_cross_entropy(
 ) -> list[Typed]:
     _ignored(main_grad)
     logits = _column(x, weight, bias, group, _activations(sequence_parallel))
-    ids = replicated(target, group)
-
-    def over_vocabulary(result: str) -> Typed:
-        return summed(partial(rules.einsum(f"...v,...->{result}", logits, ids), group), group)
-
-    return [over_vocabulary("..." if reduction == "none" else ""), over_vocabulary("...")]
+    rows = rules.einsum("...v,...->...", logits, replicated(target, group))
+    rows = summed(partial(rows, group), group)
+    return [rows if reduction == "none" else rules.einsum("...->", rows), rows]
 
 
 # Seeds of masks and comparisons, on which no value of the program depends but through a rule
