@@ -40,58 +40,56 @@ def ours(group, x, weight, target, upstream, reduction="mean", times=1):
 
 def chunk_gradients(x, weight, target, scale):
     """dx and dw of each chunk; scale: of the loss of each row, of all rows."""
-    for x, target, scale in zip(*(one.chunk(CHUNKS) for one in (x, target, scale)), strict=True):
-        logits = x @ weight.t()
-        probabilities = logits.softmax(-1) - F.one_hot(target.clamp(min=0), VOCAB)
-        dlogits = probabilities * (scale * (target != -100))[:, None]
-        yield dlogits @ weight, dlogits.t() @ x
+    for rows, ids, factor in zip(*(one.chunk(CHUNKS) for one in (x, target, scale)), strict=True):
+        differences = (rows @ weight.t()).softmax(-1) - F.one_hot(ids.clamp(min=0), VOCAB)
+        dlogits = differences * (factor * (ids != -100))[:, None]
+        yield dlogits @ weight, dlogits.t() @ rows
 
 
-def _mean_of_chunks(group, *args):
+def _partial_taken_for_the_sum(group, *args):
     x, weight, target, _ = args
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    means = [F.cross_entropy(a @ weight.t(), b) for a, b in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True)]
-    means = [one.nan_to_num() for one in means]  # a chunk without tokens that count
-    return ours(group, *args[:3], None), list(torch.autograd.grad(sum(means) / CHUNKS, (x, weight)))
+    whole = list(chunk_gradients(x, weight, target, torch.full((TOKENS,), 1 / int((target != -100).sum())).double()))
+    # This rank's columns of the logits: what the head's product gives before the sum over the ranks
+    own = slice(*(VOCAB // 2 * k for k in (group.rank(), group.rank() + 1)))
+    dlogits = (x @ weight.t()).softmax(-1) - F.one_hot(target.clamp(min=0), VOCAB)
+    dlogits *= ((target != -100) / (target != -100).sum())[:, None]
+    dx = torch.cat([one @ weight[own] for one in dlogits[:, own].chunk(CHUNKS)])
+    return ours(group, *args[:3], None), [dx, sum(dw for _, dw in whole)]
 
 
-def test_chunks_with_unequal_numbers_of_tokens():
-    """A chunked loss is not the mean of the chunks' means where chunks have different numbers of valid tokens; the
-    gradients of chunks were wrong under sequence parallelism and compiled:
-    https://github.com/pytorch/torchtitan/issues/3412."""
+def test_the_gradient_of_the_hidden_states_is_summed_over_the_ranks():
+    """The accumulated gradient of the hidden states of a chunked loss was labelled replicated, though each
+    tensor-parallel rank had the part of its columns: https://github.com/pytorch/torchtitan/issues/3412."""
     args = batch()
-    check(ranks.run(_mean_of_chunks, 2, *args), of_one_process(*args))
+    check(ranks.run(_partial_taken_for_the_sum, 2, *args), of_one_process(*args))
 
 
-def _upstream_left_out(group, *args):
+def _first_upstream_for_all(group, *args):
     x, weight, target, upstream = args
-    parts = list(chunk_gradients(x, weight, target, torch.ones_like(upstream)))
-    dx = torch.cat([one for one, _ in parts]) * upstream[:, None]
-    published = [dx, sum(one for _, one in parts) * upstream.sum()]  # dw has no rows of tokens to multiply
+    parts = list(chunk_gradients(x, weight, target, torch.ones_like(upstream)))  # as forward computes them
+    published = [torch.cat([one for one, _ in parts]) * upstream[0], sum(one for _, one in parts) * upstream[0]]
     return ours(group, *args, "none"), published
 
 
-def test_upstream_gradients_of_single_tokens_reach_the_weight():
-    """With reduction="none" the gradient of the weight was accumulated in forward, where the gradients of the tokens'
-    losses are not known: https://github.com/linkedin/Liger-Kernel/pull/1298."""
+def test_upstream_gradients_of_single_tokens():
+    """With reduction="none" all gradients were multiplied by the upstream gradient of the first token; that of the
+    weight, summed over tokens in forward, could not be right: https://github.com/linkedin/Liger-Kernel/pull/1298."""
     args = batch()
-    check(ranks.run(_upstream_left_out, 2, *args), of_one_process(*args, "none"))
+    check(ranks.run(_first_upstream_for_all, 2, *args), of_one_process(*args, "none"))
 
 
-def _hidden_scaled_per_chunk(group, *args):
+def _hidden_unscaled(group, *args):
     x, weight, target, _ = args
-    kept = (target != -100).double()
-    own = torch.cat([one.sum().clamp(min=1).expand(len(one)) for one in kept.chunk(CHUNKS)])  # of each chunk
-    dx = torch.cat([one for one, _ in chunk_gradients(x, weight, target, 1 / own)])
-    dw = sum(one for _, one in chunk_gradients(x, weight, target, torch.ones_like(kept) / kept.sum()))
-    return ours(group, *args[:3], None), [dx, dw]
+    parts = list(chunk_gradients(x, weight, target, torch.ones(TOKENS).double()))  # of the sum of the losses
+    dx, dw = torch.cat([one for one, _ in parts]), sum(one for _, one in parts)
+    return ours(group, *args[:3], None), [dx, dw / (target != -100).sum()]
 
 
-def test_the_gradient_of_the_hidden_states_is_scaled_by_all_tokens():
-    """Under vocabulary tiling the gradient of the hidden states was scaled otherwise than that of the weight:
-    https://github.com/AI-Hypercomputer/maxtext/pull/4959."""
+def test_the_upstream_gradient_scales_the_hidden_states_too():
+    """Under vocabulary tiling the upstream gradient, 1 / tokens, scaled the gradient of the weight and not that of the
+    hidden states: https://github.com/AI-Hypercomputer/maxtext/pull/4959."""
     args = batch()
-    check(ranks.run(_hidden_scaled_per_chunk, 2, *args), of_one_process(*args))
+    check(ranks.run(_hidden_unscaled, 2, *args), of_one_process(*args))
 
 
 def _second_backward(group, *args):
