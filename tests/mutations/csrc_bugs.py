@@ -4,6 +4,25 @@ from tests.mutations.mutation import mutation_in
 
 _bug = mutation_in("csrc")
 
+LINEAR_CROSS_ENTROPY = [
+    _bug(
+        "linear_cross_entropy_saved_gradient",
+        "autograd/linear_cross_entropy.cpp",
+        "return cast(as_saved ? from : from.mul(scale), dtype);",
+        "return cast(as_saved ? from : from.mul_(scale), dtype);",
+        "Backward of the loss without logits scales its saved gradients in place.",
+        "nn/test_linear_cross_entropy.py::test_every_option_with_even_uneven_and_padded_vocabularies",
+    ),
+    _bug(
+        "linear_cross_entropy_dx_not_summed",
+        "autograd/linear_cross_entropy.cpp",
+        ": comm::all_reduce_async(part, call_.group));",
+        ': comm::all_reduce_async(part, ""));',
+        "The gradient of the hidden states is that of this rank's columns.",
+        "nn/test_linear_cross_entropy.py::test_every_option_with_even_uneven_and_padded_vocabularies",
+    ),
+]
+
 REGIONS = [
     _bug(
         "copy_to_backward",
@@ -435,4 +454,4 @@ CUDA = [
     ),
 ]
 
-CSRC_BUGS = [*REGIONS, *LINEARS, *LOSS, *KERNELS, *SHARED_MEMORY, *CUDA]
+CSRC_BUGS = [*REGIONS, *LINEARS, *LOSS, *LINEAR_CROSS_ENTROPY, *KERNELS, *SHARED_MEMORY, *CUDA]
