@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.helpers.paths import ROOT
 from tests.mutations.context_bugs import CONTEXT_BUGS
 from tests.mutations.csrc_bugs import CSRC_BUGS
+from tests.mutations.linear_loss_bugs import LINEAR_LOSS_BUGS
 from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
 from tests.mutations.moe_bugs import MOE_BUGS
 from tests.mutations.mutation import Mutation
@@ -37,6 +38,7 @@ MUTATIONS = [
     *TWO_AXES_BUGS,
     *TYPE_BUGS,
     *CSRC_BUGS,
+    *LINEAR_LOSS_BUGS,
     *MOE_BUGS,
 ]
 SECONDS = 400  # for the tests of one bug
