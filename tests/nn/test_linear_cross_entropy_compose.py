@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
@@ -134,6 +136,23 @@ def _head(group, operands, options):
 @pytest.mark.parametrize("options", [{"pad_to_multiple_of": 4}, {"sequence_parallel": True}], ids=["padded", "sp"])
 def test_loss_of_a_head_without_and_with_the_logits(options):
     ranks.run(_head, 2, make(13), options)
+
+
+def _sharded_by_fsdp(group, operands):
+    (x, weight), (_, target) = operands
+    grads = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        head = tp_ext.VocabParallelLMHead(HIDDEN, len(weight), group=None, dtype=x.dtype)
+        if sharded:
+            fully_shard(head, mesh=init_device_mesh("cpu", (2,)))
+        head.loss(x, target).backward()  # the same tokens on both ranks: the mean of the gradients is each one's
+        grads.append(head.weight.grad.full_tensor() if sharded else head.weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+def test_the_loss_of_a_head_that_fsdp2_shards():
+    ranks.run(_sharded_by_fsdp, 2, make(13))
 
 
 def _second_derivative(group, operands, reduction):

@@ -21,10 +21,6 @@ def loss(group, logits=None, target=ids, **options):
     return tp_ext.vocab_parallel_cross_entropy(ones(4, 4) if logits is None else logits, target, group, **options)
 
 
-def linear_loss(group, **options):
-    return tp_ext.linear_cross_entropy(ones(4, 4), ones(4, 4), ids, group, **options)
-
-
 def attention(group, **options):
     return tp_ext.ParallelAttention(8, 4, group=group, **options)
 
@@ -244,9 +240,8 @@ VOCABULARY = [
     ("loss(g, vocab_size=4)", ValueError, r"logits_local: 4 columns.*vocab_size = 4.*gathered"),
     ("loss(g, vocab_size=12)", ValueError, "logits_local: 4 columns .*vocab_size = 12 at p = 2"),
     ("loss(g, vocab_size=1)", ValueError, "vocab_size: 1 must be at least the number of ranks, p = 2"),
-    ("linear_loss(g, vocab_size=4)", ValueError, r"weight: 4 rows.*vocab_size = 4.*gathered"),
-    ("linear_loss(g, total_tokens=-1)", ValueError, "total_tokens: -1 must be an integer"),
-    ("linear_loss(g, chunk_tokens=0)", ValueError, "chunk_tokens: 0 must be at least 1, or None"),
+    ("linear_cross_entropy(ones(4, 4), ones(4, 4), ids, g, vocab_size=4)", ValueError, "weight: 4 rows.*gathered"),
+    ("linear_cross_entropy(ones(4, 4), ones(4, 4), ids, g, chunk_tokens=0)", ValueError, "chunk_tokens: 0 must be"),
     ("Embedding(8, 4, padding_idx=8, group=g)", ValueError, r"padding_idx: 8 must be in \[-8, 8\), or None"),
     ("Embedding.from_embedding(nn.Linear(8, 4), group=g)", TypeError, "embedding: Linear must be an nn.Embedding"),
     (
@@ -418,7 +413,6 @@ def test_every_public_name_is_here():
     texts = " ".join(case[0] for case in ALL)
     spelled = {value: name for name, value in NAMES.items()} | {
         tp_ext.vocab_parallel_cross_entropy: "loss",
-        tp_ext.linear_cross_entropy: "linear_loss",
         tp_ext.load_full_state_dict: "load",
         tp_ext.load_full_optimizer_state_dict: "load_optimizer",
     }
