@@ -48,9 +48,11 @@ from tp_ext.nn.lora import LoRALinear, add_lora, merge_lora
 from tp_ext.nn.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from tp_ext.nn.mlp import ParallelMLP
 from tp_ext.nn.module import ParallelModule
+from tp_ext.nn.moe import ParallelMoE, router_loss
 from tp_ext.nn.names import name_modules, reset_parameters
 from tp_ext.nn.norm import LayerNorm, RMSNorm
 from tp_ext.nn.rotary import RotaryEmbedding
+from tp_ext.nn.router import RouterConfig
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from tp_ext.nn.tied import declare_tied
 from tp_ext.parallel.grad_norm import clip_grad_norm_, grad_norm
@@ -82,10 +84,12 @@ __all__ = [
     "ParallelAttention",
     "ParallelLatentAttention",
     "ParallelMLP",
+    "ParallelMoE",
     "ParallelModule",
     "Part",
     "RMSNorm",
     "RotaryEmbedding",
+    "RouterConfig",
     "RowParallelLinear",
     "Sharding",
     "VocabParallelCrossEntropy",
@@ -135,6 +139,7 @@ __all__ = [
     "reduce_from_region",
     "reduce_scatter_region",
     "reset_parameters",
+    "router_loss",
     "save_checkpoint",
     "save_safetensors",
     "scatter_to_region",

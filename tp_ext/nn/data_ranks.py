@@ -1,0 +1,68 @@
+"""The ranks that have other tokens of the same batch: sums and concatenations over them, for what an expert layer
+computes from all tokens of a batch (losses of the router, capacities of the experts)."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tp_ext import _ops
+from tp_ext.group import Group, ParallelGroup, check_place
+from tp_ext.mesh import data_axes
+
+
+class DataRanks:
+    """The ranks over which a batch is distributed, as axes of one mesh, the outermost first.
+
+    Their order is that of the tokens in the batch of one process: those of the last axis's ranks follow one another.
+    """
+
+    def __init__(self, data_groups: Group | list[Group], expert_group: ParallelGroup) -> None:
+        self.axes = [*data_axes(data_groups), *([expert_group] if expert_group.size > 1 else [])]
+        names = [axis.torch_name for axis in self.axes]
+        if len(set(names)) < len(names):
+            raise ValueError(f"data_groups: {names[:-1]} must not contain expert_group, which is added to them")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for axis in self.axes:
+            check_place(axis)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def rank(self) -> int:
+        """The index of this rank's tokens."""
+        index = 0
+        for axis in self.axes:
+            index = index * axis.size + axis.rank
+        return index
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum over the ranks; without a gradient. Communicates one all-reduce per axis."""
+        x = x.detach()
+        for axis in self.axes:
+            x = _ops.reduce_from_region(x, axis.name)
+        return x
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Returns ``[ranks, ..]``, the ranks' x of one shape. Communicates one all-gather per axis."""
+        x = x.detach()[None]
+        for axis in reversed(self.axes):
+            x = _ops.gather_from_region(x, axis.name, 0, None)
+        return x
+
+    def concatenate(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Returns the ranks' x, of these lengths, along dim 0. Communicates one all-gather per axis."""
+        own, x = self.rank, x.detach()
+        span = 1  # ranks whose x this rank already has
+        for axis in reversed(self.axes):
+            first = own - own % (span * axis.size)
+            sizes = [sum(lengths[first + i * span : first + (i + 1) * span]) for i in range(axis.size)]
+            x = _ops.gather_from_region(x, axis.name, 0, sizes)
+            span *= axis.size
+        return x

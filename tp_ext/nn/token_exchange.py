@@ -1,0 +1,96 @@
+"""The exchange of tokens between the ranks of an expert group: to the ranks that have their experts, and back.
+
+::
+
+    tokens [T, hidden]                      of this rank
+      permute by expert                     [kept slots, hidden]: consecutive rows for each expert, so for each rank
+      all-to-all                            [rows, hidden]: from rank 0, 1, .., each part in the order of experts
+      permute by expert                     [rows, hidden]: consecutive rows for each expert of this rank
+    experts
+      the inverse of each step, the last one with the weights of the choices, summed for each token
+
+The numbers of rows are data. Each rank needs them as Python integers, for the sizes of the all-to-all and of the GEMMs:
+one all-gather of the counts and one copy to the host per forward, at which the host waits for the device.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tp_ext import _ops
+from tp_ext.group import ParallelGroup
+from tp_ext.nn.token_permutation import moe_permute, moe_sort, moe_unpermute
+
+
+class TokenExchange(NamedTuple):
+    """Where the slots (token, choice) of this rank go, and what comes from the others.
+
+    Attributes:
+        group: the expert group.
+        rows: ``[tokens, top_k]``: the row of a slot in the order of experts, -1 for a dropped one.
+        sent, received: numbers of rows to and from each rank.
+        received_rows: ``[rows, 1]``: where a received row goes in the order of this rank's experts; None at one rank,
+            where all rows are in that order.
+        counts: rows of each expert of this rank.
+    """
+
+    group: ParallelGroup
+    rows: Tensor
+    sent: list[int]
+    received: list[int]
+    received_rows: Tensor | None
+    counts: list[int]
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        """Returns the rows of this rank's experts, in their order, from the tokens ``[tokens, hidden]``.
+
+        Communicates: one all-to-all forward, one backward.
+        """
+        permuted = moe_permute(x, self.rows, sum(self.sent))
+        if self.received_rows is None:
+            return permuted
+        arrived = _ops.all_to_all_region(permuted, self.group.name, 0, 0, self.sent, self.received)
+        return moe_permute(arrived, self.received_rows, sum(self.received))
+
+    def combine(self, y: Tensor, weights: Tensor) -> Tensor:
+        """Returns ``[tokens, hidden]``, the sum over a token's choices of weight times the expert's row of y.
+
+        Communicates: one all-to-all forward, one backward.
+        """
+        if self.received_rows is not None:
+            returned = moe_unpermute(y, self.received_rows)
+            y = _ops.all_to_all_region(returned, self.group.name, 0, 0, self.received, self.sent)
+        return moe_unpermute(y, self.rows, weights)
+
+
+def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGroup) -> TokenExchange:
+    """Returns the exchange of slots ``experts`` ``[tokens, top_k]``, with -1 for dropped ones.
+
+    Args:
+        expert_counts: the number of experts of each rank of the group.
+
+    Communicates: one all-gather of the number of slots for each expert. The host waits for the device.
+    """
+    num_experts = sum(expert_counts)
+    rows, counted = moe_sort(experts, num_experts)
+    if group.size == 1:
+        counts: list[int] = counted.tolist()
+        return TokenExchange(group, rows, [sum(counts)], [sum(counts)], None, counts)
+    table = _ops.gather_from_region(counted[None], group.name, 0, None)  # [ranks, experts]
+    first = sum(expert_counts[: group.rank])
+    own = slice(first, first + expert_counts[group.rank])
+    on_host: list[list[int]] = table.tolist()
+    sent = [sum(part) for part in _split(on_host[group.rank], expert_counts)]
+    received = [sum(line[own]) for line in on_host]
+    counts = [sum(column) for column in zip(*(line[own] for line in on_host), strict=True)]
+    local = torch.arange(len(counts), device=rows.device).repeat(group.size)
+    of_row = local.repeat_interleave(table[:, own].flatten(), output_size=sum(received))
+    received_rows, _ = moe_sort(of_row[:, None], len(counts))
+    return TokenExchange(group, rows, sent, received, received_rows, counts)
+
+
+def _split(values: list[int], lengths: list[int]) -> list[list[int]]:
+    """Returns consecutive pieces of these lengths."""
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
