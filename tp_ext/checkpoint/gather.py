@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_ext import _ops
 from tp_ext._object_collectives import broadcast_axes
 from tp_ext.checkpoint.safetensors_slices import SlicedTensor
-from tp_ext.group import Group, ParallelGroup, process_group
+from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
 from tp_ext.mesh import mesh_axes
 from tp_ext.nn.model_groups import ModelGroups, model_groups
 from tp_ext.sharding import Layout, Sharding
@@ -59,10 +59,18 @@ class Ranks(NamedTuple):
         """True on the first of the ranks that hold this rank's stage."""
         return all(axis.rank() == 0 for axis in self.stage_axes)
 
-    @property
-    def data_first(self) -> bool:
-        """True on the ranks that are the first of all data axes."""
-        return all(axis.rank() == 0 for axis in self.data_axes)
+    def data_first(self, layout: Layout) -> bool:
+        """Returns whether this rank is the first, over all data axes, of those that hold its shard of the layout.
+
+        A data axis may span a group of the layout, as that of a model spans the expert group: of it the first of the
+        groups are those of the axis's first rank."""
+        own = [set(global_ranks(group.name)) for _, group in layout if group.size > 1]
+        for axis in self.data_axes:
+            members = dist.get_process_group_ranks(axis)
+            within = [ranks for ranks in own if ranks < set(members)]
+            if not (members[0] in within[0] if within else axis.rank() == 0):
+                return False
+        return True
 
 
 def ranks_of(module: nn.Module, group: Group, mesh: DeviceMesh | None = None) -> Ranks:
@@ -116,7 +124,7 @@ def gather_full(local: Tensor, layout: Layout, ranks: Ranks, *, rank0_only: bool
     elements that the ranks own to rank 0 of each.
     """
     value = _without_data_axes(local.detach())
-    if rank0_only and not (ranks.data_first and ranks.groups.counts(layout)):
+    if rank0_only and not (ranks.data_first(layout) and ranks.groups.counts(layout)):
         return None
     if not layout:
         own = local.to_local() if isinstance(local, DTensor) else local
@@ -217,12 +225,14 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
     holds more of it than the shards that it passes on.
 
     Communicates: one scatter of the shards over the group of each entry of the layout, then one broadcast of them along
-    every other axis. If a group is only a part of its axis, a broadcast of the full tensor along every axis instead.
+    every other axis. If a group is only a part of an axis, a broadcast of the full tensor along every axis instead.
     """
     value = None if full is None else full.to(_device(local), local.dtype)
     shape = layout.full_shape(local.shape)
     groups = [group for _, group in layout if group.size > 1]
-    if not all(map(ranks.groups.is_axis, groups)):
+    spanned = [set(dist.get_process_group_ranks(axis)) for axis in ranks.data_axes]
+    parts = any(set(global_ranks(group.name)) < members for group in groups for members in spanned)
+    if parts or not all(map(ranks.groups.is_axis, groups)):
         whole = _broadcast(value, shape, local, broadcast_axes(ranks.stage_axes))
         return write_full(whole, local, layout)
     scattered = [process_group(group.name) for group in groups]

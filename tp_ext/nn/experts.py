@@ -88,25 +88,24 @@ class ParallelExperts(ParallelModule):
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Computes y of the rows of this rank's experts, ``counts[e]`` consecutive ones for each."""
-        up, down, up_bias, down_bias = map(self._used, ("up_weight", "down_weight", "up_bias", "down_bias"))
+        up_bias, down_bias = self._used("up_bias"), self._used("down_bias")
         activate = _ops.gated_act if self.gated else _ops.bias_act
-        h = grouped_linear(x, up, counts)
+        h = grouped_linear(x, self._used("up_weight"), counts)
         of_row = _experts_of_rows(counts, x.device) if up_bias is not None else None
         if up_bias is not None:
             h = h + up_bias[of_row].to(h.dtype)
-        y = grouped_linear(activate(h, None, self.activation), down, counts)
+        y = grouped_linear(activate(h, None, self.activation), self._used("down_weight"), counts)
         if down_bias is not None:
             added = down_bias[of_row].to(y.dtype)
             # Once in the sum over the group, with its gradient on every rank, which has that of the whole sum
             y = y + (added if self.tp_group.rank == 0 else added - added.detach())
         return y
 
-    def _used(self, name: str) -> Tensor | None:
-        value: Tensor | None = self.parameter(name)
+    def _used(self, name: str) -> Any:
+        value = self.parameter(name)
         if value is None or self.gradient_scale == 1 or not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        scaled: Tensor = _ScaledGradient.apply(value, self.gradient_scale)
-        return scaled
+        return _ScaledGradient.apply(value, self.gradient_scale)
 
     def extra_repr(self) -> str:
         ep = self.expert_group

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tp_ext.chunks import LocalChunk
 from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
@@ -45,21 +48,29 @@ class ModelGroups(NamedTuple):
         """Returns whether a group of the model is a whole axis."""
         return self.axes[self._place(group)[0]].size == group.size
 
-    def counts(self, layout: Layout) -> bool:
-        """Returns whether this rank counts its shard: of the ranks that hold the same one, it is the first.
+    def spanned(self, mesh: DeviceMesh) -> list[ParallelGroup]:
+        """Returns the axes that lie within a larger axis of FSDP2's ``mesh``, as an expert group lies within the data
+        ranks of all other parameters."""
+        over = [set(dist.get_process_group_ranks(axis)) for axis in mesh.get_all_groups()]
+        return [axis for axis in self.axes if any(set(global_ranks(axis.name)) < members for members in over)]
+
+    def counts(self, layout: Layout, tensor: Tensor | None = None) -> bool:
+        """Returns whether this rank counts its shard: of the ranks that hold the same one, it is the first. Over axes
+        that the mesh of a DTensor ``tensor`` spans, its placements say so, and every rank does here.
 
         Raises:
             ValueError: the layout has several groups within one axis that do not make up the axis.
         """
         if len(self.axes) == 1 and len(layout) == 1 and layout[0][1].size == self.axes[0].size:
             return True
+        spanned = self.spanned(tensor.device_mesh) if isinstance(tensor, DTensor) else []
         of_axis: dict[int, list[ParallelGroup]] = {}
         for _, group in layout:
             if group.size > 1:
                 of_axis.setdefault(self._place(group)[0], []).append(group)
         for index, axis in enumerate(self.axes):
             groups = of_axis.get(index, [])
-            if math.prod(group.size for group in groups) == axis.size:
+            if math.prod(group.size for group in groups) == axis.size or (not groups and axis in spanned):
                 continue
             if len(groups) > 1:
                 sizes = [group.size for group in groups]
@@ -73,7 +84,7 @@ class ModelGroups(NamedTuple):
     def local_chunks(self, tensor: Tensor, layout: Layout) -> tuple[torch.Size, list[LocalChunk]]:
         """Returns :meth:`Layout.local_chunks`, owned only by the first of the ranks of the model that hold them."""
         shape, chunks = layout.local_chunks(tensor)
-        if not self.counts(layout):
+        if not self.counts(layout, tensor):
             chunks = [chunk._replace(owned=False) for chunk in chunks]
         return shape, chunks
 

@@ -125,6 +125,7 @@ class Router(ParallelModule):
             :meth:`update_correction_bias`; a buffer that is not saved. A recomputed forward counts once more.
     """
 
+    weight: torch.nn.Parameter
     tokens_per_expert: Tensor
     e_score_correction_bias: Tensor | None
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import ParallelGroup
-from tp_ext.nn.token_permutation import moe_permute, moe_sort, moe_unpermute
 
 
 class TokenExchange(NamedTuple):
@@ -47,11 +46,11 @@ class TokenExchange(NamedTuple):
 
         Communicates: one all-to-all forward, one backward.
         """
-        permuted = moe_permute(x, self.rows, sum(self.sent))
+        permuted = _ops.moe_permute(x, self.rows, sum(self.sent), None)
         if self.received_rows is None:
             return permuted
         arrived = _ops.all_to_all_region(permuted, self.group.name, 0, 0, self.sent, self.received)
-        return moe_permute(arrived, self.received_rows, sum(self.received))
+        return _ops.moe_permute(arrived, self.received_rows, sum(self.received), None)
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
         """Returns ``[tokens, hidden]``, the sum over a token's choices of weight times the expert's row of y.
@@ -59,9 +58,9 @@ class TokenExchange(NamedTuple):
         Communicates: one all-to-all forward, one backward.
         """
         if self.received_rows is not None:
-            returned = moe_unpermute(y, self.received_rows)
+            returned = _ops.moe_unpermute(y, self.received_rows, None)
             y = _ops.all_to_all_region(returned, self.group.name, 0, 0, self.received, self.sent)
-        return moe_unpermute(y, self.rows, weights)
+        return _ops.moe_unpermute(y, self.rows, weights)
 
 
 def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGroup) -> TokenExchange:
@@ -73,7 +72,7 @@ def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGrou
     Communicates: one all-gather of the number of slots for each expert. The host waits for the device.
     """
     num_experts = sum(expert_counts)
-    rows, counted = moe_sort(experts, num_experts)
+    rows, counted = _ops.moe_sort(experts, num_experts)
     if group.size == 1:
         counts: list[int] = counted.tolist()
         return TokenExchange(group, rows, [sum(counts)], [sum(counts)], None, counts)
@@ -86,7 +85,7 @@ def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGrou
     counts = [sum(column) for column in zip(*(line[own] for line in on_host), strict=True)]
     local = torch.arange(len(counts), device=rows.device).repeat(group.size)
     of_row = local.repeat_interleave(table[:, own].flatten(), output_size=sum(received))
-    received_rows, _ = moe_sort(of_row[:, None], len(counts))
+    received_rows, _ = _ops.moe_sort(of_row[:, None], len(counts))
     return TokenExchange(group, rows, sent, received, received_rows, counts)
 
 

@@ -183,7 +183,7 @@ def _norm(
         alone = mesh is not None and not tp.keys().isdisjoint(axes[mesh])
         if alone:
             owned[mesh] += Layout(*((sharding, None) for sharding, _ in layout)).owned(grad)
-        elif groups.counts(layout):
+        elif groups.counts(layout, grad):
             owned[mesh] += [grad] if _is_owned_whole(grad, layout) else layout.owned(grad)
     device = _device([param for param, _, _ in table[:1]])
     norms = []
@@ -191,6 +191,8 @@ def _norm(
         norm = _norm_of(counted, norm_type, foreach).to(device, torch.float64)
         for members, axis in axes[mesh].items():
             norm = norm if members in last else _over(axis, norm, norm_type)
+        if mesh is not None and any(axis.rank for axis in groups.spanned(mesh)):
+            norm = torch.zeros_like(norm)  # already summed over that axis, over which the total is summed below
         norms.append(norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     for axis in last.values():

@@ -1,0 +1,77 @@
+"""The mean of gradients over the data axes of a model with experts, each parameter over the axes that do not shard it."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tp_ext.group import Group, ParallelGroup, global_ranks
+from tp_ext.mesh import data_axes
+from tp_ext.nn.experts import ParallelExperts
+from tp_ext.nn.fqn import layouts
+from tp_ext.parallel.grad_norm import gradient_terms
+from tp_ext.parallel.gradient_sum import sum_gradients
+from tp_ext.sharding import Layout
+
+
+@torch.no_grad()
+def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> None:
+    """Replaces the gradient of every parameter by its mean over the data axes that do not shard it, in place.
+
+    The expert group is a data axis: its ranks have different tokens. A parameter of :class:`tp_ext.ParallelMoE`'s
+    experts is sharded over it, and the layer has already taken the mean over it; so this takes the mean over the other
+    axes. Of all other parameters it takes the mean over all. After it every gradient is that of the mean of the ranks'
+    losses, as :func:`tp_ext.clip_grad_norm_` expects. To be called once, after the last backward of a step, by all
+    ranks; with ``gradient_reduction="mean"``.
+
+    Args:
+        model: any module, without DDP or FSDP2, which take the mean themselves.
+        data_groups: the axes, such as ``[mesh["dp"], mesh["ep"]]``, one by one, the expert group among them.
+
+    Communicates, over each axis: an all-reduce of one number per parameter, and all-reduces of the gradients of each
+    dtype, in buffers of 64 MiB.
+
+    Raises:
+        ValueError: the experts are sharded over a group that shares several ranks with an axis and is not that axis.
+    """
+    axes = data_axes(data_groups)
+    params, found = dict(model.named_parameters()), list(layouts(model))
+    averaged = [(axis, [params[name] for name, layout in found if not _shards(layout, axis, name)]) for axis in axes]
+    for axis, over in averaged:
+        sum_gradients(over, axis.name)
+        for param in over:
+            for grad in gradient_terms(param):
+                grad.div_(axis.size)
+
+
+def _shards(layout: Layout, axis: ParallelGroup, name: str) -> bool:
+    """Returns whether the parameter is sharded over the axis."""
+    ranks = global_ranks(axis.name)
+    for _, group in layout:
+        own = global_ranks(group.name) if group.size > 1 else []
+        if own == ranks:
+            return True
+        if len(set(own) & set(ranks)) > 1:
+            raise ValueError(
+                f"data_groups: ranks {ranks} share {sorted(set(own) & set(ranks))} with those over which {name!r} is "
+                f"sharded, {own}; pass the axes of the mesh one by one, such as [mesh['dp'], mesh['ep']]"
+            )
+    return False
+
+
+def expert_modules(model: nn.Module) -> list[ParallelExperts]:
+    """Returns the modules of the model that hold experts, whose data axes are not those of the other parameters, for
+    FSDP2: ``fully_shard(experts, mesh=mesh["dp"])`` of each, before the modules around them are sharded over all data
+    ranks."""
+    return [module for module in model.modules() if isinstance(module, ParallelExperts)]
+
+
+def ignore_experts(model: nn.Module) -> list[nn.Parameter]:
+    """Has DDP ignore the parameters of the experts, and returns them: DDP over all data ranks would overwrite and
+    average different experts. To be called before ``DistributedDataParallel(model, ..)``; their gradients are averaged
+    by :func:`average_gradients` of each of :func:`expert_modules`, over the data axes without the expert group."""
+    ignored: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, ParallelExperts):
+            ignored |= {f"{prefix}.{name}".lstrip("."): param for name, param in module.named_parameters()}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
+    return list(ignored.values())
