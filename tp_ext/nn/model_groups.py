@@ -49,10 +49,10 @@ class ModelGroups(NamedTuple):
         return self.axes[self._place(group)[0]].size == group.size
 
     def spanned(self, mesh: DeviceMesh) -> list[ParallelGroup]:
-        """Returns the axes that lie within a larger axis of FSDP2's ``mesh``, as an expert group lies within the data
-        ranks of all other parameters."""
+        """Returns the axes that are an axis of FSDP2's ``mesh``, or lie within one, as an expert group lies within the
+        data ranks of all other parameters."""
         over = [set(dist.get_process_group_ranks(axis)) for axis in mesh.get_all_groups()]
-        return [axis for axis in self.axes if any(set(global_ranks(axis.name)) < members for members in over)]
+        return [axis for axis in self.axes if any(set(global_ranks(axis.name)) <= members for members in over)]
 
     def counts(self, layout: Layout, tensor: Tensor | None = None) -> bool:
         """Returns whether this rank counts its shard: of the ranks that hold the same one, it is the first. Over axes

@@ -122,11 +122,11 @@ class Router(ParallelModule):
 
     Attributes:
         tokens_per_expert: ``[num_experts]``, int64, this rank's choices in training forwards since the last
-            :meth:`update_correction_bias`; a buffer that is not saved. A recomputed forward counts once more.
+            :meth:`update_correction_bias`. No buffer, since it differs on ranks and DDP broadcasts buffers. A
+            recomputed forward counts once more.
     """
 
     weight: torch.nn.Parameter
-    tokens_per_expert: Tensor
     e_score_correction_bias: Tensor | None
 
     def __init__(
@@ -159,9 +159,7 @@ class Router(ParallelModule):
         self.data_ranks, self.gradient_reduction = data_ranks, gradient_reduction
         init = torch_linear_init(hidden_size) if init is None else init
         self.add_parameter("weight", (num_experts, hidden_size), init, device=device, dtype=dtype)
-        self.register_buffer(
-            "tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False
-        )
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if config.correction_bias else None
         self.register_buffer("e_score_correction_bias", bias)
 
@@ -185,8 +183,7 @@ class Router(ParallelModule):
             if config.scaling != 1:
                 weights = weights * config.scaling
             if self.training:
-                with torch.no_grad():
-                    self.tokens_per_expert += self._count(experts)
+                self.tokens_per_expert = self.tokens_per_expert.to(x.device) + self._count(experts)
             losses = None
             if config.balance_loss or config.z_loss:
                 total_tokens = x.shape[0] if total_tokens is None else total_tokens
@@ -273,9 +270,9 @@ class Router(ParallelModule):
         """
         if self.e_score_correction_bias is None:
             raise ValueError("update_correction_bias: the router must have RouterConfig(correction_bias=True)")
-        counts = self._over_all(self.tokens_per_expert.double())
+        counts = self._over_all(self.tokens_per_expert.to(self.e_score_correction_bias.device).double())
         self.e_score_correction_bias += rate * (counts.mean() - counts).sign().to(self.e_score_correction_bias.dtype)
-        self.tokens_per_expert.zero_()
+        self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}, {self.config}"

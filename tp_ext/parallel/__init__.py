@@ -1,9 +1,18 @@
-"""Functions of a whole model over its ranks: stages of a pipeline, gradient norm, the sum of gradients over a context
-group, and the guard against data parallelism over TP ranks."""
+"""Functions of a whole model over its ranks: stages of a pipeline, gradient norm, sums and means of gradients over
+data axes, and the guard against data parallelism over TP ranks."""
 
+from tp_ext.parallel.average_gradients import average_gradients, expert_modules, ignore_experts
 from tp_ext.parallel.gradient_sum import sum_gradients
 from tp_ext.parallel.pipeline import pipeline_stages
 from tp_ext.parallel.pipeline_steps import PipelineShapeWarning
 from tp_ext.parallel.run import ParallelRun
 
-__all__ = ["ParallelRun", "PipelineShapeWarning", "pipeline_stages", "sum_gradients"]
+__all__ = [
+    "ParallelRun",
+    "PipelineShapeWarning",
+    "average_gradients",
+    "expert_modules",
+    "ignore_experts",
+    "pipeline_stages",
+    "sum_gradients",
+]

@@ -1,4 +1,4 @@
-"""The mean of gradients over the data axes of a model with experts, each parameter over the axes that do not shard it."""
+"""Means of gradients over the data axes of a model with experts: of each parameter over those that do not shard it."""
 
 import torch
 from torch import nn

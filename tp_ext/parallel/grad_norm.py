@@ -179,9 +179,8 @@ def _norm(
             if groups.first:
                 owned[mesh].append(grad)
             continue
-        # A DTensor over the tensor-parallel axis itself determines alone which rank counts which elements
-        alone = mesh is not None and not tp.keys().isdisjoint(axes[mesh])
-        if alone:
+        # A DTensor over an axis of its own layout determines alone which rank counts which elements
+        if mesh is not None and not _axes([group.name for _, group in layout]).keys().isdisjoint(axes[mesh]):
             owned[mesh] += Layout(*((sharding, None) for sharding, _ in layout)).owned(grad)
         elif groups.counts(layout, grad):
             owned[mesh] += [grad] if _is_owned_whole(grad, layout) else layout.owned(grad)
@@ -191,7 +190,8 @@ def _norm(
         norm = _norm_of(counted, norm_type, foreach).to(device, torch.float64)
         for members, axis in axes[mesh].items():
             norm = norm if members in last else _over(axis, norm, norm_type)
-        if mesh is not None and any(axis.rank for axis in groups.spanned(mesh)):
+        spanned = groups.spanned(mesh) if mesh is not None else []
+        if any(axis.rank for axis in spanned if tuple(global_ranks(axis.name)) not in axes[mesh]):
             norm = torch.zeros_like(norm)  # already summed over that axis, over which the total is summed below
         norms.append(norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
