@@ -1,0 +1,192 @@
+"""Published bugs of mixtures of experts over expert and tensor parallelism: the gradients of router, experts and input,
+and their norm, against the model in one process."""
+
+import torch
+import torch.distributed as dist
+
+import tp_ext
+from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
+from tests.helpers.right_and_wrong import check
+from tp_ext import ParallelMoE, RouterConfig
+
+FP64 = {"dtype": torch.float64}
+NAMES = ("ep", "tp")
+
+
+def made(kind=ParallelMoE, sizes=None, **options):
+    """A layer on a mesh of these sizes or in one process, and the tokens of this rank, of 2 data ranks or both."""
+    torch.manual_seed(0)
+    ep, tp = (mesh_of(*sizes, names=NAMES)[name] for name in NAMES) if sizes else (None, None)
+    layer = kind(4, 6, 4, 2, group=tp, expert_group=ep, **FP64, **options)
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(5), **FP64)
+    if ep is not None:
+        x = x.tensor_split(ep.size())[ep.get_local_rank()]
+    return layer, x.clone().requires_grad_(), ep, tp
+
+
+def backward(kind=ParallelMoE, sizes=None, **options):
+    """The gradient of the mean over data ranks of sums of squares: of input, router, and the first expert."""
+    layer, x, ep, _ = made(kind, sizes, **options)
+    layer(x).square().sum().mul(ep.size() if ep is not None else 1).backward()
+    router = layer.router.weight.grad
+    router = torch.zeros_like(layer.router.weight) if router is None else router
+    if ep is not None and ep.size() > 1:
+        dist.all_reduce(router, group=ep.get_group())
+        router /= ep.size()
+    return layer, x.grad, router
+
+
+class WithoutSum(ParallelMoE):
+    """Tokens and weights enter the sharded work without the sum of their gradients over the ranks."""
+
+    def _enter(self, x, routed, sizes):
+        return routed.experts, routed.weights, x
+
+
+def _of_input(group):
+    return [backward(kind, (1, 2))[1] for kind in (ParallelMoE, WithoutSum)]
+
+
+def test_the_gradient_of_the_tokens_of_sharded_experts():
+    """Each rank's gradient of the input of tensor-parallel experts was taken for that of all ranks, so that all
+    parameters below had one rank's share: https://github.com/pytorch/torchtitan/pull/4054"""
+    check(ranks.run(_of_input, 2), backward()[1])
+
+
+class WithoutSumOfWeights(ParallelMoE):
+    """Only the tokens' gradients are summed over the ranks."""
+
+    def _enter(self, x, routed, sizes):
+        return routed.experts, routed.weights, super()._enter(x, routed, sizes)[2]
+
+
+def _of_router(group):
+    return [backward(kind, (1, 2))[2] for kind in (ParallelMoE, WithoutSumOfWeights)]
+
+
+def test_the_gradient_of_the_weights_of_sharded_experts():
+    """The router's scores had the gradient of one rank's experts:
+    https://github.com/huggingface/transformers/pull/48205"""
+    check(ranks.run(_of_router, 2), backward()[2])
+
+
+class Hidden(ParallelMoE):
+    """A dropped choice has the weight 0 in forward, and an expert's output in backward."""
+
+    def _enter(self, x, routed, sizes):
+        self.all_experts = routed.experts
+        return super()._enter(x, routed, sizes)
+
+    def _computed(self, x, experts, weights):
+        weights = torch.where(experts < 0, weights - weights.detach(), weights)
+        return super()._computed(x, self.all_experts, weights)
+
+
+def _of_dropped(group):
+    return [backward(kind, (2, 1), capacity=0.5)[2] for kind in (ParallelMoE, Hidden)]
+
+
+def test_a_choice_that_is_not_computed_has_no_gradient():
+    """Slots of no expert had a weight of 0, which hides them in the output but not in the router's gradient:
+    https://github.com/huggingface/transformers/issues/48687"""
+    check(ranks.run(_of_dropped, 2), backward(capacity=0.5)[2])
+
+
+class Detached(ParallelMoE):
+    """The weights are gathered by torch's all_gather, which is not differentiable."""
+
+    def _enter(self, x, routed, sizes):
+        experts, weights, x = super()._enter(x, routed, sizes)
+        return experts, weights.detach(), x
+
+
+def _of_gathered(group):
+    results = []
+    for kind in (ParallelMoE, Detached):
+        layer, x, _, tp = made(kind, (1, 2), sequence_parallel=True)
+        layer(x.detach().tensor_split(2)[tp.get_local_rank()]).square().sum().backward()
+        grad = layer.router.weight.grad
+        results.append(torch.zeros_like(layer.router.weight) if grad is None else grad)
+    return results
+
+
+def test_the_router_is_trained_by_the_loss_of_the_model():
+    """The weights of gathered tokens were gathered without a gradient, and the router learned from its auxiliary losses
+    alone: https://github.com/NVIDIA-NeMo/Automodel/pull/2995"""
+    check(ranks.run(_of_gathered, 2), backward()[2])
+
+
+def _decayed(sizes=None, published=False):
+    """An expert without tokens after a step of AdamW with weight decay."""
+    layer, x, _, _ = made(ParallelMoE, sizes, router=RouterConfig(correction_bias=True))
+    layer.router.e_score_correction_bias.copy_(torch.tensor([2.0, 1.0, 0.0, 0.0]))
+    layer(x).square().sum().backward()
+    if published:
+        for param in layer.experts.parameters():
+            param.grad = param.grad if param.grad.any() else None
+    torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.5).step()
+    return tp_ext.full_state_dict(layer)["experts.up_weight"][3]
+
+
+def _steps(group):
+    return [_decayed((2, 1), published) for published in (False, True)]
+
+
+def test_experts_without_tokens_take_part_in_the_step():
+    """The gradient of an expert without tokens was None, so that it missed weight decay and the decay of its momentum:
+    https://github.com/NVIDIA-NeMo/Automodel/pull/2995"""
+    check(ranks.run(_steps, 2), _decayed())
+
+
+def _of_experts(group):
+    results = []
+    for reduction in ("mean", "sum"):
+        layer, _, _ = backward(sizes=(2, 1), gradient_reduction=reduction)
+        grad, ep = layer.experts.up_weight.grad, layer.experts.expert_group
+        results.append(tp_ext.gather_from_region(grad, ep.name, 0))
+    return results
+
+
+def test_gradients_of_experts_are_means_like_those_of_the_rest():
+    """An expert's gradient is the sum over the ranks whose tokens it saw; where those of all other parameters are means
+    it is as many times too large: https://github.com/pytorch/pytorch/issues/160285,
+    https://github.com/databricks/megablocks/pull/20"""
+    check(ranks.run(_of_experts, 2), backward()[0].experts.up_weight.grad)
+
+
+def _norms(group):
+    layer, _, router = backward(sizes=(2, 2))
+    layer.router.weight.grad = router
+    ours = tp_ext.grad_norm(layer)
+    ep, tp = layer.experts.expert_group, layer.tp_group
+    squares = sum(param.grad.square().sum() for param in layer.experts.parameters()) * (tp.rank == 0)
+    squares = squares + router.square().sum() * (tp.rank == 0 and ep.rank == 0)
+    dist.all_reduce(squares)
+    return ours, squares.sqrt()
+
+
+def test_the_norm_counts_the_experts_of_all_ranks():
+    """With expert and tensor parallelism the norm left out the experts of some ranks, so that gradients were clipped
+    less: https://github.com/NVIDIA/Megatron-LM/pull/5916"""
+    layer = backward()[0]
+    want = torch.nn.utils.get_total_norm([param.grad for param in layer.parameters()])
+    check(ranks.run(_norms, 4), want)
+
+
+def _reduced(group):
+    results = []
+    for over in (None, group):
+        layer, _, _ = backward(sizes=(2, 1))
+        grad, ep = layer.experts.up_weight.grad, layer.experts.expert_group
+        if over is not None:
+            dist.all_reduce(grad, group=over)
+            grad /= 2
+        results.append(tp_ext.gather_from_region(grad, ep.name, 0))
+    return results
+
+
+def test_gradients_of_different_experts_are_not_mixed():
+    """Experts' gradients were reduced over the data ranks of all other parameters, which have other experts:
+    https://github.com/NVIDIA/Megatron-LM/pull/6080"""
+    check(ranks.run(_reduced, 2), backward()[0].experts.up_weight.grad)
