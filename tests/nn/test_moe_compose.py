@@ -61,12 +61,12 @@ def compiled(layer, x):
 
 def copied(layer, x):
     layer(x)
-    twin = copy.deepcopy(layer)
-    assert twin.losses is None
-    y = twin(x)
-    for own, other in zip(layer.parameters(), twin.parameters(), strict=True):
+    other_layer = copy.deepcopy(layer)
+    assert other_layer.losses is None
+    y = other_layer(x)
+    for own, other in zip(layer.parameters(), other_layer.parameters(), strict=True):
         other.register_hook(lambda grad, own=own: setattr(own, "grad", grad.clone()))
-    layer._last.losses = twin.losses
+    layer._last.losses = other_layer.losses
     return y
 
 

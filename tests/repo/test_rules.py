@@ -220,6 +220,7 @@ SUBJECTS = {
     "RowParallelLinear": Subject(_module(lambda g: tp_ext.RowParallelLinear(HIDDEN, HIDDEN, group=g)), x_dim=-1),
     "LoRALinear": Subject(_module(_adapted), y_dim=-1),
     "ParallelMLP": Subject(_module(lambda g: tp_ext.ParallelMLP(HIDDEN, HIDDEN, group=g))),
+    "ParallelMoE": Subject(_module(lambda g: tp_ext.ParallelMoE(HIDDEN, HIDDEN, 4, 2, group=g))),
     "ParallelAttention": Subject(
         _module(lambda g: tp_ext.ParallelAttention(HIDDEN, HEADS, rope=100.0, group=g), batch_size=1)
     ),

@@ -4,6 +4,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, parallel_group
@@ -176,6 +177,7 @@ class ParallelMoE(ParallelModule):
         """
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in hidden_size = {self.hidden_size}")
+        _refuse_transforms(x)
         tokens = x.reshape(-1, self.hidden_size)
         sizes, first, total = self._places(x, tokens.shape[0], total_tokens)
         sequences = self._sequences(x, batch_size)
@@ -238,6 +240,16 @@ class ParallelMoE(ParallelModule):
     def extra_repr(self) -> str:
         capacity = "" if self.capacity is None else f", capacity={self.capacity}, drop_order={self.drop_order!r}"
         return f"num_experts={self.num_experts}, top_k={self.top_k}{capacity}, {self.parallel_repr()}"
+
+
+def _refuse_transforms(x: Tensor) -> None:
+    """Raises under transforms that have no rule for tokens whose number is data."""
+    if torch.compiler.is_compiling():
+        return
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError("tp_ext: ParallelMoE has no forward-mode derivative; use reverse mode")
+    if torch._C._functorch.is_batchedtensor(x):
+        raise NotImplementedError("tp_ext: ParallelMoE has no batching rule; pass the batch as a dim of x")
 
 
 def router_loss(model: nn.Module) -> Tensor:

@@ -90,6 +90,6 @@ def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGrou
 
 
 def _split(values: list[int], lengths: list[int]) -> list[list[int]]:
-    """Returns consecutive pieces of these lengths."""
+    """Returns consecutive sections of these lengths."""
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
