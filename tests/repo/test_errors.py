@@ -286,6 +286,9 @@ BY_POSITION = [
     ("LoRALinear(Column(4, 4, group=g), g, alpha=1)", TypeError, "r: .*pass group= by keyword"),
 ]
 REST = [
+    ("ParallelMoE(4, 6, 1, 1, group=None, expert_group=g)", ValueError, "num_experts: 1 must be at least the 2 ranks"),
+    ("RouterConfig('tanh')", ValueError, "scores: 'tanh' must be one of"),
+    ("router_loss(3)", TypeError, "model: int must be an nn.Module"),
     ("RMSNorm((), group=g)", ValueError, r"normalized_shape: \(\) must be one or more integers"),
     ("LayerNorm([4, 0], group=g)", ValueError, r"normalized_shape: \[4, 0\] must be"),
     ("RMSNorm(4, group=g)(ones(3, 5))", ValueError, r"x: shape \(3, 5\) must end in normalized_shape = \(4,\)"),

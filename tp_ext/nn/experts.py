@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
-from tp_ext.group import Group, parallel_group
+from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.nn.grouped_linear import grouped_linear
 from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS
@@ -36,6 +36,7 @@ class ParallelExperts(ParallelModule):
         others: as :class:`tp_ext.ParallelMoE`.
     """
 
+    expert_group: ParallelGroup
     up_bias: torch.nn.Parameter | None
     down_bias: torch.nn.Parameter | None
 

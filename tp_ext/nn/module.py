@@ -61,12 +61,14 @@ class ParallelModule(nn.Module):
             (``deepcopy``, ``to_empty`` and FSDP2 lose those), defines how a parameter is sharded; ``param.tp_layout``
             mirrors it for users, ``param.tp_sharding`` its first :class:`Sharding`.
         sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
+        expert_group: of a layer whose parameters are sharded over a group of data ranks: that group; None: of others.
         tp_name: the name in the unsharded model, by :func:`tp_ext.name_modules`; None before.
         tied: names of parameters that were replaced by another layer's, as in ``head.weight = embedding.weight``;
             ``tp_ext.debug.check`` reports those that are no longer tied.
     """
 
     tp_name: str | None = None
+    expert_group: ParallelGroup | None = None
     _name_number: int | None = None
     _name_key: Tensor | None = None  # the number; in traced code an input, so that modules share the code
     operator_gathers: tuple[str, ...] = ()  # parameters that an operator gathers over weight_group itself

@@ -254,7 +254,13 @@ def _refuse_transforms(x: Tensor) -> None:
 
 def router_loss(model: nn.Module) -> Tensor:
     """Returns the sum of ``losses.total`` of the last forward of all :class:`ParallelMoE` of the model, 0-d, to be
-    added to its loss before backward; 0 if there is none. Communicates nothing."""
+    added to its loss before backward; 0 if there is none. Communicates nothing.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
     layers = [module for module in model.modules() if isinstance(module, ParallelMoE)]
     totals = [layer.losses.total for layer in layers if layer.losses is not None]
     if totals:

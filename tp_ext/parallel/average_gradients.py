@@ -6,8 +6,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext.group import Group, ParallelGroup, global_ranks
 from tp_ext.mesh import data_axes
-from tp_ext.nn.experts import ParallelExperts
 from tp_ext.nn.fqn import layouts
+from tp_ext.nn.module import ParallelModule
 from tp_ext.parallel.grad_norm import gradient_terms
 from tp_ext.parallel.gradient_sum import sum_gradients
 from tp_ext.sharding import Layout
@@ -58,11 +58,15 @@ def _shards(layout: Layout, axis: ParallelGroup, name: str) -> bool:
     return False
 
 
-def expert_modules(model: nn.Module) -> list[ParallelExperts]:
+def expert_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of the model that hold experts, whose data axes are not those of the other parameters, for
     FSDP2: ``fully_shard(experts, mesh=mesh["dp"])`` of each, before the modules around them are sharded over all data
     ranks."""
-    return [module for module in model.modules() if isinstance(module, ParallelExperts)]
+    return [module for module in model.modules() if _holds_experts(module)]
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return isinstance(module, ParallelModule) and module.expert_group is not None
 
 
 def ignore_experts(model: nn.Module) -> list[nn.Parameter]:
@@ -71,7 +75,7 @@ def ignore_experts(model: nn.Module) -> list[nn.Parameter]:
     by :func:`average_gradients` of each of :func:`expert_modules`, over the data axes without the expert group."""
     ignored: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, ParallelExperts):
+        if _holds_experts(module):
             ignored |= {f"{prefix}.{name}".lstrip("."): param for name, param in module.named_parameters()}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
     return list(ignored.values())
