@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.helpers.paths import ROOT
 from tests.mutations.context_bugs import CONTEXT_BUGS
 from tests.mutations.csrc_bugs import CSRC_BUGS
+from tests.mutations.experts_bugs import EXPERTS_BUGS
 from tests.mutations.linear_loss_bugs import LINEAR_LOSS_BUGS
 from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
 from tests.mutations.moe_bugs import MOE_BUGS
@@ -34,6 +35,7 @@ MUTATIONS = [
     *PIPELINE_BUGS,
     *PARALLEL_BUGS,
     *CONTEXT_BUGS,
+    *EXPERTS_BUGS,
     *MESH_PROGRAM_BUGS,
     *TWO_AXES_BUGS,
     *TYPE_BUGS,
