@@ -220,6 +220,20 @@ def test_grouped_linear_is_twice_differentiable(counts):
     assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, counts), (x, weight))
 
 
+@pytest.mark.parametrize("counts", [(2, 0, 5), (7, 0, 0)])
+def test_grouped_linear_by_the_grouped_gemm_of_torch(counts, monkeypatch):
+    """On the CPU, where torch has it for fp32 and for rows of whole 16 bytes; the layer uses it on CUDA."""
+    torch.manual_seed(0)
+    x, weight, dy = torch.randn(7, 8), torch.randn(3, 16, 8), torch.randn(7, 16)
+    results = []
+    for grouped in (False, True):
+        monkeypatch.setattr("tp_ext.nn.grouped_linear._has_grouped_mm", lambda *operands, grouped=grouped: grouped)
+        inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y = grouped_linear(*inputs, counts)
+        results.append([y, *torch.autograd.grad(y, inputs, dy)])
+    torch.testing.assert_close(results[1], results[0])
+
+
 # transformers
 
 
