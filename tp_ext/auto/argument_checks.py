@@ -31,11 +31,13 @@ def check_example(example: Any) -> None:
         raise TypeError(f"example: the key {wrong[0]!r} must be the name of an argument of forward")
 
 
-def check_options(p: Any, hints: Any, rules: Any, memory_budget: Any, strict: Any) -> None:
+def check_options(p: Any, hints: Any, rules: Any, memory_budget: Any, sequence_parallel: Any, strict: Any) -> None:
     """Raises TypeError or ValueError unless ``plan`` takes these options."""
     if not isinstance(p, int) or isinstance(p, bool) or p < 1:
         raise ValueError(f"p: {p!r} must be an integer of at least 1")
     check_bools(strict=strict)
+    if not isinstance(sequence_parallel, bool) and sequence_parallel != "auto":
+        raise ValueError(f"sequence_parallel: {sequence_parallel!r} must be False, True or 'auto'")
     for name, value in (("hints", hints), ("rules", rules)):
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{name}: {type(value).__name__} must be a dict")

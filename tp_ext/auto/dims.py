@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Reason:
     what: str
     module: str = ""
     line: str = ""
+    pinned: list[Atom] = field(default_factory=list, compare=False, repr=False)  # for it, also those pinned before
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -66,7 +67,9 @@ def length(dim: Iterable[Atom]) -> int:
 
 def pin(dim: Iterable[Atom], reason: Reason) -> None:
     """Keeps all atoms of a dim whole, those of parts too. The first reason stays."""
-    for atom in atoms(dim):
+    found = atoms(dim)
+    reason.pinned.extend(found)
+    for atom in found:
         atom.pinned = atom.pinned or reason
         for part in atom.parts or ():
             pin(part, reason)

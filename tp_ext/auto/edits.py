@@ -21,6 +21,7 @@ class Copy:
         path: where the tensor is; for a parameter its local name alone.
         span: only these elements of an output: (dim from the end, start, stop); None: all.
         divided: a parameter that every rank adds to partial sums: used as 1/p of itself.
+        tokens: the gradients are partial only while the tokens are sharded, and summed only then.
     """
 
     kind: str
@@ -28,6 +29,28 @@ class Copy:
     path: Path
     span: tuple[int, int, int] | None = None
     divided: bool = False
+    tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A boundary of a module at which a tensor becomes sharded on its tokens, or whole again.
+
+    ``"reduce_scatter"``: a partial output, summed (:func:`tp_ext.reduce_scatter_region`). ``"scatter"``: a replicated
+    tensor, sliced (:func:`tp_ext.scatter_to_region`). ``"all_gather"``: whole for sharded work
+    (:func:`tp_ext.all_gather_region`). ``"gather"``: whole for replicated work (:func:`tp_ext.gather_from_region`).
+    ``"keep"``: an argument that stays sharded; its full length is remembered, for a recomputation in backward.
+
+    Attributes:
+        kind: one of these. module: name of the module. at: ``"output"`` or ``"argument"`` of it. path: where the tensor
+        is. dim: its dim of tokens.
+    """
+
+    kind: str
+    module: str
+    at: str
+    path: Path
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -56,12 +79,14 @@ class Draw:
         call: ``"dropout"`` or ``"scaled_dot_product_attention"``.
         dim: the sharded dim of the tensor that is masked, None: replicated.
         sizes: length of that dim on every rank.
+        tokens: ``dim`` is that of the tokens, where these are sharded; its lengths are those of the run.
     """
 
     module: str
     call: str
     dim: int | None = None
     sizes: tuple[int, ...] | None = None
+    tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,10 +94,10 @@ class Collective:
     """A collective of one step.
 
     Attributes:
-        kind: ``"all-reduce"``, ``"all-gather"``.
+        kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``.
         module: where it happens.
         direction: ``"forward"`` or ``"backward"``.
-        bytes: of the tensor, per rank, at the example's sizes.
+        bytes: of the full tensor, at the example's sizes: what :func:`tp_ext.debug.count_collectives` calls payload.
     """
 
     kind: str

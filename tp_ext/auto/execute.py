@@ -22,12 +22,20 @@ from tp_ext.auto.hooks import (
     SumOutput,
     refuse_adapters,
 )
-from tp_ext.auto.leaves import EnteredColumnLinear, RowConv1D, shard_embedding
+from tp_ext.auto.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, shard_embedding
 from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.logits import FullLogits, ShardLogits
 from tp_ext.auto.norms import fused_norm
 from tp_ext.auto.plans import Plan, undescribed
 from tp_ext.auto.random_draws import BeginDraws, EndDraws
+from tp_ext.auto.token_hooks import (
+    ArgumentBoundary,
+    BeginForward,
+    EndForward,
+    KeepTokens,
+    TokenBoundary,
+    TokenLengths,
+)
 from tp_ext.auto.trace import arguments, tensors
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
 from tp_ext.nn.layouts import declare_layouts, layouts_of
@@ -124,7 +132,9 @@ def _prove(plan: Plan, model: nn.Module, group: Group) -> str:
     if plan.p == 1 or plan.example is None:
         return ""
     example = undescribed(plan.example)
-    local = Localized(model, example, plan.p, plan.roles, plan.heads, plan.shardings, plan.buffers, plan.slices)
+    local = Localized(
+        model, example, plan.p, plan.roles, plan.heads, plan.shardings, plan.buffers, plan.slices, plan.tokens
+    )
     try:
         if digest(local.calls(own.rank, _patches(plan, own.rank))) == plan.proofs[own.rank]:
             return ""
@@ -147,6 +157,8 @@ class _Applied:
         self.old = dict(model.named_parameters(remove_duplicate=False))
         self.new: dict[int, nn.Parameter] = {}  # by id of the full one, so that tied ones stay tied
         self.entered_copied: dict[str, list[str]] = {}  # module -> parameters with rows that other ranks hold
+        self.tokens = TokenLengths(group) if plan.tokens else None
+        self.scattered = {one.module: one.dim for one in plan.tokens if one.kind == "reduce_scatter"}
 
     def apply(self) -> None:
         own_input = {one.module for one in self.plan.copies if self.sums_own_input(one)}
@@ -166,6 +178,9 @@ class _Applied:
                 self.replace(name, RowConv1D(module, weight, sharding, self.group))
             elif is_conv1d(module):
                 module.nf = module.weight.shape[1]  # type: ignore[assignment, index]
+            if name in self.scattered:
+                layer = self.model.get_submodule(name)
+                layer.tp_tokens, layer.tp_tokens_dim = self.tokens, self.scattered[name]  # type: ignore[assignment]
         self.shard_buffers()
         self.fuse_norms()
         patch(self.model, _patches(self.plan, self.group.rank))
@@ -202,7 +217,8 @@ class _Applied:
         linear = self.model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         column = ColumnParallelLinear if own_input else EnteredColumnLinear
-        cls = column if role == "column" else RowParallelLinear
+        row = RowTokensLinear if name in self.scattered else RowParallelLinear
+        cls = column if role == "column" else row
         layer = cls.from_linear(linear, group=self.group.name, parts=self.plan.shardings[f"{name}.weight"].parts)
         for own in ("weight", "bias"):
             made = layer._parameters.get(own)
@@ -243,26 +259,31 @@ class _Applied:
     def register_hooks(self, own_input: set[str]) -> None:
         plan, model, group = self.plan, self.model, self.group
         model.register_forward_pre_hook(refuse_adapters)
+        self.begin_tokens()
         for slice_ in plan.slices:
             sliced = SliceArgument(slice_.path, slice_.sharding, group)
             model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
         self.enter_parameters()
         for sum_ in plan.sums:
+            if sum_.module in self.scattered:
+                continue
             model.get_submodule(sum_.module).register_forward_hook(SumOutput(sum_.path, group), with_kwargs=True)
-        arguments_of: dict[str, list[Any]] = {}
+        arguments_of: dict[tuple[str, bool], list[Any]] = {}
         for one in plan.copies:
             if one.kind == "output":
-                hook = CopyOutput(one.path, one.span, group)
+                hook = CopyOutput(one.path, one.span, group, self.tokens if one.tokens else None)
                 model.get_submodule(one.module).register_forward_hook(hook, with_kwargs=True)
             elif one.kind == "argument" and one.module not in own_input:
-                arguments_of.setdefault(one.module, []).append(one.path)
-        for name, paths in arguments_of.items():
-            model.get_submodule(name).register_forward_pre_hook(CopyArguments(paths, group), with_kwargs=True)
+                arguments_of.setdefault((one.module, one.tokens), []).append(one.path)
+        for (name, tokens), paths in arguments_of.items():
+            copies = CopyArguments(paths, group, self.tokens if tokens else None)
+            model.get_submodule(name).register_forward_pre_hook(copies, with_kwargs=True)
+        self.end_tokens()
         draws: dict[str, list[Any]] = {}
         for draw in plan.draws:
             draws.setdefault(draw.module, []).append(draw)
         for name, found in draws.items():
-            begin = BeginDraws(found, group)
+            begin = BeginDraws(found, group, self.tokens)
             model.get_submodule(name).register_forward_pre_hook(begin, prepend=True)
             model.get_submodule(name).register_forward_hook(EndDraws(begin), always_call=True)
         for name in plan.heads:
@@ -270,13 +291,42 @@ class _Applied:
             model.get_submodule(name).register_forward_hook(ShardLogits(group, sizes))
         if plan.heads:
             model.register_forward_hook(FullLogits())
+        if self.tokens is not None:
+            model.register_forward_hook(EndForward(self.tokens), always_call=True)
+
+    def begin_tokens(self) -> None:
+        """Hooks of sequence parallelism that come before those that complete gradients: what arguments are, and where
+        they are sliced or gathered."""
+        if self.tokens is None:
+            return
+        self.model.register_forward_pre_hook(BeginForward(self.tokens), prepend=True)
+        kept: dict[str, list[Any]] = {}
+        for one in self.plan.tokens:
+            if one.kind == "keep":
+                kept.setdefault(one.module, []).append(one.path)
+        for name, paths in kept.items():
+            keep = KeepTokens(paths, self.tokens)
+            self.model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
+        for one in self.plan.tokens:
+            if one.at == "argument" and one.kind != "keep":
+                boundary = ArgumentBoundary(TokenBoundary(one.kind, one.path, one.dim, self.tokens))
+                self.model.get_submodule(one.module).register_forward_pre_hook(boundary, with_kwargs=True)
+
+    def end_tokens(self) -> None:
+        """Those of results, but of layers that scatter their sums themselves."""
+        for one in self.plan.tokens:
+            if self.tokens is not None and one.at == "output" and one.module not in self.plan.roles:
+                boundary = TokenBoundary(one.kind, one.path, one.dim, self.tokens)
+                self.model.get_submodule(one.module).register_forward_hook(boundary)
 
     def enter_parameters(self) -> None:
         entering: dict[str, EnterParameters] = {}
         for one in self.plan.copies:
             if one.kind == "parameter":
-                hook = entering.setdefault(one.module, EnterParameters(self.group))
+                hook = entering.setdefault(one.module, EnterParameters(self.group, tokens=self.tokens))
                 hook.divided[str(one.path[0])] = one.divided
+                if one.tokens:
+                    hook.on_tokens.add(str(one.path[0]))
         for owner, names in self.entered_copied.items():
             hook = entering.setdefault(owner, EnterParameters(self.group))
             for own in names:

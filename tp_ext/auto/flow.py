@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -34,8 +35,10 @@ UNIFORM = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "n
 ADDED_FIRST = ("addmm", "baddbmm", "addbmm")
 
 COMPLETE, PARTIAL = "complete", "partial"  # types of gradients
+SHARDS = "of shards"  # partial while tokens are sharded, else complete
 Types = frozenset[str]
 NOTHING: Types = frozenset()
+SUMMED = (frozenset({PARTIAL}), frozenset({SHARDS}))  # one of these may be summed: all of it, or none
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Problem:
 
     name: str  # a module or a parameter
     text: str
+    steps: tuple[int, ...] = ()  # operators on shards of tokens that cause it
 
 
 @dataclass
@@ -59,24 +63,34 @@ class Flow:
     problems: list[Problem] = field(default_factory=list)
 
 
-def find_flow(
-    record: Record,
-    chosen: list[Decision],
-    roles: Mapping[str, str],
-    whole_heads: set[Atom],
-    cut: Mapping[str, Decision],
-) -> Flow:
+class Gathered(Protocol):
+    """A boundary at which shards of tokens become whole."""
+
+    kind: str
+
+
+class Sharded(Protocol):
+    """What is sharded on its tokens (:mod:`tp_ext.auto.tokens`)."""
+
+    steps: dict[int, Atom]
+
+    def range_at(self, tensor: Tensor, place: int) -> object | None: ...
+
+    def gather_at(self, tensor: Tensor, place: int) -> Gathered | None: ...
+
+    def entered_before(self, place: int, atom: Atom) -> bool: ...
+
+
+class Finder:
     """Finds where gradients and partial results are summed, and which constants are sliced.
 
     Args:
         roles: ``"column"``, ``"row"`` or ``"vocab"`` of modules that are replaced.
         whole_heads: atoms that reach the loss or an output, where tensors have their full shape for the model's code.
         cut: the decision of each sharded parameter.
+        tokens: what is sharded on its tokens.
     """
-    return _Finder(record, chosen, roles, whole_heads, cut).find()
 
-
-class _Finder:
     def __init__(
         self,
         record: Record,
@@ -84,7 +98,9 @@ class _Finder:
         roles: Mapping[str, str],
         whole_heads: set[Atom],
         cut: Mapping[str, Decision],
+        tokens: Sharded | None = None,
     ) -> None:
+        self.tokens = tokens
         self.record, self.chosen, self.roles, self.whole_heads, self.cut = record, chosen, roles, whole_heads, cut
         self.atoms = [atom for decision in chosen for atom in decision.sharded]
         self.by_id = {id(t): t for t in record.kept}
@@ -103,6 +119,7 @@ class _Finder:
             for path, tensor in call.outputs:
                 self.returned_by.setdefault(id(tensor), []).append((call, path))
         self.used: dict[int, list[tuple[int, Types]]] = {}  # types of a tensor's gradient by the operators that use it
+        self.shard_steps: dict[int, set[int]] = {}  # operators on shards that make a tensor's gradient one of shards
         self.summed: dict[tuple[int, int, int], list[Copy]] = {}  # by (id, first and last operator) of the uses
 
     def find(self) -> Flow:
@@ -118,8 +135,10 @@ class _Finder:
             self.flow.copied += [self.by_id[id_]] * len(new)
         return self.flow
 
-    def problem(self, name: str, text: str) -> None:
-        self.flow.problems.append(Problem(name, text))
+    def problem(self, name: str, text: str, tensor: Tensor | None = None) -> None:
+        """Adds a problem, of the uses of a tensor."""
+        places = self.shard_steps.get(id(tensor), set()) if tensor is not None else set()
+        self.flow.problems.append(Problem(name, text, tuple(sorted(places))))
 
     # ------------------------------------------------------------ forward
 
@@ -192,12 +211,14 @@ class _Finder:
         for module in sorted(made_in - {found.module for found in self.flow.sums}):
             self.problem(module, f"partial sums inside {module} never leave it as an output")
 
+    def is_partial_in(self, tensor: Tensor, step: Step) -> bool:
+        """Whether a tensor is partial for an operator; outside of the module that made it so it has been summed."""
+        module = self.partial.get(id(tensor))
+        return module is not None and (step.module == module or step.module.startswith(module + "."))
+
     def works_sharded(self, step: Step) -> bool:
-        for tensor in step.outputs:
-            module = self.partial.get(id(tensor))  # written in place outside of it, a tensor has been summed
-            inside = module is not None and (step.module == module or step.module.startswith(module + "."))
-            if id(tensor) in self.sharded or inside:
-                return True
+        if any(id(tensor) in self.sharded or self.is_partial_in(tensor, step) for tensor in step.outputs):
+            return True
         return not step.is_loss and self.contracts(step) and self.roles.get(step.module) not in ("row", "vocab")
 
     # ------------------------------------------------------------ backward
@@ -218,41 +239,69 @@ class _Finder:
             for tensor in step.inputs:
                 if any(tensor is t for t in step.outputs):
                     continue
-                given = self.given(step, tensor, types)
+                given = self.converted(step, tensor, self.given(step, tensor, types))
                 if given and id(tensor) in record.differentiable and id(tensor) not in self.sharded:
                     self.used.setdefault(id(tensor), []).append((step.place, given))
+                    if SHARDS in given:
+                        own = self.tokens is not None and step.place in self.tokens.steps
+                        found = {step.place} if own else set[int]().union(*self.shards_after(step))
+                        self.shard_steps.setdefault(id(tensor), set()).update(found)
         leaves = [*record.parameters, *(id(t) for _, t in record.inputs)]
         for id_ in leaves:
             sharded = id_ in record.parameters and record.parameters[id_][0] in self.cut
             if id_ in self.used and not sharded:
                 self.settle(self.by_id[id_])
 
+    def shards_after(self, step: Step) -> list[set[int]]:
+        return [self.shard_steps.get(id(tensor), set()) for tensor in step.outputs]
+
     def given(self, step: Step, tensor: Tensor, types: Types) -> Types:
         """The type of the gradient that an operator gives one of its inputs."""
         if step.is_loss:
             return frozenset({COMPLETE})
+        if self.tokens is not None and step.place in self.tokens.steps:
+            return frozenset({SHARDS})
         if step.name.startswith("addmm") and self.roles.get(step.module) == "row" and tensor is step.inputs[0]:
             return types  # the bias, added once
         if not self.working[step.place]:
             return types
         return NOTHING if id(tensor) in self.partial else frozenset({PARTIAL})
 
+    def converted(self, step: Step, tensor: Tensor, given: Types) -> Types:
+        """The type of a gradient before the boundary at which a tensor is sharded on its tokens, or gathered.
+
+        That of shards is complete: slices of the whole one, which a slice at a boundary gathers.
+        """
+        if self.tokens is None or not given or self.tokens.range_at(tensor, step.place) is None:
+            return given
+        gather = self.tokens.gather_at(tensor, step.place)
+        if step.place not in self.tokens.steps:
+            if gather is not None and gather.kind == "gather":
+                return given  # as of a replicated tensor
+            if gather is None or given != {PARTIAL}:
+                text = f"tokens are gathered for {sorted(given)} gradients in {step.reason}"
+                self.flow.problems.append(Problem(step.module, text, tuple(self.tokens.steps)))
+        return frozenset({COMPLETE})
+
     def settle(self, tensor: Tensor) -> Types:
         """Returns the type of the gradient that flows on to what made the tensor, after sums placed here."""
         types, id_ = self.type_now(tensor), id(tensor)
-        if PARTIAL not in types or id_ in self.sharded or id_ in self.partial:
+        if not types & {PARTIAL, SHARDS} or id_ in self.sharded or id_ in self.partial:
             return types
-        complete, only_partial = frozenset({COMPLETE}), types == {PARTIAL}
+        complete, only_partial = frozenset({COMPLETE}), types in SUMMED
+        tokens = SHARDS in types
         if id_ in self.record.parameters:
             name = self.record.parameters[id_][0]
             module, _, own = name.rpartition(".")
             users = {self.record.steps[place].module for place, _ in self.used[id_]}
             if any(user != module and not user.startswith(module + ".") for user in users if module):
-                self.problem(name, f"{name} is read outside of {module}, by {sorted(users)}")
+                self.problem(name, f"{name} is read outside of {module}, by {sorted(users)}", tensor)
+            elif tokens and not self.are_known(tensor, [c.start for c in self.record.calls if c.module == module]):
+                self.problem(name, f"{name} is read by {module}, which begins before tokens are sharded", tensor)
             elif only_partial:
-                self.place(id_, Copy("parameter", module, (own,), divided=name in self.divided))
+                self.place(id_, Copy("parameter", module, (own,), divided=name in self.divided, tokens=tokens))
             else:
-                self.problem(name, f"{name} is used by sharded and by replicated work")
+                self.problem(name, f"{name} is used by sharded and by replicated work", tensor)
             return complete
         if only_partial and self.place_at_output(id_, tensor, None):
             return complete
@@ -262,12 +311,12 @@ class _Finder:
         maker = self.record.maker.get(id_)
         user = self.record.steps[rest[0][0]]
         if maker is None:
-            self.problem(user.module, f"the gradient of an input is partial in {user.name} ({user.line})")
+            self.problem(user.module, f"the gradient of an input is partial in {user.name} ({user.line})", tensor)
             return complete
         if not only_partial:
             uses = f"is used by sharded ({user.name}, {user.line}) and by replicated work"
             text = f"the result of {maker.name} ({maker.line}) {uses}, and no boundary of a module lies between"
-            self.problem(maker.module or user.module, text)
+            self.problem(maker.module or user.module, text, tensor)
             return complete
         if maker.name in VIEWS and id(maker.inputs[0]) in self.sharded:
             return types  # a part of a sharded dim that all ranks hold: its weight's gradient is summed
@@ -276,7 +325,18 @@ class _Finder:
             dim, start = _span_start(maker, tensor)
             if self.place_at_output(id_, source, (dim - source.dim(), start, start + tensor.shape[dim])):
                 return complete
+        if self.tokens is not None and maker.place in self.tokens.steps:
+            text = f"the gradient of gathered tokens of {maker.reason} stays partial in {user.reason}"
+            self.flow.problems.append(Problem(maker.module, text, (maker.place,)))
         return types
+
+    def are_known(self, tensor: Tensor, places: list[int]) -> bool:
+        """Whether the tokens that the uses of a tensor have sharded are known where a boundary begins."""
+        tokens = self.tokens
+        if tokens is None:
+            return False
+        shards = {tokens.steps[place] for place in self.shard_steps.get(id(tensor), ())}
+        return all(tokens.entered_before(place, atom) for place in places for atom in shards)
 
     def place(self, id_: int, copy: Copy, start: int = 0, stop: int = sys.maxsize) -> None:
         self.summed.setdefault((id_, start, stop), []).append(copy)
@@ -286,12 +346,15 @@ class _Finder:
         if not found or self.number_of_calls[found[-1][0].module] > 1:
             return False
         call, path = found[-1]
-        self.place(id_, Copy("output", call.module, path, span))
+        tokens = SHARDS in self.type_now(self.by_id[id_])
+        if tokens and not self.are_known(self.by_id[id_], [call.stop]):
+            return False
+        self.place(id_, Copy("output", call.module, path, span, tokens=tokens))
         return True
 
     def place_at_arguments(self, id_: int) -> list[tuple[int, Types]]:
         """Sums gradients at arguments of modules that use the tensor in sharded work only; returns the other uses."""
-        left = [use for use in self.used.get(id_, ()) if PARTIAL in use[1]]
+        left = [use for use in self.used.get(id_, ()) if use[1] & {PARTIAL, SHARDS}]
         rest: list[tuple[int, Types]] = []
         while left:
             at = left[0][0]
@@ -299,16 +362,18 @@ class _Finder:
             if call is None:
                 rest.append(left.pop(0))
                 continue
+            tokens = SHARDS in left[0][1]
             for path in (path for other, path in self.calls_with[id_] if other is call):
-                self.place(id_, Copy("argument", call.module, path), call.start, call.stop)
+                self.place(id_, Copy("argument", call.module, path, tokens=tokens), call.start, call.stop)
             left = [use for use in left if not call.start <= use[0] < call.stop]
         return rest
 
     def may_sum_argument(self, id_: int, call: Call, at: int) -> bool:
-        inside = call.start <= at < call.stop and call.module and self.number_of_calls[call.module] == 1
-        return bool(inside) and all(
-            types == {PARTIAL} for place, types in self.used[id_] if call.start <= place < call.stop
-        )
+        if not (call.start <= at < call.stop and call.module and self.number_of_calls[call.module] == 1):
+            return False
+        inside = {types for place, types in self.used[id_] if call.start <= place < call.stop}
+        known = not any(SHARDS in types for types in inside) or self.are_known(self.by_id[id_], [call.start])
+        return len(inside) == 1 and inside <= set(SUMMED) and known
 
     # ------------------------------------------------------------ a second computation, as a check
 
@@ -333,7 +398,7 @@ class _Finder:
                     continue
                 if id_ in self.partial and self.working[step.place]:
                     continue
-                given = self.given(step, tensor, types)
+                given = self.converted(step, tensor, self.given(step, tensor, types))
                 unsummed[id_] = unsummed.get(id_, NOTHING) | given
                 for start, stop in spans.get(id_, ()):
                     if start <= step.place < stop:
@@ -341,13 +406,13 @@ class _Finder:
                         given = frozenset({COMPLETE}) if given else given
                 found[id_] = found.get(id_, NOTHING) | given
         for key, types in under.items():
-            if types != {PARTIAL} or (key[0] in self.outputs and key[1] == 0):
-                copy = self.summed[key][0]
+            copy = self.summed[key][0]
+            if types != {SHARDS if copy.tokens else PARTIAL} or (key[0] in self.outputs and key[1] == 0):
                 self.problem(copy.module, f"the gradient of an {copy.kind} of {copy.module} is {sorted(types)}")
         for id_, (name, tensor) in record.parameters.items():
             if name in self.cut:
                 continue
-            if PARTIAL in found.get(id_, NOTHING):
+            if found.get(id_, NOTHING) & {PARTIAL, SHARDS}:
                 self.problem(name, f"the gradient of {name} stays partial")
             if id_ in self.sharded:
                 text = f"{name} has a sharded dim and is not sharded"

@@ -15,20 +15,25 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext.auto.edits import Path
 from tp_ext.auto.localize import replaced
+from tp_ext.auto.token_hooks import TokenLengths
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import CopiedRows, Sharding
 
 
 @dataclass
 class CopyOutput:
-    """Sums the gradient of an output of the module, or of a span of one dim of it."""
+    """Sums the gradient of an output of the module, or of a span of one dim of it; with ``tokens`` only while they are
+    sharded."""
 
     path: Path
     span: tuple[int, int, int] | None
     group: ParallelGroup
+    tokens: TokenLengths | None = None
     is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if self.tokens is not None and self.tokens.length is None:
+            return output
         return replaced(output, self.path, self.copied)
 
     def copied(self, y: Tensor) -> Tensor:
@@ -41,14 +46,17 @@ class CopyOutput:
 
 @dataclass
 class CopyArguments:
-    """Sums the gradients of arguments of the module."""
+    """Sums the gradients of arguments of the module; with ``tokens`` only while they are sharded."""
 
     paths: list[Path]
     group: ParallelGroup
+    tokens: TokenLengths | None = None
     is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         both = args, kwargs
+        if self.tokens is not None and self.tokens.length is None:
+            return both
         for path in self.paths:
             both = replaced(both, path, lambda x: _ops.copy_to_region(x, self.group.name))
         return both
@@ -90,15 +98,20 @@ class EnterParameters:
         divided: name -> whether the parameter is used as 1/p of itself; the gradient is summed over all ranks. copied:
         name -> its sharded dim, and the rows along it that other ranks hold, too; the gradients of those are summed
             over the holders.
+        on_tokens: names of those whose gradients are summed only while ``tokens`` are sharded.
     """
 
     group: ParallelGroup
     divided: dict[str, bool] = field(default_factory=dict)
     copied: dict[str, tuple[int, CopiedRows]] = field(default_factory=dict)
+    on_tokens: set[str] = field(default_factory=set)
+    tokens: TokenLengths | None = None
     is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         for name, divided in self.divided.items():
+            if name in self.on_tokens and self.tokens is not None and self.tokens.length is None:
+                continue
             entered = _ops.copy_to_region(module._parameters[name], self.group.name)  # type: ignore[arg-type]
             module.__dict__[name] = entered / self.group.size if divided else entered
         for name, (dim, rows) in self.copied.items():

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext import _ops
+from tp_ext.auto.token_hooks import TokenLengths
 from tp_ext.group import ParallelGroup
 from tp_ext.nn.layouts import declare_layouts
-from tp_ext.nn.linear import ColumnParallelLinear
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.sharding import Layout, Sharding
 
 
@@ -29,17 +30,48 @@ class EnteredColumnLinear(ColumnParallelLinear):
         return F.linear(x, self.parameter("weight", weight), self.parameter("bias"))
 
 
+class RowTokensLinear(RowParallelLinear):
+    """A row-parallel linear layer whose result is sharded on a dim of tokens, while tokens are sharded.
+
+    Shapes: x ``[.., in_local]`` -> ``[.., out]``, this rank's slice of dim ``tp_tokens_dim``; else the full one.
+    Communicates: forward, one reduce-scatter of y; backward, one all-gather of dy and one all-reduce of db; else as
+    its base.
+    """
+
+    tp_tokens: TokenLengths
+    tp_tokens_dim: int
+
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+        """Computes y."""
+        sizes = self.tp_tokens.enter(x.shape[self.tp_tokens_dim])
+        if sizes is None:
+            y: Tensor = super().forward(x, weight=weight)
+            return y
+        y = F.linear(x, self.parameter("weight", weight))
+        return _scattered_sum(y, self.parameter("bias"), self.tp_group.name, self.tp_tokens_dim, sizes)
+
+
+def _scattered_sum(y: Tensor, bias: Tensor | None, group: str, dim: int, sizes: list[int]) -> Tensor:
+    """This rank's slice of the sum of y over the ranks, plus the bias."""
+    y = _ops.reduce_scatter_region(y, group, dim, sizes)
+    return y if bias is None else y + _ops.copy_to_region(bias, group)
+
+
 class RowConv1D(nn.Module):
     """The ``Conv1D`` of transformers with sharded input features: y = sum over ranks of x_local W_local, + b.
 
-    Shapes: weight ``[in_local, out]``; x ``[.., in_local]`` -> y ``[.., out]``, replicated.
-    Communicates: forward, one all-reduce of y.
+    Shapes: weight ``[in_local, out]``; x ``[.., in_local]`` -> y ``[.., out]``, replicated; with ``tp_tokens`` this rank's
+    slice of dim ``tp_tokens_dim``.
+    Communicates: forward, one all-reduce of y; with ``tp_tokens`` as :class:`RowTokensLinear`.
 
     Args:
         dense: the unsharded layer, whose parameters are taken.
         weight: this rank's shard of its weight.
         sharding: of the weight, on dim 0.
     """
+
+    tp_tokens: TokenLengths | None = None
+    tp_tokens_dim: int = 0
 
     def __init__(self, dense: nn.Module, weight: nn.Parameter, sharding: Sharding, group: ParallelGroup) -> None:
         super().__init__()
@@ -53,6 +85,9 @@ class RowConv1D(nn.Module):
         """Computes y."""
         name = self.tp_group.name
         bias = self._parameters["bias"]
+        sizes = None if self.tp_tokens is None else self.tp_tokens.enter(x.shape[self.tp_tokens_dim])
+        if sizes is not None:
+            return _scattered_sum(x @ self.weight, bias, name, self.tp_tokens_dim, sizes)
         return _ops.row_parallel_linear(x, self.weight.t(), bias, name, False, None, None, 1, True)
 
 
@@ -65,15 +100,19 @@ class VocabLookup(nn.Embedding):
     tp_group: ParallelGroup
     first_row: int
     local_rows: int
+    tp_tokens: TokenLengths | None = None
+    tp_tokens_dim: int = 0
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the rows of the full table, ``[*input.shape, embedding_dim]``."""
+        """Returns the rows of the full table, ``[*input.shape, embedding_dim]``; with ``tp_tokens`` this rank's slice."""
+        sizes = None if self.tp_tokens is None else self.tp_tokens.enter(input.shape[self.tp_tokens_dim])
+        group = self.tp_group.name if sizes is None else ""
         y: Tensor = _ops.vocab_parallel_embedding(
-            input, self.weight, self.tp_group.name, self.first_row, self.local_rows, self.num_embeddings, False, None
+            input, self.weight, group, self.first_row, self.local_rows, self.num_embeddings, False, None
         )
         if self.padding_idx is not None:  # its row has no gradient
             y = torch.where((input == self.padding_idx)[..., None], y.detach(), y)
-        return y
+        return y if sizes is None else _ops.reduce_scatter_region(y, self.tp_group.name, self.tp_tokens_dim, sizes)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (type(self).__bases__[0],), self.__getstate__()

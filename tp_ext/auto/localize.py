@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from tp_ext.auto.choose import Decision, local_length
 from tp_ext.auto.dims import Atom, atoms
-from tp_ext.auto.edits import Path, Slice
+from tp_ext.auto.edits import Path, Slice, Tokens
 from tp_ext.auto.reasons import failure_of
+from tp_ext.auto.tokens import TokenFlow
 from tp_ext.auto.trace import Record, trace
-from tp_ext.sharding import Sharding
+from tp_ext.sharding import Sharding, split_sizes
 
 MOST_TOGETHER = 3  # integers patched at once
 MOST_RUNS = 150
@@ -44,11 +45,11 @@ Patches = dict[str, dict[str, tuple[int, int]]]  # module -> {attribute or confi
 
 
 class MismatchError(Exception):
-    """A call of the local model whose shapes are not those of the plan."""
+    """A call of the local model whose shapes are not those of the plan; ``at``: its place among the wanted ones."""
 
-    def __init__(self, module: str, text: str) -> None:
+    def __init__(self, module: str, text: str, at: int = 0) -> None:
         super().__init__(f"{module or 'the model'}: {text}")
-        self.module, self.text = module, text
+        self.module, self.text, self.at = module, text, at
 
 
 @dataclass
@@ -63,11 +64,13 @@ class Localized:
     shardings: Mapping[str, Sharding]  # of parameters, by all their names
     buffers: Mapping[str, Sequence[Sharding]]
     slices: Sequence[Slice]
+    tokens: Sequence[Tokens]
     # What the calls must be; not needed to see what they are
     record: Record = field(default_factory=Record)
     decisions: Sequence[Decision] = ()
     heads_atoms: set[Atom] = field(default_factory=set)  # those of logits, which have their full shape for the code
     local: set[int] = field(default_factory=set)
+    token_flow: TokenFlow | None = None
     runs: int = 0
 
     def sizes(self, rank: int) -> dict[Atom, int]:
@@ -79,15 +82,22 @@ class Localized:
 
     def expected(self, rank: int) -> list[PythonCall]:
         """The calls from Python of the unsharded model, with local shapes."""
-        record, sizes = self.record, self.sizes(rank)
+        record, sizes, tokens = self.record, self.sizes(rank), self.token_flow
 
-        def shape(tensor: Tensor) -> tuple[int, ...]:
-            if id(tensor) not in self.local:
-                return tuple(tensor.shape)
-            return tuple(local_length(dim, sizes) for dim in record.dims_of(tensor))
+        def shape(tensor: Tensor, index: int) -> tuple[int, ...]:
+            if id(tensor) in self.local:
+                return tuple(local_length(dim, sizes) for dim in record.dims_of(tensor))
+            lengths = list(tensor.shape)
+            if tokens is not None and (found := tokens.range_of_call(tensor, index)) is not None:
+                of_tokens = {found.atom: split_sizes(found.atom.size, self.p)[rank]}
+                lengths[found.dim] = local_length(record.dims_of(tensor)[found.dim], of_tokens)
+            return tuple(lengths)
 
-        calls = record.python_calls
-        return [(m, name, [shape(t) for t in found]) for m, name, found in calls if m not in self.roles]
+        return [(m, name, [shape(t, i) for t in found]) for i, (m, name, found) in self.numbered_calls()]
+
+    def numbered_calls(self) -> list[tuple[int, tuple[str, str, list[Tensor]]]]:
+        """The calls from Python of the unsharded model outside of layers, with their places among all."""
+        return [(i, call) for i, call in enumerate(self.record.python_calls) if call[0] not in self.roles]
 
     def local_values(self, rank: int) -> dict[int, list[int]]:
         """Lengths of products of atoms -> their lengths on a rank, for those that have a sharded atom."""
@@ -133,6 +143,13 @@ class Localized:
                 module.nf = shapes[f"{name}.weight"][1]  # type: ignore[assignment]
         for found in self.slices:
             local_model.get_submodule(found.module).register_forward_pre_hook(_Sliced(found, rank, p), with_kwargs=True)
+        lengths: list[int] = []
+        for tokens in self.tokens:
+            hook, module = _LocalTokens(tokens, rank, p, lengths), local_model.get_submodule(tokens.module)
+            if tokens.at == "argument":
+                module.register_forward_pre_hook(hook.of_arguments, with_kwargs=True)
+            else:
+                module.register_forward_hook(hook.of_output)
         return local_model, shapes
 
     def run(
@@ -153,6 +170,20 @@ class Localized:
             (m, name, [tuple(t.shape) for t in found]) for m, name, found in record.python_calls if m not in self.roles
         ]
         return calls, raised
+
+    def checked(self, rank: int, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[PythonCall]:
+        """Returns the calls of the patched local model.
+
+        Raises:
+            MismatchError: they are not those of the plan.
+        """
+        local_model, shapes = self.local_model(rank)
+        patch(local_model, patches)
+        calls, raised = self.run(local_model, shapes)
+        _, mismatch = compare(self.expected(rank), calls, raised)
+        if mismatch is not None:
+            raise mismatch
+        return calls
 
     def calls(self, rank: int, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[PythonCall]:
         """Returns the calls of the patched local model.
@@ -201,6 +232,30 @@ class _Sliced:
             return replaced((args, kwargs), self.found.path, lambda t: t.narrow(self.found.sharding.dim, 0, size))
 
 
+class _LocalTokens:
+    """A boundary of sharded tokens, on fakes: only shapes change, by calls that the proof does not see."""
+
+    def __init__(self, tokens: Tokens, rank: int, p: int, lengths: list[int]) -> None:
+        self.tokens, self.rank, self.p = tokens, rank, p
+        self.lengths = lengths  # that of the tokens sharded last; shared by all boundaries
+
+    def of_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return replaced((args, kwargs), self.tokens.path, self.converted)
+
+    def of_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return replaced(output, self.tokens.path, self.converted)
+
+    def converted(self, x: Tensor) -> Tensor:
+        dim = self.tokens.dim
+        with torch._C.DisableTorchFunction():
+            if self.tokens.kind in ("reduce_scatter", "scatter"):
+                self.lengths[:] = [x.shape[dim]]
+                return x.narrow(dim, 0, split_sizes(x.shape[dim], self.p)[self.rank])
+            if self.tokens.kind == "keep":
+                return x
+            return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])
+
+
 def replaced(value: Any, path: Path, function: Callable[[Tensor], Tensor]) -> Any:
     """Returns a nested structure with the function of the tensor at a path; what is on the path is copied."""
     if not path:
@@ -233,12 +288,14 @@ def compare(
             elif skip := _views_before(got, j, want):
                 j += skip
             elif want[:2] != have[:2]:
-                return i, MismatchError(want[0], f"call {want[1]} became {have[1]} in {have[0]}")
+                return i, MismatchError(want[0], f"call {want[1]} became {have[1]} in {have[0]}", i)
             else:
-                return i, MismatchError(want[0], f"{want[1]} has shapes {have[2]} locally and must have {want[2]}")
+                text = f"{want[1]} has shapes {have[2]} locally and must have {want[2]}"
+                return i, MismatchError(want[0], text, i)
             continue
         i, j = i + 1, j + 1
     if raised is not None:
+        raised.at = i
         return i, raised
     if i < len(wanted) or j < len(got):
         return i, MismatchError("", f"{len(wanted)} calls became {len(got)}")

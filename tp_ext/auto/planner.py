@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,17 +17,20 @@ from tp_ext.auto.argument_checks import check_example, check_model, check_option
 from tp_ext.auto.choose import Cut, Decision, carries, choose, local_length
 from tp_ext.auto.dims import Atom, atoms, contains, length
 from tp_ext.auto.edits import Collective, Draw, Output
-from tp_ext.auto.flow import VIEWS, Flow, Problem, find_flow
+from tp_ext.auto.flow import VIEWS, Finder, Flow, Problem
 from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, merged
 from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.reasons import failure_of, is_own, line_of, reason_of
 from tp_ext.auto.rules import Rule, from_notation
+from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems, find_tokens
 from tp_ext.auto.trace import Record, tensors, trace
 from tp_ext.mesh_program.partition_spec import P
+from tp_ext.sharding import split_sizes
 
 MOST_ROUNDS = 40  # of leaving something whole and deciding again
 LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
+MOST_MORE = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
 
 
 def plan(
@@ -38,6 +41,7 @@ def plan(
     hints: Mapping[str, str | P] | None = None,
     rules: Mapping[str, str] | None = None,
     memory_budget: float | None = None,
+    sequence_parallel: bool | str = False,
     strict: bool = False,
 ) -> Plan:
     """Derives how a model is sharded over p ranks, from one run of its forward on fake tensors.
@@ -56,6 +60,10 @@ def plan(
             parameter, such as ``P("tp", None)``. Of several patterns that fit, the longest counts.
         rules: ``"ns::op"`` -> a line of notation (:mod:`tp_ext.auto.rules`), for operators of your own.
         memory_budget: bytes of parameters that a rank may hold.
+        sequence_parallel: whether activations between the sharded blocks are sharded on their tokens, where every
+            operator there treats these one by one: True: wherever that is possible, and an error if it is nowhere;
+            ``"auto"``: if it also makes activations smaller, and communicates at most 5 % more bytes of activations
+            than without. The example must have at least p tokens.
         strict: a weight above 1 % of all parameter bytes that stays whole is an error.
 
     Returns:
@@ -66,16 +74,17 @@ def plan(
     Raises:
         ValueError: a rule that is no notation, or for no operator; a hint that fits nothing, or that cannot hold; a
             budget that cannot; a forward that branches on data, or that fails with the example; with ``strict``,
-            weights that stay whole. TypeError: an argument of another type.
+            weights that stay whole; with ``sequence_parallel=True``, a model in which no activation can be sharded on
+            its tokens. TypeError: an argument of another type.
     """
     check_model(model)
     check_example(example)
-    check_options(p, hints, rules, memory_budget, strict)
+    check_options(p, hints, rules, memory_budget, sequence_parallel, strict)
     own = {name: from_notation(line) for name, line in (rules or {}).items()}
     hints = dict(hints or {})
     _check_hints(model, hints)
     record = _traced(model, example, own)
-    planner = _Planner(model, example, p, record, hints, memory_budget)
+    planner = _Planner(model, example, p, record, hints, memory_budget, sequence_parallel)
     found = planner.decide()
     _check_sharded(found, planner, hints, strict)
     return found
@@ -144,17 +153,31 @@ class _State:
     roles: dict[str, str]
     heads: list[str]
     heads_atoms: set[Atom]
-    flow: Flow
+    finder: Finder
     patches: dict[int, Patches] = field(default_factory=dict)  # by rank
     proofs: list[str] = field(default_factory=list)  # by rank
+    tokens: TokenFlow | None = None
+    whole_tokens: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def flow(self) -> Flow:
+        return self.finder.flow
 
 
 class _Planner:
     def __init__(
-        self, model: nn.Module, example: Any, p: int, record: Record, hints: Mapping[str, str | P], budget: float | None
+        self,
+        model: nn.Module,
+        example: Any,
+        p: int,
+        record: Record,
+        hints: Mapping[str, str | P],
+        budget: float | None,
+        sequence_parallel: bool | str,
     ) -> None:
         self.model, self.example, self.p = model, example, p
         self.record, self.hints, self.budget = record, hints, budget
+        self.sequence_parallel = sequence_parallel
         self.why: dict[str, str] = {}  # parameters that a round left whole, with the reason
         self.modules = dict(model.named_modules(remove_duplicate=False))
         names: dict[int, list[str]] = {}
@@ -205,7 +228,7 @@ class _Planner:
                     raise ValueError(f"model: no plan: {mismatch}") from None
                 continue
             self.check_constraints(state)
-            return self.finished(state)
+            return self.finished(self.with_tokens(state) if self.sequence_parallel and self.p > 1 else state)
         raise ValueError(f"model: no plan in {MOST_ROUNDS} rounds; the last was refused by {refused}")
 
     def check_constraints(self, state: _State) -> None:
@@ -237,12 +260,13 @@ class _Planner:
             for alias in self.names[name]
             if one.atom in heads_atoms and roles.get(alias.rpartition(".")[0]) == "column" and alias.endswith(".weight")
         ]
-        flow = find_flow(self.record, decisions, roles, heads_atoms, cut)
+        finder = Finder(self.record, decisions, roles, heads_atoms, cut)
+        flow = finder.find()
         for name, found in cuts.items():
             is_row = any(roles.get(alias.rpartition(".")[0]) == "row" for alias in self.names[name])
             if is_row and name.endswith(".weight") and any(part.copies > 1 for part in found.sharding.parts):
                 flow.problems.append(Problem(name, f"some of the input features of {name} would be on every rank"))
-        return _State(decisions, cut, cuts, roles, heads, heads_atoms, flow)
+        return _State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
 
     def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
         """Which modules are replaced by layers: linear layers and embeddings that use their own weight."""
@@ -311,10 +335,12 @@ class _Planner:
             {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]},
             state.flow.buffers,
             state.flow.slices,
+            state.tokens.edits if state.tokens else [],
             self.record,
             state.decisions,
             state.heads_atoms,
             state.flow.local,
+            state.tokens,
         )
 
     def localize(self, state: _State) -> None:
@@ -334,6 +360,63 @@ class _Planner:
         if len(kinds) > 1:
             module = next(iter(next(found for found in searched.values() if found)), "")
             raise MismatchError(module, f"ranks differ in the integers that must be local: {sorted(kinds)}")
+
+    # ------------------------------------------------------------ sequence parallelism
+
+    def with_tokens(self, base: _State) -> _State:
+        """The state with activations sharded on their tokens; the same one if ``"auto"`` finds that not worth it."""
+        bans = Bans()
+        state = self.try_tokens(base, bans, 0)
+        if state.tokens is None:  # along the dim that operators mix the most; else along another
+            other = Bans()
+            state = self.try_tokens(base, other, 1)
+            bans = bans if state.tokens is None else other
+        state = replace(state, whole_tokens=dict(bans.sources))
+        if state.tokens is None:
+            module, text = next(iter(bans.sources.items()), ("the model", "no layer sums over the ranks"))
+            reason = f"after {module}: {text}"
+        else:
+            before, after = (_on_the_wire(self.collectives(one, activations=True)) for one in (base, state))
+            if self.sequence_parallel is True or (after <= MOST_MORE * before and state.tokens.saved > 0):
+                return state
+            reason = f"activations on the wire would grow from {before} to {after} bytes"
+        if self.sequence_parallel is True:
+            raise ValueError(f"sequence_parallel: True must be possible somewhere, and is not: {reason}")
+        return replace(base, whole_tokens=dict(bans.sources) if state.tokens is None else {"the model": reason})
+
+    def try_tokens(self, base: _State, bans: Bans, alternative: int) -> _State:
+        """Shards tokens; takes back, by ``bans``, what the flow of gradients or the proof refuses, and tries again."""
+        for _ in range(MOST_ROUNDS):
+            tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
+            if not tokens.sources:
+                return base
+            finder = Finder(self.record, base.decisions, base.roles, base.heads_atoms, base.cut, tokens)
+            if finder.find().problems:
+                ban_problems(finder.flow.problems, tokens, bans)
+                continue
+            state = replace(base, finder=finder, tokens=tokens, proofs=[])
+            try:
+                self.prove(state)
+            except MismatchError as mismatch:
+                places = [i for i, _ in self.localized(state).numbered_calls()]
+                index = places[mismatch.at] if mismatch.at < len(places) else len(self.record.python_calls)
+                kinds = {name: type(module).__qualname__ for name, module in self.modules.items()}
+                ban_mismatch(self.record, tokens, mismatch.module, index, str(mismatch), kinds, bans)
+                continue
+            return state
+        return base
+
+    def prove(self, state: _State) -> None:
+        """Proves the shapes of a state whose integers have been found."""
+        assert state.tokens is not None
+        localized, proofs = self.localized(state), dict[tuple[Any, ...], str]()
+        lengths = {atom.size for _, atom in state.tokens.entries}
+        for rank in range(self.p):
+            sizes = [size for one in state.decisions for size in one.sizes(rank).values()]
+            key = (*sizes, *(split_sizes(n, self.p)[rank] for n in sorted(lengths)))
+            if key not in proofs:
+                proofs[key] = digest(localized.checked(rank, state.patches[rank]))
+            state.proofs.append(proofs[key])
 
     # ------------------------------------------------------------ the result
 
@@ -361,12 +444,27 @@ class _Planner:
             proofs=state.proofs,
             bytes_of_element={n: t.element_size() for n, t in self.record.parameters.values()},
             outputs=self.outputs(state),
+            tokens=state.tokens.edits if state.tokens else [],
+            whole_tokens=state.whole_tokens,
         )
 
     def outputs(self, state: _State) -> list[Output]:
         summed = {one.module for one in state.flow.sums} | {n for n, role in state.roles.items() if role != "column"}
         sizes = {atom: size for one in state.decisions for atom, size in one.sizes(0).items()}
-        return outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
+        found = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
+        return found if state.tokens is None else [self.output_of_tokens(one, state.tokens) for one in found]
+
+    def output_of_tokens(self, one: Output, tokens: TokenFlow) -> Output:
+        """A result that may be sharded on its tokens."""
+        call = next(call for call in self.record.calls if call.module == one.module)
+        found = tokens.range_in(call.outputs[0][1], call)
+        if found is None or one.module in tokens.sources:
+            return one
+        local = list(one.local)
+        local[found.dim] = local_length(
+            self.record.dims_of(found.tensor)[found.dim], {found.atom: split_sizes(found.atom.size, self.p)[0]}
+        )
+        return replace(one, local=tuple(local), state="sharded")
 
     def reason(self, name: str, state: _State) -> str:
         """Why a parameter stays whole."""
@@ -389,17 +487,24 @@ class _Planner:
             for i, label in enumerate(record.dims_of(call.masked) if id(call.masked) in state.flow.local else ()):
                 if any(contains(label, atom) for one in state.decisions for atom in one.sharded):
                     dim, lengths = i, tuple(local_length(label, of_rank) for of_rank in sizes)
-            found.append(Draw(call.module, call.name, dim, lengths))
+            tokens = state.tokens.range_of_call(call.masked, call.index) if state.tokens else None
+            dim = dim if tokens is None else tokens.dim
+            found.append(Draw(call.module, call.name, dim, lengths, tokens is not None))
         return found
 
-    def collectives(self, state: _State) -> list[Collective]:
-        """The collectives of one forward and backward at the sizes of the example, in the order of the record."""
+    def collectives(self, state: _State, activations: bool = False) -> list[Collective]:
+        """The collectives of one forward and backward at the sizes of the example, in the order of the record; or those
+        of ``activations`` only."""
         if self.p == 1:
             return []
         found = []
         summed = {(one.module, one.path) for one in state.flow.sums}
+        scattered = state.tokens.sources if state.tokens else set()
+        differentiable = self.record.differentiable
         for call in self.record.calls:
             for path, tensor in call.outputs:
+                if call.module in scattered:
+                    continue
                 if state.roles.get(call.module) in ("row", "vocab") or (call.module, path) in summed:
                     found.append(Collective("all-reduce", call.module, "forward", _bytes(tensor)))
         for step in self.record.steps:
@@ -412,10 +517,30 @@ class _Planner:
                     found.append(
                         Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor))
                     )
-        differentiable = self.record.differentiable
         for copy, tensor in zip(state.flow.copies, state.flow.copied, strict=True):
-            if id(tensor) in differentiable:
+            if id(tensor) in differentiable and not (activations and copy.kind == "parameter"):
                 found.append(Collective("all-reduce", copy.module, "backward", _bytes(tensor)))
+        return found + self.collectives_of_tokens(state, activations)
+
+    def collectives_of_tokens(self, state: _State, activations: bool) -> list[Collective]:
+        found: list[Collective] = []
+        for one, tensor in state.tokens.calls() if state.tokens else ():
+            forward, backward = {
+                "reduce_scatter": ("reduce-scatter", "all-gather"),
+                "all_gather": ("all-gather", "reduce-scatter"),
+                "scatter": (None, "all-gather"),
+                "gather": ("all-gather", None),
+                "keep": (None, None),
+            }[one.kind]
+            if forward:
+                found.append(Collective(forward, one.module, "forward", _bytes(tensor)))
+            if backward and id(tensor) in self.record.differentiable:
+                found.append(Collective(backward, one.module, "backward", _bytes(tensor)))
+        biases = {name: t for name, t in self.record.parameters.values() if name.endswith(".bias")}
+        for module in [] if activations or state.tokens is None else sorted(state.tokens.sources):
+            bias = biases.get(f"{module}.bias")
+            if bias is not None and state.roles.get(module) == "row" and id(bias) in self.record.differentiable:
+                found.append(Collective("all-reduce", module, "backward", _bytes(bias)))
         return found
 
 
@@ -425,6 +550,11 @@ def _looks_up(module: nn.Embedding) -> bool:
     return module.max_norm is None and (
         forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
     )
+
+
+def _on_the_wire(collectives: Sequence[Collective]) -> int:
+    """Twice the tensor for an all-reduce, once for its halves; in units of (p - 1) / p bytes."""
+    return sum(one.bytes * (2 if one.kind == "all-reduce" else 1) for one in collectives)
 
 
 def _bytes(tensor: Tensor) -> int:

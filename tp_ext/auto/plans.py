@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tp_ext.auto import picture
-from tp_ext.auto.edits import Collective, Copy, Draw, Output, Slice, Sum
+from tp_ext.auto.edits import Collective, Copy, Draw, Output, Slice, Sum, Tokens
 from tp_ext.sharding import Part, Sharding
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass
@@ -39,6 +39,9 @@ class Plan:
         proofs: for each rank, a hash of the calls of the local model on fakes, with their shapes.
         bytes_of_element: name of a parameter -> bytes of an element, once for tied ones.
         outputs: the results of the modules, in the order of their first calls.
+        tokens: boundaries of modules at which tensors become sharded on their tokens, or whole again; empty without
+            sequence parallelism.
+        whole_tokens: module whose sum over the ranks stays an all-reduce under sequence parallelism -> the reason.
     """
 
     p: int
@@ -59,6 +62,8 @@ class Plan:
     proofs: list[str] = field(default_factory=list)
     bytes_of_element: dict[str, int] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
+    tokens: list[Tokens] = field(default_factory=list)
+    whole_tokens: dict[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -104,6 +109,7 @@ class Plan:
             module: {a: (old, tuple(new) if isinstance(new, list) else new) for a, (old, new) in changes.items()}
             for module, changes in data["patches"].items()
         }
+        data["tokens"] = [Tokens(**{**one, "path": tuple(one["path"])}) for one in data["tokens"]]
         data["collectives"] = [Collective(**one) for one in data["collectives"]]
         data["outputs"] = [
             Output(**{**one, "shape": tuple(one["shape"]), "local": tuple(one["local"])}) for one in data["outputs"]
@@ -112,11 +118,16 @@ class Plan:
         return cls(**data)
 
     def why(self, name: str) -> str:
-        """Returns why a parameter is sharded as it is, or whole.
+        """Returns why a parameter is sharded as it is, or whole; or, of a module that sums over the ranks, whether its
+        result is sharded on its tokens.
 
         Raises:
-            ValueError: there is no such parameter.
+            ValueError: there is no such parameter, and no such module.
         """
+        if name in self.whole_tokens:
+            return f"the result of {name} has all tokens: {self.whole_tokens[name]}"
+        if any(one.kind == "reduce_scatter" and one.module == name for one in self.tokens):
+            return f"the result of {name} is sharded on its tokens"
         if name in self.whole:
             return f"{name} is whole: {self.whole[name]}"
         if name not in self.shardings:
@@ -159,6 +170,17 @@ class Plan:
             if not any(name == pattern or name.endswith("." + pattern) for pattern in tp_plan):
                 differences.append(f"{name}: not in the other, {role} here")
         return differences
+
+    def _tokens_text(self) -> str:
+        names: dict[str, dict[str, None]] = {}
+        for one in self.tokens:
+            names.setdefault(one.kind, {})[_folded(one.module) or "the model"] = None
+        what = {
+            "reduce_scatter": "reduce-scatter after", "scatter": "slice at", "all_gather": "all-gather at",
+            "gather": "all-gather for replicated work at",
+        }  # fmt: skip
+        found = [f"{text} {', '.join(names[kind])}" for kind, text in what.items() if kind in names]
+        return "sequence parallel: " + ("; ".join(found) or "nothing")
 
     def draw(self, path: str | FilePath, module: str | None = None) -> None:
         """Draws a module: its parameters, its modules in the order of their calls with their results, each sharded,
@@ -224,11 +246,22 @@ class Plan:
             f"({_size(sum(c.bytes for c in forward))}), "
             f"{len(backward)} backward ({_size(sum(c.bytes for c in backward))})"
         )
+        if self.tokens or self.whole_tokens:
+            lines.append(self._tokens_text())
+        for text, names in _by_text({_folded(name): why for name, why in self.whole_tokens.items()}).items():
+            lines.append(f"all tokens in the result of {', '.join(names)}: {text}")
         for module, changes in _fold_values(self.patches).items():
             lines.append(
                 f"patched in {module}: " + ", ".join(f"{a} {old} -> {new}" for a, (old, new) in changes.items())
             )
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _by_text(reasons: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, text in reasons.items():
+        found.setdefault(text, []).append(name)
+    return found
 
 
 def described(example: Any) -> Any:

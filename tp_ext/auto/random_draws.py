@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tp_ext.auto.edits import Draw
+from tp_ext.auto.token_hooks import TokenLengths
 from tp_ext.group import ParallelGroup
 from tp_ext.nn.dropout import dropout
 
@@ -18,9 +19,9 @@ from tp_ext.nn.dropout import dropout
 class _Masks(TorchFunctionMode):
     """Replaces the random calls of one forward, in order."""
 
-    def __init__(self, draws: list[Draw], group: ParallelGroup) -> None:
+    def __init__(self, draws: list[Draw], group: ParallelGroup, tokens: TokenLengths | None) -> None:
         super().__init__()
-        self.draws, self.group, self.next = draws, group, 0
+        self.draws, self.group, self.tokens, self.next = draws, group, tokens, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,7 +43,11 @@ class _Masks(TorchFunctionMode):
         return draw
 
     def drop(self, draw: Draw, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return dropout(input, p, training, group=self.group.name, dim=draw.dim, sizes=draw.sizes)
+        dim, sizes = draw.dim, None if draw.sizes is None else list(draw.sizes)
+        if draw.tokens and self.tokens is not None and dim is not None:
+            sizes = self.tokens.sizes_of(input, dim)
+            dim = None if sizes is None else dim
+        return dropout(input, p, training, group=self.group.name, dim=dim, sizes=sizes)
 
     def attention(
         self,
@@ -77,12 +82,13 @@ class BeginDraws:
 
     draws: list[Draw]
     group: ParallelGroup
+    tokens: TokenLengths | None = None
     running: list[_Masks] = field(default_factory=list)
     is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if module.training:
-            mode = _Masks(self.draws, self.group)
+            mode = _Masks(self.draws, self.group, self.tokens)
             mode.__enter__()
             self.running.append(mode)
 

@@ -116,7 +116,7 @@ def pointwise(op: Op) -> None:
 def no_rule(op: Op) -> None:
     """Pins every dim of all tensors."""
     advice = " (rules= takes one)" if "::" in op.reason.what else ""
-    reason = Reason(f"no rule for {op.reason.what}{advice}", op.reason.module, op.reason.line)
+    reason = op.reason = Reason(f"no rule for {op.reason.what}{advice}", op.reason.module, op.reason.line)
     for tensor in [*op.inputs, *op.outputs]:
         for dim in op.dims_of(tensor):
             pin(dim, reason)

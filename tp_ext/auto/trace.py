@@ -49,13 +49,21 @@ def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a module: its tensors in and out, and the operators from ``start`` to ``stop``."""
+    """One call of a module: its tensors in and out, the operators from ``start`` to ``stop``, and the calls from Python
+    from ``first`` to ``last``, the ends excluded."""
 
     module: str
     inputs: list[tuple[Path, Tensor]]
     start: int
     outputs: list[tuple[Path, Tensor]] = dataclasses.field(default_factory=list)
     stop: int = sys.maxsize
+    first: int = 0
+    last: int = sys.maxsize
+    order: int = 0  # among all calls, and one more than that of the last call inside of it
+    end: int = sys.maxsize
+
+    def around(self, other: Call) -> bool:
+        return self.order < other.order < self.end
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,9 +76,14 @@ class Step:
     inputs: list[Tensor]
     outputs: list[Tensor]
     contracted: Dim
+    reason: Reason  # with the atoms that the operator needs whole
     args: Sequence[Any] = ()
     is_loss: bool = False
-    line: str = ""  # of the user's source
+
+    @property
+    def line(self) -> str:
+        """Of the user's source."""
+        return self.reason.line
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,6 +94,7 @@ class RandomCall:
     name: str
     masked: Tensor
     place: int
+    index: int  # among the calls from Python
 
 
 class Record:
@@ -125,9 +139,9 @@ class Record:
             op.inputs,
             op.outputs,
             op.contracted,
+            op.reason,
             op.args,
             is_loss,
-            op.reason.line,
         )
         self.steps.append(step)
         self.kept += op.inputs
@@ -234,7 +248,9 @@ def _dropout(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], res
     if result is not x:
         op.give(op.dims())
         record.add(op)
-    record.random_calls.append(RandomCall(record.modules[-1], "dropout", x, len(record.steps)))
+    record.random_calls.append(
+        RandomCall(record.modules[-1], "dropout", x, len(record.steps), len(record.python_calls) - 1)
+    )
 
 
 def _attention(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> None:
@@ -263,7 +279,9 @@ def _attention(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], r
                 op.unify(dim, scores[-i])
     op.give([*of_q[:-1], of_v[-1]])
     record.add(op)
-    record.random_calls.append(RandomCall(record.modules[-1], name, result, len(record.steps)))
+    record.random_calls.append(
+        RandomCall(record.modules[-1], name, result, len(record.steps), len(record.python_calls) - 1)
+    )
 
 
 WHOLE: dict[Any, Callable[[Record, Sequence[Any], Mapping[str, Any], Any], None]] = {
@@ -282,6 +300,7 @@ def _watched(model: nn.Module, record: Record) -> Iterator[None]:
     def watch(name: str, module: nn.Module) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             call = Call(name, list(tensors((args, kwargs))), len(record.steps))
+            call.first, call.order = len(record.python_calls), len(record.calls)
             record.calls.append(call)
             running.append(call)
             record.modules.append(name)
@@ -290,6 +309,7 @@ def _watched(model: nn.Module, record: Record) -> Iterator[None]:
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             call = running.pop()
             call.outputs, call.stop = list(tensors(result)), len(record.steps)
+            call.last, call.end = len(record.python_calls), len(record.calls)
             record.modules.pop()
             record.kept += [t for _, t in call.outputs]
 
