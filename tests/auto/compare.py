@@ -82,7 +82,7 @@ def compare(group: Any, name: str) -> Result:
         return compare_model(group, name, model.double(), inputs)
 
 
-def compare_model(group: Any, name: str, model: nn.Module, inputs: dict[str, Tensor]) -> Result:
+def compare_model(group: Any, name: str, model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Result:
     own = parallel_group(group)
     result = Result(name, own.size)
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
@@ -92,7 +92,7 @@ def compare_model(group: Any, name: str, model: nn.Module, inputs: dict[str, Ten
     reference = copy.deepcopy(model)
     start = time.perf_counter()
     try:
-        plan = auto.plan(model, inputs, own.size)
+        plan = auto.plan(model, inputs, own.size, **options)
     except ValueError as error:
         result.refused = str(error)
         return result

@@ -19,13 +19,10 @@ from torch import Tensor
 from tp_ext.auto.choose import Decision, carries
 from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Copy, Path, Slice, Sum
+from tp_ext.auto.sliced_constants import VIEWS, Constants
 from tp_ext.auto.trace import Call, Record, Step, tensors
 from tp_ext.sharding import Sharding
 
-VIEWS = {
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
-    "alias", "clone", "_to_copy", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "repeat",
-}  # fmt: skip
 LINEAR = VIEWS | {
     "neg", "sum", "mean", "index", "gather", "index_select", "contiguous", "cumsum", "flip", "roll", "constant_pad_nd",
     "copy_", "positive", "narrow", "index_add", "index_add_", "scatter_add", "index_put", "index_put_",
@@ -128,7 +125,7 @@ class Finder:
         self.working = [self.works_sharded(step) for step in self.record.steps]
         self.backward_types()
         self.check()
-        self.constants()
+        Constants(self).find()
         for (id_, _, _), copies in self.summed.items():
             new = [copy for copy in copies if copy not in self.flow.copies]
             self.flow.copies += new
@@ -418,68 +415,6 @@ class Finder:
                 text = f"{name} has a sharded dim and is not sharded"
                 carried = (one for one in self.chosen if carries(record, tensor, one.sharded))
                 self.flow.problems += [Problem(next(iter(one.parameters)), text) for one in carried]
-
-    # ------------------------------------------------------------ constants
-
-    def constants(self) -> None:
-        """Finds tensors with a sharded dim that are not made of sharded parameters, such as one slope per head (ALiBi).
-
-        One that is computed outside of a module and used in it is sliced on its way in; one that is made next to
-        sharded work must be local already, which the comparison of shapes proves.
-        """
-        record, flow = self.record, self.flow
-        kept = [atom for atom in self.atoms if atom not in self.whole_heads]
-        for id_, (name, tensor) in record.buffers.items():
-            if id_ in self.by_id and carries(record, tensor, kept):
-                flow.buffers[name] = self.shardings(tensor, kept)
-        local = {id_ for id_, (name, _) in record.parameters.items() if name in self.cut}
-        local |= {id_ for id_, (name, _) in record.buffers.items() if name in flow.buffers}
-        for step in record.steps:
-            works = any(id(t) in local for t in step.inputs) or any(id(t) in self.partial for t in step.outputs)
-            for tensor in step.inputs if works else ():
-                if id(tensor) in self.sharded and id(tensor) not in local and id(tensor) not in record.parameters:
-                    self.constant(step, tensor, local)
-            if any(id(t) in local for t in step.inputs) or works:
-                local |= {id(t) for t in step.outputs if id(t) in self.sharded}
-        flow.local = local
-
-    def constant(self, step: Step, tensor: Tensor, local: set[int]) -> None:
-        views, source, entered = [], tensor, None
-        while entered is None:
-            found = (
-                (c, path)
-                for c, path in self.calls_with.get(id(source), ())
-                if c.start <= step.place < c.stop and c.module
-            )
-            entered = next(found, None)
-            maker = self.record.maker.get(id(source))
-            if entered is not None or maker is None or maker.name not in VIEWS:
-                break
-            views.append(source)
-            source = maker.inputs[0]
-        if entered is None or id(source) not in self.sharded:
-            local.add(id(tensor))
-            return
-        call, path = entered
-        for sharding in self.shardings(source, self.atoms):
-            found_slice = Slice(call.module, path, sharding)
-            if found_slice not in self.flow.slices:
-                self.flow.slices.append(found_slice)
-        local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
-
-    def shardings(self, tensor: Tensor, sharded: list[Atom]) -> list[Sharding]:
-        found = []
-        for dim, label in enumerate(self.record.dims_of(tensor)):
-            for decision in self.chosen:
-                if decision.atom in sharded and contains(label, decision.atom):
-                    parts = decision.parts(label)
-                    if parts is None:
-                        self.problem(
-                            "", f"a constant of shape {tuple(tensor.shape)} has a sharded factor inside dim {dim}"
-                        )
-                    else:
-                        found.append(Sharding(dim, parts))
-        return found
 
 
 def _span_start(step: Step, tensor: Tensor) -> tuple[int, int]:

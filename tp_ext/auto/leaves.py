@@ -60,8 +60,8 @@ def _scattered_sum(y: Tensor, bias: Tensor | None, group: str, dim: int, sizes: 
 class RowConv1D(nn.Module):
     """The ``Conv1D`` of transformers with sharded input features: y = sum over ranks of x_local W_local, + b.
 
-    Shapes: weight ``[in_local, out]``; x ``[.., in_local]`` -> y ``[.., out]``, replicated; with ``tp_tokens`` this rank's
-    slice of dim ``tp_tokens_dim``.
+    Shapes: weight ``[in_local, out]``; x ``[.., in_local]`` -> y ``[.., out]``, replicated; with ``tp_tokens`` this
+    rank's slice of dim ``tp_tokens_dim``.
     Communicates: forward, one all-reduce of y; with ``tp_tokens`` as :class:`RowTokensLinear`.
 
     Args:
@@ -104,7 +104,7 @@ class VocabLookup(nn.Embedding):
     tp_tokens_dim: int = 0
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the rows of the full table, ``[*input.shape, embedding_dim]``; with ``tp_tokens`` this rank's slice."""
+        """Returns the rows of the full table, ``[*input.shape, embedding_dim]``, or a slice of these."""
         sizes = None if self.tp_tokens is None else self.tp_tokens.enter(input.shape[self.tp_tokens_dim])
         group = self.tp_group.name if sizes is None else ""
         y: Tensor = _ops.vocab_parallel_embedding(

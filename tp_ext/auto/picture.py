@@ -11,12 +11,18 @@ from torch import nn
 
 from tp_ext.auto.choose import local_length
 from tp_ext.auto.dims import Atom
-from tp_ext.auto.edits import Copy, Output
+from tp_ext.auto.edits import Copy, Output, Tokens
 from tp_ext.auto.trace import Call, Record
 from tp_ext.sharding import Sharding
 
 COLOURS = {"sharded": "#8ecae6", "partial": "#ffb703", "replicated": "#e5e5e5"}
 COLLECTIVE = "#c1121f"
+TOKENS = {
+    "reduce_scatter": "reduce-scatter of the sum over tokens, forward; all-gather, backward",
+    "scatter": "slice of the tokens, forward; all-gather of its gradient, backward",
+    "all_gather": "all-gather of the tokens, forward; reduce-scatter of its gradient, backward",
+    "gather": "all-gather of the tokens, forward; slice of its gradient, backward",
+}
 WIDTHS = {"parameter": 3.4, "module": 3.2, "output": 3.4}
 ROW = 0.62  # inches
 
@@ -28,6 +34,7 @@ class Plan(Protocol):
     shapes: dict[str, tuple[int, ...]]
     shardings: dict[str, Sharding]
     copies: list[Copy]
+    tokens: list[Tokens]
     outputs: list[Output]
 
 
@@ -128,14 +135,22 @@ def _rows(plan: Plan, outputs: Sequence[Output]) -> list[dict[str, Any]]:
         while open_ and not until.startswith(open_[-1].module + "."):
             after(open_.pop())
 
+    def boundaries(one: Output, at: str) -> None:
+        for tokens in plan.tokens:
+            if (tokens.module, tokens.at) == (one.module, at) and tokens.kind in TOKENS:
+                rows.append({"text": f"{TOKENS[tokens.kind]}: {_name(one.module)}"})
+
     def after(one: Output) -> None:
-        if one.state == "partial":
+        boundaries(one, "output")
+        if one.state == "partial" and one.module not in scattered:
             rows.append({"text": f"all-reduce of the sum over ranks, forward: {_name(one.module)}"})
         if any(copy.kind == "output" and copy.module == one.module for copy in plan.copies):
             rows.append({"text": f"all-reduce of its gradient, backward: {_name(one.module)}"})
 
+    scattered = {tokens.module for tokens in plan.tokens if tokens.kind == "reduce_scatter"}
     for one in outputs:
         close(one.module)
+        boundaries(one, "argument")
         if any(copy.kind == "argument" and copy.module == one.module for copy in plan.copies):
             rows.append({"text": f"all-reduce of the input's gradient, backward: {_name(one.module)}"})
         own = [name for name in plan.shapes if name.rpartition(".")[0] == one.module]

@@ -5,26 +5,27 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch import nn
 
 from tp_ext.auto.argument_checks import check_example, check_model, check_options
 from tp_ext.auto.choose import Cut, Decision, carries, choose, local_length
+from tp_ext.auto.collectives import collectives_of, on_the_wire
 from tp_ext.auto.dims import Atom, atoms, contains, length
-from tp_ext.auto.edits import Collective, Draw, Output
+from tp_ext.auto.edits import Draw, Output
 from tp_ext.auto.flow import VIEWS, Finder, Flow, Problem
+from tp_ext.auto.hints import check_hints, hint_of
 from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, merged
 from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.plans import Plan, described
-from tp_ext.auto.reasons import failure_of, is_own, line_of, reason_of
-from tp_ext.auto.rules import Rule, from_notation
-from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems, find_tokens
-from tp_ext.auto.trace import Record, tensors, trace
+from tp_ext.auto.reasons import reason_of, traced
+from tp_ext.auto.rules import from_notation
+from tp_ext.auto.token_search import find_tokens
+from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
+from tp_ext.auto.trace import Record, tensors
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.sharding import split_sizes
 
@@ -82,50 +83,12 @@ def plan(
     check_options(p, hints, rules, memory_budget, sequence_parallel, strict)
     own = {name: from_notation(line) for name, line in (rules or {}).items()}
     hints = dict(hints or {})
-    _check_hints(model, hints)
-    record = _traced(model, example, own)
+    check_hints(model, hints)
+    record = traced(model, example, own)
     planner = _Planner(model, example, p, record, hints, memory_budget, sequence_parallel)
     found = planner.decide()
     _check_sharded(found, planner, hints, strict)
     return found
-
-
-def _traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record:
-    record = Record()
-    try:
-        return trace(model, example, rules=rules, record=record)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        kind = "branches on" if isinstance(error, DataDependentOutputException) else "computes lengths from"
-        raise ValueError(
-            f"model: forward {kind} values of tensors, by {error.func} in {record.modules[-1] or 'the model'}"
-            f"{line_of(error)}; it must not: pass arguments with which that code does not run, or rewrite it"
-        ) from error
-    except Exception as error:
-        if is_own(error):
-            raise
-        where = record.modules[-1] or "the model"
-        raise ValueError(f"example: forward fails on fake tensors like it, in {where}: {failure_of(error)}") from error
-
-
-def _check_hints(model: nn.Module, hints: Mapping[str, str | P]) -> None:
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern, value in hints.items():
-        if isinstance(value, P) and len(value.axes) > 1:
-            raise ValueError(f"hints: {pattern!r} is {value} and must name one axis at most: a plan has one")
-        if not any(_fits(pattern, name) for name in names):
-            raise ValueError(f"hints: {pattern!r} must fit a parameter or a module that has one; none of this model's")
-
-
-def _fits(pattern: str, name: str) -> bool:
-    """Whether a pattern fits a parameter or a module around it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
-
-
-def _hint(hints: Mapping[str, str | P], name: str) -> str | P | None:
-    """The value of the most specific pattern that fits."""
-    fitting = [pattern for pattern in hints if _fits(pattern, name)]
-    return hints[max(fitting, key=lambda pattern: (len(pattern), pattern))] if fitting else None
 
 
 def _check_sharded(found: Plan, planner: _Planner, hints: Mapping[str, str | P], strict: bool) -> None:
@@ -133,7 +96,7 @@ def _check_sharded(found: Plan, planner: _Planner, hints: Mapping[str, str | P],
     for name, tensor in planner.record.parameters.values():
         if name in found.shardings:
             continue
-        asked = next((hint for alias in planner.names[name] if (hint := _hint(hints, alias))), None)
+        asked = next((hint for alias in planner.names[name] if (hint := hint_of(hints, alias))), None)
         if found.p > 1 and (asked == "sharded" or (isinstance(asked, P) and asked.axes)):
             raise ValueError(f"hints: {name} cannot be sharded: {found.whole[name]}")
         size = tensor.numel() * tensor.element_size()
@@ -204,7 +167,7 @@ class _Planner:
         if name in self.why:
             return False
         for alias in self.names[name]:
-            hint = _hint(self.hints, alias)
+            hint = hint_of(self.hints, alias)
             if hint == "whole" or (isinstance(hint, P) and not (dim < len(hint.dims) and hint.dims[dim])):
                 return False
         return True
@@ -376,7 +339,7 @@ class _Planner:
             module, text = next(iter(bans.sources.items()), ("the model", "no layer sums over the ranks"))
             reason = f"after {module}: {text}"
         else:
-            before, after = (_on_the_wire(self.collectives(one, activations=True)) for one in (base, state))
+            before, after = (on_the_wire(collectives_of(self.record, self.p, one, True)) for one in (base, state))
             if self.sequence_parallel is True or (after <= MOST_MORE * before and state.tokens.saved > 0):
                 return state
             reason = f"activations on the wire would grow from {before} to {after} bytes"
@@ -438,7 +401,7 @@ class _Planner:
             whole={
                 alias: self.reason(name, state) for name in every if name not in state.cut for alias in self.names[name]
             },
-            collectives=self.collectives(state),
+            collectives=collectives_of(self.record, self.p, state),
             shapes={a: tuple(t.shape) for n, t in self.record.parameters.values() for a in self.names[n]},
             example=described(self.example),
             proofs=state.proofs,
@@ -452,19 +415,7 @@ class _Planner:
         summed = {one.module for one in state.flow.sums} | {n for n, role in state.roles.items() if role != "column"}
         sizes = {atom: size for one in state.decisions for atom, size in one.sizes(0).items()}
         found = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
-        return found if state.tokens is None else [self.output_of_tokens(one, state.tokens) for one in found]
-
-    def output_of_tokens(self, one: Output, tokens: TokenFlow) -> Output:
-        """A result that may be sharded on its tokens."""
-        call = next(call for call in self.record.calls if call.module == one.module)
-        found = tokens.range_in(call.outputs[0][1], call)
-        if found is None or one.module in tokens.sources:
-            return one
-        local = list(one.local)
-        local[found.dim] = local_length(
-            self.record.dims_of(found.tensor)[found.dim], {found.atom: split_sizes(found.atom.size, self.p)[0]}
-        )
-        return replace(one, local=tuple(local), state="sharded")
+        return found if state.tokens is None else [state.tokens.shown(self.record, one, self.p) for one in found]
 
     def reason(self, name: str, state: _State) -> str:
         """Why a parameter stays whole."""
@@ -492,57 +443,6 @@ class _Planner:
             found.append(Draw(call.module, call.name, dim, lengths, tokens is not None))
         return found
 
-    def collectives(self, state: _State, activations: bool = False) -> list[Collective]:
-        """The collectives of one forward and backward at the sizes of the example, in the order of the record; or those
-        of ``activations`` only."""
-        if self.p == 1:
-            return []
-        found = []
-        summed = {(one.module, one.path) for one in state.flow.sums}
-        scattered = state.tokens.sources if state.tokens else set()
-        differentiable = self.record.differentiable
-        for call in self.record.calls:
-            for path, tensor in call.outputs:
-                if call.module in scattered:
-                    continue
-                if state.roles.get(call.module) in ("row", "vocab") or (call.module, path) in summed:
-                    found.append(Collective("all-reduce", call.module, "forward", _bytes(tensor)))
-        for step in self.record.steps:
-            if step.is_loss and any(contains(step.contracted, atom) for atom in state.heads_atoms):
-                rows = step.inputs[0].numel() // max(1, step.inputs[0].shape[1 if step.inputs[0].dim() > 1 else 0])
-                found.append(Collective("all-reduce", step.module, "forward", 3 * 4 * rows))
-        if not any(step.is_loss for step in self.record.steps):
-            for _, tensor in tensors(self.record.output):
-                if carries(self.record, tensor, state.heads_atoms):
-                    found.append(
-                        Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor))
-                    )
-        for copy, tensor in zip(state.flow.copies, state.flow.copied, strict=True):
-            if id(tensor) in differentiable and not (activations and copy.kind == "parameter"):
-                found.append(Collective("all-reduce", copy.module, "backward", _bytes(tensor)))
-        return found + self.collectives_of_tokens(state, activations)
-
-    def collectives_of_tokens(self, state: _State, activations: bool) -> list[Collective]:
-        found: list[Collective] = []
-        for one, tensor in state.tokens.calls() if state.tokens else ():
-            forward, backward = {
-                "reduce_scatter": ("reduce-scatter", "all-gather"),
-                "all_gather": ("all-gather", "reduce-scatter"),
-                "scatter": (None, "all-gather"),
-                "gather": ("all-gather", None),
-                "keep": (None, None),
-            }[one.kind]
-            if forward:
-                found.append(Collective(forward, one.module, "forward", _bytes(tensor)))
-            if backward and id(tensor) in self.record.differentiable:
-                found.append(Collective(backward, one.module, "backward", _bytes(tensor)))
-        biases = {name: t for name, t in self.record.parameters.values() if name.endswith(".bias")}
-        for module in [] if activations or state.tokens is None else sorted(state.tokens.sources):
-            bias = biases.get(f"{module}.bias")
-            if bias is not None and state.roles.get(module) == "row" and id(bias) in self.record.differentiable:
-                found.append(Collective("all-reduce", module, "backward", _bytes(bias)))
-        return found
-
 
 def _looks_up(module: nn.Embedding) -> bool:
     """Whether an embedding's forward is torch's, or calls it by ``super()``."""
@@ -550,12 +450,3 @@ def _looks_up(module: nn.Embedding) -> bool:
     return module.max_norm is None and (
         forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
     )
-
-
-def _on_the_wire(collectives: Sequence[Collective]) -> int:
-    """Twice the tensor for an all-reduce, once for its halves; in units of (p - 1) / p bytes."""
-    return sum(one.bytes * (2 if one.kind == "all-reduce" else 1) for one in collectives)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tp_ext.auto.dims import Major, majors
-from tp_ext.auto.trace import Record
+from tp_ext.auto.rules import Rule
+from tp_ext.auto.trace import Record, trace
 
 OWN = str(Path(__file__).parent)
 
@@ -55,7 +60,29 @@ def _product(found: list[Major]) -> str:
     return f"{len(texts)} parts of {texts[0]}"
 
 
-def is_own(error: Exception) -> bool:
+def traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record:
+    """Returns the record of a model.
+
+    Raises:
+        ValueError: its forward branches on values of tensors, or fails.
+    """
+    record = Record()
+    try:
+        return trace(model, example, rules=rules, record=record)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        kind = "branches on" if isinstance(error, DataDependentOutputException) else "computes lengths from"
+        raise ValueError(
+            f"model: forward {kind} values of tensors, by {error.func} in {record.modules[-1] or 'the model'}"
+            f"{line_of(error)}; it must not: pass arguments with which that code does not run, or rewrite it"
+        ) from error
+    except Exception as error:
+        if _is_own(error):
+            raise
+        where = record.modules[-1] or "the model"
+        raise ValueError(f"example: forward fails on fake tensors like it, in {where}: {failure_of(error)}") from error
+
+
+def _is_own(error: Exception) -> bool:
     """Whether the last of the Python code that raised an exception is of this package: rules, hints, constraints."""
     last = extract_tb(error.__traceback__)[-1].filename
     return last.startswith(OWN) and not last.endswith("trace.py")

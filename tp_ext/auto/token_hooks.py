@@ -7,6 +7,7 @@ the length by the arguments, which are those of the forward."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ class TokenLengths:
 
     Attributes:
         length: None: they are whole. forwards: of the model that run now. records: the running one records gradients.
+        backward: the one in which a recomputation last set the length.
         known: storage of an argument -> the length of its tokens.
     """
 
@@ -37,14 +39,18 @@ class TokenLengths:
     length: int | None = None
     forwards: int = 0
     records: bool = False
+    backward: int = -1
     known: dict[int, tuple[StorageWeakRef, int | None]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "length": None, "forwards": 0, "records": False, "known": {}}
+        return {**self.__dict__, "length": None, "forwards": 0, "records": False, "backward": -1, "known": {}}
 
     def enter(self, length: int) -> list[int] | None:
         """Begins to shard tokens of a full length; returns the lengths on the ranks, None: they stay whole."""
-        shards = self.records if self.forwards else _in_backward()
+        shards = self.records
+        if not self.forwards:
+            self.backward = _backward()
+            shards = self.backward >= 0
         self.length = length if shards and length >= self.group.size else None
         return self.sizes()
 
@@ -77,22 +83,34 @@ class TokenLengths:
         _recall(self, x)
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+@torch.compiler.disable
+def _backward() -> int:
+    """The backward that runs now, -1: none."""
+    return torch._C._current_graph_task_id()
 
 
 @torch.compiler.disable
 def _recall(lengths: TokenLengths, x: Tensor) -> None:
-    if not _in_backward():
+    backward = _backward()
+    if backward < 0:
         lengths.length = None  # a module called by itself has whole arguments
         return
     found = lengths.known.get(x.untyped_storage()._cdata)
     if found is None or found[0].expired():
+        if lengths.backward == backward:
+            return  # computed by the recomputation itself
         raise RuntimeError(
             "sequence parallelism: a module is recomputed in backward from arguments that its forward did not have; "
             "compile what contains the checkpoint, or nothing, and keep its arguments where they are"
         )
-    lengths.length = found[1]
+    lengths.length, lengths.backward = found[1], backward
+
+
+def _at(value: Any, path: Path) -> Any:
+    for key in path:
+        is_item = isinstance(value, list | tuple | Mapping)
+        value = operator.getitem(value, key) if is_item else getattr(value, str(key))
+    return value
 
 
 @dataclass
@@ -128,9 +146,7 @@ class KeepTokens:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for path in self.paths:
-            x: Any = (args, kwargs)
-            for key in path:
-                x = x[key] if isinstance(x, list | tuple | Mapping) else getattr(x, str(key))
+            x = _at((args, kwargs), path)
             if self.lengths.forwards == 0:
                 self.lengths.recall(x)
             elif not torch.compiler.is_compiling():

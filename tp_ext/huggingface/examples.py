@@ -8,15 +8,16 @@ from typing import Any
 import torch
 import transformers
 
-BATCH, TOKENS = 3, 5  # no factor of a dim of usual models
+BATCH = 3  # no factor of a dim of usual models; so are the numbers of tokens
+TOKENS = (5, 7, 11, 13, 17, 19, 23, 29, 37, 67, 131, 257, 521)
 LABELS_OF_TOKENS = (
     "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification",
 )  # fmt: skip
 LABELS_OF_ROWS = ("ForSequenceClassification", "ForImageClassification")
 
 
-def example_of(model: transformers.PreTrainedModel) -> dict[str, Any]:
-    """Returns a batch of tokens or images, with labels where the class has a loss.
+def example_of(model: transformers.PreTrainedModel, tokens: int = 1) -> dict[str, Any]:
+    """Returns a batch of tokens or images, with labels where the class has a loss; with so many tokens at least.
 
     Raises:
         ValueError: the model's main input is neither.
@@ -24,9 +25,10 @@ def example_of(model: transformers.PreTrainedModel) -> dict[str, Any]:
     kind, names = type(model).__name__, set(inspect.signature(model.forward).parameters)
     text = model.config.get_text_config()
     example: dict[str, Any] = {}
+    tokens = next((n for n in TOKENS if n >= tokens), tokens)
     if model.main_input_name == "input_ids":
         count = getattr(text, "vocab_size", 2)
-        example["input_ids"] = torch.arange(1, BATCH * TOKENS + 1).view(BATCH, TOKENS) % count
+        example["input_ids"] = torch.arange(1, BATCH * tokens + 1).view(BATCH, tokens) % count
         if "labels" in names and kind.endswith(LABELS_OF_TOKENS):
             size = getattr(model.config, "num_labels", 2) if kind.endswith("ForTokenClassification") else count
             example["labels"] = example["input_ids"] % size

@@ -38,6 +38,7 @@ def from_pretrained(
     model_class: type[transformers.PreTrainedModel] | None = None,
     dtype: torch.dtype | None = None,
     hints: Mapping[str, str | P] | None = None,
+    sequence_parallel: bool | str = False,
     example: Mapping[str, Any] | tuple[Any, ...] | None = None,
     device: torch.device | str | None = None,
     **config_overrides: Any,
@@ -52,7 +53,7 @@ def from_pretrained(
         group: the ranks over which the model is sharded; None: one process. mesh: its axis ``tp`` is the group.
         model_class: a class of transformers; default: the one that ``config.json`` names.
         dtype: of the parameters; default: that of the configuration, or else of the first tensor.
-        hints: as for :func:`tp_ext.auto.plan`.
+        hints, sequence_parallel: as for :func:`tp_ext.auto.plan`.
         example: arguments of forward, for the plan; default: a few tokens, with ``labels`` where the class has a loss
             over them; or an image.
         device: default: torch's default device.
@@ -82,7 +83,7 @@ def from_pretrained(
         model, files, groups = call_on_all_ranks(
             ranks, lambda: _prepared(Path(path), opened, model_class, dtype, where, config_overrides)
         )
-        plan = call_on_all_ranks(ranks, lambda: _plan(model, example, own.size, hints))
+        plan = call_on_all_ranks(ranks, lambda: _plan(model, example, own.size, hints, sequence_parallel))
         auto.apply(plan, model, own.name or None)
         _allocate(model, where)
         call_on_all_ranks(ranks, lambda: _read(model, state_entries(model, own), files, groups))
@@ -161,13 +162,20 @@ def _prepared(
     return model, files, groups
 
 
-def _plan(model: transformers.PreTrainedModel, example: Any, p: int, hints: Mapping[str, str | P] | None) -> auto.Plan:
+def _plan(
+    model: transformers.PreTrainedModel,
+    example: Any,
+    p: int,
+    hints: Mapping[str, str | P] | None,
+    sequence_parallel: bool | str,
+) -> auto.Plan:
     """The plan of the model as it trains; as it infers, if its code then branches on random numbers (LayerDrop)."""
-    arguments = example_of(model) if example is None else example
+    arguments = example_of(model, p if sequence_parallel else 1) if example is None else example
+    options: dict[str, Any] = {"hints": hints, "sequence_parallel": sequence_parallel}
     try:
-        return auto.plan(model.train(), arguments, p, hints=hints)
+        return auto.plan(model.train(), arguments, p, **options)
     except ValueError:
-        return auto.plan(model.eval(), arguments, p, hints=hints)
+        return auto.plan(model.eval(), arguments, p, **options)
 
 
 def _class_of(path: Path) -> type[transformers.PreTrainedModel]:

@@ -68,6 +68,8 @@ class LoRALinear(ParallelModule):
             )
         if base.on_two_axes:
             raise ValueError("base: must not have a weight_group or activations='hidden'")
+        if getattr(base, "tp_tokens", None) is not None:
+            raise ValueError("base: scatters tokens by a plan; plan with sequence_parallel=False for adapters")
         check_positive(r=r)
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0:
             raise ValueError(f"alpha: {alpha!r} must be a positive number")

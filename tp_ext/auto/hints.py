@@ -1,0 +1,31 @@
+"""Hints: what a user says about modules and parameters, by patterns of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from tp_ext.mesh_program.partition_spec import P
+
+
+def check_hints(model: nn.Module, hints: Mapping[str, str | P]) -> None:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern, value in hints.items():
+        if isinstance(value, P) and len(value.axes) > 1:
+            raise ValueError(f"hints: {pattern!r} is {value} and must name one axis at most: a plan has one")
+        if not any(fits(pattern, name) for name in names):
+            raise ValueError(f"hints: {pattern!r} must fit a parameter or a module that has one; none of this model's")
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a pattern fits a parameter or a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+
+def hint_of(hints: Mapping[str, str | P], name: str) -> str | P | None:
+    """The value of the most specific pattern that fits."""
+    fitting = [pattern for pattern in hints if fits(pattern, name)]
+    return hints[max(fitting, key=lambda pattern: (len(pattern), pattern))] if fitting else None

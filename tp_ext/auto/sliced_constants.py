@@ -1,0 +1,96 @@
+"""Tensors with a sharded dim that are made of no sharded parameter: which are sliced, and where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tp_ext.auto.choose import carries
+from tp_ext.auto.dims import Atom, contains
+from tp_ext.auto.edits import Slice
+from tp_ext.auto.trace import Step
+from tp_ext.sharding import Sharding
+
+if TYPE_CHECKING:
+    from tp_ext.auto.flow import Finder
+
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
+    "alias", "clone", "_to_copy", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "repeat",
+}  # fmt: skip
+
+
+class Constants:
+    """The constants of a flow, written to it: ``buffers``, ``slices``, ``local``."""
+
+    def __init__(self, finder: Finder) -> None:
+        self.finder = finder
+        self.record, self.flow, self.atoms, self.whole_heads = (
+            finder.record,
+            finder.flow,
+            finder.atoms,
+            finder.whole_heads,
+        )
+        self.by_id, self.cut, self.partial, self.sharded = finder.by_id, finder.cut, finder.partial, finder.sharded
+        self.calls_with, self.chosen, self.problem = finder.calls_with, finder.chosen, finder.problem
+
+    def find(self) -> None:
+        """Finds tensors with a sharded dim that are not made of sharded parameters, such as one slope per head (ALiBi).
+
+        One that is computed outside of a module and used in it is sliced on its way in; one that is made next to
+        sharded work must be local already, which the comparison of shapes proves.
+        """
+        record, flow = self.record, self.flow
+        kept = [atom for atom in self.atoms if atom not in self.whole_heads]
+        for id_, (name, tensor) in record.buffers.items():
+            if id_ in self.by_id and carries(record, tensor, kept):
+                flow.buffers[name] = self.shardings(tensor, kept)
+        local = {id_ for id_, (name, _) in record.parameters.items() if name in self.cut}
+        local |= {id_ for id_, (name, _) in record.buffers.items() if name in flow.buffers}
+        for step in record.steps:
+            works = any(id(t) in local for t in step.inputs) or any(id(t) in self.partial for t in step.outputs)
+            for tensor in step.inputs if works else ():
+                if id(tensor) in self.sharded and id(tensor) not in local and id(tensor) not in record.parameters:
+                    self.constant(step, tensor, local)
+            if any(id(t) in local for t in step.inputs) or works:
+                local |= {id(t) for t in step.outputs if id(t) in self.sharded}
+        flow.local = local
+
+    def constant(self, step: Step, tensor: Tensor, local: set[int]) -> None:
+        views, source, entered = [], tensor, None
+        while entered is None:
+            found = (
+                (c, path)
+                for c, path in self.calls_with.get(id(source), ())
+                if c.start <= step.place < c.stop and c.module
+            )
+            entered = next(found, None)
+            maker = self.record.maker.get(id(source))
+            if entered is not None or maker is None or maker.name not in VIEWS:
+                break
+            views.append(source)
+            source = maker.inputs[0]
+        if entered is None or id(source) not in self.sharded:
+            local.add(id(tensor))
+            return
+        call, path = entered
+        for sharding in self.shardings(source, self.atoms):
+            found_slice = Slice(call.module, path, sharding)
+            if found_slice not in self.flow.slices:
+                self.flow.slices.append(found_slice)
+        local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
+
+    def shardings(self, tensor: Tensor, sharded: list[Atom]) -> list[Sharding]:
+        found = []
+        for dim, label in enumerate(self.record.dims_of(tensor)):
+            for decision in self.chosen:
+                if decision.atom in sharded and contains(label, decision.atom):
+                    parts = decision.parts(label)
+                    if parts is None:
+                        self.problem(
+                            "", f"a constant of shape {tuple(tensor.shape)} has a sharded factor inside dim {dim}"
+                        )
+                    else:
+                        found.append(Sharding(dim, parts))
+        return found
