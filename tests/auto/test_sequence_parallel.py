@@ -1,5 +1,5 @@
-"""Sequence parallelism of unchanged models: what is sharded on its tokens, with which collectives, that training is that
-of the unsharded model, and what is refused."""
+"""Sequence parallelism of unchanged models: what is sharded on its tokens, with which collectives, that training is
+that of the unsharded model, and what is refused."""
 
 import copy
 import io
@@ -106,7 +106,8 @@ def test_what_is_sharded_on_its_tokens() -> None:
         (kind, f"layers.{i}.{name}", "output", 1)
         for i in range(2)
         for kind, name in (
-            ("reduce_scatter", "attn.out"), ("reduce_scatter", "mlp.down"), ("all_gather", "ln1"), ("all_gather", "ln2"),
+            ("reduce_scatter", "attn.out"), ("reduce_scatter", "mlp.down"),
+            ("all_gather", "ln1"), ("all_gather", "ln2"),
         )
     }  # fmt: skip
     assert found == layers | {
@@ -149,7 +150,7 @@ def test_auto_shards_where_no_more_is_communicated() -> None:
 
 
 def test_what_cannot_be_sharded_says_why() -> None:
-    words = r"after table: it is used whole at once: the code needs all tokens: blocks\.0: .*view"
+    words = r"after table: it is used whole at once: the code needs all tokens: blocks\.0: "
     with pytest.raises(ValueError, match="sequence_parallel: True must be possible somewhere, and is not: " + words):
         auto.plan(Model(), EXAMPLE, 2, sequence_parallel=True)
     plan = auto.plan(Model(), EXAMPLE, 2, sequence_parallel="auto")
@@ -234,6 +235,7 @@ def _counted(group: Any, name: str) -> tuple[list[tuple[str, int, int]], list[tu
     inputs = {key: torch.cat([value, value], 1) if name != "own" else value for key, value in inputs.items()}
     plan = auto.plan(model, inputs, parallel_group(group).size, sequence_parallel=True)
     sharded = auto.apply(plan, model, group)
+    sharded(**inputs)  # the first compares the ids of the ranks
     with tp_ext.debug.count_collectives() as forward:
         found = sharded(**inputs)
     with tp_ext.debug.count_collectives() as backward:
@@ -335,7 +337,7 @@ def _verified(group: Any) -> None:
     assert "layers.0.mlp.down" not in {one.module for one in plan.tokens if one.kind == "reduce_scatter"}
     auto.apply(plan, dense.eval(), group, verify=True, example=_inputs())
     with pytest.raises(ValueError, match="base: scatters tokens by a plan"):
-        tp_ext.add_lora(dense, r=2, targets=["out"])
+        tp_ext.add_lora(dense, r=2, alpha=1, targets=["out"])
 
 
 def test_verify_and_hints_and_adapters() -> None:
