@@ -77,8 +77,9 @@ def test_megatrons_plan_is_derived() -> None:
     assert plan.tied == [["table.weight", "head.weight"]] and plan.heads == ["head"]
     assert plan.roles["table"] == "vocab" and plan.roles["blocks.0.down"] == "row"
     kinds = [(one.direction, one.kind) for one in plan.collectives]
-    # 2 per block, the table, 3 numbers of each row of the loss; 2 per block, the input of the head
-    assert kinds.count(("forward", "all-reduce")) == 6 and kinds.count(("backward", "all-reduce")) == 5
+    # 2 per block, the table, numbers of each row of the loss; 2 per block, the input of the head
+    assert kinds.count(("forward", "all-reduce")) == 5 and kinds.count(("forward", "all-gather")) == 1
+    assert kinds.count(("backward", "all-reduce")) == 5
     assert plan.collectives[0].bytes == 3 * 5 * WIDTH * 4
 
 

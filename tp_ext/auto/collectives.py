@@ -44,8 +44,10 @@ def collectives_of(record: Record, p: int, state: State, activations: bool = Fal
                 found.append(Collective("all-reduce", call.module, "forward", _bytes(tensor)))
     for step in record.steps:
         if step.is_loss and any(contains(step.contracted, atom) for atom in state.heads_atoms):
+            size = 8 if step.inputs[0].element_size() == 8 else 4
             rows = step.inputs[0].numel() // max(1, step.inputs[0].shape[1 if step.inputs[0].dim() > 1 else 0])
-            found.append(Collective("all-reduce", step.module, "forward", 3 * 4 * rows))
+            # of each rank: four numbers of each row, and of all rows together
+            found.append(Collective("all-gather", step.module, "forward", p * 4 * (rows + 1) * size))
     if not any(step.is_loss for step in record.steps):
         for _, tensor in tensors(record.output):
             if carries(record, tensor, state.heads_atoms):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,6 +209,14 @@ def digest(calls: Sequence[PythonCall]) -> str:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is the ``Conv1D`` of transformers: a linear layer with weight ``[in, out]``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def looks_up(module: nn.Embedding) -> bool:
+    """Whether an embedding's forward is torch's, or calls it by ``super()``."""
+    forward = type(module).forward
+    return module.max_norm is None and (
+        forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
+    )
 
 
 class _LogitsOf:

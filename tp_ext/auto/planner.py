@@ -3,7 +3,6 @@ proven."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from tp_ext.auto.dims import Atom, atoms, contains, length
 from tp_ext.auto.edits import Draw, Output
 from tp_ext.auto.flow import VIEWS, Finder, Flow, Problem
 from tp_ext.auto.hints import check_hints, hint_of
-from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, merged
+from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, looks_up, merged
 from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.reasons import reason_of, traced
@@ -244,7 +243,7 @@ class _Planner:
                     roles[owner] = "column" if dim == 0 else "row"
                 elif is_conv1d(module):
                     roles[owner] = "column" if dim == 1 else "row"
-                elif isinstance(module, nn.Embedding) and dim == 0 and _looks_up(module):
+                elif isinstance(module, nn.Embedding) and dim == 0 and looks_up(module):
                     roles[owner] = "vocab"
         return roles
 
@@ -442,11 +441,3 @@ class _Planner:
             dim = dim if tokens is None else tokens.dim
             found.append(Draw(call.module, call.name, dim, lengths, tokens is not None))
         return found
-
-
-def _looks_up(module: nn.Embedding) -> bool:
-    """Whether an embedding's forward is torch's, or calls it by ``super()``."""
-    forward = type(module).forward
-    return module.max_norm is None and (
-        forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
-    )
