@@ -257,7 +257,8 @@ TORCH_LIBRARY(tp_ext, m) {
   // vocab_parallel_cross_entropy of the logits x weight^T + bias, which exist for one chunk of tokens
   // at a time; entropy: of each row's probabilities, else empty
   m.def(
-      "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, str group, SymInt "
+      "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, str group, "
+      "SymInt "
       "vocab_start, SymInt vocab_local, SymInt vocab_size, int ignore_index, float "
       "label_smoothing, float z_loss, str reduction, bool sequence_parallel=False, SymInt[]? "
       "sizes=None, Tensor? main_grad=None, bool entropy=False, int? chunk_tokens=None, bool "
