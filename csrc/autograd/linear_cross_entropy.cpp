@@ -52,12 +52,12 @@ using torch::autograd::Function;
 using torch::autograd::variable_list;
 
 struct Call : VocabLoss {
-  std::string reduction;
-  bool entropy;
-  Split rows_of_ranks;  // under SP; else empty
-  int64_t chunks;
-  OptionalTensor main_grad;
-  at::ScalarType loss_dtype;
+  std::string reduction{};
+  bool entropy = false;
+  Split rows_of_ranks{};  // under SP; else empty
+  int64_t chunks = 1;
+  OptionalTensor main_grad{};
+  at::ScalarType loss_dtype = at::kFloat;
 
   bool sequence_parallel() const { return !rows_of_ranks.sizes.empty(); }
 
@@ -291,6 +291,12 @@ RowResults row_results(const Tensor& x, const Tensor& weight, const OptionalTens
 // Gradients of fp16 logits are computed times this: probabilities of 1e-6 are subnormal numbers
 constexpr double kFp16Scale = 256;
 
+// Of a 0-d tensor on the CPU, of fp32 or fp64
+bool is_one(const Tensor& t) {
+  return t.scalar_type() == at::kDouble ? *t.const_data_ptr<double>() == 1
+                                        : *t.const_data_ptr<float>() == 1;
+}
+
 struct ScalarLoss : Function<ScalarLoss> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const Tensor& target, const Call& call) {
@@ -338,8 +344,7 @@ struct ScalarLoss : Function<ScalarLoss> {
     if (saved[3].defined()) scale = scale.mul(saved[3]);
     // What is returned may be written to, and what is saved must not be if backward can come again
     const bool as_saved = !traced && scale.device().is_cpu() &&
-                          !torch::autograd::get_current_graph_task_keep_graph() &&
-                          scale.item<double>() == 1;
+                          !torch::autograd::get_current_graph_task_keep_graph() && is_one(scale);
     const auto scaled = [&](const Tensor& saved_grad) {
       const auto from = cast(saved_grad, scale.scalar_type());
       return cast(as_saved ? from : from.mul(scale), dtype);

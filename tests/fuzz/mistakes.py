@@ -81,7 +81,7 @@ def padding_in_the_loss():
 def copies_in_the_norm():
     """Every rank counts what it holds: replicated gradients, and those of copied KV heads, as often as there are."""
     mistakes = contextlib.ExitStack()
-    mistakes.enter_context(patch.multiple(ModelGroups, first=True, counts=lambda groups, layout: True))
+    mistakes.enter_context(patch.multiple(ModelGroups, first=True, counts=lambda groups, layout, tensor=None: True))
     held = patch.object(Layout, "owned", lambda layout, grad: [chunk.tensor for chunk in layout.local_chunks(grad)[1]])
     mistakes.enter_context(held)
     return mistakes

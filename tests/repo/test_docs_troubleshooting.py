@@ -82,7 +82,7 @@ def test_a_quoted_message_is_in_the_sources(message, origin):
 
 def test_a_message_that_is_not_there_is_noticed():
     assert is_quoted_from_sources("a bare parameter of shape .. must carry tp_sharding", messages_of_python())
-    assert is_quoted_from_sources("columns on rank .. must be .. its share of vocab_size", messages_of_python())
+    assert is_quoted_from_sources("on rank .. must be .. its share of vocab_size", messages_of_python())
     assert is_quoted_from_sources("calls .. where rank .. calls", messages_of_cpp())
     for wrong in ("must carry tp_sharding .. a bare parameter of shape", "a bare parameter of form"):
         assert not is_quoted_from_sources(wrong, messages_of_python() + messages_of_cpp())

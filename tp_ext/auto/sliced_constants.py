@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -12,9 +12,6 @@ from tp_ext.auto.edits import Slice
 from tp_ext.auto.trace import Step
 from tp_ext.sharding import Sharding
 
-if TYPE_CHECKING:
-    from tp_ext.auto.flow import Finder
-
 VIEWS = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
     "alias", "clone", "_to_copy", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "repeat",
@@ -22,9 +19,13 @@ VIEWS = {
 
 
 class Constants:
-    """The constants of a flow, written to it: ``buffers``, ``slices``, ``local``."""
+    """The constants of a flow, written to it: ``buffers``, ``slices``, ``local``.
 
-    def __init__(self, finder: Finder) -> None:
+    Args:
+        finder: the ``Finder`` of :mod:`tp_ext.auto.flow` that has found the sharded tensors.
+    """
+
+    def __init__(self, finder: Any) -> None:
         self.finder = finder
         self.record, self.flow, self.atoms, self.whole_heads = (
             finder.record,

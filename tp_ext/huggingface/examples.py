@@ -17,7 +17,7 @@ LABELS_OF_ROWS = ("ForSequenceClassification", "ForImageClassification")
 
 
 def example_of(model: transformers.PreTrainedModel, tokens: int = 1) -> dict[str, Any]:
-    """Returns a batch of tokens or images, with labels where the class has a loss; with so many tokens at least.
+    """Returns a batch of tokens or images, with labels where the class has a loss; at least ``tokens`` tokens a row.
 
     Raises:
         ValueError: the model's main input is neither.
