@@ -83,6 +83,26 @@ def _shardings(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
             return
 
 
+def _tokens(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
+    """Each kind of boundary of sharded tokens forgotten, along another dim, or of the conjugate kind; and gradients of
+    parameters used on shards that are not summed, or always."""
+    seen, other = set(), {"all_gather": "gather", "gather": "all_gather"}
+    for i, one in enumerate(plan.tokens):
+        if one.kind == "keep" or one.kind in seen:
+            continue
+        seen.add(one.kind)
+        for text, put in (
+            ("no", []),
+            ("another dim in", [dataclasses.replace(one, dim=0)]),
+            ("the other kind of", [dataclasses.replace(one, kind=other.get(one.kind, "gather"))]),
+        ):
+            tokens = [*plan.tokens[:i], *put, *plan.tokens[i + 1 :]]
+            yield f"{text} {one}", dataclasses.replace(plan, tokens=tokens)
+    copies = [one for one in plan.copies if one.tokens]
+    left = [one for one in plan.copies if one is not copies[0]]
+    yield f"no {copies[0]}", dataclasses.replace(plan, copies=left)
+
+
 def _mean_without_pin(op: Op) -> None:
     op.give([*op.dims()[:-1], []])
 
@@ -97,8 +117,9 @@ WRONG_RULES: dict[str, tuple[str, str, Rule]] = {
 def _tampered(group: Any, name: str, kind: str) -> list[tuple[str, str]]:
     """The faults of a kind that trained: there must be none; and their number."""
     model, inputs = _model(name)
-    plan = auto.plan(model, inputs, 2)
-    faults = list({"patches": _patches, "edits": _edits, "shardings": _shardings}[kind](plan, model))
+    plan = auto.plan(model, inputs, 2, sequence_parallel=kind == "tokens")
+    kinds = {"patches": _patches, "edits": _edits, "shardings": _shardings, "tokens": _tokens}
+    faults = list(kinds[kind](plan, model))
     trained = []
     for fault, wrong in faults:
         assert wrong.fingerprint != plan.fingerprint
@@ -116,7 +137,7 @@ def _tampered(group: Any, name: str, kind: str) -> list[tuple[str, str]]:
         ("own", "patches", 4), ("gpt2", "patches", 2), ("bloom", "patches", 2), ("t5", "patches", 2),
         ("falcon-new", "patches", 4), ("bigcode-mha", "patches", 2), ("own", "edits", 6), ("gpt2", "edits", 6),
         ("bloom", "edits", 8), ("qwen3", "edits", 10), ("gpt_bigcode", "edits", 4), ("t5", "edits", 5),
-        ("own", "shardings", 1), ("phi3", "shardings", 1),
+        ("own", "shardings", 1), ("phi3", "shardings", 1), ("llama", "tokens", 10), ("gpt2", "tokens", 13),
     ],
 )  # fmt: skip
 def test_faults_in_plans_are_caught(name: str, kind: str, number: int) -> None:
