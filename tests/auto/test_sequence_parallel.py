@@ -198,7 +198,9 @@ def _lengths(group: Any) -> None:
     for tokens in (6, 9, 3, 2, 1):  # 4 ranks: fewer than 4 tokens stay whole
         for model in (dense, sharded):
             model.zero_grad()
-        expected, found = dense(**_inputs(tokens)), sharded(**_inputs(tokens))
+        with tp_ext.debug.count_collectives() as counts:
+            expected, found = dense(**_inputs(tokens)), sharded(**_inputs(tokens))
+        assert ("reduce_scatter" in counts.by_kind()) == (tokens >= 4)
         torch.testing.assert_close(found, expected, **close)
         expected.backward()
         found.backward()
