@@ -13,6 +13,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
+import tp_ext
 from tests.auto.architectures import build
 from tests.helpers.peak_memory import Peak
 from tests.helpers.ranks import run, run_raises
@@ -84,10 +85,16 @@ def test_one_process_needs_no_group(tmp_path):
     assert torch.equal(found.logits, expected.logits)
 
 
-def _generates(group, path):
+def _generates(group, path, sequence_parallel):
     dense = transformers.LlamaForCausalLM.from_pretrained(path)
-    model = huggingface.from_pretrained(path, group=group)
+    model = huggingface.from_pretrained(path, group=group, sequence_parallel=sequence_parallel)
     ids = torch.arange(4, 14).view(2, 5)
+    norms = []
+    for one in (dense, model):
+        one(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        norms.append(tp_ext.clip_grad_norm_(one, 1.0, group=group if one is model else None))
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+    assert any(one.kind == "reduce-scatter" for one in model.tp_ext_plan.collectives) == sequence_parallel
     kinds = ({"do_sample": False}, {"do_sample": True, "top_k": 9}, {"num_beams": 3, "do_sample": False})
     for options in kinds:
         outputs = []
@@ -97,8 +104,9 @@ def _generates(group, path):
         assert torch.equal(*outputs), options
 
 
-def test_generate_gives_the_tokens_of_one_process(tmp_path):
-    run(_generates, 3, _folder(tmp_path))
+@pytest.mark.parametrize(("p", "sequence_parallel"), [(3, False), (2, True)])
+def test_generate_gives_the_tokens_of_one_process(p, sequence_parallel, tmp_path):
+    run(_generates, p, _folder(tmp_path), sequence_parallel)
 
 
 def _reads(group, path):
