@@ -16,7 +16,7 @@ from tp_ext.auto.trace import Record, tensors
 
 
 class State(Protocol):
-    """What has been decided."""
+    """The decisions of a round, for the collectives that follow from them."""
 
     roles: dict[str, str]
     heads: list[str]

@@ -97,7 +97,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def _misfit(plan: Plan, model: nn.Module) -> str:
-    """What is wrong if the parameters are not those of the planned model."""
+    """Returns the difference between the parameters and those of the planned model, in a sentence."""
     shapes = {name: tuple(t.shape) for name, t in model.named_parameters(remove_duplicate=False)}
     for name, shape in plan.shapes.items():
         if shapes.get(name) != shape:
@@ -313,7 +313,7 @@ class _Applied:
                 self.model.get_submodule(one.module).register_forward_pre_hook(boundary, with_kwargs=True)
 
     def end_tokens(self) -> None:
-        """Those of results, but of layers that scatter their sums themselves."""
+        """The scatters of results, without those of layers that scatter their sums themselves."""
         for one in self.plan.tokens:
             if self.tokens is not None and one.at == "output" and one.module not in self.plan.roles:
                 boundary = TokenBoundary(one.kind, one.path, one.dim, self.tokens)

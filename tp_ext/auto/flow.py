@@ -67,7 +67,7 @@ class Gathered(Protocol):
 
 
 class Sharded(Protocol):
-    """What is sharded on its tokens (:mod:`tp_ext.auto.tokens`)."""
+    """The tensors that are sharded on their tokens (:mod:`tp_ext.auto.tokens`)."""
 
     steps: dict[int, Atom]
 

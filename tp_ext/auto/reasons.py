@@ -99,6 +99,6 @@ def _is_of_torch(file: str) -> bool:
 
 
 def failure_of(error: Exception) -> str:
-    """What a forward raised, and where."""
+    """The exception that a forward raised, and its line."""
     first = next(iter(str(error).splitlines()), "")[:300]
     return f"{type(error).__name__}{line_of(error)}: {first}"
