@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import tp_ext
+from tests.auto.architectures import build
 from tests.auto.compare import only_doubles
 from tests.auto.test_planner import EXAMPLE, Model
 from tests.helpers.meshes import mesh_of
@@ -106,12 +107,26 @@ class DropsOutside(Model):
         return self.table, self.blocks, [self.norm, self.head]
 
 
-def _outside(group):
-    mesh = mesh_of(1, 1, 1, 2)
-    model = auto.apply(auto.plan(DropsOutside(), EXAMPLE, 2), DropsOutside(), mesh["tp"])
+def _drops_outside():
+    return DropsOutside(), EXAMPLE
+
+
+def _llama():
+    model, example = build("llama")
+    base = model.model
+    model.pipeline_parts = lambda: (base.embed_tokens, base.layers, [base.norm, model.lm_head])
+    return model, example
+
+
+def _outside(group, make, sequence_parallel):
+    mesh, (model, example) = mesh_of(1, 1, 1, 2), make()
+    auto.apply(auto.plan(model, example, 2, sequence_parallel=sequence_parallel), model, mesh["tp"])
     tp_ext.parallel.pipeline_stages(model, mesh["pp"], microbatches=1, loss=cross_entropy)
 
 
-def test_code_between_the_parts_that_the_plan_needs_is_refused():
-    match = "model: 'DropsOutside' must be in one of the parts of pipeline_parts.*: its sharding by tp_ext.auto"
-    run_raises(_outside, 2, ValueError, match, in_turns=False)
+@pytest.mark.parametrize(
+    ("make", "name", "sequence_parallel"), [(_drops_outside, "DropsOutside", False), (_llama, "LlamaForCausalLM", True)]
+)
+def test_code_between_the_parts_that_the_plan_needs_is_refused(make, name, sequence_parallel):
+    match = f"model: '{name}' must be in one of the parts of pipeline_parts.*: its sharding by tp_ext.auto"
+    run_raises(_outside, 2, ValueError, match, make, sequence_parallel, in_turns=False)

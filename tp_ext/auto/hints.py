@@ -11,6 +11,7 @@ from tp_ext.mesh_program.partition_spec import P
 
 
 def check_hints(model: nn.Module, hints: Mapping[str, str | P]) -> None:
+    """Raises ValueError for a pattern that fits nothing, and for a P of several axes."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, value in hints.items():
         if isinstance(value, P) and len(value.axes) > 1:

@@ -115,9 +115,10 @@ def _at(value: Any, path: Path) -> Any:
 
 @dataclass
 class BeginForward:
-    """A forward pre-hook of the model."""
+    """A forward pre-hook of the model, without which a stage of a pipeline would keep all tokens, silently."""
 
     lengths: TokenLengths
+    is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         lengths = self.lengths
