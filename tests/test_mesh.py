@@ -97,7 +97,11 @@ def _refused(group):
         for options, error, words in [
             ({"mesh": mesh, "group": mesh["tp"]}, TypeError, "group: must not be given together with mesh"),
             ({"mesh": group}, TypeError, "mesh: ProcessGroup.* must be a DeviceMesh"),
-            ({"mesh": other}, ValueError, r"mesh: its axes \('data', 'tp'\) must be among \('pp', 'dp', 'cp', 'tp'\)"),
+            (
+                {"mesh": other},
+                ValueError,
+                r"mesh: its axes \('data', 'tp'\) must be among \('pp', 'dp', 'ep', 'cp', 'tp'\)",
+            ),
         ]:
             with pytest.raises(error, match=words):
                 _calls(plain, **options)[name]()

@@ -1,5 +1,6 @@
-"""The mesh of a job: pipeline, data, context and tensor parallelism as axes ``pp``, ``dp``, ``cp`` and ``tp``. Layers
-know a group, never a mesh; functions of whole models take ``mesh=`` in place of ``group=`` and read the axes by name.
+"""The mesh of a job: pipeline, data, expert, context and tensor parallelism as axes ``pp``, ``dp``, ``ep``, ``cp`` and
+``tp``. Layers know a group, never a mesh; functions of whole models take ``mesh=`` in place of ``group=`` and read the
+axes by name.
 """
 
 import math
@@ -11,7 +12,9 @@ from torch.distributed import DeviceMesh, init_device_mesh
 
 from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, job_ranks, parallel_group
 
-AXES = ("pp", "dp", "cp", "tp")
+AXES = ("pp", "dp", "ep", "cp", "tp")
+DATA_AXES = ("dp", "ep", "cp")
+"""The axes whose ranks have different tokens of a batch, and equal copies of all parameters but the experts'."""
 GRADIENT_REDUCTIONS = ("mean", "sum")
 """The values of the argument ``gradient_reduction``: data parallelism takes the mean of the gradients, or their sum."""
 
@@ -20,15 +23,19 @@ class SlowMeshWarning(UserWarning):
     """A warning that the ranks of a tensor-parallel group are on several hosts."""
 
 
-def init_mesh(device_type: str, *, pp: int = 1, dp: int = -1, cp: int = 1, tp: int = 1) -> DeviceMesh:
-    """Makes the mesh of all ranks with the axes ``pp``, ``dp``, ``cp`` and ``tp``, in this order: the ranks of a
-    tensor-parallel group are neighbours, those of a pipeline are farthest apart.
+def init_mesh(
+    device_type: str, *, pp: int = 1, dp: int = -1, ep: int | None = None, cp: int = 1, tp: int = 1
+) -> DeviceMesh:
+    """Makes the mesh of all ranks with the axes ``pp``, ``dp``, ``cp`` and ``tp``, and ``ep`` after ``dp`` if it is
+    given, in this order: the ranks of a tensor-parallel group are neighbours, those of a pipeline are farthest apart.
 
     Layers take ``mesh["tp"]``, DDP and FSDP2 ``mesh["dp"]``, functions of whole models the mesh itself, ``mesh=mesh``.
+    ``ep`` is the axis of :class:`ParallelMoE`'s ``expert_group``: its ranks have different sequences, as those of
+    ``dp``, which are dp x ep data ranks.
 
     Args:
         device_type: ``"cuda"`` or ``"cpu"``, as for ``torch.distributed.init_device_mesh``.
-        pp, dp, cp, tp: the number of ranks of each axis; one of them may be -1, for the remaining ranks.
+        pp, dp, ep, cp, tp: the number of ranks of each axis; one of them may be -1, for the remaining ranks.
 
     Communicates: the creation of the groups, as ``init_device_mesh``; every rank of the job calls it.
 
@@ -41,7 +48,7 @@ def init_mesh(device_type: str, *, pp: int = 1, dp: int = -1, cp: int = 1, tp: i
     """
     if not isinstance(device_type, str):
         raise TypeError(f"device_type: {device_type!r} must be a string such as 'cpu' or 'cuda'")
-    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    sizes = {"pp": pp, "dp": dp} | ({} if ep is None else {"ep": ep}) | {"cp": cp, "tp": tp}
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(f"{name}: {size!r} must be an integer of at least 1, or -1 for the remaining ranks")
@@ -50,8 +57,8 @@ def init_mesh(device_type: str, *, pp: int = 1, dp: int = -1, cp: int = 1, tp: i
     if len(remaining) > 1:
         raise ValueError(f"{', '.join(remaining)}: only one of them may be -1, for the remaining ranks")
     if ranks % known or (not remaining and ranks != known):
-        given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-        raise ValueError(f"pp, dp, cp, tp: {given} must multiply to the {ranks} ranks of the job")
+        shown = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        raise ValueError(f"{', '.join(sizes)}: {shown} must multiply to the {ranks} ranks of the job")
     shape = tuple(ranks // known if size == -1 else size for size in sizes.values())
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdecimal() and 0 < int(local) < ranks and int(local) % shape[-1]:
@@ -61,7 +68,7 @@ def init_mesh(device_type: str, *, pp: int = 1, dp: int = -1, cp: int = 1, tp: i
             SlowMeshWarning,
             stacklevel=2,
         )
-    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    return init_device_mesh(device_type, shape, mesh_dim_names=tuple(sizes))
 
 
 class MeshAxes(NamedTuple):
@@ -71,12 +78,15 @@ class MeshAxes(NamedTuple):
         group: the tensor-parallel group, as the argument ``group`` of functions.
         named: the name of that argument in messages.
         pp: the group of the pipeline: its ranks hold different stages.
-        data: the groups along which parameters are equal copies, unless FSDP2 shards them: ``dp`` and ``cp``.
+        ep: the group over which experts are sharded, which is one of ``data``, too.
+        data: the groups along which parameters are equal copies, unless FSDP2 shards them: ``dp``, ``ep`` (along which
+            experts differ, as their layouts say) and ``cp``.
     """
 
     group: Group
     named: str = "group"
     pp: ParallelGroup = ALONE
+    ep: ParallelGroup = ALONE
     data: tuple[ParallelGroup, ...] = ()
 
 
@@ -99,9 +109,9 @@ def mesh_axes(group: Group, mesh: DeviceMesh | None) -> MeshAxes:
     if mesh.get_coordinate() is None:
         raise ValueError("mesh: this rank must be a member of the mesh")
     groups = {name: parallel_group(mesh.get_group(name)) for name in names}
-    data = tuple(groups[name] for name in ("dp", "cp") if name in groups and groups[name].size > 1)
-    pp = groups.get("pp", ALONE)
-    return MeshAxes(groups["tp"].name if "tp" in groups else None, "mesh['tp']", pp if pp.size > 1 else ALONE, data)
+    data = tuple(groups[name] for name in DATA_AXES if name in groups and groups[name].size > 1)
+    pp, ep = (groups[name] if name in groups and groups[name].size > 1 else ALONE for name in ("pp", "ep"))
+    return MeshAxes(groups["tp"].name if "tp" in groups else None, "mesh['tp']", pp, ep, data)
 
 
 def data_axes(mean_over: Group | list[Group]) -> list[ParallelGroup]:

@@ -34,9 +34,9 @@ def full_state_dict(
         group: not needed: the groups of the module's layers, and of the layouts that modules declare, are known. If
             given, it must be one of them. Of a module without any, it is the group of the ``tp_shardings`` that it
             declares.
-        mesh: in place of ``group``: a mesh with axes among ``pp``, ``dp``, ``cp`` and ``tp``
-            (:func:`tp_ext.init_mesh`). The state is that of the stages of all ranks of ``pp``. Along ``dp`` and ``cp``
-            parameters are equal copies, unless FSDP2 shards them.
+        mesh: in place of ``group``: a mesh with axes as of :func:`tp_ext.init_mesh`. The state is that of the stages of
+            all ranks of ``pp``. Along ``dp``, ``ep`` and ``cp`` parameters are equal copies, unless FSDP2 or their
+            layouts shard them.
         rank0_only: the other ranks take part and return an empty dict. Rank 0 is the first rank of each of the groups
             and of every data axis, with ``mesh`` the first of the mesh. Without it the data axis of DDP is known only
             from its wrapper: given the bare module, rank 0 of every replica counts.

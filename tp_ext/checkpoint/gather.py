@@ -27,7 +27,7 @@ class Ranks(NamedTuple):
     Attributes:
         groups: the groups over which layouts shard it.
         data_axes: the groups of the data axes over which the module is sharded (FSDP2) or replicated (DDP, a mesh's
-            ``dp`` and ``cp``).
+            ``dp``, ``ep`` and ``cp``).
         stage_axes: the axes of ``groups``, then the data axes: those of the ranks that hold this module.
         pipeline: the group whose ranks hold the other stages; None if this module is the whole model.
         device: the device on which the ranks communicate.
@@ -77,7 +77,7 @@ def ranks_of(module: nn.Module, group: Group, mesh: DeviceMesh | None = None) ->
     """Returns the ranks over which the module's state is distributed: the groups of its modules (``group``, if given,
     must be one of them), the meshes of its DTensors, the groups of DDP, the axes of ``mesh``."""
     over = mesh_axes(group, mesh)
-    groups = model_groups(module, over.group, over.named)
+    groups = model_groups(module, over)
     own = [process_group(axis.name) for axis in groups.axes]
     found = [axis for mesh in _meshes(module) for axis in mesh.get_all_groups()]
     found += [wrap.process_group for wrap in module.modules() if isinstance(wrap, DistributedDataParallel)]

@@ -68,7 +68,7 @@ def sharded_state_dict(
 @torch.no_grad()
 def sharded_state(module: nn.Module, optimizer: Optimizer | None, over: MeshAxes) -> tuple[StateDict, list[str]]:
     """Returns :func:`sharded_state_dict`, and the names of the module's entries that no other stage may use."""
-    groups = model_groups(module, over.group, over.named)
+    groups = model_groups(module, over)
     state: StateDict = {"model": {}}
     names = []
     chunks = LocalChunks(groups)

@@ -175,7 +175,7 @@ class _Destination:
     """The destination of the entries of a checkpoint: the live shards, and the values that are set afterwards."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, metadata: Metadata, over: MeshAxes) -> None:
-        groups = model_groups(module, over.group, over.named)
+        groups = model_groups(module, over)
         self.flat, self.paths = flatten_state_dict(sharded_state_dict(module, group=over.group))
         _check_writable(self.flat)
         self.extra = {name: entry.owner for name, entry in state_entries(module, groups.default).items() if entry.extra}

@@ -92,9 +92,9 @@ def findings(
         model: the whole model, wrapped or not, called on every rank of the groups at the same point of the program.
         group: default every group of the model's layers and layouts, one after the other. Over another one, such as the
             data axis, everything is taken as replicated, and generators may differ.
-        mesh: in place of ``group``: a mesh with axes among ``pp``, ``dp``, ``cp`` and ``tp``. The model is compared
-            over its groups, then over ``dp`` and ``cp``, along which it is replicated where FSDP2 does not shard it;
-            the findings of all stages are returned, names that two stages of ``pp`` have, and declared copies
+        mesh: in place of ``group``: a mesh with axes as of :func:`tp_ext.init_mesh`. The model is compared
+            over its groups, then over ``dp``, ``ep`` and ``cp``, along which it is replicated where FSDP2 does not
+            shard it; the findings of all stages are returned, names that two stages of ``pp`` have, and declared copies
             (:func:`declare_tied`) that differ. Batches are compared along ``tp`` alone.
         optimizer: an optimizer of the model's parameters.
         batch: the model's input: a tensor, or dicts, lists and tuples of tensors. Nothing of it is kept between calls,
@@ -115,14 +115,16 @@ def findings(
     alone += [*find_mixed_wrappers(model), *(find_beyond_elements(model, optimizer) if optimizer is not None else ())]
     if group is not NOT_GIVEN and group is not None:
         return _findings_over(group_name(group), model, alone, batch)
-    groups = model_groups(model) if mesh is None else model_groups(model, over.group, over.named)
+    groups = model_groups(model) if mesh is None else model_groups(model, over)
     names = list({tuple(global_ranks(name)): name for name in groups.within}.values())
     if len(names) < 2 and not over.data and over.pp.size == 1:
         return _findings_over(names[0] if names else "", model, alone, batch)
     found = [] if names else _findings_over("", model, alone, batch)
     for name in names:
-        found += _located(name, _findings_over(name, model, alone, batch))
+        found += _located(name, _findings_over(name, model, alone, None if _has_other_tokens(model, name) else batch))
     for axis in over.data:
+        if tuple(global_ranks(axis.name)) in map(tuple, map(global_ranks, names)):
+            continue  # that of the experts
         found += _located(axis.name, _findings_over(axis.name, model, [], None))
     if over.pp.size > 1:
         found += _over_stages(model, process_group(over.pp.name))
@@ -223,8 +225,17 @@ def _layers(model: nn.Module) -> Iterator[ParallelModule]:
 
 
 def _is_sharded_over(model: nn.Module, group: str) -> bool:
+    """Returns whether layers are sharded over the group, whose ranks then have the same tokens."""
     ranks = global_ranks(group)
-    return any(global_ranks(one.name) == ranks for one in groups_in_use(model) if one.size > 1)
+    used = any(global_ranks(one.name) == ranks for one in groups_in_use(model) if one.size > 1)
+    return used and not _has_other_tokens(model, group)
+
+
+def _has_other_tokens(model: nn.Module, group: str) -> bool:
+    """Returns whether the ranks of the group have different tokens: it is that of experts."""
+    ranks = global_ranks(group)
+    experts = (module.expert_group for module in _layers(model) if module.expert_group is not None)
+    return any(global_ranks(one.name) == ranks for one in experts if one.size > 1)
 
 
 class _Report(NamedTuple):

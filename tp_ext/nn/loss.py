@@ -49,10 +49,10 @@ def vocab_parallel_cross_entropy(
         reduction: ``none`` (the shape of target), ``mean`` over the rows that are not ignored (0 if all are), ``sum``.
         inplace_backward: the gradient overwrites the logits; a second backward is then refused.
         mean_over: the ranks that have other tokens of the same step: a group, several groups that are axes of one mesh,
-            or a mesh (:func:`tp_ext.init_mesh`), for its axes ``dp`` and ``cp``. The loss is then the mean over the
-            rows of all of them that are not ignored, however many each has, and the same number on every rank. It is
-            that of one call: microbatches with different numbers of such rows need ``reduction="sum"`` and the count of
-            the step.
+            or a mesh (:func:`tp_ext.init_mesh`), for its axes ``dp``, ``ep``, ``cp``. The loss is then the mean over
+            the rows of all of them that are not ignored, however many each has, and the same number on every rank. It
+            is that of one call: microbatches with different numbers of such rows need ``reduction="sum"`` and the count
+            of the step.
         gradient_reduction: how data parallelism combines the gradients of these ranks: ``mean`` (DDP, FSDP2) or
             ``sum``. In either case the combined gradient is that of the loss.
 

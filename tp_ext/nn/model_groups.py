@@ -13,7 +13,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_ext.chunks import LocalChunk
-from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
+from tp_ext.group import ALONE, NOT_GIVEN, ParallelGroup, global_ranks, parallel_group
+from tp_ext.mesh import MeshAxes
 from tp_ext.nn.layouts import layouts_of
 from tp_ext.nn.module import ParallelModule
 from tp_ext.sharding import Layout
@@ -118,22 +119,22 @@ def groups_of(groups: Iterable[ParallelGroup]) -> ModelGroups:
     return ModelGroups(axes, within, axes[0] if len(axes) == 1 else ALONE)
 
 
-def model_groups(model: nn.Module, group: Group = NOT_GIVEN, named: str = "group") -> ModelGroups:
-    """Returns the groups of the model's modules; ``group``, if given, must be one of them. A model without any, whose
-    modules may declare ``tp_shardings`` over ``group``, has that one. ``named`` is the name of ``group`` in messages.
+def model_groups(model: nn.Module, given: MeshAxes | None = None) -> ModelGroups:
+    """Returns the groups of the model's modules; the tensor-parallel one of ``given``, if there is one, must be one of
+    them. A model without any, whose modules may declare ``tp_shardings``, has that one.
 
     Raises:
-        ValueError: ``group`` has other ranks than each of the model's groups; two groups overlap and are no axes of one
-            mesh.
-        TypeError: ``group`` is none of the accepted kinds.
+        ValueError: the group of ``given`` has other ranks than each of the model's groups, but those of experts; two
+            groups overlap and are no axes of one mesh.
+        TypeError: the group is none of the accepted kinds.
     """
     layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
     found = groups_of(groups_in_use(model))
-    if group is NOT_GIVEN:
+    if given is None or given.group is NOT_GIVEN:
         return found
-    given = parallel_group(group).plain()
-    ranks = tuple(global_ranks(given.name))
-    theirs = {tuple(global_ranks(name)) for name in found.within}
+    group, named = parallel_group(given.group).plain(), given.named
+    ranks = tuple(global_ranks(group.name))
+    theirs = {tuple(global_ranks(name)) for name in found.within} - {tuple(global_ranks(given.ep.name))}
     if theirs and ranks not in theirs:
         names = " or ".join(_shown(one) for one in sorted(theirs))
         raise ValueError(
@@ -142,7 +143,7 @@ def model_groups(model: nn.Module, group: Group = NOT_GIVEN, named: str = "group
         )
     if not theirs and len(ranks) > 1 and any(any(layer.tp_layouts.values()) for layer in layers):
         raise ValueError(f"{named}: {_shown(ranks)} must be that of the model's layers, which were made without one")
-    return found._replace(default=given) if theirs else groups_of([given])
+    return (found if theirs else groups_of([group, *groups_in_use(model)]))._replace(default=group)
 
 
 def groups_in_use(model: nn.Module) -> Iterator[ParallelGroup]:

@@ -4,6 +4,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from tp_ext import _ops
@@ -178,6 +179,8 @@ class ParallelMoE(ParallelModule):
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in hidden_size = {self.hidden_size}")
         _refuse_transforms(x)
+        if isinstance(x, FakeTensor) and not torch.compiler.is_compiling():
+            return x + self.router.weight.new_zeros(()).to(x.dtype)  # a pipeline asks for the shape; rows are data
         tokens = x.reshape(-1, self.hidden_size)
         sizes, first, total = self._places(x, tokens.shape[0], total_tokens)
         sequences = self._sequences(x, batch_size)

@@ -52,7 +52,7 @@ class Muon(Optimizer):
         model: the model, or the stages that this rank holds, whose layouts are used, and over whose replicas (DDP) the
             matrices are shared. Without it the layouts are those that parameters carry. Needed under FSDP2.
         group: the group of parameters that carry ``tp_sharding`` alone; with ``model`` as for :func:`full_state_dict`.
-        mesh: with ``model``, in place of ``group``: a mesh with axes among ``pp``, ``dp``, ``cp`` and ``tp``, over
+        mesh: with ``model``, in place of ``group``: a mesh with axes as of :func:`tp_ext.init_mesh`, over
             whose replicas, too, the matrices are shared.
 
     Communicates: in the first step, and when other parameters have gradients than before, one exchange of shapes over

@@ -52,7 +52,7 @@ def mesh_ranks(tensor: DTensor) -> list[int]:
 
 def check_axes(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raises ValueError if layers are sharded along an axis of the mesh whose ranks hold equal copies or other
-    stages: ``dp``, ``cp`` or ``pp``. Communicates nothing."""
+    stages: ``dp``, ``ep``, ``cp`` or ``pp``. Communicates nothing."""
     axes = {name: dist.get_process_group_ranks(mesh[name].get_group()) for name in mesh.mesh_dim_names or ()}
     own = axes.get("tp", [])
     for path, module in model.named_modules():

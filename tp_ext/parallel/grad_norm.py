@@ -97,9 +97,9 @@ def grad_norm(
         norm_type: positive, may be infinite.
         group: not needed: the groups of the module's layers and of the layouts of parameters are known. If given, it
             must be one of them. Parameters that carry ``tp_sharding`` alone need it.
-        mesh: in place of ``group`` and ``extra_groups``: a mesh with axes among ``pp``, ``dp``, ``cp`` and ``tp``
-            (:func:`tp_ext.init_mesh`). The norm is that over the stages of all ranks of ``pp``; along ``dp`` and ``cp``
-            gradients are equal, unless FSDP2 shards them.
+        mesh: in place of ``group`` and ``extra_groups``: a mesh with axes as of :func:`tp_ext.init_mesh`. The
+            norm is that over the stages of all ranks of ``pp``; along ``dp``, ``ep`` and ``cp`` gradients are equal,
+            unless FSDP2 or their layouts shard them.
         extra_groups: one or several other groups whose ranks hold different parameters, such as a pipeline's,
             ``mesh["pp"]``. FSDP2's data axes are known from its parameters; do not list DDP's.
         exclude: parameters that this rank does not count, since a rank of ``extra_groups`` counts them: those of the
@@ -319,7 +319,7 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row], Itera
     group = axes.group
     if isinstance(given, nn.Module):
         named = dict(given.named_parameters())
-        groups = model_groups(given, group, axes.named)
+        groups = model_groups(given, axes)
         table = layouts(given, group=groups.default.name)
         rows: list[_Row] = [(named[name], layout, gradient_terms(named[name])) for name, layout in table]
         return groups, rows, copies_in(given)

@@ -11,10 +11,11 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tp_ext.group import Group, global_ranks, process_group
+from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
 from tp_ext.nn.coalesce import uncoalesce_gradients
 from tp_ext.nn.fqn import layouts
 from tp_ext.nn.names import name_modules, reset_parameters
+from tp_ext.parallel.average_gradients import expert_modules
 from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
 from tp_ext.parallel.pipeline_parts import Parts, PipelinePart, elements, keywords_of, parts_of
@@ -99,8 +100,9 @@ def pipeline_stages(
             number of their full parameters, those of the first and last part included; a list of the numbers of blocks
             of the stages; or a list of costs, of the blocks or of first part, blocks and last part.
         fsdp: a mesh along which FSDP2 shards the parameters, ``mesh["dp"]``, or options of ``fully_shard`` with it:
-            each block, and the rest of each stage. Parameters are kept after forward, since resharding them loses
-            gradients under schedules that split the backward.
+            each block, and the rest of each stage. An option ``expert_mesh`` is the mesh of the experts of
+            :class:`tp_ext.ParallelMoE`, without the axis that shards them. Parameters are kept after forward, since
+            resharding them loses gradients under schedules that split the backward.
         stages_per_rank: default 2 for schedules with several stages on a rank.
         count: the number of tokens of a target, such as ``lambda target: (target != -100).sum()``.
         mean_over: the ranks that have other tokens of the same step, as in ``vocab_parallel_cross_entropy``; with
@@ -121,7 +123,8 @@ def pipeline_stages(
         ValueError: an unknown schedule or a number of microbatches or stages that it cannot run; fewer blocks than
             stages, another split; a tensor of the model in no part, a module in two stages; a model that is already
             sharded by ``fully_shard``, or parallelized; a tensor on meta that would get no value; with ``fsdp``, a
-            weight tied between two blocks of one stage, or of which some rank has no element, or the pipeline's axis.
+            weight tied between two blocks of one stage, or of which some rank has no element, or the pipeline's axis,
+            or a mesh over which experts are sharded already.
             Under a schedule that splits the backward: compiled modules, recomputation, parameters with
             post-accumulate-grad hooks.
         RuntimeError: torch older than 2.15.
@@ -157,6 +160,7 @@ def pipeline_stages(
     if options:
         _check_sharding(every, [part.name for part in parts.blocks])
         _check_axis(options["mesh"], group)
+        _check_expert_mesh(model, options)
 
     name_modules(model)
     where = _device(model, mesh, device)
@@ -315,8 +319,30 @@ def _check_axis(mesh: DeviceMesh, pipeline: ProcessGroup) -> None:
         raise ValueError(f"fsdp: {mesh} must be a data-parallel axis, not that of the pipeline")
 
 
+def _check_expert_mesh(model: nn.Module, options: dict[str, Any]) -> None:
+    """Raises ValueError if FSDP2 is to shard experts over ranks that hold different experts."""
+    name = "expert_mesh" if "expert_mesh" in options else "mesh"
+    mesh = options[name]
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fsdp: expert_mesh {mesh!r} must be a mesh")
+    along = {rank for dim in range(mesh.ndim) for rank in global_ranks(mesh.get_group(dim))}
+    for module in expert_modules(model):
+        group = module.expert_group
+        assert isinstance(group, ParallelGroup)
+        shared = sorted(along & set(global_ranks(group.name)))
+        if group.size > 1 and len(shared) > 1:
+            raise ValueError(
+                f"fsdp: {name} holds the ranks {shared}, which have different experts; pass a mapping with the data "
+                "axes as 'mesh' and those without the expert group's as 'expert_mesh'"
+            )
+
+
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
-    """Applies ``fully_shard`` to those of the blocks that are in the model, and to the model."""
+    """Applies ``fully_shard`` to the experts and those of the blocks that are in the model, and to the model."""
+    expert_mesh = options.get("expert_mesh")
+    options = {name: value for name, value in options.items() if name != "expert_mesh"}
+    for experts in expert_modules(model) if expert_mesh is not None else ():
+        fully_shard(experts, **options | {"mesh": expert_mesh})
     own = set(model.modules()) - {model}
     for block in blocks:
         if block in own:

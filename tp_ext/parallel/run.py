@@ -14,17 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tp_ext._arguments import check_bools
-from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.group import NOT_GIVEN
 from tp_ext.mesh import mesh_axes
 from tp_ext.nn.names import name_modules, reset_parameters
+from tp_ext.parallel.average_gradients import ignore_experts
 from tp_ext.parallel.block_wrappers import blocks_of, wrap_blocks
+from tp_ext.parallel.data_mesh import DataMesh
 from tp_ext.parallel.ddp_guard import check_axes
-from tp_ext.parallel.grad_norm import clip_grad_norm_, gradient_terms
-from tp_ext.parallel.gradient_sum import sum_gradients
+from tp_ext.parallel.grad_norm import clip_grad_norm_
 from tp_ext.parallel.pipeline import check_shards, materialise, pipeline_stages
 from tp_ext.parallel.pipeline_loss import StepLoss, one_element
 from tp_ext.parallel.pipeline_steps import reshard
 from tp_ext.parallel.run_checks import check_model_is_new, check_options, check_trainable, note_parallelized
+from tp_ext.parallel.run_experts import attach_router_losses, check_experts
 from tp_ext.parallel.step_inputs import StepInputs
 from tp_ext.random import manual_seed
 
@@ -61,24 +63,28 @@ def parallelize(
 
     The loss and the gradients of a step are those of one process that sees the global batch: the mean over the valid
     tokens of all microbatches, data ranks and context ranks. So are the masks of dropout, and the weights of a model
-    on meta. It does nothing that these do not do: :func:`tp_ext.name_modules`, :func:`tp_ext.reset_parameters`,
-    :func:`tp_ext.random.at`, :func:`tp_ext.parallel.pipeline_stages`, :func:`tp_ext.parallel.sum_gradients`; torch's
-    ``checkpoint_wrapper``, ``torch.compile``, DDP, ``fully_shard`` and ``ZeroRedundancyOptimizer``.
+    on meta. The gradients have those of the losses of routers (:class:`tp_ext.ParallelMoE`), as the mean over
+    microbatches; the loss that a step returns is without them. It does nothing that these do not do:
+    :func:`tp_ext.name_modules`, :func:`tp_ext.reset_parameters`, :func:`tp_ext.random.at`,
+    :func:`tp_ext.parallel.pipeline_stages`, :func:`tp_ext.parallel.sum_gradients`; torch's ``checkpoint_wrapper``,
+    ``torch.compile``, DDP, ``fully_shard`` and ``ZeroRedundancyOptimizer``.
 
     Args:
-        model: the whole model, its layers made with ``mesh["tp"]`` and ``mesh["cp"]``; on meta, or with the same
+        model: the whole model, its layers made with ``mesh["tp"]`` and ``mesh["cp"]``, expert layers with
+            ``mesh["ep"]`` as ``expert_group`` and the other data axes as ``data_groups``; on meta, or with the same
             weights on every rank. Its blocks are those of ``pipeline_parts()``, which a pipeline needs
             (:func:`tp_ext.parallel.pipeline_stages`), the modules of an ``nn.Sequential``, or the model itself.
-        mesh: its axes are among ``pp``, ``dp``, ``cp``, ``tp``.
+        mesh: its axes are among ``pp``, ``dp``, ``ep``, ``cp``, ``tp``.
         schedule: of the pipeline, default ``"1F1B"``; without a pipeline microbatches follow one another.
         microbatches: number of slices of a rank's batch along dim 0.
         loss: ``loss(output, target)`` of a microbatch.
         reduction: ``"mean"`` if ``loss`` returns the mean over the valid tokens, ``"sum"`` if it returns their sum,
             which a microbatch without valid tokens needs.
         count: the number of valid tokens of a target, default those that are not -100.
-        zero: the stage of ZeRO over ``dp`` and ``cp`` together: 0 shards nothing; 1 the states of the optimizer
-            (:meth:`ParallelRun.optimizer`); 2 gradients and parameters, which are gathered once in a step; 3 gathers
-            parameters for each forward and each backward of a block. Under a pipeline 3 is 2, see there.
+        zero: the stage of ZeRO over ``dp``, ``ep`` and ``cp`` together, of experts over ``dp`` and ``cp``: 0 shards
+            nothing; 1 the states of the optimizer (:meth:`ParallelRun.optimizer`); 2 gradients and parameters, which
+            are gathered once in a step; 3 gathers parameters for each forward and each backward of a block. Under a
+            pipeline 3 is 2, see there.
         offload: keeps parameters, gradients and states in the host's memory; with ``zero`` 2 or 3.
         recompute: what backward computes again: None, nothing; ``"full"``, the forward of each block; ``"selective"``,
             all of it but matrix products, attention and collectives.
@@ -91,8 +97,9 @@ def parallelize(
     Raises:
         TypeError: an argument of another type. ValueError: an option out of its range, ``offload`` without
             ``zero`` 2 or 3, what the schedule cannot combine; a model without a parameter that requires a gradient, or
-            that was parallelized before; layers whose group is another axis of the mesh; ``zero`` 2 or 3 and a
-            parameter of which some rank has no element. RuntimeError: a pipeline with torch older than 2.15.
+            that was parallelized before; layers whose group is another axis of the mesh, expert layers over other
+            ranks than its axes; ``zero`` 1 with experts over several ranks; ``zero`` 2 or 3 and a parameter of which
+            some rank has no element. RuntimeError: a pipeline with torch older than 2.15.
 
     Rajbhandari et al., "ZeRO", arXiv:1910.02054.
     """
@@ -106,6 +113,8 @@ def parallelize(
     check_model_is_new(model)
     check_trainable(model)
     check_axes(model, mesh)
+    check_experts(model, mesh, zero)
+    attach_router_losses(model, microbatches)
     manual_seed(seed, mesh)
     name_modules(model)
     whole = wrap_blocks(model, recompute, compile)
@@ -120,7 +129,8 @@ class ParallelRun:
     Attributes:
         state: the module, or the list of this rank's stages, for checkpoints and exports:
             ``tp_ext.save_checkpoint(path, run.state, optimizer, mesh=mesh)``.
-        data_rank, data_size: this rank's index among those with other sequences, and their number: the axis ``dp``.
+        data_rank, data_size: this rank's index among those with other sequences, and their number: the axes ``dp`` and
+            ``ep``.
         next_step: the number of the next step, by which masks are drawn; to be set after a checkpoint is loaded.
     """
 
@@ -137,22 +147,17 @@ class ParallelRun:
         offload: bool,
         autocast: torch.dtype | None,
     ) -> None:
-        names = mesh.mesh_dim_names or ()
-        size = {name: mesh[name].size() if name in names else 1 for name in ("pp", "dp", "cp")}
         self.mesh, self._microbatches, self._zero = mesh, microbatches, zero
-        self.data_size = size["dp"]
-        self.data_rank = mesh["dp"].get_local_rank() if "dp" in names else 0
+        self._data = data = DataMesh(mesh)
+        self.data_size, self.data_rank = data.size, data.rank
         self.next_step = 0
-        axes = [name for name in ("dp", "cp") if name in names]
-        data = mesh[tuple(axes)]._flatten("dp_cp") if len(axes) == 2 else mesh[axes[0]] if axes else None
-        self._data = data if data is not None and data.size() > 1 else None
         self._device = device = _device(mesh)
         self._autocast = autocast
+        pp = mesh["pp"] if "pp" in (mesh.mesh_dim_names or ()) else None
+        pp = None if pp is None or pp.size() == 1 else pp
         sharding: dict[str, Any] = {}
         if zero > 1:
-            if data is None:
-                raise ValueError(f"zero: {zero} needs a mesh with the axis 'dp' or 'cp', and it has {names}")
-            sharding = {"mesh": data, "reshard_after_forward": zero == 3 and size["pp"] == 1}
+            sharding = data.fsdp_options() | {"reshard_after_forward": zero == 3 and pp is None}
             check_shards(model)
             if offload:
                 sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -162,31 +167,33 @@ class ParallelRun:
                 value = one_element(loss(output, target))
                 return value * count(target) if reduction == "mean" else value
 
-        mean_over: list[Group] = [mesh[name] for name in axes if size[name] > 1]
         self._schedule = self._ddp = None
-        if size["pp"] > 1:
+        if pp is not None:
             self._schedule = pipeline_stages(
                 model,
-                mesh["pp"],
+                pp,
                 schedule=schedule or "1F1B",
                 microbatches=microbatches,
                 loss=summed,
                 count=count,
-                mean_over=mean_over or None,
+                mean_over=data.axes or None,
                 fsdp=sharding or None,
                 context=self._context,
                 init=reset_parameters,
                 device=device,
             )
             self.state: Any = self._schedule.stages
-            if self._data is not None and not sharding:
-                self._schedule.reduce_gradients = self._average_gradients
+            if data.replicates and not sharding:
+                self._schedule.reduce_gradients = lambda: data.average_gradients(self.state)
             return
-        self._loss = StepLoss(summed, microbatches, count, mean_over or None, "mean")
+        self._loss = StepLoss(summed, microbatches, count, data.axes or None, "mean")
         materialise(model, device, reset_parameters, blocks_of(model), sharding)
         self.state = model
-        if self._data is not None and not sharding:
-            self._ddp = DistributedDataParallel(model, process_group=self._data.get_group())
+        if data.replicates and not sharding:
+            assert data.whole is not None
+            if data.shards_experts:
+                ignore_experts(model)
+            self._ddp = DistributedDataParallel(model, process_group=data.whole.get_group())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields this rank's parameters, those of its stages under a pipeline."""
@@ -198,8 +205,9 @@ class ParallelRun:
         loaded as any other. Communicates nothing but, with ``zero=1``, its constructor's exchange of sizes."""
         if not callable(optimizer_class):
             raise TypeError(f"optimizer_class: {optimizer_class!r} must be a class of torch.optim.Optimizer")
-        if self._zero == 1 and self._data is not None:
-            group = self._data.get_group()
+        if self._zero == 1 and self._data.replicates:
+            assert self._data.whole is not None
+            group = self._data.whole.get_group()
             return ZeroRedundancyOptimizer(self.parameters(), optimizer_class, process_group=group, **options)
         return optimizer_class(self.parameters(), **options)
 
@@ -222,7 +230,7 @@ class ParallelRun:
         Returns:
             0-d, fp64: the mean loss over the valid tokens of the global batch, the same on all ranks.
 
-        Communicates: what the layers do; the number of tokens; the gradients over ``dp`` and ``cp``, once.
+        Communicates: what the layers do; the number of tokens; the gradients over the data axes, once.
 
         Raises:
             ValueError: ``microbatches`` does not divide the batch; a list of layouts of another length, or of unequal
@@ -272,6 +280,8 @@ class ParallelRun:
             self._loss.begin([target], self._device)
             for i, microbatch in enumerate(zip(*self._inputs.microbatches(), strict=True)):
                 (self._train if train else self._evaluate)(i, *microbatch)
+            if train and self._ddp is not None:
+                self._data.average_expert_gradients(self.state)
             return self._loss.mean()
         finally:
             del self._inputs  # they may be large
@@ -289,14 +299,6 @@ class ParallelRun:
     def _evaluate(self, i: int, args: Any, named: dict[str, Any], target: Tensor) -> None:
         with self._context(self.next_step, i):
             self._loss(self.state(*args, **named), target)
-
-    def _average_gradients(self) -> None:
-        """Takes the mean over the data axis, as DDP and FSDP2 do: it leaves gradients of earlier steps as they are."""
-        assert self._data is not None
-        sum_gradients(self.parameters(), self._data)
-        for param in self.parameters():
-            for grad in gradient_terms(param):
-                grad.div_(self._data.size())
 
     def _context(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
         """Returns the context of a forward: its random numbers and its precision."""
