@@ -1,4 +1,5 @@
-"""A Llama-style language model from tp_ext's layers: RMSNorm, rotary grouped-query attention, SwiGLU, tied head.
+"""A Llama-style language model from tp_ext's layers: RMSNorm, rotary grouped-query attention, SwiGLU or a mixture of
+SwiGLU experts, tied head.
 
 Every tensor between the blocks is ``[tokens, hidden]``, the batch flattened; under sequence parallelism each rank holds
 its share of the tokens, over a context group its tokens of each sequence. Without groups this is an ordinary model on
@@ -17,7 +18,14 @@ from tp_ext.random import Normal
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, group: Group, context_group: Group = None) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        group: Group,
+        context_group: Group = None,
+        expert_group: Group = None,
+        data_groups: Group | list[Group] = None,
+    ) -> None:
         super().__init__()
         parallel = {"group": group, "sequence_parallel": config.sequence_parallel}
         self.attention_norm = tp_ext.RMSNorm(config.hidden_size, 1e-6, **parallel)
@@ -33,14 +41,30 @@ class Block(nn.Module):
             **parallel,
         )
         self.mlp_norm = tp_ext.RMSNorm(config.hidden_size, 1e-6, **parallel)
-        self.mlp = tp_ext.ParallelMLP(
-            config.hidden_size,
-            config.ffn_hidden_size,
-            activation="swiglu",
-            bias=False,
-            init=Normal(std=0.02),
-            **parallel,
-        )
+        self.mlp: nn.Module
+        if config.experts:
+            self.mlp = tp_ext.ParallelMoE(
+                config.hidden_size,
+                config.ffn_hidden_size,
+                config.experts,
+                config.top_k,
+                shared_experts=config.shared_experts,
+                # Of sequences: the mean over them is the same however microbatches and ranks share them
+                router=tp_ext.RouterConfig(balance_loss=config.balance_loss, balance_over="sequence"),
+                expert_group=expert_group,
+                data_groups=data_groups,
+                init=Normal(std=0.02),
+                **parallel,
+            )
+        else:
+            self.mlp = tp_ext.ParallelMLP(
+                config.hidden_size,
+                config.ffn_hidden_size,
+                activation="swiglu",
+                bias=False,
+                init=Normal(std=0.02),
+                **parallel,
+            )
         self.dropout = tp_ext.Dropout(config.dropout, **parallel)
         tp_ext.coalesce_gradients(self)
 
@@ -58,18 +82,30 @@ class Block(nn.Module):
             where = {"batch_size": batch_size, "total_tokens": total_tokens}
         attended = self.attention(self.attention_norm(x), cos_sin=cos_sin, cache=cache, **where)
         x = self.dropout(attended, residual=x, total_tokens=total_tokens)
-        return self.dropout(self.mlp(self.mlp_norm(x), total_tokens), residual=x, total_tokens=total_tokens)
+        sequences = (
+            (batch_size if layout is None else layout.batch,) if isinstance(self.mlp, tp_ext.ParallelMoE) else ()
+        )
+        y = self.mlp(self.mlp_norm(x), total_tokens, *sequences)
+        return self.dropout(y, residual=x, total_tokens=total_tokens)
 
 
 class GPT(nn.Module):
-    def __init__(self, config: GPTConfig, group: Group = None, context_group: Group = None) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        group: Group = None,
+        context_group: Group = None,
+        expert_group: Group = None,
+        data_groups: Group | list[Group] = None,
+    ) -> None:
         super().__init__()
         self.config, self.group = config, tp_ext.group.group_name(group) or None
         parallel = {"group": group, "sequence_parallel": config.sequence_parallel}
         self.embedding = tp_ext.VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, init=Normal(std=0.02), **parallel
         )
-        self.blocks = nn.ModuleList(Block(config, group, context_group) for _ in range(config.num_layers))
+        groups = group, context_group, expert_group, data_groups
+        self.blocks = nn.ModuleList(Block(config, *groups) for _ in range(config.num_layers))
         self.norm = tp_ext.RMSNorm(config.hidden_size, 1e-6, **parallel)
         self.head = tp_ext.VocabParallelLMHead(config.hidden_size, config.vocab_size, **parallel)
         self.head.weight = self.embedding.weight

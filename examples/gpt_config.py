@@ -17,3 +17,7 @@ class GPTConfig:
     dropout: float = 0.1
     sequence_parallel: bool = False
     context: str = "ring"
+    experts: int = 0
+    top_k: int = 2
+    shared_experts: int = 0
+    balance_loss: float = 0.01

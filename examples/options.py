@@ -12,13 +12,25 @@ from typing import Any
 from gpt_config import GPTConfig
 
 MODEL = [field.name for field in fields(GPTConfig)]
-MESH = ["pp", "dp", "cp", "tp"]
+MESH = ["pp", "dp", "ep", "cp", "tp"]
 SCHEDULES = (
     *("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"),
     *("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
 )
 # What a resumed run may not change. Everything else may differ: the mesh, --steps, --lr, --batch-size, ..
-FIXED = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "dtype", "optimizer", "seed"]
+FIXED = [
+    *(
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "ffn_hidden_size",
+        "experts",
+        "top_k",
+        "shared_experts",
+    ),
+    *("dtype", "optimizer", "seed"),
+]
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -44,6 +56,7 @@ POSITIVE = number(int, "be at least 1", lambda n: n >= 1)
 RANKS = number(int, "be at least 1, or -1", lambda n: n >= 1 or n == -1)
 COUNT = number(int, "be at least 0", lambda n: n >= 0)
 RATE = number(float, "be positive and finite", lambda x: 0 < x < math.inf)
+WEIGHT = number(float, "be finite and at least 0", lambda x: 0 <= x < math.inf)
 PROBABILITY = number(float, "be at least 0 and less than 1", lambda x: 0 <= x < 1)
 SHARE = number(float, "be between 0 and 1", lambda x: 0 <= x <= 1)
 
@@ -70,7 +83,12 @@ def parse_options(description: str) -> argparse.Namespace:
         default=config.num_kv_heads,
         help="key and value heads; fewer than ranks: the number of ranks must be a multiple of them",
     )
-    model.add_argument("--ffn-hidden-size", type=POSITIVE, default=config.ffn_hidden_size, help="width of the MLP")
+    model.add_argument("--ffn-hidden-size", type=POSITIVE, default=config.ffn_hidden_size, help="width of an MLP")
+    model.add_argument("--experts", type=COUNT, default=config.experts, help="MLPs of a block; 0: one, without routing")
+    model.add_argument("--top-k", type=POSITIVE, default=config.top_k, help="experts of a token")
+    model.add_argument("--shared-experts", type=COUNT, default=config.shared_experts, help="experts of all tokens")
+    balance = "coefficient of the routers' balance loss; its values are not part of those printed"
+    model.add_argument("--balance-loss", type=WEIGHT, default=config.balance_loss, help=balance)
     model.add_argument("--dropout", type=PROBABILITY, default=config.dropout, help="after attention and MLP")
     model.add_argument("--sequence-parallel", action="store_true", help="shard the activations between blocks, too")
     dtypes = ("float32", "bfloat16", "float64")
@@ -99,16 +117,18 @@ def parse_options(description: str) -> argparse.Namespace:
     output.add_argument("--prompt", default="def ", help="what the text sampled at the end begins with")
     output.add_argument("--sample-bytes", type=COUNT, default=200, help="length of the sampled text; 0: none")
 
-    ranks = parser.add_argument_group("ranks", "pp x dp x cp x tp of them; -1: as many as the others leave")
+    ranks = parser.add_argument_group("ranks", "pp x dp x ep x cp x tp of them; -1: as many as the others leave")
     ranks.add_argument("--pp", type=RANKS, default=1, help="pipeline-parallel ranks: stages of blocks")
     ranks.add_argument("--dp", type=RANKS, default=1, help="data-parallel ranks: other sequences on each")
+    expert = "ranks that share the experts; of all other parameters data-parallel ranks, too"
+    ranks.add_argument("--ep", "--expert-parallel", type=RANKS, default=1, help=expert)
     ranks.add_argument("--cp", type=RANKS, default=1, help="context-parallel ranks: tokens of each sequence")
     ranks.add_argument("--tp", type=RANKS, default=-1, help="tensor-parallel ranks: shards of each weight")
     contexts = ("ring", "all_gather", "ulysses")
     ranks.add_argument("--context", choices=contexts, default=config.context, help="how keys reach the ranks of --cp")
     ranks.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline; None: 1F1B")
     ranks.add_argument("--micro-batches", type=POSITIVE, help="slices of each rank's batch; None: as many as --pp")
-    ranks.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO over --dp and --cp")
+    ranks.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO over data ranks")
     ranks.add_argument("--offload", action="store_true", help="parameters and states in host memory; --zero 2 or 3")
     ranks.add_argument("--recompute", choices=("full", "selective"), help="what backward computes again of each block")
     ranks.add_argument("--compile", action="store_true", help="torch.compile each block")
@@ -131,6 +151,7 @@ def parse_options(description: str) -> argparse.Namespace:
     if "LOCAL_RANK" not in os.environ:
         parser.exit(1, "launch with torchrun: torchrun --standalone --nproc-per-node 2 examples/train_gpt.py\n")
     check_mesh(parser, options, int(os.environ.get("WORLD_SIZE", "1")))
+    check_experts(parser, options)
     return options
 
 
@@ -148,11 +169,25 @@ def check_mesh(parser: argparse.ArgumentParser, options: argparse.Namespace, ran
         setattr(options, name, ranks // known)
     if options.micro_batches is None:
         options.micro_batches = options.pp
-    if options.batch_size % (options.dp * options.micro_batches):
+    factors = {"--dp": options.dp, "--ep": options.ep, "--micro-batches": options.micro_batches}
+    factors = {name: size for name, size in factors.items() if name != "--ep" or size > 1}
+    if options.batch_size % math.prod(factors.values()):
         parser.error(
-            f"argument --batch-size: {options.batch_size} must be a multiple of --dp x --micro-batches = "
-            f"{options.dp} x {options.micro_batches}"
+            f"argument --batch-size: {options.batch_size} must be a multiple of {' x '.join(factors)} = "
+            f"{' x '.join(map(str, factors.values()))}"
         )
+
+
+def check_experts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the run if the options of experts do not fit each other."""
+    if options.ep > max(options.experts, 1):
+        parser.error(f"argument --ep: {options.ep} must be at most --experts = {options.experts}")
+    if options.experts and options.top_k > options.experts:
+        parser.error(f"argument --top-k: {options.top_k} must be at most --experts = {options.experts}")
+    if options.shared_experts and not options.experts:
+        parser.error(f"argument --shared-experts: {options.shared_experts} must be 0 without --experts")
+    if options.ep > 1 and options.zero == 1:
+        parser.error("argument --zero: 1 must not be given with --ep; take 0, 2 or 3")
 
 
 def saved_form(options: argparse.Namespace, text_sha256: str) -> dict[str, Any]:

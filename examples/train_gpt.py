@@ -1,7 +1,8 @@
-"""Trains a byte-level language model with data, pipeline, context and tensor parallelism:
+"""Trains a byte-level language model with data, pipeline, context, expert and tensor parallelism:
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --data PATH --steps 300
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --pp 2 --dp 2 --tp 2 --zero 2 --timeline
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --experts 8 --top-k 2 --ep 2 --tp 2
 
 ``--data`` is a file or a folder of text; without it, the source of Python's standard library. The losses are the same
 for every number of ranks along each axis. Runs on CPU (shared memory on one host, gloo on several) and on GPUs (NCCL;
@@ -99,7 +100,8 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh = mesh
         with torch.device("meta"):  # each rank then gets the memory of its own stage and shards
-            model = GPT(config_of(options), mesh["tp"], mesh["cp"])
+            data = [mesh["dp"], mesh["cp"]]
+            model = GPT(config_of(options), mesh["tp"], mesh["cp"], mesh["ep"], data)
         self.run: ParallelRun = tp_ext.parallelize(
             model,
             mesh,
@@ -114,7 +116,7 @@ class Trainer:
             seed=options.seed,
         )
         self.optimizer = self._make_optimizer(options, device)
-        sequences = options.batch_size // (options.dp * options.micro_batches)
+        sequences = options.batch_size // (self.run.data_size * options.micro_batches)
         self.layout = tp_ext.ContextLayout(batch=sequences, seq=options.seq_length, group=mesh["cp"])
         self.keywords = {"layout": self.layout, "total_tokens": self.layout.sizes[mesh["cp"].get_local_rank()]}
 

@@ -11,7 +11,6 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +19,8 @@ import train_gpt
 from gpt import GPT, GPTConfig
 
 from tests.helpers import ranks, torchrun
+from tests.helpers.example_training import SMALL, held_out_losses, train, train_on_rank, write_text
 from tests.helpers.paths import ROOT
-
-SIZES = {"hidden-size": 24, "num-layers": 1, "num-heads": 4, "num-kv-heads": 2, "ffn-hidden-size": 40}
-SIZES |= {"seq-length": 15, "batch-size": 3, "max-mib": 1, "timeout": 20}
-SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
 
 
 def _launch(p: int, out: Path, *arguments: str, cold: bool = False) -> torchrun.Job:
@@ -32,52 +28,18 @@ def _launch(p: int, out: Path, *arguments: str, cold: bool = False) -> torchrun.
     return torchrun.start([*words, "--out", str(out), *arguments], out.with_suffix(".txt"), out.parent, cold=cold)
 
 
-def _losses(out: Path) -> list[float]:
-    with (out / "loss.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
-
-
-def _held_out_losses(out: Path) -> dict[str, float]:
-    with (out / "loss.csv").open() as file:
-        return {row["step"]: float(row["held_out_loss"]) for row in csv.DictReader(file) if row["held_out_loss"]}
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
-    (folder / "b.bin").write_bytes(b"\0\1\2" * 100)  # not text: left out
-    (folder / "deep").mkdir()
-    (folder / "deep" / "c.txt").write_text("the five boxing wizards jump quickly. " * 50)
-    return folder
-
-
-def _rank_of_training(group, out: Path, arguments: tuple[str, ...]) -> None:
-    words = ["train_gpt.py", *SMALL, "--out", str(out), *arguments, "--quiet"]
-    environment = {"LOCAL_RANK": str(group.rank()), "WORLD_SIZE": str(group.size())}
-    with mock.patch("sys.argv", words), mock.patch.dict("os.environ", environment):
-        options = train_gpt.parse_options("")
-    texts = train_gpt.split(train_gpt.read_text(options.data, options.max_mib * 2**20), options.seq_length)
-    try:
-        with mock.patch("signal.signal"):
-            train_gpt.train(options, texts, torch.device("cpu"))
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def _train_in_pool(p: int, out: Path, *arguments: str) -> list[float]:
-    """Trains without torchrun and its imports of torch; returns the losses."""
-    ranks.run(_rank_of_training, p, out, arguments, timeout=180)
-    return _losses(out)
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def test_resumed_at_another_p_goes_on_as_if_uninterrupted(text, tmp_path):
     """8 steps on one rank = 5 on two, then 3 on one: weights, AdamW's state, dropout and batches all go on."""
     options = ["--data", str(text), "--dtype", "float64", "--sample-bytes", "0", "--lr-decay-steps", "8"]
-    whole = _train_in_pool(1, tmp_path / "whole", "--steps", "8", *options)
-    begun = _train_in_pool(2, tmp_path / "parts", "--steps", "5", "--sequence-parallel", *options)
+    whole = train(1, tmp_path / "whole", "--steps", "8", *options)
+    begun = train(2, tmp_path / "parts", "--steps", "5", "--sequence-parallel", *options)
     assert begun == pytest.approx(whole[:5], abs=1e-9, rel=0)
-    resumed = _train_in_pool(1, tmp_path / "parts", "--steps", "8", "--resume", *options)
+    resumed = train(1, tmp_path / "parts", "--steps", "8", "--resume", *options)
     assert resumed[:5] == begun
     assert resumed == pytest.approx(whole, abs=1e-9, rel=0)
 
@@ -86,30 +48,30 @@ def test_resumed_on_other_meshes_it_goes_on_as_in_one_process(text, tmp_path):
     """All axes, ZeRO and recomputation; the timeline is drawn in the third step of a run."""
     options = ["--data", str(text), "--dtype", "float64", "--lr-decay-steps", "7", "--num-layers", "2"]
     options += ["--batch-size", "4", "--save-every", "0", "--eval-every", "2", "--eval-batches", "1"]
-    whole = _train_in_pool(1, tmp_path / "whole", "--steps", "7", *options)
+    whole = train(1, tmp_path / "whole", "--steps", "7", *options)
     out, resumed = tmp_path / "parts", ["--resume", "--sample-bytes", "0", *options]
     pipelined = ["--pp", "2", "--tp", "2", "--sequence-parallel", "--schedule", "GPipe", "--timeline"]
-    _train_in_pool(4, out, "--steps", "3", *pipelined, "--sample-bytes", "9", *options)
+    train(4, out, "--steps", "3", *pipelined, "--sample-bytes", "9", *options)
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    _train_in_pool(4, out, "--steps", "5", "--dp", "2", "--cp", "2", "--zero", "2", "--recompute", "full", *resumed)
-    losses = _train_in_pool(2, out, "--steps", "7", "--dp", "2", "--zero", "1", "--micro-batches", "2", *resumed)
+    train(4, out, "--steps", "5", "--dp", "2", "--cp", "2", "--zero", "2", "--recompute", "full", *resumed)
+    losses = train(2, out, "--steps", "7", "--dp", "2", "--zero", "1", "--micro-batches", "2", *resumed)
     assert losses == pytest.approx(whole, abs=1e-9, rel=0)
-    held_out = _held_out_losses(tmp_path / "whole")
-    parts = {step: loss for step, loss in _held_out_losses(out).items() if step in held_out}
+    held_out = held_out_losses(tmp_path / "whole")
+    parts = {step: loss for step, loss in held_out_losses(out).items() if step in held_out}
     assert len(held_out) == 4 and parts == pytest.approx(held_out, abs=1e-9, rel=0)
 
 
 def test_muon_goes_on_over_other_meshes_as_in_one_process(text, tmp_path):
     options = ["--data", str(text), "--dtype", "float64", "--lr-decay-steps", "5", "--num-layers", "2", "--optimizer"]
     options += ["muon", "--batch-size", "4", "--save-every", "0", "--sample-bytes", "0"]
-    whole = _train_in_pool(1, tmp_path / "whole", "--steps", "5", *options)
+    whole = train(1, tmp_path / "whole", "--steps", "5", *options)
     out = tmp_path / "parts"
-    _train_in_pool(4, out, "--steps", "2", "--pp", "2", "--tp", "2", *options)
-    _train_in_pool(4, out, "--steps", "4", "--dp", "2", "--tp", "2", "--zero", "3", "--resume", *options)
-    losses = _train_in_pool(2, out, "--steps", "5", "--dp", "2", "--resume", *options)
+    train(4, out, "--steps", "2", "--pp", "2", "--tp", "2", *options)
+    train(4, out, "--steps", "4", "--dp", "2", "--tp", "2", "--zero", "3", "--resume", *options)
+    losses = train(2, out, "--steps", "5", "--dp", "2", "--resume", *options)
     assert losses == pytest.approx(whole, abs=1e-9, rel=0)
     other = [word.replace("muon", "adamw") for word in options]
-    assert _train_in_pool(1, tmp_path / "other", "--steps", "2", *other)[1] != pytest.approx(whole[1], abs=1e-4)
+    assert train(1, tmp_path / "other", "--steps", "2", *other)[1] != pytest.approx(whole[1], abs=1e-4)
 
 
 # In processes that are forked, and as a user starts it
@@ -137,7 +99,7 @@ def test_output_files_lines_and_sample(p, cold, text, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--help"], "Trains a byte-level language model with data, pipeline, context and tensor"),
+        (["--help"], "Trains a byte-level language model with data, pipeline, context, expert and tensor"),
         (["--data", "/nowhere"], "--data: /nowhere must be an existing file or folder"),
         (["--data", "EMPTY"], "--data: must hold text; there is no file, or all are empty or binary"),
         (["--data", "BINARY"], "--data: must hold text; there is no file, or all are empty or binary"),
@@ -149,10 +111,15 @@ def test_output_files_lines_and_sample(p, cold, text, tmp_path):
         (["--sample-bytes", "-1"], "--sample-bytes: -1 must be at least 0"),
         (["--dropout", "1"], "--dropout: 1 must be at least 0 and less than 1"),
         (["--batch-size", "many"], "--batch-size: 'many' must be a number"),
-        (["--pp", "2"], "--pp: --pp 2 --dp 1 --cp 1 --tp -1 must multiply to the 1 ranks of this run"),
-        (["--tp", "2", "--dp", "1"], "--pp: --pp 1 --dp 1 --cp 1 --tp 2 must multiply to the 1 ranks of this run"),
-        (["--dp", "-1"], "--tp: only one of --pp 1 --dp -1 --cp 1 --tp -1 may be -1"),
+        (["--pp", "2"], "--pp: --pp 2 --dp 1 --ep 1 --cp 1 --tp -1 must multiply to the 1 ranks of this run"),
+        (
+            ["--tp", "2", "--dp", "1"],
+            "--pp: --pp 1 --dp 1 --ep 1 --cp 1 --tp 2 must multiply to the 1 ranks of this run",
+        ),
+        (["--dp", "-1"], "--tp: only one of --pp 1 --dp -1 --ep 1 --cp 1 --tp -1 may be -1"),
         (["--optimizer", "muon", "--zero", "1"], "--zero: 1 must not be given with --optimizer muon; take 0, 2 or 3"),
+        (["--experts", "2", "--top-k", "3"], "--top-k: 3 must be at most --experts = 2"),
+        (["--shared-experts", "1"], "--shared-experts: 1 must be 0 without --experts"),
         (["--dp", "0"], "--dp: 0 must be at least 1, or -1"),
         (
             ["--batch-size", "6", "--micro-batches", "4"],
@@ -188,7 +155,7 @@ def test_every_option_has_help():
 def test_wrong_heads_are_named(text, tmp_path):
     message = "num_kv_heads: must divide num_heads; num_heads = 4, num_kv_heads = 3, p = 2"
     arguments = ("--data", str(text), "--num-kv-heads", "3")
-    ranks.run_raises(_rank_of_training, 2, ValueError, message, tmp_path / "run", arguments, in_turns=False)
+    ranks.run_raises(train_on_rank, 2, ValueError, message, tmp_path / "run", arguments, in_turns=False)
 
 
 # What --out holds is looked at before anything is computed
@@ -255,7 +222,7 @@ def test_a_killed_rank_ends_the_job_and_the_last_checkpoint_loads(cold, text, tm
     steps = torch.load(out / "checkpoint" / "extra.pt", weights_only=True)["step"]
     assert steps and steps % 3 == 0
     assert len((out / "loss.csv").read_text().splitlines()) > steps  # a header and a row for each step
-    resumed = _train_in_pool(2, out, "--steps", str(steps + 2), "--resume", *options)
+    resumed = train(2, out, "--steps", str(steps + 2), "--resume", *options)
     assert len(resumed) == steps + 2
 
 

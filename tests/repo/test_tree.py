@@ -33,7 +33,18 @@ ORDER = [
 COMPOSITION = {"checkpoint", "parallel", "debug"}
 NOT_LAYERS = {
     f"tp_ext.nn.{name}"
-    for name in ("coalesce", "fqn", "layouts", "model_groups", "module", "names", "same_input", "stages", "tied")
+    for name in (
+        "coalesce",
+        "data_ranks",
+        "fqn",
+        "layouts",
+        "model_groups",
+        "module",
+        "names",
+        "same_input",
+        "stages",
+        "tied",
+    )
 }
 
 

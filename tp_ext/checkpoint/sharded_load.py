@@ -30,7 +30,7 @@ from tp_ext.checkpoint.sharded import (
     OptimizedParameter,
     optimized_params,
     shard_optimizer_state,
-    sharded_state_dict,
+    sharded_state,
 )
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import MeshAxes, mesh_axes
@@ -176,7 +176,7 @@ class _Destination:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, metadata: Metadata, over: MeshAxes) -> None:
         groups = model_groups(module, over)
-        self.flat, self.paths = flatten_state_dict(sharded_state_dict(module, group=over.group))
+        self.flat, self.paths = flatten_state_dict(sharded_state(module, None, over)[0])
         _check_writable(self.flat)
         self.extra = {name: entry.owner for name, entry in state_entries(module, groups.default).items() if entry.extra}
         self.optimizer = optimizer

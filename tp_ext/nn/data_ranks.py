@@ -10,6 +10,23 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.group import Group, ParallelGroup, check_place
 from tp_ext.mesh import data_axes
+from tp_ext.nn.module import ParallelModule
+
+
+class LayerOverData(ParallelModule):
+    """The base of a layer that routes the tokens of all data ranks to experts.
+
+    Attributes:
+        data_ranks: the ranks that have these tokens.
+        needs_data_ranks: whether forward computes something from the tokens of all of them.
+        gradient_reduction: how data parallelism combines the gradients of ranks, ``"mean"`` or ``"sum"``.
+        attach_loss: None, or the factor of the layer's own losses whose gradient backward adds.
+    """
+
+    data_ranks: "DataRanks"
+    needs_data_ranks: bool
+    gradient_reduction: str
+    attach_loss: float | None
 
 
 class DataRanks:

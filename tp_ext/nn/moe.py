@@ -9,18 +9,18 @@ from torch.autograd import forward_ad
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, parallel_group
-from tp_ext.nn.data_ranks import DataRanks
+from tp_ext.nn.data_ranks import DataRanks, LayerOverData
 from tp_ext.nn.expert_capacity import check_capacity, drop_over_capacity
 from tp_ext.nn.experts import ParallelExperts
 from tp_ext.nn.mlp import ParallelMLP
-from tp_ext.nn.module import ParallelModule, check_positive
+from tp_ext.nn.module import check_positive
 from tp_ext.nn.router import Routed, Router, RouterConfig, RouterLosses
 from tp_ext.nn.token_exchange import plan_exchange
 from tp_ext.random import Init
 from tp_ext.sharding import split_sizes
 
 
-class ParallelMoE(ParallelModule):
+class ParallelMoE(LayerOverData):
     """Mixture of experts: y = sum over the top k experts i of a token of w_i FFN_i(x), + the shared experts' FFN(x).
 
     The choice and w are those of :class:`RouterConfig`; FFN_i is a block as :class:`ParallelMLP`. The experts are
@@ -128,13 +128,14 @@ class ParallelMoE(ParallelModule):
         ranks = DataRanks(data_groups, ep)
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.capacity, self.drop_order, self.attach_loss = capacity, drop_order, attach_loss
-        self.data_ranks = ranks
+        self.data_ranks, self.gradient_reduction = ranks, gradient_reduction
+        config = RouterConfig() if router is None else router
         options: dict[str, Any] = {"group": group, "init": init, "device": device, "dtype": dtype}
         self.router = Router(
             hidden_size,
             num_experts,
             top_k,
-            RouterConfig() if router is None else router,
+            config,
             data_ranks=ranks,
             gradient_reduction=gradient_reduction,
             sequence_parallel=sequence_parallel,
@@ -160,6 +161,8 @@ class ParallelMoE(ParallelModule):
                 sequence_parallel=sequence_parallel,
                 **options,
             )
+        losses = config.balance_loss or config.z_loss or config.correction_bias
+        self.needs_data_ranks = bool(losses) or capacity is not None
         self._last = _LastLosses()
 
     @property

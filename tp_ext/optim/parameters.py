@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -77,7 +78,14 @@ class Placed:
 
 
 def _axes(ranks: Ranks) -> tuple[Axes, torch.device]:
-    return Axes(tuple(group for group in ranks.stage_axes if group.size() > 1)), ranks.device
+    """Returns the largest axes: a data axis may span the expert group."""
+    members = [set(dist.get_process_group_ranks(group)) for group in ranks.stage_axes]
+    groups = [
+        group
+        for group, own in zip(ranks.stage_axes, members, strict=True)
+        if len(own) > 1 and not any(own < other for other in members)
+    ]
+    return Axes(tuple(groups)), ranks.device
 
 
 def split_parameters(model: Stages) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

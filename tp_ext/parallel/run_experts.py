@@ -8,7 +8,7 @@ from torch.distributed import DeviceMesh
 
 from tp_ext.group import NOT_GIVEN, ParallelGroup, global_ranks
 from tp_ext.mesh import mesh_axes
-from tp_ext.nn.moe import ParallelMoE
+from tp_ext.nn.data_ranks import LayerOverData
 from tp_ext.parallel.average_gradients import expert_modules
 
 
@@ -31,12 +31,10 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, zero: int) -> None:
             raise ValueError("zero: 1 must be 0, 2 or 3 for a model whose experts are sharded over several ranks")
     axes = {tuple(global_ranks(axis.name)) for axis in mesh_axes(NOT_GIVEN, mesh).data}
     for name, layer in _expert_layers(model):
-        if layer.router.gradient_reduction != "mean":
+        if layer.gradient_reduction != "mean":
             raise ValueError(f"model: gradient_reduction of {name!r}, 'sum', must be 'mean'")
-        config = layer.router.config
-        used = config.balance_loss or config.z_loss or config.correction_bias or layer.capacity is not None
         theirs = {tuple(global_ranks(axis.name)) for axis in layer.data_ranks.axes}
-        if used and theirs != axes:
+        if layer.needs_data_ranks and theirs != axes:
             raise ValueError(
                 f"model: data_groups and expert_group of {name!r} are the ranks {sorted(map(list, theirs))}, and must "
                 f"be the data axes of the mesh, {sorted(map(list, axes))}"
@@ -51,7 +49,7 @@ def attach_router_losses(model: nn.Module, microbatches: int) -> None:
             layer.attach_loss = 1 / microbatches
 
 
-def _expert_layers(model: nn.Module) -> Iterator[tuple[str, ParallelMoE]]:
+def _expert_layers(model: nn.Module) -> Iterator[tuple[str, LayerOverData]]:
     for name, module in model.named_modules():
-        if isinstance(module, ParallelMoE):
+        if isinstance(module, LayerOverData):
             yield name, module
