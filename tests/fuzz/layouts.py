@@ -12,7 +12,7 @@ import random
 from tp_ext.parallel.pipeline_schedules import SCHEDULES, check_microbatches, stages_per_rank
 from tp_ext.sharding import head_parts
 
-AXES = ("pp", "dp", "cp", "tp")
+AXES = ("pp", "dp", "ep", "cp", "tp")
 NUMBERS = (2, 4, 8, 3, 2, 4, 6, 1)  # of ranks, in turn
 PLAIN = {  # the simplest value of the options of a layout, but for mesh and schedule
     "zero": 0,
@@ -25,6 +25,8 @@ PLAIN = {  # the simplest value of the options of a layout, but for mesh and sch
     "reduction": "sum",
     "meta": True,
 }
+DENSE = {"experts": 0, "top_k": 1, "shared_experts": 0, "balance_loss": 0.0, "z_loss": 0.0, "capacity": None}
+"""The options of experts of a model without them."""
 
 
 def draw(seed):
@@ -32,12 +34,33 @@ def draw(seed):
     r = random.Random(f"layout {seed}")
     while not valid(config := _draw(r, seed, NUMBERS[seed % len(NUMBERS)])):
         pass
-    return config
+    with_experts = _with_experts(random.Random(f"experts {seed}"), config)
+    return with_experts if valid(with_experts) else config
+
+
+def _with_experts(r, config):
+    """The configuration with expert layers, in some of them over data ranks; else with none."""
+    if r.random() < 0.5:
+        return config
+    model, batch, layout = (dict(config[name]) for name in ("model", "batch", "layout"))
+    model["experts"], model["top_k"] = (experts := r.randint(1, 6)), r.randint(1, min(experts, 3))
+    model["shared_experts"] = r.choice((0, 0, 1))
+    whole_rows = not batch["packed"] and layout["cp"] == 1
+    model["balance_loss"] = r.choice((0.0, 0.5)) if whole_rows else 0.0
+    model["z_loss"] = r.choice((0.0, 0.1))
+    model["capacity"] = r.choice((None, 0.7, 1.3)) if whole_rows and layout["pp"] == 1 else None
+    if model["capacity"] is not None:
+        layout["microbatches"] = 1
+    ep = r.choice([n for n in range(2, layout["dp"] + 1) if layout["dp"] % n == 0] or [1])
+    layout["dp"], layout["ep"] = layout["dp"] // ep, ep
+    if ep > 1 and layout["zero"] == 1:
+        layout["zero"] = r.choice((0, 2, 3))
+    return config | {"model": model, "layout": layout}
 
 
 def _draw(r, seed, ranks):
     sizes = r.choice([s for s in itertools.product(range(1, ranks + 1), repeat=4) if math.prod(s) == ranks])
-    pp = sizes[0]
+    pp, dp, cp, tp = sizes
     zero, packed, rows = r.choice((0, 1, 2, 3)), r.random() < 0.4, r.choice((1, 1, 2, 3))
     schedule = r.choice((None, *SCHEDULES)) if pp > 1 else None
     microbatches = r.choice((1, 2, 2, 3, 4, 6))
@@ -67,9 +90,10 @@ def _draw(r, seed, ranks):
             "dropout": r.choice((0.0, 0.2, 0.2)),
             "attention_dropout": r.choice((0.0, 0.2, 0.2)),
             "frozen": r.random() < 0.2,
+            **DENSE,
         },
         "batch": {
-            "rows": sizes[1] * microbatches * rows,
+            "rows": dp * microbatches * rows,
             "seq": r.randint(2, 12),
             "packed": packed,
             "ignored": r.choice(("few", "many")),
@@ -77,7 +101,7 @@ def _draw(r, seed, ranks):
         "clip": r.choice((0.05, 1.0, 100.0)),
         "accumulate": random.Random(-1 - seed).choice((1, 1, 2)),  # steps of an update; leaves the other draws
         "layout": {
-            **dict(zip(AXES, sizes, strict=True)),
+            **dict(zip(AXES, (pp, dp, 1, cp, tp), strict=True)),
             "schedule": schedule,
             "microbatches": microbatches,
             "zero": zero,
@@ -96,8 +120,8 @@ def _draw(r, seed, ranks):
 def valid(config):
     """Returns whether the library supports the configuration; the fuzzer does not try others."""
     model, batch, layout = config["model"], config["batch"], config["layout"]
-    pp, dp, cp, tp = (layout[axis] for axis in AXES)
-    each, rest = divmod(batch["rows"], dp * layout["microbatches"])
+    pp, dp, ep, cp, tp = (layout[axis] for axis in AXES)
+    each, rest = divmod(batch["rows"], dp * ep * layout["microbatches"])
     if rest or each < 1 or (batch["packed"] and each != 1):
         return False
     if not _heads(model, layout) or model["vocab"] < tp:
@@ -108,6 +132,12 @@ def valid(config):
         return False
     if layout["zero"] > 1 and model["ffn"] < tp:
         return False  # an empty shard
+    if ep > max(model["experts"], 1) or (ep > 1 and layout["zero"] == 1):
+        return False
+    if model["balance_loss"] and (batch["packed"] or cp > 1):
+        return False  # sequences are rows
+    if model["capacity"] is not None and (batch["packed"] or cp > 1 or layout["microbatches"] > 1):
+        return False  # a batch is that of a microbatch, and its order that of rows
     # A mean over no token is none; at most one token of a row is ignored where few are
     if layout["reduction"] == "mean" and (batch["ignored"] != "few" or batch["seq"] // cp < 2):
         return False
@@ -143,7 +173,7 @@ def _takes(check, *args):
     return True
 
 
-def _listed(sizes, microbatches, packed=False, **layout):
+def _listed(sizes, microbatches, packed=False, ep=1, experts=None, **layout):
     """One of the table: the same training, of 8 rows, cut in another way."""
     return {
         "seed": 0,
@@ -167,12 +197,14 @@ def _listed(sizes, microbatches, packed=False, **layout):
             "dropout": 0.2,
             "attention_dropout": 0.2,
             "frozen": False,
+            **DENSE,
+            **(experts or {}),
         },
         "batch": {"rows": 8, "seq": 11, "packed": packed, "ignored": "many"},
         "clip": 0.3,
         "accumulate": 1,
         "layout": {
-            **dict(zip(AXES, sizes, strict=True)),
+            **dict(zip(AXES, (*sizes[:2], ep, *sizes[2:]), strict=True)),
             "schedule": None,
             "microbatches": microbatches,
             **PLAIN,
@@ -181,6 +213,7 @@ def _listed(sizes, microbatches, packed=False, **layout):
     }
 
 
+MIXTURE = {"experts": 5, "top_k": 2, "shared_experts": 1, "balance_loss": 0.3, "z_loss": 0.1}
 LISTED = {
     "tp2": _listed((1, 1, 1, 2), 4, sp=True, recompute="full"),
     "dp2": _listed((1, 2, 1, 1), 2, layout=False),
@@ -207,5 +240,11 @@ LISTED = {
     "pp2 dp2 tp2 halves": _listed((2, 2, 1, 2), 2, schedule="InterleavedZeroBubble", zero=3, sp=True),
     "pp2 cp2": _listed((2, 1, 2, 1), 8, packed=True, schedule="LoopedBFS", zero=2),
     "pp2 cp2 tp2": _listed((2, 1, 2, 2), 4, schedule="ZBVZeroBubble", zero=3, sp=True, context="ulysses"),
+    "ep2": _listed((1, 1, 1, 1), 2, ep=2, experts=MIXTURE, zero=3),
+    "dp2 ep2": _listed((1, 2, 1, 1), 2, ep=2, experts=MIXTURE),
+    "ep2 tp2": _listed((1, 1, 1, 2), 4, ep=2, experts=MIXTURE, sp=True, recompute="full"),
+    "ep4 tp2": _listed((1, 1, 1, 2), 2, ep=4, experts=MIXTURE, zero=2),
+    "pp2 ep2": _listed((2, 1, 1, 1), 4, ep=2, experts=MIXTURE, schedule="ZBVZeroBubble"),
+    "pp2 dp2 ep2": _listed((2, 2, 1, 1), 2, ep=2, experts=MIXTURE, zero=2),
     "pp2 dp2 cp2": _listed((2, 2, 2, 1), 4, packed=True, schedule="Interleaved1F1B", zero=1, recompute="full"),
 }

@@ -1,4 +1,4 @@
-"""Trainings over random layouts of pp, dp, cp and tp against one process: losses, gradient norms, parameters, in fp64.
+"""Trainings over random layouts of pp, dp, ep, cp and tp against one process: losses, gradient norms, parameters, in fp64.
 
     python -m tests.fuzz.run_layouts --seeds 0:200                  # on 2, 4, 8, 3, 2, 4, 6 and 1 ranks in turn
     python -m tests.fuzz.run_layouts --seeds 0:200 --ranks 2,4      # those seeds among them that have 2 or 4 ranks
@@ -17,7 +17,7 @@ import sys
 import time
 
 from tests.fuzz.failure import Failure, reduced
-from tests.fuzz.layouts import AXES, LISTED, NUMBERS, PLAIN, draw, valid
+from tests.fuzz.layouts import AXES, DENSE, LISTED, NUMBERS, PLAIN, draw, valid
 from tests.fuzz.train_layout import compare, one_process, train
 from tests.helpers import ranks
 
@@ -55,11 +55,13 @@ OFF = {
         "tp": 1,
         "cp": 1,
         "dp": 1,
+        "ep": 1,
         "schedule": "1F1B",
         **PLAIN,
     },
     "model": {
         "blocks": 1,
+        **DENSE,
         "heads": 4,
         "kv_heads": 1,
         "activation": "gelu",

@@ -53,7 +53,7 @@ def test_drawn_configurations():
     for name in options[0]:
         assert len({one[name] for one in options}) > 1, f"{name} has one value only"
     for what in (
-        [o for o in options if o["pp"] > 1 and o["dp"] > 1 and o["tp"] > 1],
+        [o for o in options if o["pp"] > 1 and o["dp"] * o["ep"] > 1 and o["tp"] > 1],
         [o for o in options if o["cp"] > 1 and o["tp"] > 1],
         [o for o in options if o["kv_heads"] < o["tp"]],
         [o for o in options if o["heads"] % o["tp"]],
@@ -65,5 +65,11 @@ def test_drawn_configurations():
         [o for o in options if o["recompute"] and o["pp"] > 1],
         [c for c in configs if c["layout"]["sp"] and c["batch"]["seq"] % c["layout"]["tp"]],
         [c for c in configs if c["batch"]["seq"] % c["layout"]["cp"]],
+        [o for o in options if o["ep"] > 1 and o["zero"] > 1],
+        [o for o in options if o["ep"] > 1 and o["pp"] > 1],
+        [o for o in options if o["ep"] > 1 and o["dp"] > 1],
+        [o for o in options if o["experts"] % o["ep"]],
+        [o for o in options if o["capacity"] and o["ep"] * o["dp"] > 1],
+        [o for o in options if o["balance_loss"] and o["ep"] > 1],
     ):
         assert len(what) >= 5

@@ -18,8 +18,9 @@ from tests.helpers.meshes import mesh_of
 
 
 class Block(nn.Module):
-    def __init__(self, options, tp, cp, sp, context):
+    def __init__(self, options, mesh, sp, context):
         super().__init__()
+        tp, cp, ep, dp = (None if mesh is None else mesh[name] for name in ("tp", "cp", "ep", "dp"))
         parallel, hidden = {"group": tp, "sequence_parallel": sp}, options["hidden"]
         self.norms = nn.ModuleList(getattr(tp_ext, options["norm"])(hidden, **parallel) for _ in range(2))
         same = ("head_dim", "bias", "qk_norm", "causal", "sliding_window")
@@ -34,25 +35,37 @@ class Block(nn.Module):
             **{name: options[name] for name in same},
             **parallel,
         )
-        self.mlp = tp_ext.ParallelMLP(
-            hidden, options["ffn"], activation=options["activation"], bias=options["bias"], **parallel
-        )
+        same = {"activation": options["activation"], "bias": options["bias"], **parallel}
+        if options["experts"]:
+            router = tp_ext.RouterConfig(
+                balance_loss=options["balance_loss"], z_loss=options["z_loss"], balance_over="sequence"
+            )
+            routed = {name: options[name] for name in ("shared_experts", "capacity")}
+            routed |= {"router": router, "expert_group": ep, "data_groups": [dp, cp]}
+            sizes = hidden, options["ffn"], options["experts"], options["top_k"]
+            self.mlp = tp_ext.ParallelMoE(*sizes, **routed, **same)
+        else:
+            self.mlp = tp_ext.ParallelMLP(hidden, options["ffn"], **same)
         self.dropout = tp_ext.Dropout(options["dropout"], **parallel)
 
     def forward(self, x, layout=None, batch_size=None, cu_seqlens=None, total_tokens=None):
         where = {"batch_size": batch_size, "cu_seqlens": cu_seqlens, "total_tokens": total_tokens}
         where = where if layout is None else {"layout": layout}
         x = self.dropout(self.attention(self.norms[0](x), **where), residual=x, total_tokens=total_tokens)
-        return self.dropout(self.mlp(self.norms[1](x), total_tokens), residual=x, total_tokens=total_tokens)
+        rows = batch_size if layout is None else layout.batch
+        sequences = [rows] if isinstance(self.mlp, tp_ext.ParallelMoE) else []
+        y = self.mlp(self.norms[1](x), total_tokens, *sequences)
+        return self.dropout(y, residual=x, total_tokens=total_tokens)
 
 
 class GPT(nn.Module):
-    def __init__(self, options, tp=None, cp=None, sp=False, context="ring", wide=False):
+    def __init__(self, options, mesh=None, sp=False, context="ring", wide=False):
         super().__init__()
+        tp = None if mesh is None else mesh["tp"]
         parallel, hidden, vocab = {"group": tp, "sequence_parallel": sp}, options["hidden"], options["vocab"]
         self.wide = wide
         self.embedding = tp_ext.VocabParallelEmbedding(vocab, hidden, **parallel)
-        self.blocks = nn.ModuleList(Block(options, tp, cp, sp, context) for _ in range(options["blocks"]))
+        self.blocks = nn.ModuleList(Block(options, mesh, sp, context) for _ in range(options["blocks"]))
         self.norm = getattr(tp_ext, options["norm"])(hidden, **parallel)
         self.head = tp_ext.VocabParallelLMHead(hidden, vocab, **parallel)
         if options["tied"]:
@@ -88,7 +101,7 @@ def row(config, step, number):
 def batch_of(config, step, data_rank, context):
     """Inputs, target and keyword arguments of ``run.step`` for a rank."""
     batch, layout = config["batch"], config["layout"]
-    own = batch["rows"] // layout["dp"]
+    own = batch["rows"] // (layout["dp"] * layout["ep"])
     rows = [row(config, step, own * data_rank + i) for i in range(own)]
     each = own // layout["microbatches"]
     if batch["packed"]:
@@ -125,15 +138,15 @@ def train(group, config):
     """Losses and norms of all steps, and on rank 0 the full parameters."""
     layout = config["layout"]
     with default_dtype(torch.float64):
-        mesh = mesh_of(*(layout[axis] for axis in AXES))
+        mesh = mesh_of(*(layout[axis] for axis in AXES), names=AXES)
         if not layout["meta"]:
             tp_ext.manual_seed(config["seed"])
         with torch.device("meta") if layout["meta"] else contextlib.nullcontext():
             wide = layout["how"] == "wide"
-            model = GPT(config["model"], mesh["tp"], mesh["cp"], layout["sp"], layout["context"], wide)
+            model = GPT(config["model"], mesh, layout["sp"], layout["context"], wide)
         if not layout["meta"]:
             tp_ext.reset_parameters(model)
-        cuts = [cut for _, cut in tp_ext.shardings(model) if cut is not None]
+        cuts = [cut for name, cut in tp_ext.shardings(model) if cut is not None and ".experts." not in name]
         # Data parallelism adds gradients in an order that depends on the place of an element among all of them: where
         # shards are uneven, what several ranks of tp hold has the same bits only if two are added
         even = all(len({cut.local_size(rank, layout["tp"]) for rank in range(layout["tp"])}) == 1 for cut in cuts)
@@ -151,7 +164,7 @@ def train(group, config):
                 found.append(run.clip_grad_norm_(config["clip"]))
                 optimizer.step()
                 optimizer.zero_grad()
-        if layout["dp"] * layout["cp"] < 3 or even:
+        if layout["dp"] * layout["ep"] * layout["cp"] < 3 or even:
             tp_ext.debug.check(run.state, mesh=mesh)
         state = tp_ext.full_state_dict(run.state, mesh=mesh)
         return torch.stack(found), dict(state) if group.rank() == 0 else None
@@ -174,7 +187,7 @@ def one_process(group, config):
                 where, place = {"batch_size": batch["rows"]}, {"seq": batch["seq"]}
             with tp_ext.random.at(step, batch_offset=0, **place):
                 loss = loss_fn(model(torch.cat(ids), **where), torch.cat(target))
-            loss.backward()
+            (loss + tp_ext.router_loss(model)).backward()
             found.append(loss.detach())
             if (step + 1) % config["accumulate"] == 0:
                 found.append(nn.utils.clip_grad_norm_(model.parameters(), config["clip"]))
