@@ -134,6 +134,8 @@ def valid(config):
         return False  # an empty shard
     if ep > max(model["experts"], 1) or (ep > 1 and layout["zero"] == 1):
         return False
+    if ep > 1 and layout["zero"] > 1 and layout["recompute"] == "selective":
+        return False
     if model["balance_loss"] and (batch["packed"] or cp > 1):
         return False  # sequences are rows
     if model["capacity"] is not None and (batch["packed"] or cp > 1 or layout["microbatches"] > 1):

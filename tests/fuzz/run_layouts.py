@@ -1,4 +1,5 @@
-"""Trainings over random layouts of pp, dp, ep, cp and tp against one process: losses, gradient norms, parameters, in fp64.
+"""Trainings over random layouts of pp, dp, ep, cp and tp against one process: losses, gradient norms and parameters in
+fp64.
 
     python -m tests.fuzz.run_layouts --seeds 0:200                  # on 2, 4, 8, 3, 2, 4, 6 and 1 ranks in turn
     python -m tests.fuzz.run_layouts --seeds 0:200 --ranks 2,4      # those seeds among them that have 2 or 4 ranks

@@ -109,7 +109,7 @@ def _trains(group, sizes, microbatches, router, sp, options, layer):
 
 
 CASES = {
-    "experts": ((1, 1, 2, 1, 1), 2, SEQUENCE, False, {}),
+    "experts": ((1, 1, 2, 1, 1), 2, SEQUENCE, False, {"recompute": "selective"}),
     "data and experts": ((1, 2, 2, 1, 1), 1, WHOLE, False, {"recompute": "full"}),
     "experts and tensors": ((1, 1, 2, 1, 2), 1, WHOLE, True, {"zero": 3}),
     "experts over context": ((1, 1, 2, 2, 1), 1, WHOLE, False, {"zero": 2}),
@@ -157,10 +157,14 @@ def _refused(group, wrong):
             {"options": {"zero": 1}},
             "zero: 1 must be 0, 2 or 3 for a model whose experts are sharded over several ranks",
         ),
+        (
+            {"options": {"zero": 3, "recompute": "selective"}},
+            "recompute: 'selective' must be None or 'full' with zero = 3 for a model whose experts are sharded over",
+        ),
         ({"fsdp": {"mesh": "ep"}}, r"fsdp: mesh holds the ranks \[.*\], which have different experts"),
         ({"fsdp": {"mesh": "dp", "expert_mesh": "ep"}}, r"fsdp: expert_mesh holds the ranks \[.*\], which have"),
     ],
-    ids=["expert_group", "data_groups", "gradient_reduction", "zero 1", "mesh", "expert_mesh"],
+    ids=["expert_group", "data_groups", "gradient_reduction", "zero 1", "selective", "mesh", "expert_mesh"],
 )
 def test_experts_over_other_ranks_are_refused(wrong, match):
     ranks.run_raises(_refused, 4, ValueError, match, wrong, in_turns=False)

@@ -46,5 +46,7 @@ def _policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPoli
             word in name for word in ("linear", "mlp", "attention", "reduce", "gather", "scatter", "all_to_all")
         )
     else:
-        saved = package == "_c10d_functional" or name.startswith(("mm.", "addmm.", "bmm.", "_scaled_dot_product"))
+        # Not mm.out, by which experts write into parts of one tensor: what is saved must not change afterwards
+        matmul = name in ("mm.default", "addmm.default", "bmm.default") or name.startswith("_scaled_dot_product")
+        saved = matmul or package == "_c10d_functional"
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

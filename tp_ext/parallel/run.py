@@ -98,8 +98,9 @@ def parallelize(
         TypeError: an argument of another type. ValueError: an option out of its range, ``offload`` without
             ``zero`` 2 or 3, what the schedule cannot combine; a model without a parameter that requires a gradient, or
             that was parallelized before; layers whose group is another axis of the mesh, expert layers over other
-            ranks than its axes; ``zero`` 1 with experts over several ranks; ``zero`` 2 or 3 and a parameter of which
-            some rank has no element. RuntimeError: a pipeline with torch older than 2.15.
+            ranks than its axes; ``zero`` 1, or 2 and 3 with ``recompute="selective"``, and experts over several ranks;
+            ``zero`` 2 or 3 and a parameter of which some rank has no element. RuntimeError: a pipeline with torch older
+            than 2.15.
 
     Rajbhandari et al., "ZeRO", arXiv:1910.02054.
     """
@@ -113,7 +114,7 @@ def parallelize(
     check_model_is_new(model)
     check_trainable(model)
     check_axes(model, mesh)
-    check_experts(model, mesh, zero)
+    check_experts(model, mesh, zero, recompute)
     attach_router_losses(model, microbatches)
     manual_seed(seed, mesh)
     name_modules(model)

@@ -12,12 +12,13 @@ from tp_ext.nn.data_ranks import LayerOverData
 from tp_ext.parallel.average_gradients import expert_modules
 
 
-def check_experts(model: nn.Module, mesh: DeviceMesh, zero: int) -> None:
+def check_experts(model: nn.Module, mesh: DeviceMesh, zero: int, recompute: str | None) -> None:
     """Checks the groups of the model's experts against the mesh. Communicates nothing.
 
     Raises:
         ValueError: experts are sharded over another group than ``mesh["ep"]``; losses, capacities or correction biases
-            over other ranks than all data axes of the mesh; gradients are combined as a sum; ``zero`` = 1.
+            over other ranks than all data axes of the mesh; gradients are combined as a sum; ``zero`` = 1, or 2 and 3
+            with ``recompute="selective"``.
     """
     ep = dist.get_process_group_ranks(mesh["ep"].get_group()) if "ep" in (mesh.mesh_dim_names or ()) else None
     names = {id(module): name for name, module in model.named_modules()}
@@ -29,6 +30,12 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, zero: int) -> None:
             raise ValueError(f"model: expert_group of {names[id(module)]!r}, ranks {ranks}, must be mesh['ep']")
         if group.size > 1 and zero == 1:
             raise ValueError("zero: 1 must be 0, 2 or 3 for a model whose experts are sharded over several ranks")
+        if group.size > 1 and zero > 1 and recompute == "selective":
+            # FSDP2's hooks of the experts are in the block, and selective checkpointing counts their operators
+            raise ValueError(
+                f"recompute: 'selective' must be None or 'full' with zero = {zero} for a model whose experts are "
+                "sharded over several ranks"
+            )
     axes = {tuple(global_ranks(axis.name)) for axis in mesh_axes(NOT_GIVEN, mesh).data}
     for name, layer in _expert_layers(model):
         if layer.gradient_reduction != "mean":
