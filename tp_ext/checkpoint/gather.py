@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext import _ops
 from tp_ext._object_collectives import broadcast_axes
-from tp_ext.checkpoint.safetensors_slices import SlicedTensor
+from tp_ext.checkpoint.safetensors_slices import JoinedTensor, SlicedTensor
 from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
 from tp_ext.mesh import mesh_axes
 from tp_ext.nn.model_groups import ModelGroups, model_groups
@@ -123,12 +123,18 @@ def gather_full(local: Tensor, layout: Layout, ranks: Ranks, *, rank0_only: bool
     all-gather over the group of each entry of its layout, the last one first, or with ``rank0_only`` one gather of the
     elements that the ranks own to rank 0 of each.
     """
-    value = _without_data_axes(local.detach())
+    value = without_data_axes(local.detach())
     if rank0_only and not (ranks.data_first(layout) and ranks.groups.counts(layout)):
         return None
     if not layout:
         own = local.to_local() if isinstance(local, DTensor) else local
         return value.clone() if value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else value
+    return gather_shards(value, layout, rank0_only=rank0_only)
+
+
+def gather_shards(value: Tensor, layout: Layout, *, rank0_only: bool) -> Tensor | None:
+    """Gathers the full tensor as :func:`gather_full`, from a shard that is no DTensor and on ranks that all take
+    part."""
     for sharding, group in reversed(layout):
         if group.size == 1:
             value = sharding.unshard([value])
@@ -144,7 +150,7 @@ def gather_full(local: Tensor, layout: Layout, ranks: Ranks, *, rank0_only: bool
     return value
 
 
-def _without_data_axes(tensor: Tensor) -> Tensor:
+def without_data_axes(tensor: Tensor) -> Tensor:
     """Returns the TP-local tensor of one that FSDP2 may have sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -206,7 +212,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def write_full(full: Tensor | SlicedTensor, local: Tensor, layout: Layout) -> None:
+def write_full(full: Tensor | SlicedTensor | JoinedTensor, local: Tensor, layout: Layout) -> None:
     """Writes this rank's shard of the full tensor, which may be in a file, into its storage, and zeros into padding."""
     if any(part.padding for sharding, _ in layout for part in sharding.parts):
         local.detach().zero_()

@@ -15,8 +15,10 @@ from torch.distributed import DeviceMesh
 
 from tp_ext._object_collectives import call_and_gather, true_on_any_rank
 from tp_ext.checkpoint.entries import StateEntry, state_entries
+from tp_ext.checkpoint.expert_entries import ExpertGather, join_published
+from tp_ext.checkpoint.expert_names import PublishedEntry, check_family, published_entries
 from tp_ext.checkpoint.gather import Ranks, chunk_slices, ranks_of, write_full
-from tp_ext.checkpoint.pipeline import gather_whole, whole_entries
+from tp_ext.checkpoint.pipeline import WholeTensor, from_stage, gather_whole, whole_entries
 from tp_ext.checkpoint.safetensors_files import (
     Export,
     FileEntries,
@@ -26,7 +28,7 @@ from tp_ext.checkpoint.safetensors_files import (
     target_of,
     weight_map,
 )
-from tp_ext.checkpoint.safetensors_slices import SafetensorsFile, SlicedTensor
+from tp_ext.checkpoint.safetensors_slices import JoinedTensor, SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.write_lock import check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import check_positive
@@ -41,6 +43,7 @@ def save_safetensors(
     mesh: DeviceMesh | None = None,
     max_shard_size: int | None = None,
     metadata: Mapping[str, str] | None = None,
+    expert_names: str | None = None,
     lock_timeout: float = 60.0,
 ) -> None:
     """Exports the unsharded model: the entries of :func:`full_state_dict`, tied ones once, under the first name.
@@ -59,11 +62,14 @@ def save_safetensors(
             ``model.safetensors.index.json``. A larger tensor has a file of its own.
         metadata: strings for the header of every file, with ``format`` (``pt``) and, as in ``safetensors.torch``,
             the name of each entry that is not written -> the one that it is tied to.
+        expert_names: ``"mixtral"``, ``"qwen3_moe"`` or ``"deepseek_v3"``: an entry for each expert, with the names of
+            such files (:func:`tp_ext.huggingface.to_published_experts`). None: the stacked tensors.
         lock_timeout: seconds to wait for another export to the same path. The ranks exchange a number every second
             meanwhile, so the timeout of the group does not matter.
 
     Communicates as :func:`full_state_dict` with ``rank0_only``; one number per file. Rank 0 holds one full tensor at a
-    time, whatever the size of the files; the first rank of each other stage, too.
+    time, whatever the size of the files; the first rank of each other stage, too. With ``expert_names`` that tensor is
+    one expert's: gathered over the group of the rank that holds it, then sent in one all-to-all.
 
     Raises:
         OSError: on every rank, if rank 0 could not write; on rank 0 its cause is the error (a TimeoutError: another
@@ -72,6 +78,7 @@ def save_safetensors(
             is on the meta device; max_shard_size, metadata, lock_timeout; ``mesh`` as for :func:`full_state_dict`.
     """
     check_lock_timeout(lock_timeout)
+    check_family(expert_names, "expert_names")
     if max_shard_size is not None:
         check_positive(max_shard_size=max_shard_size)
     head = {"format": "pt", **(metadata or {})}
@@ -80,17 +87,35 @@ def save_safetensors(
     module = joined(module)
     ranks = ranks_of(module, group, mesh)
     entries = state_entries(module, ranks.groups.default)
-    written = []
-    for name, one in whole_entries(entries, ranks, with_extra=True, unique=True).items():
+    whole = whole_entries(entries, ranks, with_extra=True, unique=True)
+    published: dict[str, list[PublishedEntry]] = {}
+    if expert_names is not None:
+        shapes = {name: one.tensor.shape for name, one in whole.items() if one.tensor}
+        published = published_entries(shapes, expert_names, "expert_names")
+    written, parts = [], dict[str, tuple[str, PublishedEntry]]()
+    for name, one in whole.items():
         tensor = check_dtype(name, one.tensor, one.value)
+        own = published.get(name, [PublishedEntry(name)])
         if one.tied == name:
-            written.append((name, tensor))
+            written += [(part.name, tensor._replace(shape=part.shape(tensor.shape))) for part in own]
+            parts |= {part.name: (name, part) for part in own}
         else:
-            head.setdefault(name, one.tied)
+            tied = published.get(one.tied, [PublishedEntry(one.tied)])
+            for part, other in zip(own, tied, strict=True):
+                head.setdefault(part.name, other.name)
     shards = split_into_files(written, max_shard_size)
+    gather_part = ExpertGather(ranks)
+
+    def gather(name: str, tensor: WholeTensor) -> Tensor | None:
+        own, part = parts[name]
+        entry = entries.get(own)
+        if part.expert is None and part.part is None:
+            return gather_whole(tensor, entry, ranks, rank0_only=True)
+        full = gather_part(own, entry, part) if entry is not None and tensor.stages[0] == ranks.stage else None
+        return from_stage(full, tensor, ranks, rank0_only=True)
 
     def gathered(shard: FileEntries) -> Iterator[Tensor | None]:
-        return (gather_whole(tensor, entries.get(name), ranks, rank0_only=True) for name, tensor in shard)
+        return (gather(name, tensor) for name, tensor in shard)
 
     write_files(path, shards, head, gathered, ranks, lock_timeout)
 
@@ -162,9 +187,9 @@ def _run_step(
 
 
 class _Source(NamedTuple):
-    """A tensor in an open file."""
+    """A tensor in an open file, or in several; its name there, or ours if it is joined from several."""
 
-    tensor: SlicedTensor
+    tensor: SlicedTensor | JoinedTensor
     name: str
 
     def whole(self) -> Tensor:
@@ -179,6 +204,7 @@ def load_safetensors(
     group: Group = NOT_GIVEN,
     mesh: DeviceMesh | None = None,
     strict: bool = True,
+    expert_names: str | None = None,
 ) -> None:
     """Loads an export made by any number of ranks, or by another program from an unsharded model; each rank reads only
     the slices that it holds.
@@ -188,22 +214,27 @@ def load_safetensors(
         module, group, mesh: as :func:`load_full_state_dict`.
         strict: missing or unexpected keys are an error; else they are ignored. An entry is not missing if one that it
             is tied to, in the module or by the file's metadata, is present. Tied entries must be equal.
+        expert_names: of files with an entry for each expert, as :func:`save_safetensors`; a rank reads its slices of
+            its own experts. None: the stacked tensors.
 
     Communicates one number per group: all ranks load, or none. With a pipeline, one exchange of names over ``pp``.
 
     Raises:
         OSError: a file that cannot be read, here or on another rank.
-        KeyError: under ``strict``, naming the missing and the unexpected keys.
+        KeyError: under ``strict``, naming the missing and the unexpected keys; always, if an expert layer lacks some
+            of its published entries.
         ValueError: an entry of another shape than the unsharded parameter's; names the key and both shapes. A file that
-            is no complete safetensors file, a malformed index, tied entries that differ, an entry on the meta device.
+            is no complete safetensors file, a malformed index, tied entries that differ, an entry on the meta device;
+            ``expert_names`` as for :func:`save_safetensors`.
     """
+    check_family(expert_names, "expert_names")
     module = joined(module)
     ranks = ranks_of(module, group, mesh)
     entries = state_entries(module, ranks.groups.default)
     failure: Exception | None = None
     with ExitStack() as opened:
         try:
-            found = _match_sources(entries, lambda: _open_sources(Path(path), opened), strict, ranks)
+            found = _match_sources(entries, lambda: _open_sources(Path(path), opened), strict, ranks, expert_names)
         except Exception as error:  # of any kind: it must reach the other ranks
             failure = error
         if true_on_any_rank(failure is not None, ranks.axes, ranks.device):
@@ -237,25 +268,31 @@ def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
 
 
 def _match_sources(
-    entries: Mapping[str, StateEntry], open_sources: Callable[[], dict[str, _Source]], strict: bool, ranks: Ranks
+    entries: Mapping[str, StateEntry],
+    open_sources: Callable[[], dict[str, _Source]],
+    strict: bool,
+    ranks: Ranks,
+    expert_names: str | None,
 ) -> dict[str, _Source]:
     """Opens the sources and returns that of each entry, after checking names, shapes and tied entries."""
     sources: dict[str, _Source] = {}
 
     def unmatched() -> tuple[set[str], set[str]]:
         sources.update(open_sources())
+        lacking = _join_experts(sources, entries, expert_names, strict) if expert_names is not None else {}
         for name, entry in entries.items():
             if entry.copy_of in sources:
                 sources.setdefault(name, sources[entry.copy_of])
         held = {id(entry.value) for name, entry in entries.items() if name in sources}
         missing = {name for name, entry in entries.items() if name not in sources and id(entry.value) not in held}
-        return missing, {name for name, source in sources.items() if name not in entries and source.name == name}
+        unexpected = {name for name, source in sources.items() if name not in entries and source.name == name}
+        return set[str]().union(*(lacking.get(name, [name]) for name in missing)), unexpected
 
     reports = [unmatched()] if ranks.pipeline is None else call_and_gather(ranks.pipeline, unmatched)
     missing = sorted(set[str]().union(*(one for one, _ in reports)))
     unexpected = sorted(set[str].intersection(*(other for _, other in reports)))  # no stage takes it
     if strict and (missing or unexpected):
-        raise KeyError(f"path: missing keys {missing}, unexpected keys {unexpected}")
+        raise KeyError(f"path: missing keys {_listed(missing)}, unexpected keys {_listed(unexpected)}")
     found = {name: sources[name] for name in entries if name in sources}
     of_tied = {id(entries[name].value): name for name in reversed(found)}
     for name, source in found.items():
@@ -268,6 +305,39 @@ def _match_sources(
         if strict and source != found[first] and not _equal(source, found[first], entry):
             raise ValueError(f"path: {first!r} and {name!r} are one tensor in the module and must be equal")
     return found
+
+
+def _listed(keys: list[str]) -> str:
+    """Returns the names as text: the first hundred, and the number of the others."""
+    return f"{keys[:100]}" + (f" and {len(keys) - 100} more" if len(keys) > 100 else "")
+
+
+def _join_experts(
+    sources: dict[str, _Source], entries: Mapping[str, StateEntry], family: str, strict: bool
+) -> dict[str, list[str]]:
+    """Replaces the sources of single experts by those of our entries; returns the published names that an entry lacks.
+
+    Raises:
+        KeyError: some of an entry's published names are missing, and ``strict`` does not refuse that. ValueError: an
+        entry of another shape; a file with our names.
+    """
+    shapes = {name: entry.shape for name, entry in entries.items() if not entry.extra}
+    lacking: dict[str, list[str]] = {}
+    for own, published in published_entries(shapes, family, "expert_names").items():
+        missing = [one.name for one in published if one.name not in sources]
+        if own in sources:
+            raise ValueError(f"path: has {own!r}, and with expert_names={family!r} must have {published[0].name!r}, ..")
+        if missing and len(missing) < len(published) and not strict:
+            raise KeyError(f"path: has only some of the entries of {own!r}, and lacks {_listed(missing)}")
+        if not missing:
+            tensors = {one.name: sources[one.name].tensor for one in published}
+            joined = join_published(tensors, published, shapes[own])
+            for name in tensors:
+                del sources[name]
+            sources[own] = _Source(joined, own)
+        else:
+            lacking[own] = missing
+    return lacking
 
 
 def _equal(one: _Source, other: _Source, entry: StateEntry) -> bool:

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -122,3 +124,41 @@ class SlicedTensor:
             if not count:
                 raise OSError("path: a file became shorter while it was read")
             view, at = view[count:], at + count
+
+
+class JoinedTensor:
+    """Several tensors of files as one, which indexing by a slice per dim reads: only the bytes of these slices.
+
+    Args:
+        parts: tensors that are concatenated along their first dim, with the same sizes of the others.
+        stacked: they have one shape, and are stacked along a new first dim instead.
+    """
+
+    def __init__(self, parts: Sequence[SlicedTensor | JoinedTensor], *, stacked: bool = False) -> None:
+        self._parts, self._stacked = parts, stacked
+        shapes: list[torch.Size] = [part.shape for part in parts]
+        joined = (len(parts), *shapes[0]) if stacked else (sum(one[0] for one in shapes), *shapes[0][1:])
+        self.shape: torch.Size = torch.Size(joined)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that holds the values of all parts."""
+        return functools.reduce(torch.promote_types, (part.dtype for part in self._parts))
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+        """Reads the elements at ``where``: contiguous slices, of step 1, one for each dim."""
+        wanted = [range(*one.indices(size)) for one, size in zip(where, self.shape, strict=True)]
+        read = torch.empty([len(one) for one in wanted], dtype=self.dtype)
+        if self._stacked:
+            for row, index in enumerate(wanted[0]):
+                read[row] = self._parts[index][where[1:]]
+            return read
+        at = 0
+        for part in self._parts:
+            size = part.shape[0]
+            start, stop = max(wanted[0].start - at, 0), min(wanted[0].stop - at, size)
+            if start < stop:
+                to = at - wanted[0].start
+                read[start + to : stop + to] = part[(slice(start, stop), *where[1:])]
+            at += size
+        return read

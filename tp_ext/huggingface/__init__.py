@@ -2,8 +2,8 @@
 
 Only this package imports transformers."""
 
+from tp_ext.checkpoint.expert_names import from_published_experts, to_published_experts
 from tp_ext.huggingface.context import context_inputs, context_parallel
-from tp_ext.huggingface.expert_names import from_published_experts, to_published_experts
 from tp_ext.huggingface.load import from_pretrained
 from tp_ext.huggingface.save import save_pretrained
 from tp_ext.huggingface.trainer import Trainer

@@ -1,0 +1,117 @@
+"""Entries of expert layers in files with one entry for each expert: read as one stacked tensor, gathered one by one."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_ext.checkpoint.entries import StateEntry
+from tp_ext.checkpoint.expert_names import PublishedEntry
+from tp_ext.checkpoint.gather import Ranks, as_bytes, gather_full, gather_shards, without_data_axes
+from tp_ext.checkpoint.safetensors_slices import JoinedTensor, SlicedTensor
+from tp_ext.group import ALONE, ParallelGroup, process_group
+from tp_ext.sharding import Layout, Sharding
+
+
+def join_published(
+    tensors: Mapping[str, SlicedTensor | JoinedTensor], published: list[PublishedEntry], shape: torch.Size
+) -> SlicedTensor | JoinedTensor:
+    """Returns our tensor of this full shape from all its published entries in files.
+
+    Raises:
+        ValueError: an entry of another shape.
+    """
+    for one in published:
+        if tensors[one.name].shape != one.shape(shape):
+            raise ValueError(
+                f"path: {one.name!r} has shape {tuple(tensors[one.name].shape)} and must have "
+                f"{tuple(one.shape(shape))}, that of the unsharded module"
+            )
+    rows: dict[int | None, list[SlicedTensor | JoinedTensor]] = {}
+    for one in published:
+        rows.setdefault(one.expert, []).append(tensors[one.name])
+    joined = [parts[0] if len(parts) == 1 else JoinedTensor(parts) for parts in rows.values()]
+    return joined[0] if None in rows else JoinedTensor(joined, stacked=True)
+
+
+class ExpertGather:
+    """Gathers published entries, each to the first rank: that rank holds no more than one of them.
+
+    What FSDP2 shards is gathered over its axes once for the consecutive entries of a layer, and kept meanwhile.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._layer = ""
+        self._kept: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, own: str, entry: StateEntry, one: PublishedEntry) -> Tensor | None:
+        """Returns the published entry of the entry ``own`` on the first rank of the stage, None on the others.
+
+        Communicates: of an expert's weight one gather over the tensor-parallel group of the rank that holds the expert,
+        and one all-to-all over the expert group in which that rank alone sends; of others as :func:`gather_full`.
+        """
+        if one.expert is None:
+            full = gather_full(entry.value, entry.layout, self._ranks, rank0_only=True)
+            return None if full is None else one.of(full)
+        if (layer := own.rpartition(".")[0]) != self._layer:
+            self._layer, self._kept = layer, {}
+        if own not in self._kept:
+            self._kept[own] = without_data_axes(entry.value.detach())
+        if not (self._ranks.data_first(entry.layout) and self._ranks.groups.counts(entry.layout)):
+            return None
+        return _gather_expert(self._kept[own], entry.layout, one)
+
+
+def _gather_expert(local: Tensor, layout: Layout, one: PublishedEntry) -> Tensor | None:
+    """Gathers one expert's weight, or its gate or up projection, from the stacked shards of all."""
+    index, owner = cast(int, one.expert), 0
+    over = [(sharding, group) for sharding, group in layout if sharding.dim == 0]
+    within = [(sharding, group) for sharding, group in layout if sharding.dim != 0]
+    group = over[0][1] if over else ALONE
+    for rank in range(group.size if over else 0):
+        held = next(over[0][0].local_parts(rank, group.size)).full
+        if held.start <= index < held.stop:
+            index, owner = index - held.start, rank
+            break
+    value = None
+    if group.rank == owner:
+        value = _gather_rows(
+            local[index], [(Sharding(sharding.dim - 1, sharding.parts), tp) for sharding, tp in within], one.part
+        )
+    if owner and all(tp.rank == 0 for _, tp in within):
+        value = _move_to_first(value, one.shape(layout.full_shape(local.shape)), owner, group, local)
+    return value
+
+
+def _gather_rows(value: Tensor, within: list[tuple[Sharding, ParallelGroup]], part: int | None) -> Tensor | None:
+    """Gathers a matrix from its shards over the first rank's group, or one part of its rows."""
+    if part is not None and not any(sharding.dim == 0 for sharding, _ in within):
+        value = value.chunk(2)[part]
+    elif part is not None:
+        (sharding, group), *others = sorted(within, key=lambda entry: entry[0].dim)
+        held = list(sharding.local_parts(group.rank, group.size))[part]
+        value = value.narrow(0, held.local_start, held.length + held.padding)
+        within = [(Sharding(0, (sharding.parts[part],)), group), *others]
+    return gather_shards(value, Layout(*within), rank0_only=True)
+
+
+def _move_to_first(
+    value: Tensor | None, shape: torch.Size, owner: int, group: ParallelGroup, like: Tensor
+) -> Tensor | None:
+    """Sends the tensor of one rank to the first. It is an all-to-all, not a message: all ranks take part in it, as
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` demands."""
+    received = like.new_empty(shape if group.rank == 0 else 0)
+    sent = like.new_empty(0) if value is None else value.contiguous()
+    count = shape.numel() * like.dtype.itemsize
+    dist.all_to_all_single(
+        as_bytes(received),
+        as_bytes(sent),
+        [count * (group.rank == 0 and rank == owner) for rank in range(group.size)],
+        [count * (group.rank == owner and rank == 0) for rank in range(group.size)],
+        group=process_group(group.name),
+    )
+    return received if group.rank == 0 else None
