@@ -90,6 +90,19 @@ TORCH_LIBRARY(tp_ext, m) {
       "down_bias, str group, bool sequence_parallel=False, SymInt[]? sizes=None, Tensor? "
       "up_main_grad=None, Tensor? down_main_grad=None, bool sum_bias_grad=True) -> Tensor",
       tags);
+  // all_to_all_region(rows, group, 0, 0, ..) during y = x weight^T; the gradient of weight as
+  // above
+  m.def(
+      "all_to_all_linear(Tensor(a) rows, str group, SymInt[]? split_sizes, SymInt[]? concat_sizes, "
+      "Tensor x, Tensor weight, Tensor? main_grad=None) -> (Tensor(a) rows, "
+      "Tensor y)",
+      tags);
+  // y_r = weight_e x_r for the counts[e] rows r of each e; the gradient of weight times grad_scale.
+  // grouped_gemm: by torch's grouped GEMM, else a GEMM for each e; default: where it is supported
+  m.def(
+      "grouped_linear(Tensor x, Tensor weight, int[] counts, Tensor? main_grad=None, float "
+      "grad_scale=1.0, bool? grouped_gemm=None) -> Tensor",
+      tags);
   // y = gelu_tanh(pre), pre = x weight^T + bias, empty unless keep_pre; dpre = (dy weight) *
   // gelu_tanh'(pre) and its sums over rows; main_grad += dy^T x
   m.def(

@@ -19,6 +19,7 @@ TYPES = {
     "List[Tensor]": Sequence[Tensor],
     "str": str,
     "bool": bool,
+    "Optional[bool]": bool | None,
     "int": int,
     "float": float,
     "Optional[int]": int | None,

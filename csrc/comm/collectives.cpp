@@ -281,8 +281,10 @@ Pending reduce_scatter_async(const Tensor& fresh, const std::string& group, int6
   return scatter_sum(fresh, group, dim, split, true, true);
 }
 
-Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, int64_t concat_dim,
-                  const Split& split, const Split& concat) {
+namespace {
+
+Pending exchange(const Tensor& x, const std::string& group, int64_t split_dim, int64_t concat_dim,
+                 const Split& split, const Split& concat, bool async) {
   const auto pg = resolve(group);
   const int64_t p = pg->getSize();
   auto shape = with_dim(x, split_dim, split.sizes[pg->getRank()]);  // shape of the incoming block
@@ -298,25 +300,40 @@ Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, 
     received.push_back(from);
   }
   const Tensor in = flat_blocks_of(x, split_dim, split);
-  Tensor out;
+  const auto then = [shape, concat_dim, concat](const Tensor& flat) {
+    return concatenate_flat(flat, shape, concat_dim, concat);
+  };
   if (traced(x)) {
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_to_all_single", "");
-    out = functional(op, in, received, sent, bare_name(group));
-  } else {
-    BelowAutograd below;
-    std::vector<int64_t> received_ints, sent_ints;
-    int64_t incoming = 0;
-    for (int64_t k = 0; k < p; ++k) {
-      received_ints.push_back(received[k].guard_int(__FILE__, __LINE__));
-      sent_ints.push_back(sent[k].guard_int(__FILE__, __LINE__));
-      incoming += received_ints.back();
-    }
-    out = at::empty({incoming}, x.options());
-    Tensor from = in;
-    finish(issue_all_to_all(pg, out, from, received_ints, sent_ints, false));
+    return Pending(functional(op, in, received, sent, bare_name(group)), nullptr, then);
   }
-  return concatenate_flat(out, shape, concat_dim, concat);
+  BelowAutograd below;
+  std::vector<int64_t> received_ints, sent_ints;
+  int64_t incoming = 0;
+  for (int64_t k = 0; k < p; ++k) {
+    received_ints.push_back(received[k].guard_int(__FILE__, __LINE__));
+    sent_ints.push_back(sent[k].guard_int(__FILE__, __LINE__));
+    incoming += received_ints.back();
+  }
+  Tensor out = at::empty({incoming}, x.options()), from = in;
+  auto work = issue_all_to_all(pg, out, from, received_ints, sent_ints, async);
+  if (!async) {
+    finish(work);
+    work.reset();
+  }
+  return Pending(std::move(out), std::move(work), then);
+}
+
+}  // namespace
+
+Tensor all_to_all(const Tensor& x, const std::string& group, int64_t split_dim, int64_t concat_dim,
+                  const Split& split, const Split& concat) {
+  return exchange(x, group, split_dim, concat_dim, split, concat, false).wait();
+}
+Pending all_to_all_async(const Tensor& x, const std::string& group, int64_t split_dim,
+                         int64_t concat_dim, const Split& split, const Split& concat) {
+  return exchange(x, group, split_dim, concat_dim, split, concat, true);
 }
 
 // An all-to-all whose blocks are empty but for those of the neighbours: torch's compiler knows no

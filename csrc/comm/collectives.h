@@ -78,5 +78,7 @@ Pending reduce_scatter_async(const at::Tensor& fresh, const std::string& group, 
 // Slice k of split_dim goes to rank k; the slice from rank k is block k of concat_dim
 at::Tensor all_to_all(const at::Tensor& x, const std::string& group, int64_t split_dim,
                       int64_t concat_dim, const Split& split, const Split& concat);
+Pending all_to_all_async(const at::Tensor& x, const std::string& group, int64_t split_dim,
+                         int64_t concat_dim, const Split& split, const Split& concat);
 
 }  // namespace tp_ext::comm

@@ -100,6 +100,34 @@ def _decode_latent(g):
     return torch.no_grad()(lambda: tp_ext.ParallelLatentAttention.forward(module, x, batch_size=BATCH, cache=cache))
 
 
+EXPERTS, CHOICES = 12, 2  # over 2, 3 and 4 ranks as many
+
+
+def _experts(shared=0, loss=0.0, capacity=None, axis="expert_group", **options):
+    """Experts of which each has as many tokens: token t chooses t and t + 1."""
+
+    def make(g):
+        config = tp_ext.RouterConfig(balance_loss=loss)
+        options.update({"group": None, axis: g}, router=config, shared_experts=shared, capacity=capacity)
+        module = tp_ext.ParallelMoE(H, F, EXPERTS, CHOICES, **options)
+        p = g.size() if options.get("sequence_parallel") else 1
+        with torch.no_grad():
+            module.router.weight.copy_(4 * torch.eye(EXPERTS) + 2 * torch.eye(EXPERTS).roll(1, 0))
+        x = torch.eye(H).repeat(N // H, 1)[: N // p].requires_grad_()
+        return lambda: module(x)
+
+    return make
+
+
+def _experts_tp(**options):
+    return _experts(axis="group", **options)
+
+
+EXCHANGE = [(A2A, N * CHOICES * H * E)] * 2
+SP_EXPERTS = [(AG, N * H * E), (AG, N * CHOICES * 8), (RS, N * H * E)]
+SP_EXPERTS_BACKWARD = [(RS, N * H * E), (RS, N * CHOICES * 8), (AG, N * H * E), (AR, EXPERTS * H * E)]
+
+
 def _norm(g):
     model = tp_ext.ParallelMLP(H, F, group=g)
     model(torch.ones(2, H)).sum().backward()
@@ -175,6 +203,26 @@ CASES = {
     "decode": Case(_decode, [(AR, BATCH * H * E)]),
     "adapter column": Case(_adapted(COLUMN, H, F), [], [(AR, N * H * E), (AR, N * R * E)]),
     "adapter row": Case(_adapted(ROW, F, H, width=F, cut=True), [(AR, N * H * E), (AR, N * R * E)]),
+    "experts": Case(_experts(), lambda p: [(AG, p * EXPERTS * 8), *EXCHANGE], EXCHANGE),
+    "experts shared": Case(_experts(shared=2), lambda p: [(AG, p * EXPERTS * 8), *EXCHANGE], EXCHANGE),
+    "experts loss": Case(
+        _experts(loss=0.1), lambda p: [(AG, p * EXPERTS * 8), *EXCHANGE, (AR, 8 * (2 * EXPERTS + 2))], EXCHANGE
+    ),
+    "experts capacity": Case(_experts(capacity=1.0), lambda p: [(AG, p * EXPERTS * 8)] * 2 + EXCHANGE, EXCHANGE),
+    "experts capacity by weight": Case(
+        _experts(capacity=1.0, drop_order="weight"),
+        lambda p: [*[(AG, p * EXPERTS * 8)] * 2, (AG, p * N * CHOICES * 16), *EXCHANGE],
+        EXCHANGE,
+    ),
+    "experts tp": Case(_experts_tp(), [(AR, N * H * E)], [(AR, N * H * E), (AR, N * CHOICES * 4)]),
+    "experts tp shared": Case(
+        _experts_tp(shared=2, bias=True), [(AR, N * H * E)], [(AR, N * H * E), (AR, N * CHOICES * 4)]
+    ),
+    "experts sp": Case(_experts_tp(**SP), SP_EXPERTS, SP_EXPERTS_BACKWARD),
+    "experts sp shared": Case(_experts_tp(shared=2, **SP), SP_EXPERTS, SP_EXPERTS_BACKWARD),
+    "experts sp shared bias": Case(
+        _experts_tp(shared=2, bias=True, **SP), SP_EXPERTS, [*SP_EXPERTS_BACKWARD, (AR, H * E)]
+    ),
     "clip_grad_norm_": Case(_norm, [(AR, 8)]),
     "full_state_dict": Case(_full, [(AG, F * H * E), (AG, F * E)]),
 }

@@ -57,6 +57,22 @@ EXPERTS_BUGS = [
         RANDOM,
     ),
     _bug(
+        "shared_output_bias_unsummed",
+        "nn/moe.py",
+        'bias = self.shared.down.parameter("bias")',
+        "bias = self.shared.down.bias",
+        "Under sequence parallelism the gradient of the shared experts' bias is that of the rank's tokens.",
+        RANDOM,
+    ),
+    _bug(
+        "shared_input_not_copied",
+        "nn/moe.py",
+        "y = routed_and_shared(exchange, self.experts, self.shared, entering, weights)",
+        "y = routed_and_shared(exchange, self.experts, self.shared, entering.detach(), weights)",
+        "The gradient of the input has no part of the shared experts.",
+        RANDOM,
+    ),
+    _bug(
         "exchange_order_of_arrival",
         "nn/token_exchange.py",
         "of_row = local.repeat_interleave(table[:, own].flatten(), output_size=sum(received))",

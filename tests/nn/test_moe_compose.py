@@ -13,8 +13,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 from tests.helpers.oracle import count_collectives_of
-from tp_ext import ParallelMoE, RouterConfig
-from tp_ext.nn.grouped_linear import grouped_linear
+from tp_ext import ParallelMoE, RouterConfig, _ops
 
 NAMES = ("dp", "ep", "tp")
 LOSSES = RouterConfig(balance_loss=0.5, z_loss=0.1)
@@ -71,7 +70,7 @@ def copied(layer, x):
 
 
 def _as_plain(group, call, attach):
-    layer, x = made((1, 2, 2), attach_loss=attach)
+    layer, x = made((1, 2, 2), attach_loss=attach, shared_experts=1)
     return gradients(layer, x, plain), gradients(layer, x, call)
 
 
@@ -216,22 +215,32 @@ def test_the_correction_bias_follows_the_choices_of_all_ranks():
 def test_grouped_linear_is_twice_differentiable(counts):
     x = torch.randn(sum(counts), 4, **FP64, requires_grad=True)
     weight = torch.randn(3, 2, 4, **FP64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, counts), (x, weight))
-    assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, counts), (x, weight))
+    assert torch.autograd.gradcheck(lambda x, w: _ops.grouped_linear(x, w, counts), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w: _ops.grouped_linear(x, w, counts), (x, weight))
 
 
 @pytest.mark.parametrize("counts", [(2, 0, 5), (7, 0, 0)])
-def test_grouped_linear_by_the_grouped_gemm_of_torch(counts, monkeypatch):
-    """On the CPU, where torch has it for fp32 and for rows of whole 16 bytes; the layer uses it on CUDA."""
+def test_grouped_linear_by_the_grouped_gemm_of_torch(counts):
+    """On the CPU, where torch has it for fp32 and for rows of whole 16 bytes; by default it is used on CUDA."""
     torch.manual_seed(0)
     x, weight, dy = torch.randn(7, 8), torch.randn(3, 16, 8), torch.randn(7, 16)
     results = []
-    for grouped in (False, True):
-        monkeypatch.setattr("tp_ext.nn.grouped_linear._has_grouped_mm", lambda *operands, grouped=grouped: grouped)
+    for grouped, scale in ((None, 1.0), (False, 0.5), (True, 0.5)):
         inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y = grouped_linear(*inputs, counts)
-        results.append([y, *torch.autograd.grad(y, inputs, dy)])
+        y = _ops.grouped_linear(*inputs, counts, None, scale, grouped)
+        dx, dweight = torch.autograd.grad(y, inputs, dy)
+        results.append([y, dx, dweight / scale])
     torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+def test_grouped_linear_refuses_what_does_not_fit():
+    x, weight = torch.ones(3, 4), torch.ones(2, 5, 4)
+    for counts in ([3], [1, 1], [4, -1]):
+        with pytest.raises(ValueError, match=r"counts: \[.*\] must be a number of rows for each of the 2 experts"):
+            _ops.grouped_linear(x, weight, counts)
+    with pytest.raises(ValueError, match=r"x: shape \[3, 3\] must be \[rows, 4\]"):
+        _ops.grouped_linear(torch.ones(3, 3), weight, [1, 2])
 
 
 # transformers

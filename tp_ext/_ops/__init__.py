@@ -22,7 +22,9 @@ from tp_ext._ops.context import context_attention
 from tp_ext._ops.linear import (
     accumulate_grad_into,
     add_weight_grad_,
+    all_to_all_linear,
     column_parallel_linear,
+    grouped_linear,
     linear_2d,
     linear_dgelu_bwd,
     linear_gelu_fwd,

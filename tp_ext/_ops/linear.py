@@ -1,8 +1,10 @@
 """Linear layers: the operators of :mod:`tp_ext.nn.linear` and :mod:`tp_ext.nn.mlp`, and the GEMMs that they fuse.
 
-C++: csrc/autograd/linear.cpp, linear_2d.cpp, mlp.cpp, main_grad.cpp; formulas, saved tensors and overlap are at the top
-of each.
+C++: csrc/autograd/linear.cpp, linear_2d.cpp, mlp.cpp, all_to_all_linear.cpp, grouped_linear.cpp, main_grad.cpp;
+formulas, saved tensors and overlap are at the top of each.
 """
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -117,6 +119,53 @@ def parallel_mlp(
         sizes, up_main_grad, down_main_grad, sum_bias_grad: as in the two linears.
 
     Communicates: what the two linears do.
+    """
+
+
+@operator
+def all_to_all_linear(
+    rows: Tensor,
+    group: str,
+    split_sizes: Sizes,
+    concat_sizes: Sizes,
+    x: Tensor,
+    weight: Tensor,
+    main_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the rows that the other ranks send to this one, and ``x weight^T``, which is computed meanwhile.
+
+    In backward, too, the exchange of the rows' gradient runs during the GEMMs of dx and of the weight's gradient. The
+    linear communicates nothing.
+
+    Args:
+        rows: ``[rows, ..]``, of which ``split_sizes[k]`` consecutive ones go to rank k.
+        concat_sizes: numbers of rows from each rank.
+        x, weight: ``[.., in]`` and ``[out, in]``.
+        main_grad: as in :func:`column_parallel_linear`.
+
+    Communicates: one all-to-all forward, one backward.
+    """
+
+
+@operator
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    counts: Sequence[int],
+    main_grad: Tensor | None = None,
+    grad_scale: float = 1.0,
+    grouped_gemm: bool | None = None,
+) -> Tensor:
+    """Returns y with ``y[r] = weight[e] x[r]`` for the rows r of expert e: the first ``counts[0]`` are expert 0's, and
+    so on. The gradient of an expert without rows is zero. Derivatives of any order.
+
+    Args:
+        x: ``[rows, in]``.
+        weight: ``[experts, out, in]``.
+        main_grad: as in :func:`column_parallel_linear`.
+        grad_scale: factor of the gradient of ``weight``.
+        grouped_gemm: by ``torch._grouped_mm``, or by a GEMM for each expert that has rows; default: the former where
+            torch supports it, on CUDA in bf16, with features that are multiples of 8.
     """
 
 

@@ -169,6 +169,12 @@ def all_to_all_region(*, x: Tensor, group: str, split_dim: int, concat_dim: int)
 
 
 @rule
+def all_to_all_linear(*, rows: Tensor, group: str, x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Any:
+    _ignored(main_grad)
+    return exchanged(rows, group, 0, 0), rules.einsum("...k,nk->...n", *alike(x, weight))
+
+
+@rule
 def copy_pieces_to_region(*, x: Tensor, group: str) -> Typed:
     return sharded(x, group, 0)  # its shards overlap
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
-from tp_ext.nn.grouped_linear import grouped_linear
 from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS
 from tp_ext.nn.module import ParallelModule, check_flags, check_positive
 from tp_ext.random import Init, torch_linear_init
@@ -89,20 +88,23 @@ class ParallelExperts(ParallelModule):
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Computes y of the rows of this rank's experts, ``counts[e]`` consecutive ones for each."""
-        up_bias, down_bias = self._used("up_bias"), self._used("down_bias")
+        up_bias, down_bias = self._bias("up_bias"), self._bias("down_bias")
         activate = _ops.gated_act if self.gated else _ops.bias_act
-        h = grouped_linear(x, self._used("up_weight"), counts)
+        h = self._linear(x, "up_weight", counts)
         of_row = _experts_of_rows(counts, x.device) if up_bias is not None else None
         if up_bias is not None:
             h = h + up_bias[of_row].to(h.dtype)
-        y = grouped_linear(activate(h, None, self.activation), self._used("down_weight"), counts)
+        y = self._linear(activate(h, None, self.activation), "down_weight", counts)
         if down_bias is not None:
             added = down_bias[of_row].to(y.dtype)
             # Once in the sum over the group, with its gradient on every rank, which has that of the whole sum
             y = y + (added if self.tp_group.rank == 0 else added - added.detach())
         return y
 
-    def _used(self, name: str) -> Any:
+    def _linear(self, x: Tensor, name: str, counts: Sequence[int]) -> Tensor:
+        return _ops.grouped_linear(x, self.parameter(name), counts, None, self.gradient_scale)
+
+    def _bias(self, name: str) -> Any:
         value = self.parameter(name)
         if value is None or self.gradient_scale == 1 or not (torch.is_grad_enabled() and value.requires_grad):
             return value

@@ -103,23 +103,21 @@ class ParallelMLP(ParallelModule):
             x: ``[.., hidden]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
         """
-        if self.gemm_epilogue and self._is_plain():
+        if self.gemm_epilogue and not _has_any_global_hook() and self.is_plain() and self._has_biases():
             return self._forward_fused(x, total_tokens)
         activate = _ops.gated_act if self.gated else _ops.bias_act
         h, bias = self.up(x, total_tokens)
         y: Tensor = self.down(activate(h, bias, self.activation), total_tokens)
         return y
 
-    def _is_plain(self) -> bool:
-        """Returns whether up and down are the original layers and have no hooks."""
-        if _has_any_global_hook():
-            return False
-        for layer, kind in ((self.up, ColumnParallelLinear), (self.down, RowParallelLinear)):
-            if type(layer) is not kind or layer.bias is None or "forward" in layer.__dict__:
-                return False
-            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-                return False
-        return True
+    def is_plain(self) -> bool:
+        """Returns whether up and down are the original layers without hooks of their own: others may then call their
+        operators."""
+        kinds: dict[str, type] = {"up": ColumnParallelLinear, "down": RowParallelLinear}
+        return all(is_plain(getattr(self, name), kind) for name, kind in kinds.items())
+
+    def _has_biases(self) -> bool:
+        return self.up.bias is not None and self.down.bias is not None
 
     def _forward_fused(self, x: Tensor, total_tokens: int | None) -> Tensor:
         up, down = self.up, self.down
@@ -142,6 +140,14 @@ class ParallelMLP(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}" + (", gemm_epilogue=True" if self.gemm_epilogue else "")
+
+
+def is_plain(layer: torch.nn.Module, kind: type) -> bool:
+    """Returns whether a layer is of this class, without hooks and without another ``forward``."""
+    if type(layer) is not kind or "forward" in layer.__dict__:
+        return False
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return not any(hooks)
 
 
 def _check_epilogue(activation: str, bias: bool, overlap_chunks: int) -> None:

@@ -15,6 +15,7 @@ from tp_ext.nn.experts import ParallelExperts
 from tp_ext.nn.mlp import ParallelMLP
 from tp_ext.nn.module import check_positive
 from tp_ext.nn.router import Routed, Router, RouterConfig, RouterLosses
+from tp_ext.nn.shared_experts import can_overlap, routed_and_shared
 from tp_ext.nn.token_exchange import plan_exchange
 from tp_ext.random import Init
 from tp_ext.sharding import split_sizes
@@ -44,8 +45,10 @@ class ParallelMoE(LayerOverData):
                               numbers; reduce-scatter of T rows           all-gather of T rows
     ========================  ==========================================  =================================
 
-    and what :class:`Router` (losses), the capacity and the shared experts (:class:`ParallelMLP`) do. The host waits for
-    the device once per forward, for the numbers of rows; ``torch.compile`` breaks the graph there.
+    and what :class:`Router` (losses) and the capacity do. The host waits for the device once per forward, for the
+    numbers of rows; ``torch.compile`` breaks the graph there. Shared experts need no collective of their own, except
+    that SP sums the gradient of their output bias: their GEMMs run during the all-to-alls, forward and backward, and
+    their y is part of the same sum over ``group``.
 
     Gradients are complete when ``backward()`` returns, as those of any layer of a data-parallel rank. The gradients of
     all but the experts are then combined over all data axes, ``expert_group`` among them, those of the experts over the
@@ -67,7 +70,8 @@ class ParallelMoE(LayerOverData):
             largest weights, which costs an all-gather of all choices. Neither depends on how the batch is distributed:
             its tokens are those of data rank 0, 1, .. one after the other, ``expert_group`` being the innermost axis.
         shared_experts: the number of experts that every token has, computed as one :class:`ParallelMLP` of
-            ``shared_experts * ffn_hidden_size`` features.
+            ``shared_experts * ffn_hidden_size`` features. With hooks on it or its linears, which all ranks of ``group``
+            must have, or with LoRA, it is called after the others as any block, with its own collectives.
         sequence_parallel: x and y are sharded over ``group`` on dim 0.
         attach_loss: None: the loss of the router, :attr:`losses` ``.total``, has to be added to that of the model
             (:func:`router_loss`). A number s: backward adds the gradient of s times that loss by itself, whatever the
@@ -198,19 +202,25 @@ class ParallelMoE(LayerOverData):
             experts = drop_over_capacity(
                 experts, weights, self.num_experts, self.capacity, self.drop_order, self.data_ranks
             )
-        y = self._computed(entering, experts, weights)
+        exchange = plan_exchange(experts, self.experts.expert_counts, self.experts.expert_group)
+        overlaps = self.shared is not None and can_overlap(self.shared)
+        if self.shared is not None and overlaps:
+            y = routed_and_shared(exchange, self.experts, self.shared, entering, weights)
+        else:
+            rows, _ = exchange.dispatch(entering)
+            y, _ = exchange.combine(self.experts(rows, exchange.counts), weights)
+        y = y.to(x.dtype)
         if self.sequence_parallel:
             y = _ops.reduce_scatter_region(y, self.tp_group.name, 0, sizes)
         else:
             y = _ops.reduce_from_region(y, self.tp_group.name)
         y = y.view(x.shape)
-        return y if self.shared is None else y + self.shared(x, total_tokens)
-
-    def _computed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Returns this rank's part of the sum over ``group``, of all tokens."""
-        exchange = plan_exchange(experts, self.experts.expert_counts, self.experts.expert_group)
-        rows = self.experts(exchange.dispatch(x), exchange.counts)
-        return exchange.combine(rows, weights).to(x.dtype)
+        if self.shared is None:
+            return y
+        if not overlaps:
+            return y + self.shared(x, total_tokens)
+        bias = self.shared.down.parameter("bias")
+        return y if bias is None else y + bias.to(y.dtype)
 
     def _enter(self, x: Tensor, routed: Routed, sizes: list[int] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns experts, weights and x of all tokens of ``group``, as they enter the sharded work."""

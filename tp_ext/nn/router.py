@@ -116,7 +116,7 @@ class Router(ParallelModule):
 
     Shapes: x ``[tokens, hidden]`` -> :class:`Routed`. ``weight`` ``[num_experts, hidden]``, replicated over all ranks.
 
-    Communicates: with a loss, one all-reduce of 2 num_experts + 3 numbers over each axis of the data ranks, forward
+    Communicates: with a loss, one all-reduce of 2 num_experts + 2 numbers over each axis of the data ranks, forward
     (``balance_over="sequence"``: of a few numbers). SP: also over ``group``, and backward sums the gradient of
     ``weight`` over it.
 

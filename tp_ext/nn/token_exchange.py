@@ -22,6 +22,14 @@ from tp_ext import _ops
 from tp_ext.group import ParallelGroup
 
 
+class Linear(NamedTuple):
+    """``x weight^T``, computed during an exchange; ``main_grad`` as in ``_ops.all_to_all_linear``."""
+
+    x: Tensor
+    weight: Tensor
+    main_grad: Tensor | None
+
+
 class TokenExchange(NamedTuple):
     """Where the slots (token, choice) of this rank go, and what comes from the others.
 
@@ -41,26 +49,35 @@ class TokenExchange(NamedTuple):
     received_rows: Tensor | None
     counts: list[int]
 
-    def dispatch(self, x: Tensor) -> Tensor:
-        """Returns the rows of this rank's experts, in their order, from the tokens ``[tokens, hidden]``.
+    def dispatch(self, x: Tensor, during: Linear | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns the rows of this rank's experts, in their order, from the tokens ``[tokens, hidden]``, and the result
+        of the linear.
 
-        Communicates: one all-to-all forward, one backward.
+        Communicates: one all-to-all forward, one backward; both during the GEMMs of the linear.
         """
-        permuted = _ops.moe_permute(x, self.rows, sum(self.sent), None)
-        if self.received_rows is None:
-            return permuted
-        arrived = _ops.all_to_all_region(permuted, self.group.name, 0, 0, self.sent, self.received)
-        return _ops.moe_permute(arrived, self.received_rows, sum(self.received), None)
+        rows, computed = self._exchanged(_ops.moe_permute(x, self.rows, sum(self.sent), None), True, during)
+        if self.received_rows is not None:
+            rows = _ops.moe_permute(rows, self.received_rows, sum(self.received), None)
+        return rows, computed
 
-    def combine(self, y: Tensor, weights: Tensor) -> Tensor:
-        """Returns ``[tokens, hidden]``, the sum over a token's choices of weight times the expert's row of y.
+    def combine(self, y: Tensor, weights: Tensor, during: Linear | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns ``[tokens, hidden]``, the sum over a token's choices of weight times the expert's row of y, and the
+        result of the linear.
 
-        Communicates: one all-to-all forward, one backward.
+        Communicates: as :meth:`dispatch`.
         """
         if self.received_rows is not None:
-            returned = _ops.moe_unpermute(y, self.received_rows, None)
-            y = _ops.all_to_all_region(returned, self.group.name, 0, 0, self.received, self.sent)
-        return _ops.moe_unpermute(y, self.rows, weights)
+            y = _ops.moe_unpermute(y, self.received_rows, None)
+        y, computed = self._exchanged(y, False, during)
+        return _ops.moe_unpermute(y, self.rows, weights), computed
+
+    def _exchanged(self, rows: Tensor, there: bool, during: Linear | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the rows after the exchange, to the experts or back, and the result of the linear."""
+        name = self.group.name
+        outgoing, incoming = (self.sent, self.received) if there else (self.received, self.sent)
+        if during is not None:
+            return _ops.all_to_all_linear(rows, name, outgoing, incoming, *during)
+        return _ops.all_to_all_region(rows, name, 0, 0, outgoing, incoming), None
 
 
 def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGroup) -> TokenExchange:
