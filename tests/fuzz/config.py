@@ -31,6 +31,8 @@ def _draw(r, seed, ranks):
     blocks = [_block(r, r.choice(kinds), p, hidden, 0.0 if plain else 0.3) for _ in range(r.choice((1, 1, 1, 2, 2, 3)))]
     table = _vocabulary(r, p) if embedding else None
     for i, block in enumerate(blocks):
+        if block["kind"] == "mlp":
+            block["moe"] = _moe(random.Random(f"experts {seed} {i}"), layout, table)
         if block["kind"] == "attention":
             block |= _scores(random.Random(f"scores {seed} {i}"), layout, block["rope"])
             block["latent"] = _latent(random.Random(f"latent {seed} {i}"))
@@ -177,6 +179,32 @@ def _latent(r):
     return {**sizes, "q_lora_rank": q_rank, "qk_rope_head_dim": r.choice((2, 2, 4)), "rope": rope}
 
 
+def _moe(r, layout, embedding):
+    """Experts in place of an MLP; None: the MLP."""
+    if r.random() < 0.4:
+        return None
+    groups = r.choice((1, 1, 1, 2, 3))
+    experts = groups * r.randint(1, 16 // groups)
+    top_groups = r.randint(1, groups)
+    equal = layout["how"] in ("batch", "tokens")  # sequences of one length
+    return {
+        "experts": experts,
+        "top_k": r.randint(1, min(4, experts // groups * top_groups)),
+        "num_groups": groups,
+        "top_groups": top_groups,
+        "scores": r.choice(("softmax", "sigmoid")),
+        "normalize": r.random() < 0.6,
+        "weights_sum": r.choice((1.0, 2.5)),
+        "balance_loss": r.choice((0.0, 0.7)),
+        "z_loss": r.choice((0.0, 0.3)),
+        "balance_over": r.choice(("batch", "sequence")) if equal else "batch",
+        "capacity": r.choice((None, None, 0.5, 1.0, 1.3)),
+        "drop_order": r.choice(("token", "weight")) if embedding is None else "token",
+        "shared_experts": r.choice((0, 0, 1, 2)),
+        "attach": r.random() < 0.3,
+    }
+
+
 def _unit_parts(r, p, copies):
     """Parts, each of whole units; with groups, copies and padding where they may be."""
     parts = []
@@ -281,6 +309,15 @@ def _valid_block(block, p, config):
                 tp_ext.RotaryEmbedding(block["head_dim"], **block["rope"])
             elif block["rope"] is not None:
                 tp_ext.RotaryEmbedding(block["head_dim"])
+        if (o := block.get("moe")) is not None:
+            if o["experts"] % o["num_groups"] or o["top_groups"] > o["num_groups"]:
+                return False
+            if o["top_k"] > o["experts"] // o["num_groups"] * o["top_groups"]:
+                return False
+            if o["drop_order"] == "weight" and config["embedding"]:
+                return False  # tokens of one id have weights that are equal but for rounding
+            if o["balance_over"] == "sequence" and config["layout"]["how"] not in ("batch", "tokens"):
+                return False
         if "parts" in block:
             if block["twice"] and config["main_grad"]:
                 return False  # such a weight has no main_grad

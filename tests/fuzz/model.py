@@ -18,7 +18,7 @@ class Place:
     """Where a rank's tokens are: kit (tp_ext or fuzz_plain), group, p, rank, whether the tokens are cut. Can be copied
     and pickled, and holds names therefore."""
 
-    def __init__(self, config, kit, group):
+    def __init__(self, config, kit, group, experts=None):
         self.kit_name, self.group = kit.__name__, group and group.group_name
         self.p, self.rank = (1, 0) if group is None else (group.size(), group.rank())
         self.sp = config["sp"]
@@ -26,6 +26,8 @@ class Place:
         if config["made"] == "meta":
             self.parallel["device"] = "meta"
         self.linear = self.parallel | {"grad_accumulation_fusion": config["main_grad"]}
+        self.experts = experts or {}  # names of the groups of experts
+        self.recomputes = config["checkpointing"] if hasattr(kit, "parallel") else None  # not the plain one
         self.shape = shape_of(config)
         self.total = self.shape[0]  # of the dim that SP cuts
         must = self.sp and self.total % config["p"]
@@ -200,7 +202,32 @@ class Exchange(nn.Module):
         return kit.all_to_all_region(y, group, 0, -1, self.tokens, self.features), None
 
 
-KINDS = {"attention": Attention, "mlp": MLP, "pair": Pair, "gathered": Gathered, "exchange": Exchange}
+class Experts(nn.Module):
+    """A mixture of experts. Its losses are attached where the loss of the model does not get those of the last
+    forward."""
+
+    def __init__(self, options, config, place):
+        super().__init__()
+        o, self.call, make = dict(options["moe"]), dict(place.tell), place.kit.ParallelMoE
+        names = ("scores", "normalize", "num_groups", "top_groups", "balance_loss", "z_loss", "balance_over")
+        router = place.kit.RouterConfig(scaling=o.pop("weights_sum"), **{name: o.pop(name) for name in names})
+        attach = o.pop("attach") or config["loops"] > 1 or config["checkpointing"] == "reentrant"
+        sizes = config["hidden"], options["ffn"], o.pop("experts"), o.pop("top_k")
+        kind = {name: options[name] for name in ("activation", "bias")}
+        more = {"router": router, "attach_loss": 1.0 if attach else None} | place.experts
+        self.moe = make(*sizes, **kind, **o, **more, **place.parallel)
+        layout = config["layout"]
+        self.call["batch_size"] = len(layout["lengths"]) if layout["how"] in ("batch", "tokens") else 1
+
+    def forward(self, x):
+        return self.moe(x, **self.call), None
+
+
+def _feed_forward(options, config, place):
+    return (Experts if options["moe"] else MLP)(options, config, place)
+
+
+KINDS = {"attention": Attention, "mlp": _feed_forward, "pair": Pair, "gathered": Gathered, "exchange": Exchange}
 
 
 class Block(nn.Module):
@@ -223,9 +250,9 @@ class Block(nn.Module):
         return place.kit.dropout(y, self.p, self.training, bias=bias, residual=residual, group=place.group, **more)
 
 
-def make(config, kit, group):
-    """The model, by way of a copy or of the meta device."""
-    model, how = Model(config, kit, group), config["made"]
+def make(config, kit, group, experts=None):
+    """The model, by way of a copy or of the meta device. ``experts``: options of ParallelMoE for its groups."""
+    model, how = Model(config, kit, group, experts), config["made"]
     if how == "deepcopy":
         return copy.deepcopy(model)
     if how == "pickle":
@@ -234,9 +261,9 @@ def make(config, kit, group):
 
 
 class Model(nn.Module):
-    def __init__(self, config, kit, group):
+    def __init__(self, config, kit, group, experts=None):
         super().__init__()
-        self.config, self.place = config, Place(config, kit, group)
+        self.config, self.place = config, Place(config, kit, group, experts)
         hidden, parallel = config["hidden"], self.place.parallel
         self.embedding = self.head = None
         if config["embedding"]:
@@ -257,7 +284,7 @@ class Model(nn.Module):
     def forward(self, x):
         if self.embedding is not None:
             x = self.embedding(x)
-        mode = self.config["checkpointing"] if self.training and torch.is_grad_enabled() else None
+        mode = self.place.recomputes if self.training and torch.is_grad_enabled() else None
         for _ in range(self.config["loops"]):
             for block in self.blocks:
                 if mode is None or (mode == "reentrant" and not x.requires_grad):  # torch would pass over the weights
@@ -268,7 +295,11 @@ class Model(nn.Module):
         return x if self.head is None else self.head(x, **self.place.tell)
 
     def loss(self, y, target, weights):
-        """Returns the loss. For logits it covers all tokens; for other outputs it is this rank's partial sum."""
+        """Returns the loss. For logits it covers all tokens; for other outputs it is this rank's partial sum, plus the
+        losses of routers."""
+        return self.own_loss(y, target, weights) + self.place.kit.router_loss(self)
+
+    def own_loss(self, y, target, weights):
         if self.head is None:
             return (y.sin() * self.place.cut(weights)).sum()
         o = dict(self.config["loss"])

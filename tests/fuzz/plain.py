@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.helpers.dense_moe import DenseMoE
 from tests.helpers.oracle import rotate
-from tp_ext import Part, RotaryEmbedding  # values, without computation
+from tp_ext import Part, RotaryEmbedding, RouterConfig  # values, without computation
 
-__all__ = ["Part", "RotaryEmbedding"]
+__all__ = ["Part", "RotaryEmbedding", "RouterConfig"]
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -48,6 +49,57 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x, total_tokens=None):
         return self.down(ACTIVATIONS[self.activation](self.up(x)))
+
+
+class ParallelMoE(DenseMoE):
+    def __init__(
+        self,
+        hidden,
+        ffn,
+        experts,
+        top_k,
+        *,
+        activation,
+        bias,
+        router,
+        capacity,
+        drop_order,
+        shared_experts,
+        dtype=None,
+        device=None,
+        **_cut,
+    ):
+        width, options = ffn * (2 if activation in ("swiglu", "geglu") else 1), {"dtype": dtype, "device": device}
+        state = {
+            "router.weight": (experts, hidden),
+            "experts.up_weight": (experts, width, hidden),
+            "experts.down_weight": (experts, hidden, ffn),
+        }
+        if bias:
+            state |= {"experts.up_bias": (experts, width), "experts.down_bias": (experts, hidden)}
+        state = {name: torch.empty(shape, **options) for name, shape in state.items()}
+        if shared_experts:
+            shared = ParallelMLP(hidden, shared_experts * ffn, activation=activation, bias=bias, **options)
+            state |= {f"shared.{name}": value for name, value in shared.state_dict().items()}
+        chosen = {"config": router, "capacity": capacity, "drop_order": drop_order}
+        super().__init__(state, top_k=top_k, activation=activation, **chosen)
+        self.losses = []
+
+    def forward(self, x, batch_size, total_tokens=None):
+        y, loss, _ = super().forward(x.flatten(0, -2), batch_size)
+        if self.training:
+            self.losses.append(loss)
+        return y.view(x.shape)
+
+
+def router_loss(model):
+    """The losses of the last forward of each layer, with the gradient of those of all forwards since the last call."""
+    total = 0.0
+    for layer in model.modules():
+        if isinstance(layer, ParallelMoE) and layer.losses:
+            total = total + layer.losses[-1].detach() + sum(loss - loss.detach() for loss in layer.losses)
+            layer.losses = []
+    return total
 
 
 def _lengths(x, batch_size, cu_seqlens):

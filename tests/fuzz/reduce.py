@@ -16,7 +16,9 @@ OFF = {
     "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "sum", "inplace_backward": False,
     "tensor": False, "affine": True, "tell_vocab": True, "copies": 1, "groups": 1, "foreach": None, "type": 2.0,
     "bare": False, "made": None, "reload": False, "full_states": False, "padding": 0, "twice": False,
-    "latent": None, "q_lora_rank": None, "main_grad": False, "coalesce": None, "gemm_epilogue": False,
+    "moe": None, "num_groups": 1, "top_groups": 1, "scores": "softmax", "normalize": True, "weights_sum": 1.0,
+    "balance_loss": 0.0, "balance_over": "batch", "capacity": None, "drop_order": "token", "shared_experts": 0,
+    "attach": False, "latent": None, "q_lora_rank": None, "main_grad": False, "coalesce": None, "gemm_epilogue": False,
 }  # fmt: skip
 FIXED = ("seed", "plain", "eps", "base", "interleaved", "max", "how", "kind", "momentum")
 FIXED += ("rope_type", "original_max_position_embeddings")

@@ -56,7 +56,7 @@ class Training:
 
     def make(self):
         config, self.model = self.config, make(self.config, self.kit, self.group)
-        self.cuts, self.params = dict(tp_ext.shardings(self.model)), dict(self.model.named_parameters())
+        self.cuts, self.params = _cuts(self.model), dict(self.model.named_parameters())
         for name, param in self.params.items():
             param.requires_grad_(zlib.crc32(f"{config['seed']} {name}".encode()) % 100 >= config["frozen"])
         if self.model.embedding is not None and not any(param.requires_grad for param in self.params.values()):
@@ -150,6 +150,15 @@ class Training:
 
     def tokens(self):
         return Sharding(0, (self.model.place.total,)) if self.config["sp"] else None
+
+
+def _cuts(model):
+    """The sharding of each parameter over its group of several ranks; experts have another one, of one rank."""
+    cuts = dict(tp_ext.shardings(model))
+    if model.place.p > 1:
+        for name, layout in tp_ext.layouts(model):
+            cuts[name] = next((sharding for sharding, axis in layout if axis.size > 1), None)
+    return cuts
 
 
 def _optimizer(options, params, kit):

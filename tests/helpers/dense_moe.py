@@ -22,16 +22,20 @@ class DenseMoE(nn.Module):
 
     def __init__(self, state, *, top_k, activation, config, capacity=None, drop_order="token"):
         super().__init__()
-        self.state = nn.ParameterDict()
         self.names = list(state)
         for name, value in state.items():
-            self.state[name.replace(".", "/")] = nn.Parameter(value.clone(), requires_grad=value.dtype != torch.float32)
-        self.top_k, self.activate, self.config = top_k, ACTIVATIONS[activation], config
+            at = self
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(at, part):
+                    at.register_module(part, nn.Module())
+                at = getattr(at, part)
+            at.register_parameter(last, nn.Parameter(value.clone(), requires_grad=value.dtype != torch.float32))
+        self.top_k, self.activation, self.config = top_k, activation, config
         self.capacity, self.drop_order = capacity, drop_order
 
     def get(self, name):
-        key = name.replace(".", "/")
-        return self.state.get(key)
+        return self.get_parameter(name) if name in self.names else None
 
     def gradients(self):
         return {name: self.get(name).grad for name in self.names if self.get(name).requires_grad}
@@ -80,10 +84,12 @@ class DenseMoE(nn.Module):
             bias = self.get(f"experts.{name}_bias")
             return F.linear(x, self.get(f"experts.{name}_weight")[e], None if bias is None else bias[e])
 
-        return linear(self.activate(linear(x, "up")), "down")
+        return linear(ACTIVATIONS[self.activation](linear(x, "up")), "down")
 
     def loss(self, logits, scores, chosen, sequences):
         c, n, tokens = self.config, logits.shape[1], logits.shape[0]
+        if tokens == 0:
+            return scores.sum()
         share = scores / scores.sum(-1, keepdim=True)
         length = tokens // sequences
         spans = [range(tokens)]

@@ -150,6 +150,13 @@ def test_ranks_and_experts_without_tokens_have_gradients_of_zero():
                 assert all(one.any() for one in grad), name
 
 
+@pytest.mark.parametrize("balance_over", ["batch", "sequence"])
+def test_the_losses_of_no_token_are_zero(balance_over):
+    layer, x = made(router=RouterConfig(balance_loss=0.5, z_loss=0.1, balance_over=balance_over))
+    assert not any(grad.any() for grad in gradients(layer, x[:0], plain).values())
+    assert layer.losses.total == 0
+
+
 @pytest.mark.parametrize("top_k, experts", [(1, 1), (3, 3)])
 def test_one_expert_and_all_experts(top_k, experts):
     layer = ParallelMoE(4, 6, experts, top_k, group=None, router=RouterConfig(normalize=experts == 1), **FP64)

@@ -226,7 +226,8 @@ class Router(ParallelModule):
             balance = n / length * (probability.double() * share[index]).sum()
             known = self._over_all(torch.stack([balance.detach(), squares.detach(), own[0] + experts.shape[0]]))
             balances = self.data_ranks.sum(own[:1] + sequences)[0]  # the number of sequences
-            return self._combined(balance / balances, squares / known[2], known[0] / balances, known[1] / known[2])
+            everyone = known[2].clamp(min=1)
+            return self._combined(balance / balances, squares / everyone, known[0] / balances, known[1] / everyone)
         sums = probability.double().sum(0)
         counted = self._count(experts).double()
         tokens_here = own[:1] + experts.shape[0]
