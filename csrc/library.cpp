@@ -267,6 +267,13 @@ TORCH_LIBRARY(tp_ext, m) {
       "label_smoothing, float z_loss) -> ()",
       tags);
 
+  // The products of a chunk of tokens with the rows of a vocabulary: logits = x weight^T + bias;
+  // dlogits weight; dw = dlogits^T x, or dw += it
+  m.def("_vocab_chunk_logits_(Tensor(a!) logits, Tensor x, Tensor weight, Tensor? bias) -> ()",
+        tags);
+  m.def("_vocab_chunk_input_grad(Tensor dlogits, Tensor weight) -> Tensor", tags);
+  m.def("_vocab_chunk_weight_grad_(Tensor(a!) dw, Tensor dlogits, Tensor x, bool add) -> ()", tags);
+
   // vocab_parallel_cross_entropy of the logits x weight^T + bias, which exist for one chunk of tokens
   // at a time; entropy: of each row's probabilities, else empty
   m.def(

@@ -2,9 +2,10 @@
 
 "logits" is ours with all logits (``keep_logits=True``), "torch" ``F.linear`` and ``F.cross_entropy``, "torch chunked"
 torch's ``F.linear_cross_entropy``, which chunks where it can, "Liger" Liger's way in torch: chunks of tokens of
-Liger's size, with gradients in forward. Loss and gradients are compared with torch's before any measurement. Two ranks
-are over tp_shm, one thread each; everything else has one thread. Memory: the most bytes at once of allocations of
-torch, without the gradients, by those of the logits of a rank.
+Liger's size, with gradients in forward. Loss and gradients are compared before any measurement, with torch's or, in
+``--full``, which measures hidden sizes from 256 to 2048 without peers, with those of "logits". Two ranks are over
+tp_shm, one thread each; everything else has one thread. Memory: the most bytes at once of allocations of torch, without
+the gradients, by those of the logits of a rank.
 """
 
 import functools
@@ -26,11 +27,19 @@ RANKS, TOKENS = 2, 2048
 Results = list[Tensor]
 
 
-@functools.cache
 def operands(hidden: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, hidden, generator=generator) for n in (TOKENS, vocab))
-    return x, weight * hidden**-0.5, torch.randint(vocab, (TOKENS,), generator=generator)
+    return x, weight.mul_(hidden**-0.5), torch.randint(vocab, (TOKENS,), generator=generator)
+
+
+@functools.lru_cache(maxsize=1)
+def leaves(hidden: int, vocab: int, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and target; with a rank, its rows of the weight."""
+    x, weight, target = operands(hidden, vocab)
+    if rank is not None:
+        weight = weight.tensor_split(RANKS)[rank].clone()
+    return x.requires_grad_(), weight.requires_grad_(), target
 
 
 def liger(x: Tensor, weight: Tensor, target: Tensor) -> Results:
@@ -48,16 +57,12 @@ def liger(x: Tensor, weight: Tensor, target: Tensor) -> Results:
     return [loss / TOKENS, dx, dw]
 
 
-@functools.cache
 def step_of(name: str, hidden: int, vocab: int, group: str = "") -> Callable[[], Results]:
     """Forward and backward: the loss, and the gradients of x and weight."""
-    x, weight, target = operands(hidden, vocab)
-    if name == "Liger":
-        return lambda: liger(x, weight, target)
     over = interleave.group_on(group) if group else None
-    if group:
-        weight = weight.tensor_split(RANKS)[torch.distributed.get_rank()]
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    x, weight, target = leaves(hidden, vocab, torch.distributed.get_rank() if group else None)
+    if name == "Liger":
+        return lambda: liger(x.detach(), weight.detach(), target)
 
     def loss() -> Tensor:
         if name == "torch":
@@ -79,54 +84,54 @@ def step_of(name: str, hidden: int, vocab: int, group: str = "") -> Callable[[],
     return step
 
 
-def peak(step: Callable[[], Results]) -> float:
-    """The most bytes at once without the gradients, by those of the logits."""
+def results_and_peak(step: Callable[[], Results]) -> tuple[Results, float]:
+    """Loss, gradients of x and of some rows of the weight; the most bytes at once without the gradients, by those of the
+    logits."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
-        results = step()
+        loss, dx, dw = step()
     sizes = [one.nbytes() for one in events.profiler.kineto_results.events() if one.name() == "[memory]"]
-    gradients = sum(one.nbytes for one in results)
-    return (max(itertools.accumulate(sizes)) - gradients) / (TOKENS * len(results[2]) * results[2].element_size())
+    gradients = sum(one.nbytes for one in (loss, dx, dw))
+    logits = TOKENS * len(dw) * dw.element_size()
+    return [loss, dx, dw[::64].clone()], (max(itertools.accumulate(sizes)) - gradients) / logits
 
 
-def peak_on_rank(_: Any, *case: Any) -> float:
-    return peak(step_of(*case))
-
-
-def results_on_rank(_: Any, *case: Any) -> Results:
-    return step_of(*case)()
+def on_rank(_: Any, *case: Any) -> tuple[Results, float]:
+    return results_and_peak(step_of(*case))
 
 
 def compare(name: str, found: Results, want: Results) -> None:
     for one, other in zip(found, want, strict=True):
         apart = float((one - other).norm() / other.norm())
-        assert apart <= 1e-5, f"{name}: a result differs from torch's by {apart:.1e} of its norm"
+        assert apart <= 1e-5, f"{name}: a result differs by {apart:.1e} of its norm"
 
 
-def measure(sizes: tuple[int, int], seconds: float, block: float) -> list[Record]:
+def measure(sizes: tuple[int, int, bool], seconds: float, block: float) -> list[Record]:
+    *case, peers = sizes
     cores = interleave.cores()
     interleave.pin_ranks(RANKS, cores, len(cores) >= RANKS)
-    names = ["ours", "logits", "torch", "Liger"] + ["torch chunked"] * hasattr(F, "linear_cross_entropy")
-    want = step_of("torch", *sizes)()
-    subjects: dict[str, interleave.Block] = {}
-    peaks: dict[str, float] = {}
+    torch.set_num_threads(1)
+    names = ["logits", "ours"]
+    if peers:
+        names = ["torch", *names, "Liger"] + ["torch chunked"] * hasattr(F, "linear_cross_entropy")
+    found, subjects, peaks = {}, {}, {}
     for name in names:
-        step = step_of(name, *sizes)
-        compare(name, step(), want)
-        peaks[name] = peak(step)
+        step = step_of(name, *case)
+        found[name], peaks[name] = results_and_peak(step)
+        compare(name, found[name], found[names[0]])
         subjects[name] = interleave.here(step, 1, cores[:1])
     for name in ("ours", "logits"):
-        case, label = (name, *sizes, "tp_shm"), f"{name}, 2 ranks"
-        found = interleave.ranks.run(results_on_rank, RANKS, *case)
-        compare(label, [found[0][0], found[0][1], torch.cat([one[2] for one in found])], want)
-        peaks[label] = max(interleave.ranks.run(peak_on_rank, RANKS, *case))
-        subjects[label] = interleave.on_ranks(RANKS, step_of, *case)
-    times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
+        label = f"{name}, 2 ranks"
+        (first, one), (second, other) = interleave.ranks.run(on_rank, RANKS, name, *case, "tp_shm")
+        compare(label, [first[0], first[1], torch.cat([first[2], second[2]])], found[names[0]])
+        peaks[label] = max(one, other)
+        subjects[label] = interleave.on_ranks(RANKS, step_of, name, *case, "tp_shm")
+    times = interleave.take(subjects, 0.0, turns=3 if seconds else 1, count=1)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return [
         {
             "case": name,
-            "hidden": sizes[0],
-            "vocab": sizes[1],
+            "hidden": case[0],
+            "vocab": case[1],
             "median_ms": medians[name] * 1e3,
             "min_ms": min(values) * 1e3,
             "to_logits": medians[name] / medians["logits, 2 ranks" if "ranks" in name else "logits"],
@@ -146,7 +151,11 @@ def draw(figure: Any, records: list[Record]) -> None:
 
 
 def main() -> None:
-    report.run(__file__, __doc__, lambda quick: [(64, 4096)] if quick else [(512, 131072)], measure, draw)
+    def cases(quick: bool) -> list[tuple[int, int, bool]]:
+        return [(64, 4096, True)] if quick else [(512, 32768, True)]
+
+    full = [(hidden, 131072, False) for hidden in (256, 512, 1024, 2048)]
+    report.run(__file__, __doc__, cases, measure, draw, full=full)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,11 @@ def run(
     measure: Callable[[Any, float, float], list[Record]],
     draw: Callable[[Any, list[Record]], None],
     *packages: str,
+    full: Sequence[Any] | None = None,
 ) -> None:
     """Runs a benchmark of subjects that take turns: reads the options, prints a table for each of ``cases(quick)``,
-    which ``measure(case, seconds, block)`` measures, and writes CSV and PNG."""
+    which ``measure(case, seconds, block)`` measures, and writes CSV and PNG. ``full``: the cases of ``--full``, if they
+    are others."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     args = parser.parse_args()
@@ -50,7 +52,7 @@ def run(
     circumstances = stamp("cpu", *packages)
     print(", ".join(f"{key} {value}" for key, value in circumstances.items()))
     records: list[Record] = []
-    for case in cases(args.quick):
+    for case in full if args.full and full is not None else cases(args.quick):
         rows = measure(case, seconds, block)
         print_table(rows)
         records += rows

@@ -420,10 +420,10 @@ struct TokenLosses : Function<TokenLosses> {
   }
 };
 
-// The number of chunks: of chunk_tokens rows, or 24, but at least 64 rows each. Entropies hold four
+// The number of chunks: of chunk_tokens rows, or 22, but at least 64 rows each. Entropies hold four
 // tensors of the size of a chunk's logits.
 int64_t chunks_of(const SymInt& rows, std::optional<int64_t> chunk_tokens, bool entropy) {
-  constexpr int64_t most = 24, fewest = 64;
+  constexpr int64_t most = 22, fewest = 64;
   if (chunk_tokens.has_value()) {
     TORCH_CHECK_VALUE(*chunk_tokens >= 1, "chunk_tokens: ", *chunk_tokens,
                       " must be at least 1, or None");

@@ -1,7 +1,6 @@
 #include "autograd/vocab_chunk.h"
 
 #include <ATen/ops/add.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
@@ -9,10 +8,16 @@
 #include <algorithm>
 
 #include "autograd/main_grad.h"
+#include "operators.h"
 
 namespace tp_ext {
 
 using at::Tensor;
+
+void _vocab_chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
+                          const OptionalTensor& bias);
+Tensor _vocab_chunk_input_grad(const Tensor& dlogits, const Tensor& weight);
+void _vocab_chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add);
 
 namespace {
 
@@ -33,15 +38,14 @@ Tensor LogitsBuffer::logits(const Tensor& x) {
     memory_ = x.new_empty({rows, stride_of(weight_)});
   }
   Tensor logits = memory_.narrow(0, 0, rows).narrow(1, 0, columns);
-  if (bias_.has_value())
-    at::addmm_out(logits, *bias_, x, weight_.t());
-  else
-    at::mm_out(logits, x, weight_.t());
+  static const auto op = TP_OP(_vocab_chunk_logits_);
+  op.call(logits, x, weight_, bias_);
   return logits;
 }
 
 Tensor input_grad(const Tensor& dlogits, const Tensor& weight, bool traced) {
-  return at::mm(dlogits, weight);
+  static const auto op = TP_OP(_vocab_chunk_input_grad);
+  return traced ? at::mm(dlogits, weight) : op.call(dlogits, weight);
 }
 
 void sum_weight_grad(Tensor& dw, const Tensor& dlogits, const Tensor& x, bool traced) {
@@ -51,10 +55,10 @@ void sum_weight_grad(Tensor& dw, const Tensor& dlogits, const Tensor& x, bool tr
     const Tensor part = at::mm(factor, x).to(dtype);
     dw = dw.defined() ? at::add(dw, part) : part;
   } else if (dtype == x.scalar_type()) {
-    if (dw.defined())
-      dw.addmm_(factor, x);
-    else
-      dw = at::mm(factor, x);
+    static const auto op = TP_OP(_vocab_chunk_weight_grad_);
+    const bool add = dw.defined();
+    if (!add) dw = x.new_empty({dlogits.size(1), x.size(1)});
+    op.call(dw, dlogits, x, add);
   } else {
     if (!dw.defined()) dw = at::zeros({dlogits.size(1), x.size(1)}, x.options().dtype(dtype));
     if (!x.is_cpu()) return add_weight_grad(dw, dlogits, x);

@@ -160,3 +160,19 @@ def vocab_ce_bwd_(
     z_loss: float,
 ) -> None:
     """Overwrites the local logits with their gradient."""
+
+
+@primitive("_vocab_chunk_logits_")
+def vocab_chunk_logits_(logits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Overwrites logits with ``x weight^T + bias``; x: a chunk of tokens, weight: the rows of a vocabulary."""
+
+
+@primitive("_vocab_chunk_input_grad")
+def vocab_chunk_input_grad(dlogits: Tensor, weight: Tensor) -> Tensor:
+    """Returns ``dlogits weight``."""
+    return dlogits.new_empty(dlogits.shape[0], weight.shape[1])
+
+
+@primitive("_vocab_chunk_weight_grad_")
+def vocab_chunk_weight_grad_(dw: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
+    """Overwrites dw with ``dlogits^T x``, or adds it."""

@@ -48,7 +48,7 @@ def linear_cross_entropy(
         total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
         return_entropy: also returns -sum p log p of each token over the full vocabulary, ``[..]``, in nats, with its
             gradient; 0 at ignored rows.
-        chunk_tokens: the most tokens whose logits exist at a time; default: a 24th of them (with entropies a 96th), at
+        chunk_tokens: the most tokens whose logits exist at a time; default: a 22nd of them (with entropies an 88th), at
             least 64 (16).
         main_grad: as the ``main_grad`` of :class:`ColumnParallelLinear` with ``grad_accumulation_fusion``: the gradient
             of ``weight`` is added to it.

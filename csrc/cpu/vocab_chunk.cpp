@@ -1,0 +1,116 @@
+// The products of a chunk of tokens with the rows of a vocabulary: on the CPU, in fp32 and for few
+// tokens, by few_rows_gemm.h; else ATen's. Registered for all devices: those without a kernel of
+// ours have ATen's.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "check.h"
+#include "cpu/few_rows_gemm.h"
+#include "ops.h"
+
+namespace tp_ext {
+namespace {
+
+bool rows_contiguous(const Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.size(1); }
+
+// Whether few_rows_gemm.h computes the products of these tokens, with weight, or its gradient,
+// [vocab, hidden]
+bool few_rows(const Tensor& logits, const Tensor& x, const Tensor& weight) {
+  constexpr int64_t fewest = 32;  // the blocks of logits are computed for kMost
+  const int64_t tokens = logits.size(0), hidden = weight.size(1);
+  return weight.is_cpu() && weight.scalar_type() == at::kFloat &&
+         logits.scalar_type() == at::kFloat && x.scalar_type() == at::kFloat && tokens >= fewest &&
+         tokens <= few_rows::kMost && hidden > 0 && hidden % few_rows::kColumns == 0 &&
+         weight.size(0) >= few_rows::kColumns && weight.is_contiguous() &&
+         rows_contiguous(logits) && few_rows::supported();
+}
+
+void check_chunk(const Tensor& logits, const Tensor& x, const Tensor& weight) {
+  TORCH_CHECK_VALUE(logits.dim() == 2 && x.dim() == 2 && weight.dim() == 2 &&
+                        logits.size(0) == x.size(0) && logits.size(1) == weight.size(0) &&
+                        x.size(1) == weight.size(1),
+                    "logits: shape ", logits.sizes(), " must be [tokens, vocab] of x, ", x.sizes(),
+                    ", and weight, ", weight.sizes());
+}
+
+// Calls f(begin, end) for blocks of kColumns of n, a multiple of it
+template <typename F>
+void in_blocks(int64_t n, const F& f) {
+  at::parallel_for(0, n / few_rows::kColumns, 1, [&](int64_t begin, int64_t end) {
+    f(begin * few_rows::kColumns, end * few_rows::kColumns);
+  });
+}
+
+void chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
+                   const OptionalTensor& bias) {
+  check_chunk(logits, x, weight);
+  Tensor out = logits;
+  if (!few_rows(logits, x, weight)) {
+    if (bias.has_value())
+      at::addmm_out(out, *bias, x, weight.t());
+    else
+      at::mm_out(out, x, weight.t());
+    return;
+  }
+  const int64_t tokens = x.size(0), hidden = x.size(1), vocab = weight.size(0);
+  const int64_t whole = vocab / few_rows::kColumns * few_rows::kColumns;
+  const Tensor columns = at::zeros({hidden, few_rows::kMost}, x.options());
+  columns.narrow(1, 0, tokens).copy_(x.t());
+  in_blocks(whole, [&](int64_t begin, int64_t end) {
+    few_rows::logits(columns.const_data_ptr<float>(), weight.const_data_ptr<float>(),
+                     out.mutable_data_ptr<float>(), out.stride(0), tokens, hidden, begin, end);
+  });
+  if (whole < vocab) {
+    Tensor rest = out.narrow(1, whole, vocab - whole);
+    at::mm_out(rest, x, weight.narrow(0, whole, vocab - whole).t());
+  }
+  if (bias.has_value()) out.add_(*bias);
+}
+
+Tensor chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
+  const int64_t tokens = dlogits.size(0), hidden = weight.size(1);
+  if (!few_rows(dlogits, weight, weight)) return at::mm(dlogits, weight);
+  const int64_t rows = (tokens + few_rows::kRows - 1) / few_rows::kRows * few_rows::kRows;
+  const Tensor dx = at::zeros({rows, hidden}, weight.options());
+  in_blocks(hidden, [&](int64_t begin, int64_t end) {
+    few_rows::input_grad(dlogits.const_data_ptr<float>(), dlogits.stride(0),
+                         weight.const_data_ptr<float>(), dx.mutable_data_ptr<float>(), tokens,
+                         weight.size(0), hidden, begin, end);
+  });
+  return dx.narrow(0, 0, tokens);
+}
+
+void chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add) {
+  check_chunk(dlogits, x, dw);
+  Tensor out = dw;
+  if (!few_rows(dlogits, x, dw)) {
+    if (add)
+      out.addmm_(dlogits.t(), x);
+    else
+      at::mm_out(out, dlogits.t(), x);
+    return;
+  }
+  const int64_t tokens = x.size(0), hidden = x.size(1);
+  const Tensor blocks = x.unflatten(1, {-1, few_rows::kColumns}).transpose(0, 1).contiguous();
+  at::parallel_for(0, dw.size(0), 192, [&](int64_t begin, int64_t end) {
+    few_rows::weight_grad(dlogits.const_data_ptr<float>(), dlogits.stride(0),
+                          blocks.const_data_ptr<float>(), out.mutable_data_ptr<float>(), tokens,
+                          hidden, add, begin, end);
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeExplicitAutograd, m) {
+  m.impl("_vocab_chunk_logits_", chunk_logits_);
+  m.impl("_vocab_chunk_input_grad", chunk_input_grad);
+  m.impl("_vocab_chunk_weight_grad_", chunk_weight_grad_);
+}
+
+}  // namespace tp_ext
