@@ -55,11 +55,11 @@ class TokenLengths:
         return self.sizes()
 
     def sizes(self) -> list[int] | None:
-        """The lengths on the ranks of the tokens that were sharded last, None: they are whole."""
+        """Returns the lengths on the ranks of the tokens that were sharded last, None: they are whole."""
         return None if self.length is None else split_sizes(self.length, self.group.size)
 
     def sizes_of(self, x: Tensor, dim: int) -> list[int] | None:
-        """The same, of a tensor that is sharded unless its tokens are whole.
+        """Returns :meth:`sizes` for a tensor that is sharded unless its tokens are whole.
 
         Raises:
             RuntimeError: it is not as long as this rank's shard.
@@ -85,7 +85,7 @@ class TokenLengths:
 
 @torch.compiler.disable
 def _backward() -> int:
-    """The backward that runs now, -1: none."""
+    """Returns the id of the backward that runs now, -1: none."""
     return torch._C._current_graph_task_id()
 
 

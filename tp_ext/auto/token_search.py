@@ -66,7 +66,7 @@ class _Search:
             pass
 
     def draws_alike(self) -> bool:
-        """Whether all calls of a module mask shards, or none does; else bans the shards."""
+        """Returns whether all calls of a module mask shards, or none does; else bans the shards."""
         found: dict[str, list[Range | None]] = {}
         for one in self.record.random_calls:
             whole = any(g.has_index(one.index) for g in self.gathers if g.range.tensor is one.masked)
@@ -115,7 +115,7 @@ class _Search:
         return found[min(self.alternative, len(found) - 1)] if found else None
 
     def is_fixed(self, atom: Atom) -> bool:
-        """Whether it is of a dim of parameters."""
+        """Returns whether an atom is of a dim of parameters."""
         return atom in self.fixed or any(self.is_fixed(one) for part in atom.parts or () for one in atoms(part))
 
     # ------------------------------------------------------------ one attempt
@@ -274,7 +274,7 @@ class _Search:
         return True
 
     def may_draw(self, one: RandomCall, r: Range) -> bool:
-        """Whether the mask that a call draws can be that of shards: a module has one plan for all its calls."""
+        """Returns whether the mask that a call draws can be that of shards: a module has one plan for all its calls."""
         same = all(
             any(other.dim == r.dim and other.has_index(call.index) for other in self.ranges.get(id(call.masked), ()))
             for call in self.record.random_calls
@@ -303,12 +303,12 @@ class _Search:
         return set(inside) <= set(whole) and len(self.types(r, inside)) <= 1 and self.entered(r, call.start)
 
     def entered(self, r: Range, place: int) -> bool:
-        """Whether the tokens sharded last before a boundary are those of the tensor, so that their length is known."""
+        """Returns whether the tokens sharded last before a boundary are the tensor's, so that their length is known."""
         return latest(self.events, place) is r.atom
 
     def has_sources_everywhere(self) -> bool:
-        """Whether all that hangs together has a sum that is scattered; else bans the slices there, which would only
-        communicate."""
+        """Returns whether every connected set of shards has a sum that is scattered; else bans the slices there, which
+        would only communicate."""
         groups: dict[Range, Range] = {}
 
         def root(r: Range) -> Range:

@@ -28,7 +28,7 @@ ScatterKey = tuple[str, str, Path]  # module, "output" or "argument", path
 
 
 class Origin(NamedTuple):
-    """What makes a tensor sharded on its tokens: the sum of a module, a slice at a boundary, or an operator."""
+    """The origin of a tensor sharded on its tokens: the sum of a module, a slice at a boundary, or an operator."""
 
     source: str = ""
     scatter: ScatterKey | None = None
@@ -58,7 +58,7 @@ class Range:
         return self.entered.stop if self.entered is not None and self.inside else END
 
     def has_index(self, index: int) -> bool:
-        """Whether a call from Python, by its place among these, is one for which the tensor is sharded."""
+        """Returns whether the tensor is sharded for a call from Python, given by its place among these."""
         if self.entered is None:
             return True
         return self.entered.first <= index < self.entered.last if self.inside else index >= self.entered.last
@@ -71,7 +71,7 @@ class Range:
 
 @dataclass(eq=False)
 class Gather:
-    """Where a tensor is whole again: inside of ``call``, or with ``after`` from its end on; no call: for the caller."""
+    """The place where a tensor is whole again: in ``call``, or with ``after`` from its end on; None: in the caller."""
 
     range: Range
     kind: str
@@ -96,7 +96,7 @@ class Gather:
 
 @dataclass
 class Bans:
-    """What must not be sharded on its tokens, with the reason; it only grows."""
+    """The operators, sums and boundaries that must not be sharded on tokens, with reasons; they only grow."""
 
     steps: dict[int, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Bans:
 
 
 class TokenFlow:
-    """What is sharded on its tokens: operators, tensors, and the boundaries between these and whole ones."""
+    """The operators and tensors that are sharded on tokens, and the boundaries between these and whole ones."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class TokenFlow:
         return next((r for r in self.ranges.get(id(tensor), ()) if r.has_index(index)), None)
 
     def entered_before(self, place: int, atom: Atom) -> bool:
-        """Whether the tokens that were sharded last before an operator are these."""
+        """Returns whether the tokens that were sharded last before an operator are these."""
         return latest(self.entries, place) is atom
 
     def _put(self, tokens: Tokens) -> None:
@@ -230,8 +230,8 @@ class TokenFlow:
                 yield from ((one, tensor) for path, tensor in found if path == one.path)
 
     def seen_in(self, record: Record, call: Call, index: int) -> Iterator[Range]:
-        """What the code of a module has seen sharded before a call from Python: its arguments, what it computed, and
-        what the modules that it calls returned."""
+        """Yields the sharded tensors that the code of a module has seen before a call from Python: its arguments, its
+        results, and those of the modules that it calls."""
         for path, tensor in call.inputs:
             if self._dim_in(tensor, call) is not None and path:
                 yield from (
