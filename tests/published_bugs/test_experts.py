@@ -1,14 +1,16 @@
-"""Published bugs of mixtures of experts over expert and tensor parallelism: the gradients of router, experts and input,
-and their norm, against the model in one process."""
+"""Published bugs of mixtures of experts over expert and tensor parallelism: outputs, the gradients of router, experts
+and input, and their norm, against the model in one process."""
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 from tests.helpers.right_and_wrong import check
 from tp_ext import ParallelMoE, RouterConfig
+from tp_ext.nn.experts import ParallelExperts
 
 FP64 = {"dtype": torch.float64}
 NAMES = ("ep", "tp")
@@ -190,3 +192,112 @@ def test_gradients_of_different_experts_are_not_mixed():
     """Experts' gradients were reduced over the data ranks of all other parameters, which have other experts:
     https://github.com/NVIDIA/Megatron-LM/pull/6080"""
     check(ranks.run(_reduced, 2), backward()[0].experts.up_weight.grad)
+
+
+LOSSES = RouterConfig(balance_loss=0.5, z_loss=0.1)
+
+
+def _per_token(group):
+    """Gradients of a sum over tokens, divided by their number: the router's losses count that number of times."""
+    results = []
+    for of_rank in (False, True):
+        layer, x, _, tp = made(sizes=(1, 2), sequence_parallel=True, router=LOSSES)
+        own = x.detach().tensor_split(2)[tp.get_local_rank()]
+        layer.attach_loss = float(len(own if of_rank else x))
+        layer(own).square().sum().backward()
+        results.append(layer.router.weight.grad / len(x))
+    return results
+
+
+def test_auxiliary_losses_of_a_sum_over_tokens():
+    """With a loss per token, auxiliary losses were multiplied by the tokens of a sequence-parallel rank, and gradients
+    divided by those of all: https://github.com/NVIDIA/Megatron-LM/pull/5047"""
+    layer, x, _, _ = made(router=LOSSES)
+    (layer(x).square().sum() / len(x) + layer.losses.total).backward()
+    check(ranks.run(_per_token, 2), layer.router.weight.grad)
+
+
+def _correction_bias(sizes=None):
+    """The bias after one update, and what an update by this rank's tokens alone makes of it."""
+    layer, x, _, tp = made(sizes=sizes, router=RouterConfig(correction_bias=True), sequence_parallel=sizes is not None)
+    layer(x.detach().tensor_split(2)[tp.get_local_rank()] if sizes else x.detach())
+    counts = layer.router.tokens_per_expert.double()
+    of_rank = layer.router.e_score_correction_bias + 0.25 * (counts.mean() - counts).sign()
+    layer.router.update_correction_bias(0.25)
+    return layer.router.e_score_correction_bias.double(), of_rank.double()
+
+
+def _balanced(group):
+    return _correction_bias((1, 2))
+
+
+def test_the_correction_bias_counts_the_tokens_of_all_ranks():
+    """The numbers of tokens that correct the router were not summed over the tensor-parallel ranks, each of which had
+    its own tokens: https://github.com/pytorch/torchtitan/pull/4154"""
+    check(ranks.run(_balanced, 2), _correction_bias()[0])
+
+
+class BiasOnEveryRank(ParallelExperts):
+    """Each rank adds the bias to its partial sums."""
+
+    def forward(self, x, counts):
+        added = self.down_bias.detach().repeat_interleave(torch.tensor(counts), 0)
+        return super().forward(x, counts) + added * (self.tp_group.rank != 0)
+
+
+def _with_bias(sizes=None, kind=ParallelExperts):
+    layer, x, _, _ = made(sizes=sizes, bias=True)
+    torch.nn.init.normal_(layer.experts.down_bias, generator=torch.Generator().manual_seed(7))
+    layer.experts.__class__ = kind
+    y = layer(x)
+    y.square().sum().backward()
+    return [y.detach(), layer.router.weight.grad, layer.experts.down_bias.grad]
+
+
+def _biased(group):
+    return [_with_bias((1, 2), kind) for kind in (ParallelExperts, BiasOnEveryRank)]
+
+
+def test_the_output_bias_of_sharded_experts_counts_once():
+    """The replicated bias of experts was added on every rank before the sum over the ranks, so it counted as many
+    times: https://github.com/pytorch/torchtitan/pull/4245"""
+    check(ranks.run(_biased, 2), _with_bias())
+
+
+def _by_slots(layer, x, slots, group, flat):
+    """y of whole experts with this many slots each, whose slots are sharded over the ranks of a group: as a buffer
+    ``[experts, slots, hidden]``, or ``flat``, ``[experts * slots, hidden]``."""
+    routed, used, places = layer.router(x), [0] * layer.experts.num_experts, []
+    buffer = x.new_zeros(len(used), slots, x.shape[1])
+    for token, (chosen, weights) in enumerate(zip(routed.experts.tolist(), routed.weights, strict=True)):
+        for expert, weight in zip(chosen, weights, strict=True):
+            if used[expert] < slots:
+                buffer[expert, used[expert]] = x[token]
+                places.append((token, expert, used[expert], weight))
+            used[expert] += 1
+    shared = buffer.flatten(0, 1) if flat else buffer
+    own = shared.chunk(group.size(), 1)[group.rank()].reshape(len(used), -1, x.shape[1])
+    gate, up = torch.einsum("esh,efh->esf", own, layer.experts.up_weight).chunk(2, -1)
+    computed = torch.einsum("esf,ehf->esh", F.silu(gate) * up, layer.experts.down_weight)
+    parts = [torch.empty_like(computed) for _ in range(group.size())]
+    dist.all_gather(parts, computed.contiguous(), group=group)
+    whole, y = torch.cat(parts, 1), torch.zeros_like(x)
+    for token, expert, slot, weight in places:
+        y[token] += weight * whole[expert, slot]
+    return y
+
+
+@torch.no_grad()
+def _flat_buffer(group):
+    layer, x, _, _ = made(sizes=(1, 2), capacity=1.0)
+    whole, _, _, _ = made(capacity=1.0)
+    ours, right, published = layer(x), *(_by_slots(whole, x, 6, group, flat) for flat in (False, True))
+    torch.testing.assert_close(right, ours, rtol=1e-10, atol=1e-12)
+    return ours, published
+
+
+def test_ranks_share_the_slots_of_experts_and_not_the_features():
+    """A buffer of ``experts * slots`` rows was sharded on dim 1, meant for the slots; its features, viewed as slots,
+    had the shape that the experts expect: https://github.com/deepspeedai/DeepSpeed/pull/8195"""
+    layer, x, _, _ = made(capacity=1.0)  # ceil(1.0 * top_k * 12 tokens / 4 experts) = 6 slots
+    check(ranks.run(_flat_buffer, 2), layer(x).detach())
