@@ -46,12 +46,10 @@ def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def sharded(model, group):
+def sharded(model, group, sequence_parallel=False):
     ids = batch(0, 3)
-    plan = auto.plan(
-        model, {"input_ids": ids, "labels": ids, "use_cache": False}, tp_ext.group.parallel_group(group).size
-    )
-    return auto.apply(plan, model, group)
+    example, p = {"input_ids": ids, "labels": ids, "use_cache": False}, tp_ext.group.parallel_group(group).size
+    return auto.apply(auto.plan(model, example, p, sequence_parallel=sequence_parallel), model, group)
 
 
 def wrapped(model, how, mesh):
@@ -90,13 +88,13 @@ def check_state(model, dense, **axes):
         torch.testing.assert_close(state[name], value, **CLOSE, msg=name)
 
 
-def _data_parallel(group, name, how, path):
-    """On 2 x 2 ranks; with a path the model is read from it."""
+def _data_parallel(group, name, how, path, sequence_parallel=False):
+    """On 2 x 2 ranks; with a path the model is read from it. 5 tokens on 2 ranks: uneven shards."""
     mesh = mesh_of(1, 2, 1, 2)
     with only_doubles():
         dense = made(name)
         if path is None:
-            model = sharded(copy.deepcopy(dense), mesh["tp"])
+            model = sharded(copy.deepcopy(dense), mesh["tp"], sequence_parallel)
         else:
             dense = type(dense).from_pretrained(path).train()
             model = huggingface.from_pretrained(path, mesh=mesh).train()
@@ -106,7 +104,9 @@ def _data_parallel(group, name, how, path):
         own = mesh["dp"].get_local_rank()
         for step in range(STEPS):
             optimizer.zero_grad()
-            loss = loss_of(whole, batch(step).chunk(2)[own])
+            with tp_ext.debug.count_collectives() as counts:
+                loss = loss_of(whole, batch(step).chunk(2)[own])
+            assert bool(counts.select(group=mesh["tp"], kind="reduce_scatter").number) == sequence_parallel
             loss.backward()
             optimizer.step()
             total = loss.detach().clone()
@@ -119,6 +119,11 @@ def _data_parallel(group, name, how, path):
 @pytest.mark.parametrize(("name", "how"), [("gpt2", "fsdp"), ("t5", "ddp")])
 def test_data_parallel(name, how):
     run(_data_parallel, 4, name, how, None, timeout=120)
+
+
+@pytest.mark.parametrize(("name", "how"), [("llama", "fsdp"), ("gpt2", "ddp")])
+def test_data_parallel_with_sharded_tokens(name, how):
+    run(_data_parallel, 4, name, how, None, True, timeout=120)
 
 
 def test_from_pretrained_over_a_mesh(tmp_path):
