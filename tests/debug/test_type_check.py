@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 from tp_ext._ops.binding import declarations
 
 spmd = pytest.importorskip("spmd_types")
@@ -31,7 +32,7 @@ SP, HIDDEN = {"sequence_parallel": True}, {"activations": "hidden"}
 class Case(NamedTuple):
     """A layer or function, the types of its inputs and result along "tp", and its number of collectives, each of
     forward with its conjugate of backward. ``two``: on a mesh ("x", "tp"), x being the weights' group and the rows
-    sharded over it; ``modes``: with local types, and with those of full tensors; ``unseen``: a collective without which
+    sharded over it; ``modes``: with local types, and with those of full tensors; ``unseen``: collectives without which
     the local types are right nevertheless."""
 
     make: Callable[[Any], Callable[..., Any]]
@@ -40,7 +41,7 @@ class Case(NamedTuple):
     collectives: int
     two: bool = False
     modes: tuple[bool, ...] = (True, False)
-    unseen: int | None = None
+    unseen: tuple[int, ...] = ()  # collectives without which the types are the same
 
 
 def _layer(kind, *args, **options):
@@ -109,6 +110,16 @@ class Block(nn.Module):
         return self.loss(self.head(self.norm2(x)), target)
 
 
+class Experts(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        options |= {"shared_experts": 1, "bias": True, "router": tp_ext.RouterConfig()}
+        self.moe = tp_ext.ParallelMoE(H, H, 4, 2, **options)
+
+    def forward(self, x):
+        return self.moe(x)
+
+
 class _Loss(nn.Module):
     """The loss of a head."""
 
@@ -146,7 +157,10 @@ ONE_AXIS = {
     "attention, kv copies": Case(_layer(Attention, 1), (_x(I),), I, 4, modes=(True,)),
     "latent attention": Case(_layer(LatentAttention), (_x(I),), I, 4, modes=(True,)),
     # Both a shard of tokens of the key that all heads share and the keys of this rank's heads are V
-    "latent attention, tokens": Case(_layer(LatentAttention, **SP), (_x(S(0)),), S(0), 8, modes=(True,), unseen=5),
+    "latent attention, tokens": Case(_layer(LatentAttention, **SP), (_x(S(0)),), S(0), 8, modes=(True,), unseen=(5,)),
+    "experts": Case(_layer(Experts), (_x(I),), I, 3, modes=(True,)),
+    # Tokens of a shard are V, and so are rows and sums of a sharded ffn; without these three their numbers do not fit
+    "experts, tokens": Case(_layer(Experts, **SP), (_x(S(0)),), S(0), 5, modes=(True,), unseen=(1, 2, 3)),
     "loss": Case(_function(tp_ext.vocab_parallel_cross_entropy), (_x(S(1)), _ids()), I, 1),
     "loss without logits": Case(_layer(_Loss), (_x(I), _ids()), I, 2),
     "loss without logits, tokens": Case(_layer(_Loss, **SP), (_x(S(0)), _ids()), I, 2),
@@ -248,10 +262,48 @@ def test_every_collective_of_a_layer_is_needed(axes, local):
     assert said
     for name, found in said.items():
         case = CASES[axes][name]
-        assert found == ["nothing" if i == case.unseen else "SpmdTypeError" for i in range(case.collectives)], name
+        assert found == ["nothing" if i in case.unseen else "SpmdTypeError" for i in range(case.collectives)], name
+
+
+def _experts_over_ranks(group, shape, sp, options):
+    """The types of y and of the loss of a router."""
+    mesh = mesh_of(*shape, names=("ep", "tp"))
+    experts = {"group": mesh["tp"], "expert_group": mesh["ep"], "sequence_parallel": sp, **options}
+    layer = tp_ext.ParallelMoE(H, H, 4, 2, bias=True, shared_experts=1, **experts)
+    with tp_ext.debug.typecheck(layer, mesh):
+        with spmd.no_typecheck():
+            x = torch.randn(4, H, requires_grad=True)
+        held = {"tp": V if sp else I, "ep": V}
+        x = spmd.assert_type(x, {name: held[name] for name, n in zip(("ep", "tp"), shape, strict=True) if n > 1})
+        y, losses = layer(x), layer.losses
+        names = [name for name in held if mesh[name].size() > 1]
+        return [{name: spmd.get_axis_local_type(t, name).name for name in names} for t in (y, losses.total)]
+
+
+LOSSES = {"balance_loss": 0.1, "z_loss": 0.1}
+DROPPING = {"capacity": 1.0, "drop_order": "weight", "attach_loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    "shape, sp, options, result, loss",
+    [
+        ((2, 2), False, {}, {"tp": "I", "ep": "V"}, {"tp": "I", "ep": "V"}),
+        ((2, 2), True, {}, {"tp": "V", "ep": "V"}, {"tp": "I", "ep": "V"}),
+        ((2, 1), False, DROPPING, {"ep": "V"}, {"ep": "V"}),
+        ((1, 2), True, {"sequences": True}, {"tp": "V"}, {"tp": "I"}),
+    ],
+)
+def test_experts_have_types(shape, sp, options, result, loss):
+    """Along the expert group as any data, along the tensor-parallel one as an MLP; the loss as that of a model."""
+    over = {"balance_over": "sequence"} if options.get("sequences") else {}
+    options = {name: value for name, value in options.items() if name != "sequences"}
+    options["router"] = tp_ext.RouterConfig(**LOSSES, **over)
+    p = shape[0] * shape[1]
+    assert ranks.run(_experts_over_ranks, p, shape, sp, options) == [[result, loss]] * p
 
 
 def test_every_operator_that_communicates_has_a_rule():
+    importlib.import_module("tp_ext.debug.expert_type_rules")
     rules = importlib.import_module("tp_ext.debug.type_rules").RULES
     groups = {"group", "weight_group", "rows", "columns"}
     operators = {name: inspect.signature(function) for name, function in declarations.items() if name[0] != "_"}

@@ -22,6 +22,7 @@ LAYERS = (
     tp_ext.ColumnParallelLinear,
     tp_ext.RowParallelLinear,
     tp_ext.ParallelMLP,
+    tp_ext.ParallelMoE,
     tp_ext.ParallelAttention,
     tp_ext.ParallelLatentAttention,
     tp_ext.RMSNorm,
@@ -80,6 +81,8 @@ def _groups(layer: nn.Module) -> dict[str, str]:
             group = getattr(part, role, None)
             if group is not None and group.size > 1:
                 found[group.name] = role
+        for axis in part.data_ranks.axes if isinstance(part, tp_ext.ParallelMoE) else ():
+            found.setdefault(axis.name, f"data {axis.name}")
     return found
 
 

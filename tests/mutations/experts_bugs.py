@@ -19,8 +19,8 @@ EXPERTS_BUGS = [
     _bug(
         "experts_down_bias_on_every_rank",
         "nn/experts.py",
-        "y = y + (added if self.tp_group.rank == 0 else added - added.detach())",
-        "y = y + added",
+        "return y + added if first else y.view_as(y)",
+        "return y + added",
         "Every tensor-parallel rank adds the bias.",
         RANDOM,
     ),
@@ -67,8 +67,8 @@ EXPERTS_BUGS = [
     _bug(
         "shared_input_not_copied",
         "nn/moe.py",
-        "y = routed_and_shared(exchange, self.experts, self.shared, entering, weights)",
-        "y = routed_and_shared(exchange, self.experts, self.shared, entering.detach(), weights)",
+        "y = routed_and_shared(exchange, self.experts, self.shared, x, weights)",
+        "y = routed_and_shared(exchange, self.experts, self.shared, x.detach(), weights)",
         "The gradient of the input has no part of the shared experts.",
         RANDOM,
     ),

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tp_ext._arguments import check_bools
 from tp_ext._ops.binding import declarations, overload_of
 from tp_ext.group import Group, parallel_group, process_group
+from tp_ext.nn.experts import ParallelExperts
 from tp_ext.nn.layouts import layouts_of
 from tp_ext.nn.module import ParallelModule
 
@@ -122,6 +123,8 @@ def _assert_parameter_types(module: nn.Module) -> None:
 
 def _groups_of(module: nn.Module) -> list[Any]:
     held = [group for layout in layouts_of(module).values() for _, group in layout]
+    if isinstance(module, ParallelExperts):  # the ranks that share its experts have other tokens
+        held = [group for group in held if group.name != module.expert_group.name]
     return [*held, module.tp_group, module.weight_group] if isinstance(module, ParallelModule) else held
 
 
@@ -131,10 +134,14 @@ class _Rules(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._spmd = _spmd_types()
+        self._functions = importlib.import_module("tp_ext.debug.expert_type_rules").FUNCTIONS
         self._typed = _typed_operators()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function: Any = getattr(func, "__self__", None)  # of the apply of an autograd function
         operator = self._typed.get(func)
+        if isinstance(function, type) and function in self._functions:
+            operator = function
         if not self._spmd.is_type_checking():
             return func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") not in _QUERIES:

@@ -169,12 +169,6 @@ def all_to_all_region(*, x: Tensor, group: str, split_dim: int, concat_dim: int)
 
 
 @rule
-def all_to_all_linear(*, rows: Tensor, group: str, x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Any:
-    _ignored(main_grad)
-    return exchanged(rows, group, 0, 0), rules.einsum("...k,nk->...n", *alike(x, weight))
-
-
-@rule
 def copy_pieces_to_region(*, x: Tensor, group: str) -> Typed:
     return sharded(x, group, 0)  # its shards overlap
 
@@ -224,7 +218,7 @@ def _row(x: Typed, weight: Typed, bias: Typed | None, group: str, activations: s
     return biased(y, bias)
 
 
-def _ignored(*tensors: Tensor | None) -> None:
+def ignored(*tensors: Tensor | None) -> None:
     """Says that the type of the result does not depend on those of ``tensors``."""
     rules.ignore(*(one for one in tensors if one is not None))
 
@@ -233,7 +227,7 @@ def _ignored(*tensors: Tensor | None) -> None:
 def column_parallel_linear(
     *, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_parallel: bool, main_grad: Tensor | None
 ) -> Typed:
-    _ignored(main_grad)
+    ignored(main_grad)
     return _column(x, weight, bias, group, _activations(sequence_parallel))
 
 
@@ -248,7 +242,7 @@ def row_parallel_linear(
     main_grad: Tensor | None,
     sum_bias_grad: bool,
 ) -> Typed:
-    _ignored(main_grad)
+    ignored(main_grad)
     return _row(x, weight, bias, group, _activations(sequence_parallel), sum_bias_grad)
 
 
@@ -278,7 +272,7 @@ def parallel_mlp(
     down_main_grad: Tensor | None,
     sum_bias_grad: bool,
 ) -> Typed:
-    _ignored(up_main_grad, down_main_grad)
+    ignored(up_main_grad, down_main_grad)
     activations = _activations(sequence_parallel)
     hidden = _column(x, up_weight, up_bias, group, activations)
     return _row(hidden, down_weight, down_bias, group, activations, sum_bias_grad)
@@ -290,7 +284,7 @@ def _activations(sequence_parallel: bool) -> str:
 
 @rule
 def accumulate_grad_into(*, x: Tensor, main_grad: Tensor) -> Typed:
-    _ignored(main_grad)
+    ignored(main_grad)
     return rules.einsum("...->...", x)
 
 
@@ -306,14 +300,14 @@ def matmul_2d(*, a: Tensor, b: Tensor, rows: str, columns: str) -> Typed:
 
 @rule
 def context_attention(*, q: Tensor, k: Tensor, v: Tensor, seeds: Tensor | None, group: str) -> Typed:
-    _ignored(seeds)
+    ignored(seeds)
     k, v = (full(gathered(t, group, 1), group) for t in (k, v))
     return rules.einsum("bthd,bshd,bshd->bthd", *alike(sharded(q, group, 1), k, v))
 
 
 @rule
 def rope(*, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Typed:
-    _ignored(cos, sin, positions)  # of the positions of x, without a gradient
+    ignored(cos, sin, positions)  # of the positions of x, without a gradient
     return rules.einsum("...->...", x)
 
 
@@ -386,7 +380,7 @@ def gated_act(*, x: Tensor, bias: Tensor | None) -> Typed:
 
 @rule
 def bias_dropout_residual(*, x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor) -> Typed:
-    _ignored(seed)
+    ignored(seed)
     y = biased(rules.einsum("...->...", x), bias)
     return y if residual is None else _added(y, residual)
 
@@ -424,7 +418,7 @@ def linear_cross_entropy(
     sequence_parallel: bool,
     main_grad: Tensor | None,
 ) -> list[Typed]:
-    _ignored(main_grad)
+    ignored(main_grad)
     logits = _column(x, weight, bias, group, _activations(sequence_parallel))
     rows = rules.einsum("...v,...->...", logits, replicated(target, group))
     rows = summed(partial(rows, group), group)

@@ -29,6 +29,12 @@ class LayerOverData(ParallelModule):
     attach_loss: float | None
 
 
+def sum_of_constants(x: Tensor, axis: ParallelGroup) -> Tensor:
+    """Returns the sum over the ranks of an axis, without a gradient, for the computation of each rank. Communicates one
+    all-reduce."""
+    return _ops.copy_to_region(_ops.reduce_from_region(x.detach(), axis.name), axis.name)
+
+
 class DataRanks:
     """The ranks over which a batch is distributed, as axes of one mesh, the outermost first.
 
@@ -61,16 +67,15 @@ class DataRanks:
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks; without a gradient. Communicates one all-reduce per axis."""
-        x = x.detach()
         for axis in self.axes:
-            x = _ops.reduce_from_region(x, axis.name)
-        return x
+            x = sum_of_constants(x, axis)
+        return x.detach()
 
     def stack(self, x: Tensor) -> Tensor:
         """Returns ``[ranks, ..]``, the ranks' x of one shape. Communicates one all-gather per axis."""
         x = x.detach()[None]
         for axis in reversed(self.axes):
-            x = _ops.gather_from_region(x, axis.name, 0, None)
+            x = _ops.all_gather_region(x, axis.name, 0, None)
         return x
 
     def concatenate(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -80,6 +85,6 @@ class DataRanks:
         for axis in reversed(self.axes):
             first = own - own % (span * axis.size)
             sizes = [sum(lengths[first + i * span : first + (i + 1) * span]) for i in range(axis.size)]
-            x = _ops.gather_from_region(x, axis.name, 0, sizes)
+            x = _ops.all_gather_region(x, axis.name, 0, sizes)
             span *= axis.size
         return x

@@ -96,9 +96,7 @@ class ParallelExperts(ParallelModule):
             h = h + up_bias[of_row].to(h.dtype)
         y = self._linear(activate(h, None, self.activation), "down_weight", counts)
         if down_bias is not None:
-            added = down_bias[of_row].to(y.dtype)
-            # Once in the sum over the group, with its gradient on every rank, which has that of the whole sum
-            y = y + (added if self.tp_group.rank == 0 else added - added.detach())
+            y = AddedOnce.apply(y, down_bias[of_row].to(y.dtype), self.tp_group.rank == 0)
         return y
 
     def _linear(self, x: Tensor, name: str, counts: Sequence[int]) -> Tensor:
@@ -108,7 +106,7 @@ class ParallelExperts(ParallelModule):
         value = self.parameter(name)
         if value is None or self.gradient_scale == 1 or not (torch.is_grad_enabled() and value.requires_grad):
             return value
-        return _ScaledGradient.apply(value, self.gradient_scale)
+        return ScaledGradient.apply(value, self.gradient_scale)
 
     def extra_repr(self) -> str:
         ep = self.expert_group
@@ -122,13 +120,33 @@ def _experts_of_rows(counts: Sequence[int], device: torch.device) -> Tensor:
     )
 
 
-class _ScaledGradient(torch.autograd.Function):
+class AddedOnce(torch.autograd.Function):
+    """y + added on the first rank of a group over which y is summed, y on the others. All ranks have the gradient of
+    the sum, and it is that of ``added``."""
+
+    @staticmethod
+    def forward(y: Tensor, added: Tensor, first: bool) -> Tensor:
+        return y + added if first else y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dy, dy, None
+
+
+class ScaledGradient(torch.autograd.Function):
     """The identity, whose gradient is multiplied by a number."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
+    def forward(x: Tensor, scale: float) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

@@ -194,7 +194,7 @@ class ParallelMoE(LayerOverData):
         routed = self.router(tokens, sequences, first, total)
         losses = routed.losses
         if losses is not None and self.attach_loss is not None:
-            tokens = _AttachedLoss.apply(tokens, losses.total, self.attach_loss)
+            tokens = AttachedLoss.apply(tokens, losses.total, self.attach_loss)
             losses = losses._replace(total=losses.total.detach())
         self._last.losses = losses
         experts, weights, entering = self._enter(tokens, routed, sizes)
@@ -202,14 +202,7 @@ class ParallelMoE(LayerOverData):
             experts = drop_over_capacity(
                 experts, weights, self.num_experts, self.capacity, self.drop_order, self.data_ranks
             )
-        exchange = plan_exchange(experts, self.experts.expert_counts, self.experts.expert_group)
-        overlaps = self.shared is not None and can_overlap(self.shared)
-        if self.shared is not None and overlaps:
-            y = routed_and_shared(exchange, self.experts, self.shared, entering, weights)
-        else:
-            rows, _ = exchange.dispatch(entering)
-            y, _ = exchange.combine(self.experts(rows, exchange.counts), weights)
-        y = y.to(x.dtype)
+        y = self._computed(entering, experts, weights)
         if self.sequence_parallel:
             y = _ops.reduce_scatter_region(y, self.tp_group.name, 0, sizes)
         else:
@@ -217,10 +210,20 @@ class ParallelMoE(LayerOverData):
         y = y.view(x.shape)
         if self.shared is None:
             return y
-        if not overlaps:
+        if not can_overlap(self.shared):
             return y + self.shared(x, total_tokens)
         bias = self.shared.down.parameter("bias")
         return y if bias is None else y + bias.to(y.dtype)
+
+    def _computed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Returns this rank's part of the sum over ``group``, of all tokens."""
+        exchange = plan_exchange(experts, self.experts.expert_counts, self.experts.expert_group)
+        if self.shared is not None and can_overlap(self.shared):
+            y = routed_and_shared(exchange, self.experts, self.shared, x, weights)
+        else:
+            rows, _ = exchange.dispatch(x)
+            y, _ = exchange.combine(self.experts(rows, exchange.counts), weights)
+        return y.to(x.dtype)
 
     def _enter(self, x: Tensor, routed: Routed, sizes: list[int] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns experts, weights and x of all tokens of ``group``, as they enter the sharded work."""
@@ -297,13 +300,17 @@ class _LastLosses:
         return type(self), ()
 
 
-class _AttachedLoss(torch.autograd.Function):
+class AttachedLoss(torch.autograd.Function):
     """The identity of x; backward gives ``loss`` the gradient ``scale``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+    def forward(x: Tensor, loss: Tensor, scale: float) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, loss, ctx.scale = inputs
+        ctx.dtype, ctx.device = loss.dtype, loss.device
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:

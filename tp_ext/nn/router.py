@@ -2,16 +2,15 @@
 balance the experts."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_ext import _ops
 from tp_ext.group import Group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
-from tp_ext.nn.data_ranks import DataRanks
+from tp_ext.nn.data_ranks import DataRanks, sum_of_constants
 from tp_ext.nn.module import ParallelModule, check_flags, check_positive
 from tp_ext.random import Init, torch_linear_init
 
@@ -109,6 +108,23 @@ class Routed(NamedTuple):
     experts: Tensor
     weights: Tensor
     losses: RouterLosses | None
+
+
+class SumWithGradient(torch.autograd.Function):
+    """``value``, a sum of terms of several ranks, with the gradient of this rank's terms ``own``. ``group``: the ranks
+    that differentiate the same sum; they add up the gradients of what they share."""
+
+    @staticmethod
+    def forward(value: Tensor, own: Tensor, group: str) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
+        return None, dy, None
 
 
 class Router(ParallelModule):
@@ -224,9 +240,10 @@ class Router(ParallelModule):
             counts = own.new_zeros(sequences * n).scatter_add(0, slots, torch.ones_like(slots, dtype=own.dtype))
             share = self._over_tp(counts).view(sequences, n) / (length * self.top_k)
             balance = n / length * (probability.double() * share[index]).sum()
-            known = self._over_all(torch.stack([balance.detach(), squares.detach(), own[0] + experts.shape[0]]))
-            balances = self.data_ranks.sum(own[:1] + sequences)[0]  # the number of sequences
-            everyone = known[2].clamp(min=1)
+            sequences_here = sequences if self.tp_group.rank == 0 or not self.sequence_parallel else 0
+            here = [balance.detach(), squares.detach(), own[0] + experts.shape[0], own[0] + sequences_here]
+            known = self._over_all(torch.stack(here))
+            everyone, balances = known[2].clamp(min=1), known[3]
             return self._combined(balance / balances, squares / everyone, known[0] / balances, known[1] / everyone)
         sums = probability.double().sum(0)
         counted = self._count(experts).double()
@@ -244,7 +261,8 @@ class Router(ParallelModule):
         ranks = self.data_ranks.size if self.gradient_reduction == "mean" else 1
         own = ranks * (config.balance_loss * balance + config.z_loss * z)
         value = config.balance_loss * balance_value + config.z_loss * z_value
-        total = (value + (own - own.detach())).to(torch.promote_types(self.weight.dtype, torch.float32))
+        tokens = self.tp_group.name if self.sequence_parallel else ""
+        total = SumWithGradient.apply(value, own, tokens).to(torch.promote_types(self.weight.dtype, torch.float32))
         return RouterLosses(
             total,
             balance_value.detach() if config.balance_loss else None,
@@ -252,8 +270,8 @@ class Router(ParallelModule):
         )
 
     def _over_tp(self, x: Tensor) -> Tensor:
-        """Returns the sum over the ranks that have other tokens of the same sequences."""
-        return _ops.reduce_from_region(x, self.tp_group.name) if self.sequence_parallel else x
+        """Returns the sum over the ranks that have other tokens of the same sequences; without a gradient."""
+        return sum_of_constants(x, self.tp_group) if self.sequence_parallel else x
 
     def _over_all(self, x: Tensor) -> Tensor:
         return self.data_ranks.sum(self._over_tp(x))

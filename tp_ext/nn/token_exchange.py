@@ -93,7 +93,7 @@ def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGrou
     if group.size == 1:
         counts: list[int] = counted.tolist()
         return TokenExchange(group, rows, [sum(counts)], [sum(counts)], None, counts)
-    table = _ops.gather_from_region(counted[None], group.name, 0, None)  # [ranks, experts]
+    table = _ops.all_gather_region(counted[None], group.name, 0, None)  # [ranks, experts]
     first = sum(expert_counts[: group.rank])
     own = slice(first, first + expert_counts[group.rank])
     on_host: list[list[int]] = table.tolist()
