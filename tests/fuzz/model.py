@@ -215,7 +215,7 @@ class Experts(nn.Module):
         sizes = config["hidden"], options["ffn"], o.pop("experts"), o.pop("top_k")
         kind = {name: options[name] for name in ("activation", "bias")}
         more = {"router": router, "attach_loss": 1.0 if attach else None} | place.experts
-        self.moe = make(*sizes, **kind, **o, **more, **place.parallel)
+        self.moe = make(*sizes, **kind, **o, **more, **place.linear)
         layout = config["layout"]
         self.call["batch_size"] = len(layout["lengths"]) if layout["how"] in ("batch", "tokens") else 1
 

@@ -218,6 +218,52 @@ def test_layer_with_the_shared_block_during_the_exchange_and_after_it(sp):
         assert saved == ({"all_gather": 3, "reduce_scatter": 2} if sp else {"all_reduce": 2})
 
 
+FUSED = ["experts.up_weight", "experts.down_weight", "shared.up.weight", "shared.down.weight"]
+
+
+def _main_grad(world, sp):
+    """Two microbatches; and the gradient of the input alone, then those of the weights, as pipelines ask for them."""
+    mesh = mesh_of(2, 2, names=("ep", "tp"))
+    groups = mesh["ep"].get_group(), mesh["tp"].get_group()
+    plain, x = _made(groups, sp)
+    fused, _ = _made(groups, sp, grad_accumulation_fusion=True)
+    weights = [fused.get_parameter(name) for name in FUSED]
+    for weight in weights:
+        weight.main_grad = torch.ones_like(weight)
+    want = _step(plain, x)
+    for got in (_step(fused, x), _step(fused, x)):
+        for name, grad in got.items():
+            assert grad is None if name in FUSED else torch.equal(grad, want[name]), name
+    for name, weight in zip(FUSED, weights, strict=True):
+        torch.testing.assert_close(weight.main_grad, 1 + 2 * want[name], rtol=1e-12, atol=1e-12, msg=name)
+        weight.main_grad.zero_()
+    x = x.clone().requires_grad_()
+    loss = fused(x).sin().sum() + fused.losses.total
+    (dx,) = torch.autograd.grad(loss, [x], retain_graph=True)
+    assert torch.equal(dx, want["dx"]) and not any(weight.main_grad.any() for weight in weights)
+    loss.backward(inputs=weights)
+    for name, weight in zip(FUSED, weights, strict=True):
+        torch.testing.assert_close(weight.main_grad, want[name], rtol=1e-12, atol=1e-12, msg=name)
+    del weights[0].main_grad
+    with pytest.raises(ValueError, match=r"weight\.main_grad: None must be a tensor"):
+        fused(x)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_gradients_add_up_in_main_grad(sp):
+    ranks.run(_main_grad, 4, sp)
+
+
+def test_main_grad_of_half_precision_adds_up_in_fp32():
+    """257 ones are 256 in bf16; experts without rows keep what they have."""
+    weight = torch.zeros(2, 4, 5, dtype=torch.bfloat16, requires_grad=True)
+    main_grad = torch.zeros(2, 4, 5)
+    for _ in range(2):
+        y = _ops.grouped_linear(torch.ones(257, 5, dtype=torch.bfloat16), weight, [0, 257], main_grad)
+        y.backward(torch.ones_like(y))
+    assert weight.grad is None and torch.equal(main_grad, torch.tensor([0.0, 514.0])[:, None, None].expand(2, 4, 5))
+
+
 def _on_backends(world):
     found = []
     for backend in ("gloo", "tp_shm"):

@@ -11,6 +11,7 @@ from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS
 from tp_ext.nn.module import ParallelModule, check_flags, check_positive
+from tp_ext.nn.parallel_linear import main_grad_of
 from tp_ext.random import Init, torch_linear_init
 from tp_ext.sharding import Layout, Sharding, split_sizes
 
@@ -32,6 +33,8 @@ class ParallelExperts(ParallelModule):
         gradient_reduction: how data parallelism combines the gradients of the ranks of ``expert_group`` for the
             parameters that they share. An expert's gradient is here the sum over those ranks, whose tokens it saw;
             with ``"mean"`` it is divided by their number, so that it is the mean like all the others.
+        grad_accumulation_fusion: backward adds the gradients of both weights to their ``main_grad``, as
+            :class:`tp_ext.ColumnParallelLinear`; those of experts without rows are left as they are.
         others: as :class:`tp_ext.ParallelMoE`.
     """
 
@@ -50,13 +53,15 @@ class ParallelExperts(ParallelModule):
         expert_group: Group = None,
         group: Group,
         gradient_reduction: str = "mean",
+        grad_accumulation_fusion: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_experts=num_experts)
-        check_flags(bias=bias)
+        check_flags(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
+        self.grad_accumulation_fusion = grad_accumulation_fusion
         if activation not in ACTIVATIONS + GATED_ACTIVATIONS:
             raise ValueError(f"activation: {activation!r} must be one of {ACTIVATIONS + GATED_ACTIVATIONS}")
         if gradient_reduction not in GRADIENT_REDUCTIONS:
@@ -100,7 +105,9 @@ class ParallelExperts(ParallelModule):
         return y
 
     def _linear(self, x: Tensor, name: str, counts: Sequence[int]) -> Tensor:
-        return _ops.grouped_linear(x, self.parameter(name), counts, None, self.gradient_scale)
+        weight = self.parameter(name)
+        main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
+        return _ops.grouped_linear(x, weight, counts, main_grad, self.gradient_scale)
 
     def _bias(self, name: str) -> Any:
         value = self.parameter(name)

@@ -79,6 +79,8 @@ class ParallelMoE(LayerOverData):
             the loss, and for reentrant checkpointing; s is the factor that the loss of the model has in the scalar
             that is differentiated, such as 1 / microbatches, or the scale of a gradient scaler.
         gradient_reduction: how data parallelism combines the gradients of ranks: ``"mean"`` (DDP, FSDP2) or ``"sum"``.
+        grad_accumulation_fusion: backward adds the gradients of the weights of experts and shared experts to their
+            ``main_grad``, as :class:`ColumnParallelLinear`; the router's is in ``.grad``.
         init: initialiser of the weights of router and experts, the latter of the stacked tensors.
 
     Attributes:
@@ -112,6 +114,7 @@ class ParallelMoE(LayerOverData):
         sequence_parallel: bool = False,
         attach_loss: float | None = None,
         gradient_reduction: str = "mean",
+        grad_accumulation_fusion: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -153,6 +156,7 @@ class ParallelMoE(LayerOverData):
             bias=bias,
             expert_group=expert_group,
             gradient_reduction=gradient_reduction,
+            grad_accumulation_fusion=grad_accumulation_fusion,
             **options,
         )
         self.shared: ParallelMLP | None = None
@@ -163,6 +167,7 @@ class ParallelMoE(LayerOverData):
                 activation=activation,
                 bias=bias,
                 sequence_parallel=sequence_parallel,
+                grad_accumulation_fusion=grad_accumulation_fusion,
                 **options,
             )
         losses = config.balance_loss or config.z_loss or config.correction_bias
