@@ -85,8 +85,8 @@ def step_of(name: str, hidden: int, vocab: int, group: str = "") -> Callable[[],
 
 
 def results_and_peak(step: Callable[[], Results]) -> tuple[Results, float]:
-    """Loss, gradients of x and of some rows of the weight; the most bytes at once without the gradients, by those of the
-    logits."""
+    """Loss, gradients of x and of some rows of the weight; the most bytes at once but for the gradients, by those of
+    the logits."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
         loss, dx, dw = step()
     sizes = [one.nbytes() for one in events.profiler.kineto_results.events() if one.name() == "[memory]"]

@@ -29,17 +29,18 @@ namespace {
 using c10::SymInt;
 
 // The number of chunks: of chunk_tokens rows, or 22, but at least 64 rows each. Entropies hold four
-// tensors of the size of a chunk's logits.
-int64_t chunks_of(const SymInt& rows, std::optional<int64_t> chunk_tokens, bool entropy) {
-  constexpr int64_t most = 22, fewest = 64;
+// tensors of the size of a chunk's logits; products of half types on the CPU copies of operands.
+int64_t chunks_of(const SymInt& rows, std::optional<int64_t> chunk_tokens, bool entropy,
+                  bool copies) {
+  constexpr int64_t fewest = 64;
   if (chunk_tokens.has_value()) {
     TORCH_CHECK_VALUE(*chunk_tokens >= 1, "chunk_tokens: ", *chunk_tokens,
                       " must be at least 1, or None");
     return std::max<int64_t>(
         1, ((rows + (*chunk_tokens - 1)) / *chunk_tokens).guard_int(__FILE__, __LINE__));
   }
+  const int64_t most = copies ? 28 : 22, least = entropy ? fewest / 4 : fewest;
   int64_t chunks = entropy ? 4 * most : most;
-  const int64_t least = entropy ? fewest / 4 : fewest;
   while (chunks > 1 && rows < chunks * least) --chunks;
   return chunks;
 }
@@ -66,7 +67,8 @@ std::tuple<Tensor, Tensor> composed(const Tensor& x, const Tensor& weight,
   TORCH_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(shape), "target: shape ",
                     target.sym_sizes(), " must be ", c10::SymIntArrayRef(shape),
                     ", that of x without the last dim", sequence_parallel ? ", of all ranks" : "");
-  call.chunks = chunks_of(target.sym_numel(), chunk_tokens, call.entropy);
+  const bool copies = x.is_cpu() && sum_dtype(x) != x.scalar_type();
+  call.chunks = chunks_of(target.sym_numel(), chunk_tokens, call.entropy, copies);
 
   const Tensor rows = as_rows(x), targets = target.reshape_symint({target.sym_numel()});
   const bool graph = needs_graph(x) || needs_graph(weight) || (bias && needs_graph(*bias));
