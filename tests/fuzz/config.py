@@ -54,7 +54,7 @@ def _draw(r, seed, ranks):
         "loops": 1 + (r.random() < 0.12),
         "norm": _norm(r),
         "head": head,
-        "loss": _loss(r, head, p) if head else None,
+        "loss": _loss(r, head, p, random.Random(f"loss {seed}")) if head else None,
         "frozen": r.choice((0, 0, 30, 70)),
         "checkpointing": r.choice((None, None, "reentrant", "not")),
         "micro": 1 + (r.random() < 0.25),
@@ -246,8 +246,8 @@ def _vocabulary(r, p):
     return {"vocab": r.randint(max(p, 2), 17), "pad": r.choice((None, None, 1, 2, 4))}
 
 
-def _loss(r, head, p):
-    return {
+def _loss(r, head, p, own):
+    options = {
         "tell_vocab": not (head["pad"] is None and head["vocab"] % p == 0 and r.random() < 0.5),
         "ignore_index": r.choice((-100, 1)),
         "label_smoothing": r.choice((0.0, 0.1, 0.9)),
@@ -255,6 +255,9 @@ def _loss(r, head, p):
         "reduction": r.choice(("mean", "sum", "none")),
         "inplace_backward": r.random() < 0.3,
     }
+    # By head.loss, which keeps no logits that backward could overwrite, and knows its vocabulary
+    without_logits = own.random() < 0.5 and options["tell_vocab"] and not options["inplace_backward"]
+    return options | {"by_head": {"chunk_tokens": own.choice((None, 1, 2, 5))} if without_logits else None}
 
 
 def valid(config):
@@ -283,6 +286,8 @@ def valid(config):
         table = config["embedding"]
         if any(table[name] != config["head"][name] for name in ("vocab", "pad")):
             return False
+    if loss and loss["by_head"] and (loss["inplace_backward"] or not loss["tell_vocab"]):
+        return False
     if config["backwards"] > 1 and ((loss and loss["inplace_backward"]) or config["checkpointing"]):
         return False
     if config["made"] == "meta" and config["head"] and config["head"]["tied"]:

@@ -62,6 +62,17 @@ def smoothing_over_the_local_vocabulary():
     return patch.object(_ops, "vocab_parallel_cross_entropy", loss)
 
 
+def smoothing_without_logits_over_the_local_vocabulary():
+    """The same in the loss of a head without its logits."""
+    real = _ops.linear_cross_entropy
+
+    def loss(x, weight, bias, target, group, start, local, full, ignored, smoothing, *rest):
+        p = int(group.rpartition("/")[2]) if group else 1
+        return real(x, weight, bias, target, group, start, local, full, ignored, smoothing / p, *rest)
+
+    return patch.object(_ops, "linear_cross_entropy", loss)
+
+
 def padding_in_the_loss():
     """The columns that pad the vocabulary are ones like others."""
     real = _ops.vocab_parallel_cross_entropy
@@ -115,6 +126,7 @@ MISTAKES = {
         mask_gradient_unsummed,
         row_bias_p_times,
         smoothing_over_the_local_vocabulary,
+        smoothing_without_logits_over_the_local_vocabulary,
         padding_in_the_loss,
         copies_in_the_norm,
         masks_of_the_local_index,

@@ -292,19 +292,27 @@ class Model(nn.Module):
                 else:
                     x = checkpoint(block, x, use_reentrant=mode == "reentrant")
         x = self.norm(x)
-        return x if self.head is None else self.head(x, **self.place.tell)
+        return self.head(x, **self.place.tell) if self.makes_logits() else x
+
+    def makes_logits(self):
+        """Whether forward returns logits: not while head.loss computes the loss of a training."""
+        return self.head is not None and not (self.config["loss"]["by_head"] and self.training)
 
     def loss(self, y, target, weights):
-        """Returns the loss. For logits it covers all tokens; for other outputs it is this rank's partial sum, plus the
-        losses of routers."""
+        """Returns the loss. With a head it covers all tokens; for other outputs it is this rank's partial sum. It has
+        the losses of routers."""
         return self.own_loss(y, target, weights) + self.place.kit.router_loss(self)
 
     def own_loss(self, y, target, weights):
         if self.head is None:
             return (y.sin() * self.place.cut(weights)).sum()
         o = dict(self.config["loss"])
-        vocab = self.config["head"]["vocab"] if o.pop("tell_vocab") else None
-        loss = self.place.kit.vocab_parallel_cross_entropy(y, target, self.place.group, vocab_size=vocab, **o)
+        vocab, by_head = self.config["head"]["vocab"] if o.pop("tell_vocab") else None, o.pop("by_head")
+        if by_head:
+            del o["inplace_backward"]
+            loss = self.head.loss(y, target, **self.place.tell, **o, **by_head)
+        else:
+            loss = self.place.kit.vocab_parallel_cross_entropy(y, target, self.place.group, vocab_size=vocab, **o)
         if o["reduction"] == "none":
             return (loss * weights).sum()
         return loss / max(target.numel(), 1) if o["reduction"] == "sum" else loss

@@ -274,6 +274,9 @@ class VocabParallelLMHead(nn.Linear):
     def forward(self, x, total_tokens=None):
         return super().forward(x)
 
+    def loss(self, x, target, total_tokens=None, chunk_tokens=None, **options):
+        return vocab_parallel_cross_entropy(self(x), target, None, vocab_size=None, inplace_backward=False, **options)
+
 
 class Dropout(nn.Module):
     def __init__(self, p, **_cut):

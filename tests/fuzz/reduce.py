@@ -19,6 +19,7 @@ OFF = {
     "moe": None, "num_groups": 1, "top_groups": 1, "scores": "softmax", "normalize": True, "weights_sum": 1.0,
     "balance_loss": 0.0, "balance_over": "batch", "capacity": None, "drop_order": "token", "shared_experts": 0,
     "attach": False, "latent": None, "q_lora_rank": None, "main_grad": False, "coalesce": None, "gemm_epilogue": False,
+    "by_head": None, "chunk_tokens": None,
 }  # fmt: skip
 FIXED = ("seed", "plain", "eps", "base", "interleaved", "max", "how", "kind", "momentum")
 FIXED += ("rope_type", "original_max_position_embeddings")

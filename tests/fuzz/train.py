@@ -143,8 +143,9 @@ class Training:
 
     def record_output(self, name, y):
         """Logits by vocabulary, the rest by tokens under SP."""
-        sharding = self.tokens() if self.model.head is None else getattr(self.model.head, "sharding", None)
-        if self.model.head is not None and sharding is not None:
+        logits = self.model.makes_logits()
+        sharding = getattr(self.model.head, "sharding", None) if logits else self.tokens()
+        if logits and sharding is not None:
             sharding = Sharding(-1, sharding.parts)
         self.record.add(name, y, sharding)
 
