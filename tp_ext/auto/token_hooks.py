@@ -193,6 +193,7 @@ class ArgumentBoundary:
     """A forward pre-hook: :class:`TokenBoundary` of an argument."""
 
     boundary: TokenBoundary
+    is_of_input = True  # an adapter would get the argument without it
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return replaced((args, kwargs), self.boundary.path, self.boundary.converted)

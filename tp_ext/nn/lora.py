@@ -68,8 +68,10 @@ class LoRALinear(ParallelModule):
             )
         if base.on_two_axes:
             raise ValueError("base: must not have a weight_group or activations='hidden'")
-        if getattr(base, "tp_tokens", None) is not None:
-            raise ValueError("base: scatters tokens by a plan; plan with sequence_parallel=False for adapters")
+        if any(getattr(hook, "is_of_input", False) for hook in base._forward_pre_hooks.values()):
+            raise ValueError(
+                "base: gathers tokens itself, by a plan; plan with sequence_parallel=False for its adapter"
+            )
         check_positive(r=r)
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0:
             raise ValueError(f"alpha: {alpha!r} must be a positive number")
@@ -99,9 +101,11 @@ class LoRALinear(ParallelModule):
             )
         else:
             base.input_is_parallel = True
-            self.lora_A = RowParallelLinear(
-                base.in_features, r, bias=False, parts=sharding.parts, init=first, **options
-            )
+            # Of the base's class: one that scatters tokens by a plan of tp_ext.auto has an A that does so, too
+            self.lora_A = type(base)(base.in_features, r, bias=False, parts=sharding.parts, init=first, **options)
+            for name in ("tp_tokens", "tp_tokens_dim"):
+                if hasattr(base, name):
+                    setattr(self.lora_A, name, getattr(base, name))
             self.lora_B = ReplicatedLinear(r, base.out_features, False, init=last, **options)
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
@@ -120,7 +124,9 @@ class LoRALinear(ParallelModule):
             # The adapter's gradient of x is complete: of a sum over the ranks elsewhere it must be one term
             once = getattr(base, "input_gradient_is_summed_elsewhere", False) and self.tp_group.rank > 0
             inner = self.lora_A(self._dropped(x.detach() if once else x, total_tokens), total_tokens)
-            y = y + self.lora_B(inner * self.scaling, total_tokens)
+            tokens = getattr(base, "tp_tokens", None)
+            own = {"has_own_tokens": True} if tokens is not None and tokens.sizes() is not None else {}
+            y = y + self.lora_B(inner * self.scaling, total_tokens, **own)
         if self.gathers:
             assert isinstance(base, ColumnParallelLinear)
             y = base.gathered(y)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tp_ext import _ops
 from tp_ext.group import Group
 from tp_ext.nn.module import ParallelModule, check_flags
 from tp_ext.nn.parallel_linear import accumulated, main_grad_of
@@ -53,8 +54,13 @@ class ReplicatedLinear(ParallelModule):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
-        """Computes y from x; ``total_tokens`` is accepted as by the other linears, and not used."""
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, has_own_tokens: bool = False) -> Tensor:
+        """Computes y from x.
+
+        Args:
+            total_tokens: accepted as by the other linears, and not used.
+            has_own_tokens: x has this rank's tokens only, in any dim: gradients are summed over the ranks, as under SP.
+        """
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -63,7 +69,11 @@ class ReplicatedLinear(ParallelModule):
             weight = self.parameter("weight", self._entering("weight", self.weight))
         else:
             weight = self.parameter("weight")
-        return F.linear(x, weight, self.parameter("bias"))
+        bias = self.parameter("bias")
+        if has_own_tokens and not self.sequence_parallel:
+            weight = _ops.copy_to_region(weight, self.tp_group.name)
+            bias = None if bias is None else _ops.copy_to_region(bias, self.tp_group.name)
+        return F.linear(x, weight, bias)
 
     def _entering(self, name: str, value: Tensor) -> Tensor:
         if name != "weight" or not self.grad_accumulation_fusion:
