@@ -53,6 +53,7 @@ class Block(nn.Module):
                 router=tp_ext.RouterConfig(balance_loss=config.balance_loss, balance_over="sequence"),
                 expert_group=expert_group,
                 data_groups=data_groups,
+                context_group=context_group,
                 init=Normal(std=0.02),
                 **parallel,
             )

@@ -100,8 +100,7 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh = mesh
         with torch.device("meta"):  # each rank then gets the memory of its own stage and shards
-            data = [mesh["dp"], mesh["cp"]]
-            model = GPT(config_of(options), mesh["tp"], mesh["cp"], mesh["ep"], data)
+            model = GPT(config_of(options), mesh["tp"], mesh["cp"], mesh["ep"], mesh["dp"])
         self.run: ParallelRun = tp_ext.parallelize(
             model,
             mesh,

@@ -19,6 +19,7 @@ LAYOUTS = {
     "ep4": (4, "--ep 4 --tp 1 --recompute full"),
     "dp2 ep2 zero 2": (4, "--dp 2 --ep 2 --tp 1 --zero 2"),
     "pp2 ep2": (4, "--pp 2 --ep 2 --tp 1"),
+    "cp2 ep2": (4, "--cp 2 --ep 2 --tp 1 --zero 3"),
     "tp4": (4, "--tp 4"),
     "one": (1, ""),
 }
@@ -32,7 +33,7 @@ def options(tmp_path_factory):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_training_moves_over_all_layouts(optimizer, options, tmp_path):
     options = [*options, "--optimizer", optimizer]
-    whole = train(1, tmp_path / "whole", "--steps", "20", *options)
+    whole = train(1, tmp_path / "whole", "--steps", "22", *options)
     for i, (p, words) in enumerate(one for name, one in LAYOUTS.items() if name != "one"):
         steps, resumed = 2 * i + 2, ["--resume"] if i else []
         losses = train(p, tmp_path / "parts", "--steps", str(steps), *words.split(), *resumed, *options)

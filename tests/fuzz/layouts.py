@@ -46,7 +46,7 @@ def _with_experts(r, config):
     model["experts"], model["top_k"] = (experts := r.randint(1, 6)), r.randint(1, min(experts, 3))
     model["shared_experts"] = r.choice((0, 0, 1))
     whole_rows = not batch["packed"] and layout["cp"] == 1
-    model["balance_loss"] = r.choice((0.0, 0.5)) if whole_rows else 0.0
+    model["balance_loss"] = r.choice((0.0, 0.5)) if not batch["packed"] else 0.0
     model["z_loss"] = r.choice((0.0, 0.1))
     model["capacity"] = r.choice((None, 0.7, 1.3)) if whole_rows and layout["pp"] == 1 else None
     if model["capacity"] is not None:
@@ -136,7 +136,7 @@ def valid(config):
         return False
     if ep > 1 and layout["zero"] > 1 and layout["recompute"] == "selective":
         return False
-    if model["balance_loss"] and (batch["packed"] or cp > 1):
+    if model["balance_loss"] and batch["packed"]:
         return False  # sequences are rows
     if model["capacity"] is not None and (batch["packed"] or cp > 1 or layout["microbatches"] > 1):
         return False  # a batch is that of a microbatch, and its order that of rows
@@ -244,6 +244,7 @@ LISTED = {
     "pp2 cp2 tp2": _listed((2, 1, 2, 2), 4, schedule="ZBVZeroBubble", zero=3, sp=True, context="ulysses"),
     "ep2": _listed((1, 1, 1, 1), 2, ep=2, experts=MIXTURE, zero=3),
     "dp2 ep2": _listed((1, 2, 1, 1), 2, ep=2, experts=MIXTURE),
+    "ep2 cp2": _listed((1, 1, 2, 1), 2, ep=2, experts=MIXTURE, zero=2),
     "ep2 tp2": _listed((1, 1, 1, 2), 4, ep=2, experts=MIXTURE, sp=True, recompute="full"),
     "ep4 tp2": _listed((1, 1, 1, 2), 2, ep=4, experts=MIXTURE, zero=2),
     "pp2 ep2": _listed((2, 1, 1, 1), 4, ep=2, experts=MIXTURE, schedule="ZBVZeroBubble"),

@@ -41,7 +41,7 @@ class Block(nn.Module):
                 balance_loss=options["balance_loss"], z_loss=options["z_loss"], balance_over="sequence"
             )
             routed = {name: options[name] for name in ("shared_experts", "capacity")}
-            routed |= {"router": router, "expert_group": ep, "data_groups": [dp, cp]}
+            routed |= {"router": router, "expert_group": ep, "data_groups": dp, "context_group": cp}
             sizes = hidden, options["ffn"], options["experts"], options["top_k"]
             self.mlp = tp_ext.ParallelMoE(*sizes, **routed, **same)
         else:

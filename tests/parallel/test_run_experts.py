@@ -10,7 +10,7 @@ from tests.helpers.dtypes import default_dtype
 from tests.helpers.meshes import mesh_of
 
 NAMES = ("pp", "dp", "ep", "cp", "tp")
-VOCAB, HIDDEN, BATCH, SEQ, STEPS = 11, 8, 8, 6, 2
+VOCAB, HIDDEN, BATCH, SEQ, STEPS = 11, 8, 8, 7, 2
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 SEQUENCE = tp_ext.RouterConfig(balance_loss=0.5, z_loss=0.1, balance_over="sequence")
 WHOLE = tp_ext.RouterConfig(balance_loss=0.5, z_loss=0.1)
@@ -23,7 +23,7 @@ class Block(nn.Module):
         parallel = {"group": tp, "sequence_parallel": sp}
         self.norms = nn.ModuleList(tp_ext.RMSNorm(HIDDEN, **parallel) for _ in range(2))
         self.attention = tp_ext.ParallelAttention(HIDDEN, 2, rope=100.0, context_group=cp, **parallel)
-        experts = {"expert_group": ep, "data_groups": [dp, cp], "router": router, "shared_experts": 1}
+        experts = {"expert_group": ep, "data_groups": dp, "context_group": cp, "router": router, "shared_experts": 1}
         self.mlp = tp_ext.ParallelMoE(HIDDEN, 6, 5, 2, **parallel | experts | options)
 
     def forward(self, x, batch_size=None, layout=None):
@@ -112,7 +112,7 @@ CASES = {
     "experts": ((1, 1, 2, 1, 1), 2, SEQUENCE, False, {"recompute": "selective"}),
     "data and experts": ((1, 2, 2, 1, 1), 1, WHOLE, False, {"recompute": "full"}),
     "experts and tensors": ((1, 1, 2, 1, 2), 1, WHOLE, True, {"zero": 3}),
-    "experts over context": ((1, 1, 2, 2, 1), 1, WHOLE, False, {"zero": 2}),
+    "experts over context": ((1, 1, 2, 2, 1), 2, SEQUENCE, False, {"zero": 2}),
     "data, experts and ZeRO": ((1, 2, 2, 1, 1), 2, SEQUENCE, False, {"zero": 3}),
     "pipeline": ((2, 1, 2, 1, 1), 2, SEQUENCE, False, {}),
     "pipeline and ZeRO": ((2, 1, 2, 1, 1), 4, SEQUENCE, False, {"zero": 2, "schedule": "GPipe"}),

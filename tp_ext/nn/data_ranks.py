@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tp_ext import _ops
-from tp_ext.group import Group, ParallelGroup, check_place
+from tp_ext.group import ALONE, Group, ParallelGroup, check_place
 from tp_ext.mesh import data_axes
 from tp_ext.nn.module import ParallelModule
 
@@ -39,13 +39,23 @@ class DataRanks:
     """The ranks over which a batch is distributed, as axes of one mesh, the outermost first.
 
     Their order is that of the tokens in the batch of one process: those of the last axis's ranks follow one another.
+
+    Attributes:
+        axes: all axes of several ranks.
+        context: the one whose ranks have other tokens of the same sequences.
     """
 
-    def __init__(self, data_groups: Group | list[Group], expert_group: ParallelGroup) -> None:
-        self.axes = [*data_axes(data_groups), *([expert_group] if expert_group.size > 1 else [])]
+    def __init__(
+        self, data_groups: Group | list[Group], expert_group: ParallelGroup, context: ParallelGroup = ALONE
+    ) -> None:
+        given, self.context = data_axes(data_groups), context
+        self.axes = [*given, *(axis for axis in (context, expert_group) if axis.size > 1)]
         names = [axis.torch_name for axis in self.axes]
         if len(set(names)) < len(names):
-            raise ValueError(f"data_groups: {names[:-1]} must not contain expert_group, which is added to them")
+            shown = [axis.torch_name for axis in given]
+            raise ValueError(
+                f"data_groups: {shown} must not contain expert_group and context_group, which are added to them"
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -70,6 +80,10 @@ class DataRanks:
         for axis in self.axes:
             x = sum_of_constants(x, axis)
         return x.detach()
+
+    def sum_over_context(self, x: Tensor) -> Tensor:
+        """Returns the sum over the ranks that have the same sequences. Communicates one all-reduce."""
+        return sum_of_constants(x, self.context) if self.context.size > 1 else x
 
     def stack(self, x: Tensor) -> Tensor:
         """Returns ``[ranks, ..]``, the ranks' x of one shape. Communicates one all-gather per axis."""

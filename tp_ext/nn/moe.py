@@ -63,12 +63,15 @@ class ParallelMoE(LayerOverData):
         expert_group: the same; None: this rank has all experts.
         data_groups: the other ranks that have tokens of the same batch, over which the losses of the router and
             capacities are computed: a group, or several that are axes of one mesh, the outermost first.
+        context_group: the ranks that have other tokens of the same sequences, as of :class:`ParallelAttention`; it is
+            added to ``data_groups``. The balance loss of a sequence is then that of the whole sequence.
         router: a :class:`RouterConfig`.
         capacity: None: no token is dropped. A number f: an expert keeps at most ceil(f top_k T / num_experts) of the
             choices of the T tokens of the batch on all data ranks; a dropped choice adds nothing to y.
         drop_order: which it keeps: ``"token"``, those of the first tokens of the batch; ``"weight"``, those with the
             largest weights, which costs an all-gather of all choices. Neither depends on how the batch is distributed:
-            its tokens are those of data rank 0, 1, .. one after the other, ``expert_group`` being the innermost axis.
+            its tokens are those of data rank 0, 1, .. one after the other, ``expert_group`` being the innermost axis;
+            with ``context_group``, which divides sequences, the order does depend on it.
         shared_experts: the number of experts that every token has, computed as one :class:`ParallelMLP` of
             ``shared_experts * ffn_hidden_size`` features. With hooks on it or its linears, which all ranks of ``group``
             must have, or with LoRA, it is called after the others as any block, with its own collectives.
@@ -107,6 +110,7 @@ class ParallelMoE(LayerOverData):
         group: Group = NOT_GIVEN,
         expert_group: Group = None,
         data_groups: Group | list[Group] = None,
+        context_group: Group = None,
         router: RouterConfig | None = None,
         capacity: float | None = None,
         drop_order: str = "token",
@@ -132,7 +136,7 @@ class ParallelMoE(LayerOverData):
             raise ValueError(
                 f"expert_group: must share this rank only with group, as axes of one mesh, not {sorted(shared_ranks)}"
             )
-        ranks = DataRanks(data_groups, ep)
+        ranks = DataRanks(data_groups, ep, parallel_group(context_group))
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.capacity, self.drop_order, self.attach_loss = capacity, drop_order, attach_loss
         self.data_ranks, self.gradient_reduction = ranks, gradient_reduction

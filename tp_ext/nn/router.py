@@ -234,13 +234,17 @@ class Router(ParallelModule):
         probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
         squares = logits.logsumexp(-1).double().square().sum() if config.z_loss else own[1]
         if config.balance_over == "sequence" and config.balance_loss:
-            length = max(tokens // sequences, 1)
-            index = (first_token + torch.arange(experts.shape[0], device=experts.device)) // length
+            length = tokens // sequences  # of this rank's part of each, under context parallelism
+            index = (first_token + torch.arange(experts.shape[0], device=experts.device)) // max(length, 1)
             slots = (index[:, None] * n + experts).flatten()
             counts = own.new_zeros(sequences * n).scatter_add(0, slots, torch.ones_like(slots, dtype=own.dtype))
-            share = self._over_tp(counts).view(sequences, n) / (length * self.top_k)
-            balance = n / length * (probability.double() * share[index]).sum()
-            sequences_here = sequences if self.tp_group.rank == 0 or not self.sequence_parallel else 0
+            counts = torch.cat([self._over_tp(counts), own[:1] + length])
+            counts = self.data_ranks.sum_over_context(counts)
+            whole = counts[-1].clamp(min=1)
+            share = counts[:-1].view(sequences, n) / (whole * self.top_k)
+            balance = n / whole * (probability.double() * share[index]).sum()
+            first = self.data_ranks.context.rank == 0 and (self.tp_group.rank == 0 or not self.sequence_parallel)
+            sequences_here = sequences if first else 0
             here = [balance.detach(), squares.detach(), own[0] + experts.shape[0], own[0] + sequences_here]
             known = self._over_all(torch.stack(here))
             everyone, balances = known[2].clamp(min=1), known[3]
