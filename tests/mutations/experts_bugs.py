@@ -18,7 +18,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "experts_down_bias_on_every_rank",
-        "nn/experts.py",
+        "nn/expert_gradients.py",
         "return y + added if first else y.view_as(y)",
         "return y + added",
         "Every tensor-parallel rank adds the bias.",

@@ -36,6 +36,7 @@ NOT_LAYERS = {
     for name in (
         "coalesce",
         "data_ranks",
+        "expert_gradients",
         "fqn",
         "layouts",
         "model_groups",
@@ -141,6 +142,7 @@ def test_only_the_package_is_imported_by_the_package():
     allowed = {"torch", "safetensors", "tp_ext"}
     optional = {  # imported when they are used, by name
         "debug/type_rules.py": {"spmd_types"},
+        "debug/expert_type_rules.py": {"spmd_types"},
         "huggingface": {"accelerate", "huggingface_hub", "transformers"},
     }
     for file in PACKAGE:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from tp_ext._arguments import check_bools
 from tp_ext._ops.binding import declarations, overload_of
 from tp_ext.group import Group, parallel_group, process_group
-from tp_ext.nn.experts import ParallelExperts
 from tp_ext.nn.layouts import layouts_of
 from tp_ext.nn.module import ParallelModule
 
@@ -123,8 +122,9 @@ def _assert_parameter_types(module: nn.Module) -> None:
 
 def _groups_of(module: nn.Module) -> list[Any]:
     held = [group for layout in layouts_of(module).values() for _, group in layout]
-    if isinstance(module, ParallelExperts):  # the ranks that share its experts have other tokens
-        held = [group for group in held if group.name != module.expert_group.name]
+    if isinstance(module, ParallelModule) and module.expert_group is not None:  # whose ranks have other tokens
+        experts = module.expert_group.name
+        held = [group for group in held if group.name != experts]
     return [*held, module.tp_group, module.weight_group] if isinstance(module, ParallelModule) else held
 
 

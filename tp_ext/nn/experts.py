@@ -9,6 +9,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
+from tp_ext.nn.expert_gradients import AddedOnce, ScaledGradient
 from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS
 from tp_ext.nn.module import ParallelModule, check_flags, check_positive
 from tp_ext.nn.parallel_linear import main_grad_of
@@ -125,36 +126,3 @@ def _experts_of_rows(counts: Sequence[int], device: torch.device) -> Tensor:
     return torch.arange(len(counts), device=device).repeat_interleave(
         torch.tensor(counts, device=device), output_size=sum(counts)
     )
-
-
-class AddedOnce(torch.autograd.Function):
-    """y + added on the first rank of a group over which y is summed, y on the others. All ranks have the gradient of
-    the sum, and it is that of ``added``."""
-
-    @staticmethod
-    def forward(y: Tensor, added: Tensor, first: bool) -> Tensor:
-        return y + added if first else y.view_as(y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved."""
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        return dy, dy, None
-
-
-class ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(x: Tensor, scale: float) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.scale = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy * ctx.scale, None

@@ -11,6 +11,7 @@ from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, parallel_group
 from tp_ext.nn.data_ranks import DataRanks, LayerOverData
 from tp_ext.nn.expert_capacity import check_capacity, drop_over_capacity
+from tp_ext.nn.expert_gradients import AttachedLoss
 from tp_ext.nn.experts import ParallelExperts
 from tp_ext.nn.mlp import ParallelMLP
 from tp_ext.nn.module import check_positive
@@ -176,7 +177,7 @@ class ParallelMoE(LayerOverData):
             )
         losses = config.balance_loss or config.z_loss or config.correction_bias
         self.needs_data_ranks = bool(losses) or capacity is not None
-        self._last = _LastLosses()
+        self._last = _LastLosses(None)
 
     @property
     def losses(self) -> RouterLosses | None:
@@ -205,7 +206,7 @@ class ParallelMoE(LayerOverData):
         if losses is not None and self.attach_loss is not None:
             tokens = AttachedLoss.apply(tokens, losses.total, self.attach_loss)
             losses = losses._replace(total=losses.total.detach())
-        self._last.losses = losses
+        self._last = _LastLosses(losses)  # a new one: copies on fake tensors, of a pipeline, share the old one
         experts, weights, entering = self._enter(tokens, routed, sizes)
         if self.capacity is not None:
             experts = drop_over_capacity(
@@ -299,28 +300,11 @@ def router_loss(model: nn.Module) -> Tensor:
 class _LastLosses:
     """The losses of the last forward; copies and pickles of a module begin without, since they are part of a graph."""
 
-    def __init__(self) -> None:
-        self.losses: RouterLosses | None = None
+    def __init__(self, losses: RouterLosses | None) -> None:
+        self.losses = losses
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)()
+        return type(self)(None)
 
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()
-
-
-class AttachedLoss(torch.autograd.Function):
-    """The identity of x; backward gives ``loss`` the gradient ``scale``."""
-
-    @staticmethod
-    def forward(x: Tensor, loss: Tensor, scale: float) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, loss, ctx.scale = inputs
-        ctx.dtype, ctx.device = loss.dtype, loss.device
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
-        return dx, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+    def __reduce__(self) -> tuple[type[Self], tuple[None]]:
+        return type(self), (None,)

@@ -2,7 +2,7 @@
 balance the experts."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 from tp_ext.group import Group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.nn.data_ranks import DataRanks, sum_of_constants
+from tp_ext.nn.expert_gradients import SumWithGradient
 from tp_ext.nn.module import ParallelModule, check_flags, check_positive
 from tp_ext.random import Init, torch_linear_init
 
@@ -108,23 +109,6 @@ class Routed(NamedTuple):
     experts: Tensor
     weights: Tensor
     losses: RouterLosses | None
-
-
-class SumWithGradient(torch.autograd.Function):
-    """``value``, a sum of terms of several ranks, with the gradient of this rank's terms ``own``. ``group``: the ranks
-    that differentiate the same sum; they add up the gradients of what they share."""
-
-    @staticmethod
-    def forward(value: Tensor, own: Tensor, group: str) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved."""
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
-        return None, dy, None
 
 
 class Router(ParallelModule):
