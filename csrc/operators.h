@@ -157,6 +157,10 @@ void _vocab_ce_bwd_(const Tensor& grad, const Tensor& logits, const Tensor& targ
                     const Tensor& lse, c10::SymInt vocab_start, c10::SymInt vocab_local,
                     c10::SymInt vocab_size, int64_t ignore_index, double label_smoothing,
                     double z_loss);
+void _vocab_chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
+                          const OptionalTensor& bias);
+Tensor _vocab_chunk_input_grad(const Tensor& dlogits, const Tensor& weight);
+void _vocab_chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add);
 
 // Mixture of experts
 Tensor moe_permute(const Tensor& x, const Tensor& rows, c10::SymInt num_rows,

@@ -14,11 +14,6 @@ namespace tp_ext {
 
 using at::Tensor;
 
-void _vocab_chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
-                          const OptionalTensor& bias);
-Tensor _vocab_chunk_input_grad(const Tensor& dlogits, const Tensor& weight);
-void _vocab_chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add);
-
 namespace {
 
 // An odd number of cache lines from row to row: a vocabulary is often a power of two, and rows that

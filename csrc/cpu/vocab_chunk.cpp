@@ -1,18 +1,13 @@
 // The products of a chunk of tokens with the rows of a vocabulary: on the CPU, in fp32 and for few
-// tokens, by few_rows_gemm.h; else ATen's. Registered for all devices: those without a kernel of
-// ours have ATen's.
+// tokens, by few_rows_gemm.h; else ATen's.
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
-#include "check.h"
+#include "args/vocab_chunk.h"
 #include "cpu/few_rows_gemm.h"
-#include "ops.h"
 
 namespace tp_ext {
 namespace {
@@ -31,14 +26,6 @@ bool few_rows(const Tensor& logits, const Tensor& x, const Tensor& weight) {
          rows_contiguous(logits) && few_rows::supported();
 }
 
-void check_chunk(const Tensor& logits, const Tensor& x, const Tensor& weight) {
-  TORCH_CHECK_VALUE(logits.dim() == 2 && x.dim() == 2 && weight.dim() == 2 &&
-                        logits.size(0) == x.size(0) && logits.size(1) == weight.size(0) &&
-                        x.size(1) == weight.size(1),
-                    "logits: shape ", logits.sizes(), " must be [tokens, vocab] of x, ", x.sizes(),
-                    ", and weight, ", weight.sizes());
-}
-
 // Calls f(begin, end) for blocks of kColumns of n, a multiple of it
 template <typename F>
 void in_blocks(int64_t n, const F& f) {
@@ -49,15 +36,9 @@ void in_blocks(int64_t n, const F& f) {
 
 void chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
                    const OptionalTensor& bias) {
-  check_chunk(logits, x, weight);
+  composed::check_vocab_chunk(logits, x, weight);
+  if (!few_rows(logits, x, weight)) return composed::vocab_chunk_logits_(logits, x, weight, bias);
   Tensor out = logits;
-  if (!few_rows(logits, x, weight)) {
-    if (bias.has_value())
-      at::addmm_out(out, *bias, x, weight.t());
-    else
-      at::mm_out(out, x, weight.t());
-    return;
-  }
   const int64_t tokens = x.size(0), hidden = x.size(1), vocab = weight.size(0);
   const int64_t whole = vocab / few_rows::kColumns * few_rows::kColumns;
   const Tensor columns = at::zeros({hidden, few_rows::kMost}, x.options());
@@ -75,7 +56,7 @@ void chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
 
 Tensor chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
   const int64_t tokens = dlogits.size(0), hidden = weight.size(1);
-  if (!few_rows(dlogits, weight, weight)) return at::mm(dlogits, weight);
+  if (!few_rows(dlogits, weight, weight)) return composed::vocab_chunk_input_grad(dlogits, weight);
   const int64_t rows = (tokens + few_rows::kRows - 1) / few_rows::kRows * few_rows::kRows;
   const Tensor dx = at::zeros({rows, hidden}, weight.options());
   in_blocks(hidden, [&](int64_t begin, int64_t end) {
@@ -87,27 +68,20 @@ Tensor chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
 }
 
 void chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add) {
-  check_chunk(dlogits, x, dw);
-  Tensor out = dw;
-  if (!few_rows(dlogits, x, dw)) {
-    if (add)
-      out.addmm_(dlogits.t(), x);
-    else
-      at::mm_out(out, dlogits.t(), x);
-    return;
-  }
+  composed::check_vocab_chunk(dlogits, x, dw);
+  if (!few_rows(dlogits, x, dw)) return composed::vocab_chunk_weight_grad_(dw, dlogits, x, add);
   const int64_t tokens = x.size(0), hidden = x.size(1);
   const Tensor blocks = x.unflatten(1, {-1, few_rows::kColumns}).transpose(0, 1).contiguous();
   at::parallel_for(0, dw.size(0), 192, [&](int64_t begin, int64_t end) {
     few_rows::weight_grad(dlogits.const_data_ptr<float>(), dlogits.stride(0),
-                          blocks.const_data_ptr<float>(), out.mutable_data_ptr<float>(), tokens,
+                          blocks.const_data_ptr<float>(), dw.mutable_data_ptr<float>(), tokens,
                           hidden, add, begin, end);
   });
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeExplicitAutograd, m) {
+TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
   m.impl("_vocab_chunk_logits_", chunk_logits_);
   m.impl("_vocab_chunk_input_grad", chunk_input_grad);
   m.impl("_vocab_chunk_weight_grad_", chunk_weight_grad_);

@@ -1,0 +1,44 @@
+// The products of a chunk of tokens with the rows of a vocabulary by ATen: used on CUDA, and on the
+// CPU where there are no kernels of ours. Also the argument check of both devices.
+
+#pragma once
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+
+#include "check.h"
+#include "ops.h"
+
+namespace tp_ext::composed {
+
+inline void check_vocab_chunk(const Tensor& logits, const Tensor& x, const Tensor& weight) {
+  TORCH_CHECK_VALUE(logits.dim() == 2 && x.dim() == 2 && weight.dim() == 2 &&
+                        logits.size(0) == x.size(0) && logits.size(1) == weight.size(0) &&
+                        x.size(1) == weight.size(1),
+                    "logits: shape ", logits.sizes(), " must be [tokens, vocab] of x, ", x.sizes(),
+                    ", and weight, ", weight.sizes());
+}
+
+inline void vocab_chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
+                                const OptionalTensor& bias) {
+  Tensor out = logits;
+  if (bias.has_value())
+    at::addmm_out(out, *bias, x, weight.t());
+  else
+    at::mm_out(out, x, weight.t());
+}
+
+inline Tensor vocab_chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
+  return at::mm(dlogits, weight);
+}
+
+inline void vocab_chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x,
+                                     bool add) {
+  Tensor out = dw;
+  if (add)
+    out.addmm_(dlogits.t(), x);
+  else
+    at::mm_out(out, dlogits.t(), x);
+}
+
+}  // namespace tp_ext::composed
