@@ -175,7 +175,12 @@ def _flattened(group):
     average_gradients(net_of(mesh), mesh["dp", "ep"]._flatten("data"))
 
 
+def _mesh(group):
+    mesh_of(2, 2, 1, names=NAMES)["dp", "ep"]._flatten("data")
+
+
 def test_a_flattened_data_axis_is_refused():
+    ranks.run(_mesh, 4)  # groups are made by all ranks at once, and what follows is called by one after the other
     ranks.run_raises(_flattened, 4, ValueError, r"data_groups: ranks .* share .* pass the axes of the mesh one by one")
 
 
@@ -185,4 +190,5 @@ def _plain_ddp(group):
 
 
 def test_ddp_of_the_experts_over_all_data_ranks_is_refused():
+    ranks.run(_mesh, 4)
     ranks.run_raises(_plain_ddp, 4, ValueError, "would overwrite and average first.experts")
