@@ -106,7 +106,7 @@ def compare(name: str, found: Results, want: Results) -> None:
 
 
 def measure(sizes: tuple[int, int, bool], seconds: float, block: float) -> list[Record]:
-    *case, peers = sizes
+    case, peers = sizes[:2], sizes[2]
     cores = interleave.cores()
     interleave.pin_ranks(RANKS, cores, len(cores) >= RANKS)
     torch.set_num_threads(1)
