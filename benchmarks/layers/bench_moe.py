@@ -3,8 +3,9 @@
 8 experts of hidden 256 and ffn 512 (swiglu), top 2 of softmax scores, 1024 tokens in fp32. "EP": the experts over 2
 ranks, each of which has half of the tokens; "TP": the features of each expert over 2 ranks, which have the same tokens.
 "dense" is an MLP of the same floating point operations, 2 x 512 features, without routing; "loop" a loop over the
-experts in plain torch; "Mixtral" the block of transformers. Output, input gradient and the gradients of router and
-experts are compared with the loop before any measurement. "speedup" is over the loop with one thread.
+experts in plain torch; "Mixtral" the block of transformers, "Megatron" the layer of Megatron-core. Output, input
+gradient and the gradients of router and experts are compared with the loop before any measurement. "speedup" is over
+the loop with one thread.
 """
 
 import functools
@@ -21,6 +22,7 @@ import tp_ext
 from benchmarks.lib import interleave, report
 from benchmarks.lib.harness import TOLERANCE
 from benchmarks.lib.report import Record
+from benchmarks.peers import megatron_moe
 
 HIDDEN, FFN, EXPERTS, CHOICES, TOKENS, RANKS = 256, 512, 8, 2, 1024, 2
 NAMES = ("y", "dx", "router.weight", "experts.up_weight", "experts.down_weight")
@@ -119,6 +121,22 @@ def check(results: Results, way: str, layouts: dict[str, Any]) -> None:
 
 
 @functools.cache
+def megatron() -> Callable[[], Results]:
+    """A step of Megatron-core's layer over the ranks; the gradients of each expert on its own."""
+    group = interleave.group_on("gloo")
+    layer = megatron_moe.megatron_moe(group, HIDDEN, FFN, EXPERTS, CHOICES)
+    held = megatron_moe.set_weights(layer, *weights()[:3], group.rank() * EXPERTS // RANKS)
+    own = slice(group.rank() * TOKENS // RANKS, (group.rank() + 1) * TOKENS // RANKS)
+    step = step_of(lambda x: layer(x[:, None])[0][:, 0], [param for params in held for param in params], own)
+    y, dx, router, *others = step()
+    ups, downs = others[: len(held[1])], others[len(held[1]) :]
+    experts = tp_ext.Sharding(0, (EXPERTS,)), tp_ext.group.parallel_group(group)
+    layouts = {NAMES[2]: tp_ext.Layout()} | dict.fromkeys(NAMES[3:], tp_ext.Layout(experts))
+    check([y, dx, router, torch.stack(ups), torch.stack(downs)], "EP", layouts)
+    return step
+
+
+@functools.cache
 def on_rank(way: str, backend: str) -> Callable[[], Results]:
     return ours(way, interleave.group_on(backend))
 
@@ -130,6 +148,7 @@ def subjects(cores: list[int]) -> dict[str, interleave.Block]:
     for way in ("EP", "TP"):
         for backend in interleave.BACKENDS:
             result[f"ours {way}2, {backend}"] = interleave.on_ranks(RANKS, on_rank, way, backend)
+    result["Megatron EP2, gloo"] = interleave.on_ranks(RANKS, megatron)
     return result
 
 
@@ -157,7 +176,7 @@ def draw(figure: Any, records: list[Record]) -> None:
 
 
 def main() -> None:
-    report.run(__file__, __doc__, lambda quick: ["experts"], measure, draw, "transformers")
+    report.run(__file__, __doc__, lambda quick: ["experts"], measure, draw, "transformers", "megatron-core")
 
 
 if __name__ == "__main__":

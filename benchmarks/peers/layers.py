@@ -115,7 +115,7 @@ class _WithoutBias(nn.Module):
 
 
 @functools.cache
-def _megatron(group: Any) -> Any:
+def enter_megatron(group: Any) -> Any:
     """megatron.core.tensor_parallel; for the rest of the process a CPU is its current GPU, and it does not warn."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of the missing GPU
     context = megatron_on_cpu.megatron(group)
@@ -128,7 +128,7 @@ class WithMegatron(Plain):
 
     def __init__(self, group: Any) -> None:
         self.p = group.size()
-        self.m = _megatron(group)
+        self.m = enter_megatron(group)
         self.config = megatron_on_cpu.layer_config(group, dtype=torch.float32)
 
     def filled(self, layer: nn.Module, bias: Tensor | None) -> nn.Module:
