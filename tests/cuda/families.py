@@ -183,6 +183,16 @@ def accumulated(x: Tensor, dy: Tensor) -> Tensor:
     return x * main_grad.mean(0).to(x.dtype) + 0 * dy.sum()  # has no gradient
 
 
+def chunk_of_tokens(x: Tensor, weight: Tensor) -> Tensor:
+    """The logits of a chunk, and both gradients from them."""
+    tokens, rows = x.detach(), weight.detach()
+    logits = tokens.new_empty(len(tokens), len(rows))
+    _ops.vocab_chunk_logits_(logits, tokens, rows, None)
+    dx, dw = _ops.vocab_chunk_input_grad(logits, rows), torch.ones_like(rows)
+    _ops.vocab_chunk_weight_grad_(dw, logits, tokens, True)
+    return x * dx.sin() * dw.mean(0).to(x.dtype) + 0 * weight.sum()  # have no gradient
+
+
 FAMILIES: dict[str, Family] = {
     **{
         name: Family(rows(same, vector), partial(lambda x, b, act: _ops.bias_act(x, b, act), act=name))
@@ -210,6 +220,7 @@ FAMILIES: dict[str, Family] = {
     "philox_truncated_normal": Family(rows(same), partial(filled, fill=truncated)),
     "vocab_embedding": Family(_ids, embedded),
     "experts": Family(_slots, experts),
+    "vocab_chunk": Family(rows(same, _weight), chunk_of_tokens, False),
     "vocab_cross_entropy": Family(_logits, partial(loss, inplace=False)),
     "vocab_cross_entropy in place": Family(_logits, partial(loss, inplace=True)),
     "column_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.column_parallel_linear), False),

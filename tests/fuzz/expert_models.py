@@ -32,7 +32,7 @@ def draw(seed):
         if experts and min(one["experts"] for one in experts) >= ep and configs.valid(config):
             break
     if config["head"]:
-        config["loss"]["reduction"] = "sum"
+        config["loss"] |= {"reduction": "sum", "by_head": None}  # logits are compared, too
     return config | {"ep": ep, "frozen": 0}
 
 

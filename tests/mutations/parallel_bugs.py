@@ -4,6 +4,7 @@ from tests.mutations.mutation import mutation_in
 
 _bug = mutation_in("tp_ext")
 RUN = "parallel/test_run.py::test_training_is_that_of_one_process"
+RUN_EXPERTS = "parallel/test_run_experts.py::test_training_with_experts_is_that_of_one_process"
 STAGES = "parallel/test_pipeline_stages.py"
 
 PARALLEL_BUGS = [
@@ -18,15 +19,15 @@ PARALLEL_BUGS = [
     _bug(
         "gradients_of_a_pipeline_not_summed",
         "parallel/run.py",
-        "if self._data is not None and not sharding:\n                self._schedule",
+        "if data.replicates and not sharding:\n                self._schedule",
         "if False:\n                self._schedule",
         "Without ZeRO each replica of a pipeline trains on its own batch.",
         f"{RUN}[pipeline and zero 0]",
     ),
     _bug(
         "gradients_of_earlier_steps_summed_again",
-        "parallel/run.py",
-        "grad.div_(self._data.size())",
+        "parallel/data_mesh.py",
+        "grad.div_(mesh.size())",
         "pass",
         "Gradients of a pipeline are the sum over replicas, those of an earlier step once more.",
         "parallel/test_run.py::test_steps_accumulate",
@@ -34,7 +35,7 @@ PARALLEL_BUGS = [
     _bug(
         "zero_1_keeps_all_states",
         "parallel/run.py",
-        "if self._zero == 1 and self._data is not None:",
+        "if self._zero == 1 and self._data.replicates:",
         "if False:",
         "Each rank keeps the states of all parameters.",
         RUN,
@@ -110,5 +111,29 @@ PARALLEL_BUGS = [
         "pass",
         "A run keeps the inputs of its last step.",
         "parallel/test_run.py::test_steps_accumulate",
+    ),
+    _bug(
+        "experts_not_averaged_over_data",
+        "parallel/data_mesh.py",
+        "_average(self._expert_parameters([module]), self.experts)",
+        "pass",
+        "Under DDP the replicas of experts train on their own sequences.",
+        f"{RUN_EXPERTS}[data and experts]",
+    ),
+    _bug(
+        "router_losses_of_microbatches_added",
+        "parallel/run_experts.py",
+        "layer.attach_loss = 1 / microbatches",
+        "layer.attach_loss = 1.0",
+        "The losses of routers grow with the number of microbatches.",
+        f"{RUN_EXPERTS}[experts]",
+    ),
+    _bug(
+        "muon_counts_the_expert_group_twice",
+        "optim/parameters.py",
+        "if len(own) > 1 and not any(own < other for other in members)",
+        "if len(own) > 1",
+        "Muon takes the expert group and FSDP2's axis that spans it for two axes.",
+        "end_to_end/test_training_experts.py::test_one_training_moves_over_all_layouts[muon]",
     ),
 ]

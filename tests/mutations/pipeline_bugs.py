@@ -9,8 +9,8 @@ PIPELINE_BUGS = [
     _bug(
         "mesh_without_pipeline",
         "mesh.py",
-        "\"mesh['tp']\", pp if pp.size > 1 else ALONE, data)",
-        "\"mesh['tp']\", ALONE, data)",
+        "\"mesh['tp']\", pp, ep, data)",
+        "\"mesh['tp']\", ALONE, ep, data)",
         "Functions of whole models see one stage.",
         STATE,
     ),
