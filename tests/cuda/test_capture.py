@@ -25,7 +25,12 @@ def recorded(family: Family, inputs: list[Tensor]) -> Replay:
 
 def _trace(family: Family, inputs: list[Tensor]) -> Replay:
     traced = make_fx(family.step)(*inputs)
-    return lambda values: traced(*values)
+
+    def replay(values: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():  # the gradients are in the trace, as in a graph
+            return traced(*values)
+
+    return replay
 
 
 def _graph(family: Family, inputs: list[Tensor]) -> Replay:
