@@ -295,7 +295,7 @@ class Model(nn.Module):
         return self.head(x, **self.place.tell) if self.makes_logits() else x
 
     def makes_logits(self):
-        """Whether forward returns logits: not while head.loss computes the loss of a training."""
+        """Returns whether forward returns logits; in training head.loss may compute the loss without them."""
         return self.head is not None and not (self.config["loss"]["by_head"] and self.training)
 
     def loss(self, y, target, weights):

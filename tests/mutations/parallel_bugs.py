@@ -26,8 +26,8 @@ PARALLEL_BUGS = [
     ),
     _bug(
         "gradients_of_earlier_steps_summed_again",
-        "parallel/data_mesh.py",
-        "grad.div_(mesh.size())",
+        "parallel/gradient_sum.py",
+        "grad.div_(size)",
         "pass",
         "Gradients of a pipeline are the sum over replicas, those of an earlier step once more.",
         "parallel/test_run.py::test_steps_accumulate",
@@ -115,7 +115,7 @@ PARALLEL_BUGS = [
     _bug(
         "experts_not_averaged_over_data",
         "parallel/data_mesh.py",
-        "_average(self._expert_parameters([module]), self.experts)",
+        "average_over(self._expert_parameters([module]), self.experts)",
         "pass",
         "Under DDP the replicas of experts train on their own sequences.",
         f"{RUN_EXPERTS}[data and experts]",

@@ -116,6 +116,7 @@ CASES = {
     "data, experts and ZeRO": ((1, 2, 2, 1, 1), 2, SEQUENCE, False, {"zero": 3}),
     "pipeline": ((2, 1, 2, 1, 1), 2, SEQUENCE, False, {}),
     "pipeline and ZeRO": ((2, 1, 2, 1, 1), 4, SEQUENCE, False, {"zero": 2, "schedule": "GPipe"}),
+    "experts on every rank": ((1, 1, 2, 1, 1), 2, tp_ext.RouterConfig(), False, {"expert_group": None}),
     "whole experts": ((1, 2, 1, 1, 1), 2, SEQUENCE, False, {"zero": 1}),
 }
 
@@ -123,7 +124,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_training_with_experts_is_that_of_one_process(case):
     sizes, microbatches, router, sp, options = CASES[case]
-    arguments = sizes, microbatches, router, sp, options, {}
+    layer = {name: options[name] for name in options if name == "expert_group"}
+    options = {name: value for name, value in options.items() if name not in layer}
+    arguments = sizes, microbatches, router, sp, options, layer
     ranks.run(_trains, torch.Size(sizes).numel(), *arguments, timeout=180)
 
 

@@ -68,8 +68,8 @@ def save_safetensors(
             meanwhile, so the timeout of the group does not matter.
 
     Communicates as :func:`full_state_dict` with ``rank0_only``; one number per file. Rank 0 holds one full tensor at a
-    time, whatever the size of the files; the first rank of each other stage, too. With ``expert_names`` that tensor is
-    one expert's: gathered over the group of the rank that holds it, then sent in one all-to-all.
+    time, whatever the size of the files; the first rank of each other stage, too. With ``expert_names`` it holds one
+    expert's tensor, which is gathered over the group of the rank that has the expert, then sent in one all-to-all.
 
     Raises:
         OSError: on every rank, if rank 0 could not write; on rank 0 its cause is the error (a TimeoutError: another

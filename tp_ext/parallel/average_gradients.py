@@ -8,8 +8,7 @@ from tp_ext.group import Group, ParallelGroup, global_ranks
 from tp_ext.mesh import data_axes
 from tp_ext.nn.fqn import layouts
 from tp_ext.nn.module import ParallelModule
-from tp_ext.parallel.grad_norm import gradient_terms
-from tp_ext.parallel.gradient_sum import sum_gradients
+from tp_ext.parallel.gradient_sum import average_over
 from tp_ext.sharding import Layout
 
 
@@ -37,10 +36,7 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
     params, found = dict(model.named_parameters()), list(layouts(model))
     averaged = [(axis, [params[name] for name, layout in found if not _shards(layout, axis, name)]) for axis in axes]
     for axis, over in averaged:
-        sum_gradients(over, axis.name)
-        for param in over:
-            for grad in gradient_terms(param):
-                grad.div_(axis.size)
+        average_over(over, axis.name)
 
 
 def _shards(layout: Layout, axis: ParallelGroup, name: str) -> bool:
@@ -59,14 +55,14 @@ def _shards(layout: Layout, axis: ParallelGroup, name: str) -> bool:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of the model that hold experts, whose data axes are not those of the other parameters, for
-    FSDP2: ``fully_shard(experts, mesh=mesh["dp"])`` of each, before the modules around them are sharded over all data
-    ranks."""
+    """Returns the modules of the model whose experts are sharded over several ranks, so that their data axes are not
+    those of the other parameters, for FSDP2: ``fully_shard(experts, mesh=mesh["dp"])`` of each, before the modules
+    around them are sharded over all data ranks."""
     return [module for module in model.modules() if _holds_experts(module)]
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    return isinstance(module, ParallelModule) and module.expert_group is not None
+    return isinstance(module, ParallelModule) and module.expert_group is not None and module.expert_group.size > 1
 
 
 def ignore_experts(model: nn.Module) -> list[nn.Parameter]:

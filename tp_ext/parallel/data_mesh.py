@@ -3,15 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh
 
 from tp_ext.group import Group
 from tp_ext.mesh import DATA_AXES
 from tp_ext.parallel.average_gradients import expert_modules
-from tp_ext.parallel.grad_norm import gradient_terms
-from tp_ext.parallel.gradient_sum import sum_gradients
+from tp_ext.parallel.gradient_sum import average_over
 
 
 class DataMesh:
@@ -58,16 +56,14 @@ class DataMesh:
         modules = list(modules)
         experts = self._expert_parameters(modules)
         own = {id(param) for param in experts}
-        _average([one for module in modules for one in module.parameters() if id(one) not in own], self.whole)
-        _average(experts, self.experts)
+        average_over([one for module in modules for one in module.parameters() if id(one) not in own], self.whole)
+        average_over(experts, self.experts)
 
     def average_expert_gradients(self, module: nn.Module) -> None:
         """Takes the mean of the gradients of experts that ``ep`` shards, which DDP over ``whole`` ignores."""
-        _average(self._expert_parameters([module]), self.experts)
+        average_over(self._expert_parameters([module]), self.experts)
 
     def _expert_parameters(self, modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-        if not self.shards_experts:
-            return []
         return [param for module in modules for one in expert_modules(module) for param in one.parameters()]
 
 
@@ -76,14 +72,3 @@ def _as_one(mesh: DeviceMesh, names: list[str]) -> DeviceMesh | None:
     if len(names) < 2:
         return mesh[names[0]] if names else None
     return mesh[tuple(names)]._flatten("_".join(names))
-
-
-@torch.no_grad()
-def _average(params: Iterable[Tensor], mesh: DeviceMesh | None) -> None:
-    if mesh is None or mesh.size() == 1:
-        return
-    params = list(dict.fromkeys(params))
-    sum_gradients(params, mesh)
-    for param in params:
-        for grad in gradient_terms(param):
-            grad.div_(mesh.size())

@@ -56,6 +56,20 @@ def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
         torch._foreach_copy_(bucket, [part.view(grad.shape) for part, grad in zip(parts, bucket, strict=True)])
 
 
+@torch.no_grad()
+def average_over(params: Iterable[Tensor], group: Group) -> None:
+    """Replaces the gradient of every parameter by its mean over the ranks of ``group``, as :func:`sum_gradients`. It
+    leaves gradients of earlier steps, which are equal on all ranks, as they are."""
+    size = parallel_group(group).size
+    if size == 1:
+        return
+    params = list(dict.fromkeys(params))
+    sum_gradients(params, group)
+    for param in params:
+        for grad in gradient_terms(param):
+            grad.div_(size)
+
+
 def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
     """Returns the gradients in lists of one dtype and device, of about 64 MiB, in their order; none that is empty."""
     buckets: list[list[Tensor]] = []

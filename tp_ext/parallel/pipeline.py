@@ -330,7 +330,7 @@ def _check_expert_mesh(model: nn.Module, options: dict[str, Any]) -> None:
         group = module.expert_group
         assert isinstance(group, ParallelGroup)
         shared = sorted(along & set(global_ranks(group.name)))
-        if group.size > 1 and len(shared) > 1:
+        if len(shared) > 1:
             raise ValueError(
                 f"fsdp: {name} holds the ranks {shared}, which have different experts; pass a mapping with the data "
                 "axes as 'mesh' and those without the expert group's as 'expert_mesh'"

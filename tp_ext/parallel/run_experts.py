@@ -26,11 +26,11 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, zero: int, recompute: str 
         group = module.expert_group
         assert isinstance(group, ParallelGroup)
         ranks = global_ranks(group.name)
-        if group.size > 1 and ranks != ep:
+        if ranks != ep:
             raise ValueError(f"model: expert_group of {names[id(module)]!r}, ranks {ranks}, must be mesh['ep']")
-        if group.size > 1 and zero == 1:
+        if zero == 1:
             raise ValueError("zero: 1 must be 0, 2 or 3 for a model whose experts are sharded over several ranks")
-        if group.size > 1 and zero > 1 and recompute == "selective":
+        if zero > 1 and recompute == "selective":
             # FSDP2's hooks of the experts are in the block, and selective checkpointing counts their operators
             raise ValueError(
                 f"recompute: 'selective' must be None or 'full' with zero = {zero} for a model whose experts are "
