@@ -17,34 +17,93 @@ namespace {
 using Vector = float __attribute__((vector_size(64), aligned(4)));
 constexpr int64_t kLanes = 16;
 
-// Prefetches kLines lines of each of rows rows into the second cache. An address beyond the matrix
-// does no harm
-template <int kLines>
-TP_INLINE void fetch_rows(const float* from, int64_t stride, int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int n = 0; n < kLines; ++n)
-      __builtin_prefetch(reinterpret_cast<const char*>(from) + (r * stride + n * kLanes) * 4, 0, 2);
+// Prefetches the lines of rows x columns elements, row after row, into the second cache, a few at a
+// time between the instructions that compute: in one burst they would wait for each other. An address
+// beyond the matrix does no harm
+template <bool written = false>
+class Ahead {
+ public:
+  TP_INLINE Ahead(const float* from, int64_t stride, int64_t rows, int64_t columns)
+      : row_(from), stride_(stride), rows_(rows), columns_(columns) {}
+  TP_INLINE void fetch(int64_t lines) {
+    for (int64_t n = 0; n < lines && rows_ > 0; ++n) {
+      __builtin_prefetch(row_ + column_, written, 2);
+      column_ += kLanes;
+      if (column_ < columns_) continue;
+      column_ = 0;
+      row_ += stride_;
+      --rows_;
+    }
+  }
+
+ private:
+  const float* row_;
+  const int64_t stride_;
+  int64_t rows_;
+  const int64_t columns_;
+  int64_t column_ = 0;
+};
+
+// The lines to fetch in each of calls
+TP_INLINE int64_t each_of(int64_t lines, int64_t calls) {
+  return std::max<int64_t>(1, (lines + calls / 2) / calls);
 }
 
+// Exchanges the lanes whose index has the bit half with those of rows whose index has it
+template <int half>
+TP_INLINE void exchange(Vector (&rows)[kLanes]) {
+  using Indices = int __attribute__((vector_size(64)));
+  Indices low{}, high{};
+  for (int n = 0; n < kLanes; ++n) {
+    low[n] = n & half ? n - half + kLanes : n;
+    high[n] = n & half ? n + kLanes : n + half;
+  }
+  for (int n = 0; n < kLanes; ++n) {
+    if (n & half) continue;
+    const Vector a = rows[n], b = rows[n + half];
+    rows[n] = __builtin_shuffle(a, b, low);
+    rows[n + half] = __builtin_shuffle(a, b, high);
+  }
+}
+
+TP_INLINE void transpose(Vector (&rows)[kLanes]) {
+  exchange<8>(rows);
+  exchange<4>(rows);
+  exchange<2>(rows);
+  exchange<1>(rows);
+}
+
+TP_INLINE Vector& vector_at(float* p) { return *reinterpret_cast<Vector*>(p); }
+TP_INLINE const Vector& vector_at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
+
 // c [R, 16 N] (+)= a b over k, in registers: a [R, k] any strides, b [k, 16 N]. The sum over k is
-// added to c at its end, which keeps long sums accurate
-template <int R, int N, bool add>
+// added to c at its end, which keeps long sums accurate. Calls fetch() for each kSteps of k
+constexpr int64_t kSteps = 4;
+template <int R, int N, bool add, typename Fetch>
 TP_INLINE void block(int64_t k_end, const float* a, int64_t a_row, int64_t a_k, const float* b,
-                     int64_t b_k, float* c, int64_t c_row) {
+                     int64_t b_k, float* c, int64_t c_row, const Fetch& fetch) {
   Vector sums[R][N] = {};
-#pragma GCC unroll 1
-  for (int64_t k = 0; k < k_end; ++k) {
+  const auto step = [&](int64_t k) TP_INLINED {
     Vector v[N];
-    for (int n = 0; n < N; ++n) v[n] = *reinterpret_cast<const Vector*>(b + k * b_k + n * kLanes);
+    for (int n = 0; n < N; ++n) v[n] = vector_at(b + k * b_k + n * kLanes);
     for (int r = 0; r < R; ++r) {
       const float factor = a[r * a_row + k * a_k];
       for (int n = 0; n < N; ++n) sums[r][n] += v[n] * factor;
     }
+  };
+  int64_t k = 0;
+#pragma GCC unroll 1
+  for (; k + kSteps <= k_end; k += kSteps) {
+    fetch();
+#pragma GCC unroll 4
+    for (int64_t s = 0; s < kSteps; ++s) step(k + s);
   }
+#pragma GCC unroll 1
+  for (; k < k_end; ++k) step(k);
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) {
-      auto* to = reinterpret_cast<Vector*>(c + r * c_row + n * kLanes);
-      *to = add ? *to + sums[r][n] : sums[r][n];
+      Vector& to = vector_at(c + r * c_row + n * kLanes);
+      to = add ? to + sums[r][n] : sums[r][n];
     }
 }
 
@@ -54,47 +113,67 @@ bool supported() { return has_avx512(); }
 
 TP_AVX512 void logits(const float* x_columns, const float* w, float* y, int64_t stride,
                       int64_t tokens, int64_t hidden, int64_t begin, int64_t end) {
-  constexpr int64_t rows = 4, deep = 64;  // of w, and of its columns: x_columns stays in L1
-  alignas(64) float transposed[kColumns * kMost];
+  constexpr int64_t rows = 8, ahead = 2 * rows, deep = 256;  // of w, and of its columns
+  constexpr int wide = 3;                                    // vectors of tokens
+  alignas(64) float columns[kColumns * kMost];
   for (int64_t v = begin; v < end; v += kColumns) {
-    for (int64_t k = 0; k < hidden; k += deep)
-      for (int64_t t = 0; t < kColumns; t += rows) {
-        const float* a = w + (v + t) * hidden + k;
-        fetch_rows<4>(t + 2 * rows < kColumns ? a + 2 * rows * hidden
-                      : k + deep < hidden     ? a + (2 * rows - kColumns) * hidden + deep
-                                              : a + 2 * rows * hidden - k,
-                      hidden, rows);
-        float* to = transposed + t * kMost;
-        const float* b = x_columns + k * kMost;
-        if (k == 0)
-          block<rows, kMost / kLanes, false>(deep, a, hidden, 1, b, kMost, to, kMost);
-        else
-          block<rows, kMost / kLanes, true>(deep, a, hidden, 1, b, kMost, to, kMost);
+    Ahead next(w + (v + ahead) * hidden, hidden, kColumns, hidden);
+    Ahead<true> out(y + v, stride, tokens, kColumns);
+    bool even = false;
+    const auto fetch = [&]() TP_INLINED {
+      next.fetch(1);
+      if ((even = !even)) out.fetch(1);
+    };
+    for (int64_t t = 0; t < kColumns; t += rows)
+      for (int64_t k = 0; k < hidden; k += deep)
+        for (int64_t m = 0; m < kMost; m += wide * kLanes) {
+          const int64_t depth = std::min(deep, hidden - k);
+          const float *a = w + (v + t) * hidden + k, *b = x_columns + k * kMost + m;
+          float* to = columns + t * kMost + m;
+          if (k == 0)
+            block<rows, wide, false>(depth, a, hidden, 1, b, kMost, to, kMost, fetch);
+          else
+            block<rows, wide, true>(depth, a, hidden, 1, b, kMost, to, kMost, fetch);
+        }
+    for (int64_t m = 0; m < tokens; m += kLanes)
+      for (int64_t t = 0; t < kColumns; t += kLanes) {
+        Vector square[kLanes];
+        for (int n = 0; n < kLanes; ++n) square[n] = vector_at(columns + (t + n) * kMost + m);
+        transpose(square);
+        for (int n = 0; n < kLanes; ++n)
+          if (m + n < tokens) vector_at(y + (m + n) * stride + v + t) = square[n];
       }
-    for (int64_t m = 0; m < tokens; ++m)
-      for (int64_t t = 0; t < kColumns; ++t) y[m * stride + v + t] = transposed[t * kMost + m];
   }
 }
 
-TP_AVX512 void input_grad(const float* dy, int64_t stride, const float* w, float* dx,
+TP_AVX512 void input_grad(const float* dy, int64_t stride, const float* w, float* dx_blocks,
                           int64_t tokens, int64_t vocab, int64_t hidden, int64_t begin,
                           int64_t end) {
-  constexpr int64_t deep = 64;  // rows of w
-  alignas(64) float packed[kMost * deep];
-  const int64_t blocks = (tokens + kRows - 1) / kRows, each = (deep + blocks - 1) / blocks;
-  for (int64_t v = 0; v < vocab; v += deep) {
-    const int64_t depth = std::min(deep, vocab - v);
-    for (int64_t m = 0; m < blocks * kRows; ++m)
-      for (int64_t k = 0; k < depth; ++k)
-        packed[(m / kRows * deep + k) * kRows + m % kRows] =
-            m < tokens ? dy[m * stride + v + k] : 0.0f;
-    for (int64_t h = begin; h < end; h += kColumns) {
-      const float* b = w + v * hidden + h;
-      const float* next = h + kColumns < end ? b + kColumns : b + deep * hidden - h + begin;
-      for (int64_t m = 0; m < blocks; ++m) {
-        fetch_rows<4>(next + m * each * hidden, hidden, std::min(each, deep - m * each));
-        block<kRows, kColumns / kLanes, true>(depth, packed + m * deep * kRows, 1, kRows, b, hidden,
-                                              dx + m * kRows * hidden + h, hidden);
+  constexpr int64_t panel = 2048;  // columns of w, whose next rows stay in the second cache, as dx
+  constexpr int64_t deep = 64;     // rows of w
+  alignas(64) float packed[kMost * deep] = {}, tile[deep * kColumns];
+  const int64_t blocks = (tokens + kRows - 1) / kRows;
+  for (int64_t p = begin; p < end; p += panel) {
+    const int64_t until = std::min(p + panel, end), wide = until - p,
+                  all = blocks * wide / kColumns;
+    const int64_t each = each_of(deep * wide / kLanes, all * deep / kSteps);
+    const int64_t each_factor = each_of(tokens * deep / kLanes, all);
+    for (int64_t v = 0; v < vocab; v += deep) {
+      const int64_t depth = std::min(deep, vocab - v);
+      for (int64_t m = 0; m < tokens; ++m)
+        std::copy_n(dy + m * stride + v, depth, packed + m * deep);
+      Ahead next(w + (v + deep) * hidden + p, hidden, deep, wide);
+      Ahead factors(dy + v + deep, stride, tokens, deep);
+      for (int64_t h = p; h < until; h += kColumns) {
+        for (int64_t k = 0; k < depth; ++k)
+          std::copy_n(w + (v + k) * hidden + h, kColumns, tile + k * kColumns);
+        for (int64_t m = 0; m < blocks; ++m) {
+          factors.fetch(each_factor);
+          block<kRows, kColumns / kLanes, true>(depth, packed + m * kRows * deep, deep, 1, tile,
+                                                kColumns,
+                                                dx_blocks + (h * blocks + m * kColumns) * kRows,
+                                                kColumns, [&]() TP_INLINED { next.fetch(each); });
+        }
       }
     }
   }
@@ -102,33 +181,50 @@ TP_AVX512 void input_grad(const float* dy, int64_t stride, const float* w, float
 
 TP_AVX512 void weight_grad(const float* dy, int64_t stride, const float* x_blocks, float* dw,
                            int64_t tokens, int64_t hidden, bool add, int64_t begin, int64_t end) {
-  constexpr int64_t most = 32;  // blocks whose factors are packed at a time
-  alignas(64) float packed[most * kRows * kMost];
-  for (int64_t v = begin; v < end; v += most * kRows) {
-    const int64_t rows = std::min(most * kRows, end - v), blocks = rows / kRows;
-    for (int64_t k = 0; k < tokens; ++k)
-      for (int64_t r = 0; r < blocks * kRows; ++r)
-        packed[(r / kRows * tokens + k) * kRows + r % kRows] = dy[k * stride + v + r];
-    for (int64_t h = 0; h < hidden; h += kColumns) {
-      const float* b = x_blocks + h * tokens;
-      for (int64_t m = 0; m < blocks; ++m) {
-        float* c = dw + (v + m * kRows) * hidden + h;
-        fetch_rows<4>(
-            m + 2 < blocks ? c + 2 * kRows * hidden : c + (2 - blocks) * kRows * hidden + kColumns,
-            hidden, kRows);
-        const float* a = packed + m * tokens * kRows;
-        if (add)
-          block<kRows, kColumns / kLanes, true>(tokens, a, 1, kRows, b, kColumns, c, hidden);
-        else
-          block<kRows, kColumns / kLanes, false>(tokens, a, 1, kRows, b, kColumns, c, hidden);
+  constexpr int64_t panel = 1024;       // columns; of x they stay in the second cache
+  constexpr int64_t deep = 3 * kLanes;  // rows of dw whose factors are packed at a time
+  static_assert(deep % kRows == 0);
+  alignas(64) float packed[deep * kMost];
+  const auto none = []() TP_INLINED {};
+  const int64_t each = each_of(kRows * kColumns / kLanes, tokens / kSteps);
+  for (int64_t p = 0; p < hidden; p += panel) {
+    const int64_t until = std::min(p + panel, hidden);
+    const int64_t each_factor =
+        each_of(tokens * deep / kLanes, (until - p) / kColumns * deep / kRows);
+    for (int64_t v = begin; v < end; v += deep) {
+      const int64_t rows = std::min(deep, end - v), squares = rows / kLanes * kLanes;
+      for (int64_t m = 0; m < tokens; m += kLanes)
+        for (int64_t t = 0; t < squares; t += kLanes) {
+          Vector square[kLanes];
+          for (int n = 0; n < kLanes; ++n)
+            square[n] = m + n < tokens ? vector_at(dy + (m + n) * stride + v + t) : Vector{};
+          transpose(square);
+          for (int n = 0; n < kLanes; ++n) vector_at(packed + (t + n) * kMost + m) = square[n];
+        }
+      for (int64_t t = squares; t < rows; ++t)
+        for (int64_t m = 0; m < tokens; ++m) packed[t * kMost + m] = dy[m * stride + v + t];
+      Ahead factors(dy + v + deep, stride, tokens, deep);
+      for (int64_t t = 0; t < rows;) {
+        const int64_t some = t + kRows <= rows ? kRows : 1;
+        const float* a = packed + t * kMost;
+        for (int64_t h = p; h < until; h += kColumns) {
+          const float* b = x_blocks + h * tokens;
+          float* c = dw + (v + t) * hidden + h;
+          factors.fetch(each_factor);
+          Ahead<true> next(c + kRows * hidden, hidden, kRows, kColumns);
+          const auto fetch = [&]() TP_INLINED { next.fetch(each); };
+          constexpr int wide = kColumns / kLanes;
+          if (some == 1 && add)
+            block<1, wide, true>(tokens, a, kMost, 1, b, kColumns, c, hidden, none);
+          else if (some == 1)
+            block<1, wide, false>(tokens, a, kMost, 1, b, kColumns, c, hidden, none);
+          else if (add)
+            block<kRows, wide, true>(tokens, a, kMost, 1, b, kColumns, c, hidden, fetch);
+          else
+            block<kRows, wide, false>(tokens, a, kMost, 1, b, kColumns, c, hidden, fetch);
+        }
+        t += some;
       }
-      for (int64_t r = blocks * kRows; r < rows; ++r)
-        if (add)
-          block<1, kColumns / kLanes, true>(tokens, dy + v + r, 0, stride, b, kColumns,
-                                            dw + (v + r) * hidden + h, hidden);
-        else
-          block<1, kColumns / kLanes, false>(tokens, dy + v + r, 0, stride, b, kColumns,
-                                             dw + (v + r) * hidden + h, hidden);
     }
   }
 }

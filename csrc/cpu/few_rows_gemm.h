@@ -1,8 +1,8 @@
 // fp32 products of a few rows, the tokens of a chunk, with a matrix of many: the weight of a
 // vocabulary. A library's product first copies the large operand into blocks for its registers,
 // which pays off after some hundred rows; at 96 it takes a third of the time. Here each element of
-// the large matrix is read where it lies, once, by the instructions that compute, and the lines of
-// the next block are prefetched meanwhile.
+// the large matrix is read where it lies, once, by the instructions that compute, row after row: the
+// lines of the next rows are prefetched meanwhile, one at a time.
 //
 //   logits       y [tokens, vocab] = x w^T        split by rows of w
 //   input_grad   dx [tokens, hidden] += dy w      split by columns of w
@@ -29,8 +29,9 @@ bool supported();
 void logits(const float* x_columns, const float* w, float* y, int64_t stride, int64_t tokens,
             int64_t hidden, int64_t begin, int64_t end);
 
-// dx has tokens rounded up to a multiple of kRows; begin and end are multiples of kColumns
-void input_grad(const float* dy, int64_t stride, const float* w, float* dx, int64_t tokens,
+// dx_blocks [hidden / kColumns, tokens rounded up to a multiple of kRows, kColumns] is dx in blocks
+// of columns; begin and end are multiples of kColumns
+void input_grad(const float* dy, int64_t stride, const float* w, float* dx_blocks, int64_t tokens,
                 int64_t vocab, int64_t hidden, int64_t begin, int64_t end);
 
 // x_blocks [hidden / kColumns, tokens, kColumns] is x in blocks of columns

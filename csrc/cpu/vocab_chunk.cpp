@@ -58,13 +58,14 @@ Tensor chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
   const int64_t tokens = dlogits.size(0), hidden = weight.size(1);
   if (!few_rows(dlogits, weight, weight)) return composed::vocab_chunk_input_grad(dlogits, weight);
   const int64_t rows = (tokens + few_rows::kRows - 1) / few_rows::kRows * few_rows::kRows;
-  const Tensor dx = at::zeros({rows, hidden}, weight.options());
+  const Tensor blocks =
+      at::zeros({hidden / few_rows::kColumns, rows, few_rows::kColumns}, weight.options());
   in_blocks(hidden, [&](int64_t begin, int64_t end) {
     few_rows::input_grad(dlogits.const_data_ptr<float>(), dlogits.stride(0),
-                         weight.const_data_ptr<float>(), dx.mutable_data_ptr<float>(), tokens,
+                         weight.const_data_ptr<float>(), blocks.mutable_data_ptr<float>(), tokens,
                          weight.size(0), hidden, begin, end);
   });
-  return dx.narrow(0, 0, tokens);
+  return blocks.narrow(1, 0, tokens).transpose(0, 1).reshape({tokens, hidden});
 }
 
 void chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add) {

@@ -5,9 +5,10 @@ import torch
 
 from tp_ext import _ops
 
-# Products that the kernels compute, at the ends of their blocks: 4 and 64 rows of the weight, 6 and 96 tokens, 192 rows
-# of its gradient; and products left to torch, by tokens, hidden size or vocabulary
-SHAPES = [(96, 64, 192), (93, 128, 391), (32, 192, 64), (37, 64, 1000), (97, 64, 192), (31, 64, 192), (40, 65, 192)]
+# Products that the kernels compute, at the ends of their blocks: 16, 48 and 64 rows of the weight, 6, 16 and 96 tokens,
+# 1024 and, of each of two threads, 2048 columns; and products left to torch, by tokens, hidden size or vocabulary
+KERNELS = [(96, 64, 192), (93, 128, 391), (32, 192, 64), (37, 64, 1000), (45, 4224, 130)]
+SHAPES = [*KERNELS, (97, 64, 192), (31, 64, 192), (40, 65, 192)]
 
 
 def operands(tokens, hidden, vocab, dtype=torch.float32, device="cpu"):
