@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import tp_ext
-from benchmarks.lib import interleave, report
+from benchmarks.lib import interleave, report, timing
 from benchmarks.lib.report import Record
 
 RANKS, TOKENS = 2, 2048
@@ -35,10 +35,11 @@ def operands(hidden: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=1)
 def leaves(hidden: int, vocab: int, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight and target; with a rank, its rows of the weight."""
+    """x, weight and target; with a rank, its rows of the weight. A step of any case finds its memory in the process."""
     x, weight, target = operands(hidden, vocab)
     if rank is not None:
         weight = weight.tensor_split(RANKS)[rank].clone()
+    timing.keep_memory(2 * 4 * (2 * TOKENS * len(weight) + weight.numel()))
     return x.requires_grad_(), weight.requires_grad_(), target
 
 
