@@ -1,4 +1,4 @@
-"""Which atoms are sharded: an exact choice among those that nothing pins.
+"""Exact choice of the sharded atoms among those that nothing pins.
 
 A candidate is an atom that is the slowest of a dim of a parameter, or of most parts of one: the dim can be sharded
 by it. One candidate shards many parameters: all those in which its atom occurs. No parameter is sharded twice, so
@@ -99,7 +99,7 @@ def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> 
 
 
 def _is_consistent(decision: Decision, where: Mapping[Atom, set[tuple[int, int]]]) -> bool:
-    """Whether the decision shards every parameter that has its atoms, each on the one dim that has them."""
+    """True if the decision shards every parameter that has its atoms, each on the one dim that has them."""
     sharded = {(cut.id, cut.sharding.dim) for cut in decision.parameters.values()}
     return all(where[atom] <= sharded for atom in decision.sharded if atom in where)
 
@@ -227,7 +227,7 @@ def _heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list
 
 
 def carries(record: Record, tensor: Tensor, sharded: Iterable[Atom]) -> bool:
-    """Whether a tensor has one of these atoms in a dim."""
+    """True if a tensor has one of these atoms in a dim."""
     labels = record.dims.get(id(tensor), ())
     return any(contains(label, atom) for label in labels for atom in sharded)
 

@@ -95,7 +95,7 @@ def _become(atom: Atom, dim: Dim) -> None:
 
 
 def edges(atom: Atom) -> list[int]:
-    """Where the parts of a concatenation end, but for the last."""
+    """Ends of the parts of a concatenation, but for the last."""
     assert atom.parts is not None
     return list(itertools.accumulate(length(part) for part in atom.parts))[:-1]
 

@@ -1,4 +1,4 @@
-"""What a plan does to a model at the boundaries of its modules: plain data, that JSON holds."""
+"""Changes that a plan makes at the boundaries of modules: plain data, which JSON can hold."""
 
 from __future__ import annotations
 

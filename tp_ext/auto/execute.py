@@ -187,7 +187,7 @@ class _Applied:
         self.register_hooks(own_input)
 
     def sums_own_input(self, one: Copy) -> bool:
-        """Whether a copy is that of the input of one column layer alone, which sums dx under its own GEMM."""
+        """True if a copy is that of the input of one column layer alone, which sums dx under its own GEMM."""
         is_column = one.kind == "argument" and self.plan.roles.get(one.module) == "column"
         return is_column and isinstance(self.model.get_submodule(one.module), nn.Linear)
 

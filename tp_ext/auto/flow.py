@@ -1,4 +1,4 @@
-"""Where a plan communicates: types of tensors and of their gradients, and the boundaries at which both are completed.
+"""Communication of a plan: types of tensors and of their gradients, and the boundaries at which both are completed.
 
 A tensor is sharded (it has a sharded atom), partial (its sum over the ranks is the tensor), or replicated. A
 contraction of a sharded atom makes its result partial; linear operators keep it so until an output of the module,
@@ -209,7 +209,7 @@ class Finder:
             self.problem(module, f"partial sums inside {module} never leave it as an output")
 
     def is_partial_in(self, tensor: Tensor, step: Step) -> bool:
-        """Whether a tensor is partial for an operator; outside of the module that made it so it has been summed."""
+        """True if a tensor is partial for an operator; outside of the module that made it so it has been summed."""
         module = self.partial.get(id(tensor))
         return module is not None and (step.module == module or step.module.startswith(module + "."))
 
@@ -328,7 +328,7 @@ class Finder:
         return types
 
     def are_known(self, tensor: Tensor, places: list[int]) -> bool:
-        """Whether the tokens that the uses of a tensor have sharded are known where a boundary begins."""
+        """True if the tokens that the uses of a tensor have sharded are known where a boundary begins."""
         tokens = self.tokens
         if tokens is None:
             return False

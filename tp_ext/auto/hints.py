@@ -21,7 +21,7 @@ def check_hints(model: nn.Module, hints: Mapping[str, str | P]) -> None:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a pattern fits a parameter or a module around it."""
+    """True if a pattern fits a parameter or a module around it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 

@@ -55,7 +55,7 @@ class MismatchError(Exception):
 
 @dataclass
 class Localized:
-    """What the local model of a rank is made of."""
+    """Parts of the local model of a rank."""
 
     model: nn.Module
     example: Any
@@ -207,12 +207,12 @@ def digest(calls: Sequence[PythonCall]) -> str:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is the ``Conv1D`` of transformers: a linear layer with weight ``[in, out]``."""
+    """True if a module is the ``Conv1D`` of transformers: a linear layer with weight ``[in, out]``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def looks_up(module: nn.Embedding) -> bool:
-    """Whether an embedding's forward is torch's, or calls it by ``super()``."""
+    """True if an embedding's forward is torch's, or calls it by ``super()``."""
     forward = type(module).forward
     return module.max_norm is None and (
         forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars

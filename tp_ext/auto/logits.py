@@ -100,7 +100,7 @@ def local(x: Any) -> Any:
 
 
 def _writes(name: str) -> bool:
-    """Whether a function of this name writes into its first argument."""
+    """True if a function of this name writes into its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in OPERATORS
 
 

@@ -162,7 +162,7 @@ class _Planner:
         return found
 
     def may_shard(self, name: str, dim: int) -> bool:
-        """Whether hints, and the rounds before, allow a parameter to be sharded on a dim."""
+        """True if hints, and the rounds before, allow a parameter to be sharded on a dim."""
         if name in self.why:
             return False
         for alias in self.names[name]:
@@ -231,7 +231,7 @@ class _Planner:
         return _State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
 
     def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
-        """Which modules are replaced by layers: linear layers and embeddings that use their own weight."""
+        """Modules that layers replace, with their roles: linear layers and embeddings that use their own weight."""
         roles: dict[str, str] = {}
         for name, found in cuts.items():
             for alias in self.names[name]:

@@ -22,7 +22,7 @@ VERSION = 3
 
 @dataclass
 class Plan:
-    """How a model is sharded over p ranks: plain data, the same on every rank, made by :func:`tp_ext.auto.plan`.
+    """The sharding of a model over p ranks: plain data, the same on every rank, made by :func:`tp_ext.auto.plan`.
 
     Attributes:
         p: number of ranks. shardings: name of a parameter -> :class:`~tp_ext.Sharding`; each name of a tied one. whole:

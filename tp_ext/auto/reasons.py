@@ -83,7 +83,7 @@ def traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record:
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether the last of the Python code that raised an exception is of this package: rules, hints, constraints."""
+    """True if the last of the Python code that raised an exception is of this package: rules, hints, constraints."""
     last = extract_tb(error.__traceback__)[-1].filename
     return last.startswith(OWN) and not last.endswith("trace.py")
 

@@ -1,4 +1,4 @@
-"""How each operator relates the dims of its tensors: one rule for each operator, by its name in torch or by
+"""Rules that relate the dims of the tensors of an operator: one for each operator, by its name in torch or by
 ``ns::name``.
 
 A rule is a line of notation or a function of an :class:`Op`. Notation: the dims of each tensor, tensors separated by

@@ -98,7 +98,7 @@ class RandomCall:
 
 
 class Record:
-    """What one run of a model did. Tensors are fakes, kept alive so that their ids stay theirs."""
+    """Record of one run of a model. Tensors are fakes, kept alive so that their ids stay theirs."""
 
     def __init__(self) -> None:
         self.dims: dict[int, list[Dim]] = {}

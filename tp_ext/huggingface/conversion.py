@@ -1,4 +1,4 @@
-"""Which tensors of the files make which tensors of a model: the conversions that transformers knows for its class.
+"""Mapping of the tensors of files to those of a model: the conversions that transformers knows for its class.
 
 Most are one tensor under one name, or under another. Others join or split tensors, such as the experts of Mixtral:
 transformers converts those, all of a group at a time."""

@@ -21,7 +21,7 @@ BALANCE_OVER = ("batch", "sequence")
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How tokens choose experts. With logits l = x W^T of a token, in fp32 (fp64 of an fp64 layer):
+    """The rule by which tokens choose experts. With logits l = x W^T of a token, in fp32 (fp64 of an fp64 layer):
 
     ::
 

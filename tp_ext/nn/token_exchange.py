@@ -31,7 +31,7 @@ class Linear(NamedTuple):
 
 
 class TokenExchange(NamedTuple):
-    """Where the slots (token, choice) of this rank go, and what comes from the others.
+    """Destinations of the slots (token, choice) of this rank, and sizes of the rows from other ranks.
 
     Attributes:
         group: the expert group.
