@@ -31,6 +31,7 @@ class LinearLossGrads {
         main_grad_(main_grad) {}
 
   void add(const Chunk& chunk, const Tensor& x, const Tensor& dlogits) {
+    if (pending_) take();  // before input_grad takes memory
     if (wants_x_) add_x(chunk, input_grad(dlogits, weight_, traced_));
     if (wants_w_) {
       if (main_grad_.has_value())
@@ -55,7 +56,6 @@ class LinearLossGrads {
  private:
   void add_x(const Chunk& chunk, const Tensor& part) {
     if (traced_) return parts_.push_back(part);
-    if (pending_) take();
     pending_.emplace(call_.sequence_parallel()
                          ? comm::reduce_scatter_async(part, call_.group, 0, chunk.tokens)
                          : comm::all_reduce_async(part, call_.group));
