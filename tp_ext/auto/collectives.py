@@ -52,6 +52,8 @@ def collectives_of(record: Record, p: int, state: State, activations: bool = Fal
         for _, tensor in tensors(record.output):
             if carries(record, tensor, state.heads_atoms):
                 found.append(Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor)))
+    outputs = dict(tensors(record.output))
+    found += [Collective("all-gather", "", "forward", _bytes(outputs[one.path])) for one in state.flow.gathers]
     for copy, tensor in zip(state.flow.copies, state.flow.copied, strict=True):
         if id(tensor) in differentiable and not (activations and copy.kind == "parameter"):
             found.append(Collective("all-reduce", copy.module, "backward", _bytes(tensor)))

@@ -71,6 +71,15 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """An output of the model that has a sharded dim, such as attention weights: all-gathered, its gradient sliced
+    (:func:`tp_ext.gather_from_region`)."""
+
+    path: Path
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
 class Draw:
     """A call that draws a random mask: ``F.dropout`` or ``F.scaled_dot_product_attention``, in order within its module.
 

@@ -17,6 +17,7 @@ from tp_ext.auto.hooks import (
     CopyArguments,
     CopyOutput,
     EnterParameters,
+    GatherOutput,
     LeaveParameters,
     SliceArgument,
     SumOutput,
@@ -291,6 +292,8 @@ class _Applied:
             model.get_submodule(name).register_forward_hook(ShardLogits(group, sizes))
         if plan.heads:
             model.register_forward_hook(FullLogits())
+        for gather in plan.gathers:
+            model.register_forward_hook(GatherOutput(gather.path, gather.sharding, group))
         if self.tokens is not None:
             model.register_forward_hook(EndForward(self.tokens), always_call=True)
 

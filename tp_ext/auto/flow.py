@@ -10,7 +10,7 @@ made of. The sums are the f and g of Megatron-LM (arXiv:1909.08053, section 3), 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,33 +18,18 @@ from torch import Tensor
 
 from tp_ext.auto.choose import Decision, carries
 from tp_ext.auto.dims import Atom, contains
-from tp_ext.auto.edits import Copy, Path, Slice, Sum
+from tp_ext.auto.edits import Copy, Gather, Path, Slice, Sum
+from tp_ext.auto.partial_sums import PartialSums, Problem
 from tp_ext.auto.sliced_constants import VIEWS, Constants
 from tp_ext.auto.trace import Call, Record, Step, tensors
 from tp_ext.sharding import Sharding
 
-LINEAR = VIEWS | {
-    "neg", "sum", "mean", "index", "gather", "index_select", "contiguous", "cumsum", "flip", "roll", "constant_pad_nd",
-    "copy_", "positive", "narrow", "index_add", "index_add_", "scatter_add", "index_put", "index_put_",
-}  # fmt: skip
 SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
-UNIFORM = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
-ADDED_FIRST = ("addmm", "baddbmm", "addbmm")
-
 COMPLETE, PARTIAL = "complete", "partial"  # types of gradients
 SHARDS = "of shards"  # partial while tokens are sharded, else complete
 Types = frozenset[str]
 NOTHING: Types = frozenset()
 SUMMED = (frozenset({PARTIAL}), frozenset({SHARDS}))  # one of these may be summed: all of it, or none
-
-
-@dataclass
-class Problem:
-    """Why modules or parameters must stay whole."""
-
-    name: str  # a module or a parameter
-    text: str
-    steps: tuple[int, ...] = ()  # operators on shards of tokens that cause it
 
 
 @dataclass
@@ -54,6 +39,8 @@ class Flow:
     copies: list[Copy] = field(default_factory=list)
     sums: list[Sum] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
+    gathers: list[Gather] = field(default_factory=list)
+    refused_inputs: list[Path] = field(default_factory=list)  # those whose gradient would stay partial
     buffers: dict[str, list[Sharding]] = field(default_factory=dict)
     local: set[int] = field(default_factory=set)  # ids of tensors whose sharded dims have local lengths
     copied: list[Tensor] = field(default_factory=list)  # the tensors of ``copies``
@@ -96,16 +83,20 @@ class Finder:
         whole_heads: set[Atom],
         cut: Mapping[str, Decision],
         tokens: Sharded | None = None,
+        banned: frozenset[Copy] = frozenset(),
     ) -> None:
         self.tokens = tokens
         self.record, self.chosen, self.roles, self.whole_heads, self.cut = record, chosen, roles, whole_heads, cut
         self.atoms = [atom for decision in chosen for atom in decision.sharded]
         self.by_id = {id(t): t for t in record.kept}
         self.sharded = {i for i, t in self.by_id.items() if carries(record, t, self.atoms)}
-        self.partial: dict[int, str] = {}  # id -> module in which the tensor became partial
+        self.sums = PartialSums(record, self.atoms, roles, self.sharded)
+        self.partial = self.sums.partial
         self.outputs = {id(t) for _, t in tensors(record.output)}
+        self.inputs = {id(t): path for path, t in record.inputs if t.is_floating_point() or t.is_complex()}
+        # Those of inputs, too: a model may be a part of a larger one
+        self.differentiable = record.differentiable | record.from_inputs
         self.flow = Flow()
-        self.divided: set[str] = set()
         self.calls_with: dict[int, list[tuple[Call, Path]]] = {}
         self.returned_by: dict[int, list[tuple[Call, Path]]] = {}
         self.number_of_calls: dict[str, int] = {}
@@ -118,10 +109,18 @@ class Finder:
         self.used: dict[int, list[tuple[int, Types]]] = {}  # types of a tensor's gradient by the operators that use it
         self.shard_steps: dict[int, set[int]] = {}  # operators on shards that make a tensor's gradient one of shards
         self.summed: dict[tuple[int, int, int], list[Copy]] = {}  # by (id, first and last operator) of the uses
+        self.placed: dict[Copy, set[int]] = {}  # the calls, by their order, at which a sum was placed
+        self.banned = banned  # sums that not every call of their module wants
 
     def find(self) -> Flow:
-        self.forward_types()
-        self.sums_of_outputs()
+        self.sums.find()
+        self.flow.problems += self.sums.problems
+        for call in self.record.calls:
+            for path, tensor in call.outputs:
+                output = Sum(call.module, path)
+                if self.partial.get(id(tensor)) == call.module and output not in self.flow.sums:
+                    self.flow.sums.append(output)
+        self.gathers_of_outputs()
         self.working = [self.works_sharded(step) for step in self.record.steps]
         self.backward_types()
         self.check()
@@ -132,91 +131,36 @@ class Finder:
             self.flow.copied += [self.by_id[id_]] * len(new)
         return self.flow
 
-    def problem(self, name: str, text: str, tensor: Tensor | None = None) -> None:
-        """Adds a problem, of the uses of a tensor."""
+    def problem(self, name: str, text: str, tensor: Tensor | None = None, uses: Iterable[int] | None = None) -> None:
+        """Adds a problem, of some uses of a tensor, by default of all whose gradients are partial."""
         places = self.shard_steps.get(id(tensor), set()) if tensor is not None else set()
-        self.flow.problems.append(Problem(name, text, tuple(sorted(places))))
+        if uses is None:
+            uses = [place for place, types in self.used.get(id(tensor), ()) if PARTIAL in types]
+        self.flow.problems.append(Problem(name, text, tuple(sorted(places)), self.blamed(uses)))
 
-    # ------------------------------------------------------------ forward
-
-    def contracts(self, step: Step) -> bool:
-        return any(contains(step.contracted, atom) for atom in self.atoms)
-
-    def forward_types(self) -> None:
-        partial = self.partial
-        for step in self.record.steps:
-            if step.is_loss:
-                continue
-            if self.contracts(step):
-                if self.roles.get(step.module) in ("row", "vocab"):
-                    continue  # the layer sums its result itself
-                if step.name == "embedding":  # ids of other ranks' rows
-                    where = step.module or "the model"
-                    self.problem(
-                        step.module, f"rows are looked up in {where} ({step.line}), by no forward of nn.Embedding"
-                    )
-                partial.update(dict.fromkeys(map(id, step.outputs), step.module))
-                added = step.inputs[:1] if step.name in ADDED_FIRST else []
-                added = step.inputs[2:] if step.name == "convolution" else added
-                self.add_once(step, added, step.module)
-                continue
-            inside = [t for t in step.inputs if id(t) in partial]
-            if not inside:
-                continue
-            module = partial[id(inside[0])]
-            if step.module != module and not step.module.startswith(module + "."):
-                continue  # summed at the module's output
-            if self.stays_partial(step, inside, module):
-                partial.update(dict.fromkeys(map(id, step.outputs), module))
-            else:
-                self.problem(module, f"partial sums of {module} enter {step.name} ({step.line}) before the module ends")
-
-    def stays_partial(self, step: Step, inside: list[Tensor], module: str) -> bool:
-        if step.name in LINEAR:
-            return True
-        if step.name in ("mul", "mul_", "mm", "bmm"):
-            return len(inside) == 1
-        if step.name in ("div", "div_"):
-            return len(inside) == 1 and id(step.inputs[0]) in self.partial
-        if step.name in ("cat", "stack"):
-            return len(inside) == len(step.inputs)
-        if step.name in ("add", "add_", "sub"):
-            others = [t for t in step.inputs if id(t) not in self.partial]
-            return self.add_once(step, others, module)
-        return False
-
-    def add_once(self, step: Step, added: list[Tensor], module: str) -> bool:
-        """Marks parameters that every rank adds to partial sums: divided by p. False if one is no parameter."""
-        for tensor in added:
-            source = tensor
-            while id(source) in self.record.maker and id(source) not in self.record.parameters:
-                source = self.record.maker[id(source)].inputs[0]
-            if id(source) not in self.record.parameters:
-                if step.name in ADDED_FIRST or step.name == "convolution":
-                    self.problem(module, f"{step.name} in {step.module} adds a replicated tensor to partial sums")
-                return False
-            self.divided.add(self.record.parameters[id(source)][0])
-        return True
-
-    def sums_of_outputs(self) -> None:
-        made_in = set(self.partial.values())
-        for call in self.record.calls:
-            for path, tensor in call.outputs:
-                found = Sum(call.module, path)
-                if self.partial.get(id(tensor)) == call.module and found not in self.flow.sums:
-                    self.flow.sums.append(found)
-        for module in sorted(made_in - {found.module for found in self.flow.sums}):
-            self.problem(module, f"partial sums inside {module} never leave it as an output")
+    def gathers_of_outputs(self) -> None:
+        """The outputs of the model that have a sharded dim, but for logits, which keep their full shape."""
+        for path, tensor in tensors(self.record.output):
+            for dim, label in enumerate(self.record.dims_of(tensor) if id(tensor) in self.sharded else ()):
+                for decision in self.chosen:
+                    if decision.atom in self.whole_heads or not contains(label, decision.atom):
+                        continue
+                    parts = decision.parts(label)
+                    if parts is None:
+                        text = f"dim {dim} of the output {'.'.join(map(str, path))} has a sharded factor inside"
+                        blame = frozenset(decision.sharded)
+                        self.flow.problems.append(Problem("", text, blame=blame))
+                    else:
+                        self.flow.gathers.append(Gather(path, Sharding(dim, parts)))
 
     def is_partial_in(self, tensor: Tensor, step: Step) -> bool:
         """True if a tensor is partial for an operator; outside of the module that made it so it has been summed."""
-        module = self.partial.get(id(tensor))
-        return module is not None and (step.module == module or step.module.startswith(module + "."))
+        return self.sums.is_inside(step, tensor)
 
     def works_sharded(self, step: Step) -> bool:
         if any(id(tensor) in self.sharded or self.is_partial_in(tensor, step) for tensor in step.outputs):
             return True
-        return not step.is_loss and self.contracts(step) and self.roles.get(step.module) not in ("row", "vocab")
+        return not step.is_loss and self.sums.contracts(step) and self.roles.get(step.module) not in ("row", "vocab")
 
     # ------------------------------------------------------------ backward
 
@@ -230,14 +174,14 @@ class Finder:
         for step in reversed(record.steps):
             types: Types = NOTHING
             for tensor in step.outputs:
-                if id(tensor) in record.differentiable:
+                if id(tensor) in self.differentiable:
                     in_place = any(tensor is t for t in step.inputs)
                     types |= self.type_now(tensor) if in_place else self.settle(tensor)
             for tensor in step.inputs:
                 if any(tensor is t for t in step.outputs):
                     continue
                 given = self.converted(step, tensor, self.given(step, tensor, types))
-                if given and id(tensor) in record.differentiable and id(tensor) not in self.sharded:
+                if given and id(tensor) in self.differentiable and id(tensor) not in self.sharded:
                     self.used.setdefault(id(tensor), []).append((step.place, given))
                     if SHARDS in given:
                         own = self.tokens is not None and step.place in self.tokens.steps
@@ -296,7 +240,7 @@ class Finder:
             elif tokens and not self.are_known(tensor, [c.start for c in self.record.calls if c.module == module]):
                 self.problem(name, f"{name} is read by {module}, which begins before tokens are sharded", tensor)
             elif only_partial:
-                self.place(id_, Copy("parameter", module, (own,), divided=name in self.divided, tokens=tokens))
+                self.place(id_, Copy("parameter", module, (own,), divided=name in self.sums.divided, tokens=tokens))
             else:
                 self.problem(name, f"{name} is used by sharded and by replicated work", tensor)
             return complete
@@ -306,14 +250,22 @@ class Finder:
         if not rest:
             return complete
         maker = self.record.maker.get(id_)
-        user = self.record.steps[rest[0][0]]
+        user, places = self.record.steps[rest[0][0]], [place for place, _ in rest]
         if maker is None:
-            self.problem(user.module, f"the gradient of an input is partial in {user.name} ({user.line})", tensor)
+            text = f"the gradient of an input is partial in {user.name} ({user.line})"
+            if id_ in self.inputs and id_ not in self.record.differentiable:
+                self.flow.refused_inputs.append(self.inputs[id_])  # an error where it comes with a gradient
+            else:
+                self.problem(user.module, text, tensor, places)
+            return complete
+        if id_ in self.record.functions:
+            text = f"{self.record.functions[id_]} ({maker.line}) has a partial gradient: it is used by {user.reason}"
+            self.problem(maker.module, text, tensor, places)
             return complete
         if not only_partial:
             uses = f"is used by sharded ({user.name}, {user.line}) and by replicated work"
             text = f"the result of {maker.name} ({maker.line}) {uses}, and no boundary of a module lies between"
-            self.problem(maker.module or user.module, text, tensor)
+            self.problem(maker.module or user.module, text, tensor, places)
             return complete
         if maker.name in VIEWS and id(maker.inputs[0]) in self.sharded:
             return types  # a part of a sharded dim that all ranks hold: its weight's gradient is summed
@@ -335,18 +287,55 @@ class Finder:
         shards = {tokens.steps[place] for place in self.shard_steps.get(id(tensor), ())}
         return all(tokens.entered_before(place, atom) for place in places for atom in shards)
 
+    def unwanted(self) -> set[Copy]:
+        """The sums at modules that are called several times which some call must not make: its gradient there is
+        complete, or is summed elsewhere."""
+        found: set[Copy] = set()
+        for copy, orders in self.placed.items():
+            for call in self.record.calls if self.number_of_calls[copy.module] > 1 else ():
+                if call.module != copy.module or call.order in orders:
+                    continue
+                at = dict(call.outputs if copy.kind == "output" else call.inputs).get(copy.path)
+                if at is not None and (self.used.get(id(at)) or id(at) in self.outputs):
+                    found.add(copy)
+        return found
+
+    def blamed(self, places: Iterable[int]) -> frozenset[Atom]:
+        """The sharded atoms by which the gradients that these operators give their inputs are partial."""
+        found: set[Atom] = set()
+        seen: set[int] = set()
+        left = list(places)
+        while left:
+            place = left.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            step = self.record.steps[place]
+            if self.working[place]:
+                every = [*step.inputs, *step.outputs]
+                found.update(a for a in self.atoms if contains(step.contracted, a))
+                found.update(
+                    a for t in every if id(t) in self.sharded for a in self.atoms if carries(self.record, t, [a])
+                )
+                found.update(a for t in every for a in self.sums.blame.get(id(t), ()))
+            else:
+                left += [use for t in step.outputs for use, types in self.used.get(id(t), ()) if PARTIAL in types]
+        return frozenset(found)
+
     def place(self, id_: int, copy: Copy, start: int = 0, stop: int = sys.maxsize) -> None:
         self.summed.setdefault((id_, start, stop), []).append(copy)
 
     def place_at_output(self, id_: int, source: Tensor, span: tuple[int, int, int] | None) -> bool:
         found = self.returned_by.get(id(source))
-        if not found or self.number_of_calls[found[-1][0].module] > 1:
+        if not found or id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
             return False
         call, path = found[-1]
         tokens = SHARDS in self.type_now(self.by_id[id_])
-        if tokens and not self.are_known(self.by_id[id_], [call.stop]):
+        copy = Copy("output", call.module, path, span, tokens=tokens)
+        if copy in self.banned or (tokens and not self.are_known(self.by_id[id_], [call.stop])):
             return False
-        self.place(id_, Copy("output", call.module, path, span, tokens=tokens))
+        self.placed.setdefault(copy, set()).add(call.order)
+        self.place(id_, copy)
         return True
 
     def place_at_arguments(self, id_: int) -> list[tuple[int, Types]]:
@@ -361,12 +350,19 @@ class Finder:
                 continue
             tokens = SHARDS in left[0][1]
             for path in (path for other, path in self.calls_with[id_] if other is call):
-                self.place(id_, Copy("argument", call.module, path, tokens=tokens), call.start, call.stop)
+                copy = Copy("argument", call.module, path, tokens=tokens)
+                self.placed.setdefault(copy, set()).add(call.order)
+                self.place(id_, copy, call.start, call.stop)
             left = [use for use in left if not call.start <= use[0] < call.stop]
         return rest
 
     def may_sum_argument(self, id_: int, call: Call, at: int) -> bool:
-        if not (call.start <= at < call.stop and call.module and self.number_of_calls[call.module] == 1):
+        if not call.start <= at < call.stop or any(
+            Copy("argument", call.module, path, tokens=tokens) in self.banned
+            for other, path in self.calls_with[id_]
+            for tokens in (False, True)
+            if other is call
+        ):
             return False
         inside = {types for place, types in self.used[id_] if call.start <= place < call.stop}
         known = not any(SHARDS in types for types in inside) or self.are_known(self.by_id[id_], [call.start])
@@ -391,7 +387,7 @@ class Finder:
                 types = frozenset({PARTIAL})
             for tensor in step.inputs:
                 id_ = id(tensor)
-                if id_ not in record.differentiable or id_ in self.sharded or any(tensor is t for t in step.outputs):
+                if id_ not in self.differentiable or id_ in self.sharded or any(tensor is t for t in step.outputs):
                     continue
                 if id_ in self.partial and self.working[step.place]:
                     continue

@@ -88,6 +88,23 @@ class SumOutput:
 
 
 @dataclass
+class GatherOutput:
+    """Gathers an output of the model that has a sharded dim."""
+
+    path: Path
+    sharding: Sharding
+    group: ParallelGroup
+    is_needed_in_stages = True
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return replaced(output, self.path, self.gathered)
+
+    def gathered(self, y: Tensor) -> Tensor:
+        sizes, dim = self.sharding.local_sizes(self.group.size), self.sharding.dim
+        return self.sharding.unshard(_ops.gather_from_region(y, self.group.name, dim, sizes).split(sizes, dim))
+
+
+@dataclass
 class EnterParameters:
     """Parameters of the module, read through a region while its forward runs, so that their gradients are complete.
 

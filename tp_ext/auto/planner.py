@@ -14,19 +14,21 @@ from tp_ext.auto.argument_checks import check_example, check_model, check_option
 from tp_ext.auto.choose import Cut, Decision, carries, choose, local_length
 from tp_ext.auto.collectives import collectives_of, on_the_wire
 from tp_ext.auto.dims import Atom, atoms, contains, length
-from tp_ext.auto.edits import Draw, Output
-from tp_ext.auto.flow import VIEWS, Finder, Flow, Problem
+from tp_ext.auto.edits import Copy, Draw, Output
+from tp_ext.auto.flow import Finder, Flow
 from tp_ext.auto.hints import check_hints, hint_of
 from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, looks_up, merged
+from tp_ext.auto.partial_sums import Problem
 from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.reasons import reason_of, traced
 from tp_ext.auto.rules import from_notation
+from tp_ext.auto.sliced_constants import VIEWS
 from tp_ext.auto.token_search import find_tokens
 from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
 from tp_ext.auto.trace import Record, tensors
 from tp_ext.mesh_program.partition_spec import P
-from tp_ext.sharding import split_sizes
+from tp_ext.sharding import Sharding, split_sizes
 
 MOST_ROUNDS = 40  # of leaving something whole and deciding again
 LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
@@ -210,25 +212,47 @@ class _Planner:
         outputs = {id(t) for _, t in tensors(self.record.output)}
         out = [t for t in self.record.kept if id(t) in outputs]
         losses = [step for step in self.record.steps if step.is_loss]
-        heads_atoms = {
-            one.atom
-            for one in decisions
-            if any(contains(step.contracted, one.atom) for step in losses)
-            or any(carries(self.record, t, [one.atom]) for t in out)
-        }
+        # Logits keep their full shape for the model's code, so only columns that follow each other can be heads; other
+        # outputs with a sharded dim are gathered
+        reached = {a for d in decisions for a in [d.atom] if any(carries(self.record, t, [a]) for t in out)}
+        lost = {d.atom for d in decisions if any(contains(step.contracted, d.atom) for step in losses)}
+        heads_atoms = {one.atom for one in decisions if one.atom in reached | lost and self.is_head(one, roles)}
+        for one in decisions:
+            for found in one.parameters.values() if one.atom in heads_atoms else ():
+                found.sharding = Sharding(found.sharding.dim, [found.sharding.size])
         heads = [
             alias.rpartition(".")[0]
             for name, one in cut.items()
             for alias in self.names[name]
             if one.atom in heads_atoms and roles.get(alias.rpartition(".")[0]) == "column" and alias.endswith(".weight")
         ]
-        finder = Finder(self.record, decisions, roles, heads_atoms, cut)
-        flow = finder.find()
+        finder = self.finder(decisions, roles, heads_atoms, cut)
+        flow = finder.flow
         for name, found in cuts.items():
             is_row = any(roles.get(alias.rpartition(".")[0]) == "row" for alias in self.names[name])
             if is_row and name.endswith(".weight") and any(part.copies > 1 for part in found.sharding.parts):
                 flow.problems.append(Problem(name, f"some of the input features of {name} would be on every rank"))
+        for one in decisions:
+            if one.atom in lost - heads_atoms:
+                text = "its classes are features of other layers, too, and cannot be sharded in the loss"
+                flow.problems.append(Problem("", text, blame=frozenset(one.sharded)))
         return _State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
+
+    def is_head(self, decision: Decision, roles: Mapping[str, str]) -> bool:
+        """True if a decision shards heads, and embeddings tied to them, and nothing else."""
+        owners = [alias.rpartition(".")[0] for name in decision.parameters for alias in self.names[name]]
+        return decision.group is None and all(roles.get(owner) in ("column", "vocab") for owner in owners)
+
+    def finder(self, decisions: list[Decision], roles: dict[str, str], heads: set[Atom], cut: Any) -> Finder:
+        """The communication of these decisions; sums that not every call of their module wants are placed elsewhere."""
+        banned: frozenset[Copy] = frozenset()
+        while True:
+            finder = Finder(self.record, decisions, roles, heads, cut, banned=banned)
+            finder.find()
+            unwanted = finder.unwanted()
+            if not unwanted:
+                return finder
+            banned |= unwanted
 
     def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
         """Modules that layers replace, with their roles: linear layers and embeddings that use their own weight."""
@@ -250,9 +274,9 @@ class _Planner:
     def leave_whole_problems(self, state: _State) -> bool:
         dropped: dict[str, str] = {}
         for problem in state.flow.problems:
-            names = (
-                [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")] if problem.name else []
-            )
+            names = [n for n, one in state.cut.items() if problem.blame.intersection(one.sharded)]
+            if not names and problem.name:
+                names = [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")]
             if not names and "." in problem.name:
                 around = problem.name.rpartition(".")[0]
                 names = [n for n in state.cut if n.startswith(around + ".")]
@@ -395,6 +419,7 @@ class _Planner:
             copies=state.flow.copies,
             sums=state.flow.sums,
             slices=state.flow.slices,
+            gathers=state.flow.gathers,
             draws=self.draws(state),
             patches=merged(state.patches),
             whole={

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tp_ext.auto import picture
-from tp_ext.auto.edits import Collective, Copy, Draw, Output, Slice, Sum, Tokens
+from tp_ext.auto.edits import Collective, Copy, Draw, Gather, Output, Slice, Sum, Tokens
 from tp_ext.sharding import Part, Sharding
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Plan:
         roles: module that is replaced by a layer -> ``"column"``, ``"row"`` or ``"vocab"``.
         heads: the modules among them whose output is sharded over the vocabulary.
         tied: the names of each sharded parameter that has several.
-        copies, sums, slices, draws, buffers: what happens at boundaries of modules (:mod:`tp_ext.auto.edits`).
+        copies, sums, slices, gathers, draws, buffers: what happens at boundaries of modules (:mod:`tp_ext.auto.edits`).
         shapes: name of a parameter -> its full shape.
         example: the example's structure, tensors as shape and dtype; None if it holds other objects.
         proofs: for each rank, a hash of the calls of the local model on fakes, with their shapes.
@@ -53,6 +53,7 @@ class Plan:
     copies: list[Copy]
     sums: list[Sum]
     slices: list[Slice]
+    gathers: list[Gather]
     draws: list[Draw]
     patches: dict[str, dict[str, tuple[int, int | tuple[int, ...]]]]
     whole: dict[str, str]
@@ -102,6 +103,7 @@ class Plan:
         data["slices"] = [
             Slice(one["module"], tuple(one["path"]), _sharding(one["sharding"])) for one in data["slices"]
         ]
+        data["gathers"] = [Gather(tuple(one["path"]), _sharding(one["sharding"])) for one in data["gathers"]]
         data["draws"] = [
             Draw(**{**one, "sizes": None if one["sizes"] is None else tuple(one["sizes"])}) for one in data["draws"]
         ]

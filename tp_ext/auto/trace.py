@@ -29,6 +29,11 @@ from tp_ext.auto.rules import Op, Rule, rule_of
 from tp_ext.mesh_program.partition_spec import P
 
 WITHOUT_GRADIENT = {"detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "empty_like", "full_like"}
+MEMORY_VIEWS = {
+    "view", "_unsafe_view", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "alias",
+    "detach", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "unfold", "diagonal", "as_strided",
+    "view_as_real", "view_as_complex",
+}  # results share the memory of the first argument  # fmt: skip
 WITHOUT_GRADIENT |= {"new_empty", "new_zeros", "new_full", "new_ones", "new_empty_strided", "new_tensor"}
 
 
@@ -78,6 +83,7 @@ class Step:
     contracted: Dim
     reason: Reason  # with the atoms that the operator needs whole
     args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_loss: bool = False
 
     @property
@@ -110,9 +116,15 @@ class Record:
         self.buffers: dict[int, tuple[str, Tensor]] = {}
         self.inputs: list[tuple[Path, Tensor]] = []
         self.differentiable: set[int] = set()
+        self.from_inputs: set[int] = set()  # those that have a gradient if the inputs have
         self.python_calls: list[tuple[str, str, list[Tensor]]] = []
         self.random_calls: list[RandomCall] = []
         self.constraints: list[tuple[Dim, Reason]] = []  # dims that must be sharded
+        self.factories: dict[int, str] = {}  # id of a tensor made of no other -> the operator
+        self.writes: dict[int, list[Step]] = {}  # id of a tensor with memory of its own -> operators that write into it
+        self.functions: dict[int, str] = {}  # id of a result of Python's autograd.Function, or one with a hook -> which
+        self.stored: dict[int, str] = {}  # id of a tensor that an attribute of a module holds at the end -> the module
+        self.problems: list[tuple[str, str]] = []  # modules whose code cannot be sharded, with the reason
         self.output: Any = None
         self.modules = [""]  # those whose forward runs now
         self.paused = False
@@ -123,6 +135,12 @@ class Record:
             found = [[Atom(n)] for n in tensor.shape]
             self.put(tensor, found)
         return found
+
+    def root_of(self, tensor: Tensor) -> Tensor:
+        """The tensor whose memory a view shares, as far as the record knows."""
+        while id(tensor) in self.maker and self.maker[id(tensor)].name in MEMORY_VIEWS:
+            tensor = self.maker[id(tensor)].inputs[0]
+        return tensor
 
     def put(self, tensor: Tensor, dims: list[Dim]) -> None:
         self.dims[id(tensor)] = dims
@@ -141,12 +159,17 @@ class Record:
             op.contracted,
             op.reason,
             op.args,
+            op.kwargs,
             is_loss,
         )
         self.steps.append(step)
+        for tensor in op.outputs:
+            if any(tensor is t for t in op.inputs):
+                self.writes.setdefault(id(self.root_of(tensor)), []).append(step)
         self.kept += op.inputs
-        if op.name not in WITHOUT_GRADIENT and any(id(t) in self.differentiable for t in op.inputs):
-            self.differentiable |= {id(t) for t in op.outputs if t.is_floating_point() or t.is_complex()}
+        for reached in (self.differentiable, self.from_inputs) if op.name not in WITHOUT_GRADIENT else ():
+            if any(id(t) in reached for t in op.inputs):
+                reached |= {id(t) for t in op.outputs if t.is_floating_point() or t.is_complex()}
         for tensor in op.outputs:
             self.maker.setdefault(id(tensor), step)
 
@@ -188,7 +211,10 @@ class _Operators(TorchDispatchMode):
         if not record.paused:
             inputs = [t for _, t in tensors([list(args), kwargs])]
             outputs = [t for _, t in tensors(result)]
-            if inputs and outputs:  # a factory's dims are new ones
+            if outputs and not inputs:  # a factory: its dims are new ones
+                record.factories.update((id(t), func._schema.name.rpartition("::")[2]) for t in outputs)
+                record.kept += outputs
+            elif outputs:
                 namespace, name = func._schema.name.split("::")
                 reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
                 op = Op(name, args, kwargs, inputs, outputs, record, reason)
@@ -388,6 +414,8 @@ def trace(
             record.differentiable.add(id(state[name]))
     record.buffers = {id(state[name]): (name, state[name]) for name, _ in model.named_buffers() if name in state}
     record.inputs = list(tensors((args, kwargs)))
+    record.from_inputs = {id(t) for _, t in record.inputs if t.is_floating_point() or t.is_complex()}
+    record.differentiable |= {id(made[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor):
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
