@@ -273,7 +273,9 @@ class _Planner:
 
     def leave_whole_problems(self, state: _State) -> bool:
         dropped: dict[str, str] = {}
-        for problem in state.flow.problems:
+        # The others may follow from those whose cause is known: they are seen again in the next round
+        known = [problem for problem in state.flow.problems if problem.blame]
+        for problem in known or state.flow.problems:
             names = [n for n, one in state.cut.items() if problem.blame.intersection(one.sharded)]
             if not names and problem.name:
                 names = [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")]
