@@ -82,14 +82,18 @@ def compare(group: Any, name: str) -> Result:
         return compare_model(group, name, model.double(), inputs)
 
 
-def compare_model(group: Any, name: str, model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Result:
+def compare_model(
+    group: Any, name: str, model: nn.Module, inputs: dict[str, Tensor], other: nn.Module | None = None, **options: Any
+) -> Result:
+    """``other``: the unsharded model, where a copy would not be one."""
     own = parallel_group(group)
     result = Result(name, own.size)
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     with torch.no_grad():
         for parameter in model.parameters():  # ones and zeros would hide errors
             parameter.add_(torch.randn_like(parameter) * 0.02)
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model) if other is None else other
+    reference.load_state_dict(model.state_dict())
     start = time.perf_counter()
     try:
         plan = auto.plan(model, inputs, own.size, **options)

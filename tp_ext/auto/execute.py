@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply
 from tp_ext.auto.edits import Copy
+from tp_ext.auto.forwards import CalledForward
 from tp_ext.auto.hooks import (
     CopyArguments,
     CopyOutput,
@@ -186,6 +187,8 @@ class _Applied:
         self.fuse_norms()
         patch(self.model, _patches(self.plan, self.group.rank))
         self.register_hooks(own_input)
+        for name in self.plan.direct:
+            CalledForward(self.model.get_submodule(name)).install()
 
     def sums_own_input(self, one: Copy) -> bool:
         """True if a copy is that of the input of one column layer alone, which sums dx under its own GEMM."""

@@ -2,13 +2,13 @@
 plan.
 
 Forward code computes shapes from integers that modules hold (``num_heads``, ``split_size``), or reads of their
-config. On a rank some must be smaller. They are found by running a copy of the model, which has local shapes and no
-weights, and comparing its calls from Python, one by one, with those of the unsharded model: the result of each must
+config. On a rank some must be smaller. They are found by running the model with local shapes and no weights, and comparing its calls from Python, one by one, with those of the unsharded model: the result of each must
 have the local lengths of its dims. A model whose calls all agree computes local shards; that it runs without an
 exception would prove nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import inspect
@@ -27,6 +27,7 @@ from tp_ext.auto.edits import Path, Slice, Tokens
 from tp_ext.auto.reasons import failure_of
 from tp_ext.auto.tokens import TokenFlow
 from tp_ext.auto.trace import Record, trace
+from tp_ext.auto.unchanged import unchanged
 from tp_ext.sharding import Sharding, split_sizes
 
 MOST_TOGETHER = 3  # integers patched at once
@@ -42,6 +43,7 @@ ADVICE = (
     "integer of the module"
 )
 PythonCall = tuple[str, str, list[tuple[int, ...]]]  # module, function, shapes of the result
+Shapes = dict[str, tuple[int, ...]]
 Patches = dict[str, dict[str, tuple[int, int]]]  # module -> {attribute or config.attribute: (full, local)}
 
 
@@ -119,9 +121,12 @@ class Localized:
                         found.setdefault(full, set()).add(local)
         return {full: sorted(local) for full, local in found.items()}
 
-    def local_model(self, rank: int) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-        """Returns a copy of the model without weights of its own, and the local shapes of its parameters and
-        buffers."""
+    @contextlib.contextmanager
+    def local_model(self, rank: int, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> Iterator[Shapes]:
+        """Makes the model that of a rank, in place, and yields the local shapes of its parameters and buffers; puts
+        everything back at the end.
+
+        A copy would not do: functions in a model that refer to its modules would refer to the originals."""
         model, p = self.model, self.p
         state = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -133,36 +138,38 @@ class Localized:
             for sharding in shardings:
                 shape = sharding.local_shape(shape, rank, p)
             shapes[name] = tuple(shape)
-        local_model = copy.deepcopy(model, {id(tensor): tensor for tensor in state.values()})
-        for name in self.heads:
-            module = local_model.get_submodule(name)
-            features = state[f"{name}.weight"].shape[1 if is_conv1d(module) else 0]
-            module.forward = _LogitsOf(features)
-        for name, role in self.roles.items():
-            module = local_model.get_submodule(name)
-            if role == "column" and is_conv1d(module):
-                module.nf = shapes[f"{name}.weight"][1]  # type: ignore[assignment]
-        for found in self.slices:
-            local_model.get_submodule(found.module).register_forward_pre_hook(_Sliced(found, rank, p), with_kwargs=True)
-        lengths: list[int] = []
-        for tokens in self.tokens:
-            hook, module = _LocalTokens(tokens, rank, p, lengths), local_model.get_submodule(tokens.module)
-            if tokens.at == "argument":
-                module.register_forward_pre_hook(hook.of_arguments, with_kwargs=True)
-            else:
-                module.register_forward_hook(hook.of_output)
-        return local_model, shapes
+        with unchanged(model):
+            for name in self.heads:
+                features = state[f"{name}.weight"].shape[1 if is_conv1d(model.get_submodule(name)) else 0]
+                model.get_submodule(name).forward = _LogitsOf(features)
+            for name, role in self.roles.items():
+                module = model.get_submodule(name)
+                if role == "column" and is_conv1d(module):
+                    module.nf = shapes[f"{name}.weight"][1]  # type: ignore[assignment]
+            for found in self.slices:
+                sliced = _Sliced(found, rank, p)
+                model.get_submodule(found.module).register_forward_pre_hook(sliced, with_kwargs=True)
+            lengths: list[int] = []
+            for tokens in self.tokens:
+                hook, module = _LocalTokens(tokens, rank, p, lengths), model.get_submodule(tokens.module)
+                if tokens.at == "argument":
+                    module.register_forward_pre_hook(hook.of_arguments, with_kwargs=True)
+                else:
+                    module.register_forward_hook(hook.of_output)
+            patch(model, patches)
+            yield shapes
 
     def run(
-        self, local_model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+        self, rank: int, patches: Mapping[str, Mapping[str, tuple[int, int]]]
     ) -> tuple[list[PythonCall], MismatchError | None]:
-        """Runs a local model; returns its calls, and what it raised."""
+        """Runs the local model with these integers; returns its calls, and what it raised."""
         self.runs += 1
         record, raised = Record(), None
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         logger.disabled = True  # it would log each exception of wrong shapes, which are what is looked for
         try:
-            trace(local_model, self.example, shapes=shapes, record=record, operators=False)
+            with self.local_model(rank, patches) as shapes:
+                trace(self.model, self.example, shapes=shapes, record=record, operators=False)
         except Exception as error:
             raised = MismatchError(record.modules[-1], f"{failure_of(error)}; {ADVICE}")
         finally:
@@ -178,9 +185,7 @@ class Localized:
         Raises:
             MismatchError: they are not those of the plan.
         """
-        local_model, shapes = self.local_model(rank)
-        patch(local_model, patches)
-        calls, raised = self.run(local_model, shapes)
+        calls, raised = self.run(rank, patches)
         _, mismatch = compare(self.expected(rank), calls, raised)
         if mismatch is not None:
             raise mismatch
@@ -192,9 +197,7 @@ class Localized:
         Raises:
             MismatchError: its code raised an exception.
         """
-        local_model, shapes = self.local_model(rank)
-        patch(local_model, patches)
-        calls, raised = self.run(local_model, shapes)
+        calls, raised = self.run(rank, patches)
         if raised is not None:
             raise raised
         return calls
@@ -348,9 +351,7 @@ def find_patches(localized: Localized, rank: int) -> Patches:
     found: Patches = {}
 
     def attempt(patches: Patches) -> tuple[int, MismatchError | None]:
-        local_model, shapes = localized.local_model(rank)
-        patch(local_model, patches)
-        return compare(wanted, *localized.run(local_model, shapes))
+        return compare(wanted, *localized.run(rank, patches))
 
     reached, mismatch = attempt(found)
     while mismatch is not None:

@@ -435,6 +435,7 @@ class _Planner:
             outputs=self.outputs(state),
             tokens=state.tokens.edits if state.tokens else [],
             whole_tokens=state.whole_tokens,
+            direct=self.record.direct,
         )
 
     def outputs(self, state: _State) -> list[Output]:

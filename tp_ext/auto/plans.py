@@ -42,6 +42,7 @@ class Plan:
         tokens: boundaries of modules at which tensors become sharded on their tokens, or whole again; empty without
             sequence parallelism.
         whole_tokens: module whose sum over the ranks stays an all-reduce under sequence parallelism -> the reason.
+        direct: modules whose ``forward`` the model's code calls by name; the hooks of the plan run then, too.
     """
 
     p: int
@@ -65,6 +66,7 @@ class Plan:
     outputs: list[Output] = field(default_factory=list)
     tokens: list[Tokens] = field(default_factory=list)
     whole_tokens: dict[str, str] = field(default_factory=dict)
+    direct: list[str] = field(default_factory=list)
 
     @property
     def fingerprint(self) -> str:

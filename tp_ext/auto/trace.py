@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,9 @@ from tp_ext.auto import torch_rules as torch_rules  # registers the rules
 from tp_ext.auto.constraints import running
 from tp_ext.auto.dims import Atom, Dim, Reason, pin
 from tp_ext.auto.edits import Path
+from tp_ext.auto.forwards import CalledForward
 from tp_ext.auto.rules import Op, Rule, rule_of
+from tp_ext.auto.unchanged import unchanged
 from tp_ext.mesh_program.partition_spec import P
 
 WITHOUT_GRADIENT = {"detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "empty_like", "full_like"}
@@ -125,6 +128,7 @@ class Record:
         self.functions: dict[int, str] = {}  # id of a result of Python's autograd.Function, or one with a hook -> which
         self.stored: dict[int, str] = {}  # id of a tensor that an attribute of a module holds at the end -> the module
         self.problems: list[tuple[str, str]] = []  # modules whose code cannot be sharded, with the reason
+        self.direct: list[str] = []  # modules whose forward code calls by name, past their hooks
         self.output: Any = None
         self.modules = [""]  # those whose forward runs now
         self.paused = False
@@ -317,10 +321,8 @@ WHOLE: dict[Any, Callable[[Record, Sequence[Any], Mapping[str, Any], Any], None]
 }
 
 
-@contextlib.contextmanager
-def _watched(model: nn.Module, record: Record) -> Iterator[None]:
-    """Records calls of modules, by hooks that are removed again."""
-    handles: list[Any] = []
+def _watch(model: nn.Module, record: Record) -> None:
+    """Records calls of modules, by hooks and forwards that :func:`unchanged` removes again."""
     running: list[Call] = []
 
     def watch(name: str, module: nn.Module) -> None:
@@ -339,16 +341,17 @@ def _watched(model: nn.Module, record: Record) -> Iterator[None]:
             record.modules.pop()
             record.kept += [t for _, t in call.outputs]
 
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(after, with_kwargs=True)
+
+    def called(name: str) -> None:
+        if name not in record.direct:
+            record.direct.append(name)
 
     for name, module in model.named_modules():
         watch(name, module)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        if name and not isinstance(module, torch.jit.ScriptModule):
+            CalledForward(module, functools.partial(called, name)).install()
 
 
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -419,10 +422,11 @@ def trace(
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor):
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
-    modes = [torch.no_grad(), fakes, _watched(model, record), _Calls(record, operators)]
+    modes = [torch.no_grad(), fakes, _Calls(record, operators)]
     if operators:
         modes.append(_Operators(record, rules or {}))
-    with contextlib.ExitStack() as stack:
+    with unchanged(model), contextlib.ExitStack() as stack:
+        _watch(model, record)
         for mode in modes:
             stack.enter_context(mode)  # type: ignore[arg-type]
         if operators:

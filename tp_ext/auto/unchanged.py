@@ -1,0 +1,76 @@
+"""A model's attributes, kept while its forward runs on fakes and put back after it.
+
+Forward code leaves things in modules: tables that the first call makes, counters, the last result. A second run would
+take other branches because of them, and fakes would stay in the user's model."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+DEPTH = 4  # of containers and plain objects inside of an attribute
+CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
+OPAQUE = (Tensor, type, types.FunctionType, types.MethodType, types.ModuleType, str, bytes, int, float, bool)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back, at the end, what modules hold: attributes, and the contents of containers and plain objects in them.
+
+    Containers and dicts keep their identity. Containers among the globals and class attributes of the files that define
+    forward are put back, too, and caches of functions there are emptied: they would return fakes."""
+    kept: dict[int, tuple[Any, Any]] = {}  # id -> a container or ``__dict__``, and its contents
+    caches: dict[int, Any] = {}
+    level = [vars(module) for module in model.modules()]
+    for depth in reversed(range(DEPTH)):  # level by level: what is near to a module is kept first
+        level = [inner for holder in level for inner in _keep(holder, kept, depth)]
+    for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
+        if cls.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        forward = vars(cls).get("forward")
+        for shared in (vars(cls), getattr(forward, "__globals__", {})):
+            for name, value in list(shared.items()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    caches[id(value)] = value
+                elif type(value) in CONTAINERS and not name.startswith("__"):
+                    kept.setdefault(id(value), (value, value.copy()))
+    used = {id_: cache.cache_info().misses for id_, cache in caches.items()}
+    try:
+        yield
+    finally:
+        for holder, contents in kept.values():
+            if not _same(holder, contents):
+                holder.clear()
+                holder.extend(contents) if hasattr(holder, "extend") else holder.update(contents)
+        for id_, cache in caches.items():
+            if cache.cache_info().misses != used[id_]:
+                cache.cache_clear()
+
+
+def _keep(holder: Any, kept: dict[int, tuple[Any, Any]], depth: int) -> Iterator[Any]:
+    """Keeps the contents of a holder; returns the holders in it, if ``depth`` is not 0."""
+    if id(holder) in kept:
+        return
+    contents = holder.copy()
+    kept[id(holder)] = holder, contents
+    for value in contents.values() if isinstance(holder, dict) and depth else contents if depth else ():
+        if type(value) in CONTAINERS:
+            yield value
+        elif isinstance(value, tuple):
+            yield [*value]
+        elif not isinstance(value, OPAQUE) and isinstance(own := getattr(value, "__dict__", None), dict):
+            yield own
+
+
+def _same(holder: Any, contents: Any) -> bool:
+    if len(holder) != len(contents):
+        return False
+    if isinstance(holder, dict):
+        return all(a is b and x is y for (a, x), (b, y) in zip(holder.items(), contents.items(), strict=True))
+    return all(a is b for a, b in zip(holder, contents, strict=True))
