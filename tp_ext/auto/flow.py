@@ -19,7 +19,8 @@ from torch import Tensor
 from tp_ext.auto.choose import Decision, carries
 from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Copy, Gather, Path, Slice, Sum
-from tp_ext.auto.partial_sums import PartialSums, Problem
+from tp_ext.auto.partial_sums import PartialSums
+from tp_ext.auto.problems import Problem
 from tp_ext.auto.sliced_constants import VIEWS, Constants
 from tp_ext.auto.trace import Call, Record, Step, tensors
 from tp_ext.sharding import Sharding

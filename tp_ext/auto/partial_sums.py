@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Path
+from tp_ext.auto.problems import Problem
 from tp_ext.auto.sliced_constants import VIEWS
 from tp_ext.auto.trace import Call, Record, Step
 
@@ -33,21 +33,6 @@ WRITES = {
 }  # fmt: skip
 MOST_ARGUMENTS = {"slice_scatter": 6, "select_scatter": 4, "copy": 3, "index_put": 4}  # else 4: no reduction
 ZEROS = {"zeros", "zeros_like", "new_zeros", "zero"}
-
-
-@dataclass
-class Problem:
-    """Why modules or parameters must stay whole.
-
-    Attributes:
-        name: a module or a parameter. blame: the sharded atoms that cause it, if known: these alone are given up.
-        steps: operators on shards of tokens that cause it.
-    """
-
-    name: str
-    text: str
-    steps: tuple[int, ...] = ()
-    blame: frozenset[Atom] = frozenset()
 
 
 class PartialSums:

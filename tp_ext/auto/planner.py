@@ -18,9 +18,9 @@ from tp_ext.auto.edits import Copy, Draw, Output
 from tp_ext.auto.flow import Finder, Flow
 from tp_ext.auto.hints import check_hints, hint_of
 from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, looks_up, merged
-from tp_ext.auto.partial_sums import Problem
 from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.plans import Plan, described
+from tp_ext.auto.problems import Problem
 from tp_ext.auto.reasons import reason_of, traced
 from tp_ext.auto.rules import from_notation
 from tp_ext.auto.sliced_constants import VIEWS
@@ -232,11 +232,15 @@ class _Planner:
             is_row = any(roles.get(alias.rpartition(".")[0]) == "row" for alias in self.names[name])
             if is_row and name.endswith(".weight") and any(part.copies > 1 for part in found.sharding.parts):
                 flow.problems.append(Problem(name, f"some of the input features of {name} would be on every rank"))
+        flow.problems += [Problem(name, text) for name, text in self.record.problems if self.parameters_in(cut, name)]
         for one in decisions:
             if one.atom in lost - heads_atoms:
                 text = "its classes are features of other layers, too, and cannot be sharded in the loss"
                 flow.problems.append(Problem("", text, blame=frozenset(one.sharded)))
         return _State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
+
+    def parameters_in(self, cut: Mapping[str, Any], name: str) -> list[str]:
+        return [n for n in cut if not name or n.startswith(f"{name}.")]
 
     def is_head(self, decision: Decision, roles: Mapping[str, str]) -> bool:
         """True if a decision shards heads, and embeddings tied to them, and nothing else."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from tp_ext.auto.choose import carries
 from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Slice
+from tp_ext.auto.problems import Problem
 from tp_ext.auto.trace import Step
 from tp_ext.sharding import Sharding
 
@@ -16,6 +17,9 @@ VIEWS = {
     "view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
     "alias", "clone", "_to_copy", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "repeat",
 }  # fmt: skip
+
+
+UNIFORM = {"zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"}
 
 
 class Constants:
@@ -73,6 +77,10 @@ class Constants:
             views.append(source)
             source = maker.inputs[0]
         if entered is None or id(source) not in self.sharded:
+            if varying := self.varying(tensor, local):
+                blame = frozenset(atom for atom in self.atoms if carries(self.record, tensor, [atom]))
+                text = f"{step.reason} has numbers that depend on the length of a sharded dim, by {varying}"
+                self.flow.problems.append(Problem(step.module, text, blame=blame))
             local.add(id(tensor))
             return
         call, path = entered
@@ -81,6 +89,24 @@ class Constants:
             if found_slice not in self.flow.slices:
                 self.flow.slices.append(found_slice)
         local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
+
+    def varying(self, tensor: Tensor, local: set[int]) -> str:
+        """The operator that made a tensor, or what it is made of, with numbers that vary along its dims: those of a
+        shorter one are not its slice; "": all are the same, or come from shards."""
+        left, seen = [tensor], set[int]()
+        while left:
+            source = left.pop()
+            if id(source) in seen or id(source) in local or not carries(self.record, source, self.atoms):
+                continue
+            seen.add(id(source))
+            maker = self.record.maker.get(id(source))
+            if maker is None or not maker.inputs:
+                name = self.record.factories.get(id(source), "a tensor made of numbers")
+                if name.removesuffix("_like") not in UNIFORM:
+                    return name
+            elif maker.name.removesuffix("_like").removeprefix("new_") not in UNIFORM:
+                left += maker.inputs
+        return ""
 
     def shardings(self, tensor: Tensor, sharded: list[Atom]) -> list[Sharding]:
         found = []

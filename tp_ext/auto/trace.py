@@ -27,6 +27,7 @@ from tp_ext.auto.constraints import running
 from tp_ext.auto.dims import Atom, Dim, Reason, pin
 from tp_ext.auto.edits import Path
 from tp_ext.auto.forwards import CalledForward
+from tp_ext.auto.gradients import of_call, pin_hooked, watch_backward_hooks, watched_gradients
 from tp_ext.auto.rules import Op, Rule, rule_of
 from tp_ext.auto.unchanged import unchanged
 from tp_ext.mesh_program.partition_spec import P
@@ -132,6 +133,7 @@ class Record:
         self.output: Any = None
         self.modules = [""]  # those whose forward runs now
         self.paused = False
+        self.is_examined = False  # a backward runs, whose operators pin dims and are no steps
 
     def dims_of(self, tensor: Tensor) -> list[Dim]:
         found = self.dims.get(id(tensor))
@@ -223,7 +225,13 @@ class _Operators(TorchDispatchMode):
                 reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
                 op = Op(name, args, kwargs, inputs, outputs, record, reason)
                 rule_of(func, self.rules)(op)
-                record.add(op)
+                if record.is_examined:
+                    pin(op.contracted, reason)
+                    for tensor in outputs:
+                        record.dims_of(tensor)
+                    record.kept += [*inputs, *outputs]
+                else:
+                    record.add(op)
         return result
 
 
@@ -238,9 +246,11 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         record = self.record
         whole = WHOLE.get(func)
-        if record.paused or whole is None:
+        if not record.paused and not record.is_examined and (answer := of_call(record, func, args)) is not None:
+            return answer
+        if record.paused or record.is_examined or whole is None:
             result = func(*args, **kwargs)
-            if not record.paused:
+            if not record.paused and not record.is_examined:
                 self.log(func, result)
             return result
         record.paused = True
@@ -340,6 +350,7 @@ def _watch(model: nn.Module, record: Record) -> None:
             call.last, call.end = len(record.python_calls), len(record.calls)
             record.modules.pop()
             record.kept += [t for _, t in call.outputs]
+            watch_backward_hooks(record, name, module, [t for _, t in call.outputs])
 
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         module.register_forward_hook(after, with_kwargs=True)
@@ -375,12 +386,14 @@ def trace(
     rules: Mapping[str, Rule] | None = None,
     record: Record | None = None,
     operators: bool = True,
+    grad: bool = True,
 ) -> Record:
     """Runs a model once on fakes and returns the record.
 
     Args:
         shapes: local shapes of parameters and buffers by name, in place of their own.
         record: written to, so that the caller has what an exception leaves of it.
+        grad: run as in training: code that asks finds gradients enabled.
         operators: False: only calls from Python and of modules are recorded, faster.
     """
     record = Record() if record is None else record
@@ -412,7 +425,7 @@ def trace(
         if not isinstance(parameter, nn.Parameter):
             continue
         record.parameters.setdefault(id(state[name]), (name, state[name]))
-        record.dims_of(state[name])
+        pin_hooked(record, name, parameter, state[name])
         if parameter.requires_grad:
             record.differentiable.add(id(state[name]))
     record.buffers = {id(state[name]): (name, state[name]) for name, _ in model.named_buffers() if name in state}
@@ -422,7 +435,12 @@ def trace(
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor):
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
-    modes = [torch.no_grad(), fakes, _Calls(record, operators)]
+    modes = [
+        torch.enable_grad() if grad else torch.no_grad(),
+        watched_gradients(record, tensors),
+        fakes,
+        _Calls(record, operators),
+    ]
     if operators:
         modes.append(_Operators(record, rules or {}))
     with unchanged(model), contextlib.ExitStack() as stack:
@@ -432,4 +450,19 @@ def trace(
         if operators:
             stack.callback(running.reset, running.set(record))
         record.output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+        for name, module in model.named_modules():
+            kept = {
+                key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")
+            }
+            record.stored.update((id(t), name) for _, t in tensors(kept))
+    if operators:
+        pin_unused(record)
     return record
+
+
+def pin_unused(record: Record) -> None:
+    """Keeps parameters whole that the example does not use: nothing is known of what another call does with them."""
+    used = {id(t) for step in record.steps for t in step.inputs}
+    for id_, (_, parameter) in record.parameters.items():
+        for dim in record.dims_of(parameter) if id_ not in used else ():
+            pin(dim, Reason("the example, which does not use it: plan with one that does"))

@@ -1,0 +1,150 @@
+"""Gradients that the model's own code changes or reads: Functions of Python, hooks, gradients computed in forward.
+
+Each of them acts on the gradient that it sees, and need not be linear in it: clipping the terms of a sum is not
+clipping the sum. So the gradient there must be complete (``Record.functions``), and what a backward computes along a
+dim that it mixes is pinned, found by running it on a fake gradient with the dims of the result."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from tp_ext.auto.dims import Reason, pin, unify
+
+if TYPE_CHECKING:
+    from tp_ext.auto.trace import Record
+
+REGISTERS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+@contextlib.contextmanager
+def watched_gradients(record: Record, tensors: Callable[[Any], Iterator[tuple[Any, Tensor]]]) -> Iterator[None]:
+    """Records, while a model is traced, the Functions of Python that it applies, and gradients that it computes."""
+    function = torch.autograd.Function
+    apply, grad, backward = function.__dict__["apply"], torch.autograd.grad, torch.autograd.backward
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = apply.__func__(cls, *args, **kwargs)
+        if record.paused or record.is_examined or cls.__module__.partition(".")[0] == "torch":
+            return result
+        results = [t for _, t in tensors(result)]
+        record.functions.update((id(t), f"the backward of {cls.__name__}") for t in results)
+        record.kept += results
+        _examine(record, f"the backward of {cls.__name__}", lambda *a: apply.__func__(cls, *a, **kwargs), args, results)
+        return result
+
+    def gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        record.problems.append(("", f"{record.modules[-1] or 'the model'} computes gradients in its forward"))
+        several = isinstance(inputs, list | tuple)
+        return tuple(torch.empty_like(t) for t in (inputs if several else [inputs]))
+
+    def back(*args: Any, **kwargs: Any) -> None:
+        record.problems.append(("", f"{record.modules[-1] or 'the model'} computes gradients in its forward"))
+
+    function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+    torch.autograd.grad, torch.autograd.backward = gradients, back  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        function.apply = apply  # type: ignore[method-assign]
+        torch.autograd.grad, torch.autograd.backward = grad, backward
+
+
+def _examine(record: Record, what: str, function: Callable[..., Any], args: Any, results: list[Tensor]) -> None:
+    """Pins the dims that a backward sums over or mixes, by running it on fake gradients."""
+    reason = record.reason(what)
+    fresh: list[tuple[Tensor, Tensor]] = []
+
+    def entered(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        copy = value.detach()
+        record.put(copy, record.dims_of(value))
+        if value.is_floating_point():
+            copy.requires_grad_()
+            fresh.append((value, copy))
+        return copy
+
+    record.is_examined = True
+    try:
+        with torch.enable_grad():
+            again = function(*tree_map(entered, args))
+            outputs = [again] if isinstance(again, Tensor) else [t for t in again if isinstance(t, Tensor)]
+            pairs = [(t, r) for t, r in zip(outputs, results, strict=True) if t.requires_grad]
+            seeds = [torch.empty_like(t) for t, _ in pairs]
+            for seed, (_, result) in zip(seeds, pairs, strict=True):
+                record.put(seed, record.dims_of(result))
+            outputs, inputs = [t for t, _ in pairs], [t for _, t in fresh]
+            found = GRAD(outputs, inputs, seeds, allow_unused=True) if outputs and inputs else ()
+        for (value, _), gradient in zip(fresh, found, strict=bool(found)):
+            for own, dim in zip(
+                record.dims_of(value), record.dims_of(gradient) if gradient is not None else (), strict=False
+            ):
+                unify(own, dim, reason)
+    except Exception:  # of any code of the user's, run in a way that it does not know
+        for tensor in [*(value for value, _ in fresh), *results]:
+            for dim in record.dims_of(tensor):
+                pin(dim, reason)
+    finally:
+        record.is_examined = False
+
+
+GRAD = torch.autograd.grad  # that of torch, while another stands in its place
+
+
+def of_call(record: Record, func: Any, args: Any) -> Any:
+    """The result of a call from Python that concerns gradients, which fakes do not have; None: it concerns none."""
+    if func in REGISTERS:
+        x, hook = args[0], args[1]
+        record.functions[id(x)] = "a hook"
+        record.kept.append(x)
+        _examine_hook(record, hook, x)
+        return _Handle()
+    name = getattr(func, "__name__", "")
+    if name == "__get__" and func == Tensor.requires_grad.__get__:
+        return torch.is_grad_enabled() and (id(args[0]) in record.differentiable or func(args[0]))
+    return None
+
+
+class _Handle:
+    def remove(self) -> None:
+        pass
+
+
+def _examine_hook(record: Record, hook: Callable[[Tensor], Any], x: Tensor) -> None:
+    reason = record.reason("a hook of a gradient")
+    record.is_examined = True
+    try:
+        gradient = torch.empty_like(x)
+        record.put(gradient, record.dims_of(x))
+        result = hook(gradient)
+        for own, dim in zip(
+            record.dims_of(x), record.dims_of(result) if isinstance(result, Tensor) else (), strict=False
+        ):
+            unify(own, dim, reason)
+    except Exception:
+        for dim in record.dims_of(x):
+            pin(dim, reason)
+    finally:
+        record.is_examined = False
+
+
+def pin_hooked(record: Record, name: str, tensor: Tensor, fake: Tensor) -> None:
+    """Keeps a parameter whole that has hooks of its own: its shard would be another parameter, without them."""
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        for dim in record.dims_of(fake):
+            pin(dim, Reason(f"a hook of the gradient of {name}"))
+
+
+def watch_backward_hooks(record: Record, name: str, module: nn.Module, outputs: list[Tensor]) -> None:
+    """A module whose backward hooks see the gradients of its arguments and results: it stays whole, and they are
+    completed elsewhere."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        text = f"{name or 'the model'} has a backward hook"
+        record.problems.append((name, text))
+        record.functions.update((id(t), text) for t in outputs)
