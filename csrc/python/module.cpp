@@ -1,6 +1,7 @@
 // The Python extension module. Importing it loads the operators. It also exports the build's
 // options, size and rank of a group by its name, the collective counters, functions that call
-// operators without boxing, and the shared-memory backend.
+// operators without boxing, the shared-memory backend,
+// and that of simulated ranks.
 
 #include <pybind11/chrono.h>
 #include <torch/extension.h>
@@ -10,6 +11,7 @@
 #include "comm/counter.h"
 #include "comm/symmetric_memory.h"
 #include "shm/backend.h"
+#include "simulate/backend.h"
 
 namespace tp_ext {
 PyObject* direct_call(const std::string& name, PyObject* overload);
@@ -49,4 +51,5 @@ PYBIND11_MODULE(_C, m) {
   };
   m.def("read_counter", [rows](int64_t id) { return rows(tp_ext::comm::read_counter(id)); });
   m.def("read_calls", [rows](int64_t id) { return rows(tp_ext::comm::read_calls(id)); });
+  tp_ext::simulate::bind(m);
 }

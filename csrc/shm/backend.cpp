@@ -12,8 +12,6 @@ namespace tp_ext::shm {
 using at::Tensor;
 using c10d::OpType;
 
-namespace {
-
 Operation operation_of(const c10d::ReduceOp& op) {
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
     case c10d::ReduceOp::SUM:
@@ -41,8 +39,6 @@ Operation operation_of(const c10d::ReduceOp& op) {
                         " must be one of SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR and BXOR");
   }
 }
-
-}  // namespace
 
 ShmBackend::ShmBackend(std::shared_ptr<Engine> engine, int rank, int size, milliseconds timeout)
     : Backend(rank, size), engine_(std::move(engine)), timeout_(timeout) {}

@@ -14,6 +14,9 @@
 
 namespace tp_ext::shm {
 
+// Raises ValueError for one that the backends of this package do not have
+Operation operation_of(const c10d::ReduceOp& op);
+
 class ShmBackend : public c10d::Backend {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;

@@ -1,11 +1,13 @@
-"""Threads of which one runs at a time, as ranks of a group: a rank that must wait for others hands over to the next."""
+"""Threads of which one runs at a time: a rank that must wait for others hands over to the next one that can run."""
 
 import contextvars
+import ctypes
 import os
 import queue
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,22 +15,24 @@ import torch
 from tp_ext.debug.simulation.rank_state import RankState, ThreadModes
 
 _LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, sys.modules["tp_ext"].__file__)
+    os.path.dirname(os.path.abspath(str(sys.modules[name].__file__))) + os.sep for name in ("torch", "tp_ext")
 )
-_POLL = 1.0  # seconds until a wake-up that an interrupt lost is noticed
+_POLL = 0.5  # seconds after which a lost wake-up, or an interrupt, is noticed
 
 
-def user_line(frame: Any) -> str:
+def user_line(frame: FrameType | None) -> str:
     """Returns ``file:line`` of the innermost frame outside of torch and tp_ext, or of the innermost of all."""
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
-    frame = innermost if frame is None or frame.f_code.co_filename == threading.__file__ else frame
+    if frame is None or frame.f_code.co_filename == threading.__file__:  # fn is of a library
+        frame = innermost
+    assert frame is not None
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _line_of(error: BaseException) -> str:
-    lines = []
+    lines: list[tuple[str, int]] = []
     trace = error.__traceback__
     while trace is not None:
         lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
@@ -38,165 +42,160 @@ def _line_of(error: BaseException) -> str:
     return f"{file}:{number}"
 
 
-class Waiting:
-    """A condition that a rank waits for: an issued call, which others complete."""
-
-    done = False
-
-    def describe(self) -> str:
-        """Returns the call, as errors name it, with its ``file:line``."""
-        raise NotImplementedError
-
-
 class _Rank:
-    def __init__(self, number: int, state: RankState) -> None:
-        self.number, self.state = number, state
-        self.turn: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.thread: threading.Thread | None = None
-        self.waiting: Waiting | None = None
-        self.ended = False
+    def __init__(self, number: int, state: RankState, thread: threading.Thread) -> None:
+        self.number, self.state, self.thread = number, state, thread
+        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.waiting: Any = None  # a call, done or not
+        self.started = self.ended = False
         self.result: Any = None
 
 
 class Baton:
-    """The ranks of one simulation.
+    """The ranks of a simulation. Whichever is current runs, all others sleep.
 
-    Attributes:
-        failure: the sentence for the first error, or None; every wait raises it.
-        cause: the exception of the rank that failed, if any.
+    Args:
+        p: number of ranks.
+        seed: of torch's generators, on every rank.
+        body: what rank r runs, ``body(r)``.
+        describe_stuck: returns the sentence of the error if no rank can run, of the call that each of some ranks waits
+            for, and of the ranks that returned.
     """
 
-    def __init__(self, p: int, seed: int) -> None:
-        self._caller = RankState.current()
-        torch.manual_seed(seed)
-        start = RankState.current()
-        self._caller.restore()
-        self._ranks = [_Rank(number, start) for number in range(p)]
+    def __init__(
+        self,
+        p: int,
+        seed: int,
+        body: Callable[[int], Any],
+        describe_stuck: Callable[[dict[int, Any], set[int]], str],
+    ) -> None:
+        self._body, self._describe_stuck = body, describe_stuck
         self._modes = ThreadModes()
+        self._outside = RankState()
+        torch.manual_seed(seed)
+        start = RankState()
+        self._outside.restore()
+        self._ranks = []
+        for number in range(p):
+            target, context = self._run_rank, contextvars.copy_context()
+            thread = threading.Thread(target=context.run, args=(target, number), name=f"rank {number}", daemon=True)
+            self._ranks.append(_Rank(number, start, thread))
         self._current: _Rank | None = None
         self._all_ended = threading.Event()
-        self.failure: str | None = None
-        self.cause: BaseException | None = None
+        self._failure: str | None = None
+        self._cause: BaseException | None = None
 
-    def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """Runs ``body(rank)`` on every rank, and returns the results.
+    def run(self) -> list[Any]:
+        """Runs all ranks to their ends, and returns their results.
 
         Raises:
             RuntimeError: a rank failed.
         """
-        for rank in self._ranks:
-            context = contextvars.copy_context()
-            rank.thread = threading.Thread(
-                target=context.run, args=(self._run_rank, rank, body), name=f"rank {rank.number}", daemon=True
-            )
         try:
-            self._hand_to(self._ranks[0])
-            self._all_ended.wait()
+            self._give_to(self._ranks[0])
+            while not self._all_ended.wait(_POLL):
+                pass
         except BaseException as interrupt:
             self._interrupt(interrupt)
             raise
         finally:
             for rank in self._ranks:
-                if rank.thread is not None and rank.thread.ident is not None:
+                if rank.started:
                     rank.thread.join()
-            self._caller.restore()
-        if self.failure is not None:
-            raise RuntimeError(self.failure) from self.cause
+            self._outside.restore()
+        if self._failure is not None:
+            raise RuntimeError(f"simulate: {self._failure}") from self._cause
         return [rank.result for rank in self._ranks]
-
-    def wait(self, number: int, waiting: Waiting) -> None:
-        """Runs other ranks until ``waiting`` is done.
-
-        Raises:
-            RuntimeError: a rank failed, or none can go on.
-        """
-        rank = self._ranks[number]
-        rank.waiting = waiting
-        try:
-            while not waiting.done:
-                self.check()
-                self._hand_over(rank)
-        finally:
-            rank.waiting = None
 
     def check(self) -> None:
         """Raises RuntimeError: a rank failed."""
-        if self.failure is not None:
-            raise RuntimeError(self.failure)
+        if self._failure is not None:
+            raise RuntimeError(f"simulate: {self._failure}")
 
     def fail(self, sentence: str, cause: BaseException | None = None) -> None:
-        """Makes the simulation fail, if it has not yet."""
-        if self.failure is None:
-            self.failure, self.cause = sentence, cause
+        """Makes all ranks fail at their next calls, and where they wait. Only the first failure counts."""
+        if self._failure is None:
+            self._failure, self._cause = sentence, cause
 
-    def _run_rank(self, rank: _Rank, body: Callable[[int], Any]) -> None:
+    def wait(self, number: int, call: Any) -> None:
+        """Runs other ranks until the call is done.
+
+        Raises:
+            RuntimeError: a rank failed, or no rank can run.
+        """
+        rank = self._ranks[number]
+        rank.waiting = call
         try:
-            with self._modes:
-                rank.result = body(rank.number)
-        except BaseException as error:
-            sentence = f"simulate: rank {rank.number} raised {type(error).__name__}: {error} ({_line_of(error)})"
-            if self.failure is None:
-                self.fail(sentence, error)
-            elif self.cause is None:
-                self.cause = error
+            while not call.done:
+                self.check()
+                if not self.hand_over(number) and not call.done and self._failure is None:
+                    self._fail_stuck()
         finally:
-            rank.ended = True
-            self._hand_over(rank)
+            rank.waiting = None
 
-    def _hand_over(self, rank: _Rank) -> None:
-        """Runs the next rank that can go on; returns when it is the turn of ``rank`` again, or at once if it ended."""
-        if self._current is not rank:  # unwinds after an interrupt
-            return
-        order = self._ranks[rank.number + 1 :] + self._ranks[: rank.number + 1]
-        able = [r for r in order if self._can_run(r)]
-        if not able and not all(r.ended for r in order):
-            self._fail_stuck()
-            able = [r for r in order if self._can_run(r)]
-        if not able:
-            self._current = None
-            self._all_ended.set()
-            return
-        if able[0] is rank:
-            return
-        if not rank.ended:
-            rank.state = RankState.current()
-        self._hand_to(able[0])
-        while not rank.ended and self._current is not rank:
-            try:
-                rank.turn.get(timeout=_POLL)
-            except queue.Empty:
-                pass
+    def hand_over(self, number: int) -> bool:
+        """Runs the next rank that can run until it is the turn of rank ``number`` again, which need not be able to run
+        if no other can. Returns whether there was such a rank."""
+        rank = self._ranks[number]
+        if self._current is not rank:  # it unwinds after an interrupt
+            return False
+        for other in self._ranks[number + 1 :] + self._ranks[:number]:
+            if not self._can_run(other):
+                continue
+            if not rank.ended:
+                rank.state = RankState()
+            self._give_to(other)
+            while not rank.ended and self._current is not rank:
+                try:
+                    rank.wake.get(timeout=_POLL)
+                except queue.Empty:  # none has come, or an interrupt has taken it
+                    pass
+            return True
+        return False
 
     def _can_run(self, rank: _Rank) -> bool:
-        if rank.ended:
-            return False
-        if self.failure is not None:
-            return rank.thread is not None and (rank.thread.ident is not None)
-        return rank.waiting is None or rank.waiting.done
+        if self._failure is not None:
+            return rank.started and not rank.ended
+        return not rank.ended and (rank.waiting is None or rank.waiting.done)
 
-    def _hand_to(self, rank: _Rank) -> None:
+    def _give_to(self, rank: _Rank) -> None:
         rank.state.restore()
         self._current = rank
-        assert rank.thread is not None
-        if rank.thread.ident is None:
-            rank.thread.start()
+        if rank.started:
+            rank.wake.put(None)
         else:
-            rank.turn.put(None)
+            rank.started = True
+            rank.thread.start()
+
+    def _run_rank(self, number: int) -> None:
+        rank = self._ranks[number]
+        try:
+            with self._modes.apply():
+                rank.result = self._body(number)
+        except BaseException as error:
+            self.fail(f"rank {number} raised {type(error).__name__}: {error} ({_line_of(error)})", error)
+            self._cause = self._cause or error
+        finally:
+            rank.ended = True
+            if self._current is rank and not self.hand_over(number):
+                waiting = any(other.started and not other.ended for other in self._ranks)
+                if waiting:
+                    self._fail_stuck()
+                    self.hand_over(number)
+                else:
+                    self._all_ended.set()
 
     def _fail_stuck(self) -> None:
-        waits = [f"rank {r.number} waits in {r.waiting.describe()}" for r in self._ranks if r.waiting is not None]
-        returned = [f"rank {r.number}" for r in self._ranks if r.ended]
-        if returned:
-            self.fail(f"simulate: {', '.join(returned)} returned while {'; '.join(waits)}")
-        else:
-            self.fail(f"simulate: no rank can go on: {'; '.join(waits)}")
+        waiting = {rank.number: rank.waiting for rank in self._ranks if rank.waiting is not None}
+        returned = {rank.number for rank in self._ranks if rank.ended}
+        self.fail(self._describe_stuck(waiting, returned))
 
     def _interrupt(self, error: BaseException) -> None:
-        self.fail(f"simulate: interrupted by {type(error).__name__}", error)
+        """Makes the rank that runs raise KeyboardInterrupt at its next line of Python, and all others where they
+        wait."""
+        self.fail(f"interrupted by {type(error).__name__}", error)
         rank = self._current
-        if rank is not None and rank.thread is not None and rank.thread.ident is not None:
-            import ctypes
-
+        if rank is not None and rank.thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(rank.thread.ident), ctypes.py_object(KeyboardInterrupt)
             )

@@ -1,85 +1,143 @@
-"""The state of a process that each rank has its own of: random generators, default dtype, and that of this package."""
+"""The state of the process and of a thread that every rank has for itself."""
 
+import contextlib
 import random
 import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from tp_ext import random_scope
+from tp_ext.debug.simulation.place import Place, here
+from tp_ext.mesh_program import scope
 from tp_ext.random import _WeightDraws
 
+_cuda = torch.backends.cuda
+_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+)
+"""What torch's context managers set for the process: a block that is left after a collective restores its own."""
 
-def _cuda_generators() -> tuple[torch.Generator, ...]:
-    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+_ATTRIBUTES = (
+    (warnings, "filters"),
+    (warnings, "showwarning"),
+    (warnings, "_showwarnmsg_impl"),
+    (_WeightDraws, "seeds"),
+)
+_TABLES: tuple[dict[Any, Any], ...] = (
+    vars(random_scope.base),
+    random_scope._scopes,
+    _WeightDraws.states,
+    scope._runs,
+)
+
+
+def _generators() -> list[torch.Generator]:
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
 
 class RankState:
-    """A copy of the state."""
+    """The state of the process that ranks do not share, as it is now: torch's generators, flags of context managers,
+    and what this package keeps. ``random`` and ``numpy.random`` are left to :func:`own_generators`, since copies of
+    their states take longer than a collective."""
 
-    @classmethod
-    def current(cls) -> "RankState":
-        """Returns a copy of the state as it is now."""
-        state = cls()
-        state._torch = torch.default_generator.get_state()
-        state._cuda = [generator.get_state() for generator in _cuda_generators()]
-        state._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        state._numpy = None if numpy is None else numpy.random.get_state()
-        state._dtype = torch.get_default_dtype()
-        state._base = dict(vars(random_scope.base))
-        state._scopes = dict(random_scope._scopes), list(random_scope._recent)
-        state._weights = _WeightDraws.seeds, dict(_WeightDraws.states)
-        return state
-
-    _torch: torch.Tensor
-    _cuda: list[torch.Tensor]
-    _python: Any
-    _numpy: Any
-    _dtype: torch.dtype
-    _base: dict[str, Any]
-    _scopes: Any
-    _weights: Any
+    def __init__(self) -> None:
+        self._generators = [generator.get_state() for generator in _generators()]
+        self._flags = [get() for get, _ in _FLAGS]
+        self._attributes = [getattr(owner, name) for owner, name in _ATTRIBUTES]
+        self._tables = [dict(table) for table in _TABLES]
+        self._recent = list(random_scope._recent)
 
     def restore(self) -> None:
         """Makes it the state of the process."""
-        torch.default_generator.set_state(self._torch)
-        for generator, cuda in zip(_cuda_generators(), self._cuda, strict=False):
-            generator.set_state(cuda)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        torch.set_default_dtype(self._dtype)
-        vars(random_scope.base).clear()
-        vars(random_scope.base).update(self._base)
-        scopes, recent = self._scopes
-        random_scope._scopes.clear()
-        random_scope._scopes.update(scopes)
-        random_scope._recent[:] = recent
-        _WeightDraws.seeds, states = self._weights
-        _WeightDraws.states.clear()
-        _WeightDraws.states.update(states)
+        for generator, state in zip(_generators(), self._generators, strict=False):  # CUDA may be new
+            generator.set_state(state)
+        for (get, set_), value in zip(_FLAGS, self._flags, strict=True):
+            if get() != value:
+                set_(value)
+        for (owner, name), value in zip(_ATTRIBUTES, self._attributes, strict=True):
+            setattr(owner, name, value)
+        for table, contents in zip(_TABLES, self._tables, strict=True):
+            table.clear()
+            table.update(contents)
+        random_scope._recent[:] = self._recent
 
 
 class ThreadModes:
-    """A context in which a new thread has the modes of the one that made it: gradients, inference, autocast. Its
-    backward runs in the thread itself, on CUDA too, where torch would use one thread for all ranks."""
+    """The modes of this thread that new threads take over: gradients, inference, autocast, CUDA device and stream."""
 
     def __init__(self) -> None:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._autocast = [
-            torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            (device, torch.get_autocast_dtype(device))
             for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
         ]
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
-    def __enter__(self) -> None:
-        import contextlib
+    @contextlib.contextmanager
+    def apply(self) -> Iterator[None]:
+        """Sets the modes in the block. Backward runs in the thread that calls it, on CUDA, too: torch's thread of the
+        device would be blocked by the rank that runs first."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for device, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            if self._stream is not None:
+                stack.enter_context(torch.cuda.device(self._stream.device))
+                stack.enter_context(torch.cuda.stream(self._stream))
+            yield
 
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(torch.inference_mode(self._inference))
-        stack.enter_context(torch.set_grad_enabled(self._grad))
-        torch.set_grad_enabled(self._grad)
 
-    def __exit__(self, *error: Any) -> None:
-        pass
+def _hidden_generators() -> Iterator[tuple[ModuleType, Any]]:
+    yield random, random._inst  # type: ignore[attr-defined]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield numpy, numpy.mtrand._rand
+
+
+def _of_rank(place: Place | None, module: str, hidden: Any) -> Any:
+    """Returns the generator of a rank. At first use it is a copy of the caller's, who waits meanwhile."""
+    if place is None or place.world is None:
+        return hidden
+    if module not in place.generators:
+        outside = _of_rank(place.outer, module, hidden)
+        copy = type(outside)()
+        if hasattr(outside, "getstate"):
+            copy.setstate(outside.getstate())
+        else:
+            copy.set_state(outside.get_state(legacy=False))
+        place.generators[module] = copy
+    return place.generators[module]
+
+
+@contextlib.contextmanager
+def own_generators() -> Iterator[None]:
+    """In the block the functions of ``random`` and ``numpy.random`` draw from generators of the rank that calls them."""
+    replaced: list[tuple[ModuleType, str, Any]] = []
+    for module, hidden in _hidden_generators():
+        for name, function in list(vars(module).items()):
+            if getattr(function, "__self__", None) is hidden or (name == "seed" and callable(function)):
+                replaced.append((module, name, function))
+                setattr(module, name, _draw_from_rank(module.__name__, hidden, name))
+    try:
+        yield
+    finally:
+        for module, name, function in replaced:
+            setattr(module, name, function)
+
+
+def _draw_from_rank(module: str, hidden: Any, name: str) -> Callable[..., Any]:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        return getattr(_of_rank(here(), module, hidden), name)(*args, **kwargs)
+
+    return draw

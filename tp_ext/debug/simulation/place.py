@@ -1,0 +1,49 @@
+"""Where the running code is: which rank of which simulation, if any."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+_MARK = "simulation"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a simulation.
+
+    Attributes:
+        prefix: of the names of this rank's groups; those of a simulation inside of the rank begin with it, too.
+        world: the group of all ranks, as this rank has it; None outside of simulations.
+        generators: this rank's generators of ``random`` and ``numpy.random`` that are in use, by module.
+        outer: the place of the caller.
+    """
+
+    prefix: str = ""
+    world: ProcessGroup | None = None
+    generators: dict[str, Any] = field(default_factory=dict)
+    outer: "Place | None" = None
+
+    def inner(self, serial: int, rank: int) -> str:
+        """Returns the prefix of a rank of a simulation that this rank runs."""
+        return f"{self.prefix}{_MARK}{serial}.rank{rank}:"
+
+
+_nowhere = Place()
+_here: ContextVar[Place] = ContextVar("place", default=_nowhere)
+
+
+def here() -> Place:
+    """Returns the place of the caller."""
+    return _here.get()
+
+
+def enter(place: Place) -> None:
+    """Makes it the place of this thread's context."""
+    _here.set(place)
+
+
+def of_other_rank(group: str) -> bool:
+    """Returns whether the group of that name is another simulated rank's, or that of a simulation in another rank."""
+    return group.startswith(_MARK) and not group.startswith(here().prefix)
