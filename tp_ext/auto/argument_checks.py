@@ -31,7 +31,16 @@ def check_example(example: Any) -> None:
         raise TypeError(f"example: the key {wrong[0]!r} must be the name of an argument of forward")
 
 
-def check_options(p: Any, hints: Any, rules: Any, memory_budget: Any, sequence_parallel: Any, strict: Any) -> None:
+def check_options(
+    p: Any,
+    hints: Any,
+    rules: Any,
+    memory_budget: Any,
+    sequence_parallel: Any,
+    strict: Any,
+    prove: Any,
+    budget: Any,
+) -> None:
     """Raises TypeError or ValueError unless ``plan`` takes these options."""
     if not isinstance(p, int) or isinstance(p, bool) or p < 1:
         raise ValueError(f"p: {p!r} must be an integer of at least 1")
@@ -52,9 +61,12 @@ def check_options(p: Any, hints: Any, rules: Any, memory_budget: Any, sequence_p
             raise TypeError(f"rules: {operator!r} is {line!r} and must be a line of notation, such as 'b h, h -> b h'")
         if not re.fullmatch(r"\w+::\w+", operator) or not _is_known(operator):
             raise ValueError(f"rules: {operator!r} must be an operator, 'namespace::name', that torch knows by now")
-    number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool) and memory_budget > 0
-    if memory_budget is not None and not number:
-        raise ValueError(f"memory_budget: {memory_budget!r} must be a positive number of bytes")
+    if prove is not False and prove not in ("values", "shapes"):
+        raise ValueError(f"prove: {prove!r} must be 'values', 'shapes' or False")
+    for name, value in (("memory_budget", memory_budget), ("budget", budget)):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if not number and not (name == "memory_budget" and value is None):
+            raise ValueError(f"{name}: {value!r} must be a positive number of bytes")
 
 
 def _is_known(operator: str) -> bool:

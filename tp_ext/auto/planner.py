@@ -21,8 +21,9 @@ from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find
 from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.problems import Problem
+from tp_ext.auto.proven_plan import Prover, UnprovenError, kind_of
 from tp_ext.auto.reasons import reason_of, traced
-from tp_ext.auto.rules import from_notation
+from tp_ext.auto.rules import Rule, from_notation
 from tp_ext.auto.sliced_constants import VIEWS
 from tp_ext.auto.token_search import find_tokens
 from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
@@ -31,6 +32,7 @@ from tp_ext.mesh_program.partition_spec import P
 from tp_ext.sharding import Sharding, split_sizes
 
 MOST_ROUNDS = 40  # of leaving something whole and deciding again
+BUDGET = 4 * 2**30
 LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
 MOST_MORE = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
 
@@ -45,6 +47,8 @@ def plan(
     memory_budget: float | None = None,
     sequence_parallel: bool | str = False,
     strict: bool = False,
+    prove: str | bool = "values",
+    budget: float = BUDGET,
 ) -> Plan:
     """Derives how a model is sharded over p ranks, from one run of its forward on fake tensors.
 
@@ -67,6 +71,12 @@ def plan(
             ``"auto"``: if it also makes activations smaller, and communicates at most 5 % more bytes of activations
             than without. The example must have at least p tokens.
         strict: a weight above 1 % of all parameter bytes that stays whole is an error.
+        prove: ``"values"``: the model, of equal layers the first two, is run with random weights on p ranks, all in
+            this process, and on one; weights by which outputs, gradients or buffers differ stay whole, with the reason.
+            ``"shapes"``: only the shapes of all calls on a rank are compared, as they are in any case; this cannot see
+            a number that is wrong. False: as ``"shapes"``, and ranks do not repeat it in :func:`apply`.
+        budget: bytes of parameters that the proof by values may run; a larger model has its first layer run, or is
+            proven by shapes alone, which its table says.
 
     Returns:
         The :class:`Plan`, the same on every rank of every process.
@@ -81,14 +91,41 @@ def plan(
     """
     check_model(model)
     check_example(example)
-    check_options(p, hints, rules, memory_budget, sequence_parallel, strict)
+    check_options(p, hints, rules, memory_budget, sequence_parallel, strict, prove, budget)
     own = {name: from_notation(line) for name, line in (rules or {}).items()}
     hints = dict(hints or {})
     check_hints(model, hints)
-    record = traced(model, example, own)
-    planner = _Planner(model, example, p, record, hints, memory_budget, sequence_parallel)
+    planner = _Planner(model, example, p, traced(model, example, own), hints, memory_budget, sequence_parallel)
     found = planner.decide()
+    if prove == "values" and found.shardings:
+        found = _proven(planner, found, own, budget)
+    elif prove is False:
+        found.proofs = []
     _check_sharded(found, planner, hints, strict)
+    return found
+
+
+def _proven(planner: _Planner, found: Plan, rules: Mapping[str, Rule], budget: float) -> Plan:
+    """The plan whose values are proven: what differs is left whole, and all is decided again."""
+
+    def planned(model: nn.Module, p: int, only: Mapping[str, int]) -> tuple[Plan, list[list[str]]]:
+        record = traced(model, planner.example, rules)
+        part = _Planner(model, planner.example, p, record, {}, None, planner.sequence_parallel and p > 1, only)
+        return part.decide(), part.together
+
+    try:
+        prover = Prover(planner.model, planner.example, planner.p, planned, budget)
+        for _ in range(MOST_ROUNDS):
+            different = prover.differences(found)
+            if not different:
+                found.proof = "values"
+                return found
+            for name in list(found.shardings):
+                if kind_of(name) in different:
+                    planner.why.setdefault(name, different[kind_of(name)])
+            found = planner.decide()
+    except UnprovenError as error:
+        found.proof = f"shapes: {error}"
     return found
 
 
@@ -138,7 +175,10 @@ class _Planner:
         hints: Mapping[str, str | P],
         budget: float | None,
         sequence_parallel: bool | str,
+        only: Mapping[str, int] | None = None,
     ) -> None:
+        self.only = only  # the parameters that may be sharded, with the dim; None: all
+        self.together: list[list[str]] = []  # those that the last plan shards by one decision
         self.model, self.example, self.p = model, example, p
         self.record, self.hints, self.budget = record, hints, budget
         self.sequence_parallel = sequence_parallel
@@ -165,7 +205,7 @@ class _Planner:
 
     def may_shard(self, name: str, dim: int) -> bool:
         """True if hints, and the rounds before, allow a parameter to be sharded on a dim."""
-        if name in self.why:
+        if name in self.why or (self.only is not None and self.only.get(name) != dim):
             return False
         for alias in self.names[name]:
             hint = hint_of(self.hints, alias)
@@ -177,23 +217,29 @@ class _Planner:
 
     def decide(self) -> Plan:
         """Decides; leaves whole what the flow or the proof refuses, with the reason, and decides again."""
-        refused = ""
-        for _ in range(MOST_ROUNDS):
+        for number in itertools.count():
             state = self.state()
-            if state.flow.problems:
-                if not self.leave_whole_problems(state):
-                    raise ValueError(f"model: no plan: {state.flow.problems[0].text}")
-                continue
             try:
-                self.localize(state)
+                problem = next(iter(state.flow.problems), None)
+                if problem is None:
+                    self.localize(state)
             except MismatchError as mismatch:
-                refused = str(mismatch)
-                if not self.leave_whole(state, mismatch):
+                if not state.decisions:
                     raise ValueError(f"model: no plan: {mismatch}") from None
+                if number >= MOST_ROUNDS or not self.leave_whole(state, mismatch):
+                    self.leave_all(state, str(mismatch))
                 continue
-            self.check_constraints(state)
-            return self.finished(self.with_tokens(state) if self.sequence_parallel and self.p > 1 else state)
-        raise ValueError(f"model: no plan in {MOST_ROUNDS} rounds; the last was refused by {refused}")
+            if problem is None:
+                self.check_constraints(state)
+                return self.finished(self.with_tokens(state) if self.sequence_parallel and self.p > 1 else state)
+            if number >= MOST_ROUNDS or not self.leave_whole_problems(state):
+                self.leave_all(state, problem.text)
+        raise AssertionError
+
+    def leave_all(self, state: _State, text: str) -> None:
+        """Leaves everything whole: nothing smaller could be blamed, or the search takes too long."""
+        for name in state.cut:
+            self.why.setdefault(name, text)
 
     def check_constraints(self, state: _State) -> None:
         sharded = [atom for one in state.decisions for atom in one.sharded]
@@ -296,7 +342,12 @@ class _Planner:
     def leave_whole(self, state: _State, mismatch: MismatchError) -> bool:
         """Leaves whole the decisions of the module, or of the nearest around it, and of all modules of its class."""
         blocks = itertools.accumulate(mismatch.module.split("."), "{}.{}".format) if mismatch.module else ()
-        hit: list[Decision] = []
+        calls = self.localized(state).numbered_calls()
+        results = calls[mismatch.at][1][2] if mismatch.at < len(calls) else []
+        # What the call that differs has a sharded dim of; else what is near to its module, and last the heads
+        hit = [one for one in state.decisions if any(carries(self.record, t, one.sharded) for t in results)]
+        if hit:
+            return self.give_up(state, hit, mismatch)
         for prefix in [*(f"{block}." for block in reversed(list(blocks))), ""]:
             hit = [
                 one
@@ -305,13 +356,16 @@ class _Planner:
             ]
             if hit:
                 break
-        if not hit:
-            return False
-        left = list(hit)
-        if any(n.startswith(mismatch.module + ".") for n in hit[0].parameters):
+        return self.give_up(state, hit or state.decisions, mismatch)
+
+    def give_up(self, state: _State, hit: list[Decision], mismatch: MismatchError) -> bool:
+        """Leaves decisions whole, and those of all modules of the class of the one that differs."""
+        left, own = list(hit), f"{mismatch.module}."
+        inside = {n.removeprefix(own) for one in hit for n in one.parameters if n.startswith(own)}
+        if inside and mismatch.module:
             kind = type(self.modules[mismatch.module])
-            same = tuple(f"{name}." for name, module in self.modules.items() if type(module) is kind)
-            left += [one for one in state.decisions if any(n.startswith(same) for n in one.parameters)]
+            same = {f"{name}.{n}" for name, module in self.modules.items() if type(module) is kind for n in inside}
+            left += [one for one in state.decisions if same.intersection(one.parameters)]
         for one in left:
             for name in one.parameters:
                 self.why.setdefault(name, str(mismatch))
@@ -413,6 +467,7 @@ class _Planner:
     # ------------------------------------------------------------ the result
 
     def finished(self, state: _State) -> Plan:
+        self.together = [list(one.parameters) for one in state.decisions]
         shardings = {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]}
         every = [name for name, _ in self.record.parameters.values()]
         return Plan(

@@ -36,6 +36,8 @@ class Plan:
         copies, sums, slices, gathers, draws, buffers: what happens at boundaries of modules (:mod:`tp_ext.auto.edits`).
         shapes: name of a parameter -> its full shape.
         example: the example's structure, tensors as shape and dtype; None if it holds other objects.
+        proof: ``"values"``: the sharded model was run and compared; ``"shapes"``: only its shapes are proven, with the
+            reason.
         proofs: for each rank, a hash of the calls of the local model on fakes, with their shapes.
         bytes_of_element: name of a parameter -> bytes of an element, once for tied ones.
         outputs: the results of the modules, in the order of their first calls.
@@ -61,6 +63,7 @@ class Plan:
     collectives: list[Collective]
     shapes: dict[str, tuple[int, ...]]
     example: Any = None
+    proof: str = "shapes"
     proofs: list[str] = field(default_factory=list)
     bytes_of_element: dict[str, int] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)

@@ -1,0 +1,84 @@
+"""Copies of models whose code refers to their modules by closures, bound methods and partial functions.
+
+``copy.deepcopy`` copies no functions: ``self.f = lambda x: mlp(x)`` of its copy would call the original's ``mlp``. And
+it fails on what cannot be copied, such as scripted functions, which copies here share."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import types
+from typing import Any
+
+from torch import Tensor, nn
+
+_CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict)
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of a model.
+
+    Args:
+        memo: id of an object -> what stands for it in the copy: a tensor itself, for one that is shared.
+    """
+    memo = {} if memo is None else memo
+    modules = list(model.modules())
+    for module in modules:  # first, so that what refers to modules finds them
+        memo[id(module)] = type(module).__new__(type(module))
+    for module in modules:
+        vars(memo[id(module)]).update({name: _copy(value, memo) for name, value in vars(module).items()})
+    return memo[id(model)]  # type: ignore[no-any-return]
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, _CONTAINERS) and type(value) in _CONTAINERS:
+        made = value.copy()
+        memo[id(value)] = made
+        made.update({key: _copy(inner, memo) for key, inner in value.items()})
+        return made
+    if type(value) is list:
+        memo[id(value)] = rows = []
+        rows.extend(_copy(inner, memo) for inner in value)
+        return rows
+    if type(value) in (tuple, set):
+        return type(value)(_copy(inner, memo) for inner in value)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _copy(value.__self__, memo))
+    if type(value) is functools.partial:
+        arguments = [_copy(inner, memo) for inner in value.args]
+        return functools.partial(
+            _copy(value.func, memo), *arguments, **{key: _copy(inner, memo) for key, inner in value.keywords.items()}
+        )
+    if isinstance(value, types.FunctionType):
+        return _function(value, memo)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # of any kind: scripted functions, locks, process groups
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """The function, with copies in its closure and defaults where it refers to what is copied."""
+    cells = function.__closure__ or ()
+    if not cells and not function.__defaults__ and not function.__kwdefaults__:
+        return function
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(map(_empty, cells))
+    )
+    memo[id(function)] = made
+    made.__kwdefaults__ = _copy(function.__kwdefaults__, memo)
+    made.__defaults__ = _copy(function.__defaults__, memo)
+    made.__dict__.update(function.__dict__)
+    for cell, filled in zip(made.__closure__ or (), cells, strict=True):
+        try:
+            cell.cell_contents = _copy(filled.cell_contents, memo)
+        except ValueError:  # a variable that has no value yet
+            continue
+    return made
+
+
+def _empty(_: Any) -> types.CellType:
+    return types.CellType()

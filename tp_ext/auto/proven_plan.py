@@ -1,0 +1,111 @@
+"""The search for the weights by which the values of a plan differ: they stay whole, with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tp_ext.auto.plans import Plan
+from tp_ext.auto.prove_values import (
+    MOST_RANKS,
+    DifferentValuesError,
+    UnprovenError,
+    bytes_of,
+    filled,
+    prove,
+    shortened,
+)
+
+MOST_ROUNDS = 12
+
+
+class Planner(Protocol):
+    """Plans a model with only some of its decisions: :class:`tp_ext.auto.planner._Planner`."""
+
+    def __call__(self, model: nn.Module, p: int, only: Mapping[str, int]) -> tuple[Plan, list[list[str]]]: ...
+
+
+def kind_of(name: str) -> str:
+    """A parameter's name without the numbers of layers."""
+    return re.sub(r"\d+", "*", name)
+
+
+class Prover:
+    """The proof by values of one model.
+
+    Args:
+        planned: returns the plan of a model for p ranks, in which only these parameters may be sharded, each on its
+            dim, and the names of those that are sharded together.
+        budget: bytes of parameters with which the model may be run.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, p: int, planned: Planner, budget: float) -> None:
+        self.example, self.p, self.planned = example, min(p, MOST_RANKS), planned
+        self.reduced, self.dtypes = self._reduced(model, budget)
+
+    def _reduced(self, model: nn.Module, budget: float) -> tuple[nn.Module, list[torch.dtype | None]]:
+        """The model to run, and the types in which its weights fit.
+
+        Raises:
+            UnprovenError: it fits in none, or does not run with fewer layers.
+        """
+        for kept in (2, 1):
+            reduced = shortened(model, kept)
+            dtypes = [t for t in (torch.float64, torch.float32, None) if bytes_of(reduced, t) <= budget]
+            if dtypes:
+                return reduced, dtypes
+        least = bytes_of(reduced, None) / 2**20
+        raise UnprovenError(f"one layer of each kind has {least:.0f} MiB, more than budget")
+
+    def differences(self, plan: Plan) -> dict[str, str]:
+        """The kinds of parameters, by :func:`kind_of`, by which values differ under a plan, with the reason; {}: none.
+
+        Raises:
+            UnprovenError: the model does not run.
+        """
+        dims = {name: sharding.dim for name, sharding in plan.shardings.items()}
+        only = {name: dims[name] for name, _ in self.reduced.named_parameters(remove_duplicate=False) if name in dims}
+        text = self._tried(only)
+        if not text:
+            return {}
+        # Each group of weights that are sharded together alone: which of them is wrong
+        found: dict[str, str] = {}
+        for group in self._groups(only):
+            if reason := self._tried({name: only[name] for name in group}):
+                found.update(dict.fromkeys(map(kind_of, group), f"values differ when it is sharded: {reason}"))
+        return found or dict.fromkeys(map(kind_of, only), f"values differ: {text}")
+
+    def _groups(self, only: Mapping[str, int]) -> list[list[str]]:
+        """The kinds of parameters that one decision shards; those of equal layers together."""
+        _, together = self.planned(self.reduced, self.p, only)
+        joined: dict[str, set[str]] = {}
+        for group in together:
+            kinds = {kind_of(name) for name in group}
+            for other in [joined[k] for k in kinds if k in joined]:
+                kinds |= other
+            joined.update(dict.fromkeys(kinds, kinds))
+        groups = {id(kinds): kinds for kinds in joined.values()}.values()
+        return [[name for name in only if kind_of(name) in kinds] for kinds in groups]
+
+    def _tried(self, only: Mapping[str, int]) -> str:
+        """Runs the model with these parameters sharded; returns the difference, or "" if there is none."""
+        plan, _ = self.planned(self.reduced, self.p, only)
+        whole, _ = self.planned(self.reduced, 1, {})
+        if not plan.shardings:
+            return ""
+        failed: Exception | None = None
+        for dtype in self.dtypes:
+            try:
+                filled(self.reduced, dtype)
+                prove(self.reduced, plan, whole, self.example, dtype)
+                return ""
+            except DifferentValuesError as error:
+                return str(error)
+            except UnprovenError as error:
+                failed = error
+        assert failed is not None
+        raise failed
