@@ -32,6 +32,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--bf16", action="store_true", help="mixed precision: products in bf16, parameters in fp32")
     parser.add_argument("--accelerate", action="store_true", help="a loop of one's own with accelerate, no Trainer")
     parser.add_argument("--resume", type=Path, help="a checkpoint folder of an earlier run, of any number of ranks")
     args = parser.parse_args()
@@ -74,6 +75,7 @@ def with_trainer(model: Any, rows: list[dict[str, torch.Tensor]], tokenizer: Any
             learning_rate=args.lr,
             logging_steps=10,
             save_steps=args.steps // 2 or 1,
+            bf16=args.bf16,
             report_to=[],
             use_cpu=not torch.cuda.is_available(),
         ),
@@ -85,14 +87,15 @@ def with_trainer(model: Any, rows: list[dict[str, torch.Tensor]], tokenizer: Any
 
 
 def with_accelerate(model: Any, rows: list[dict[str, torch.Tensor]], tokenizer: Any, args: argparse.Namespace) -> None:
-    """The same in a loop: accelerate prepares the optimizer alone, since all ranks compute one batch together."""
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    batches = DataLoader(rows, args.batch_size, shuffle=True, generator=torch.Generator().manual_seed(0))
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.train().parameters(), lr=args.lr))
+    """The same in a loop of accelerate, whose processes compute each batch together."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="bf16" if args.bf16 else "no")
+    tp_ext.huggingface.share_batches(accelerator, model)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=args.lr)
+    trained, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(rows, args.batch_size, shuffle=True))
     for step, batch in zip(range(args.steps), itertools.cycle(batches), strict=False):
-        loss = model(**{name: one.to(model.device) for name, one in batch.items()}).loss
+        loss = trained(**batch).loss
         accelerator.backward(loss)
-        norm = tp_ext.clip_grad_norm_(model, 1.0)  # accelerator.clip_grad_norm_ would take that of a rank's shards
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0:

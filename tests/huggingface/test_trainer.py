@@ -46,11 +46,16 @@ def _history(trainer) -> list[tuple[float, float]]:
     return [*training, *((line["eval_loss"], 0.0) for line in lines if "eval_loss" in line)]
 
 
-def _trained(group, folder, out):
-    """Losses and norms of training, and of training that goes on from its checkpoint."""
+def torchrun(group):
+    """The environment of a rank of torchrun."""
     rank, p = str(dist.get_rank(group)), str(dist.get_world_size(group))
     master = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # the process group exists
-    with mock.patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": p, **master}):
+    return mock.patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": p, **master})
+
+
+def _trained(group, folder, out):
+    """Losses and norms of training, and of training that goes on from its checkpoint."""
+    with torchrun(group):
         return _trained_under_torchrun(group, folder, out)
 
 

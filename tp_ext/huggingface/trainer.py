@@ -6,15 +6,13 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
-from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
+from tp_ext.huggingface.accelerator import check_sharded_over_all, share_batches
 from tp_ext.huggingface.load import load_weights
 from tp_ext.huggingface.save import save_pretrained
-from tp_ext.parallel.grad_norm import clip_grad_norm_
 
 OPTIMIZER = "tp_ext_optimizer"
 SCHEDULER = "scheduler.pt"
@@ -39,58 +37,23 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(self, model: nn.Module, args: Any = None, **kwargs: Any) -> None:
-        plan = getattr(model, "tp_ext_plan", None)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if plan is None or plan.p != world:
-            found = "is not sharded" if plan is None else f"is sharded over {plan.p} ranks"
-            raise ValueError(f"model: {found} and must be sharded over all {world} ranks of the job")
-        self._ranks = world
+        self._ranks = check_sharded_over_all(model)
         super().__init__(model, args, **kwargs)
-        if self.args.world_size != world:
-            raise ValueError(
-                f"args: know of {self.args.world_size} processes and must know of all {world} of the job; start it by "
-                "torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE"
-            )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the accelerator; its ranks are one data-parallel rank: it neither wraps the model nor shards data."""
+        """Makes the accelerator; its ranks are one data-parallel rank (:func:`share_batches`)."""
         super().create_accelerator_and_postprocess()
-        if self._ranks == 1:
-            return
-        accelerator = self.accelerator
-
-        def same_batches(loader: Any, **_: Any) -> Any:
-            return prepare_data_loader(
-                loader,
-                accelerator.device,
-                num_processes=1,
-                process_index=0,
-                put_on_device=accelerator.device_placement,
-                use_seedable_sampler=True,  # all ranks shuffle alike, whatever their generators
-                data_seed=accelerator.dataloader_config.data_seed,
-                non_blocking=accelerator.non_blocking,
+        if self.args.world_size != self._ranks:
+            raise ValueError(
+                f"args: know of {self.args.world_size} processes and must know of all {self._ranks} of the job; start "
+                "it by torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE"
             )
-
-        def own_values(values: Any, **options: Any) -> Any:
-            accelerator.gather = lambda one: one  # all ranks have all values; only the last batch is cut
-            try:
-                return type(accelerator).gather_for_metrics(accelerator, values, **options)
-            finally:
-                del accelerator.gather
-
-        accelerator.prepare_data_loader = same_batches
-        accelerator.prepare_model = lambda model, **_: model
-        accelerator.gather_for_metrics = self.gather_function = own_values
+        share_batches(self.accelerator, self.model)
+        self.gather_function = self.accelerator.gather_for_metrics
 
     def get_tp_size(self) -> int:
         """The number of ranks that read the same batch."""
         return self._ranks
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return clip_grad_norm_(self.model, self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return clip_grad_norm_(self.model, float("inf")) if grad_norm is None else grad_norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as :func:`tp_ext.huggingface.save_pretrained`; every rank calls it."""

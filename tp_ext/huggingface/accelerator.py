@@ -1,0 +1,153 @@
+"""An accelerator of accelerate whose processes are one data-parallel rank: they hold one sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from tp_ext._object_collectives import broadcast_from_first
+from tp_ext.parallel.grad_norm import clip_grad_norm_
+
+_SHARDS = {  # methods that would write or read this rank's shards as if they were the model
+    "save_state": "tp_ext.save_checkpoint",
+    "load_state": "tp_ext.load_checkpoint",
+    "save_model": "tp_ext.huggingface.save_pretrained",
+    "get_state_dict": "tp_ext.full_state_dict",
+}
+
+
+def share_batches(accelerator: accelerate.Accelerator, model: nn.Module) -> accelerate.Accelerator:
+    """Makes all processes of an accelerator one data-parallel rank, which computes each batch together, in place.
+
+    ::
+
+        model = from_pretrained(path, group=dist.group.WORLD).train()
+        accelerator = share_batches(Accelerator(mixed_precision="bf16"), model)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+
+    Then ``prepare`` puts the model's forward under autocast, converts its outputs to fp32 and compiles it, as in one
+    process, but does not wrap it in DDP; all ranks get whole batches, shuffled alike; ``clip_grad_norm_`` is that of
+    the unsharded model; with fp16 all ranks skip the same steps; ``gather_for_metrics`` returns each row once.
+
+    Args:
+        accelerator: new: nothing has been prepared by it.
+        model: sharded over all ranks of the job by :func:`from_pretrained` or :func:`tp_ext.auto.apply`.
+
+    Returns:
+        The accelerator. ``save_state``, ``load_state``, ``save_model`` and ``get_state_dict``, which know of no shards,
+        raise RuntimeError and name what to call.
+
+    Communicates nothing itself; ``prepare`` of a loader broadcasts rank 0's seed, a step with fp16 all-reduces the
+    overflow flag, ``clip_grad_norm_`` is :func:`tp_ext.clip_grad_norm_`.
+
+    Raises:
+        TypeError: another type. ValueError: the model is not sharded over all ranks of the job, or ``accelerator`` does
+            not know of all of them (start the job by torchrun), or it has prepared something, or shards by itself.
+    """
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise TypeError(f"accelerator: {type(accelerator).__name__} must be an accelerate.Accelerator")
+    world = check_sharded_over_all(model)
+    if accelerator.num_processes != world:
+        raise ValueError(
+            f"accelerator: knows of {accelerator.num_processes} processes and must know of all {world} of the job; "
+            "start it by torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE"
+        )
+    if accelerator._models or accelerator._optimizers or accelerator._dataloaders:
+        raise ValueError("accelerator: must not have prepared anything; call share_batches first")
+    if world > 1 and not accelerator.distributed_type.name.startswith("MULTI_"):
+        raise ValueError(f"accelerator: must not shard by {accelerator.distributed_type.name}: the model is sharded")
+    if world > 1:
+        _share(accelerator, model)
+    return accelerator
+
+
+def check_sharded_over_all(model: nn.Module) -> int:
+    """Returns the number of ranks of the job; raises ValueError if the model is not sharded over all of them."""
+    plan = getattr(model, "tp_ext_plan", None)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if plan is None or plan.p != world:
+        state = "is not sharded" if plan is None else f"is sharded over {plan.p} ranks"
+        raise ValueError(f"model: {state} and must be sharded over all {world} ranks of the job")
+    return world
+
+
+def _share(accelerator: Any, model: nn.Module) -> None:
+    """Replaces the methods that would take another rank for another batch."""
+    cls = type(accelerator)
+
+    def prepare_model(own: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
+        return cls.prepare_model(accelerator, own, device_placement=False, evaluation_mode=True)  # wraps in no DDP
+
+    def seed() -> int:
+        data_seed = accelerator.dataloader_config.data_seed
+        return torch.initial_seed() if data_seed is None else data_seed
+
+    def same_batches(loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
+        prepared = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+            use_seedable_sampler=True,  # all ranks shuffle alike, whatever their generators
+            data_seed=broadcast_from_first(seed, [dist.group.WORLD]),
+            non_blocking=accelerator.non_blocking,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def own_values(values: Any, use_gather_object: bool = False) -> Any:
+        state = accelerator.gradient_state  # all ranks have all values; only the last batch is cut, as in one process
+        if not (state.end_of_dataloader and state.remainder > 0):
+            return values
+        try:
+            if not use_gather_object:
+                return recursively_apply(lambda rows: rows[: state.remainder], values, error_on_other_type=True)
+        except TypeError:  # not tensors
+            pass
+        return values[: state.remainder]
+
+    def clip(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        accelerator.unscale_gradients()
+        return clip_grad_norm_(_those(model, parameters), max_norm, norm_type)
+
+    accelerator.prepare_model = prepare_model
+    accelerator.prepare_data_loader = same_batches
+    accelerator.gather_for_metrics = own_values
+    accelerator.clip_grad_norm_ = clip
+    for name, advice in _SHARDS.items():
+        setattr(accelerator, name, _refused(name, advice))
+    if accelerator.scaler is not None:
+        scaler = accelerator.scaler
+        accelerator.scaler = ShardedGradScaler(
+            accelerator.device.type,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+            process_group=dist.group.WORLD,
+        )
+
+
+def _those(model: nn.Module, parameters: Iterable[Tensor] | Tensor) -> Any:
+    """The model, if these are all of its parameters, which it can then look up; or they themselves."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return model if {id(one) for one in listed} >= {id(one) for one in model.parameters()} else listed
+
+
+def _refused(name: str, advice: str) -> Any:
+    def raises(*args: Any, **options: Any) -> None:
+        raise RuntimeError(f"accelerator.{name}: knows of no shards; call {advice}")
+
+    return raises
