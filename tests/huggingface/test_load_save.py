@@ -52,6 +52,8 @@ def _round_trip(group, name, path):
     example = build(name)[1]
     model = huggingface.from_pretrained(path, group=group)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) and not model.training
+    names = ([name for name, _ in one.named_parameters()] for one in (model, dense))
+    assert next(names) == next(names)  # optimizers number their state by it
     with torch.no_grad():
         expected, found = dense(**example), model(**example)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)

@@ -33,7 +33,8 @@ def folder(tmp_path, monkeypatch):
 def _options(path: Path, **options: object) -> transformers.TrainingArguments:
     return transformers.TrainingArguments(
         output_dir=str(path), per_device_train_batch_size=4, max_steps=6, logging_steps=1, learning_rate=1e-1,
-        optim="sgd", max_grad_norm=0.5, seed=5, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **options,
+        optim="sgd", max_grad_norm=0.5, seed=5, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        **options,
     )  # fmt: skip
 
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
+from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
+from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict
 from tp_ext.huggingface.accelerator import check_sharded_over_all, share_batches
 from tp_ext.huggingface.load import load_weights
 from tp_ext.huggingface.save import save_pretrained
 
 OPTIMIZER = "tp_ext_optimizer"
+FOREIGN_OPTIMIZER = "optimizer.pt"  # of transformers.Trainer in one process
 SCHEDULER = "scheduler.pt"
+STATE_FILES = ("*optimizer*", SCHEDULER, "rng_state*", "global_step*")  # the last of DeepSpeed; "optimizer_0" of FSDP
+OPTIONAL = {"initial_lr", "param_names"}  # of a parameter group: set by schedulers, by torch for named parameters
 
 
 class Trainer(transformers.Trainer):
@@ -23,7 +32,9 @@ class Trainer(transformers.Trainer):
 
     All ranks read the same batches; gradients are clipped by the norm of the unsharded model; checkpoints have the
     files of transformers, which every other program reads, and the optimizer's state for any number of ranks. (Its base
-    class would take the norm of a rank's shards, and write shards.)
+    class would take the norm of a rank's shards, and write shards.) Mixed precision and ``torch_compile`` are those of
+    one process. ``train(resume_from_checkpoint=)`` also goes on from a checkpoint of ``transformers.Trainer`` in one
+    process; one of ``save_only_model`` starts anew, with a warning, and another kind is a ValueError.
 
     Args:
         model: of :func:`tp_ext.huggingface.from_pretrained`, or sharded by :func:`tp_ext.auto.apply`.
@@ -76,11 +87,32 @@ class Trainer(transformers.Trainer):
         load_weights(self.model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, OPTIMIZER)):  # save_only_model
+        """Loads moments and schedule of a checkpoint of this class, or of ``transformers.Trainer`` in one process."""
+        if checkpoint is None:
             return
-        load_checkpoint(os.path.join(checkpoint, OPTIMIZER), self.model, _unwrapped(self.optimizer))
+        kind = self._on_all_ranks(lambda: _kind_of(Path(checkpoint)))
+        optimizer = _unwrapped(self.optimizer)
+        if kind == OPTIMIZER:
+            load_checkpoint(os.path.join(checkpoint, OPTIMIZER), self.model, optimizer)
+        elif kind == FOREIGN_OPTIMIZER:
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+            path = os.path.join(checkpoint, FOREIGN_OPTIMIZER)
+            state = self._on_all_ranks(lambda: _named(path, optimizer, groups))
+            load_full_optimizer_state_dict(self.model, optimizer, state)
+        else:
+            if self.args.process_index == 0:
+                warnings.warn(
+                    f"resume_from_checkpoint: {checkpoint!r} has no optimizer, as save_only_model saves it; moments "
+                    "and learning rate start anew",
+                    stacklevel=2,
+                )
+            return
         state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
+
+    def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
+        return call_on_all_ranks(dist.group.WORLD if self._ranks > 1 else None, act)
 
     def _load_best_model(self) -> None:
         load_weights(self.model, self.state.best_model_checkpoint)
@@ -89,3 +121,34 @@ class Trainer(transformers.Trainer):
 def _unwrapped(optimizer: Any) -> Any:
     """The optimizer itself, which accelerate wraps."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _kind_of(checkpoint: Path) -> str | None:
+    """The name of the optimizer's state in a checkpoint; None: there is none, as ``save_only_model`` saves it."""
+    for name in (OPTIMIZER, FOREIGN_OPTIMIZER):
+        if (checkpoint / name).exists() and (checkpoint / SCHEDULER).is_file():
+            return name
+    if found := sorted(file.name for pattern in STATE_FILES for file in checkpoint.glob(pattern)):
+        raise ValueError(
+            f"resume_from_checkpoint: {str(checkpoint)!r} has {found}; the state of training can only be read from "
+            f"{SCHEDULER} with {OPTIMIZER}, or with {FOREIGN_OPTIMIZER} of one process. To start anew from its "
+            "weights, load them by from_pretrained, and train without resume_from_checkpoint"
+        )
+    return None
+
+
+def _named(path: str, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[str, Any]:
+    """The state of an optimizer of the unsharded model, with names in place of the numbers of parameters.
+
+    torch numbers them in the order of the parameter groups, which is that of the model: the sharded one has it, too."""
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    for what, own, other in (
+        ("sizes of parameter groups", [len(g) for g in groups], [len(g["params"]) for g in saved["param_groups"]]),
+        ("options", *(sorted(g[0].keys() - OPTIONAL) for g in (optimizer.param_groups, saved["param_groups"]))),
+    ):
+        if own != other:
+            raise ValueError(f"resume_from_checkpoint: {path!r} is of another optimizer: {what} {other}, here {own}")
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, [name for names in groups for name in names], strict=True))
+    named = [{**group, "params": names} for group, names in zip(saved["param_groups"], groups, strict=True)]
+    return {"state": {name_of[number]: entry for number, entry in saved["state"].items()}, "param_groups": named}
