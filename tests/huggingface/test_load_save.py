@@ -191,7 +191,7 @@ WRONG = {
 def test_wrong_folders_are_refused_on_all_ranks(kind, tmp_path):
     damage, error, match = WRONG[kind]
     damage(_folder(tmp_path / "model"))
-    run_raises(_load, 2, error, match, tmp_path / "model", in_turns=False)
+    run_raises(_load, 2, error, match, tmp_path / "model", in_turns=False, strict=True)
 
 
 def _load_on_one_rank_only(group, path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from tp_ext import auto
-from tp_ext._object_collectives import call_on_all_ranks
+from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
 from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
 from tp_ext.checkpoint.pinned_directory import open_regular
@@ -26,8 +27,11 @@ from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
 from tp_ext.huggingface.conversion import Group as Tensors
 from tp_ext.huggingface.conversion import groups_to_load
 from tp_ext.huggingface.examples import example_of
+from tp_ext.huggingface.new_weights import compute, generator_states
 from tp_ext.mesh import mesh_axes
 from tp_ext.mesh_program.partition_spec import P
+
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of weights
 
 
 def from_pretrained(
@@ -41,6 +45,7 @@ def from_pretrained(
     sequence_parallel: bool | str = False,
     example: Mapping[str, Any] | tuple[Any, ...] | None = None,
     device: torch.device | str | None = None,
+    strict: bool = False,
     **config_overrides: Any,
 ) -> Any:
     """Loads a model of transformers, sharded over a group by :func:`tp_ext.auto.plan`, in eval mode.
@@ -57,6 +62,9 @@ def from_pretrained(
         example: arguments of forward, for the plan; default: a few tokens, with ``labels`` where the class has a loss
             over them; or an image.
         device: default: torch's default device.
+        strict: whether the files must have all tensors of the model and no others. If not, it is as in transformers:
+            missing ones, such as a new head, are drawn by the model's ``_init_weights``, the same on all ranks and for
+            every number of them; others are ignored; a warning lists them.
         config_overrides: attributes of the configuration, such as ``attn_implementation="eager"``.
 
     Returns:
@@ -67,27 +75,38 @@ def from_pretrained(
     experts of Mixtral, is read whole and converted. Peak memory: the shards, and one tensor's shard (or, if it is
     converted, that tensor).
 
-    Communicates: two exchanges of errors over the group, and one of fingerprints (:func:`tp_ext.auto.apply`).
+    Communicates: two exchanges of errors over the group, and one of fingerprints (:func:`tp_ext.auto.apply`); a
+    broadcast of the state of rank 0's generator, from which missing tensors are drawn, whole, on all ranks.
 
     Raises:
-        On all ranks: OSError: a file that cannot be read. KeyError: missing or unexpected tensors. ValueError: a tensor
-        of another shape than the configuration's; no safetensors file; an override that the configuration does not
-        have; what :func:`tp_ext.auto.plan` raises. TypeError: ``group`` and ``mesh``, or neither; another type.
+        On all ranks: OSError: a file that cannot be read. KeyError: ``strict`` and missing or unexpected tensors.
+        ValueError: a tensor of another shape than the configuration's, or integers for floating-point numbers; an
+        override that the configuration does not have; what :func:`tp_ext.auto.plan` raises. TypeError: ``group`` and
+        ``mesh``, or neither; another type.
     """
     _check_arguments(path, group, mesh, model_class, dtype, device)
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict: {strict!r} must be True or False")
     axes = mesh_axes(group, mesh)
     own = parallel_group(axes.group)
     ranks = process_group(own.name) if own is not ALONE and own.name else None
     where = torch.device(device) if device is not None else torch.get_default_device()
+    states = broadcast_from_first(lambda: generator_states(where), [ranks] if ranks is not None else [])
     with ExitStack() as opened:
-        model, files, groups = call_on_all_ranks(
-            ranks, lambda: _prepared(Path(path), opened, model_class, dtype, where, config_overrides)
+        model, files, groups, left = call_on_all_ranks(
+            ranks, lambda: _prepared(Path(path), opened, model_class, dtype, where, config_overrides, strict, states)
         )
         plan = call_on_all_ranks(ranks, lambda: _plan(model, example, own.size, hints, sequence_parallel))
         auto.apply(plan, model, own.name or None)
         _allocate(model, where)
-        call_on_all_ranks(ranks, lambda: _read(model, state_entries(model, own), files, groups))
+        entries = state_entries(model, own)
+        with torch.no_grad():
+            for name in list(left.values):
+                write_full(left.values.pop(name), entries[name].value, entries[name].layout)
+        call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups))
     _load_generation_config(model, Path(path))
+    if own.rank == 0:
+        _warn(model, path, left)
     return model.eval()
 
 
@@ -138,8 +157,11 @@ def _prepared(
     dtype: torch.dtype | None,
     device: torch.device,
     overrides: Mapping[str, Any],
-) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[Tensors]]:
-    """The model on meta, with its other buffers; all tensors of the files; and how these make those of the model."""
+    strict: bool,
+    states: list[Tensor],
+) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[Tensors], SimpleNamespace]:
+    """The model on meta, with what no file has; all tensors of the files; how these make those of the model; and the
+    names that are in one of both only."""
     cls = model_class or _class_of(path)
     config, unused = cls.config_class.from_pretrained(
         str(path), local_files_only=True, return_unused_kwargs=True, **overrides
@@ -155,11 +177,11 @@ def _prepared(
         model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)
     groups, conversions = groups_to_load(model, _shapes(files))
-    missing = _matched(model, groups, path, {name: one.shape for name, one in model.state_dict().items()})
-    _compute_buffers(model, missing, device)
+    left = _matched(model, groups, path, {name: one.shape for name, one in model.state_dict().items()}, strict)
+    left.values = compute(model, left.computed, device, states)
     model.tie_weights()
     model._weight_conversions = conversions
-    return model, files, groups
+    return model, files, groups, left
 
 
 def _plan(
@@ -198,7 +220,14 @@ def _tensors_of(path: Path, opened: ExitStack) -> dict[str, SlicedTensor]:
     elif target.exists():
         names = [target.name]
     else:
-        raise FileNotFoundError(f"path: {str(path)!r} must have {target.name!r} or {index_of(target).name!r}")
+        others = sorted({file.name for kind in OTHER_FORMATS for file in path.glob(kind)} - {"training_args.bin"})
+        advice = (
+            f"; it has {others}, which are not read: load them by transformers once, whose save_pretrained writes "
+            "safetensors"
+        )
+        raise FileNotFoundError(
+            f"path: {str(path)!r} must have {target.name!r} or {index_of(target).name!r}{advice if others else ''}"
+        )
     files = [opened.enter_context(SafetensorsFile(target.with_name(name))) for name in names]
     return {name: one for file in files for name, one in file.tensors.items()}
 
@@ -212,9 +241,18 @@ def _cast_to_float(model: transformers.PreTrainedModel, dtype: torch.dtype | Non
 
 
 def _matched(
-    model: transformers.PreTrainedModel, groups: list[Tensors], path: Path, shapes: Mapping[str, torch.Size]
-) -> set[str]:
-    """Checks the names and full shapes of all tensors; returns those of the model that its class computes itself."""
+    model: transformers.PreTrainedModel,
+    groups: list[Tensors],
+    path: Path,
+    shapes: Mapping[str, torch.Size],
+    strict: bool = True,
+) -> SimpleNamespace:
+    """Checks the names, full shapes and dtypes of all tensors.
+
+    Returns:
+        ``computed``: all names of the model's tensors that no file has; ``missing_keys``: those that its class does not
+        expect to compute; ``unexpected_keys``: names of the files' tensors that the model does not have.
+    """
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
     made = {name: tensor for group in groups for name, tensor in group.targets.items()}
     held = {id(own[name]) for name in made if name in own}
@@ -222,9 +260,9 @@ def _matched(
         missing_keys={name for name, tensor in own.items() if name not in made and id(tensor) not in held},
         unexpected_keys={name for name in made if name not in own},
     )
-    every = set(left.missing_keys)
+    left.computed = set(left.missing_keys)
     model._adjust_missing_and_unexpected_keys(left)
-    if left.missing_keys or left.unexpected_keys:
+    if strict and (left.missing_keys or left.unexpected_keys):
         raise KeyError(
             f"path: {str(path)!r} for {type(model).__name__}: missing {sorted(left.missing_keys)}, unexpected "
             f"{sorted(left.unexpected_keys)}"
@@ -237,24 +275,22 @@ def _matched(
                     f"path: {name!r} has shape {tuple(tensor.shape)} in {str(path)!r} and must have "
                     f"{tuple(shapes[name])}, that of the configuration"
                 )
-    return every
+            if tensor.is_floating_point() != own[name].is_floating_point():
+                raise ValueError(
+                    f"path: {name!r} has dtype {tensor.dtype} in {str(path)!r} and must be of the kind of "
+                    f"{own[name].dtype}"
+                )
+    return left
 
 
-def _compute_buffers(model: transformers.PreTrainedModel, missing: set[str], device: torch.device) -> None:
-    """Computes what no file has: buffers that are not persistent, and ``missing``; as transformers does."""
-    computed = missing | {name for name, _ in model.named_non_persistent_buffers()}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in computed:
-            tensor._is_hf_initialized = True
-            continue
-        owner, _, own = name.rpartition(".")
-        module, real = model.get_submodule(owner), torch.empty_like(tensor, device=device)
-        if isinstance(tensor, nn.Parameter):
-            module._parameters[own] = nn.Parameter(real, requires_grad=tensor.requires_grad)
-        else:
-            module._buffers[own] = real
-    with torch.device(device):
-        model.initialize_weights()
+def _warn(model: nn.Module, path: str | os.PathLike[str], left: SimpleNamespace) -> None:
+    words = f"path: {str(path)!r} for {type(model).__name__}: "
+    if left.missing_keys:
+        words += f"no file has {sorted(left.missing_keys)}; they are initialised and must be trained. "
+    if left.unexpected_keys:
+        words += f"the model does not have {sorted(left.unexpected_keys)}; they are not read."
+    if left.missing_keys or left.unexpected_keys:
+        warnings.warn(words.rstrip(), stacklevel=3)
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

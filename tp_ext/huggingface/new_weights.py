@@ -1,0 +1,69 @@
+"""Weights that no file has: computed or drawn whole, as transformers does, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """The states of the generators from which weights on a device are drawn."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _set(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+@contextmanager
+def drawing_from(states: list[Tensor], device: torch.device) -> Iterator[None]:
+    """Draws from generators in the given states. A rank whose own are in other states gets these back; one whose own
+    are the same goes on behind the draws, as one process does."""
+    own = generator_states(device)
+    _set(states, device)
+    try:
+        yield
+    finally:
+        if not all(torch.equal(one, other) for one, other in zip(own, states, strict=True)):
+            _set(own, device)
+
+
+def compute(
+    model: transformers.PreTrainedModel, missing: set[str], device: torch.device, states: list[Tensor]
+) -> dict[str, Tensor]:
+    """Computes, on a device, the buffers that are not persistent and the tensors ``missing``, by the model's own
+    ``_init_weights``.
+
+    Returns:
+        The values of missing parameters, which stay on meta in the model; buffers are put into it.
+    """
+    computed = (missing | {name for name, _ in model.named_non_persistent_buffers()}) - set(model.all_tied_weights_keys)
+    whole: dict[str, Tensor] = {}
+    on_meta: list[tuple[nn.Module, str, nn.Parameter]] = []
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
+        if name not in computed:
+            tensor._is_hf_initialized = True
+            continue
+        owner, _, own = name.rpartition(".")
+        module, real = model.get_submodule(owner), torch.empty_like(tensor, device=device)
+        if isinstance(tensor, nn.Parameter):
+            on_meta.append((module, own, tensor))
+            module._parameters[own] = nn.Parameter(real, requires_grad=tensor.requires_grad)
+            whole[name] = real
+        else:
+            module._buffers[own] = real
+    with torch.device(device), drawing_from(states, device):
+        model.initialize_weights()
+    for module, own, parameter in on_meta:
+        module._parameters[own] = parameter
+    return whole
