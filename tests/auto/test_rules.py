@@ -71,13 +71,83 @@ PROGRAMS: dict[str, tuple[list[tuple[int, ...]], Function, list[int]]] = {
     "elementwise maximum": ([(4, 6), (4, 6)], torch.maximum, [4, 6]),
     "maximum of a dim": ([(4, 6)], lambda x: x.max(1), [4]),
     "layer norm": ([(4, 6), (6,)], lambda x, w: nn.functional.layer_norm(x, (6,), w, w), [4]),
-    "group norm": ([(4, 6, 5)], lambda x: nn.functional.group_norm(x, 2), [4]),
+    "group norm": ([(4, 6, 5), (6,)], lambda x, w: torch.native_group_norm(x, w, w, 4, 6, 5, 2, 1e-5), [2, 4]),
+    "batch norm": ([(4, 6, 5), (6,)], lambda x, w: nn.functional.batch_norm(x, None, None, w, w, True), [6]),
+    "batch norm in evaluation": (
+        [(4, 6, 5), (6,)], lambda x, w: nn.functional.batch_norm(x, w.detach(), w.exp().detach(), w, w), [6],
+    ),
+    "instance norm": ([(4, 6, 5), (6,)], lambda x, w: nn.functional.instance_norm(x, weight=w, bias=w), [6]),
     "tril": ([(4, 6, 6)], torch.tril, [4]),
     "pad": ([(4, 6)], lambda x: nn.functional.pad(x, (1, 0)), [4]),
     "unfold": ([(4, 6)], lambda x: x.unfold(1, 2, 2), [4]),
     "complex": ([(4, 6, 2)], lambda x: torch.view_as_real(torch.view_as_complex(x) * 2), [4, 6]),
     "convolution": ([(2, 4, 9), (6, 4, 3), (6,)], nn.functional.conv1d, [2, 4, 6]),
     "depthwise convolution": ([(2, 4, 9), (4, 1, 3)], lambda x, w: nn.functional.conv1d(x, w, groups=4), [2, 4]),
+    "convolution in groups": (
+        [(2, 6, 9), (4, 3, 3), (4,)], lambda x, w, b: nn.functional.conv1d(x, w, b, groups=2), [2, 2],
+    ),
+    "depthwise convolution with two results": (
+        [(2, 4, 9), (8, 1, 3)], lambda x, w: nn.functional.conv1d(x, w, groups=4), [2, 4],
+    ),
+    "transposed convolution": (
+        [(2, 4, 5, 5), (4, 6, 3, 3), (6,)], lambda x, w, b: nn.functional.conv_transpose2d(x, w, b, 2), [2, 4, 6],
+    ),
+    "transposed convolution in groups": (
+        [(2, 4, 9), (4, 3, 3), (6,)], lambda x, w, b: nn.functional.conv_transpose1d(x, w, b, groups=2), [2, 2],
+    ),
+    "convolution of one image": ([(4, 9, 9), (6, 4, 3, 3)], nn.functional.conv2d, [4, 6]),
+    "pooling": (
+        [(2, 6, 8, 8)],
+        lambda x: [
+            nn.functional.max_pool2d(x, 2), nn.functional.max_pool2d(x, 2, return_indices=True)[1],
+            nn.functional.avg_pool2d(x, 2), nn.functional.adaptive_avg_pool2d(x, 3),
+            nn.functional.adaptive_avg_pool2d(x, 1), nn.functional.adaptive_max_pool2d(x, 3),
+            nn.functional.max_pool1d(x[..., 0], 2), nn.functional.avg_pool1d(x[..., 0], 2),
+            nn.functional.lp_pool2d(x, 2, 2),
+            nn.functional.adaptive_avg_pool1d(x[..., 0], 3), nn.functional.adaptive_max_pool1d(x[..., 0], 3),
+        ],
+        [2, 6],
+    ),
+    "pooling of volumes": (
+        [(2, 6, 4, 4, 4)],
+        lambda x: [
+            nn.functional.max_pool3d(x, 2), nn.functional.avg_pool3d(x, 2), nn.functional.adaptive_avg_pool3d(x, 3),
+            nn.functional.interpolate(x, scale_factor=2), nn.functional.interpolate(x, 6, mode="trilinear"),
+        ],
+        [2, 6],
+    ),
+    "interpolation": (
+        [(2, 6, 4, 4)],
+        lambda x: [
+            nn.functional.interpolate(x, scale_factor=2), nn.functional.interpolate(x, 6, mode="bilinear"),
+            nn.functional.interpolate(x, 7, mode="bicubic"), nn.functional.interpolate(x, 6, mode="nearest-exact"),
+            nn.functional.interpolate(x, 3, mode="bilinear", antialias=True),
+            nn.functional.interpolate(x, 3, mode="area"), nn.functional.interpolate(x[..., 0], 6, mode="linear"),
+        ],
+        [2, 6],
+    ),
+    "padding of images": (
+        [(2, 6, 4, 4)],
+        lambda x: [nn.functional.pad(x, (1, 1, 2, 2), mode) for mode in ("reflect", "replicate")],
+        [2, 6],
+    ),
+    "pixel shuffle": ([(2, 12, 3, 3)], lambda x: nn.functional.pixel_shuffle(x, 2), [2, 3]),
+    "pixel unshuffle": ([(2, 3, 4, 4)], lambda x: nn.functional.pixel_unshuffle(x, 2), [2, 3]),
+    "unfold of images": ([(2, 6, 4, 4)], lambda x: nn.functional.unfold(x, 2), [2, 6]),
+    "fold": ([(2, 24, 9)], lambda x: nn.functional.fold(x, (4, 4), 2), [2, 6]),
+    "Fourier transforms": ([(2, 6, 4, 4)], lambda x: torch.fft.irfft2(torch.fft.rfft2(x) * 2, s=(4, 4)), [2, 6]),
+    "activations without a tag": (
+        [(4, 6)], lambda x: [nn.functional.hardswish(x), nn.functional.logsigmoid(x)], [4, 6],
+    ),
+    "prelu": ([(4, 6), (6,)], nn.functional.prelu, [4, 6]),
+    "glu": ([(4, 12)], nn.functional.glu, [4, 6]),
+    "glu of parts": ([(4, 8), (4, 4)], lambda x, y: nn.functional.glu(torch.cat([x, y], 1)[:, 4:]), [4, 4, 4]),
+    "normalize": ([(4, 6)], nn.functional.normalize, [4]),
+    "cosine similarity": ([(4, 6, 5), (4, 6, 5)], lambda x, y: nn.functional.cosine_similarity(x, y, -1), [4, 6]),
+    "bilinear": ([(5, 4), (5, 6), (8, 4, 6), (8,)], nn.functional.bilinear, [4, 5, 6, 8]),
+    "weight norm": ([(6, 4), (6, 1)], lambda v, g: torch._weight_norm(v, g, 0), [6]),
+    "weight norm of columns": ([(6, 4), (1, 4)], lambda v, g: torch._weight_norm(v, g, 1), [4]),
+    "weight norm of a middle dim": ([(6, 4, 3), (1, 4, 1)], lambda v, g: torch._weight_norm(v, g, 1), [4]),
     "new and like": ([(4, 6)], lambda x: torch.ones_like(x) * x + x.new_zeros(6), [4, 6]),
     "no rule": ([(4, 4)], torch.linalg.inv, []),
 }  # fmt: skip
@@ -131,7 +201,7 @@ def _kept(dim: Dim, atom: Atom, rank: int) -> list[int]:
 
 def _shard(full: Tensor, dims: list[Dim], atom: Atom, rank: int) -> Tensor:
     for i, dim in enumerate(dims):
-        full = full.index_select(i, torch.tensor(_kept(dim, atom, rank)))
+        full = full.index_select(i, torch.tensor(_kept(dim, atom, rank), dtype=torch.int64))
     return full
 
 
@@ -160,9 +230,10 @@ def _local_call(func: Any, args: Any, step: Step, record: Record, atom: Atom, ra
     if step.name.startswith("new_"):
         args[1] = shapes[0]
     if step.name == "native_group_norm":
-        args[3] = shapes[0][0]
+        args[3], args[4], args[6] = *shapes[0][:2], shapes[1][1]
     if step.name == "convolution" and args[8] > 1:
-        args[8] = shapes[0][1]
+        channels = step.inputs[0].shape[1] // args[8]  # of a group
+        args[8] = len(_kept(source[1], atom, rank)) // channels
     if step.name in ("view", "_unsafe_view", "expand", "reshape"):
         args[1] = shapes[0]
         return (torch.ops.aten.reshape.default if step.name != "expand" else func), args
@@ -204,7 +275,8 @@ def _check(record: Record, captured: _Captured, weights: list[Tensor], atom: Ato
                 sum_ = torch.stack(shards).sum(0)
                 if extra:
                     added = inputs[0 if step.name != "convolution" else 2]
-                    sum_ = sum_ - (P - 1) * (added[:, None] if step.name == "convolution" else added)
+                    places = [1] * (inputs[1].dim() - 2)
+                    sum_ = sum_ - (P - 1) * (added.view(-1, *places) if step.name == "convolution" else added)
                 torch.testing.assert_close(sum_, full, rtol=1e-12, atol=1e-12)
                 shards = wanted
             else:

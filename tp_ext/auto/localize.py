@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tp_ext.auto.choose import Decision, local_length
 from tp_ext.auto.dims import Atom, atoms
 from tp_ext.auto.edits import Path, Slice, Tokens
+from tp_ext.auto.known_integers import known_integers
 from tp_ext.auto.reasons import failure_of
 from tp_ext.auto.tokens import TokenFlow
 from tp_ext.auto.trace import Record, trace
@@ -146,6 +147,8 @@ class Localized:
                 module = model.get_submodule(name)
                 if role == "column" and is_conv1d(module):
                     module.nf = shapes[f"{name}.weight"][1]  # type: ignore[assignment]
+                elif role == "vocab":
+                    module.padding_idx = None  # type: ignore[assignment]  # may be the row of another rank
             for found in self.slices:
                 sliced = _Sliced(found, rank, p)
                 model.get_submodule(found.module).register_forward_pre_hook(sliced, with_kwargs=True)
@@ -348,7 +351,7 @@ def find_patches(localized: Localized, rank: int) -> Patches:
         MismatchError: there are none with which all calls agree.
     """
     wanted, values = localized.expected(rank), localized.local_values(rank)
-    found: Patches = {}
+    found: Patches = known_integers(localized, rank)
 
     def attempt(patches: Patches) -> tuple[int, MismatchError | None]:
         return compare(wanted, *localized.run(rank, patches))

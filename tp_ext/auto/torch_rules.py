@@ -164,11 +164,11 @@ def _spans(op: Op, axis: int, spans: Sequence[tuple[int, int]]) -> None:
     concatenate(dims[axis], sorted({end for span in spans for end in span} - {0, full}), op.reason)
     now = atoms(dims[axis])
     for place, (start, stop) in enumerate(spans):
-        part = _span(now, start, stop) or [Atom(stop - start, op.reason)]
+        part = span_of(now, start, stop) or [Atom(stop - start, op.reason)]
         op.give([*dims[:axis], part, *dims[axis + 1 :]], place)
 
 
-def _span(dim: Dim, start: int, stop: int) -> Dim | None:
+def span_of(dim: Dim, start: int, stop: int) -> Dim | None:
     """The parts of a concatenation from one edge to another; None if these are no edges."""
     if not dim or dim[0].parts is None:
         return None
@@ -310,23 +310,6 @@ def pad(op: Op) -> None:
     op.give(dims)
 
 
-@rule("convolution")
-def convolution(op: Op) -> None:
-    """Input channels are summed over, or with as many groups as channels pass; other groups, and places, are whole."""
-    x, weight, groups = op.dims(0), op.dims(1), op.args[8]
-    op.pin(*x[2:], *weight[2:])
-    if groups == 1:
-        op.unify(x[1], weight[1])
-        op.contracted = weight[1]
-    elif groups == op.inputs[0].shape[1] == op.inputs[1].shape[0]:
-        op.unify(x[1], weight[0])
-    else:
-        op.pin(x[1], *weight[:2])
-    op.give([x[0], weight[0], *op.fresh()[2:]])
-    if len(op.inputs) > 2:
-        op.unify(op.dims(2)[0], weight[0])
-
-
 @rule("addmm", "baddbmm", "addbmm")
 def matmul_and_add(op: Op) -> None:
     left, right = op.dims(1), op.dims(2)
@@ -388,16 +371,6 @@ def index_put(op: Op) -> None:
             op.pin(own)
 
 
-@rule("native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
-      "cudnn_batch_norm")  # fmt: skip
-def batch_norm(op: Op) -> None:
-    op.pin(*op.dims()[1:], *(dim for tensor in op.inputs[1:] for dim in op.dims_of(tensor)))
-    op.give(op.dims())
-    if op.name == "native_group_norm":
-        for place in (1, 2):  # mean and reciprocal deviation of each group
-            op.give([op.dims()[0], [Atom(op.outputs[place].shape[1], op.reason)]], place)
-
-
 @rule("view_as_real")
 def view_as_real(op: Op) -> None:
     op.give([*op.dims(), [Atom(2, op.reason)]])
@@ -432,6 +405,7 @@ RULES.update(
             "_to_copy", "clone", "contiguous", "detach", "copy", "dropout", "native_dropout", "alias", "masked_fill",
             "lift_fresh", "lift_fresh_copy", "_conj", "bernoulli", "to", "positive", "copy_", "fill_", "lift", "zero_",
             "uniform_", "normal_", "exponential_", "random_",
+            "hardswish", "_prelu_kernel",
         ),
         pointwise,
     )

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tp_ext.auto import torch_rules as torch_rules  # registers the rules
+from tp_ext.auto.channel_rules import group_norm
 from tp_ext.auto.constraints import running
 from tp_ext.auto.dims import Atom, Dim, Reason, pin
 from tp_ext.auto.edits import Path
@@ -256,11 +257,12 @@ class _Calls(TorchFunctionMode):
         record.paused = True
         try:
             result = func(*args, **kwargs)
+            seen = [result, *SHOWN[func](args, kwargs)] if func in SHOWN else result
         finally:
             record.paused = False
-        self.log(func, result)
+        self.log(func, seen)
         if self.operators:
-            whole(record, args, kwargs, result)
+            whole(record, args, kwargs, seen)
         return result
 
     def log(self, func: Any, result: Any) -> None:
@@ -324,10 +326,30 @@ def _attention(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], r
     )
 
 
+def _statistics(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """A tensor of the statistics of a group norm, as many as it has groups."""
+    x = _argument(args, kwargs, 0, "input")
+    return [x.new_empty(x.shape[0], _argument(args, kwargs, 1, "num_groups"))]
+
+
+def _group_norm(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], result: list[Tensor]) -> None:
+    inputs = [t for _, t in tensors([list(args), kwargs])]
+    op = Op("native_group_norm", args, kwargs, inputs, result, record, record.reason("native_group_norm"))
+    group_norm(op, result[1].shape[1])
+    record.add(op)
+
+
+# Tensors whose shapes show what those of the result do not: integers of a call that must be local
+SHOWN: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]] = {
+    F.group_norm: _statistics,
+    torch.group_norm: _statistics,
+}
 WHOLE: dict[Any, Callable[[Record, Sequence[Any], Mapping[str, Any], Any], None]] = {
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
     F.dropout: _dropout,
+    F.group_norm: _group_norm,
+    torch.group_norm: _group_norm,
 }
 
 

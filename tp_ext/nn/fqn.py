@@ -112,9 +112,8 @@ def resolve_fqn(model: nn.Module, key: str, group: ParallelGroup = ALONE) -> Res
         owner = owner.get_submodule(part) if child is None else child
     if _CHECKPOINTED in owner._modules:
         owner = owner.get_submodule(_CHECKPOINTED)
-    if parametrized is None:
-        layout = layout_of(owner, local, group)
-    else:
+    layout = layout_of(owner, local, group)
+    if not layout and parametrized is not None:
         layout = _layout_of_parametrization(key, *parametrized, owner, local)
     return ResolvedParameter(".".join([*names, local]), owner, local, layout)
 

@@ -1,0 +1,141 @@
+"""Modules of torch that a plan shards: next to the unsharded model in training and in evaluation, for each option.
+
+Loss, every gradient, three steps of an optimizer, buffers and the result in evaluation mode are compared in fp64."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tp_ext
+from tests.helpers.ranks import run
+from tp_ext import auto
+from tp_ext.group import parallel_group
+
+close = {"rtol": 1e-10, "atol": 1e-11}
+Model = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
+
+
+class Residual(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Called(nn.Module):
+    """Layers and a function of these and of the inputs, which is the forward."""
+
+    def __init__(self, function: Callable[..., Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+def _same(group: Any, name: str, table: str) -> list[str]:
+    """Trains both models and returns the names of the sharded parameters."""
+    torch.manual_seed(0)
+    model, inputs = globals()[table][name]()
+    model = model.double()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    dense, p = copy.deepcopy(model), parallel_group(group).size
+    plan = auto.plan(model, inputs, p)
+    auto.apply(plan, model, group)
+    # eps: gradients that cancel to rounding, those of biases before a norm or a softmax, Adam would scale up
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-3) for one in (dense, model)]
+    layouts, sharded = dict(tp_ext.layouts(model)), dict(model.named_parameters())
+    for _ in range(3):
+        wanted, found = dense(*inputs), model(*inputs)
+        torch.testing.assert_close(found, wanted, **close)
+        for one, optimizer in zip((wanted, found), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(one).backward()
+        for own, parameter in dense.named_parameters():
+            expected, gradient = parameter.grad, sharded[own].grad
+            assert (expected is None) == (gradient is None), own
+            if expected is not None:
+                expected = layouts[own].shard(expected) if layouts.get(own) else expected
+                torch.testing.assert_close(gradient, expected, **close, msg=lambda text, own=own: f"{own}: {text}")
+        for optimizer in optimizers:
+            optimizer.step()
+    full = tp_ext.full_state_dict(model, group=group)
+    assert list(full) == list(dense.state_dict())
+    for own, value in dense.state_dict().items():
+        torch.testing.assert_close(full[own], value, **close, msg=own)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(*inputs), dense.eval()(*inputs), **close)
+    return sorted(plan.shardings)
+
+
+def loss_of(output: Any) -> Tensor:
+    tensors = [output] if isinstance(output, Tensor) else [t for t in output if t is not None]
+    return sum((t.square().mean() for t in tensors), torch.zeros((), dtype=torch.float64))
+
+
+def _image(channels: int = 8, size: int = 6) -> Tensor:
+    return torch.randn(3, channels, size, size)
+
+
+def _image_model(*layers: nn.Module, channels: int = 8, size: int = 6) -> tuple[nn.Module, tuple[Tensor]]:
+    return nn.Sequential(*layers), (_image(channels, size),)
+
+
+def _res_net() -> tuple[nn.Module, tuple[Tensor]]:
+    def block() -> nn.Module:
+        return Residual(nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+                        nn.Conv2d(16, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))  # fmt: skip
+
+    return _image_model(block(), nn.ReLU(), nn.MaxPool2d(2), block(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def _u_net() -> tuple[nn.Module, tuple[Tensor]]:
+    def block() -> nn.Module:
+        return Residual(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 24, 3, padding=1), nn.GroupNorm(12, 24), nn.SiLU(),
+                        nn.Conv2d(24, 8, 3, padding=1))  # fmt: skip
+
+    return _image_model(block(), nn.AvgPool2d(2), block(), nn.Upsample(scale_factor=2, mode="nearest"), block())
+
+
+CONVOLUTIONS: dict[str, Model] = {
+    "residual blocks with batch norm": _res_net,
+    "residual blocks with group norm": _u_net,
+    "batch norm without statistics": lambda: _image_model(
+        nn.Conv2d(8, 12, 1, bias=False), nn.BatchNorm2d(12, track_running_stats=False), nn.ReLU(), nn.Conv2d(12, 8, 1)
+    ),
+    "instance norm": lambda: _image_model(
+        nn.Conv2d(8, 12, 1, bias=False), nn.InstanceNorm2d(12, affine=True, track_running_stats=True), nn.ReLU(),
+        nn.Conv2d(12, 8, 1),
+    ),
+    "transposed and in groups": lambda: _image_model(
+        nn.ConvTranspose2d(8, 24, 2, 2), nn.ReLU(), nn.Conv2d(24, 24, 3, groups=12, padding_mode="circular", padding=1),
+        nn.PReLU(), nn.Conv2d(24, 8, 1),
+    ),
+    "upsampling by shuffled pixels": lambda: _image_model(
+        nn.Conv2d(8, 48, 1), nn.PixelShuffle(2), nn.ReLU(), nn.Conv2d(12, 8, 1)
+    ),
+    "gated": lambda: _image_model(nn.Conv2d(8, 24, 1), nn.GLU(1), nn.Conv2d(12, 8, 1)),
+    "weight norm": lambda: _image_model(
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 12, 3)), nn.ReLU(), nn.Conv2d(12, 8, 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_channels(name: str, p: int) -> None:
+    sharded = run(_same, p, name, "CONVOLUTIONS")[0]
+    model, _ = CONVOLUTIONS[name]()
+    sizes = {own: t.numel() for own, t in model.named_parameters() if t.dim() > 1}
+    assert sum(size for own, size in sizes.items() if own in sharded) > 0.9 * sum(sizes.values())
