@@ -14,6 +14,7 @@ from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply
 from tp_ext.auto.edits import Copy
 from tp_ext.auto.forwards import CalledForward
+from tp_ext.auto.guard import Guard, structure_of
 from tp_ext.auto.hooks import (
     CopyArguments,
     CopyOutput,
@@ -84,7 +85,10 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
     _compare_over_group(plan, model, group)
     reference = copy.deepcopy(model) if verify else None
     if own.size > 1:
+        guard = Guard(plan, structure_of(model)) if plan.shardings and plan.example is not None else None
         _Applied(plan, model, own).apply()
+        if guard is not None:
+            model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)
         if hasattr(model, "save_pretrained"):
             model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     model.tp_ext_plan = plan  # type: ignore[assignment]

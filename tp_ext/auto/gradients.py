@@ -29,13 +29,15 @@ def watched_gradients(record: Record, tensors: Callable[[Any], Iterator[tuple[An
     apply, grad, backward = function.__dict__["apply"], torch.autograd.grad, torch.autograd.backward
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        result = apply.__func__(cls, *args, **kwargs)
+        result = apply.__get__(None, cls)(*args, **kwargs)
         if record.paused or record.is_examined or cls.__module__.partition(".")[0] == "torch":
             return result
         results = [t for _, t in tensors(result)]
         record.functions.update((id(t), f"the backward of {cls.__name__}") for t in results)
         record.kept += results
-        _examine(record, f"the backward of {cls.__name__}", lambda *a: apply.__func__(cls, *a, **kwargs), args, results)
+        _examine(
+            record, f"the backward of {cls.__name__}", lambda *a: apply.__get__(None, cls)(*a, **kwargs), args, results
+        )
         return result
 
     def gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -101,32 +101,63 @@ def plan(
         found = _proven(planner, found, own, budget)
     elif prove is False:
         found.proofs = []
+    found.rules = dict(rules or {})
     _check_sharded(found, planner, hints, strict)
     return found
 
 
 def _proven(planner: _Planner, found: Plan, rules: Mapping[str, Rule], budget: float) -> Plan:
     """The plan whose values are proven: what differs is left whole, and all is decided again."""
-
-    def planned(model: nn.Module, p: int, only: Mapping[str, int]) -> tuple[Plan, list[list[str]]]:
-        record = traced(model, planner.example, rules)
-        part = _Planner(model, planner.example, p, record, {}, None, planner.sequence_parallel and p > 1, only)
-        return part.decide(), part.together
-
     try:
-        prover = Prover(planner.model, planner.example, planner.p, planned, budget)
-        for _ in range(MOST_ROUNDS):
-            different = prover.differences(found)
-            if not different:
-                found.proof = "values"
-                return found
+        prover = _prover(planner, rules, budget)
+        while different := prover.differences(found):
             for name in list(found.shardings):
                 if kind_of(name) in different:
                     planner.why.setdefault(name, different[kind_of(name)])
             found = planner.decide()
+            if not found.shardings:
+                break
+        found.proof = "values"
     except UnprovenError as error:
         found.proof = f"shapes: {error}"
     return found
+
+
+def _prover(planner: _Planner, rules: Mapping[str, Rule], budget: float) -> Prover:
+    def planned(model: nn.Module, example: Any, p: int, only: Mapping[str, int]) -> tuple[Plan, list[list[str]]]:
+        record = traced(model, example, rules)
+        part = _Planner(model, example, p, record, {}, None, planner.sequence_parallel and p > 1, only)
+        return part.decide(), part.together
+
+    return Prover(planner.model, planner.example, planner.p, planned, budget)
+
+
+def plan_again(plan: Plan, structure: nn.Module, example: Any) -> str:
+    """Plans an unsharded model again, with another example; returns how that differs from a plan, or ""."""
+    rules = {name: from_notation(line) for name, line in plan.rules.items()}
+    record = traced(structure, example, rules)
+    only = {name: sharding.dim for name, sharding in plan.shardings.items()}
+    planner = _Planner(structure, example, plan.p, record, {}, None, bool(plan.tokens), only)
+    found = planner.decide()
+    called = {call.module for call in record.calls}
+    used = {id(t) for step in record.steps for t in step.inputs}
+    for id_, (name, _) in record.parameters.items():
+        if id_ in used and found.shardings.get(name) != plan.shardings.get(name):
+            return f"{name} cannot be sharded then: {found.whole.get(name, 'it is sharded in another way')}"
+    for kind in ("copies", "sums", "slices", "tokens"):
+        changed = {edit for edit in {*getattr(plan, kind)} ^ {*getattr(found, kind)} if edit.module in called}
+        if changed:
+            return f"it communicates elsewhere then, in {next(iter(changed)).module or 'the model'}"
+    for module in called:
+        if found.patches.get(module) != plan.patches.get(module):
+            return f"{module or 'the model'} reads other integers then"
+    if found.gathers != plan.gathers or set(found.heads) != set(plan.heads):
+        return "it has other results with a sharded dim then"
+    try:
+        differences = _prover(planner, rules, BUDGET).differences(found) if plan.proof == "values" else {}
+    except UnprovenError:
+        return ""
+    return next(iter(differences.values()), "")
 
 
 def _check_sharded(found: Plan, planner: _Planner, hints: Mapping[str, str | P], strict: bool) -> None:
@@ -481,6 +512,7 @@ class _Planner:
             sums=state.flow.sums,
             slices=state.flow.slices,
             gathers=state.flow.gathers,
+            refused_inputs=state.flow.refused_inputs,
             draws=self.draws(state),
             patches=merged(state.patches),
             whole={

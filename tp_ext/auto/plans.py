@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tp_ext.auto import picture
-from tp_ext.auto.edits import Collective, Copy, Draw, Gather, Output, Slice, Sum, Tokens
+from tp_ext.auto.edits import Collective, Copy, Draw, Gather, Output, Path, Slice, Sum, Tokens
 from tp_ext.sharding import Part, Sharding
 
 VERSION = 4
@@ -38,6 +38,8 @@ class Plan:
         example: the example's structure, tensors as shape and dtype; None if it holds other objects.
         proof: ``"values"``: the sharded model was run and compared; ``"shapes"``: only its shapes are proven, with the
             reason.
+        refused_inputs: arguments whose gradient would be a rank's part: they must not require one.
+        rules: those given to :func:`tp_ext.auto.plan`.
         proofs: for each rank, a hash of the calls of the local model on fakes, with their shapes.
         bytes_of_element: name of a parameter -> bytes of an element, once for tied ones.
         outputs: the results of the modules, in the order of their first calls.
@@ -64,6 +66,8 @@ class Plan:
     shapes: dict[str, tuple[int, ...]]
     example: Any = None
     proof: str = "shapes"
+    refused_inputs: list[Path] = field(default_factory=list)
+    rules: dict[str, str] = field(default_factory=dict)
     proofs: list[str] = field(default_factory=list)
     bytes_of_element: dict[str, int] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
@@ -109,6 +113,7 @@ class Plan:
             Slice(one["module"], tuple(one["path"]), _sharding(one["sharding"])) for one in data["slices"]
         ]
         data["gathers"] = [Gather(tuple(one["path"]), _sharding(one["sharding"])) for one in data["gathers"]]
+        data["refused_inputs"] = [tuple(path) for path in data["refused_inputs"]]
         data["draws"] = [
             Draw(**{**one, "sizes": None if one["sizes"] is None else tuple(one["sizes"])}) for one in data["draws"]
         ]
@@ -253,6 +258,8 @@ class Plan:
             f"({_size(sum(c.bytes for c in forward))}), "
             f"{len(backward)} backward ({_size(sum(c.bytes for c in backward))})"
         )
+        if self.shardings:
+            lines.append(f"proven by {self.proof}")
         if self.tokens or self.whole_tokens:
             lines.append(self._tokens_text())
         for text, names in _by_text({_folded(name): why for name, why in self.whole_tokens.items()}).items():

@@ -161,6 +161,25 @@ def examples(example: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Any
         yield "another batch", tree_map(longer, first)
 
 
+def few_tokens(example: Any, p: int) -> Any:
+    """The example with a batch of at most 2 and at most 2 p + 3 tokens, if its first tensor of integers has both."""
+    args, kwargs = arguments(example)
+    ids = next((t for _, t in tensors((args, kwargs)) if t.dim() == 2 and not t.is_floating_point()), None)
+    if ids is None:
+        return example
+    lengths = {ids.shape[0]: min(2, ids.shape[0]), ids.shape[1]: min(2 * p + 3, ids.shape[1])}
+
+    def shorter(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        for dim, size in enumerate(x.shape[:2] if x.dim() < 4 else x.shape):
+            x = x.narrow(dim, 0, lengths.get(size, size))
+        return x
+
+    short = tree_map(shorter, (args, kwargs))
+    return {**short[1]} if isinstance(example, Mapping) else short[0]
+
+
 # ---------------------------------------------------------------- runs
 
 

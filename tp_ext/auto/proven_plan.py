@@ -15,18 +15,19 @@ from tp_ext.auto.prove_values import (
     DifferentValuesError,
     UnprovenError,
     bytes_of,
+    few_tokens,
     filled,
     prove,
     shortened,
 )
 
-MOST_ROUNDS = 12
-
 
 class Planner(Protocol):
     """Plans a model with only some of its decisions: :class:`tp_ext.auto.planner._Planner`."""
 
-    def __call__(self, model: nn.Module, p: int, only: Mapping[str, int]) -> tuple[Plan, list[list[str]]]: ...
+    def __call__(
+        self, model: nn.Module, example: Any, p: int, only: Mapping[str, int]
+    ) -> tuple[Plan, list[list[str]]]: ...
 
 
 def kind_of(name: str) -> str:
@@ -44,8 +45,9 @@ class Prover:
     """
 
     def __init__(self, model: nn.Module, example: Any, p: int, planned: Planner, budget: float) -> None:
-        self.example, self.p, self.planned = example, min(p, MOST_RANKS), planned
+        self.p, self.planned = min(p, MOST_RANKS), planned
         self.reduced, self.dtypes = self._reduced(model, budget)
+        self.example = self._runnable(model, example)
 
     def _reduced(self, model: nn.Module, budget: float) -> tuple[nn.Module, list[torch.dtype | None]]:
         """The model to run, and the types in which its weights fit.
@@ -60,6 +62,20 @@ class Prover:
                 return reduced, dtypes
         least = bytes_of(reduced, None) / 2**20
         raise UnprovenError(f"one layer of each kind has {least:.0f} MiB, more than budget")
+
+    def _runnable(self, model: nn.Module, example: Any) -> Any:
+        """The example, with few tokens if it has many and that runs; with all layers where fewer do not run.
+
+        Raises:
+            UnprovenError: the model with fewer layers does not run.
+        """
+        for candidate in (few_tokens(example, self.p), example):
+            try:
+                self.planned(self.reduced, candidate, 1, {})
+                return candidate
+            except ValueError as error:
+                failed = error
+        raise UnprovenError(f"with fewer layers, {failed}")
 
     def differences(self, plan: Plan) -> dict[str, str]:
         """The kinds of parameters, by :func:`kind_of`, by which values differ under a plan, with the reason; {}: none.
@@ -81,7 +97,7 @@ class Prover:
 
     def _groups(self, only: Mapping[str, int]) -> list[list[str]]:
         """The kinds of parameters that one decision shards; those of equal layers together."""
-        _, together = self.planned(self.reduced, self.p, only)
+        _, together = self.planned(self.reduced, self.example, self.p, only)
         joined: dict[str, set[str]] = {}
         for group in together:
             kinds = {kind_of(name) for name in group}
@@ -93,8 +109,8 @@ class Prover:
 
     def _tried(self, only: Mapping[str, int]) -> str:
         """Runs the model with these parameters sharded; returns the difference, or "" if there is none."""
-        plan, _ = self.planned(self.reduced, self.p, only)
-        whole, _ = self.planned(self.reduced, 1, {})
+        plan, _ = self.planned(self.reduced, self.example, self.p, only)
+        whole, _ = self.planned(self.reduced, self.example, 1, {})
         if not plan.shardings:
             return ""
         failed: Exception | None = None

@@ -1,0 +1,144 @@
+"""Calls of a sharded model that its plan did not see: proven when they first come, or an error.
+
+A plan knows the code that its example runs. Another argument can lead to other code, which uses a sharded tensor in a
+way that nothing has checked. So the kinds of the arguments of each call are compared with those that were proven; for
+new ones the unsharded structure is planned and proven again, on fakes and by values, and what it communicates must be
+what the model does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from tp_ext.auto.copies import copied
+from tp_ext.auto.plans import Plan, undescribed
+from tp_ext.auto.trace import arguments
+
+
+def structure_of(model: nn.Module) -> nn.Module:
+    """A copy of a model without its weights, which are on meta; buffers are shared."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+        memo.update((id(buffer), buffer) for buffer in module._buffers.values() if buffer is not None)
+    return copied(model, memo)
+
+
+class _OpaqueError(Exception):
+    """An argument whose contents are not known, such as a cache."""
+
+
+def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by their names, without those that are None; None: they have no names."""
+    forward = inspect.signature(type(model).forward)
+    try:
+        bound = forward.bind(model, *args, **kwargs)
+    except TypeError:  # which the call itself will raise
+        return None
+    found: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        kind = forward.parameters[name].kind
+        if kind == inspect.Parameter.VAR_POSITIONAL:
+            return None
+        found |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def signature(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """The kinds of the arguments of a call: dims and kinds of tensors, values of switches; not lengths.
+
+    Returns None if there is an object among them that no run on fakes can be given, such as a cache.
+    """
+    named = named_arguments(model, args, kwargs)
+    named = {"args": args, **kwargs} if named is None else named
+    try:
+        return repr({key: _kind(value) for key, value in sorted(named.items())})
+    except _OpaqueError:
+        return None
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dim(), "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "int"
+    if value is None or isinstance(value, bool | str | torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, int | float | complex):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return {str(key): _kind(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return [_kind(inner) for inner in value]
+    raise _OpaqueError
+
+
+@dataclass
+class Guard:
+    """A forward pre-hook of a sharded model.
+
+    Attributes:
+        structure: the unsharded model without weights. proven: signatures of calls that have been proven.
+    """
+
+    plan: Plan
+    structure: nn.Module
+    proven: set[str | None] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.proven |= {None, signature(self.structure, *arguments(undescribed(self.plan.example)))}
+
+    def __deepcopy__(self, memo: Any) -> Guard:
+        return self  # plain data, the same for all copies of the model
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.plan.refused_inputs and torch.is_grad_enabled():
+            self.refuse_partial_gradients(args, kwargs)
+        if torch.compiler.is_compiling() or (key := signature(self.structure, args, kwargs)) in self.proven:
+            return
+        self.prove(args, kwargs)
+        self.proven.add(key)
+
+    def refuse_partial_gradients(self, args: Any, kwargs: Any) -> None:
+        """Raises RuntimeError if an argument wants a gradient that would be this rank's part of it."""
+        names = list(inspect.signature(type(self.structure).forward).parameters)[1:]
+        named = named_arguments(self.structure, args, kwargs) or {}
+        for place, key, *rest in self.plan.refused_inputs:
+            name = names[int(key)] if place == 0 and int(key) < len(names) else str(key)
+            value = named.get(name)
+            for inner in rest:
+                value = value[inner] if value is not None else None  # type: ignore[index]
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise RuntimeError(
+                    f"{name}: has requires_grad=True, and its gradient would be partial; plan with an example whose "
+                    f"{name} requires a gradient"
+                )
+
+    def prove(self, args: Any, kwargs: Any) -> None:
+        """Plans the structure with these arguments, and compares.
+
+        Raises:
+            RuntimeError: the call communicates elsewhere, or its values are not those of the unsharded model.
+        """
+        from tp_ext.auto.planner import plan_again  # which needs execute, whose hook this is
+
+        named = named_arguments(self.structure, args, kwargs)
+        example = tree_map(lambda x: _on_meta(x) if isinstance(x, Tensor) else x, args if named is None else named)
+        shown = sorted(example) if isinstance(example, dict) else "positional ones"
+        advice = f"the plan's example does not have these arguments, {shown}: plan with one that has"
+        try:
+            problem = plan_again(self.plan, self.structure, example)
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            raise RuntimeError(f"model: {advice}; {problem}")
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return x.detach().to("meta").requires_grad_(x.requires_grad)
