@@ -45,7 +45,6 @@ DRAWS = {
     "dropout_of_view": lambda s, x, h: s.down(F.dropout(h.unflatten(-1, (4, 8)), 0.3, s.training).flatten(-2)),
     "dropout_after_transpose": lambda s, x, h: s.down(F.dropout(h.mT, 0.3, s.training).mT),
     "python_random": lambda s, x, h: s.down(h) * random.Random(3).random(),
-    "distribution": lambda s, x, h: s.down(torch.distributions.Normal(h, 0.1).rsample()),
     "fork_rng": lambda s, x, h: s.down(h) + forked(x),
 }
 
@@ -58,6 +57,15 @@ def forked(x: Tensor) -> Tensor:
 
 for name, f in DRAWS.items():
     mlp(f"draws_{name}", "draws of a part", f, random=True)
+
+
+mlp(
+    "draws_distribution",
+    "torch's distributions check values",
+    lambda s, x, h: s.down(torch.distributions.Normal(h, 0.1).rsample()),
+    random=True,
+    branches=True,
+)
 
 
 @trap("layers are dropped by a draw", random=True, branches=True)

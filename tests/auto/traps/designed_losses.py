@@ -1,4 +1,4 @@
-"""Traps of our own: losses in forward, towers that meet, in-place code, dtypes, lookups, recurrences."""
+"""Traps of our own: losses in forward, towers that meet, in-place code, dtypes, lookups, recurrences, images."""
 
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.auto.traps.trap import (
     flat,
     ids,
     ids_and_labels,
+    images,
     mlp,
     raw,
     trap,
@@ -43,7 +44,7 @@ def contrast(s: Towers, a: Tensor, b: Tensor, h: Tensor, g: Tensor) -> Tensor:
 
 
 def redundancy(s: Towers, a: Tensor, b: Tensor, h: Tensor, g: Tensor) -> Tensor:
-    """Barlow twins, on hidden features."""
+    """Cross-correlation of hidden features must be the identity."""
     h, g = (h - h.mean((0, 1))).flatten(0, 1), (g - g.mean((0, 1))).flatten(0, 1)
     c = h.mT @ g / len(h)
     return (c - torch.eye(c.shape[-1])).square().sum() + a.mean() + b.mean()
@@ -349,3 +350,39 @@ class FixedPoint(Raw):
 
 raw("two_down_products", "one partial, one whole", lambda s, x, h: s.down(h) + F.linear(h.detach(), s.w2).tanh())
 raw("down_of_down", "partial sums enter the first weight again", lambda s, x, h: s.down(F.linear(s.down(h), s.w1)))
+
+
+@trap("a squeeze-and-excitation of sharded channels", images, bare=True)
+class Excitation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 4, 1)
+        self.squeeze, self.excite = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        gate = self.excite(self.squeeze(h.mean((2, 3))).relu()).sigmoid()
+        return self.b(h * gate[..., None, None]).flatten(1)
+
+
+@trap("channels are shuffled between groups, by a view", images, bare=True)
+class ShuffleNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, WIDTH, 1), nn.Conv2d(WIDTH, WIDTH, 1, groups=4)
+        self.out = nn.Conv2d(WIDTH, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        b, c, *sizes = h.shape
+        return self.out(self.b(h).view(b, 4, c // 4, *sizes).transpose(1, 2).reshape(b, c, *sizes))
+
+
+@trap("pixels are shuffled out of channels", images, bare=True)
+class PixelShuffle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.pixel_shuffle(self.a(x).relu(), 2))

@@ -16,7 +16,6 @@ from tests.auto.traps.trap import (
     Attention,
     Mlp,
     Raw,
-    images,
     mlp,
     trap,
 )
@@ -365,7 +364,7 @@ class LinearAttention(Attention):
         return self.join(a)
 
 
-@trap("heads talk to one another before and after the softmax")
+@trap("maps of all heads are mixed, before and after the softmax")
 class TalkingHeads(Attention):
     def __init__(self) -> None:
         super().__init__()
@@ -440,39 +439,3 @@ class Scan(nn.Module):
             state = state * torch.exp(-self.a) + h[:, i, :, None] * gate[:, i, None]
             results.append((state * gate[:, i, None]).sum(-1))
         return self.down(torch.stack(results, 1) / math.sqrt(self.a.shape[0]))
-
-
-@trap("a squeeze-and-excitation of sharded channels", images, bare=True)
-class Excitation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 4, 1)
-        self.squeeze, self.excite = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x).relu()
-        gate = self.excite(self.squeeze(h.mean((2, 3))).relu()).sigmoid()
-        return self.b(h * gate[..., None, None]).flatten(1)
-
-
-@trap("channels are shuffled between groups, by a view", images, bare=True)
-class ShuffleNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, WIDTH, 1), nn.Conv2d(WIDTH, WIDTH, 1, groups=4)
-        self.out = nn.Conv2d(WIDTH, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x).relu()
-        b, c, *sizes = h.shape
-        return self.out(self.b(h).view(b, 4, c // 4, *sizes).transpose(1, 2).reshape(b, c, *sizes))
-
-
-@trap("pixels are shuffled out of channels", images, bare=True)
-class PixelShuffle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(4, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.pixel_shuffle(self.a(x).relu(), 2))
