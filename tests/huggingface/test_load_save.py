@@ -1,6 +1,7 @@
 """Models of transformers read by several ranks, compared with one process; and the files that they write, byte by
 byte."""
 
+import copy
 import json
 import os
 import shutil
@@ -109,6 +110,31 @@ def _generates(group, path, sequence_parallel):
 @pytest.mark.parametrize(("p", "sequence_parallel"), [(3, False), (2, True)])
 def test_generate_gives_the_tokens_of_one_process(p, sequence_parallel, tmp_path):
     run(_generates, p, _folder(tmp_path), sequence_parallel)
+
+
+def _samples(group, path):
+    """Tokens and the next number where each rank has a generator of its own, by the model and by a copy of it."""
+    model, rank = huggingface.from_pretrained(path, group=group), dist.get_rank(group)
+    options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": True}
+    found = []
+    for one, beams in ((model, 1), (copy.deepcopy(model), 2)):
+        torch.manual_seed(3 + rank)
+        found.append((one.generate(torch.arange(4, 14).view(2, 5), num_beams=beams, **options), torch.rand(1).item()))
+    return found
+
+
+def test_ranks_with_other_generators_sample_the_tokens_of_rank_0(tmp_path):
+    path = _folder(tmp_path)
+    dense = transformers.LlamaForCausalLM.from_pretrained(path)
+    options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": True}
+    results = run(_samples, 2, path)
+    for i, beams in enumerate((1, 2)):
+        torch.manual_seed(3)
+        tokens = dense.generate(torch.arange(4, 14).view(2, 5), num_beams=beams, **options)
+        following = torch.rand(1).item()
+        assert torch.equal(results[0][i][0], tokens) and torch.equal(results[1][i][0], tokens)
+        assert results[0][i][1] == following
+        assert results[1][i][1] == torch.rand(1, generator=torch.Generator().manual_seed(4)).item()
 
 
 def _reads(group, path):
@@ -249,6 +275,26 @@ def _forward_with_peft(group, path):
     model = huggingface.from_pretrained(path, group=group)
     model.peft_config = {}
     model(input_ids=torch.ones(1, 2, dtype=torch.long))
+
+
+def _resizes(group, path):
+    model = huggingface.from_pretrained(path, group=group)
+    before = {name: (type(model.get_submodule(name.rpartition(".")[0])), one) for name, one in model.named_parameters()}
+    try:
+        model.resize_token_embeddings(100)
+    finally:
+        for name, (kind, one) in before.items():
+            assert type(model.get_submodule(name.rpartition(".")[0])) is kind and model.get_parameter(name) is one
+        assert model.config.vocab_size != 100
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_resizing_after_sharding_is_refused_before_anything_changes(tied, tmp_path):
+    path = _folder(tmp_path, tie_word_embeddings=tied)
+    if tied:
+        _changed(path, lambda t: t.pop("lm_head.weight"))
+    match = "resize_token_embeddings: the model is sharded; resize before sharding"
+    run_raises(_resizes, 2, RuntimeError, match, path, in_turns=False)
 
 
 def test_what_knows_of_no_shards_is_refused(tmp_path):

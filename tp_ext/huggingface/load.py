@@ -27,6 +27,7 @@ from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
 from tp_ext.huggingface.conversion import Group as Tensors
 from tp_ext.huggingface.conversion import groups_to_load
 from tp_ext.huggingface.examples import example_of
+from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import compute, generator_states
 from tp_ext.mesh import mesh_axes
 from tp_ext.mesh_program.partition_spec import P
@@ -68,7 +69,8 @@ def from_pretrained(
         config_overrides: attributes of the configuration, such as ``attn_implementation="eager"``.
 
     Returns:
-        The model; ``model.tp_ext_plan`` is its plan.
+        The model; ``model.tp_ext_plan`` is its plan. Its ``generate`` samples the same tokens on all ranks, from rank
+        0's generator; its ``resize_token_embeddings`` is an error.
 
     A parameter sharded on its first dim is read without a byte of other ranks; one sharded on its last dim row by row,
     by whole rows where a row's slice has less than 1 KiB. A tensor that the files hold in another form, such as the
@@ -105,6 +107,8 @@ def from_pretrained(
                 write_full(left.values.pop(name), entries[name].value, entries[name].layout)
         call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups))
     _load_generation_config(model, Path(path))
+    if own.size > 1:
+        replace_methods(model)
     if own.rank == 0:
         _warn(model, path, left)
     return model.eval()

@@ -1,0 +1,42 @@
+"""Methods of transformers' models that know of no shards: each sharded model has others in their place."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import transformers
+
+from tp_ext._object_collectives import broadcast_from_first
+from tp_ext.checkpoint.gather import ranks_of
+from tp_ext.group import NOT_GIVEN, process_group
+from tp_ext.huggingface.new_weights import drawing_from, generator_states
+
+
+def replace_methods(model: transformers.PreTrainedModel) -> None:
+    """Gives a sharded model its own ``generate`` and ``resize_token_embeddings``; copies of it have those, too."""
+    model.resize_token_embeddings = MethodType(resize_token_embeddings, model)  # type: ignore[method-assign]
+    if model.can_generate():
+        model.generate = MethodType(generate, model)  # type: ignore[method-assign]
+
+
+def resize_token_embeddings(model: transformers.PreTrainedModel, *_: Any, **__: Any) -> None:
+    """Raises RuntimeError before anything changes; transformers would put whole layers in place of shards."""
+    raise RuntimeError(
+        "resize_token_embeddings: the model is sharded; resize before sharding: load it by transformers, resize it, "
+        "call its save_pretrained, and load that folder by tp_ext.huggingface.from_pretrained"
+    )
+
+
+def generate(model: transformers.PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """The model's ``generate`` with the generator of the first rank on all ranks, which so sample the same tokens.
+
+    Rank 0's own generator goes on as in one process, and so do those in the same state; others are left as they were.
+
+    Communicates: a broadcast of the generator's state over each group that shards the model.
+    """
+    device = model.device
+    axes = [process_group(axis.name) for axis in ranks_of(model, NOT_GIVEN).groups.axes]
+    states = broadcast_from_first(lambda: generator_states(device), axes)
+    with drawing_from(states, device):
+        return type(model).generate(model, *args, **kwargs)
