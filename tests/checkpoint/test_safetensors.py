@@ -223,6 +223,35 @@ def test_entries_that_do_not_fit_are_named_on_all_ranks(what, tmp_path):
     assert what in ("extra state", "dtype", "metadata", "size") or not list(tmp_path.glob("*.tmp"))
 
 
+INDEX = "model.safetensors.index.json"
+
+
+def _two_files(path, weight_map):
+    """One tensor in both files, the wrong one in the last; the files say what they are."""
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        tensors = {"weight": torch.full((2, 2), value), f"in_{name}": torch.full((3,), value)}
+        safetensors.torch.save_file(tensors, path / f"{name}.safetensors", metadata={"format": "pt"})
+    (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_tensor_is_that_of_the_file_that_the_index_names(tmp_path):
+    for first in "ab":
+        _two_files(tmp_path, {"weight": f"{first}.safetensors", "in_a": "a.safetensors", "in_b": "b.safetensors"})
+        model = nn.Linear(2, 2, bias=False)
+        tp_ext.load_safetensors(tmp_path, model, strict=False)
+        assert torch.equal(model.weight, torch.full((2, 2), "_ab".index(first), dtype=torch.float32))
+    for places, match in (
+        (
+            {"weight": "a.safetensors", "in_a": "b.safetensors"},
+            r"'in_a' must be in 'b.safetensors', as .*index.json",
+        ),
+        ({"in_a": "a.safetensors", "in_b": "b.safetensors"}, r"'weight' is in two files and must be in .*index.json"),
+    ):
+        _two_files(tmp_path, places)
+        with pytest.raises(ValueError, match=match):
+            tp_ext.load_safetensors(tmp_path, model, strict=False)
+
+
 def test_not_strict_loads_the_entries_that_fit(tmp_path):
     model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)})
     safetensors.torch.save_file({"two.bias": torch.ones(2), "three": torch.ones(3)}, tmp_path / "some.safetensors")

@@ -186,6 +186,15 @@ def _changed(path: Path, change) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
+def _moved(path: Path) -> None:
+    """Makes the index name another file for a tensor."""
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    files = sorted(set(content["weight_map"].values()))
+    content["weight_map"][Q] = next(name for name in files if name != content["weight_map"][Q])
+    index.write_text(json.dumps(content))
+
+
 Q = "model.layers.0.self_attn.q_proj.weight"
 WRONG = {
     "missing": (lambda path: _changed(path, lambda t: t.pop(Q)), KeyError, rf"missing \['{Q}'\], unexpected \[\]"),
@@ -204,6 +213,31 @@ WRONG = {
     "class": (
         lambda path: (path / "config.json").write_text('{"architectures": ["Mine"]}'), ValueError,
         "is of the class 'Mine'; pass model_class=",
+    ),
+    "no JSON": (
+        lambda path: (path / "config.json").write_text("{architectures"), ValueError,
+        r"model/config.json' must be JSON: Expecting property name",
+    ),
+    "no object": (
+        lambda path: (path / "config.json").write_text("[1]"), ValueError, "must be a JSON object, not list",
+    ),
+    "no model": (
+        lambda path: (path / "config.json").write_text('{"architectures": ["Trainer"]}'), ValueError,
+        "is of the class 'Trainer'; pass model_class=, one of transformers",
+    ),
+    "a class that is no name": (
+        lambda path: (path / "config.json").write_text('{"architectures": [3]}'), ValueError,
+        r"config.json' has architectures \[3\], which must be a list of names; or pass model_class=",
+    ),
+    "a name that is no list": (
+        lambda path: (path / "config.json").write_text('{"architectures": "LlamaForCausalLM"}'), ValueError,
+        "has architectures 'LlamaForCausalLM', which must be a list of names",
+    ),
+    "no class": (
+        lambda path: (path / "config.json").write_text("{}"), ValueError, "has architectures None, which must",
+    ),
+    "another file than the index names": (
+        _moved, ValueError, rf"{Q}. must be in 'model-0000.-of-.*', as .*index.json' has it, and is not",
     ),
     "quantized": (
         lambda path: (path / "config.json").write_text(

@@ -23,12 +23,10 @@ from tp_ext.checkpoint.safetensors_files import (
     Export,
     FileEntries,
     check_dtype,
-    index_of,
+    open_export,
     split_into_files,
-    target_of,
-    weight_map,
 )
-from tp_ext.checkpoint.safetensors_slices import JoinedTensor, SafetensorsFile, SlicedTensor
+from tp_ext.checkpoint.safetensors_slices import JoinedTensor, SlicedTensor
 from tp_ext.checkpoint.write_lock import check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.module import check_positive
@@ -251,19 +249,8 @@ def load_safetensors(
 
 def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
     """Opens the files; returns every tensor in them, also under the names of entries tied to it."""
-    target = target_of(path)
-    if target.exists():
-        names = {target.name}
-    elif index_of(target).exists():
-        names = set(weight_map(index_of(target)).values())
-    else:
-        raise FileNotFoundError(f"path: {str(path)!r} must have {target.name!r} or {index_of(target).name!r}")
-    sources: dict[str, _Source] = {}
-    tied: dict[str, str] = {}
-    for name in sorted(names):
-        file = opened.enter_context(SafetensorsFile(target.with_name(name)))
-        sources |= {key: _Source(tensor, key) for key, tensor in file.tensors.items()}
-        tied |= file.metadata
+    tensors, tied = open_export(path, opened)
+    sources = {key: _Source(tensor, key) for key, tensor in tensors.items()}
     return sources | {name: sources[kept] for name, kept in tied.items() if kept in sources and name not in sources}
 
 

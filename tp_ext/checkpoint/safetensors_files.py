@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.pipeline import WholeTensor
-from tp_ext.checkpoint.safetensors_slices import DTYPES
+from tp_ext.checkpoint.safetensors_slices import DTYPES, SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.write_lock import WriteLock
 
 _LARGEST_INDEX = 1 << 26  # bytes: some 500,000 entries
@@ -204,6 +204,37 @@ def target_of(path: Path) -> Path:
 
 def index_of(target: Path) -> Path:
     return target.with_name(target.name + ".index.json")
+
+
+def open_export(path: Path, opened: ExitStack) -> tuple[dict[str, SlicedTensor], dict[str, str]]:
+    """Opens the files of an export. Returns its tensors, each from the file that the index names for it, and the
+    metadata of all files. A tensor that the index does not list is that of the one file that has it.
+
+    Raises:
+        OSError: a file that cannot be opened. ValueError: no whole safetensors file; a malformed index; a tensor that
+            is not in the file that the index names; one that it does not list, in two files.
+    """
+    target = target_of(path)
+    places: dict[str, str] = {}
+    if not target.exists():
+        if not index_of(target).exists():
+            raise FileNotFoundError(f"path: {str(path)!r} must have {target.name!r} or {index_of(target).name!r}")
+        places = weight_map(index_of(target))
+    names = sorted(set(places.values())) if places else [target.name]
+    files = {name: opened.enter_context(SafetensorsFile(target.with_name(name))) for name in names}
+    tensors: dict[str, SlicedTensor] = {}
+    metadata: dict[str, str] = {}
+    for key, name in places.items():
+        if key not in files[name].tensors:
+            raise ValueError(f"path: {key!r} must be in {name!r}, as {str(index_of(target))!r} has it, and is not")
+    for name, file in files.items():
+        metadata |= file.metadata
+        for key, tensor in file.tensors.items():
+            if key not in places and key in tensors:
+                raise ValueError(f"path: {key!r} is in two files and must be in {str(index_of(target))!r}")
+            if places.get(key, name) == name:
+                tensors[key] = tensor
+    return tensors, metadata
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -21,8 +21,8 @@ from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
 from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
 from tp_ext.checkpoint.pinned_directory import open_regular
-from tp_ext.checkpoint.safetensors_files import index_of, target_of, weight_map
-from tp_ext.checkpoint.safetensors_slices import SafetensorsFile, SlicedTensor
+from tp_ext.checkpoint.safetensors_files import open_export
+from tp_ext.checkpoint.safetensors_slices import SlicedTensor
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
 from tp_ext.huggingface.conversion import Group as Tensors
 from tp_ext.huggingface.conversion import groups_to_load
@@ -32,6 +32,7 @@ from tp_ext.huggingface.new_weights import compute, generator_states
 from tp_ext.mesh import mesh_axes
 from tp_ext.mesh_program.partition_spec import P
 
+CONFIG = "config.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of weights
 
 
@@ -166,7 +167,7 @@ def _prepared(
 ) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[Tensors], SimpleNamespace]:
     """The model on meta, with what no file has; all tensors of the files; how these make those of the model; and the
     names that are in one of both only."""
-    cls = model_class or _class_of(path)
+    cls = _class_of(path, model_class)
     config, unused = cls.config_class.from_pretrained(
         str(path), local_files_only=True, return_unused_kwargs=True, **overrides
     )
@@ -204,36 +205,48 @@ def _plan(
         return auto.plan(model.eval(), arguments, p, **options)
 
 
-def _class_of(path: Path) -> type[transformers.PreTrainedModel]:
-    """The class that a configuration names."""
+def _class_of(path: Path, model_class: type[transformers.PreTrainedModel] | None) -> type[transformers.PreTrainedModel]:
+    """The class asked for, or else the one that the configuration names."""
     if not path.is_dir():
         advice = "huggingface_hub.snapshot_download makes one"
         raise FileNotFoundError(f"path: {str(path)!r} must be a folder here, with config.json; {advice}")
-    with open_regular(path / "config.json") as file:
-        names = json.loads(file.read()).get("architectures") or [None]
-    cls = getattr(transformers, names[0] or "", None)
-    if cls is None:
+    names = _configuration(path).get("architectures")
+    if model_class is not None:
+        return model_class
+    if not (isinstance(names, list) and names and isinstance(names[0], str)):
+        raise ValueError(
+            f"path: {str(path / CONFIG)!r} has architectures {names!r}, which must be a list of names; or pass "
+            "model_class="
+        )
+    cls = getattr(transformers, names[0], None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise ValueError(f"path: {str(path)!r} is of the class {names[0]!r}; pass model_class=, one of transformers")
     return cls
 
 
+def _configuration(path: Path) -> dict[str, Any]:
+    """The JSON object of ``config.json``."""
+    with open_regular(path / CONFIG) as file:
+        try:
+            configuration = json.loads(file.read())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"path: {str(path / CONFIG)!r} must be JSON: {error}") from None
+    if not isinstance(configuration, dict):
+        raise ValueError(f"path: {str(path / CONFIG)!r} must be a JSON object, not {type(configuration).__name__}")
+    return configuration
+
+
 def _tensors_of(path: Path, opened: ExitStack) -> dict[str, SlicedTensor]:
-    target = target_of(path)
-    if index_of(target).exists():
-        names = sorted(set(weight_map(index_of(target)).values()))
-    elif target.exists():
-        names = [target.name]
-    else:
+    try:
+        return open_export(path, opened)[0]
+    except FileNotFoundError as error:
         others = sorted({file.name for kind in OTHER_FORMATS for file in path.glob(kind)} - {"training_args.bin"})
-        advice = (
-            f"; it has {others}, which are not read: load them by transformers once, whose save_pretrained writes "
-            "safetensors"
-        )
+        if not others or list(path.glob("*.safetensors*")):
+            raise
         raise FileNotFoundError(
-            f"path: {str(path)!r} must have {target.name!r} or {index_of(target).name!r}{advice if others else ''}"
-        )
-    files = [opened.enter_context(SafetensorsFile(target.with_name(name))) for name in names]
-    return {name: one for file in files for name, one in file.tensors.items()}
+            f"{error}; it has {others}, which are not read: load them by transformers once, whose save_pretrained "
+            "writes safetensors"
+        ) from None
 
 
 def _cast_to_float(model: transformers.PreTrainedModel, dtype: torch.dtype | None) -> None:
