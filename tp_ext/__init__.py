@@ -4,6 +4,8 @@ Regions (:mod:`tp_ext.regions`) are differentiable collectives; layers take a ``
 composition (data, pipeline, checkpoints) is torch's own.
 """
 
+from typing import TYPE_CHECKING
+
 from tp_ext import auto as auto
 from tp_ext import debug as debug
 from tp_ext import optim as optim
@@ -69,6 +71,11 @@ from tp_ext.regions import (
 )
 from tp_ext.sharded_matmul import matmul_2d
 from tp_ext.sharding import Layout, Part, Sharding
+
+if TYPE_CHECKING:
+    from tp_ext.verify import verify as verify  # the module is called as its function, which type checkers do not know
+else:
+    from tp_ext import verify as verify
 
 __all__ = [
     "CheckpointReader",
@@ -149,6 +156,7 @@ __all__ = [
     "spmd",
     "symmetric_memory",
     "uncoalesce_gradients",
+    "verify",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_sample",

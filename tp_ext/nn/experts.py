@@ -39,6 +39,7 @@ class ParallelExperts(ParallelModule):
         others: as :class:`tp_ext.ParallelMoE`.
     """
 
+    output_is_partial = True
     expert_group: ParallelGroup
     up_bias: torch.nn.Parameter | None
     down_bias: torch.nn.Parameter | None

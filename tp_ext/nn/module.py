@@ -63,10 +63,12 @@ class ParallelModule(nn.Module):
         sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
         expert_group: of a layer whose parameters are sharded over a group of data ranks: that group; None: of others.
         tp_name: the name in the unsharded model, by :func:`tp_ext.name_modules`; None before.
+        output_is_partial: the output is a partial sum, which another module sums; ``tp_ext.verify`` then compares sums.
         tied: names of parameters that were replaced by another layer's, as in ``head.weight = embedding.weight``;
             ``tp_ext.debug.check`` reports those that are no longer tied.
     """
 
+    output_is_partial: bool = False
     tp_name: str | None = None
     expert_group: ParallelGroup | None = None
     _name_number: int | None = None

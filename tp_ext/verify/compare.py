@@ -1,0 +1,141 @@
+"""Comparison of the ranks' tensors with the full one of a single process, whose placement follows from the shapes."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tp_ext.sharding import Part, Sharding
+
+Parts = tuple[tuple[Part, ...], tuple[Part, ...]]
+"""The parts of one sharded dim, at one rank and at p ranks; they differ where padding or copies depend on p."""
+
+
+class Placement(NamedTuple):
+    """How the ranks hold a full activation.
+
+    Attributes:
+        p: the number of ranks.
+        dim: the sharded dim; None: replicated.
+        lengths: the ranks' lengths of it, concatenated.
+        parts: in place of ``lengths``: those of a parameter's dim, which the activation has, too (q | k | v).
+    """
+
+    p: int
+    dim: int | None = None
+    lengths: tuple[int, ...] = ()
+    parts: Parts | None = None
+
+    def expected(self, full: Tensor) -> list[Tensor]:
+        """Returns the ranks' local tensors of a full one, which may have the padding of one rank."""
+        if self.dim is None:
+            return [full] * self.p
+        if self.parts is None:
+            return list(full.split(self.lengths, self.dim))
+        here, there = (Sharding(self.dim, parts) for parts in self.parts)
+        whole = here.unshard([full])
+        return [there.shard(whole, rank, self.p) for rank in range(self.p)]
+
+
+def placements(full: Sequence[int], locals_: Sequence[Sequence[int]], tables: Iterable[Parts]) -> list[Placement]:
+    """Returns the placements that give these shapes; the likeliest one first, none if there is none."""
+    p, shapes = len(locals_), [tuple(shape) for shape in locals_]
+    found = []
+    if any(len(shape) != len(full) for shape in shapes):
+        return []
+    differing = [dim for dim, size in enumerate(full) if any(shape[dim] != size for shape in shapes)]
+    if not differing:
+        found.append(Placement(p))
+    # Padding of one rank: the shapes are equal, and the last elements of the dim are none of the unsharded model
+    for dim in differing if len(differing) == 1 else range(len(full)) if p == 1 else ():
+        lengths = tuple(shape[dim] for shape in shapes)
+        for parts in tables:
+            here, there = (Sharding(dim, some) for some in parts)
+            if here.local_size(0, 1) == full[dim] and tuple(there.local_sizes(p)) == lengths:
+                found.append(Placement(p, dim, parts=parts))
+        if differing and sum(lengths) == full[dim]:
+            found.append(Placement(p, dim, lengths))
+    return found
+
+
+class Comparison(NamedTuple):
+    """A full tensor compared with those of the ranks.
+
+    Attributes:
+        error: the largest difference relative to the largest element; None: the shapes fit no placement; infinite: a
+            rank has no tensor, or one of another dtype or with NaN.
+        full, locals: the tensors, without None.
+        placement: the one that fits best.
+    """
+
+    error: float | None
+    full: Tensor | None
+    locals: list[Tensor]
+    placement: Placement | None = None
+
+    def wrong(self, bound: float) -> bool:
+        """Returns whether the values are known to be wrong."""
+        return self.error is not None and self.error > bound
+
+    @property
+    def expected(self) -> list[Tensor]:
+        """The local tensors that would be right; none if the shapes fit no placement."""
+        return [] if self.placement is None or self.full is None else self.placement.expected(self.full)
+
+
+def compare(
+    full: Tensor | None, locals_: Sequence[Tensor | None], tables: Sequence[Parts] = (), floor: float = 0.0
+) -> Comparison:
+    """Compares a full activation or its gradient with what the ranks hold; ``floor`` is the least magnitude to which
+    differences are relative."""
+    present = [local for local in locals_ if local is not None]
+    if full is None or len(present) < len(locals_):
+        return Comparison(0.0 if full is None and not present else float("inf"), full, present)
+    best = Comparison(None, full, present)
+    for placement in placements(full.shape, [local.shape for local in present], tables):
+        error = difference(present, placement.expected(full), floor)
+        if best.error is None or error < best.error:
+            best = Comparison(error, full, present, placement)
+    return best
+
+
+def difference(locals_: Sequence[Tensor], expected: Sequence[Tensor], floor: float = 0.0) -> float:
+    """Returns the largest difference of tensors of equal shapes, relative to the largest finite expected element or to
+    ``floor``; of integers 0 or infinity; infinity for other dtypes, and for NaN or infinities in other places."""
+    largest, scale = 0.0, floor
+    for local, right in zip(locals_, expected, strict=True):
+        if local.dtype != right.dtype or not (right.is_floating_point() or right.is_complex()):
+            if local.dtype != right.dtype or not torch.equal(local, right):
+                return float("inf")
+            continue
+        same = (local == right) | (local.isnan() & right.isnan())
+        off = (local.to(_wide(local)) - right.to(_wide(right))).abs().masked_fill(same, 0)
+        largest = max(largest, _largest(off.nan_to_num(float("inf"), float("inf"))))
+        size = right.to(_wide(right)).abs()
+        scale = max(scale, _largest(size.masked_fill(~size.isfinite(), 0)))
+    return largest / scale if largest and scale else largest
+
+
+def copies_summed(one: Comparison, floor: float = 0.0) -> Comparison:
+    """Returns the comparison of a gradient whose copies on several ranks are partial, if they are: by their sum."""
+    if one.placement is None or one.placement.parts is None or one.full is None or not one.error:
+        return one
+    here, there = (Sharding(one.placement.dim or 0, parts) for parts in one.placement.parts)
+    if all(part.copies == 1 for part in there.parts):
+        return one
+    full = here.unshard([one.full])
+    total = torch.zeros_like(full)
+    for rank, local in enumerate(one.locals):
+        for share in there.local_parts(rank, one.placement.p):
+            chunk = local.narrow(there.dim, share.local_start, share.length)
+            total.narrow(there.dim, share.full_start, share.length).add_(chunk)
+    return one._replace(error=min(one.error, difference([total], [full], floor)))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64
+
+
+def _largest(x: Tensor) -> float:
+    return x.max().item() if x.numel() else 0.0
