@@ -139,3 +139,40 @@ def test_channels(name: str, p: int) -> None:
     model, _ = CONVOLUTIONS[name]()
     sizes = {own: t.numel() for own, t in model.named_parameters() if t.dim() > 1}
     assert sum(size for own, size in sizes.items() if own in sharded) > 0.9 * sum(sizes.values())
+
+
+class Spectral(nn.Module):
+    """A Fourier neural operator whose output is that of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+        self.up, self.down = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 1)
+        self.weight = nn.Parameter(torch.randn(8, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x + self.down(self.up(x).relu())
+        spectrum = torch.fft.rfft2(x) * self.weight
+        return self.last(x + torch.fft.irfft2(spectrum, s=x.shape[-2:]))
+
+
+def _patches(model: Any, x: Tensor) -> Tensor:
+    x = x + model.down(model.up(x).relu())
+    y = model.last(x).reshape(3, 5, 2, 2, 3)
+    return torch.einsum("nspqc->ncspq", y).reshape(3, 3, 10, 2)
+
+
+OUTPUTS: dict[str, Model] = {
+    "of a convolution after Fourier transforms": lambda: (Spectral(), (torch.randn(2, 3, 6, 6),)),
+    "patches of an image": lambda: (
+        Called(_patches, up=nn.Linear(16, 32), down=nn.Linear(32, 16), last=nn.Linear(16, 12)),
+        (torch.randn(3, 5, 16),),
+    ),
+}
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs(name: str, p: int) -> None:
+    assert {"up.weight", "down.weight", "last.weight"} <= set(run(_same, p, name, "OUTPUTS")[0])

@@ -293,7 +293,8 @@ class _Planner:
         # outputs with a sharded dim are gathered
         reached = {a for d in decisions for a in [d.atom] if any(carries(self.record, t, [a]) for t in out)}
         lost = {d.atom for d in decisions if any(contains(step.contracted, d.atom) for step in losses)}
-        heads_atoms = {one.atom for one in decisions if one.atom in reached | lost and self.is_head(one, roles)}
+        heads_found = [one for one in decisions if one.atom in reached | lost and self.is_head(one, roles)]
+        heads_atoms = {atom for one in heads_found for atom in one.sharded}
         for one in decisions:
             for found in one.parameters.values() if one.atom in heads_atoms else ():
                 found.sharding = Sharding(found.sharding.dim, [found.sharding.size])
@@ -322,7 +323,7 @@ class _Planner:
     def is_head(self, decision: Decision, roles: Mapping[str, str]) -> bool:
         """True if a decision shards heads, and embeddings tied to them, and nothing else."""
         owners = [alias.rpartition(".")[0] for name in decision.parameters for alias in self.names[name]]
-        return decision.group is None and all(roles.get(owner) in ("column", "vocab") for owner in owners)
+        return all(roles.get(owner) in ("column", "vocab") for owner in owners)
 
     def finder(self, decisions: list[Decision], roles: dict[str, str], heads: set[Atom], cut: Any) -> Finder:
         """The communication of these decisions; sums that not every call of their module wants are placed elsewhere."""
