@@ -176,3 +176,157 @@ OUTPUTS: dict[str, Model] = {
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs(name: str, p: int) -> None:
     assert {"up.weight", "down.weight", "last.weight"} <= set(run(_same, p, name, "OUTPUTS")[0])
+
+
+def _attention(
+    width: int = 24, cross: bool = False, **options: Any
+) -> Callable[..., tuple[nn.Module, tuple[Tensor, ...]]]:
+    """A model around ``nn.MultiheadAttention(24, 4)`` with these options, called with those of a case."""
+
+    def made(*masks: Tensor, **called: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        def forward(model: Any, x: Tensor, y: Tensor, *masks: Tensor) -> Any:
+            query = model.norm(model.first(x))
+            source = (model.keys(y), model.values(y)) if cross else (query, query)
+            given = {**called, **dict(zip(called.get("named", ()), masks, strict=True))}
+            given.pop("named", None)
+            mixed, weights = model.attention(query, *source, **given)
+            return (query + mixed) if weights is None else (query + mixed, weights)
+
+        model = Called(
+            forward, first=nn.Linear(10, 24), norm=nn.LayerNorm(24), keys=nn.Linear(10, options.get("kdim", 24)),
+            values=nn.Linear(10, options.get("vdim", 24)), attention=nn.MultiheadAttention(24, 4, **options),
+        )  # fmt: skip
+        shape = (5,) if called.pop("unbatched", False) else (3, 5) if options.get("batch_first") else (5, 3)
+        return model, (torch.randn(*shape, 10), torch.randn(*shape, 10), *masks)
+
+    return made
+
+
+def _masked(*names: str) -> dict[str, Any]:
+    return {"named": names}
+
+
+causal = nn.Transformer.generate_square_subsequent_mask(5)
+padded = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+banned = torch.rand(5, 5).gt(0.7).fill_diagonal_(False)
+ATTENTION: dict[str, Model] = {
+    "batch first": lambda: _attention(batch_first=True)(need_weights=False),
+    "batch second": lambda: _attention()(need_weights=False),
+    "unbatched": lambda: _attention()(unbatched=True),
+    "averaged weights": lambda: _attention(batch_first=True)(),
+    "weights of each head": lambda: _attention()(average_attn_weights=False),
+    "weights of each head, unbatched": lambda: _attention(bias=False)(unbatched=True, average_attn_weights=False),
+    "cross": lambda: _attention(cross=True)(),
+    "cross of other widths": lambda: _attention(cross=True, kdim=6, vdim=7, batch_first=True)(need_weights=False),
+    "no bias": lambda: _attention(cross=True, kdim=6, bias=False)(),
+    "padding": lambda: _attention(batch_first=True)(padded, **_masked("key_padding_mask"), need_weights=False),
+    "padding and banned": lambda: _attention()(padded, banned, **_masked("key_padding_mask", "attn_mask")),
+    "causal by a hint": lambda: _attention()(causal, **_masked("attn_mask"), is_causal=True, need_weights=False),
+    "causal with weights": lambda: _attention()(causal, **_masked("attn_mask"), is_causal=True),
+    "a mask for each head": lambda: _attention()(torch.randn(12, 5, 5), **_masked("attn_mask"), need_weights=False),
+}
+
+
+FEW = ["batch first", "cross of other widths", "a mask for each head"]
+
+
+@pytest.mark.parametrize(("name", "p"), [*((n, 3) for n in ATTENTION), *((n, p) for n in FEW for p in (2, 4))])
+def test_attention(name: str, p: int) -> None:
+    sharded = run(_same, p, name, "ATTENTION")[0]
+    own = {n for n, _ in ATTENTION[name]()[0].named_parameters() if n.startswith("attention")}
+    assert own - set(sharded) <= {"attention.out_proj.bias"}
+
+
+def _transformer(**options: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """An encoder and a decoder behind each other, as ``nn.Transformer`` has them, with a causal mask."""
+    layers = {"d_model": 24, "nhead": 4, "dim_feedforward": 40, "dropout": 0.0, **options}
+    core = nn.Transformer(num_encoder_layers=1, num_decoder_layers=1, **layers)
+    model = Called(lambda m, x, y: m.core(m.first(x), m.second(y), tgt_mask=causal.to(x)), core=core,
+                   first=nn.Linear(10, 24), second=nn.Linear(10, 24))  # fmt: skip
+    shape = (3, 5, 10) if options.get("batch_first") else (5, 3, 10)
+    return model, (torch.randn(*shape), torch.randn(*shape))
+
+
+def _encoder(**options: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    layers = {"d_model": 24, "nhead": 4, "dim_feedforward": 40, "dropout": 0.0, "batch_first": True, **options}
+    core = nn.TransformerEncoder(nn.TransformerEncoderLayer(**layers), 2, enable_nested_tensor=False)
+    model = Called(lambda m, x: m.core(m.first(x), mask=causal.to(x)), core=core, first=nn.Linear(10, 24))
+    return model, (torch.randn(3, 5, 10),)
+
+
+TRANSFORMERS: dict[str, Model] = {
+    "transformer": lambda: _transformer(batch_first=True),
+    "transformer, norm first, batch second": lambda: _transformer(norm_first=True, activation="gelu"),
+    "encoder": _encoder,
+    "encoder without biases": lambda: _encoder(bias=False, activation=nn.SiLU()),
+}
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_layers_of_transformers(name: str, p: int) -> None:
+    sharded = run(_same, p, name, "TRANSFORMERS")[0]
+    model, _ = TRANSFORMERS[name]()
+    sizes = {own: t.numel() for own, t in model.named_parameters() if t.dim() > 1 and own.startswith("core")}
+    assert set(sizes) <= set(sharded)
+
+
+def _padded_encoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """An encoder of fewer heads than ranks, for which torch has a fused path over nested tensors in evaluation."""
+    layer = nn.TransformerEncoderLayer(24, 2, 40, 0.0, batch_first=True)
+
+    def forward(model: Any, x: Tensor, padding: Tensor) -> Tensor:
+        y = model.core(model.first(x), src_key_padding_mask=padding)
+        return y.masked_fill(padding[..., None], 0.0)
+
+    model = Called(forward, core=nn.TransformerEncoder(layer, 2), first=nn.Linear(10, 24))
+    return model, (torch.randn(3, 5, 10), padded)
+
+
+PADDED: dict[str, Model] = {"encoder": _padded_encoder}
+
+
+def test_a_sharded_feed_forward_keeps_its_layer_from_fused_inference() -> None:
+    sharded = run(_same, 3, "encoder", "PADDED")[0]
+    assert "core.layers.0.linear1.weight" in sharded and "core.layers.0.self_attn.in_proj_weight" not in sharded
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_attention_that_adds_keys_is_whole(option: str) -> None:
+    model, inputs = _attention(**{option: True})()
+    plan = auto.plan(model, inputs, 2)
+    assert f"{option} of multi_head_attention" in plan.whole["attention.in_proj_weight"]
+    assert "attention.out_proj.weight" in plan.whole
+
+
+def _dropped(group: Any) -> Any:
+    torch.manual_seed(0)
+    model, inputs = _encoder(dropout=0.3)
+    model, inputs = model.double(), (inputs[0].double(),)
+    auto.apply(auto.plan(model, inputs, parallel_group(group).size), model, group)
+    tp_ext.manual_seed(7)
+    y = model(*inputs)
+    y.square().mean().backward()
+    return y.detach(), model.first.weight.grad
+
+
+def test_dropout_of_attention_has_the_masks_of_any_number_of_ranks() -> None:
+    two, three = run(_dropped, 2), run(_dropped, 3)
+    for found, other in zip(two[0], three[2], strict=True):
+        torch.testing.assert_close(found, other, **close)
+
+
+def _counted(group: Any) -> tuple[int, int, int, int]:
+    model, inputs = _attention(batch_first=True)()
+    plan = auto.plan(model, inputs, parallel_group(group).size)
+    auto.apply(plan, model, group)
+    with tp_ext.debug.count_collectives() as forward:
+        loss = loss_of(model(*inputs))
+    with tp_ext.debug.count_collectives() as backward:
+        loss.backward()
+    planned = sum(one.direction == "forward" for one in plan.collectives)
+    return planned, forward.number, len(plan.collectives) - planned, backward.number
+
+
+def test_attention_sums_its_output_its_weights_and_the_gradient_of_its_input() -> None:
+    assert run(_counted, 2)[0] == (2, 2, 1, 1)

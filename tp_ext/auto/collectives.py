@@ -40,7 +40,7 @@ def collectives_of(record: Record, p: int, state: State, activations: bool = Fal
         for path, tensor in call.outputs:
             if call.module in scattered:
                 continue
-            if state.roles.get(call.module) in ("row", "vocab") or (call.module, path) in summed:
+            if state.roles.get(call.module) in ("row", "vocab", "attention") or (call.module, path) in summed:
                 found.append(Collective("all-reduce", call.module, "forward", _bytes(tensor)))
     for step in record.steps:
         if step.is_loss and any(contains(step.contracted, atom) for atom in state.heads_atoms):
@@ -54,7 +54,11 @@ def collectives_of(record: Record, p: int, state: State, activations: bool = Fal
                 found.append(Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor)))
     outputs = dict(tensors(record.output))
     found += [Collective("all-gather", "", "forward", _bytes(outputs[one.path])) for one in state.flow.gathers]
+    entered = set()  # a tensor that is several arguments of a module is summed once
     for copy, tensor in zip(state.flow.copies, state.flow.copied, strict=True):
+        if copy.kind == "argument" and (copy.module, id(tensor)) in entered:
+            continue
+        entered.add((copy.module, id(tensor)))
         if id(tensor) in differentiable and not (activations and copy.kind == "parameter"):
             found.append(Collective("all-reduce", copy.module, "backward", _bytes(tensor)))
     return found + collectives_of_tokens(record, state, activations)

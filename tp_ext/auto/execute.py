@@ -28,6 +28,7 @@ from tp_ext.auto.hooks import (
 from tp_ext.auto.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, shard_embedding
 from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.logits import FullLogits, ShardLogits
+from tp_ext.auto.multi_head import WEIGHTS, refuse_fused_paths, shard_attention
 from tp_ext.auto.norms import fused_norm
 from tp_ext.auto.plans import Plan, undescribed
 from tp_ext.auto.random_draws import BeginDraws, EndDraws
@@ -175,6 +176,10 @@ class _Applied:
             self.shard_in_place(name)
         for name, role in self.plan.roles.items():
             module = self.model.get_submodule(name)
+            if role == "attention":
+                of_heads = next(f"{name}.{own}" for own in WEIGHTS if f"{name}.{own}" in self.plan.shardings)
+                shard_attention(module, self.plan.shardings[of_heads], self.group)
+                continue
             sharding = self.plan.shardings[f"{name}.weight"]
             if role == "vocab" and isinstance(module, nn.Embedding):
                 shard_embedding(module, sharding, self.group)
@@ -187,6 +192,7 @@ class _Applied:
             if name in self.scattered:
                 layer = self.model.get_submodule(name)
                 layer.tp_tokens, layer.tp_tokens_dim = self.tokens, self.scattered[name]  # type: ignore[assignment]
+        refuse_fused_paths(self.model, list(self.plan.shardings))
         self.shard_buffers()
         self.fuse_norms()
         patch(self.model, _patches(self.plan, self.group.rank))

@@ -57,8 +57,15 @@ class CopyArguments:
         both = args, kwargs
         if self.tokens is not None and self.tokens.length is None:
             return both
+        entered: dict[int, tuple[Tensor, Tensor]] = {}  # one sum for a tensor that is several arguments
+
+        def enter(x: Tensor) -> Tensor:
+            if id(x) not in entered:
+                entered[id(x)] = x, _ops.copy_to_region(x, self.group.name)
+            return entered[id(x)][1]
+
         for path in self.paths:
-            both = replaced(both, path, lambda x: _ops.copy_to_region(x, self.group.name))
+            both = replaced(both, path, enter)
         return both
 
 

@@ -25,6 +25,7 @@ from tp_ext.auto.choose import Decision, local_length
 from tp_ext.auto.dims import Atom, atoms
 from tp_ext.auto.edits import Path, Slice, Tokens
 from tp_ext.auto.known_integers import known_integers
+from tp_ext.auto.multi_head import forward_on_fakes
 from tp_ext.auto.reasons import failure_of
 from tp_ext.auto.tokens import TokenFlow
 from tp_ext.auto.trace import Record, trace
@@ -149,6 +150,8 @@ class Localized:
                     module.nf = shapes[f"{name}.weight"][1]  # type: ignore[assignment]
                 elif role == "vocab":
                     module.padding_idx = None  # type: ignore[assignment]  # may be the row of another rank
+                elif role == "attention":
+                    module.forward = forward_on_fakes(module)
             for found in self.slices:
                 sliced = _Sliced(found, rank, p)
                 model.get_submodule(found.module).register_forward_pre_hook(sliced, with_kwargs=True)

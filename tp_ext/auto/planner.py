@@ -18,6 +18,7 @@ from tp_ext.auto.edits import Copy, Draw, Output
 from tp_ext.auto.flow import Finder, Flow
 from tp_ext.auto.hints import check_hints, hint_of
 from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, looks_up, merged
+from tp_ext.auto.multi_head import WEIGHTS, attends
 from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.problems import Problem
@@ -343,6 +344,8 @@ class _Planner:
             for alias in self.names[name]:
                 owner, _, own = alias.rpartition(".")
                 module, dim = self.modules[owner], found.sharding.dim
+                if own in WEIGHTS and attends(module):
+                    roles[owner] = "attention"
                 if own != "weight" or owner not in self.used_in.get(found.id, ()):
                     continue
                 if type(module).forward is nn.Linear.forward:  # a subclass with its own keeps it, sharded in place

@@ -29,6 +29,7 @@ from tp_ext.auto.dims import Atom, Dim, Reason, pin
 from tp_ext.auto.edits import Path
 from tp_ext.auto.forwards import CalledForward
 from tp_ext.auto.gradients import of_call, pin_hooked, watch_backward_hooks, watched_gradients
+from tp_ext.auto.multi_head import multi_head_attention, plain_paths
 from tp_ext.auto.rules import Op, Rule, rule_of
 from tp_ext.auto.unchanged import unchanged
 from tp_ext.mesh_program.partition_spec import P
@@ -348,6 +349,7 @@ WHOLE: dict[Any, Callable[[Record, Sequence[Any], Mapping[str, Any], Any], None]
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
     F.dropout: _dropout,
+    F.multi_head_attention_forward: multi_head_attention,
     F.group_norm: _group_norm,
     torch.group_norm: _group_norm,
 }
@@ -467,6 +469,7 @@ def trace(
         modes.append(_Operators(record, rules or {}))
     with unchanged(model), contextlib.ExitStack() as stack:
         _watch(model, record)
+        stack.enter_context(plain_paths())
         for mode in modes:
             stack.enter_context(mode)  # type: ignore[arg-type]
         if operators:
