@@ -199,11 +199,12 @@ def test_dropout_has_the_masks_of_one_process() -> None:
     model, x = Dropping(), torch.randn(3, 5, WIDTH)
     draws = auto.plan(model, (x,), 2).draws
     assert [(one.module, one.call, one.dim) for one in draws] == [
-        ("", "scaled_dot_product_attention", 1), ("drop", "dropout", None), ("", "dropout", 2),
+        ("", "scaled_dot_product_attention", 1), ("", "dropout", 2), ("drop", "dropout", None),
     ]  # fmt: skip
-    two, three = run(_dropped, 2), run(_dropped, 3)
-    for first, other in zip(two[0], three[1], strict=True):
-        torch.testing.assert_close(first, other, **close)
+    two, three, alone = run(_dropped, 2), run(_dropped, 3), run(_dropped, 1)
+    for other in (three[1], alone[0]):
+        for first, found in zip(two[0], other, strict=True):
+            torch.testing.assert_close(first, found, **close)
     assert (two[0][0] == two[1][0]).all() and two[0][0].std() > 0.5
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tp_ext.auto.dims import Atom, Dim, Major, atoms, contains, majors
+from tp_ext.auto.edits import Factor
 from tp_ext.auto.trace import Record
 from tp_ext.sharding import Part, Sharding
 
@@ -71,6 +72,22 @@ class Decision:
             return Part(size, unit=major.unit // self.group.size, groups=self.atom.size)
         return Part(size, unit=major.unit, copies=self.p // self.atom.size)
 
+    def factor(self, dim: Dim, constant: set[Atom]) -> Factor | None:
+        """The factor of an activation's dim that has the sharded atom, which the model determines; the others are
+        lengths of the run. None if these lie on both sides of it, or the atom is not the slowest of the factor.
+
+        Args:
+            constant: atoms whose lengths are the model's.
+        """
+        found = atoms(dim)
+        first = next((i for i, one in enumerate(found) if contains([one], self.atom)), len(found))
+        last = next((i for i in range(len(found), first, -1) if i - 1 == first or found[i - 1] in constant), first)
+        parts = self.parts(found[first:last])
+        varies = any(atom not in constant for atom in found[first + 1 : last])
+        if parts is None or varies or (first > 0 and last < len(found)):
+            return None
+        return Factor(tuple(parts), is_minor=last == len(found))
+
     def saved(self) -> float:
         """Elements that a rank does not hold."""
         return sum(cut.tensor.numel() for cut in self.parameters.values()) * (1 - 1 / self.p)
@@ -118,6 +135,26 @@ def _occurrences(record: Record) -> dict[Atom, set[tuple[int, int]]]:
         for dim, label in enumerate(record.dims_of(tensor)):
             add(label, (id_, dim))
     return found
+
+
+def constant_atoms(record: Record, buffers: bool = True) -> set[Atom]:
+    """The atoms whose lengths are the model's: those of parameters, and buffers, without those of inputs."""
+    found: set[Atom] = set()
+
+    def add(label: Dim, into: set[Atom]) -> None:
+        for atom in atoms(label):
+            into.add(atom)
+            for part in atom.parts or ():
+                add(part, into)
+
+    inputs: set[Atom] = set()
+    for _, tensor in [*record.parameters.values(), *(record.buffers.values() if buffers else ())]:
+        for label in record.dims_of(tensor):
+            add(label, found)
+    for _, tensor in record.inputs:
+        for label in record.dims_of(tensor):
+            add(label, inputs)
+    return found - inputs
 
 
 def _majors_by_atom(record: Record) -> dict[Atom, list[Major]]:

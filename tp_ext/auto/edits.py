@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tp_ext.sharding import Sharding
+from torch import Tensor
+
+from tp_ext.sharding import Part, Sharding
 
 Path = tuple[str | int, ...]
 """Keys that lead to a tensor in nested arguments ``(args, kwargs)`` or results of a forward; () is the result
@@ -62,12 +64,52 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A factor of a dim, sharded: the others are lengths of the run, such as that of the batch.
+
+    Attributes:
+        parts: those of the factor.
+        is_minor: it is the fastest varying factor of the dim, else the slowest.
+    """
+
+    parts: tuple[Part, ...]
+    is_minor: bool = True
+
+    def sharding(self, dim: int) -> Sharding:
+        return Sharding(dim, self.parts)
+
+    @property
+    def size(self) -> int:
+        return self.sharding(0).size
+
+    def local_size(self, rank: int, p: int) -> int:
+        return self.sharding(0).local_size(rank, p)
+
+    def divided(self, x: Tensor, dim: int, size: int) -> tuple[Tensor, int]:
+        """Returns a view of x whose dim is two, the factor of length ``size`` and the others, and the place of it.
+
+        Raises:
+            ValueError: the dim has another length.
+        """
+        length = x.shape[dim]
+        if length == size:
+            return x, dim
+        if not size or length % size:
+            raise ValueError(f"a tensor {tuple(x.shape)} must have a multiple of {size} elements in dim {dim}")
+        others = length // size
+        if self.is_minor:
+            return x.unflatten(dim, (others, size)), dim + 1
+        return x.unflatten(dim, (size, others)), dim
+
+
+@dataclass(frozen=True)
 class Slice:
     """An argument of a module that has a sharded dim and is computed outside of it: sliced on its way in."""
 
     module: str
     path: Path
-    sharding: Sharding
+    dim: int
+    factor: Factor
 
 
 @dataclass(frozen=True)
@@ -87,15 +129,28 @@ class Draw:
         module: the module whose forward calls it.
         call: ``"dropout"`` or ``"scaled_dot_product_attention"``.
         dim: the sharded dim of the tensor that is masked, None: replicated.
-        sizes: length of that dim on every rank.
+        factor: how that dim is sharded.
         tokens: ``dim`` is that of the tokens, where these are sharded; its lengths are those of the run.
+        shape: of the tensor that is masked, or of the query, on every rank; None for what a run may change.
+        always: it draws in eval mode, too.
+        caller, number: the module whose forward called this one, and the place of that call among those that it makes
+            of it, where calls draw differently; else None, 0.
     """
 
     module: str
     call: str
     dim: int | None = None
-    sizes: tuple[int, ...] | None = None
+    factor: Factor | None = None
     tokens: bool = False
+    shape: tuple[tuple[int, ...] | None, ...] | None = None
+    always: bool = False
+    caller: str | None = None
+    number: int = 0
+
+    @property
+    def mask(self) -> tuple[object, ...]:
+        """The difference that a draw makes."""
+        return self.dim, self.factor, self.tokens
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ boundaries."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply
+from tp_ext.auto.copies import copied
 from tp_ext.auto.edits import Copy
 from tp_ext.auto.forwards import CalledForward
 from tp_ext.auto.guard import Guard, structure_of
@@ -30,8 +30,9 @@ from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, pa
 from tp_ext.auto.logits import FullLogits, ShardLogits
 from tp_ext.auto.multi_head import WEIGHTS, refuse_fused_paths, shard_attention
 from tp_ext.auto.norms import fused_norm
+from tp_ext.auto.one_rank import whole_draws
 from tp_ext.auto.plans import Plan, undescribed
-from tp_ext.auto.random_draws import BeginDraws, EndDraws
+from tp_ext.auto.random_draws import register_draws
 from tp_ext.auto.token_hooks import (
     ArgumentBoundary,
     BeginForward,
@@ -84,7 +85,7 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
     if plan.p != own.size:
         raise ValueError(f"plan: is for p = {plan.p} and must be for the {own.size} ranks of the group")
     _compare_over_group(plan, model, group)
-    reference = copy.deepcopy(model) if verify else None
+    reference = _reference(plan, model) if verify else None
     if own.size > 1:
         guard = Guard(plan, structure_of(model)) if plan.shardings and plan.example is not None else None
         _Applied(plan, model, own).apply()
@@ -92,10 +93,19 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)
         if hasattr(model, "save_pretrained"):
             model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
+    else:
+        _Applied(plan, model, own).apply_alone()
     model.tp_ext_plan = plan  # type: ignore[assignment]
     if reference is not None:
         _verify(model, reference, example, group)
     return model
+
+
+def _reference(plan: Plan, model: nn.Module) -> nn.Module:
+    """A copy of the unsharded model, which draws the masks of the sharded one."""
+    reference = copied(model, {})
+    register_draws(reference, whole_draws(plan.draws), parallel_group(None), None)
+    return reference
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
@@ -200,6 +210,12 @@ class _Applied:
         for name in self.plan.direct:
             CalledForward(self.model.get_submodule(name)).install()
 
+    def apply_alone(self) -> None:
+        """What one rank needs: its linear layers take adapters, its masks are those of every number of ranks."""
+        for name, role in self.plan.roles.items():
+            self.replace_linear(name, role, False)
+        register_draws(self.model, self.plan.draws, self.group, None)
+
     def sums_own_input(self, one: Copy) -> bool:
         """True if a copy is that of the input of one column layer alone, which sums dx under its own GEMM."""
         is_column = one.kind == "argument" and self.plan.roles.get(one.module) == "column"
@@ -233,7 +249,15 @@ class _Applied:
         column = ColumnParallelLinear if own_input else EnteredColumnLinear
         row = RowTokensLinear if name in self.scattered else RowParallelLinear
         cls = column if role == "column" else row
-        layer = cls.from_linear(linear, group=self.group.name, parts=self.plan.shardings[f"{name}.weight"].parts)
+        parts = self.plan.shardings[f"{name}.weight"].parts
+        if self.group.size == 1:  # with the parameters that it has: an optimizer may know them
+            bias, dtype = linear.bias is not None, linear.weight.dtype
+            sizes = linear.in_features, linear.out_features
+            alone = cls(*sizes, bias, group=self.group.name or None, parts=parts, device="meta", dtype=dtype)
+            alone._parameters.update(linear._parameters)
+            self.replace(name, alone)
+            return
+        layer = cls.from_linear(linear, group=self.group.name, parts=parts)
         for own in ("weight", "bias"):
             made = layer._parameters.get(own)
             if made is None:
@@ -275,7 +299,7 @@ class _Applied:
         model.register_forward_pre_hook(refuse_adapters)
         self.begin_tokens()
         for slice_ in plan.slices:
-            sliced = SliceArgument(slice_.path, slice_.sharding, group)
+            sliced = SliceArgument(slice_, group)
             model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
         self.enter_parameters()
         for sum_ in plan.sums:
@@ -293,13 +317,7 @@ class _Applied:
             copies = CopyArguments(paths, group, self.tokens if tokens else None)
             model.get_submodule(name).register_forward_pre_hook(copies, with_kwargs=True)
         self.end_tokens()
-        draws: dict[str, list[Any]] = {}
-        for draw in plan.draws:
-            draws.setdefault(draw.module, []).append(draw)
-        for name, found in draws.items():
-            begin = BeginDraws(found, group, self.tokens)
-            model.get_submodule(name).register_forward_pre_hook(begin, prepend=True)
-            model.get_submodule(name).register_forward_hook(EndDraws(begin), always_call=True)
+        register_draws(model, plan.draws, group, self.tokens)
         for name in plan.heads:
             sizes = tuple(plan.shardings[f"{name}.weight"].local_sizes(group.size))
             model.get_submodule(name).register_forward_hook(ShardLogits(group, sizes))
@@ -376,9 +394,13 @@ def _verify(model: nn.Module, reference: nn.Module, example: Any, group: Group) 
     kept = {name: p.grad for name, p in model.named_parameters()}
     for one in (reference, model):
         one.zero_grad(set_to_none=True)
-    wanted, found = loss_of(reference(*args, **kwargs)), loss_of(model(*args, **kwargs))
-    wanted.backward()
-    found.backward()
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    losses = []
+    for one in (reference, model):
+        with torch.random.fork_rng(devices):  # the same masks in both, and no draw outside
+            losses.append(loss_of(one(*args, **kwargs)))
+            losses[-1].backward()
+    wanted, found = losses
     tolerance = TOLERANCES.get(next(p.dtype for p in reference.parameters() if p.is_floating_point()), 5e-2)
     shards = dict(model.named_parameters())
     layouts = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.auto.edits import Path
+from tp_ext.auto.edits import Path, Slice
 from tp_ext.auto.localize import replaced
 from tp_ext.auto.token_hooks import TokenLengths
 from tp_ext.group import ParallelGroup
@@ -73,13 +73,18 @@ class CopyArguments:
 class SliceArgument:
     """Takes this rank's share of an argument that is computed outside of the module."""
 
-    path: Path
-    sharding: Sharding
+    found: Slice
     group: ParallelGroup
     is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return replaced((args, kwargs), self.path, lambda x: self.sharding.shard(x, self.group.rank, self.group.size))
+        return replaced((args, kwargs), self.found.path, self.sliced)
+
+    def sliced(self, x: Tensor) -> Tensor:
+        dim, factor = self.found.dim, self.found.factor
+        divided, place = factor.divided(x, dim, factor.size)
+        local = factor.sharding(place).shard(divided, self.group.rank, self.group.size)
+        return local if divided is x else local.flatten(dim, dim + 1)
 
 
 @dataclass

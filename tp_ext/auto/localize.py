@@ -246,8 +246,11 @@ class _Sliced:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            size = self.found.sharding.local_size(self.rank, self.p)
-            return replaced((args, kwargs), self.found.path, lambda t: t.narrow(self.found.sharding.dim, 0, size))
+            dim, factor = self.found.dim, self.found.factor
+            size = factor.local_size(self.rank, self.p)
+            return replaced(
+                (args, kwargs), self.found.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
+            )
 
 
 class _LocalTokens:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.argument_checks import check_example, check_model, check_options
-from tp_ext.auto.choose import Cut, Decision, carries, choose, local_length
+from tp_ext.auto.choose import Cut, Decision, carries, choose
 from tp_ext.auto.collectives import collectives_of, on_the_wire
 from tp_ext.auto.dims import Atom, atoms, contains, length
 from tp_ext.auto.edits import Copy, Draw, Output
@@ -19,7 +19,9 @@ from tp_ext.auto.flow import Finder, Flow
 from tp_ext.auto.hints import check_hints, hint_of
 from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, looks_up, merged
 from tp_ext.auto.multi_head import WEIGHTS, attends
+from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.auto.picture import outputs_of
+from tp_ext.auto.planned_draws import draws_of, undrawable
 from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.problems import Problem
 from tp_ext.auto.proven_plan import Prover, UnprovenError, kind_of
@@ -97,8 +99,8 @@ def plan(
     hints = dict(hints or {})
     check_hints(model, hints)
     planner = _Planner(model, example, p, traced(model, example, own), hints, memory_budget, sequence_parallel)
-    found = planner.decide()
-    if prove == "values" and found.shardings:
+    found = planner.decide() if p > 1 else _alone(planner)
+    if prove == "values" and p > 1 and found.shardings:
         found = _proven(planner, found, own, budget)
     elif prove is False:
         found.proofs = []
@@ -128,7 +130,7 @@ def _prover(planner: _Planner, rules: Mapping[str, Rule], budget: float) -> Prov
     def planned(model: nn.Module, example: Any, p: int, only: Mapping[str, int]) -> tuple[Plan, list[list[str]]]:
         record = traced(model, example, rules)
         part = _Planner(model, example, p, record, {}, None, planner.sequence_parallel and p > 1, only)
-        return part.decide(), part.together
+        return part.decide() if p > 1 else _alone(part), part.together
 
     return Prover(planner.model, planner.example, planner.p, planned, budget)
 
@@ -159,6 +161,17 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any) -> str:
     except UnprovenError:
         return ""
     return next(iter(differences.values()), "")
+
+
+def _alone(planner: _Planner) -> Plan:
+    """The plan of one rank: that of two without its shards, if there is one."""
+    try:
+        two = _Planner(
+            planner.model, planner.example, 2, planner.record, planner.hints, None, False, planner.only
+        ).decide()
+    except ValueError:
+        two = planner.decide()
+    return for_one_rank(two, planner.modules)
 
 
 def _check_sharded(found: Plan, planner: _Planner, hints: Mapping[str, str | P], strict: bool) -> None:
@@ -316,6 +329,8 @@ class _Planner:
             if one.atom in lost - heads_atoms:
                 text = "its classes are features of other layers, too, and cannot be sharded in the loss"
                 flow.problems.append(Problem("", text, blame=frozenset(one.sharded)))
+        drawn = [one for one in decisions if one.atom not in heads_atoms]
+        flow.problems += undrawable(self.record, drawn, self.p, flow.local)
         return _State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
 
     def parameters_in(self, cut: Mapping[str, Any], name: str) -> list[str]:
@@ -548,19 +563,5 @@ class _Planner:
         return reason_of(self.record, name, self.p, self.may_shard)
 
     def draws(self, state: _State) -> list[Draw]:
-        """The random calls of the first call of each module, with the sharded dim of what they mask."""
-        record = self.record
-        first = {call.module: call for call in reversed(record.calls)}
-        sizes = [self.localized(state).sizes(rank) for rank in range(self.p)]
-        found = []
-        for call in record.random_calls:
-            if call.module in first and not first[call.module].start <= call.place <= first[call.module].stop:
-                continue
-            dim, lengths = None, None
-            for i, label in enumerate(record.dims_of(call.masked) if id(call.masked) in state.flow.local else ()):
-                if any(contains(label, atom) for one in state.decisions for atom in one.sharded):
-                    dim, lengths = i, tuple(local_length(label, of_rank) for of_rank in sizes)
-            tokens = state.tokens.range_of_call(call.masked, call.index) if state.tokens else None
-            dim = dim if tokens is None else tokens.dim
-            found.append(Draw(call.module, call.name, dim, lengths, tokens is not None))
-        return found
+        decisions = [one for one in state.decisions if one.atom not in state.heads_atoms]
+        return draws_of(self.record, decisions, self.p, state.flow.local, state.tokens)

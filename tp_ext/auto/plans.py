@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tp_ext.auto import picture
-from tp_ext.auto.edits import Collective, Copy, Draw, Gather, Output, Path, Slice, Sum, Tokens
+from tp_ext.auto.edits import Collective, Copy, Draw, Factor, Gather, Output, Path, Slice, Sum, Tokens
 from tp_ext.sharding import Part, Sharding
 
 VERSION = 4
@@ -110,13 +110,11 @@ class Plan:
         ]
         data["sums"] = [Sum(one["module"], tuple(one["path"])) for one in data["sums"]]
         data["slices"] = [
-            Slice(one["module"], tuple(one["path"]), _sharding(one["sharding"])) for one in data["slices"]
+            Slice(one["module"], tuple(one["path"]), one["dim"], _factor(one["factor"])) for one in data["slices"]
         ]
         data["gathers"] = [Gather(tuple(one["path"]), _sharding(one["sharding"])) for one in data["gathers"]]
         data["refused_inputs"] = [tuple(path) for path in data["refused_inputs"]]
-        data["draws"] = [
-            Draw(**{**one, "sizes": None if one["sizes"] is None else tuple(one["sizes"])}) for one in data["draws"]
-        ]
+        data["draws"] = [_draw(one) for one in data["draws"]]
         data["patches"] = {
             module: {a: (old, tuple(new) if isinstance(new, list) else new) for a, (old, new) in changes.items()}
             for module, changes in data["patches"].items()
@@ -310,6 +308,16 @@ def _plain(plan: Plan) -> dict[str, Any]:
 
 def _sharding(data: dict[str, Any]) -> Sharding:
     return Sharding(data["dim"], [Part(**part) for part in data["parts"]])
+
+
+def _factor(data: dict[str, Any]) -> Factor:
+    return Factor(tuple(Part(**part) for part in data["parts"]), data["is_minor"])
+
+
+def _draw(data: dict[str, Any]) -> Draw:
+    factor = data["factor"] and _factor(data["factor"])
+    shape = data["shape"] and tuple(n and tuple(n) for n in data["shape"])
+    return Draw(**{**data, "factor": factor, "shape": shape})
 
 
 def _part_text(part: Part) -> str:

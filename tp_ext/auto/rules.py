@@ -121,6 +121,19 @@ def no_rule(op: Op) -> None:
             pin(dim, reason)
 
 
+def draws_random_numbers(function: Any) -> bool:
+    """True if an operator of torch draws from torch's generator."""
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
+def draws(op: Op) -> None:
+    """Pins every dim of all tensors: the generators of the ranks have the same state, and know of no shard."""
+    what = f"{op.reason.what} (draws random numbers of its own: every rank would draw the same ones for its shard)"
+    op.reason = Reason(what, op.reason.module, op.reason.line)
+    for tensor in [*op.inputs, *op.outputs]:
+        op.pin(*op.dims_of(tensor))
+
+
 # ---------------------------------------------------------------- notation
 
 Word = str  # "name", "(a b)" or "*", with marks
@@ -248,11 +261,14 @@ for _name, _line in NOTATION.items():
 
 
 def rule_of(function: Any, extra: Mapping[str, Rule]) -> Rule:
-    """Returns the rule of an operator of torch: the user's, that of its name, pointwise by torch's tag, or none."""
+    """Returns the rule of an operator of torch: the user's, by torch's tags that of random numbers or that of its name
+    or pointwise, or none."""
     namespace, name = function._schema.name.split("::")
     own = extra.get(f"{namespace}::{name}")
     if own is not None:
         return own
+    if draws_random_numbers(function):
+        return draws
     of_torch = namespace in ("aten", "prims")
     for known in (name, name.removesuffix("_")) if of_torch else (f"{namespace}::{name}",):
         if known in RULES:

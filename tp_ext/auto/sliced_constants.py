@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_ext.auto.choose import carries
+from tp_ext.auto.choose import carries, constant_atoms
 from tp_ext.auto.dims import Atom, contains
-from tp_ext.auto.edits import Slice
+from tp_ext.auto.edits import Factor, Slice
 from tp_ext.auto.problems import Problem
 from tp_ext.auto.trace import Step
 from tp_ext.sharding import Sharding
@@ -38,6 +38,7 @@ class Constants:
             finder.whole_heads,
         )
         self.by_id, self.cut, self.partial, self.sharded = finder.by_id, finder.cut, finder.partial, finder.sharded
+        self.fixed = constant_atoms(finder.record)
         self.calls_with, self.chosen, self.problem = finder.calls_with, finder.chosen, finder.problem
 
     def find(self) -> None:
@@ -84,8 +85,8 @@ class Constants:
             local.add(id(tensor))
             return
         call, path = entered
-        for sharding in self.shardings(source, self.atoms):
-            found_slice = Slice(call.module, path, sharding)
+        for dim, factor in self.factors(source):
+            found_slice = Slice(call.module, path, dim, factor)
             if found_slice not in self.flow.slices:
                 self.flow.slices.append(found_slice)
         local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
@@ -107,6 +108,20 @@ class Constants:
             elif maker.name.removesuffix("_like").removeprefix("new_") not in UNIFORM:
                 left += maker.inputs
         return ""
+
+    def factors(self, tensor: Tensor) -> list[tuple[int, Factor]]:
+        """The sharded dims of an argument, whose other factors are those of a run: batch x heads."""
+        found = []
+        for dim, label in enumerate(self.record.dims_of(tensor)):
+            for decision in self.chosen:
+                if decision.atom in self.atoms and contains(label, decision.atom):
+                    factor = decision.factor(label, self.fixed)
+                    if factor is None:
+                        text = f"dim {dim} of a constant of shape {tuple(tensor.shape)} has a sharded factor between"
+                        self.problem("", f"{text} lengths of the example")
+                    else:
+                        found.append((dim, factor))
+        return found
 
     def shardings(self, tensor: Tensor, sharded: list[Atom]) -> list[Sharding]:
         found = []

@@ -290,7 +290,7 @@ def reduction(op: Op) -> None:
 RULES.update(dict.fromkeys(REDUCTIONS, reduction))
 
 
-@rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+@rule("zeros_like", "ones_like", "empty_like", "full_like")
 def like(op: Op) -> None:
     op.give(op.dims())
 
@@ -402,10 +402,9 @@ def where(op: Op) -> None:
 RULES.update(
     dict.fromkeys(
         (
-            "_to_copy", "clone", "contiguous", "detach", "copy", "dropout", "native_dropout", "alias", "masked_fill",
-            "lift_fresh", "lift_fresh_copy", "_conj", "bernoulli", "to", "positive", "copy_", "fill_", "lift", "zero_",
-            "uniform_", "normal_", "exponential_", "random_",
-            "hardswish", "_prelu_kernel",
+            "_to_copy", "clone", "contiguous", "detach", "copy", "alias", "masked_fill", "lift_fresh",
+            "lift_fresh_copy", "_conj", "to", "positive", "copy_", "fill_", "lift", "zero_", "hardswish",
+            "_prelu_kernel",
         ),
         pointwise,
     )

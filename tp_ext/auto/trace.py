@@ -30,10 +30,12 @@ from tp_ext.auto.edits import Path
 from tp_ext.auto.forwards import CalledForward
 from tp_ext.auto.gradients import of_call, pin_hooked, watch_backward_hooks, watched_gradients
 from tp_ext.auto.multi_head import multi_head_attention, plain_paths
-from tp_ext.auto.rules import Op, Rule, rule_of
+from tp_ext.auto.rules import Op, Rule, draws_random_numbers, rule_of
 from tp_ext.auto.unchanged import unchanged
 from tp_ext.mesh_program.partition_spec import P
 
+FAKES = ("torch._subclasses", "torch._prims", "torch._refs", "torch._meta", "torch._decomp", "torch.utils._python")
+FAKES += (__name__,)
 WITHOUT_GRADIENT = {"detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "empty_like", "full_like"}
 MEMORY_VIEWS = {
     "view", "_unsafe_view", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "alias",
@@ -72,6 +74,8 @@ class Call:
     last: int = sys.maxsize
     order: int = 0  # among all calls, and one more than that of the last call inside of it
     end: int = sys.maxsize
+    training: bool = False
+    caller: Call | None = None
 
     def around(self, other: Call) -> bool:
         return self.order < other.order < self.end
@@ -107,6 +111,8 @@ class RandomCall:
     masked: Tensor
     place: int
     index: int  # among the calls from Python
+    call: Call  # of the module
+    always: bool  # it draws although the module is in eval mode
 
 
 class Record:
@@ -134,6 +140,7 @@ class Record:
         self.direct: list[str] = []  # modules whose forward code calls by name, past their hooks
         self.output: Any = None
         self.modules = [""]  # those whose forward runs now
+        self.running: list[Call] = []  # their calls
         self.paused = False
         self.is_examined = False  # a backward runs, whose operators pin dims and are no steps
 
@@ -181,6 +188,12 @@ class Record:
         for tensor in op.outputs:
             self.maker.setdefault(id(tensor), step)
 
+    def draw(self, name: str, masked: Tensor, draws: bool) -> None:
+        """Adds a random call of the module that runs."""
+        call = self.running[-1]
+        place, index = len(self.steps), len(self.python_calls) - 1
+        self.random_calls.append(RandomCall(call.module, name, masked, place, index, call, draws and not call.training))
+
     def constrain(self, tensor: Tensor, spec: P) -> None:
         """Adds a constraint of the model's code: dims without an axis are pinned."""
         reason = self.reason(f"constraint {spec}")
@@ -222,7 +235,7 @@ class _Operators(TorchDispatchMode):
             if outputs and not inputs:  # a factory: its dims are new ones
                 record.factories.update((id(t), func._schema.name.rpartition("::")[2]) for t in outputs)
                 record.kept += outputs
-            elif outputs:
+            if outputs and (inputs or draws_random_numbers(func)):
                 namespace, name = func._schema.name.split("::")
                 reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
                 op = Op(name, args, kwargs, inputs, outputs, record, reason)
@@ -232,9 +245,16 @@ class _Operators(TorchDispatchMode):
                     for tensor in outputs:
                         record.dims_of(tensor)
                     record.kept += [*inputs, *outputs]
-                else:
+                elif inputs:
                     record.add(op)
         return result
+
+
+def _is_of_fakes(caller: Any) -> bool:
+    """True for a call that torch makes to compute with fakes; code that enters an operator past Python, as
+    TorchScript's does, leaves the function mode active there."""
+    frame = caller.f_back if caller.f_globals.get("__name__") == "torch._ops" else caller
+    return str(frame.f_globals.get("__name__")).startswith(FAKES)
 
 
 class _Calls(TorchFunctionMode):
@@ -247,6 +267,8 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         record = self.record
+        if _is_of_fakes(sys._getframe(1)):
+            return func(*args, **kwargs)
         whole = WHOLE.get(func)
         if not record.paused and not record.is_examined and (answer := of_call(record, func, args)) is not None:
             return answer
@@ -291,8 +313,8 @@ def _dropout(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], res
     if result is not x:
         op.give(op.dims())
         record.add(op)
-    record.random_calls.append(
-        RandomCall(record.modules[-1], "dropout", x, len(record.steps), len(record.python_calls) - 1)
+    record.draw(
+        "dropout", x, bool(_argument(args, kwargs, 1, "p", 0.5) and _argument(args, kwargs, 2, "training", True))
     )
 
 
@@ -322,9 +344,7 @@ def _attention(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], r
                 op.unify(dim, scores[-i])
     op.give([*of_q[:-1], of_v[-1]])
     record.add(op)
-    record.random_calls.append(
-        RandomCall(record.modules[-1], name, result, len(record.steps), len(record.python_calls) - 1)
-    )
+    record.draw(name, result, bool(_argument(args, kwargs, 4, "dropout_p", 0.0)))
 
 
 def _statistics(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -357,12 +377,13 @@ WHOLE: dict[Any, Callable[[Record, Sequence[Any], Mapping[str, Any], Any], None]
 
 def _watch(model: nn.Module, record: Record) -> None:
     """Records calls of modules, by hooks and forwards that :func:`unchanged` removes again."""
-    running: list[Call] = []
+    running = record.running
 
     def watch(name: str, module: nn.Module) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             call = Call(name, list(tensors((args, kwargs))), len(record.steps))
             call.first, call.order = len(record.python_calls), len(record.calls)
+            call.training, call.caller = module.training, running[-1] if running else None
             record.calls.append(call)
             running.append(call)
             record.modules.append(name)

@@ -65,6 +65,27 @@ def dropout(
     return _ops.bias_dropout_residual(x, bias, residual, draw_seed(x.device), p, *index)
 
 
+def dropout_slices(x: Tensor, p: float, dim: int, slices: Sequence[slice], full: int) -> Tensor:
+    """Computes y = mask * x / (1 - p) of x that is, along ``dim``, the concatenation of slices of a full tensor of
+    length ``full`` there, with the mask of :func:`dropout` of that tensor.
+
+    Communicates nothing. Saved for backward: the seed.
+
+    Raises:
+        ValueError: ``p`` is no probability.
+    """
+    _check_p(p)
+    seed, inner = draw_seed(x.device), math.prod(x.shape[dim + 1 :])
+    pieces = x.split([one.stop - one.start for one in slices], dim)
+    found = [
+        _ops.bias_dropout_residual(
+            piece, None, None, seed, p, max(piece.shape[dim] * inner, 1), full * inner, one.start * inner
+        )
+        for piece, one in zip(pieces, slices, strict=True)
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found, dim)
+
+
 class _Span(NamedTuple):
     """This rank's slice of a dim, and the full length of the dim."""
 

@@ -1,0 +1,52 @@
+"""The plan of one rank: what it does at every number of ranks, without shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from tp_ext.auto.edits import Draw
+from tp_ext.auto.plans import Plan
+from tp_ext.sharding import Sharding
+
+
+def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
+    """Returns the plan of one rank: its linear layers are replaced as by ``plan``, so that adapters fit them, and its
+    random calls, so that masks are the same numbers; every shard is whole."""
+    roles = {name: role for name, role in plan.roles.items() if isinstance(modules[name], nn.Linear)}
+    shardings = {
+        name: Sharding(sharding.dim, [replace(part, copies=1, groups=1) for part in sharding.parts])
+        for name, sharding in plan.shardings.items()
+        if name.rpartition(".")[0] in roles
+    }
+    return replace(
+        plan,
+        p=1,
+        shardings=shardings,
+        tied=[],
+        roles=roles,
+        heads=[],
+        buffers={},
+        copies=[],
+        sums=[],
+        slices=[],
+        gathers=[],
+        refused_inputs=[],
+        draws=whole_draws(plan.draws),
+        patches={},
+        whole={name: "p = 1" for name in plan.shapes if name not in shardings},
+        collectives=[],
+        proofs=[],
+        outputs=[replace(one, local=one.shape, state="replicated") for one in plan.outputs],
+        tokens=[],
+        whole_tokens={},
+    )
+
+
+def whole_draws(draws: list[Draw]) -> list[Draw]:
+    """The draws of replicated tensors in place of those of shards: one of each kind of call of a module."""
+    always = {one.module for one in draws if one.always}
+    found = {(one.module, one.call): Draw(one.module, one.call, always=one.module in always) for one in draws}
+    return list(found.values())
