@@ -102,7 +102,7 @@ def test_what_is_whole_says_why() -> None:
 def test_the_table_folds_equal_layers() -> None:
     text = str(auto.plan(_meta(), EXAMPLE, 2))
     assert "blocks.*.qkv.weight (x2)" in text and "column" in text
-    assert "6 forward" in text and "5 backward" in text and "patched in blocks.*: width 64 -> 32, heads 4 -> 2" in text
+    assert "6 forward" in text and "5 backward" in text and "patched in blocks.*: heads 4 -> 2, width 64 -> 32" in text
 
 
 def test_a_plan_is_the_same_in_every_process_and_survives_json(tmp_path: Any) -> None:
@@ -250,7 +250,7 @@ def test_refusals() -> None:
         auto.plan(nn.Linear(4, 4), (torch.zeros(3, 4),), 0)
 
 
-def test_sizes_taken_from_replicated_inputs_leave_the_block_whole() -> None:
+def test_sizes_taken_from_replicated_inputs_are_changed_in_the_calls() -> None:
     class FromInput(Block):
         def forward(self, x: Tensor) -> Tensor:
             b, t, width = x.shape
@@ -259,8 +259,15 @@ def test_sizes_taken_from_replicated_inputs_leave_the_block_whole() -> None:
             return x + self.out(a.transpose(1, 2).reshape(b, t, width))
 
     plan = auto.plan(FromInput(), (torch.zeros(3, 5, WIDTH),), 2)
-    assert not plan.shardings.keys() & {"qkv.weight", "out.weight"}
-    assert "split" in plan.whole["qkv.weight"]
+    assert not plan.patches and [call.name for call in plan.sizes[""][0]] == [
+        "split",
+        "view",
+        "view",
+        "view",
+        "reshape",
+    ]
+    assert plan.sizes[""][0][1].changes == ((2, HEADS, HEADS // 2),)
+    assert "sizes of views changed in each call of the model" in str(plan)
 
 
 def test_the_model_is_not_changed() -> None:

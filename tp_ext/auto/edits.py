@@ -186,3 +186,16 @@ class Output:
     shape: tuple[int, ...]
     local: tuple[int, ...]
     state: str
+
+
+@dataclass(frozen=True)
+class SizeCall:
+    """A call of a function with sizes as arguments, in order within its module.
+
+    Attributes:
+        name: of the function, such as ``"view"``.
+        changes: (place among the sizes, the size that the code gives, that of a rank), at the sizes of the example.
+    """
+
+    name: str
+    changes: tuple[tuple[int, int, int], ...] = ()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply
 from tp_ext.auto.copies import copied
-from tp_ext.auto.edits import Copy
+from tp_ext.auto.edits import Copy, SizeCall
 from tp_ext.auto.forwards import CalledForward
 from tp_ext.auto.guard import Guard, structure_of
 from tp_ext.auto.hooks import (
@@ -33,6 +33,7 @@ from tp_ext.auto.norms import fused_norm
 from tp_ext.auto.one_rank import whole_draws
 from tp_ext.auto.plans import Plan, undescribed
 from tp_ext.auto.random_draws import register_draws
+from tp_ext.auto.sizes import SizedForward
 from tp_ext.auto.token_hooks import (
     ArgumentBoundary,
     BeginForward,
@@ -153,7 +154,7 @@ def _prove(plan: Plan, model: nn.Module, group: Group) -> str:
         model, example, plan.p, plan.roles, plan.heads, plan.shardings, plan.buffers, plan.slices, plan.tokens
     )
     try:
-        if digest(local.calls(own.rank, _patches(plan, own.rank))) == plan.proofs[own.rank]:
+        if digest(local.calls(own.rank, _patches(plan, own.rank), _sizes(plan, own.rank))) == plan.proofs[own.rank]:
             return ""
     except MismatchError as mismatch:
         return f"its local forward on rank {own.rank} fails: {mismatch}"
@@ -166,6 +167,12 @@ def _patches(plan: Plan, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
         module: {a: (old, new[rank] if isinstance(new, tuple) else new) for a, (old, new) in changes.items()}
         for module, changes in plan.patches.items()
     }
+
+
+def _sizes(plan: Plan, rank: int) -> dict[str, list[SizeCall]]:
+    """The sizes of a rank."""
+    of_rank = {module: calls[rank] if len(calls) > 1 else calls[0] for module, calls in plan.sizes.items()}
+    return {module: calls for module, calls in of_rank.items() if calls}
 
 
 class _Applied:
@@ -207,6 +214,8 @@ class _Applied:
         self.fuse_norms()
         patch(self.model, _patches(self.plan, self.group.rank))
         self.register_hooks(own_input)
+        for name, calls in _sizes(self.plan, self.group.rank).items():
+            SizedForward(self.model.get_submodule(name), name, calls).install()
         for name in self.plan.direct:
             CalledForward(self.model.get_submodule(name)).install()
 

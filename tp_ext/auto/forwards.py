@@ -1,4 +1,4 @@
-"""Forwards of modules that a model's code calls by name, ``self.attention.forward(x)``, past the hooks of the module."""
+"""Forwards of modules that a model's code calls by name, ``self.attention.forward(x)``, past their hooks."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 plan.
 
 Forward code computes shapes from integers that modules hold (``num_heads``, ``split_size``), or reads of their
-config. On a rank some must be smaller. They are found by running the model with local shapes and no weights, and comparing its calls from Python, one by one, with those of the unsharded model: the result of each must
-have the local lengths of its dims. A model whose calls all agree computes local shards; that it runs without an
-exception would prove nothing."""
+config. On a rank some must be smaller. They are found (:mod:`tp_ext.auto.integers`) by running the model with local
+shapes and no weights, and comparing its calls from Python, one by one, with those of the unsharded model: the result of
+each must have the local lengths of its dims. A model whose calls all agree computes local shards; that it runs without
+an exception would prove nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ import contextlib
 import copy
 import hashlib
 import inspect
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,17 +23,15 @@ from torch import Tensor, nn
 
 from tp_ext.auto.choose import Decision, local_length
 from tp_ext.auto.dims import Atom, atoms
-from tp_ext.auto.edits import Path, Slice, Tokens
-from tp_ext.auto.known_integers import known_integers
+from tp_ext.auto.edits import Path, SizeCall, Slice, Tokens
 from tp_ext.auto.multi_head import forward_on_fakes
 from tp_ext.auto.reasons import failure_of
+from tp_ext.auto.sizes import Observer, SizedForward
 from tp_ext.auto.tokens import TokenFlow
 from tp_ext.auto.trace import Record, trace
 from tp_ext.auto.unchanged import unchanged
 from tp_ext.sharding import Sharding, split_sizes
 
-MOST_TOGETHER = 3  # integers patched at once
-MOST_RUNS = 150
 VIEW_CALLS = {
     "__getitem__", "expand", "reshape", "view", "unsqueeze", "squeeze", "contiguous", "transpose",
     "repeat_interleave", "to", "flatten", "type_as", "clone", "repeat",
@@ -46,6 +44,8 @@ ADVICE = (
 )
 PythonCall = tuple[str, str, list[tuple[int, ...]]]  # module, function, shapes of the result
 Shapes = dict[str, tuple[int, ...]]
+PatchesOf = Mapping[str, Mapping[str, tuple[int, int]]]
+SizesOf = Mapping[str, Sequence[SizeCall]]  # module -> its calls with sizes
 Patches = dict[str, dict[str, tuple[int, int]]]  # module -> {attribute or config.attribute: (full, local)}
 
 
@@ -104,9 +104,10 @@ class Localized:
         """The calls from Python of the unsharded model outside of layers, with their places among all."""
         return [(i, call) for i, call in enumerate(self.record.python_calls) if call[0] not in self.roles]
 
-    def local_values(self, rank: int) -> dict[int, list[int]]:
-        """Lengths of products of atoms -> their lengths on a rank, for those that have a sharded atom."""
-        sizes, found = self.sizes(rank), dict[int, set[int]]()
+    def local_values(self, rank: int, decisions: Sequence[Decision]) -> dict[int, list[int]]:
+        """Lengths of products of atoms -> their lengths on a rank, for those that have an atom of these decisions."""
+        every, found = self.sizes(rank), dict[int, set[int]]()
+        sizes = {atom: every[atom] for one in decisions for atom in one.sharded if atom in every}
         seen: set[tuple[int, ...]] = set()
         for dims in list(self.record.dims.values()):
             for dim in dims:
@@ -115,16 +116,17 @@ class Localized:
                 if key in seen:
                     continue
                 seen.add(key)
-                full = local = 1
-                for atom in factors:
-                    full *= atom.size
-                    local *= local_length([atom], sizes)
-                    if full != local:
-                        found.setdefault(full, set()).add(local)
+                for start in range(len(factors)):
+                    full = local = 1
+                    for atom in factors[start:]:
+                        full *= atom.size
+                        local *= local_length([atom], sizes)
+                        if full != local:
+                            found.setdefault(full, set()).add(local)
         return {full: sorted(local) for full, local in found.items()}
 
     @contextlib.contextmanager
-    def local_model(self, rank: int, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> Iterator[Shapes]:
+    def local_model(self, rank: int, patches: PatchesOf, sizes: SizesOf) -> Iterator[Shapes]:
         """Makes the model that of a rank, in place, and yields the local shapes of its parameters and buffers; puts
         everything back at the end.
 
@@ -163,19 +165,30 @@ class Localized:
                 else:
                     module.register_forward_hook(hook.of_output)
             patch(model, patches)
+            for name, calls in sizes.items():
+                SizedForward(model.get_submodule(name), name, calls).install()
             yield shapes
 
+    def observer(self, rank: int) -> Observer:
+        """A mode for :meth:`run` that makes all sizes right, and notes which were not."""
+        wanted: dict[str, list[tuple[str, list[tuple[int, ...]]]]] = {}
+        for module, name, shapes in self.expected(rank):
+            wanted.setdefault(module, []).append((name, shapes))
+        return Observer(wanted, self.roles)
+
     def run(
-        self, rank: int, patches: Mapping[str, Mapping[str, tuple[int, int]]]
+        self, rank: int, patches: PatchesOf, sizes: SizesOf | None = None, observer: Observer | None = None
     ) -> tuple[list[PythonCall], MismatchError | None]:
-        """Runs the local model with these integers; returns its calls, and what it raised."""
+        """Runs the local model with these integers and sizes; returns its calls, and what it raised."""
         self.runs += 1
         record, raised = Record(), None
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         logger.disabled = True  # it would log each exception of wrong shapes, which are what is looked for
+        if observer is not None:
+            observer.record = record
         try:
-            with self.local_model(rank, patches) as shapes:
-                trace(self.model, self.example, shapes=shapes, record=record, operators=False)
+            with self.local_model(rank, patches, sizes or {}) as shapes:
+                trace(self.model, self.example, shapes=shapes, record=record, operators=False, mode=observer)
         except Exception as error:
             raised = MismatchError(record.modules[-1], f"{failure_of(error)}; {ADVICE}")
         finally:
@@ -185,25 +198,25 @@ class Localized:
         ]
         return calls, raised
 
-    def checked(self, rank: int, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[PythonCall]:
-        """Returns the calls of the patched local model.
+    def checked(self, rank: int, patches: PatchesOf, sizes: SizesOf) -> list[PythonCall]:
+        """Returns the calls of the local model.
 
         Raises:
             MismatchError: they are not those of the plan.
         """
-        calls, raised = self.run(rank, patches)
+        calls, raised = self.run(rank, patches, sizes)
         _, mismatch = compare(self.expected(rank), calls, raised)
         if mismatch is not None:
             raise mismatch
         return calls
 
-    def calls(self, rank: int, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[PythonCall]:
-        """Returns the calls of the patched local model.
+    def calls(self, rank: int, patches: PatchesOf, sizes: SizesOf) -> list[PythonCall]:
+        """Returns the calls of the local model.
 
         Raises:
             MismatchError: its code raised an exception.
         """
-        calls, raised = self.run(rank, patches)
+        calls, raised = self.run(rank, patches, sizes)
         if raised is not None:
             raise raised
         return calls
@@ -348,66 +361,3 @@ def patch(model: nn.Module, patches: Mapping[str, Mapping[str, tuple[int, int]]]
         for attribute, (_, new) in changes.items():
             holder, _, own = attribute.rpartition(".")
             (getattr(module, holder) if holder else module).__dict__[own] = new
-
-
-def find_patches(localized: Localized, rank: int) -> Patches:
-    """Finds integers that the code of modules reads and that must be local, and proves that no more are needed.
-
-    Raises:
-        MismatchError: there are none with which all calls agree.
-    """
-    wanted, values = localized.expected(rank), localized.local_values(rank)
-    found: Patches = known_integers(localized, rank)
-
-    def attempt(patches: Patches) -> tuple[int, MismatchError | None]:
-        return compare(wanted, *localized.run(rank, patches))
-
-    reached, mismatch = attempt(found)
-    while mismatch is not None:
-        better = None
-        for patches in _trials(localized.model, mismatch.module, values, found):
-            now, left = attempt(patches)
-            if now > reached:
-                better = patches, now, left
-                break
-            if localized.runs > MOST_RUNS:
-                raise MismatchError(mismatch.module, f"{mismatch.text}; no integers found in {MOST_RUNS} runs")
-        if better is None:
-            raise mismatch
-        found, reached, mismatch = better
-    return found
-
-
-def _trials(model: nn.Module, name: str, values: Mapping[int, Sequence[int]], found: Patches) -> Iterator[Patches]:
-    """Patches to try after a mismatch in a module: integers of it, or of the two modules around it, and of all of their
-    class."""
-    around = [name, *(name.rsplit(".", k)[0] for k in (1, 2) if name.count(".") >= k), *([""] if name else [])]
-    for holder in around:
-        module = model.get_submodule(holder)
-        same = [other for other, one in model.named_modules() if type(one) is type(module)]
-        patched = found.get(holder, {})
-        targets = [(a, v) for a, v in _integers(module) if v in values and a not in patched]
-        for number in range(1, MOST_TOGETHER + 1):
-            if len(targets) > 12 and number > 2:
-                break
-            for chosen in itertools.combinations(targets, number):
-                for new in itertools.product(*(values[old] for _, old in chosen)):
-                    changes = {a: (old, n) for (a, old), n in zip(chosen, new, strict=True)}
-                    yield {**found, **{other: {**found.get(other, {}), **changes} for other in same}}
-
-
-def _integers(module: nn.Module) -> list[tuple[str, int]]:
-    """Integers that a module holds, and those of its config."""
-    own = [(name, value) for name, value in vars(module).items() if type(value) is int]
-    configs = [(name, value) for name, value in vars(module).items() if type(value).__name__.endswith("Config")]
-    return own + [(f"{c}.{name}", v) for c, config in configs for name, v in vars(config).items() if type(v) is int]
-
-
-def merged(by_rank: Mapping[int, Patches]) -> dict[str, dict[str, tuple[int, int | tuple[int, ...]]]]:
-    """Patches of all ranks: one number where it is the same on all, else one for each rank."""
-    merged: dict[str, dict[str, tuple[int, int | tuple[int, ...]]]] = {}
-    for module, changes in by_rank.get(0, {}).items():
-        for attribute, (old, _) in changes.items():
-            new = tuple(by_rank[rank][module][attribute][1] for rank in sorted(by_rank))
-            merged.setdefault(module, {})[attribute] = old, new[0] if len(set(new)) == 1 else new
-    return merged

@@ -17,7 +17,8 @@ from tp_ext.auto.dims import Atom, atoms, contains, length
 from tp_ext.auto.edits import Copy, Draw, Output
 from tp_ext.auto.flow import Finder, Flow
 from tp_ext.auto.hints import check_hints, hint_of
-from tp_ext.auto.localize import Localized, MismatchError, Patches, digest, find_patches, is_conv1d, looks_up, merged
+from tp_ext.auto.integers import Local, Search, merged, merged_sizes
+from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, looks_up
 from tp_ext.auto.multi_head import WEIGHTS, attends
 from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.auto.picture import outputs_of
@@ -200,7 +201,7 @@ class _State:
     heads: list[str]
     heads_atoms: set[Atom]
     finder: Finder
-    patches: dict[int, Patches] = field(default_factory=dict)  # by rank
+    local: dict[int, Local] = field(default_factory=dict)  # integers and sizes, by rank
     proofs: list[str] = field(default_factory=list)  # by rank
     tokens: TokenFlow | None = None
     whole_tokens: dict[str, str] = field(default_factory=dict)
@@ -442,19 +443,20 @@ class _Planner:
     def localize(self, state: _State) -> None:
         """Finds the integers of every rank; ranks with the same local lengths share them."""
         localized = self.localized(state)
-        searched: dict[tuple[int, ...], Patches] = {}
+        searched: dict[tuple[int, ...], Local] = {}
         proofs: dict[tuple[int, ...], str] = {}
         state.proofs.clear()
         for rank in range(self.p):
             key = tuple(size for one in state.decisions for size in one.sizes(rank).values())
             if key not in searched:
-                searched[key] = find_patches(localized, rank)
-                proofs[key] = digest(localized.calls(rank, searched[key]))
-            state.patches[rank] = searched[key]
+                before = next(iter(searched.values()), None)
+                searched[key] = found = Search(localized, rank, before).find()
+                proofs[key] = digest(localized.calls(rank, found.patches, found.sizes))
+            state.local[rank] = searched[key]
             state.proofs.append(proofs[key])
-        kinds = {str({m: sorted(changes) for m, changes in found.items()}) for found in searched.values()}
+        kinds = {str({m: sorted(changes) for m, changes in found.patches.items()}) for found in searched.values()}
         if len(kinds) > 1:
-            module = next(iter(next(found for found in searched.values() if found)), "")
+            module = next(iter(next(found.patches for found in searched.values() if found.patches)), "")
             raise MismatchError(module, f"ranks differ in the integers that must be local: {sorted(kinds)}")
 
     # ------------------------------------------------------------ sequence parallelism
@@ -511,7 +513,8 @@ class _Planner:
             sizes = [size for one in state.decisions for size in one.sizes(rank).values()]
             key = (*sizes, *(split_sizes(n, self.p)[rank] for n in sorted(lengths)))
             if key not in proofs:
-                proofs[key] = digest(localized.checked(rank, state.patches[rank]))
+                local = state.local[rank]
+                proofs[key] = digest(localized.checked(rank, local.patches, local.sizes))
             state.proofs.append(proofs[key])
 
     # ------------------------------------------------------------ the result
@@ -533,7 +536,8 @@ class _Planner:
             gathers=state.flow.gathers,
             refused_inputs=state.flow.refused_inputs,
             draws=self.draws(state),
-            patches=merged(state.patches),
+            patches=merged({rank: local.patches for rank, local in state.local.items()}),
+            sizes=merged_sizes([state.local[rank].sizes for rank in sorted(state.local)]),
             whole={
                 alias: self.reason(name, state) for name in every if name not in state.cut for alias in self.names[name]
             },

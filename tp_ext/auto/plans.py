@@ -14,7 +14,19 @@ import torch
 from torch import Tensor
 
 from tp_ext.auto import picture
-from tp_ext.auto.edits import Collective, Copy, Draw, Factor, Gather, Output, Path, Slice, Sum, Tokens
+from tp_ext.auto.edits import (
+    Collective,
+    Copy,
+    Draw,
+    Factor,
+    Gather,
+    Output,
+    Path,
+    SizeCall,
+    Slice,
+    Sum,
+    Tokens,
+)
 from tp_ext.sharding import Part, Sharding
 
 VERSION = 4
@@ -46,6 +58,8 @@ class Plan:
         tokens: boundaries of modules at which tensors become sharded on their tokens, or whole again; empty without
             sequence parallelism.
         whole_tokens: module whose sum over the ranks stays an all-reduce under sequence parallelism -> the reason.
+        sizes: module -> its calls with sizes as arguments, of which some are changed while it runs
+            (:class:`~tp_ext.auto.edits.SizeCall`): one list for all ranks, or one for each.
         direct: modules whose ``forward`` the model's code calls by name; the hooks of the plan run then, too.
     """
 
@@ -74,6 +88,7 @@ class Plan:
     tokens: list[Tokens] = field(default_factory=list)
     whole_tokens: dict[str, str] = field(default_factory=dict)
     direct: list[str] = field(default_factory=list)
+    sizes: dict[str, list[list[SizeCall]]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -118,6 +133,10 @@ class Plan:
         data["patches"] = {
             module: {a: (old, tuple(new) if isinstance(new, list) else new) for a, (old, new) in changes.items()}
             for module, changes in data["patches"].items()
+        }
+        data["sizes"] = {
+            module: [[SizeCall(one["name"], tuple(map(tuple, one["changes"]))) for one in calls] for calls in ranks]
+            for module, ranks in data["sizes"].items()
         }
         data["tokens"] = [Tokens(**{**one, "path": tuple(one["path"])}) for one in data["tokens"]]
         data["collectives"] = [Collective(**one) for one in data["collectives"]]
@@ -266,6 +285,9 @@ class Plan:
             lines.append(
                 f"patched in {module}: " + ", ".join(f"{a} {old} -> {new}" for a, (old, new) in changes.items())
             )
+        if self.sizes:
+            names = dict.fromkeys(_folded(name) or "the model" for name in self.sizes)
+            lines.append(f"sizes of views changed in each call of {', '.join(names)}")
         return "\n".join(line.rstrip() for line in lines)
 
 

@@ -432,6 +432,7 @@ def trace(
     record: Record | None = None,
     operators: bool = True,
     grad: bool = True,
+    mode: TorchFunctionMode | None = None,
 ) -> Record:
     """Runs a model once on fakes and returns the record.
 
@@ -440,6 +441,7 @@ def trace(
         record: written to, so that the caller has what an exception leaves of it.
         grad: run as in training: code that asks finds gradients enabled.
         operators: False: only calls from Python and of modules are recorded, faster.
+        mode: sees the calls from Python before they are recorded, and may change them.
     """
     record = Record() if record is None else record
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -488,6 +490,8 @@ def trace(
     ]
     if operators:
         modes.append(_Operators(record, rules or {}))
+    if mode is not None:
+        modes.append(mode)
     with unchanged(model), contextlib.ExitStack() as stack:
         _watch(model, record)
         stack.enter_context(plain_paths())

@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x.reshape(x.shape[:-1] + (-1, 2)).unbind(-1)
+    even, odd = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     cos, sin = cos[None, :, None], sin[None, :, None]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(3)
 
