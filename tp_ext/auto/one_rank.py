@@ -36,7 +36,7 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
         refused_inputs=[],
         draws=whole_draws(plan.draws),
         patches={},
-        sizes=[],
+        sizes={},
         whole={name: "p = 1" for name in plan.shapes if name not in shardings},
         collectives=[],
         proofs=[],

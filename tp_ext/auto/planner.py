@@ -36,7 +36,7 @@ from tp_ext.mesh_program.partition_spec import P
 from tp_ext.sharding import Sharding, split_sizes
 
 MOST_ROUNDS = 40  # of leaving something whole and deciding again
-BUDGET = 4 * 2**30
+BUDGET = 2**30
 LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
 MOST_MORE = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
 
