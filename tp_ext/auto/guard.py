@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tp_ext.auto.copies import copied
 from tp_ext.auto.plans import Plan, undescribed
-from tp_ext.auto.trace import arguments
+from tp_ext.auto.trace import arguments, trace
 
 
 def structure_of(model: nn.Module) -> nn.Module:
@@ -84,15 +84,20 @@ class Guard:
     """A forward pre-hook of a sharded model.
 
     Attributes:
-        structure: the unsharded model without weights. proven: signatures of calls that have been proven.
+        structure: the unsharded model without weights. proven: signatures of calls that have been proven. sizes: those
+            with lengths for which the code is known to be the example's, or proven.
     """
 
     plan: Plan
     structure: nn.Module
     proven: set[str | None] = field(default_factory=set)
+    sizes: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.proven |= {None, signature(self.structure, *arguments(undescribed(self.plan.example)))}
+        args, kwargs = arguments(undescribed(self.plan.example))
+        key = signature(self.structure, args, kwargs)
+        self.proven |= {None, key}
+        self.sizes.add((key, lengths(args, kwargs)))
 
     def __deepcopy__(self, memo: Any) -> Guard:
         return self  # plain data, the same for all copies of the model
@@ -100,10 +105,21 @@ class Guard:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.plan.refused_inputs and torch.is_grad_enabled():
             self.refuse_partial_gradients(args, kwargs)
-        if torch.compiler.is_compiling() or (key := signature(self.structure, args, kwargs)) in self.proven:
+        if torch.compiler.is_compiling():
             return
-        self.prove(args, kwargs)
-        self.proven.add(key)
+        key = signature(self.structure, args, kwargs)
+        if key not in self.proven:
+            self.prove(args, kwargs)
+            self.proven.add(key)
+        elif key is not None and (size := (key, lengths(args, kwargs))) not in self.sizes:
+            if self.calls(args, kwargs) != self.calls(*arguments(undescribed(self.plan.example))):
+                self.prove(args, kwargs)
+            self.sizes.add(size)
+
+    def calls(self, args: Any, kwargs: Any) -> list[tuple[str, str]]:
+        """The calls that the code of the unsharded model makes, by modules and names; not their shapes."""
+        record = trace(self.structure, _example(self.structure, args, kwargs), operators=False)
+        return [call[:2] for call in record.python_calls]
 
     def refuse_partial_gradients(self, args: Any, kwargs: Any) -> None:
         """Raises RuntimeError if an argument wants a gradient that would be this rank's part of it."""
@@ -128,10 +144,9 @@ class Guard:
         """
         from tp_ext.auto.planner import plan_again  # which needs execute, whose hook this is
 
-        named = named_arguments(self.structure, args, kwargs)
-        example = tree_map(lambda x: _on_meta(x) if isinstance(x, Tensor) else x, args if named is None else named)
+        example = _example(self.structure, args, kwargs)
         shown = sorted(example) if isinstance(example, dict) else "positional ones"
-        advice = f"the plan's example does not have these arguments, {shown}: plan with one that has"
+        advice = f"the plan's example shows no call with arguments of these kinds and lengths, {shown}: plan with one"
         try:
             problem = plan_again(self.plan, self.structure, example)
         except ValueError as error:
@@ -140,5 +155,20 @@ class Guard:
             raise RuntimeError(f"model: {advice}; {problem}")
 
 
+def _example(structure: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The arguments of a call as an example on meta."""
+    named = named_arguments(structure, args, kwargs)
+    return tree_map(lambda x: _on_meta(x) if isinstance(x, Tensor) else x, args if named is None else named)
+
+
 def _on_meta(x: Tensor) -> Tensor:
     return x.detach().to("meta").requires_grad_(x.requires_grad)
+
+
+def lengths(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """The orders of magnitude of the lengths of a call's tensors: code may take another path for one token, or many."""
+    return tuple(
+        tuple(n if n < 2 else n.bit_length() for n in leaf.shape)
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, Tensor)
+    )

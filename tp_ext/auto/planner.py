@@ -25,7 +25,7 @@ from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.planned_draws import draws_of, undrawable
 from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.problems import Problem
-from tp_ext.auto.proven_plan import Prover, UnprovenError, kind_of
+from tp_ext.auto.proven_plan import TOKENS, Prover, UnprovenError, kind_of
 from tp_ext.auto.reasons import reason_of, traced
 from tp_ext.auto.rules import Rule, from_notation
 from tp_ext.auto.sliced_constants import VIEWS
@@ -115,6 +115,7 @@ def _proven(planner: _Planner, found: Plan, rules: Mapping[str, Rule], budget: f
     try:
         prover = _prover(planner, rules, budget)
         while different := prover.differences(found):
+            planner.whole_tokens.update(different.pop(TOKENS, {}))
             for name in list(found.shardings):
                 if kind_of(name) in different:
                     planner.why.setdefault(name, different[kind_of(name)])
@@ -128,9 +129,14 @@ def _proven(planner: _Planner, found: Plan, rules: Mapping[str, Rule], budget: f
 
 
 def _prover(planner: _Planner, rules: Mapping[str, Rule], budget: float) -> Prover:
-    def planned(model: nn.Module, example: Any, p: int, only: Mapping[str, int]) -> tuple[Plan, list[list[str]]]:
+    def planned(
+        model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
+    ) -> tuple[Plan, list[list[str]]]:
         record = traced(model, example, rules)
-        part = _Planner(model, example, p, record, {}, None, planner.sequence_parallel and p > 1, only)
+        # Of a part of the weights, or with fewer layers, the tokens need not be shardable
+        tokens = "auto" if planner.sequence_parallel and p > 1 else False
+        part = _Planner(model, example, p, record, {}, None, tokens, only)
+        part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
         return part.decide() if p > 1 else _alone(part), part.together
 
     return Prover(planner.model, planner.example, planner.p, planned, budget)
@@ -224,6 +230,7 @@ class _Planner:
         only: Mapping[str, int] | None = None,
     ) -> None:
         self.only = only  # the parameters that may be sharded, with the dim; None: all
+        self.whole_tokens: dict[str, str] = {}  # kinds of modules whose sums the proof by values leaves whole
         self.together: list[list[str]] = []  # those that the last plan shards by one decision
         self.model, self.example, self.p = model, example, p
         self.record, self.hints, self.budget = record, hints, budget
@@ -267,11 +274,9 @@ class _Planner:
             state = self.state()
             try:
                 problem = next(iter(state.flow.problems), None)
-                if problem is None:
+                if problem is None and state.decisions:
                     self.localize(state)
             except MismatchError as mismatch:
-                if not state.decisions:
-                    raise ValueError(f"model: no plan: {mismatch}") from None
                 if number >= MOST_ROUNDS or not self.leave_whole(state, mismatch):
                     self.leave_all(state, str(mismatch))
                 continue
@@ -463,10 +468,11 @@ class _Planner:
 
     def with_tokens(self, base: _State) -> _State:
         """The state with activations sharded on their tokens; the same one if ``"auto"`` finds that not worth it."""
-        bans = Bans()
+        whole = {name: self.whole_tokens[kind_of(name)] for name in self.modules if kind_of(name) in self.whole_tokens}
+        bans = Bans(sources=dict(whole))
         state = self.try_tokens(base, bans, 0)
         if state.tokens is None:  # along the dim that operators mix the most; else along another
-            other = Bans()
+            other = Bans(sources=dict(whole))
             state = self.try_tokens(base, other, 1)
             bans = bans if state.tokens is None else other
         state = replace(state, whole_tokens=dict(bans.sources))

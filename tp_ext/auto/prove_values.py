@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import tp_ext.random as tp_random
 from tp_ext.auto.copies import copied
@@ -43,7 +43,7 @@ class Run:
     """What one forward, and backward, of a model gave.
 
     Attributes:
-        outputs: the floating-point tensors by their path. gradients: those of inputs, ``input 0``, and parameters by
+        outputs: the tensors by their path, and the numbers. gradients: those of inputs, ``input 0``, and parameters by
         name. buffers: the floating-point ones after it, by name.
     """
 
@@ -194,14 +194,20 @@ def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any
     tp_random.manual_seed(0)
     with torch.enable_grad() if backward else torch.no_grad():
         result = gather(model(*args, **kwargs))
-        outputs = {".".join(map(str, path)): t for path, t in tensors(result) if t.is_floating_point()}
+        outputs = {".".join(map(str, path)): t for path, t in tensors(result)}
         generator = torch.Generator().manual_seed(2)
         weights = {name: torch.randn(t.shape, generator=generator, dtype=torch.float64) for name, t in outputs.items()}
         terms = [(t * weights[name].to(t.dtype)).sum() for name, t in outputs.items() if t.requires_grad]
+        numbers = [leaf for leaf in tree_leaves(result) if isinstance(leaf, int | float)]
+        outputs |= {f"number {i}": torch.tensor(float(number)) for i, number in enumerate(numbers)}
         if backward and terms:
             torch.stack([term.double() for term in terms]).sum().backward()
     gradients = {f"input {i}": t.grad for i, (_, t) in enumerate(tensors((args, kwargs))) if t.grad is not None}
-    gradients |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients |= {
+        name: p.grad.to_dense() if p.grad.is_sparse else p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     buffers = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
     return Run({name: t.detach() for name, t in outputs.items()}, gradients, buffers)
 
@@ -226,7 +232,7 @@ def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: flo
         return float("inf"), name
     if not wanted.numel():
         return 0.0, name
-    wanted, got = wanted.double(), got.double()
+    wanted, got = (t.double() if not t.is_complex() else torch.view_as_real(t).double() for t in (wanted, got))
     both = torch.isfinite(wanted) & torch.isfinite(got)
     if not torch.equal(torch.isfinite(wanted), torch.isfinite(got)):
         return float("inf"), name

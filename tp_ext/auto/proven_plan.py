@@ -26,11 +26,17 @@ class Planner(Protocol):
     """Plans a model with only some of its decisions: :class:`tp_ext.auto.planner._Planner`."""
 
     def __call__(
-        self, model: nn.Module, example: Any, p: int, only: Mapping[str, int]
+        self,
+        model: nn.Module,
+        example: Any,
+        p: int,
+        only: Mapping[str, int],
+        whole_tokens: Mapping[str, str] | None = None,
     ) -> tuple[Plan, list[list[str]]]: ...
 
 
 TYPES = (torch.float64, torch.float32)
+TOKENS = "tokens"  # no name of a parameter: the key of differences that sums over tokens make
 
 
 def kind_of(name: str) -> str:
@@ -81,8 +87,10 @@ class Prover:
                 failed = error
         raise UnprovenError(f"with fewer layers, {failed}")
 
-    def differences(self, plan: Plan) -> dict[str, str]:
+    def differences(self, plan: Plan) -> dict[str, Any]:
         """The kinds of parameters, by :func:`kind_of`, by which values differ under a plan, with the reason; {}: none.
+
+        Under ``TOKENS``: the kinds of modules whose sums must not be scattered over the tokens, with the reason.
 
         Raises:
             UnprovenError: the model does not run.
@@ -92,6 +100,11 @@ class Prover:
         text = self._tried(only)
         if not text:
             return {}
+        sources = {kind_of(one.module) for one in plan.tokens if one.kind == "reduce_scatter"}
+        if sources and not self._tried(only, dict.fromkeys(sources, text)):
+            reason = f"values differ when it is sharded on its tokens: {text}"
+            wrong = {s for s in sources if self._tried(only, dict.fromkeys(sources - {s}, text))}
+            return {TOKENS: dict.fromkeys(wrong or sources, reason)}
         # Each group of weights that are sharded together alone: which of them is wrong
         found: dict[str, str] = {}
         for group in self._groups(only):
@@ -111,9 +124,9 @@ class Prover:
         groups = {id(kinds): kinds for kinds in joined.values()}.values()
         return [[name for name in only if kind_of(name) in kinds] for kinds in groups]
 
-    def _tried(self, only: Mapping[str, int]) -> str:
+    def _tried(self, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None) -> str:
         """Runs the model with these parameters sharded; returns the difference, or "" if there is none."""
-        plan, _ = self.planned(self.reduced, self.example, self.p, only)
+        plan, _ = self.planned(self.reduced, self.example, self.p, only, whole_tokens)
         whole, _ = self.planned(self.reduced, self.example, 1, {})
         if not plan.shardings:
             return ""

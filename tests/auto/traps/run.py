@@ -257,6 +257,7 @@ class Case:
 
     def compare_state(self, group: Any) -> None:
         full, wanted = tp_ext.full_state_dict(self.model, group=group), self.reference.state_dict()
+        wanted = {name.replace("_orig_mod.", ""): tensor for name, tensor in wanted.items()}  # as full_state_dict
         if list(full) != list(wanted):
             self.result.worse("state keys", float("inf"))
         for name in set(full) & set(wanted):
