@@ -37,6 +37,7 @@ from tp_ext.sharding import Sharding, split_sizes
 
 MOST_ROUNDS = 40  # of leaving something whole and deciding again
 BUDGET = 2**30
+POSSIBLE = "possible"  # sequence_parallel of parts of a model: sharded tokens where they can be, no error if nowhere
 LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
 MOST_MORE = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
 
@@ -133,8 +134,7 @@ def _prover(planner: _Planner, rules: Mapping[str, Rule], budget: float) -> Prov
         model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
     ) -> tuple[Plan, list[list[str]]]:
         record = traced(model, example, rules)
-        # Of a part of the weights, or with fewer layers, the tokens need not be shardable
-        tokens = "auto" if planner.sequence_parallel and p > 1 else False
+        tokens = POSSIBLE if planner.sequence_parallel and p > 1 else False
         part = _Planner(model, example, p, record, {}, None, tokens, only)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
         return part.decide() if p > 1 else _alone(part), part.together
@@ -481,7 +481,7 @@ class _Planner:
             reason = f"after {module}: {text}"
         else:
             before, after = (on_the_wire(collectives_of(self.record, self.p, one, True)) for one in (base, state))
-            if self.sequence_parallel is True or (after <= MOST_MORE * before and state.tokens.saved > 0):
+            if self.sequence_parallel in (True, POSSIBLE) or (after <= MOST_MORE * before and state.tokens.saved > 0):
                 return state
             reason = f"activations on the wire would grow from {before} to {after} bytes"
         if self.sequence_parallel is True:
