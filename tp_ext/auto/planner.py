@@ -115,7 +115,11 @@ def _proven(planner: _Planner, found: Plan, rules: Mapping[str, Rule], budget: f
     """The plan whose values are proven: what differs is left whole, and all is decided again."""
     try:
         prover = _prover(planner, rules, budget)
-        while different := prover.differences(found):
+        while True:
+            planner.proves_tokens = bool(found.tokens)
+            different = prover.differences(found)
+            if not different:
+                break
             planner.whole_tokens.update(different.pop(TOKENS, {}))
             for name in list(found.shardings):
                 if kind_of(name) in different:
@@ -134,7 +138,7 @@ def _prover(planner: _Planner, rules: Mapping[str, Rule], budget: float) -> Prov
         model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
     ) -> tuple[Plan, list[list[str]]]:
         record = traced(model, example, rules)
-        tokens = POSSIBLE if planner.sequence_parallel and p > 1 else False
+        tokens = POSSIBLE if planner.proves_tokens and p > 1 else False
         part = _Planner(model, example, p, record, {}, None, tokens, only)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
         return part.decide() if p > 1 else _alone(part), part.together
@@ -231,6 +235,7 @@ class _Planner:
     ) -> None:
         self.only = only  # the parameters that may be sharded, with the dim; None: all
         self.whole_tokens: dict[str, str] = {}  # kinds of modules whose sums the proof by values leaves whole
+        self.proves_tokens = bool(sequence_parallel)
         self.together: list[list[str]] = []  # those that the last plan shards by one decision
         self.model, self.example, self.p = model, example, p
         self.record, self.hints, self.budget = record, hints, budget
