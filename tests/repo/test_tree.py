@@ -26,7 +26,7 @@ ORDER = [
     {"nn"},
     {"checkpoint", "parallel", "mesh_program"},
     {"auto", "debug", "optim"},
-    {"huggingface"},
+    {"huggingface", "verify"},
     {"__init__"},
 ]
 # These folders work on modules and their shardings, and import no layer
@@ -263,7 +263,7 @@ def test_every_operator_is_complete():
 # Names and sizes
 
 
-@pytest.mark.parametrize("name", ["", "nn", "checkpoint", "parallel", "debug"])
+@pytest.mark.parametrize("name", ["", "nn", "checkpoint", "parallel", "debug", "verify"])
 def test_tests_mirror_the_package(name):
     """tests/nn/test_x_more.py tests tp_ext/nn/x.py."""
     known = {file.stem for file in PACKAGE if file.parent == ROOT / "tp_ext" / name}

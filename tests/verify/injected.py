@@ -1,5 +1,5 @@
-"""Forty errors, each put into one of six models at p > 1: a forgotten or doubled collective, a wrong slice, a wrong seed,
-a local number. Each row says what a report has to name."""
+"""Forty errors, each put into one of six models at p > 1: a forgotten or doubled collective, a wrong slice, a wrong
+seed, a local number. Each row says what a report has to name."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -200,7 +200,9 @@ ERRORS = {
     "out_without_sum": Error(
         "gpt", plain_linear("blocks.1.attention.out"), "blocks.1.attention.out", "output", "partial"
     ),
-    "embedding_without_sum": Error("gpt", replaced("embedding", embedded_without_sum), "embedding", "output", "partial"),
+    "embedding_without_sum": Error(
+        "gpt", replaced("embedding", embedded_without_sum), "embedding", "output", "partial"
+    ),
     "up_without_entry": Error(
         "gpt", plain_linear("blocks.1.mlp.up"), "blocks.1.mlp.up", "blocks.1.mlp_norm.weight", "missing a sum"
     ),
@@ -214,9 +216,7 @@ ERRORS = {
         "missing a sum",
         MISTAKES["copied_heads_unsummed"],
     ),
-    "mask_unsummed": Error(
-        "attention", None, "", "mask", "missing a sum", MISTAKES["mask_gradient_unsummed"]
-    ),
+    "mask_unsummed": Error("attention", None, "", "mask", "missing a sum", MISTAKES["mask_gradient_unsummed"]),
     "column_unsummed": Error(
         "attention", None, "attention.qkv", "norm.weight", "missing a sum", MISTAKES["column_gradient_unsummed"]
     ),
@@ -234,7 +234,7 @@ ERRORS = {
         "sequence", None, "norm", "norm.weight", "missing a sum", MISTAKES["norm_gradients_unsummed"]
     ),
     "slice_without_sum": Error("sequence", replaced("down", sliced_without_sum), "down", "output", "local"),
-    "sum_on_one_rank": Error("words", after("mix", on_rank_0(summed)), "mix", "collectives of rank", "local"),
+    "sum_on_one_rank": Error("words", after("mix", on_rank_0(summed)), "mix", "all_reduce of rank 0", "local"),
     # Doubled ones
     "down_twice": Error("gpt", after("blocks.0.mlp.down", summed), "blocks.0.mlp.down", "output", "twice"),
     "head_entered_twice": Error("gpt", before("head", entered), "head", "norm.weight", "twice"),
@@ -284,6 +284,8 @@ ERRORS = {
     "smoothing_of_local_words": Error(
         "words", None, "criterion", "output", "local", MISTAKES["smoothing_over_the_local_vocabulary"]
     ),
-    "weights_of_local_size": Error("experts", replaced("moe.router", rows_of_local_size), "moe.router", "output", "local"),
+    "weights_of_local_size": Error(
+        "experts", replaced("moe.router", rows_of_local_size), "moe.router", "output", "local"
+    ),
     "mean_of_local_tokens": Error("sequence", after("up", of_rows), "up", "output", "local"),
 }

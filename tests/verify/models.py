@@ -22,7 +22,6 @@ class GatedMLP(nn.Module):
         self.norm = tp_ext.LayerNorm(HIDDEN, group=group)
         self.gate = tp_ext.ColumnParallelLinear(HIDDEN, FFN, group=group)
         self.up = tp_ext.ColumnParallelLinear(HIDDEN, FFN, group=group)
-        self.drop = tp_ext.Dropout(0.25)
         self.down = tp_ext.RowParallelLinear(FFN, HIDDEN, group=group)
         self.scale = nn.Parameter(torch.rand(HIDDEN))
 

@@ -4,6 +4,7 @@
 command line; docs/guide/verify.md.
 """
 
+import inspect
 import sys
 from types import ModuleType
 
@@ -11,10 +12,11 @@ from tp_ext.verify.report import Finding, Report
 from tp_ext.verify.verification import verify
 
 __all__ = ["Finding", "Report", "verify"]
+__signature__ = inspect.signature(verify)  # of this module, which is called as its function
 
 
 class _Callable(ModuleType):
-    """The type of this module, which is called as its function of the same name."""
+    """The type of this module."""
 
     __call__ = staticmethod(verify)
 

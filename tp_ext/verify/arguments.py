@@ -51,20 +51,20 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     Raises:
         TypeError: anything else.
     """
-    made = example
+    value = example
     if isinstance(example, Callable) and not isinstance(example, tuple | Mapping):  # type: ignore[arg-type]
         try:
             inspect.signature(example).bind()
         except TypeError:
             name = getattr(example, "__name__", type(example).__name__)
             raise TypeError(f"example: {name} must be callable without arguments") from None
-        made = example()
-    if isinstance(made, tuple):
-        return made, {}
-    if isinstance(made, Mapping) and all(isinstance(name, str) for name in made):
-        return (), dict(made)
-    of = "" if made is example else " that a function returned"
+        value = example()
+    if isinstance(value, tuple):
+        return value, {}
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return (), dict(value)
+    of = "" if value is example else " that a function returned"
     raise TypeError(
-        f"example: a {type(made).__name__}{of} must be a tuple of forward's arguments, a dict of its keyword arguments, "
-        "or a function without arguments that returns one of them"
+        f"example: a {type(value).__name__}{of} must be a tuple of forward's arguments, a dict of its keyword "
+        "arguments, or a function without arguments that returns one of them"
     )

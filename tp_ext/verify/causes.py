@@ -1,5 +1,5 @@
-"""Likely causes of wrong values, found by testing hypotheses on the numbers: is their sum over the ranks right, are they
-a multiple of the right ones, another rank's, zero in other places?"""
+"""Likely causes of wrong values, by tests of hypotheses on the numbers: their sum over the ranks is right, they are a
+multiple of the right ones, another rank's, zero in other places."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,9 @@ def of_activation(wrong: Comparison, bound: float, in_train_only: bool = False) 
     if wrong.full is None or wrong.placement is None:
         shapes = [tuple(local.shape) for local in wrong.locals]
         full = None if wrong.full is None else tuple(wrong.full.shape)
-        return f"shapes {shapes} on the ranks are no shards of {full}: a local size is used as a number, or shards leave"
+        return (
+            f"shapes {shapes} on the ranks are no shards of {full}: a local size is used as a number, or shards leave"
+        )
     p, replicated = len(wrong.locals), wrong.placement.dim is None
     if any(local.isnan().any() for local in wrong.locals):
         return "NaN on a rank: a local size of zero, or a local part that may be empty, is used as a number"
@@ -47,16 +49,16 @@ def of_activation(wrong: Comparison, bound: float, in_train_only: bool = False) 
             "all need the same"
         )
     if replicated:
-        rest = [local - right for local, right in zip(wrong.locals, wrong.expected, strict=True)]
-        if p > 1 and wrong.full.dim() and all(_constant_over_rows(one) for one in rest):
+        differences = [local - right for local, right in zip(wrong.locals, wrong.expected, strict=True)]
+        if p > 1 and wrong.full.dim() and all(map(_constant_over_rows, differences)):
             return "the same vector is too much on all tokens: a bias is added on every rank, and summed twice or more"
-        return "the ranks agree on a wrong value: one of their terms is summed twice or lacks, or has a local size in it"
+        return (
+            "the ranks agree on a wrong value: one of their terms is summed twice or lacks, or has a local size in it"
+        )
     return "the shards are wrong: a local size is used as a number, or a wrong local slice"
 
 
-def of_gradient(
-    full: Tensor | None, locals_: Sequence[Tensor | None], layouts: Sequence[Layout], bound: float
-) -> str:
+def of_gradient(full: Tensor | None, locals_: Sequence[Tensor | None], layouts: Sequence[Layout], bound: float) -> str:
     """Returns the likely cause of a wrong gradient of a parameter with these layouts on the ranks."""
     present = [local for local in locals_ if local is not None]
     if full is None:
@@ -66,7 +68,7 @@ def of_gradient(
         return f"ranks {ranks} have no gradient: no local work of theirs uses the parameter, and no sum follows"
     expected = [layout.shard(full) for layout in layouts]
     if any(local.shape != right.shape for local, right in zip(present, expected, strict=True)):
-        return f"shapes {[tuple(one.shape) for one in present]} are not those of the layout: a local size is wrong"
+        return f"shapes {[tuple(local.shape) for local in present]} are not those of the layout: a local size is wrong"
     copied = any(part.copies > 1 for layout in layouts for entry, _ in layout for part in entry.parts)
     parts = [_spread(local, layout, full) for local, layout in zip(present, layouts, strict=True)]
     return _of_sums(full, present, expected, parts if copied or not any(layouts) else [], bound, "gradient")
@@ -82,7 +84,12 @@ def of_gradient_within(wrong: Comparison, bound: float, what: str) -> str:
 
 
 def _of_sums(
-    full: Tensor, locals_: Sequence[Tensor], expected: Sequence[Tensor], parts: Sequence[Tensor], bound: float, what: str
+    full: Tensor,
+    locals_: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    bound: float,
+    what: str,
 ) -> str:
     """Returns the cause of a wrong gradient; ``parts`` have the full shape where several ranks hold an element."""
     if parts and _same(full, sum_of(parts), bound):
@@ -98,13 +105,7 @@ def _of_sums(
 
 
 def of_weight(full: Tensor, locals_: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Returns the likely cause of a wrong initial or trained parameter or buffer."""
-    for rank, (local, right) in enumerate(zip(locals_, expected, strict=True)):
-        if local.shape != right.shape:
-            return (
-                f"rank {rank} holds shape {tuple(local.shape)}, not the local {tuple(right.shape)} that the layout "
-                f"gives of the full {tuple(full.shape)}: declare_layouts, or a local size is used as a number"
-            )
+    """Returns the likely cause of a wrong initial or trained parameter or buffer, whose shapes are right."""
     wrong = [rank for rank in range(len(locals_)) if not torch.equal(locals_[rank], expected[rank])]
     for rank in wrong:
         for other, right in enumerate(expected):
@@ -113,7 +114,7 @@ def of_weight(full: Tensor, locals_: Sequence[Tensor], expected: Sequence[Tensor
     if all(_permuted(locals_[rank], full) for rank in wrong):
         return f"ranks {wrong} hold a wrong local slice: values of the full tensor, at other places"
     if all(torch.equal(right, expected[0]) for right in expected) and not _equal(locals_):
-        return f"the ranks hold different values of a replicated tensor: each has local ones, as of a seed by rank ({wrong})"
+        return f"replicated, and ranks {wrong} hold other values than one rank: local ones, as of a seed by rank"
     factors = [_factor(local, right) for local, right in zip(locals_, expected, strict=True)]
     if all(factor is not None for factor in factors):
         return f"the values are {_shown(factors)} times the right ones: a local size is used as a number"
@@ -142,7 +143,7 @@ def _same(full: Tensor, other: Tensor, bound: float) -> bool:
 
 
 def _equal(tensors: Sequence[Tensor]) -> bool:
-    return all(torch.equal(one, tensors[0]) for one in tensors)
+    return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
 def _factor(local: Tensor, right: Tensor) -> float | None:
@@ -178,22 +179,22 @@ def _shown(numbers: Sequence[float | None]) -> str:
 def _masked(wrong: Comparison) -> bool:
     """Returns whether the wrong elements are those that are zero on one side only, and all others agree."""
     for local, right in zip(wrong.locals, wrong.expected, strict=True):
-        zero = (local == 0) ^ (right == 0)
-        if not torch.equal(local.masked_fill(zero, 0), right.masked_fill(zero, 0)):
+        both = (local != 0) & (right != 0)
+        if not both.any() or difference([local.where(both, 0)], [right.where(both, 0)]) > _LOOSE:
             return False
     return True
 
 
 def _of_slices(wrong: Comparison) -> str | None:
+    expected = wrong.expected
     for rank, local in enumerate(wrong.locals):
-        for other, right in enumerate(wrong.expected):
-            own = wrong.expected[rank]
-            if other != rank and local.shape == right.shape and not torch.equal(own, right):
-                if difference([local], [right]) <= _LOOSE < difference([local], [own]):
-                    return f"rank {rank} holds the local slice of rank {other}"
-    if wrong.placement is not None and wrong.placement.dim is None and wrong.full is not None:
-        if all(_permuted(local, wrong.full) for local in wrong.locals):
-            return "the right values are at other places: local slices are joined in the wrong order"
+        for other, right in enumerate(expected):
+            differ = local.shape == right.shape and not torch.equal(expected[rank], right)
+            if differ and difference([local], [right]) <= _LOOSE:
+                return f"rank {rank} holds the local slice of rank {other}"
+    replicated = wrong.full is not None and wrong.placement is not None and wrong.placement.dim is None
+    if replicated and all(_permuted(local, expected[0]) for local in wrong.locals):
+        return "the right values are at other places: local slices are joined in the wrong order"
     return None
 
 

@@ -41,22 +41,22 @@ class Placement(NamedTuple):
 def placements(full: Sequence[int], locals_: Sequence[Sequence[int]], tables: Iterable[Parts]) -> list[Placement]:
     """Returns the placements that give these shapes; the likeliest one first, none if there is none."""
     p, shapes = len(locals_), [tuple(shape) for shape in locals_]
-    found = []
+    fitting = []
     if any(len(shape) != len(full) for shape in shapes):
         return []
     differing = [dim for dim, size in enumerate(full) if any(shape[dim] != size for shape in shapes)]
     if not differing:
-        found.append(Placement(p))
+        fitting.append(Placement(p))
     # Padding of one rank: the shapes are equal, and the last elements of the dim are none of the unsharded model
     for dim in differing if len(differing) == 1 else range(len(full)) if p == 1 else ():
         lengths = tuple(shape[dim] for shape in shapes)
         for parts in tables:
             here, there = (Sharding(dim, some) for some in parts)
             if here.local_size(0, 1) == full[dim] and tuple(there.local_sizes(p)) == lengths:
-                found.append(Placement(p, dim, parts=parts))
+                fitting.append(Placement(p, dim, parts=parts))
         if differing and sum(lengths) == full[dim]:
-            found.append(Placement(p, dim, lengths))
-    return found
+            fitting.append(Placement(p, dim, lengths))
+    return fitting
 
 
 class Comparison(NamedTuple):
@@ -73,6 +73,11 @@ class Comparison(NamedTuple):
     full: Tensor | None
     locals: list[Tensor]
     placement: Placement | None = None
+
+    @property
+    def known_error(self) -> float:
+        """The error, infinite if the shapes fit no placement."""
+        return float("inf") if self.error is None else self.error
 
     def wrong(self, bound: float) -> bool:
         """Returns whether the values are known to be wrong."""
@@ -103,38 +108,47 @@ def compare(
 def difference(locals_: Sequence[Tensor], expected: Sequence[Tensor], floor: float = 0.0) -> float:
     """Returns the largest difference of tensors of equal shapes, relative to the largest finite expected element or to
     ``floor``; of integers 0 or infinity; infinity for other dtypes, and for NaN or infinities in other places."""
-    largest, scale = 0.0, floor
+    largest = 0.0
     for local, right in zip(locals_, expected, strict=True):
-        if local.dtype != right.dtype or not (right.is_floating_point() or right.is_complex()):
-            if local.dtype != right.dtype or not torch.equal(local, right):
-                return float("inf")
+        if local.dtype != right.dtype:
+            return float("inf")
+        if torch.equal(local, right):
             continue
+        if not (right.is_floating_point() or right.is_complex()):
+            return float("inf")
         same = (local == right) | (local.isnan() & right.isnan())
-        off = (local.to(_wide(local)) - right.to(_wide(right))).abs().masked_fill(same, 0)
-        largest = max(largest, _largest(off.nan_to_num(float("inf"), float("inf"))))
-        size = right.to(_wide(right)).abs()
-        scale = max(scale, _largest(size.masked_fill(~size.isfinite(), 0)))
-    return largest / scale if largest and scale else largest
+        off = (_wide(local) - _wide(right)).abs().masked_fill_(same, 0)
+        largest = max(largest, _largest(off.nan_to_num_(float("inf"), float("inf"))))
+    if not largest:
+        return 0.0
+    sizes = (_wide(right).abs() for right in expected)
+    scale = max(floor, *(_largest(size.masked_fill(~size.isfinite(), 0)) for size in sizes))
+    return largest / scale if scale else float("inf")
 
 
-def copies_summed(one: Comparison, floor: float = 0.0) -> Comparison:
+def copies_summed(comparison: Comparison, floor: float = 0.0) -> Comparison:
     """Returns the comparison of a gradient whose copies on several ranks are partial, if they are: by their sum."""
-    if one.placement is None or one.placement.parts is None or one.full is None or not one.error:
-        return one
-    here, there = (Sharding(one.placement.dim or 0, parts) for parts in one.placement.parts)
+    if (
+        comparison.placement is None
+        or comparison.placement.parts is None
+        or comparison.full is None
+        or not comparison.error
+    ):
+        return comparison
+    here, there = (Sharding(comparison.placement.dim or 0, parts) for parts in comparison.placement.parts)
     if all(part.copies == 1 for part in there.parts):
-        return one
-    full = here.unshard([one.full])
+        return comparison
+    full = here.unshard([comparison.full])
     total = torch.zeros_like(full)
-    for rank, local in enumerate(one.locals):
-        for share in there.local_parts(rank, one.placement.p):
+    for rank, local in enumerate(comparison.locals):
+        for share in there.local_parts(rank, comparison.placement.p):
             chunk = local.narrow(there.dim, share.local_start, share.length)
             total.narrow(there.dim, share.full_start, share.length).add_(chunk)
-    return one._replace(error=min(one.error, difference([total], [full], floor)))
+    return comparison._replace(error=min(comparison.error, difference([total], [full], floor)))
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.complex128 if x.is_complex() else torch.float64
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 def _largest(x: Tensor) -> float:

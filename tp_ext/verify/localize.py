@@ -1,6 +1,5 @@
 """Search for the innermost module whose inputs are right and whose outputs, or gradients, are wrong."""
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -44,23 +43,23 @@ class Trace:
         for call in reference.calls[mode]:
             number = numbers[call.name]
             numbers[call.name] += 1
-            theirs = [calls.get(call.name, [])[number : number + 1] for calls in by_name]
-            if all(theirs):
-                self._calls.append((call, [some[0] for some in theirs]))
+            peers = [calls.get(call.name, [])[number : number + 1] for calls in by_name]
+            if all(peers):
+                self._calls.append((call, [some[0] for some in peers]))
 
     def first_wrong_output(self) -> Place:
         """Returns the first module to end whose inputs are not wrong and whose outputs are, unless a module around it
         is right again; the model itself if there is none."""
         wrong: list[tuple[Call, Comparison]] = []
         healed: list[Call] = []
-        for call, theirs in self._calls:  # in the order of their ends: inner calls before outer ones
-            outputs = self._compare(call.outputs, [one.outputs for one in theirs], partial=call.partial)
-            bad = next((one for one in outputs if one.wrong(self._bound)), None)
-            if bad is None and any(one.error is not None for one in outputs):
+        for call, peers in self._calls:  # in the order of their ends: inner calls before outer ones
+            outputs = self._compare(call.outputs, [peer.outputs for peer in peers], partial=call.partial)
+            bad = self._first_wrong(outputs)
+            if bad is None and any(output.error is not None for output in outputs):
                 healed.append(call)
-            if bad is None and not _as_many(call, theirs):
+            if bad is None and not _as_many(call, peers):
                 bad = Comparison(None, None, [])
-            if bad is not None and not self._any_wrong(call.inputs, [one.inputs for one in theirs]):
+            if bad is not None and not self._any_wrong(call.inputs, [peer.inputs for peer in peers]):
                 wrong.append((call, bad))
         for call, bad in wrong:
             if not any(call.within(around) for around in healed):
@@ -69,11 +68,11 @@ class Trace:
 
     def output(self, module: str) -> Comparison | None:
         """Returns the comparison of the first output of the module that is wrong, in any of its calls."""
-        for call, theirs in self._calls:
+        for call, peers in self._calls:
             if call.name == module:
-                for one in self._compare(call.outputs, [other.outputs for other in theirs]):
-                    if one.wrong(self._bound):
-                        return one
+                wrong = self._first_wrong(self._compare(call.outputs, [peer.outputs for peer in peers]))
+                if wrong is not None:
+                    return wrong
         return None
 
     def first_wrong_gradients(self, wrong: Sequence[str], reference: Outcome) -> list[tuple[str, Place]]:
@@ -86,29 +85,29 @@ class Trace:
         Args:
             wrong: parameters and inputs whose gradients are wrong.
         """
-        gets = {id(call): self._gradients_of_outputs(call, theirs) for call, theirs in self._calls}
-        found: list[tuple[int, str, Place]] = []
+        gets = {id(call): self._gradients_of_outputs(call, peers) for call, peers in self._calls}
+        placed: list[tuple[int, str, Place]] = []
         passed: list[tuple[int, str]] = []
         for name in wrong:
             owners = [self._last_call(owner) for owner in reference.owners.get(name, [])]
             calls = [call for call in owners if call is not None]
             blamed = [call for call in calls if self._first_wrong(gets[id(call)])]
             if calls and not blamed:
-                found.append((max(call.end for call in calls), name, Place(calls[0].name)))
+                placed.append((max(call.end for call in calls), name, Place(calls[0].name)))
             else:
                 passed.append((max((call.start for call in blamed), default=-1), name))
         if passed:
-            start, name = max(passed, key=lambda one: one[0])
+            start, name = max(passed, key=lambda entry: entry[0])
             place = self._where_gradient_turns(start, gets)
-            if place.module not in {other.module for _, _, other in found} or not place.module:
-                found.append((start, name, place))
-        return [(name, place) for _, name, place in sorted(found, key=lambda one: -one[0])]
+            if place.module not in {other.module for _, _, other in placed} or not place.module:
+                placed.append((start, name, place))
+        return [(name, place) for _, name, place in sorted(placed, key=lambda entry: -entry[0])]
 
     def _where_gradient_turns(self, start: int, gets: dict[int, list[Comparison]]) -> Place:
         turning = []
-        for call, theirs in self._calls:
+        for call, peers in self._calls:
             inputs = [call.input_gradients.get(i) for i in range(len(call.inputs))]
-            others = [[one.input_gradients.get(i) for i in range(len(call.inputs))] for one in theirs]
+            others = [[peer.input_gradients.get(i) for i in range(len(call.inputs))] for peer in peers]
             bad = self._first_wrong(self._compare(inputs, others, partial=call.partial, gradients=True))
             if bad is not None and call.start > start and not self._first_wrong(gets[id(call)]):
                 turning.append((call, bad))
@@ -118,7 +117,7 @@ class Trace:
             if not any(other is not call and other.within(call) for other, _ in turning)
         ]
         if inner:
-            call, bad = min(inner, key=lambda one: one[0].start)
+            call, bad = min(inner, key=lambda entry: entry[0].start)
             return Place(call.name, bad)
         # Between modules: the innermost call around the parameter's that gets right gradients
         owner = next((call for call, _ in self._calls if call.start == start), None)
@@ -128,9 +127,9 @@ class Trace:
         gradient = None if owner is None else self._first_wrong(gets[id(owner)])
         return Place("" if around is None else around.name, gradient)
 
-    def _gradients_of_outputs(self, call: Call, theirs: Sequence[Call]) -> list[Comparison]:
+    def _gradients_of_outputs(self, call: Call, peers: Sequence[Call]) -> list[Comparison]:
         mine = [call.output_gradients.get(i) for i in range(len(call.outputs))]
-        others = [[one.output_gradients.get(i) for i in range(len(mine))] for one in theirs]
+        others = [[peer.output_gradients.get(i) for i in range(len(mine))] for peer in peers]
         return self._compare(mine, others, gradients=True)
 
     def _last_call(self, module: str) -> Call | None:
@@ -142,7 +141,7 @@ class Trace:
             module = module.rpartition(".")[0]
 
     def _first_wrong(self, some: Sequence[Comparison]) -> Comparison | None:
-        return next((one for one in some if one.wrong(self._bound)), None)
+        return next((comparison for comparison in some if comparison.wrong(self._bound)), None)
 
     def _any_wrong(self, full: Sequence[Tensor | None], locals_: Sequence[Sequence[Tensor | None]]) -> bool:
         return self._first_wrong(self._compare(full, locals_)) is not None
@@ -156,21 +155,22 @@ class Trace:
     ) -> list[Comparison]:
         """Compares tensors with the full ones; partial ones by their sum. Gradients of copies may be partial."""
         compared = []
-        for one, *some in zip(full, *locals_, strict=False):
-            right = compare(one, some, self._tables, self._floor)
-            if partial and one is not None and all(other is not None and other.shape == one.shape for other in some):
-                total = torch.stack([other for other in some if other is not None]).sum(0)
-                right = min(right, compare(one, [total], (), self._floor), key=lambda c: math.inf if c.error is None else c.error)
-            compared.append(copies_summed(right, self._floor) if gradients else right)
+        for whole, *shards in zip(full, *locals_, strict=False):
+            comparison = compare(whole, shards, self._tables, self._floor)
+            if partial and whole is not None and all(x is not None and x.shape == whole.shape for x in shards):
+                total = torch.stack([x for x in shards if x is not None]).sum(0)
+                summed = compare(whole, [total], (), self._floor)
+                comparison = min(comparison, summed, key=lambda c: c.known_error)
+            compared.append(copies_summed(comparison, self._floor) if gradients else comparison)
         return compared
 
 
 def _by_name(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    found: dict[str, list[Call]] = defaultdict(list)
+    by_name: dict[str, list[Call]] = defaultdict(list)
     for call in calls:
-        found[call.name].append(call)
-    return found
+        by_name[call.name].append(call)
+    return by_name
 
 
-def _as_many(call: Call, theirs: Sequence[Call]) -> bool:
-    return all(len(one.outputs) == len(call.outputs) for one in theirs)
+def _as_many(call: Call, peers: Sequence[Call]) -> bool:
+    return all(len(peer.outputs) == len(call.outputs) for peer in peers)

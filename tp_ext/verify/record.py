@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tp_ext.checkpoint.entries import state_entries
 from tp_ext.debug.collective_counts import count_collectives
@@ -28,7 +30,7 @@ STEPS = 3
 class Call:
     """A call of a module: what it took and gave, and the gradients of both, in the order of the arguments' leaves.
 
-    ``partial``: the module gives partial sums, by its attribute ``output_is_partial``, and so are its inputs' gradients.
+    ``partial``: outputs and gradients of inputs are partial sums, by the module's ``output_is_partial``.
     """
 
     name: str
@@ -42,16 +44,22 @@ class Call:
     end: int = -1
 
     def within(self, other: "Call") -> bool:
-        """Returns whether this is ``other`` or a call made by it."""
+        """Returns whether this is ``other`` or a call outcome by it."""
         return other.start <= self.start and self.end <= other.end
 
 
 @dataclass
 class Progress:
-    """The place of a rank in its model, for errors: the modules that are being called, innermost last."""
+    """The place of a rank in its model, for errors: the modules that are being called, innermost last; in backward the
+    module that got its gradient last."""
 
     calling: list[str] = field(default_factory=list)
     phase: str = "make_model"
+
+    @property
+    def module(self) -> str:
+        """The name of the innermost module."""
+        return self.calling[-1] if self.calling else ""
 
 
 @dataclass
@@ -79,18 +87,25 @@ class Task:
     Attributes:
         arguments: args and kwargs of forward.
         dtype: that to which the model is converted; None: its own.
-        reference: the outcome of one process; None while it is made.
+        built: the parameters of all models, of which no two share one.
+        reference: the outcome of one process; None until it is known.
         shared: each rank's outputs, which all of them read after a barrier.
+        lowest: None, or what notes the precision of the model.
     """
 
     make_model: Callable[[Any], nn.Module]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     dtype: torch.dtype | None
     seed: int
+    built: WeakIdKeyDictionary
     reference: Outcome | None = None
     shared: dict[int, Any] = field(default_factory=dict)
     progress: dict[int, Progress] = field(default_factory=dict)
     lowest: "LowestPrecision | None" = None
+
+
+class UnfitModelError(TypeError):
+    """An error of ``make_model`` that is no property of a number of ranks."""
 
 
 class LowestPrecision(TorchFunctionMode):
@@ -104,36 +119,34 @@ class LowestPrecision(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result) if isinstance(result, Tensor | tuple | list) else ():
-            if isinstance(one, Tensor) and one.is_floating_point() and one.requires_grad:
-                if torch.finfo(one.dtype).eps > torch.finfo(self.dtype).eps:
-                    self.dtype = one.dtype
+        for leaf in tree_leaves(result) if isinstance(result, Tensor | tuple | list) else ():
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad:
+                self.dtype = max(self.dtype, leaf.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return result
 
 
 def run(rank: int, group: Any, task: Task) -> Outcome:
     """Builds the model and runs it in eval mode, then in train mode for three steps of AdamW."""
     progress = task.progress[rank] = Progress()
-    made = Outcome(rank)
-    manual_seed(task.seed)
-    model = task.make_model(group)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"make_model: returned {type(model).__name__} and must return an nn.Module")
-    if task.dtype is not None:
-        model = model.to(task.dtype)
+    outcome = Outcome(rank)
+    model = _built(group, task)
     entries = state_entries(model, parallel_group(group))
     tensors = {name: entry.value for name, entry in entries.items() if isinstance(entry.value, Tensor)}
-    made.state = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    made.layouts = {name: entries[name].layout for name in tensors}
-    args, kwargs, leaves = _arguments(task)
+    outcome.state = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    outcome.layouts = {name: entries[name].layout for name in tensors}
+    leaves, arguments = _arguments(task)
+
+    def forward() -> Any:
+        args, kwargs = arguments()
+        return model(*args, **kwargs)
 
     progress.phase = "eval"
     model.eval()
     manual_seed(task.seed)
-    with torch.no_grad(), _recorded(model, made.calls.setdefault("eval", []), progress):
-        result = model(*args, **kwargs)
-    made.outputs["eval"] = [_kept(one) for one in output_leaves(result)]
-    made.placed = _placed(group, task, made)
+    with torch.no_grad(), _recorded(model, outcome.calls.setdefault("eval", []), progress):
+        result = forward()
+    outcome.outputs["eval"] = [_kept(leaf) for leaf in output_leaves(result)]
+    outcome.placed = _placed(group, task, outcome)
 
     progress.phase = "train"
     model.train()
@@ -142,98 +155,120 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     optimizer = torch.optim.AdamW(trainable, lr=1e-2, eps=1e-4) if trainable else None
     with count_collectives() as counts:
         manual_seed(task.seed)
-        with _recorded(model, made.calls.setdefault("train", []), progress), task.lowest or _nothing():
-            result = model(*args, **kwargs)
-        made.outputs["train"] = [_kept(one) for one in output_leaves(result)]
-        loss, made.scalar = loss_of(result, task, made)
+        with _recorded(model, outcome.calls.setdefault("train", []), progress), task.lowest or _nothing():
+            result = forward()
+        outcome.outputs["train"] = [_kept(leaf) for leaf in output_leaves(result)]
+        loss, outcome.scalar = loss_of(result, task, outcome)
         progress.phase = "backward"
-        made.loss = loss.detach() if made.scalar else None
+        outcome.loss = loss.detach() if outcome.scalar else None
         if loss.requires_grad:
             loss.backward()
-        made.collectives = counts.by_kind()
+        outcome.collectives = counts.select(group=group).by_kind()
     group_of = parallel_group(group)
     for name, param in model.named_parameters():
-        found = resolve_fqn(model, name, group_of)
-        made.gradients[found.name] = _kept(param.grad)
-        made.layouts.setdefault(found.name, found.layout)
-        made.owners[found.name] = [
-            owner for owner, module in model.named_modules() if any(one is param for one in module._parameters.values())
+        resolved = resolve_fqn(model, name, group_of)
+        outcome.gradients[resolved.name] = _kept(param.grad)
+        outcome.layouts.setdefault(resolved.name, resolved.layout)
+        outcome.owners[resolved.name] = [
+            owner for owner, module in model.named_modules() if any(p is param for p in module._parameters.values())
         ]
-    made.gradients |= {name: _kept(leaf.grad) for name, leaf in leaves.items()}
-    progress.phase = "optimizer"
+    outcome.gradients |= {name: _kept(leaf.grad) for name, leaf in leaves.items()}
+    progress.phase, progress.calling[:] = "optimizer", []
     for step in range(STEPS if optimizer is not None and loss.requires_grad else 0):
         if step:
-            result = model(*args, **kwargs)
-            made.outputs[f"step {step}"] = [_kept(one) for one in output_leaves(result)]
-            loss_of(result, task, made)[0].backward()
+            result = forward()
+            outcome.outputs[f"step {step}"] = [_kept(leaf) for leaf in output_leaves(result)]
+            loss_of(result, task, outcome)[0].backward()
         assert optimizer is not None
         optimizer.step()
         optimizer.zero_grad()
-    made.trained = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return made
+    outcome.trained = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return outcome
+
+
+def _built(group: Any, task: Task) -> nn.Module:
+    """Returns a new model, in the dtype of the task.
+
+    Raises:
+        UnfitModelError: no module, or one that shares parameters with an earlier one.
+    """
+    manual_seed(task.seed)
+    model = task.make_model(group)
+    if not isinstance(model, nn.Module):
+        raise UnfitModelError(f"make_model: returned {type(model).__name__} and must return an nn.Module")
+    for name, param in model.named_parameters():
+        if param in task.built:
+            raise UnfitModelError(
+                f"make_model: {name!r} belongs to a model that it returned before, for another rank or another p; "
+                "each call must build a model of its own (copy.deepcopy)"
+            )
+    task.built.update(dict.fromkeys(model.parameters(), True))
+    return model if task.dtype is None else model.to(task.dtype)
 
 
 def output_leaves(result: Any) -> list[Any]:
     """Returns the tensors of a result, with those in dataclasses."""
     if dataclasses.is_dataclass(result) and not isinstance(result, type | Mapping):
         result = {entry.name: getattr(result, entry.name) for entry in dataclasses.fields(result)}
-    return [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def loss_of(result: Any, task: Task, made: Outcome) -> tuple[Tensor, bool]:
+def loss_of(result: Any, task: Task, outcome: Outcome) -> tuple[Tensor, bool]:
     """Returns the loss of a result, and whether the result has one: it is a scalar, or has a scalar ``loss``. Else the
     loss is the sum of the outputs times fixed random numbers, of which a rank takes its shard."""
     named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    for one in (result, named):
-        if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point():
-            return one, True
-    fulls = (task.reference or made).outputs["eval"]
+    for scalar in (result, named):
+        if isinstance(scalar, Tensor) and scalar.dim() == 0 and scalar.is_floating_point():
+            return scalar, True
+    fulls = (task.reference or outcome).outputs["eval"]
     total = torch.zeros((), dtype=torch.float64)
-    for index, one in enumerate(output_leaves(result)):
-        if not (one.is_floating_point() and one.requires_grad):
+    for index, leaf in enumerate(map(_plain, output_leaves(result))):
+        if not (leaf.is_floating_point() and leaf.requires_grad):
             continue
-        placement, full = (made.placed + [None] * len(fulls))[index], fulls[index] if index < len(fulls) else None
+        placement, full = (outcome.placed + [None] * len(fulls))[index], fulls[index] if index < len(fulls) else None
         generator = torch.Generator().manual_seed(index)
-        shape = one.shape if placement is None or full is None else full.shape
+        shape = leaf.shape if placement is None or full is None else full.shape
         weights = torch.randn(shape, generator=generator, dtype=torch.float64)
-        local = weights if placement is None else placement.expected(weights)[made.rank]
+        local = weights if placement is None else placement.expected(weights)[outcome.rank]
         # Logits of an excluded entry are -inf in some models; their gradient is zero
-        finite = one.masked_fill(~one.isfinite(), 0)
-        total = total + (finite * local.to(one)).sum().to(torch.float64)
+        finite = leaf.masked_fill(~leaf.isfinite(), 0)
+        total = total + (finite * local.to(leaf)).sum().to(torch.float64)
     return total, False
 
 
-def _arguments(task: Task) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
-    """Returns this rank's copy of args and kwargs, and the leaves by which floating-point ones get gradients."""
+def _arguments(task: Task) -> tuple[dict[str, Tensor], Callable[[], tuple[Any, Any]]]:
+    """Returns the leaves by which floating-point arguments of forward get gradients, by name, and a function that makes
+    args and kwargs for a call, which may write to them."""
     leaves: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
     def copied(name: str) -> Callable[[Tensor], Tensor]:
         def copy(x: Tensor) -> Tensor:
-            x = x.detach().clone()
-            if not x.is_floating_point():
+            if id(x) in copies:
                 return x
-            x = x.to(task.dtype or x.dtype).requires_grad_()
-            leaves[f"{name} of forward" if name not in leaves else f"{name} of forward ({len(leaves)})"] = x
-            return x.clone()  # no leaf: a model may write to its input
+            copies[id(x)] = leaf = x.detach().to(task.dtype or x.dtype, copy=True) if x.is_floating_point() else x
+            if leaf.is_floating_point():
+                leaves[name if name not in leaves else f"{name} ({len(leaves)})"] = leaf.requires_grad_()
+            return x
 
         return copy
 
     args, kwargs = task.arguments
-    some = tuple(tree_map_only(Tensor, copied(f"argument {i}"), one) for i, one in enumerate(args))
-    others = {name: tree_map_only(Tensor, copied(name), one) for name, one in kwargs.items()}
-    return some, others, leaves
+    for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
+        tree_map_only(Tensor, copied(f"{name} of forward"), value)
+    return leaves, lambda: tree_map_only(Tensor, lambda x: copies[id(x)].clone(), (args, kwargs))
 
 
-def _placed(group: Any, task: Task, made: Outcome) -> list[Placement | None]:
+def _placed(group: Any, task: Task, outcome: Outcome) -> list[Placement | None]:
     """Returns the placement of each output, by the outputs of all ranks."""
-    task.shared[made.rank] = made
+    task.shared[outcome.rank] = outcome
     if task.reference is None:
-        tables = [(parts, parts) for parts in {parts_of(layout) for layout in made.layouts.values()} if parts]
-        found = [placements(one.shape, [one.shape], tables) for one in made.outputs["eval"]]
-        return [next((one for one in some if one.parts and _padded(one)), some[0]) for some in found]
+        tables = [(parts, parts) for parts in {parts_of(layout) for layout in outcome.layouts.values()} if parts]
+        candidates = [placements(output.shape, [output.shape], tables) for output in outcome.outputs["eval"]]
+        return [next(filter(_padded, fitting), fitting[0]) for fitting in candidates]
     dist.barrier(group=group)
     locals_ = [task.shared[other].outputs["eval"] for other in range(group.size())]
-    fulls, tables = task.reference.outputs["eval"], parts_at(task.reference, made)
+    fulls, tables = task.reference.outputs["eval"], parts_at(task.reference, outcome)
     if any(len(some) != len(fulls) for some in locals_):
         return []
     return [compare(full, some, tables).placement for full, *some in zip(fulls, *locals_, strict=True)]
@@ -248,18 +283,28 @@ def parts_of(layout: Layout) -> tuple[Any, ...]:
     return layout[0][0].parts if len(layout) == 1 else ()
 
 
-def parts_at(reference: Outcome, made: Outcome) -> list[Parts]:
+def parts_at(reference: Outcome, outcome: Outcome) -> list[Parts]:
     """Returns the parts of all sharded parameters, at one rank and at p ranks, each pair once."""
     pairs = [
         (parts_of(reference.layouts[name]), parts_of(layout))
-        for name, layout in made.layouts.items()
+        for name, layout in outcome.layouts.items()
         if name in reference.layouts
     ]
-    return list(dict.fromkeys(pair for pair in pairs if all(pair)))
+    sizes = [{sum(part.size for part in parts) for parts in pair} for pair in pairs]
+    return list(dict.fromkeys(pair for pair, size in zip(pairs, sizes, strict=True) if all(pair) and len(size) == 1))
 
 
 def _kept(tensor: Any) -> Any:
-    return tensor.detach().clone() if isinstance(tensor, Tensor) else None
+    return _plain(tensor).detach().clone() if isinstance(tensor, Tensor) else None
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns a tensor without its subclass: of the logits of :mod:`tp_ext.auto`, which are full where they are used,
+    this rank's."""
+    if type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
 
 
 @contextmanager
@@ -276,7 +321,9 @@ def _recorded(model: nn.Module, calls: list[Call], progress: Progress) -> Iterat
     def before(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             progress.calling.append(name)
-            call = Call(name, getattr(module, "output_is_partial", False), next(clock), stack[-1] if stack else None, [])
+            call = Call(
+                name, getattr(module, "output_is_partial", False), next(clock), stack[-1] if stack else None, []
+            )
             stack.append(call)
 
             def watched(x: Tensor) -> Tensor:
@@ -292,20 +339,29 @@ def _recorded(model: nn.Module, calls: list[Call], progress: Progress) -> Iterat
 
         return hook
 
-    def after(module: nn.Module, args: Any, result: Any) -> None:
-        progress.calling.pop()
-        call = stack.pop()
-        for index, one in enumerate(output_leaves(result)):
-            call.outputs.append(None if isinstance(one, nn.Parameter) else _kept(one))
-            if one.requires_grad and not isinstance(one, nn.Parameter):
-                one.register_hook(lambda g, i=index: call.output_gradients.__setitem__(i, g.detach().clone()))
-        call.end = next(clock)
-        calls.append(call)
+    def after(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            while (call := stack.pop()).name != name:  # modules whose error the model has caught
+                progress.calling.pop()
+            progress.calling.pop()
+
+            def got(i: int, gradient: Tensor) -> None:
+                call.output_gradients[i] = gradient.detach().clone()
+                progress.calling[:] = [name]
+
+            for index, leaf in enumerate(output_leaves(result)):
+                call.outputs.append(None if isinstance(leaf, nn.Parameter) else _kept(leaf))
+                if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+                    leaf.register_hook(lambda g, i=index: got(i, g))
+            call.end = next(clock)
+            calls.append(call)
+
+        return hook
 
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
+        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(after(name)))
     try:
         yield
     finally:

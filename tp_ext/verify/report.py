@@ -54,7 +54,7 @@ class Report:
         numbers = ", ".join(map(str, self.rows))
         verdict = "right" if self.ok else f"WRONG: {self.findings[0]}"
         lines = [f"p = {numbers}: {verdict}" if self.ok else verdict, self.bounds, ""]
-        table = [("p", *COLUMNS)]
+        table: list[tuple[str, ...]] = [("p", *COLUMNS)]
         table += [(str(p), *(row.get(column, "-") for column in COLUMNS)) for p, row in self.rows.items()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]

@@ -22,19 +22,19 @@ def type_error(make_model: Any, arguments: Any, dtype: torch.dtype | None, p: in
         return None
     spmd = importlib.import_module("spmd_types")
 
-    def own(x: Tensor) -> Tensor:
+    def copied(x: Tensor) -> Tensor:
         return x.detach().to(dtype or x.dtype) if x.is_floating_point() else x.clone()
 
     def check(rank: int, group: Any) -> str:
         manual_seed(seed)
         model = make_model(group)
         model = model if dtype is None else model.to(dtype)
-        args, kwargs = tree_map_only(Tensor, own, arguments)
+        args, kwargs = tree_map_only(Tensor, copied, arguments)
         try:
             with typecheck(model, group, strict=False):
-                for one in tree_leaves((args, kwargs)):
-                    if isinstance(one, Tensor) and one.is_floating_point():
-                        spmd.assert_type(one, {group: spmd.I})
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                        spmd.assert_type(leaf, {group: spmd.I})
                 model(*args, **kwargs)
         except spmd.SpmdTypeError as error:
             return str(error).splitlines()[0]

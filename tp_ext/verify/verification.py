@@ -1,5 +1,6 @@
 """Verification of a model written with tensor-parallel layers: see :func:`verify`."""
 
+import contextlib
 import math
 import re
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tp_ext.debug.simulation import simulate
 from tp_ext.sharding import Layout
@@ -15,7 +17,7 @@ from tp_ext.verify import causes
 from tp_ext.verify.arguments import arguments_of, check_make_model, check_seed, numbers_of_ranks
 from tp_ext.verify.compare import Comparison, compare, difference
 from tp_ext.verify.localize import Place, Trace
-from tp_ext.verify.record import STEPS, LowestPrecision, Outcome, Task, parts_at, run
+from tp_ext.verify.record import STEPS, LowestPrecision, Outcome, Progress, Task, UnfitModelError, parts_at, run
 from tp_ext.verify.report import Finding, Report
 from tp_ext.verify.types import type_error
 
@@ -62,83 +64,89 @@ def verify(
     Communicates nothing outside of this process.
 
     Raises:
-        TypeError, ValueError: an argument is none of the above. An error within the model is a finding.
+        TypeError, ValueError: an argument is none of the above, or ``make_model`` returns no module, or one with
+            parameters that it has returned before. An error within the model is a finding.
     """
     check_make_model(make_model)
     numbers, arguments = numbers_of_ranks(p), arguments_of(example)
     check_seed(seed)
     started, report = time.perf_counter(), Report()
-    reference, dtype, bound = _reference(make_model, arguments, seed, report)
-    for number in numbers if reference is not None else ():
-        task = Task(make_model, arguments, dtype, seed, reference)
-        row = report.rows[number] = {}
-        try:
-            outcomes = simulate(run, number, task, seed=seed)
-        except RuntimeError as error:
-            report.findings.append(_of_error(number, error, task))
-            continue
-        assert reference is not None
-        found = _Comparison(number, reference, outcomes, bound, row).findings()
-        if number == 1 and found:
-            text = "a second run on one rank differs from the first: the model has a local state, such as a generator"
-            found = [Finding(1, found[0].module, found[0].tensor, text)]
-        report.findings += found
-        if not found and number == min((n for n in numbers if n > 1), default=0):
-            error = type_error(make_model, arguments, dtype, number, seed)
-            row["types"] = "-" if error is None else "error" if error else "right"
-            if error:
-                report.notes.append(f"Types at p = {number}, which may be those of an operation without a rule: {error}")
+    with torch.inference_mode(False), torch.enable_grad():
+        built: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        reference, dtype, bound = _reference(make_model, arguments, seed, built, report)
+        for number in numbers if reference is not None else ():
+            row = report.rows[number] = {}
+            outcomes = _simulated(number, Task(make_model, arguments, dtype, seed, built, reference), report.findings)
+            if outcomes is None or reference is None:
+                continue
+            wrong = _Comparison(number, reference, outcomes, bound, row).findings()
+            if number == 1 and wrong:
+                text = "a second run on one rank differs: the model has a local state, such as a generator of its own"
+                wrong = [Finding(1, wrong[0].module, wrong[0].tensor, text)]
+            report.findings += wrong
+            if number > 1 and not any(outcomes[0].layouts.values()):
+                report.notes.append(f"No parameter is sharded at p = {number}: does make_model use its group?")
+            if not wrong and number == min((n for n in numbers if n > 1), default=0):
+                error = type_error(make_model, arguments, dtype, number, seed)
+                row["types"] = "-" if error is None else "error" if error else "right"
+                if error:
+                    report.notes.append(f"Types at p = {number}, perhaps of an operation that has no rule: {error}")
     report.seconds = time.perf_counter() - started
     return report
 
 
+def _simulated(p: int, task: Task, findings: list[Finding]) -> list[Outcome] | None:
+    """Returns the outcomes of p ranks; None after an error, which is appended to the findings."""
+    try:
+        return simulate(run, p, task, seed=task.seed)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, UnfitModelError):
+            raise error.__cause__ from None
+        findings.append(_of_error(p, error, task))
+        return None
+
+
 def _reference(
-    make_model: Any, arguments: Any, seed: int, report: Report
+    make_model: Any, arguments: Any, seed: int, built: WeakIdKeyDictionary, report: Report
 ) -> tuple[Outcome | None, torch.dtype | None, float]:
     """Returns what one rank computes, in fp64 if the model allows it, with that dtype and the bound."""
     for dtype in (torch.float64, None):
-        task = Task(make_model, arguments, dtype, seed, lowest=LowestPrecision())
-        assert task.lowest is not None
-        if dtype is None:
-            task.lowest.dtype = torch.float64
-        try:
-            (reference,) = simulate(run, 1, task, seed=seed)
-        except RuntimeError as error:
-            if dtype is None:
-                report.rows[1] = {}
-                report.findings.append(_of_error(1, error, task))
-                return None, None, 0.0
+        findings: list[Finding] = []
+        task = Task(make_model, arguments, dtype, seed, built, lowest=LowestPrecision())
+        outcomes = _simulated(1, task, findings)
+        if outcomes is None:
             continue
+        assert task.lowest is not None
         lowest = task.lowest.dtype
-        eps = torch.finfo(lowest).eps
-        bound = _BOUND if lowest == torch.float64 else math.sqrt(eps)
         name = str(lowest).removeprefix("torch.")
-        report.bounds = (
-            f"Computed in fp64; relative bound {bound:g}."
-            if lowest == torch.float64
-            else f"The model computes in {name} somewhere{'' if dtype else ', and not in fp64'}; relative bound {bound:.1e}, "
-            "half of its digits: sums in another order differ in the last ones."
-        )
-        return reference, dtype, bound
-    raise AssertionError
+        if lowest == torch.float64:
+            report.bounds = f"Computed in fp64, relative bound {_BOUND:g}."
+            return outcomes[0], dtype, _BOUND
+        bound = math.sqrt(torch.finfo(lowest).eps)
+        where = "Does not run in fp64 and is computed in" if dtype is None else "Some of the model is computed in"
+        report.bounds = f"{where} {name}, relative bound {bound:.1e}: half of the digits, sums in another order differ."
+        return outcomes[0], dtype, bound
+    report.rows[1] = {}
+    report.findings += findings
+    return None, None, 0.0
 
 
 def _of_error(p: int, error: RuntimeError, task: Task) -> Finding:
     """Returns the finding of an error that a rank raised, or that the collectives of two ranks do not match."""
     text = str(error).removeprefix("simulate: ")
-    named = re.search(r"rank (\d+)", text)
-    rank = int(named[1]) if named else 0
-    progress = task.progress.get(rank)
-    module = progress.calling[-1] if progress is not None and progress.calling else ""
-    phase = "" if progress is None else progress.phase
-    what, _, rest = text.partition(": ")
-    cause = f"{rest or text}, in {phase}"
-    if not re.search(r"raised \w+$", what):
-        what = f"collectives of rank {rank}"
-        cause = f"{text}, in {phase}: a collective is missing or doubled on a rank, after a branch on a local value"
-    elif p > 1:
-        cause += ". It runs on one rank: a local size is used as a number, or p is not allowed"
-    return Finding(p, module, what, cause)
+    if (raised := re.match(r"rank (\d+) raised \w+", text)) is not None:
+        progress = task.progress[int(raised[1])]
+        hint = ". One rank computes it: a local size is used as a number, or this p is not allowed" if p > 1 else ""
+        cause = f"{text[raised.end() :].lstrip(': ')}, in {progress.phase}{hint}"
+        return Finding(p, progress.module, raised[0], cause)
+    named = re.search(r"rank (\d+) calls (\w+)\(.*? which does not fit (\w+)", text)
+    waits = named or re.search(r"rank (\d+) waits for .*? in (\w+)", text)
+    rank, collective = (int(waits[1]), waits[2]) if waits is not None else (0, "collective")
+    progress = task.progress.get(rank, Progress())
+    why = "one is missing or doubled on a rank, after a branch on a local value"
+    if named is not None and named[2] == named[3]:
+        why = "shards of different local sizes go where all need one shape, or one is missing or doubled on a rank"
+    return Finding(p, progress.module, f"{collective} of rank {rank}", f"{text}, in {progress.phase}: {why}")
 
 
 class _Comparison:
@@ -151,30 +159,32 @@ class _Comparison:
     def findings(self) -> list[Finding]:
         """Returns what is wrong by the first comparison that fails."""
         stages = (self._weights, self._outputs, self._gradients, self._steps, self._collectives)
-        return next((found for stage in stages if (found := stage())), [])
+        return next((wrong for stage in stages if (wrong := stage())), [])
 
     def _finding(self, module: str, tensor: str, cause: str) -> Finding:
         return Finding(self.p, module, tensor, cause)
 
     def _weights(self) -> list[Finding]:
-        found = self._state("state", exact=True)
-        wrong = [name for name, _ in found]
-        shapes = [name for name in wrong if any(one is None for one in self._expected(name, "state")[1])]
+        wrong = self._state("state", exact=True)
+        shapes = [name for name in wrong if any(right is None for right in self._expected(name, "state")[1])]
         self.row["layouts"] = "WRONG" if shapes else "right"
         self.row["weights"] = "-" if shapes else "WRONG" if wrong else "right"
-        return [finding for _, finding in found]
+        return list(wrong.values())
 
     def _outputs(self) -> list[Finding]:
         for mode in ("eval", "train"):
             compared = self._compared(mode)
-            errors = [math.inf if one.error is None else one.error for one in compared]
+            errors = [comparison.known_error for comparison in compared]
             self.row["outputs"] = _shown(errors, self.bound)
             loss = None
             if mode == "train" and self.reference.scalar:
                 loss = compare(self.reference.loss, [outcome.loss for outcome in self.outcomes])
-                self.row["loss"] = _shown([math.inf if loss.error is None else loss.error], self.bound)
+                self.row["loss"] = _shown([loss.known_error], self.bound)
             if max(errors, default=0.0) > self.bound or (loss is not None and loss.wrong(self.bound)):
-                return [self._wrong_output(mode, compared, loss)]
+                wrong = self._wrong_output(mode, compared, loss)
+                if wrong.tensor == "loss":
+                    self.row["loss"] = "WRONG"
+                return [wrong]
         return []
 
     def _compared(self, mode: str) -> list[Comparison]:
@@ -190,8 +200,7 @@ class _Comparison:
         module, wrong = trace.first_wrong_output()
         scalar = self.reference.scalar
         if wrong is None:
-            bad = [one for one in compared if one.error is None or one.wrong(self.bound)]
-            wrong = bad[0] if bad else loss
+            wrong = next((comparison for comparison in compared if comparison.known_error > self.bound), loss)
         if wrong is None or (wrong.full is None and not wrong.locals):
             return self._finding(module, "output", "the ranks' results have other numbers of tensors: a local branch")
         if scalar and not module and wrong.full is not None and not wrong.full.dim():
@@ -202,7 +211,7 @@ class _Comparison:
 
     def _gradients(self) -> list[Finding]:
         fulls = self.reference.gradients
-        floor = 1e-3 * max((_largest(one) for one in fulls.values() if one is not None), default=0.0)
+        floor = 1e-3 * max((_largest(full) for full in fulls.values() if full is not None), default=0.0)
         errors = {name: self._error_of_gradient(name, floor) for name in fulls}
         self.row["gradients"] = _shown(errors.values(), self.bound)
         wrong = [name for name, error in errors.items() if error > self.bound]
@@ -227,50 +236,47 @@ class _Comparison:
         present = [local for local in locals_ if local is not None]
         if full is None or len(present) < len(locals_):
             return 0.0 if full is None and not present else math.inf
-        right = [one for one in expected if one is not None]
+        right = [local for local in expected if local is not None]
         if len(right) < len(present) or any(a.shape != b.shape for a, b in zip(present, right, strict=True)):
             return math.inf
         return difference(present, right, floor)
 
     def _steps(self) -> list[Finding]:
-        compared = [one for step in range(1, STEPS) for one in self._compared(f"step {step}")]
-        found = [finding for _, finding in self._state("trained", exact=False)]
-        errors = [math.inf if one.error is None else one.error for one in compared]
-        bound = _STEPS * self.bound
-        self.row[f"{STEPS} steps"], self.row["state"] = _shown(errors, bound), "WRONG" if found else "right"
-        wrong = next((one for one, error in zip(compared, errors, strict=True) if error > bound), None)
-        if not found and wrong is not None:
+        compared = [comparison for step in range(1, STEPS) for comparison in self._compared(f"step {step}")]
+        state, bound = self._state("trained", exact=False), _STEPS * self.bound
+        errors = [comparison.known_error for comparison in compared]
+        self.row[f"{STEPS} steps"], self.row["state"] = _shown(errors, bound), "WRONG" if state else "right"
+        wrong = next((comparison for comparison in compared if comparison.known_error > bound), None)
+        if not state and wrong is not None:
             cause = f"after a step {causes.of_activation(wrong, bound)}"
             return [self._finding("", "loss" if self.reference.scalar else "output", cause)]
-        return found
+        return list(state.values())
 
-    def _state(self, which: str, exact: bool) -> list[tuple[str, Finding]]:
-        """Returns the wrong parameters and buffers, initial (``"state"``) or ``"trained"``, with their findings."""
-        found = []
-        bound = 0.0 if exact else _STEPS * self.bound
-        names = dict.fromkeys([*getattr(self.reference, which), *getattr(self.outcomes[0], which)])
-        for name in names:
+    def _state(self, which: str, exact: bool) -> dict[str, Finding]:
+        """Returns the findings of wrong parameters and buffers, initial (``"state"``) or ``"trained"``, by name."""
+        findings: dict[str, Finding] = {}
+        for name in dict.fromkeys([*getattr(self.reference, which), *getattr(self.outcomes[0], which)]):
             module, _, _ = name.rpartition(".")
             full, expected = self._expected(name, which)
             locals_ = [getattr(outcome, which).get(name) for outcome in self.outcomes]
             present = [local for local in locals_ if local is not None]
+            right = [local for local in expected if local is not None]
             if full is None or len(present) < self.p:
-                cause = f"exists on {len(present)} of {self.p} ranks, and {'' if full is not None else 'not '}on one alone"
-                found.append((name, self._finding(module, name, f"{cause}: a local branch in make_model")))
-                continue
-            shape = [tuple(local.shape) for local in present]
-            if any(one is None for one in expected):
+                alone = "one rank" if full is not None else "no rank"
                 cause = (
-                    f"shapes {shape} and the layouts do not make up the full shape {tuple(full.shape)}: a local size is "
-                    "used as a number, or the layout is missing (tp_ext.declare_layouts)"
+                    f"exists on {len(present)} of {self.p} ranks, and on {alone} at p = 1: a local branch in make_model"
                 )
-                found.append((name, self._finding(module, name, cause)))
+            elif len(right) < self.p:
+                cause = (
+                    f"shapes {[tuple(local.shape) for local in present]} are not those of the layouts of the "
+                    f"full {tuple(full.shape)}: a local size is used as a number, or declare_layouts is missing"
+                )
+            elif difference(present, right) > (0.0 if exact else _STEPS * self.bound):
+                cause = causes.of_weight(full, present, right)
+            else:
                 continue
-            right = [one for one in expected if one is not None]
-            error = difference(present, right)
-            if error > bound:
-                found.append((name, self._finding(module, name, causes.of_weight(full, present, right))))
-        return found
+            findings[name] = self._finding(module, name, cause)
+        return findings
 
     def _full(self, name: str, which: str) -> Tensor | None:
         tensor: Tensor | None = getattr(self.reference, which).get(name)
@@ -280,12 +286,13 @@ class _Comparison:
         """Returns the full tensor and the ranks' local ones by their layouts; None where a layout or shape is wrong."""
         full = self._full(name, which)
         expected: list[Tensor | None] = []
-        for outcome in self.outcomes if full is not None else ():
+        if full is None:
+            return None, expected
+        for outcome in self.outcomes:
             local = getattr(outcome, which).get(name)
-            try:
+            right: Tensor | None = None
+            with contextlib.suppress(ValueError):
                 right = outcome.layouts.get(name, Layout()).shard(full)
-            except ValueError:
-                right = None
             fits = right is not None and (local is None or local.shape == right.shape)
             expected.append(right if fits else None)
         return full, expected
