@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tp_ext.auto.dims import Atom, Dim, Major, atoms, contains, majors
 from tp_ext.auto.edits import Factor
+from tp_ext.auto.rules import LOOK_UPS
 from tp_ext.auto.trace import Record
 from tp_ext.sharding import Part, Sharding
 
@@ -192,7 +193,7 @@ def choose(
     """
     every = decisions(record, p, may_shard)
     total = sum(tensor.numel() for _, tensor in record.parameters.values())
-    tables = {id(step.inputs[0]) for step in record.steps if step.name == "embedding"}
+    tables = {id(step.inputs[0]) for step in record.steps if step.name in LOOK_UPS}
 
     def is_small_table(decision: Decision) -> bool:
         only = all(cut.id in tables and cut.sharding.dim == 0 for cut in decision.parameters.values())

@@ -198,7 +198,7 @@ class _Applied:
                 shard_attention(module, self.plan.shardings[of_heads], self.group)
                 continue
             sharding = self.plan.shardings[f"{name}.weight"]
-            if role == "vocab" and isinstance(module, nn.Embedding):
+            if role == "vocab":
                 shard_embedding(module, sharding, self.group)
             elif is_conv1d(module) and role == "row":
                 weight = module._parameters["weight"]

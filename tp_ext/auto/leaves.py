@@ -1,8 +1,10 @@
-"""Modules that take the place of leaves of an unchanged model: linear layers, ``Conv1D``, embeddings."""
+"""Modules that take the place of leaves of an unchanged model: linear layers, ``Conv1D``, embeddings and
+bags of these."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -91,10 +93,10 @@ class RowConv1D(nn.Module):
         return _ops.row_parallel_linear(x, self.weight.t(), bias, name, False, None, None, 1, True)
 
 
-class VocabLookup(nn.Embedding):
-    """The look-up of an embedding whose rows are sharded: zeros for rows of other ranks, then one all-reduce.
+class _RowsOfTable(nn.Module):
+    """What tables whose rows are sharded have in common.
 
-    Never constructed: it becomes the base of an existing embedding's class, below what that class adds.
+    Never constructed: it becomes a base of an existing table's class, below what that class adds.
     """
 
     tp_group: ParallelGroup
@@ -102,6 +104,13 @@ class VocabLookup(nn.Embedding):
     local_rows: int
     tp_tokens: TokenLengths | None = None
     tp_tokens_dim: int = 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (type(self).__bases__[0],), self.__getstate__()
+
+
+class VocabLookup(_RowsOfTable, nn.Embedding):
+    """The look-up of an embedding whose rows are sharded: zeros for rows of other ranks, then one all-reduce."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows of the full table, ``[*input.shape, embedding_dim]``, or a slice of these."""
@@ -114,25 +123,74 @@ class VocabLookup(nn.Embedding):
             y = torch.where((input == self.padding_idx)[..., None], y.detach(), y)
         return y if sizes is None else _ops.reduce_scatter_region(y, self.tp_group.name, self.tp_tokens_dim, sizes)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (type(self).__bases__[0],), self.__getstate__()
+
+class VocabBag(_RowsOfTable, nn.EmbeddingBag):
+    """Sums or means of bags of rows of a table whose rows are sharded: those of this rank's rows, then one all-reduce.
+
+    Shapes: input ``[bags, n]`` or ``[n]`` with offsets, per_sample_weights as input -> ``[bags, embedding_dim]``, or
+    this rank's slice of the bags. Communicates also, for gradients of per_sample_weights, one all-reduce in backward.
+    """
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Returns the bags of the full table.
+
+        Raises:
+            IndexError: on CPU, before the first collective: an index that is no row.
+        """
+        if input.device.type == "cpu" and ((input < 0) | (input >= self.num_embeddings)).any():
+            raise IndexError(f"input: every index must be in [0, {self.num_embeddings})")
+        local, kept = input - self.first_row, torch.ones_like(input, dtype=torch.bool)
+        if self.padding_idx is not None:
+            kept = input != self.padding_idx
+        mine = kept & (local >= 0) & (local < self.local_rows)
+        weights = mine.to(self.weight.dtype)
+        if per_sample_weights is not None:
+            weights = weights * _ops.copy_to_region(per_sample_weights, self.tp_group.name)
+        y = self.bags(local.where(mine, 0), self.weight, offsets, weights)
+        if self.mode == "mean":
+            ones = self.weight.new_ones(1, 1)
+            y = y / self.bags(input.new_zeros(input.shape), ones, offsets, kept.to(y.dtype)).clamp(min=1)
+        sizes = None if self.tp_tokens is None else self.tp_tokens.enter(y.shape[self.tp_tokens_dim])
+        if sizes is None:
+            return _ops.reduce_from_region(y, self.tp_group.name)
+        return _ops.reduce_scatter_region(y, self.tp_group.name, self.tp_tokens_dim, sizes)
+
+    def bags(self, rows: Tensor, table: Tensor, offsets: Tensor | None, weights: Tensor) -> Tensor:
+        """Weighted sums of rows of a table."""
+        last = self.include_last_offset
+        return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=last)
+
+
+LOOKUPS: dict[type[nn.Module], type[_RowsOfTable]] = {nn.Embedding: VocabLookup, nn.EmbeddingBag: VocabBag}
+TABLES = {lookup: table for table, lookup in LOOKUPS.items()}
 
 
 @functools.cache
-def _with_lookup(cls: type[nn.Embedding]) -> type[nn.Embedding]:
-    """The subclass of an embedding's class with :class:`VocabLookup` below it; one for each class."""
-    base = (VocabLookup,) if cls is nn.Embedding else (cls, VocabLookup)
+def _with_lookup(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a table's class with the look-up of shards below it; one for each class."""
+    lookup = next(LOOKUPS[table] for table in LOOKUPS if issubclass(cls, table))
+    base = (lookup,) if cls in LOOKUPS else (cls, lookup)
     return type(cls.__name__, base, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _empty(base: type[nn.Embedding]) -> nn.Module:
-    cls = _with_lookup(nn.Embedding if base is VocabLookup else base)
+def _empty(base: type[nn.Module]) -> nn.Module:
+    cls = _with_lookup(TABLES.get(base, base))
     return cls.__new__(cls)
 
 
-def shard_embedding(module: nn.Embedding, sharding: Sharding, group: ParallelGroup) -> None:
+def looks_up(module: nn.Module) -> bool:
+    """True if the forward of an embedding, or of bags of one, is torch's, or calls it by ``super()``."""
+    forward = type(module).forward
+    if isinstance(module, nn.EmbeddingBag):
+        return forward is nn.EmbeddingBag.forward
+    return isinstance(module, nn.Embedding) and (
+        forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
+    )
+
+
+def shard_embedding(module: nn.Module, sharding: Sharding, group: ParallelGroup) -> None:
     """Makes an embedding, whose weight is a shard already, look up rows of the full table."""
     (rows,) = sharding.slices(group.rank, group.size)
-    module.__class__ = _with_lookup(type(module))  # type: ignore[arg-type]
+    module.__class__ = _with_lookup(type(module))
     module.tp_group = group  # type: ignore[assignment]
     module.first_row, module.local_rows = rows.start, rows.stop - rows.start

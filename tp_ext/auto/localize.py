@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -231,14 +230,6 @@ def digest(calls: Sequence[PythonCall]) -> str:
 def is_conv1d(module: nn.Module) -> bool:
     """True if a module is the ``Conv1D`` of transformers: a linear layer with weight ``[in, out]``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def looks_up(module: nn.Embedding) -> bool:
-    """True if an embedding's forward is torch's, or calls it by ``super()``."""
-    forward = type(module).forward
-    return module.max_norm is None and (
-        forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
-    )
 
 
 class _LogitsOf:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Path
 from tp_ext.auto.problems import Problem
+from tp_ext.auto.rules import LOOK_UPS
 from tp_ext.auto.sliced_constants import VIEWS
 from tp_ext.auto.trace import Call, Record, Step
 
@@ -102,7 +103,7 @@ class PartialSums:
             return
         atoms_ = frozenset(atom for atom in self.atoms if contains(step.contracted, atom))
         self.blame.update((id(t), atoms_) for t in step.outputs)
-        if step.name == "embedding":  # ids of other ranks' rows
+        if step.name in LOOK_UPS:  # ids of other ranks' rows
             where = step.module or "the model"
             text = f"rows are looked up in {where} ({step.line}), by no forward of nn.Embedding"
             self.problem(step.module, text, step.outputs)

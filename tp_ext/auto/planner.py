@@ -18,7 +18,8 @@ from tp_ext.auto.edits import Copy, Draw, Output
 from tp_ext.auto.flow import Finder, Flow
 from tp_ext.auto.hints import check_hints, hint_of
 from tp_ext.auto.integers import Local, Search, merged, merged_sizes
-from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, looks_up
+from tp_ext.auto.leaves import looks_up
+from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d
 from tp_ext.auto.multi_head import WEIGHTS, attends
 from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.auto.picture import outputs_of
@@ -27,7 +28,7 @@ from tp_ext.auto.plans import Plan, described
 from tp_ext.auto.problems import Problem
 from tp_ext.auto.proven_plan import TOKENS, Prover, UnprovenError, kind_of
 from tp_ext.auto.reasons import reason_of, traced
-from tp_ext.auto.rules import Rule, from_notation
+from tp_ext.auto.rules import LOOK_UPS, Rule, from_notation
 from tp_ext.auto.sliced_constants import VIEWS
 from tp_ext.auto.token_search import find_tokens
 from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
@@ -252,7 +253,7 @@ class _Planner:
         """The modules that multiply or look up each parameter, by id."""
         record, found = self.record, dict[int, set[str]]()
         for step in record.steps:
-            if step.name not in ("mm", "addmm", "bmm", "embedding"):
+            if step.name not in {"mm", "addmm", "bmm", *LOOK_UPS}:
                 continue
             for tensor in step.inputs:
                 while id(tensor) in record.maker and record.maker[id(tensor)].name in VIEWS:
@@ -378,7 +379,7 @@ class _Planner:
                     roles[owner] = "column" if dim == 0 else "row"
                 elif is_conv1d(module):
                     roles[owner] = "column" if dim == 1 else "row"
-                elif isinstance(module, nn.Embedding) and dim == 0 and looks_up(module):
+                elif dim == 0 and looks_up(module):
                     roles[owner] = "vocab"
         return roles
 
