@@ -194,8 +194,7 @@ class _Applied:
         for name, role in self.plan.roles.items():
             module = self.model.get_submodule(name)
             if role == "attention":
-                of_heads = next(f"{name}.{own}" for own in WEIGHTS if f"{name}.{own}" in self.plan.shardings)
-                shard_attention(module, self.plan.shardings[of_heads], self.group)
+                self.shard_attention(name)
                 continue
             sharding = self.plan.shardings[f"{name}.weight"]
             if role == "vocab":
@@ -222,7 +221,7 @@ class _Applied:
     def apply_alone(self) -> None:
         """What one rank needs: its linear layers take adapters, its masks are those of every number of ranks."""
         for name, role in self.plan.roles.items():
-            self.replace_linear(name, role, False)
+            self.shard_attention(name) if role == "attention" else self.replace_linear(name, role, False)
         register_draws(self.model, self.plan.draws, self.group, None)
 
     def sums_own_input(self, one: Copy) -> bool:
@@ -231,6 +230,10 @@ class _Applied:
         return is_column and isinstance(self.model.get_submodule(one.module), nn.Linear)
 
     # ------------------------------------------------------------ parameters
+
+    def shard_attention(self, name: str) -> None:
+        of_heads = next(f"{name}.{own}" for own in WEIGHTS if f"{name}.{own}" in self.plan.shardings)
+        shard_attention(self.model.get_submodule(name), self.plan.shardings[of_heads], self.group)
 
     def replace(self, name: str, layer: nn.Module) -> None:
         """Puts a layer in a module's place, under all its names, with its hooks and what else it has."""

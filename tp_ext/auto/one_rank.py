@@ -13,9 +13,9 @@ from tp_ext.sharding import Sharding
 
 
 def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
-    """Returns the plan of one rank: its linear layers are replaced as by ``plan``, so that adapters fit them, and its
-    random calls, so that masks are the same numbers; every shard is whole."""
-    roles = {name: role for name, role in plan.roles.items() if isinstance(modules[name], nn.Linear)}
+    """Returns the plan of one rank: its linear layers are replaced as by ``plan``, so that adapters fit them, its
+    attention and its random calls, so that masks are the same numbers; every shard is whole."""
+    roles = {n: role for n, role in plan.roles.items() if role == "attention" or isinstance(modules[n], nn.Linear)}
     shardings = {
         name: Sharding(sharding.dim, [replace(part, copies=1, groups=1) for part in sharding.parts])
         for name, sharding in plan.shardings.items()
