@@ -56,6 +56,10 @@ SMALL: dict[str, Any] = {
     "v_head_dim": 8,
     "sliding_window": 3,
 }
+DROPOUTS = (
+    "attention_dropout", "hidden_dropout", "dropout", "dropout_rate", "activation_dropout", "attn_pdrop", "embd_pdrop",
+    "resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "attn_dropout", "embedding_dropout",
+)  # fmt: skip
 LATENT = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12}
 LATENT |= {"qk_head_dim": ..., "head_dim": ..., "num_key_value_heads": HEADS}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -165,15 +169,21 @@ MORE: dict[str, tuple[str, str, dict[str, Any], Any]] = {
 }  # fmt: skip
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Returns a tiny model in eval mode, and arguments of its forward."""
+def build(name: str, train: bool = False) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a tiny model in eval mode, and arguments of its forward; or one in train mode, with each dropout that its
+    configuration has, and without LayerDrop, which branches on random numbers."""
     config_name, model_name, own, arguments = MORE.get(name) or (name, CAUSAL.get(name), OWN.get(name, {}), _ids)
     model_name = model_name[0] if isinstance(model_name, tuple | list) else model_name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cls = CONFIG_MAPPING[config_name]
         config = cls(**_small(cls, own))
-        model = getattr(transformers, model_name)(config).eval()
+        for key in vars(config) if train else ():
+            if key in DROPOUTS:
+                setattr(config, key, 0.1)
+            elif key.endswith("layerdrop"):
+                setattr(config, key, 0.0)
+        model = getattr(transformers, model_name)(config).train(train)
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     return model, arguments()

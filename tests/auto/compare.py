@@ -1,5 +1,5 @@
-"""Trains a sharded architecture for three steps of AdamW next to the unsharded model, in fp64, and writes the table of
-all.
+"""Trains a sharded architecture for three steps of AdamW next to the model of one rank, in train mode with dropout, and
+that of one rank next to the unsharded model, in eval mode; in fp64. Writes the table of all.
 
     python -m tests.auto.compare --ranks 2 4 --out docs/reference/architectures.md
 
@@ -27,6 +27,7 @@ from tests.auto.architectures import MORE, build
 from tests.helpers.ranks import RankError, run
 from tp_ext import auto
 from tp_ext.auto.execute import loss_of
+from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.group import parallel_group
 
 BOUND = 1e-9
@@ -78,7 +79,7 @@ def compare(group: Any, name: str) -> Result:
     """Plans and applies on this rank, trains, and returns what differs."""
     with only_doubles():
         torch.manual_seed(0)
-        model, inputs = build(name)
+        model, inputs = build(name, train=parallel_group(group).size > 1)
         return compare_model(group, name, model.double(), inputs)
 
 
@@ -103,6 +104,8 @@ def compare_model(
     result.seconds = time.perf_counter() - start
     _describe(result, plan, model)
     auto.apply(plan, model, group)
+    if model.training:
+        auto.apply(for_one_rank(plan, dict(reference.named_modules())), reference, None)
     for module in itertools.chain(model.modules(), reference.modules()):
         config = getattr(module, "config", None)
         if getattr(config, "_experts_implementation", None):
@@ -112,8 +115,10 @@ def compare_model(
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
+        tp_ext.manual_seed(step)
         wanted = loss_of(reference(**inputs))
         wanted.backward()
+        tp_ext.manual_seed(step)
         with tp_ext.debug.count_collectives() as forward:
             found = loss_of(model(**inputs))
         with tp_ext.debug.count_collectives() as backward:
@@ -233,7 +238,8 @@ def table(results: dict[str, list[Result]], ranks: list[int], exact: dict[int, i
         "# Architectures",
         "",
         f"Tiny random models of transformers {transformers.__version__}, trained for three steps of AdamW in fp64",
-        f"next to the unsharded model by `python -m tests.auto.compare`. Of {len(results)}, {counts} have the same",
+        "next to the model of one rank, with dropout, by `python -m tests.auto.compare`. "
+        f"Of {len(results)}, {counts} have the same",
         "losses, gradients and parameters within 1e-9. *Sharded* is the share of all bytes of parameters;",
         f"*collectives* are those of forward and backward at p = {ranks[0]}.",
         "",

@@ -1,4 +1,5 @@
-"""Architectures of transformers, sharded without annotations, train as the unsharded ones.
+"""Architectures of transformers, sharded without annotations, train as those of one rank, with dropout; these, as the
+unsharded ones.
 
 A dozen kinds of attention, fused weights and embeddings by default; all that have a tiny model with ``--exhaustive``.
 """
@@ -20,10 +21,13 @@ FEW = {
     "t5",
     "bert-mlm",
     "vit",
+    "opt",
+    "bart-s2s",
+    "whisper-s2s",
 }
 
 
-@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("p", [2, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (1, 4))])
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.exhaustive) for n in names()])
 def test_it_trains_as_unsharded(name: str, p: int) -> None:
     if name not in FEW and not has_model(name, 300):

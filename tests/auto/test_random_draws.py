@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
+from tests.auto.test_sequence_parallel import VOCAB, Gpt
 from tests.helpers.ranks import run, run_raises
 from tp_ext import auto
 from tp_ext.auto.copies import copied
@@ -137,6 +138,24 @@ def test_calls_inside_of_calls() -> None:
 def test_calls_inside_of_calls_compiled() -> None:
     pairs = [("F.dropout", "sdpa"), ("nn.Dropout", "F.dropout"), ("sdpa with dropout", "sdpa with dropout")]
     run(compare_with_one_rank, 2, Nests(pairs), torch.randn(2, 3, WIDTH), ("compile",), timeout=180)
+
+
+class Recomputed(Gpt):
+    """A model of which ``how`` says how its layers are recomputed."""
+
+    @property
+    def how(self) -> str:
+        return "block" if self.recompute is False else ""
+
+    @how.setter
+    def how(self, how: str) -> None:
+        self.recompute = how.startswith("reentrant") if "block" in how else None
+
+
+def test_shards_of_tokens_draw_as_one_rank() -> None:
+    ids = torch.randint(VOCAB, (3, 5))
+    hows = ("train", "block", "reentrant block", "eval")
+    run(compare_with_one_rank, 2, Recomputed(), (ids,), hows, sequence_parallel=True)
 
 
 # ---------------------------------------------------------------- a module that is called several times
@@ -306,3 +325,33 @@ def test_copies_keep_what_is_the_same_object_the_same() -> None:
     assert found.by_default["calls"][0] is found.mlp.up and found.by_default.default_factory is list
     assert found.held["lock"] is model.held["lock"] and found.script is model.script
     assert found.objects[0] is model.objects[0]  # it has a lock
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def _adapted(group: Any) -> list[str]:
+    torch.manual_seed(0)
+    model, x = Nests([("F.dropout", "sdpa")]).double(), torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    sharded = auto.apply(auto.plan(model, (x,), parallel_group(group).size), copy.deepcopy(model), group)
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    alone = auto.apply(auto.plan(model, (x,), 1), model, None)
+    assert list(alone.state_dict()) == keys and all(a is b for a, b in zip(alone.parameters(), parameters, strict=True))
+    assert alone.tp_ext_plan.roles == sharded.tp_ext_plan.roles
+    names = []
+    for one in (alone, sharded):
+        tp_ext.manual_seed(1)
+        names.append(tp_ext.add_lora(one, targets=["qkv", "down"], r=2, alpha=4.0, dropout=0.2))
+        tp_ext.manual_seed(2)
+        one(x).pow(2).mean().backward()
+    assert names[0] == names[1]
+    layouts, own = dict(tp_ext.layouts(sharded)), dict(sharded.named_parameters())
+    for name, parameter in alone.named_parameters():
+        if parameter.requires_grad:
+            expected = layouts[name].shard(parameter.grad) if layouts.get(name) else parameter.grad
+            torch.testing.assert_close(own[name].grad, expected, **close, msg=name)
+    return names[0]
+
+
+def test_adapters_of_one_rank_are_those_of_several() -> None:
+    assert run(_adapted, 2) == [["blocks.0.attention.qkv", "blocks.0.down"]] * 2
