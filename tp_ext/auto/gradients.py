@@ -6,6 +6,7 @@ dim that it mixes is pinned, found by running it on a fake gradient with the dim
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -143,10 +144,15 @@ def pin_hooked(record: Record, name: str, tensor: Tensor, fake: Tensor) -> None:
             pin(dim, Reason(f"a hook of the gradient of {name}"))
 
 
-def watch_backward_hooks(record: Record, name: str, module: nn.Module, outputs: list[Tensor]) -> None:
-    """A module whose backward hooks see the gradients of its arguments and results: it stays whole, and they are
-    completed elsewhere."""
-    if module._backward_hooks or module._backward_pre_hooks:
-        text = f"{name or 'the model'} has a backward hook"
-        record.problems.append((name, text))
-        record.functions.update((id(t), text) for t in outputs)
+def take_backward_hooks(record: Record, name: str, module: nn.Module) -> str:
+    """Takes the backward hooks of a module away, which fakes do not have; :func:`unchanged` puts them back.
+
+    They see the gradients of arguments and results, so the module stays whole. Returns that in words; "": it has none.
+    """
+    if not module._backward_hooks and not module._backward_pre_hooks:
+        return ""
+    text = f"{name or 'the model'} has a backward hook"
+    record.problems.append((name, text))
+    module._backward_hooks = collections.OrderedDict()
+    module._backward_pre_hooks = collections.OrderedDict()
+    return text

@@ -28,9 +28,9 @@ from tp_ext.auto.constraints import running
 from tp_ext.auto.dims import Atom, Dim, Reason, pin
 from tp_ext.auto.edits import Path
 from tp_ext.auto.forwards import CalledForward
-from tp_ext.auto.gradients import of_call, pin_hooked, watch_backward_hooks, watched_gradients
+from tp_ext.auto.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
 from tp_ext.auto.multi_head import multi_head_attention, plain_paths
-from tp_ext.auto.rules import Op, Rule, draws_random_numbers, rule_of
+from tp_ext.auto.rules import Op, Rule, draws_random_numbers, no_rule, rule_of
 from tp_ext.auto.unchanged import unchanged
 from tp_ext.mesh_program.partition_spec import P
 
@@ -239,7 +239,10 @@ class _Operators(TorchDispatchMode):
                 namespace, name = func._schema.name.split("::")
                 reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
                 op = Op(name, args, kwargs, inputs, outputs, record, reason)
-                rule_of(func, self.rules)(op)
+                try:
+                    rule_of(func, self.rules)(op)
+                except (AttributeError, IndexError, KeyError, TypeError):  # arguments that the rule does not know
+                    no_rule(op)
                 if record.is_examined:
                     pin(op.contracted, reason)
                     for tensor in outputs:
@@ -380,6 +383,8 @@ def _watch(model: nn.Module, record: Record) -> None:
     running = record.running
 
     def watch(name: str, module: nn.Module) -> None:
+        hooked = take_backward_hooks(record, name, module)
+
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             call = Call(name, list(tensors((args, kwargs))), len(record.steps))
             call.first, call.order = len(record.python_calls), len(record.calls)
@@ -395,7 +400,8 @@ def _watch(model: nn.Module, record: Record) -> None:
             call.last, call.end = len(record.python_calls), len(record.calls)
             record.modules.pop()
             record.kept += [t for _, t in call.outputs]
-            watch_backward_hooks(record, name, module, [t for _, t in call.outputs])
+            if hooked:  # its results' gradients are completed where they are used
+                record.functions.update((id(t), hooked) for _, t in call.outputs)
 
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         module.register_forward_hook(after, with_kwargs=True)
