@@ -1,7 +1,6 @@
 // The Python extension module. Importing it loads the operators. It also exports the build's
 // options, size and rank of a group by its name, the collective counters, functions that call
-// operators without boxing, the shared-memory backend,
-// and that of simulated ranks.
+// operators without boxing, the shared-memory backend, and that of simulated ranks.
 
 #include <pybind11/chrono.h>
 #include <torch/extension.h>

@@ -18,10 +18,27 @@ const Tensor& only(const Tensors& tensors) {
   return tensors[0];
 }
 
+void check_tensor(const Tensor& t, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided && !t.is_meta(), "tensor: a tensor of layout ",
+                    t.layout(), " on ", t.device(), " must be strided and have data");
+  TORCH_CHECK_TYPE(t.scalar_type() == dtype, "tensors: dtypes ", t.scalar_type(), " and ", dtype,
+                   " must be the same");
+}
+
+// What a rank sends to itself must be what it expects from itself
+void check_own_block(const Call& call, size_t rank) {
+  if (call.sends.size() <= rank || call.receives.empty()) return;
+  const Tensor &sent = call.sends[rank], received = call.receives[call.operation ? 0 : rank];
+  TORCH_CHECK_VALUE(!sent.defined() || !received.defined() || sent.numel() == received.numel(),
+                    call.text(), ": a block of ", sent.numel(), " elements must have ",
+                    received.numel());
+}
+
 // Equal blocks, or `sizes` rows of dim 0 each; of the flat tensor where dim 0 cannot be divided
 Tensors blocks_of(const Tensor& t, size_t p, const std::vector<int64_t>& sizes, const char* name) {
   if (!sizes.empty()) {
-    TORCH_CHECK_VALUE(sizes.size() == p, name, ": ", sizes, " must have one entry per rank, of ", p);
+    TORCH_CHECK_VALUE(sizes.size() == p, name, ": ", sizes, " must have one entry per rank, of ",
+                      p);
     return t.split_with_sizes(sizes);
   }
   const auto n = static_cast<int64_t>(p);
@@ -32,6 +49,20 @@ Tensors blocks_of(const Tensor& t, size_t p, const std::vector<int64_t>& sizes, 
 }
 
 }  // namespace
+
+void Turn::give() {
+  {
+    const std::lock_guard lock(mutex_);
+    given_ = true;
+  }
+  changed_.notify_one();
+}
+
+bool Turn::take(double seconds) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return given_; });
+  return std::exchange(given_, false);
+}
 
 Member::Member(pybind11::object object)
     : object_(new pybind11::object(std::move(object)), [](pybind11::object* held) {
@@ -90,8 +121,13 @@ void SimulatedBackend::check_count(const Tensors& blocks, const char* name) cons
 
 Work SimulatedBackend::start(Call call, OpType type, bool async) {
   if (call.operation) shm::elements_of(call.shown, *call.operation);  // refuses it for the dtype
-  for (const auto& t : call.sends) synchronize(t);
-  for (const auto& t : call.receives) synchronize(t);
+  for (const auto* tensors : {&call.sends, &call.receives})
+    for (const auto& t : *tensors) {
+      if (!t.defined()) continue;
+      check_tensor(t, call.shown.scalar_type());
+      synchronize(t);
+    }
+  check_own_block(call, static_cast<size_t>(getRank()));
   const auto issued = std::make_shared<Call>(std::move(call));
   member_.issue(issued);
   if (!async) member_.wait(issued);
@@ -171,6 +207,8 @@ Work SimulatedBackend::barrier(const c10d::BarrierOptions& opts) {
 
 Work SimulatedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   const Tensor& t = only(tensors);
+  TORCH_CHECK_VALUE(opts.rootTensor == 0, "rootTensor: ", opts.rootTensor,
+                    " must be 0: there is one");
   Call call{"broadcast", t};
   call.root = checked_rank(opts.rootRank, "root");
   if (getRank() == call.root) {
@@ -210,8 +248,7 @@ Work SimulatedBackend::allgather_coalesced(std::vector<Tensors>& out, Tensors& i
 
 Work SimulatedBackend::_allgather_base(Tensor& out, Tensor& in,
                                        const c10d::AllgatherOptions& opts) {
-  return gather_all(blocks_of(out, size(), {}, "output_tensor"), in, -1, {out},
-                    opts.asyncOp);
+  return gather_all(blocks_of(out, size(), {}, "output_tensor"), in, -1, {out}, opts.asyncOp);
 }
 
 Work SimulatedBackend::allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
@@ -295,11 +332,23 @@ void bind(pybind11::module& m) {
       .def("text", &Call::text)
       .def("deliver", &deliver);
   m.def("execute_simulated", &execute);
-  m.def("create_simulated_backend",
-        [](int rank, int size,
-           const pybind11::object& member) -> c10::intrusive_ptr<c10d::Backend> {
-          return c10::make_intrusive<SimulatedBackend>(rank, size, member);
-        });
+  using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
+  pybind11::class_<Turn>(m, "Turn")
+      .def(pybind11::init<>())
+      .def("give", &Turn::give, Unlocked())
+      .def("take", &Turn::take, Unlocked())
+      .def(
+          "give_and_take",
+          [](Turn& own, Turn& other, double seconds) {
+            other.give();
+            return own.take(seconds);
+          },
+          Unlocked());
+  m.def(
+      "create_simulated_backend",
+      [](int rank, int size, const pybind11::object& member) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<SimulatedBackend>(rank, size, member);
+      });
 }
 
 }  // namespace tp_ext::simulate

@@ -5,13 +5,28 @@
 
 #include <torch/extension.h>
 
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "simulate/call.h"
 
 namespace tp_ext::simulate {
+
+// What a thread sleeps on while others run. It lets go of Python's lock before it wakes another
+// thread, which thus wakes up once and not twice.
+class Turn {
+ public:
+  void give();
+  bool take(double seconds);  // false: nobody gave it in this time
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool given_ = false;
+};
 
 // The Python object of this rank in its group. Python's lock is taken for each call.
 class Member {

@@ -14,7 +14,8 @@ using at::Tensor;
 
 namespace {
 
-constexpr const char* kOperations[] = {"sum", "avg", "min", "max", "product", "band", "bor", "bxor"};
+constexpr const char* kOperations[] = {"sum",     "avg",  "min", "max",
+                                       "product", "band", "bor", "bxor"};
 
 // Shapes that differ in dims of size 1 are equal, as for tp_shm
 std::vector<int64_t> long_dims(const Tensor& t) {
@@ -24,9 +25,7 @@ std::vector<int64_t> long_dims(const Tensor& t) {
   return dims;
 }
 
-Tensor sent(const Call& from, size_t to) {
-  return from.sends.empty() ? Tensor() : from.sends[to];
-}
+Tensor sent(const Call& from, size_t to) { return from.sends.empty() ? Tensor() : from.sends[to]; }
 
 bool same_size(const Tensor& a, const Tensor& b) {
   return a.defined() && a.numel() == b.numel() && a.scalar_type() == b.scalar_type();
@@ -72,7 +71,7 @@ std::string Call::text() const {
   out << kind << '(';
   const char* separator = "";
   if (shown.defined()) {
-    out << c10::toString(shown.scalar_type()) << ' ' << shown.sizes();
+    out << c10::getDtypeNames(shown.scalar_type()).first << ' ' << shown.sizes();
     separator = ", ";
   }
   if (operation) out << separator << kOperations[static_cast<int>(*operation)];

@@ -18,14 +18,14 @@ namespace tp_ext::simulate {
 using Tensors = std::vector<at::Tensor>;
 
 struct Call {
-  std::string kind;                          // "all_reduce", ..
-  at::Tensor shown{};                        // in errors; all ranks must have its dtype
-  Tensors sends{};                           // [k] goes to rank k; empty, or undefined: nothing
-  Tensors receives{};                        // [k] comes from rank k
+  std::string kind;                           // "all_reduce", ..
+  at::Tensor shown{};                         // in errors; all ranks must have its dtype
+  Tensors sends{};                            // [k] goes to rank k; empty, or undefined: nothing
+  Tensors receives{};                         // [k] comes from rank k
   std::optional<shm::Operation> operation{};  // of what all ranks send here; receives is the result
-  int root = -1;                             // or the peer of a message, -1 for any
-  int tag = 0;                               // of a message
-  bool same_shape = false;                   // whether all ranks must have the shape of `shown`
+  int root = -1;                              // or the peer of a message, -1 for any
+  int tag = 0;                                // of a message
+  bool same_shape = false;                    // whether all ranks must have the shape of `shown`
   Tensors results{};
   bool done = false;
 

@@ -1,5 +1,5 @@
 """Debugging aids: checks of a model over its ranks, type checking of a program, counts of collectives, names in
-profiles, timelines of steps, comparison of batches.
+profiles, timelines of steps, comparison of batches, all ranks in one process.
 
 ``tp_ext.debug.check(model)`` after wrapping and after the first step finds mistakes that otherwise show only as a
 slightly wrong loss: see docs/guide/debugging.md.

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from tp_ext._build import load
+from tp_ext.debug.simulation.place import Place, here
 from tp_ext.group import Group, global_ranks, parallel_group
 
 __all__ = ["CollectiveCount", "CollectiveCounts", "count_collectives"]
@@ -156,11 +157,13 @@ def count_collectives() -> Iterator[CollectiveCounts]:
     memory; calls of a process group written in Python, before it forwards them to one of torch's.
 
     Yields:
-        :class:`CollectiveCounts`. Communicates nothing; every rank counts its own calls.
+        :class:`CollectiveCounts`. Communicates nothing; every rank counts its own calls, a rank of
+        :func:`tp_ext.debug.simulate`, too.
     """
     library = load()
     counter = library.open_counter(False)
-    counts = CollectiveCounts(lambda: _rows(library.read_counter(counter)))
+    place = here()
+    counts = CollectiveCounts(lambda: _rows(library.read_counter(counter), place))
     try:
         yield counts
     finally:
@@ -169,8 +172,8 @@ def count_collectives() -> Iterator[CollectiveCounts]:
         library.close_counter(counter)
 
 
-def _rows(read: Sequence[tuple[str, int, str, int, int, int, str]]) -> list[CollectiveCount]:
-    return [CollectiveCount(row[0], _ranks(row[0]), *row[1:6]) for row in read]
+def _rows(read: Sequence[tuple[str, int, str, int, int, int, str]], place: Place) -> list[CollectiveCount]:
+    return [CollectiveCount(row[0], _ranks(row[0]), *row[1:6]) for row in read if not place.is_of_other_rank(row[0])]
 
 
 def _ranks(name: str) -> tuple[int, ...]:

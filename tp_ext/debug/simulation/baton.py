@@ -3,7 +3,6 @@
 import contextvars
 import ctypes
 import os
-import queue
 import sys
 import threading
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tp_ext._build import load
 from tp_ext.debug.simulation.rank_state import RankState, ThreadModes
 
 _LIBRARIES = tuple(
@@ -45,9 +45,9 @@ def _line_of(error: BaseException) -> str:
 class _Rank:
     def __init__(self, number: int, state: RankState, thread: threading.Thread) -> None:
         self.number, self.state, self.thread = number, state, thread
-        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.turn = load().Turn()
         self.waiting: Any = None  # a call, done or not
-        self.started = self.ended = False
+        self.ended = False
         self.result: Any = None
 
 
@@ -92,6 +92,8 @@ class Baton:
             RuntimeError: a rank failed.
         """
         try:
+            for rank in self._ranks:
+                rank.thread.start()
             self._give_to(self._ranks[0])
             while not self._all_ended.wait(_POLL):
                 pass
@@ -100,7 +102,7 @@ class Baton:
             raise
         finally:
             for rank in self._ranks:
-                if rank.started:
+                if rank.thread.ident is not None:
                     rank.thread.join()
             self._outside.restore()
         if self._failure is not None:
@@ -144,32 +146,38 @@ class Baton:
                 continue
             if not rank.ended:
                 rank.state = RankState()
-            self._give_to(other)
-            while not rank.ended and self._current is not rank:
-                try:
-                    rank.wake.get(timeout=_POLL)
-                except queue.Empty:  # none has come, or an interrupt has taken it
-                    pass
+            self._give_to(other, rank)
+            if not rank.ended:
+                self._sleep(rank)
             return True
         return False
 
     def _can_run(self, rank: _Rank) -> bool:
-        if self._failure is not None:
-            return rank.started and not rank.ended
-        return not rank.ended and (rank.waiting is None or rank.waiting.done)
+        if rank.ended or rank.thread.ident is None:
+            return False
+        return self._failure is not None or rank.waiting is None or rank.waiting.done
 
-    def _give_to(self, rank: _Rank) -> None:
-        rank.state.restore()
+    def _sleep(self, rank: _Rank) -> None:
+        while self._current is not rank:
+            rank.turn.take(_POLL)
+
+    def _give_to(self, rank: _Rank, giver: _Rank | None = None) -> None:
+        """Makes a rank current, and may return when the giver is."""
+        try:
+            rank.state.restore()
+        except Exception as error:  # fails as the rank would: if it never ran, all would wait for ever
+            self.fail(f"rank {rank.number} cannot go on: {type(error).__name__}: {error}", error)
         self._current = rank
-        if rank.started:
-            rank.wake.put(None)
+        if giver is None or giver.ended:
+            rank.turn.give()
         else:
-            rank.started = True
-            rank.thread.start()
+            giver.turn.give_and_take(rank.turn, _POLL)
 
     def _run_rank(self, number: int) -> None:
         rank = self._ranks[number]
+        self._sleep(rank)
         try:
+            self.check()
             with self._modes.apply():
                 rank.result = self._body(number)
         except BaseException as error:
@@ -178,8 +186,7 @@ class Baton:
         finally:
             rank.ended = True
             if self._current is rank and not self.hand_over(number):
-                waiting = any(other.started and not other.ended for other in self._ranks)
-                if waiting:
+                if not all(other.ended for other in self._ranks):
                     self._fail_stuck()
                     self.hand_over(number)
                 else:
@@ -195,7 +202,9 @@ class Baton:
         wait."""
         self.fail(f"interrupted by {type(error).__name__}", error)
         rank = self._current
-        if rank is not None and rank.thread.ident is not None:
+        if rank is None:  # a thread could not be started
+            self._give_to(self._ranks[0])
+        elif not rank.ended:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(rank.thread.ident), ctypes.py_object(KeyboardInterrupt)
             )

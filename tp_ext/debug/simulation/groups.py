@@ -128,5 +128,3 @@ def ranks_of(p: int | dict[str, int]) -> tuple[dict[str, int] | None, int]:
         if size < 1:
             raise ValueError(f"p: {p!r} must be at least 1" + ("" if axes is None else f" for axis {name!r}"))
     return axes, math.prod(sizes.values())
-
-

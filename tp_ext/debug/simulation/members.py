@@ -46,7 +46,7 @@ class Group:
         if call.kind == "recv":
             others = self.ranks if call.root < 0 else [self.ranks[call.root]]
             return [rank for rank in others if rank != call.rank]
-        present = next(calls for calls in self._open.values() if call in calls.values())
+        present = next((calls for calls in self._open.values() if call in calls.values()), {})
         return [rank for place, rank in enumerate(self.ranks) if place not in present]
 
     def _join(self, place: int, call: Call) -> None:
@@ -59,7 +59,11 @@ class Group:
         calls[place] = call
         if len(calls) == len(self.ranks):
             del self._open[number]
-            misfit = load().execute_simulated([calls[place] for place in range(len(self.ranks))])
+            try:
+                misfit = load().execute_simulated([calls[place] for place in range(len(self.ranks))])
+            except Exception as error:  # as for lack of memory; the others would wait for ever
+                self.baton.fail(f"{type(error).__name__}: {error} in {describe(call)} of rank {call.rank}", error)
+                raise
             if misfit is not None:
                 self._refuse(calls[misfit[0]], calls[misfit[1]])
 
@@ -88,7 +92,9 @@ class Group:
         call.root, call.done = sender, True
 
     def _refuse(self, call: Call, other: Call) -> None:
-        self.baton.fail(f"rank {call.rank} calls {describe(call)}, which does not fit {describe(other)} of rank {other.rank}")
+        self.baton.fail(
+            f"rank {call.rank} calls {describe(call)}, which does not fit {describe(other)} of rank {other.rank}"
+        )
         self.baton.check()
 
 

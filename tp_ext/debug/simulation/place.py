@@ -29,6 +29,10 @@ class Place:
         """Returns the prefix of a rank of a simulation that this rank runs."""
         return f"{self.prefix}{_MARK}{serial}.rank{rank}:"
 
+    def is_of_other_rank(self, group: str) -> bool:
+        """Returns whether the group of that name is one of another simulated rank, or of a simulation that it runs."""
+        return group.startswith(_MARK) and not group.startswith(self.prefix)
+
 
 _nowhere = Place()
 _here: ContextVar[Place] = ContextVar("place", default=_nowhere)
@@ -42,8 +46,3 @@ def here() -> Place:
 def enter(place: Place) -> None:
     """Makes it the place of this thread's context."""
     _here.set(place)
-
-
-def of_other_rank(group: str) -> bool:
-    """Returns whether the group of that name is another simulated rank's, or that of a simulation in another rank."""
-    return group.startswith(_MARK) and not group.startswith(here().prefix)

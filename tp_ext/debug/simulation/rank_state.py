@@ -15,13 +15,11 @@ from tp_ext.debug.simulation.place import Place, here
 from tp_ext.mesh_program import scope
 from tp_ext.random import _WeightDraws
 
-_cuda = torch.backends.cuda
 _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
 )
 """What torch's context managers set for the process: a block that is left after a collective restores its own."""
 
@@ -65,8 +63,9 @@ class RankState:
         for (owner, name), value in zip(_ATTRIBUTES, self._attributes, strict=True):
             setattr(owner, name, value)
         for table, contents in zip(_TABLES, self._tables, strict=True):
-            table.clear()
-            table.update(contents)
+            if table or contents:
+                table.clear()
+                table.update(contents)
         random_scope._recent[:] = self._recent
 
 
