@@ -1,5 +1,5 @@
 // A c10d backend of a rank whose group is in one process, "simulated". It puts every call into one
-// form; tp_ext.debug.simulation collects those of all ranks and decides which rank runs.
+// form; tp_ext.simulation collects those of all ranks and decides which rank runs.
 
 #pragma once
 

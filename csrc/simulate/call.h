@@ -29,7 +29,7 @@ struct Call {
   Tensors results{};
   bool done = false;
 
-  // Whether the calls of two ranks can be one collective, as far as each tells alone
+  // Whether the calls of two ranks can be one collective, as far as each shows alone
   bool fits(const Call& other) const;
   std::string text() const;  // for errors
 };

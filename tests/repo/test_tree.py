@@ -25,6 +25,7 @@ ORDER = [
     {""},
     {"nn"},
     {"checkpoint", "parallel", "mesh_program"},
+    {"simulation"},
     {"auto", "debug", "optim"},
     {"huggingface", "verify"},
     {"__init__"},
@@ -182,6 +183,7 @@ FORBIDDEN = {  # what a folder's files must not include
     "autograd": (*CUDA, "cpu/", "kernels/", "torch/csrc/distributed"),
     "comm": (*CUDA, "args/", "autograd/", "kernels/", "cpu/"),
     "shm": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "ops.h"),
+    "simulate": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "ops.h"),
     "python": ("args/", "autograd/", "kernels/", "cpu/", *CUDA),
     "": ("args/", "autograd/", "cpu/", *CUDA),
 }
@@ -201,7 +203,8 @@ def test_cpp_includes():
 def test_only_comm_and_the_backend_name_c10d():
     named = {str(file.relative_to(ROOT / "csrc").with_suffix("")) for file in SOURCES if "c10d" in code(file)}
     comm = {"comm/collectives", "comm/counter", "comm/symmetric_memory"}
-    assert named == comm | {"shm/backend", "shm/backend_data_movement", "shm/rendezvous", "shm/work"}
+    shm = {"shm/backend", "shm/backend_data_movement", "shm/rendezvous", "shm/work"}
+    assert named == comm | shm | {"simulate/backend"}
 
 
 def test_the_core_of_shared_memory_is_torch_free():
@@ -267,7 +270,7 @@ def test_every_operator_is_complete():
 def test_tests_mirror_the_package(name):
     """tests/nn/test_x_more.py tests tp_ext/nn/x.py."""
     known = {file.stem for file in PACKAGE if file.parent == ROOT / "tp_ext" / name}
-    known |= {"forward_mode", "ops"} if name == "" else set()
+    known |= {"": {"forward_mode", "ops"}, "debug": {"simulate"}}.get(name, set())
     for file in (ROOT / "tests" / name).glob("test_*.py"):
         tested = file.stem.removeprefix("test_")
         assert any(tested == k or tested.startswith(k + "_") for k in known), f"what does {path(file)} test?"

@@ -21,7 +21,7 @@ import tp_ext.random as tp_random
 from tp_ext.auto.copies import copied
 from tp_ext.auto.plans import Plan
 from tp_ext.auto.trace import arguments, tensors
-from tp_ext.debug.simulation import simulate
+from tp_ext.simulation import simulate
 from tp_ext.nn.layouts import layouts_of
 
 MOST_RANKS = 8  # that run; more ranks have smaller shards of the same kinds

@@ -9,10 +9,10 @@ from tp_ext.debug.collective_counts import CollectiveCount, CollectiveCounts, co
 from tp_ext.debug.model_check import check, findings
 from tp_ext.debug.profiling import annotate
 from tp_ext.debug.replication import assert_replicated
-from tp_ext.debug.simulation import simulate
 from tp_ext.debug.timeline import Span, Timeline, record_timeline
 from tp_ext.debug.type_check import typecheck
 from tp_ext.nn.same_input import enable
+from tp_ext.simulation import simulate
 
 __all__ = [
     "CollectiveCount",

@@ -11,8 +11,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from tp_ext._build import load
-from tp_ext.debug.simulation.place import Place, here
 from tp_ext.group import Group, global_ranks, parallel_group
+from tp_ext.simulation.place import Place, here
 
 __all__ = ["CollectiveCount", "CollectiveCounts", "count_collectives"]
 

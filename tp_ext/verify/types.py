@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tp_ext.debug.simulation import simulate
+from tp_ext.simulation import simulate
 from tp_ext.debug.type_check import typecheck
 from tp_ext.random import manual_seed
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tp_ext._build import load
-from tp_ext.debug.simulation.rank_state import RankState, ThreadModes
+from tp_ext.simulation.rank_state import RankState, ThreadModes
 
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(sys.modules[name].__file__))) + os.sep for name in ("torch", "tp_ext")
@@ -204,7 +204,7 @@ class Baton:
         rank = self._current
         if rank is None:  # a thread could not be started
             self._give_to(self._ranks[0])
-        elif not rank.ended:
+        elif not rank.ended and rank.thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(rank.thread.ident), ctypes.py_object(KeyboardInterrupt)
             )

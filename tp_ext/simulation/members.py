@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from tp_ext._build import load
-from tp_ext.debug.simulation.baton import Baton, user_line
+from tp_ext.simulation.baton import Baton, user_line
 
 Call = Any
 """A ``_C.SimulatedCall``, with ``rank`` (of the simulation), ``line`` and ``group`` added."""

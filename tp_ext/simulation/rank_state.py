@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from tp_ext import random_scope
-from tp_ext.debug.simulation.place import Place, here
 from tp_ext.mesh_program import scope
 from tp_ext.random import _WeightDraws
+from tp_ext.simulation.place import Place, here
 
 _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -98,7 +98,7 @@ class ThreadModes:
 
 
 def _hidden_generators() -> Iterator[tuple[ModuleType, Any]]:
-    yield random, random._inst  # type: ignore[attr-defined]
+    yield random, random._inst
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         yield numpy, numpy.mtrand._rand
@@ -121,7 +121,7 @@ def _of_rank(place: Place | None, module: str, hidden: Any) -> Any:
 
 @contextlib.contextmanager
 def own_generators() -> Iterator[None]:
-    """In the block the functions of ``random`` and ``numpy.random`` draw from generators of the rank that calls them."""
+    """In the block functions of ``random`` and ``numpy.random`` draw from generators of the rank that calls them."""
     replaced: list[tuple[ModuleType, str, Any]] = []
     for module, hidden in _hidden_generators():
         for name, function in list(vars(module).items()):

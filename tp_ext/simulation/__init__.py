@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tp_ext.debug.simulation.baton import Baton
-from tp_ext.debug.simulation.groups import Groups, default_group_of_rank, ranks_of
-from tp_ext.debug.simulation.members import describe_stuck
-from tp_ext.debug.simulation.place import Place, enter, here
-from tp_ext.debug.simulation.rank_state import own_generators
+from tp_ext.simulation.baton import Baton
+from tp_ext.simulation.groups import Groups, default_group_of_rank, ranks_of
+from tp_ext.simulation.members import describe_stuck
+from tp_ext.simulation.place import Place, enter, here
+from tp_ext.simulation.rank_state import own_generators
 
 __all__ = ["simulate"]
 
@@ -28,17 +28,17 @@ def simulate(fn: Callable[..., T], p: int | dict[str, int], *args: Any, seed: in
         outputs = tp_ext.debug.simulate(forward, 4)
 
     Every rank is a thread, of which one runs at a time: a rank runs until it waits for others, in a collective for
-    example, and hands over to the next one that can run, in the order of the ranks. So every run is the same, a debugger
-    stops one rank while all others stand still, and the state that torch keeps for the process is that of the rank that
-    runs: the random generators (torch's, ``random`` and ``numpy.random``), the default dtype, the filters of warnings,
-    the seed of :func:`tp_ext.manual_seed`. Gradient mode and autocast are the caller's at first; torch's dispatch and
+    example, and hands over to the next one that can run, in the order of the ranks. So every run is the same, a
+    debugger stops one rank while all others stand still, and the state that torch keeps for the process is that of the
+    rank that runs: the random generators (torch's, ``random`` and ``numpy.random``), the default dtype, the filters of
+    warnings, the seed of :func:`tp_ext.manual_seed`. Gradient mode and autocast are the caller's at first; torch's dispatch and
     function modes do not reach the ranks. Afterwards all state of the caller is as before, and no thread is left.
 
     ``group`` works for everything that takes a process group: all of this package, ``torch.distributed`` with
     ``group=`` (also ``async_op=True``, messages, objects), functional collectives, ``count_collectives``, which counts
     the rank's own calls. It is also the rank's default group; one of the process is left alone. Values are those of
-    processes over ``tp_shm``, bit by bit: sums add in the order of the ranks. A send is buffered: it does not wait for its
-    receive. Tensors on one CUDA device work, too; their sums are computed on the CPU. New groups cannot be made in it.
+    processes over ``tp_shm``, bit by bit: sums add in the order of the ranks. A send is buffered: it does not wait for
+    its receive. Tensors on one CUDA device work, too; their sums are computed on the CPU. New groups cannot be made.
 
     A simulation may run inside of a rank of another one, not in two threads at once.
 
@@ -53,8 +53,8 @@ def simulate(fn: Callable[..., T], p: int | dict[str, int], *args: Any, seed: in
     Communicates nothing outside of this process.
 
     Raises:
-        RuntimeError: a rank raised an exception, which is the ``__cause__``, or returned while others waited for it; two
-            calls do not belong together, by kind, shape, dtype, operation or root; or all ranks wait. The message
+        RuntimeError: a rank raised an exception, which is the ``__cause__``, or returned while others waited for it;
+            two calls do not belong together, by kind, shape, dtype, operation or root; or all ranks wait. The message
             names rank, call and line, and is raised on the other ranks, too, where they wait.
         TypeError, ValueError: ``p`` is no size, nor a dict of them, ``fn`` no function, ``seed`` no integer.
     """

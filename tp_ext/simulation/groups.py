@@ -11,9 +11,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from tp_ext._build import load
-from tp_ext.debug.simulation.baton import Baton
-from tp_ext.debug.simulation.members import Group, Member
-from tp_ext.debug.simulation.place import here
+from tp_ext.simulation.baton import Baton
+from tp_ext.simulation.members import Group, Member
+from tp_ext.simulation.place import here
 
 _BACKEND = "simulated"
 
@@ -57,7 +57,7 @@ class Groups:
         for group in self._registered:
             torch._C._distributed_c10d._unregister_process_group(group.group_name)
             for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-                table.pop(group, None)  # type: ignore[attr-defined]
+                table.pop(group, None)
 
     def _add(self, baton: Baton, members: list[list[int]], prefixes: list[str], axis: str) -> list[ProcessGroup]:
         groups: dict[int, ProcessGroup] = {}
@@ -100,16 +100,15 @@ def default_group_of_rank() -> Iterator[None]:
         if _DefaultGroup.simulations == 1:
             original: Any = c10d._World.default_pg
             _DefaultGroup.property_of_torch = original
-            c10d._World.default_pg = property(  # type: ignore[assignment]
-                lambda world: here().world or original.fget(world), original.fset
-            )
+            seen = property(lambda world: here().world or original.fget(world), original.fset)
+            setattr(c10d._World, "default_pg", seen)  # noqa: B010, a property cannot be assigned for mypy
     try:
         yield
     finally:
         with _DefaultGroup.lock:
             _DefaultGroup.simulations -= 1
             if _DefaultGroup.simulations == 0:
-                c10d._World.default_pg = _DefaultGroup.property_of_torch
+                setattr(c10d._World, "default_pg", _DefaultGroup.property_of_torch)  # noqa: B010
 
 
 def ranks_of(p: int | dict[str, int]) -> tuple[dict[str, int] | None, int]:
@@ -119,7 +118,7 @@ def ranks_of(p: int | dict[str, int]) -> tuple[dict[str, int] | None, int]:
         TypeError, ValueError: p is no size, nor a dict of them.
     """
     axes = p if isinstance(p, dict) else None
-    sizes = {"p": p} if axes is None else axes
+    sizes: dict[str, Any] = {"p": p} if axes is None else axes
     if not sizes or not all(isinstance(name, str) and name for name in sizes):
         raise ValueError(f"p: {p!r} must be a number of ranks, or such numbers by names of axes")
     for name, size in sizes.items():
