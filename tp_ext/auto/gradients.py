@@ -75,7 +75,7 @@ def _examine(record: Record, what: str, function: Callable[..., Any], args: Any,
 
     record.is_examined = True
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch._C.DisableTorchFunction():  # torch.autograd.grad looks for itself by its name
             again = function(*tree_map(entered, args))
             outputs = [again] if isinstance(again, Tensor) else [t for t in again if isinstance(t, Tensor)]
             pairs = [(t, r) for t, r in zip(outputs, results, strict=True) if t.requires_grad]

@@ -127,7 +127,7 @@ class Prover:
     def _tried(self, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None) -> str:
         """Runs the model with these parameters sharded; returns the difference, or "" if there is none."""
         plan, _ = self.planned(self.reduced, self.example, self.p, only, whole_tokens)
-        whole, _ = self.planned(self.reduced, self.example, 1, {})
+        whole, _ = self.planned(self.reduced, self.example, 1, only)
         if not plan.shardings:
             return ""
         failed: Exception | None = None
