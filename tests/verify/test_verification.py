@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import tp_ext
 import tp_ext.verify
 from tests.helpers.paths import ROOT
+from tests.verify.injected import after, before, entered, summed
 from tests.verify.models import HIDDEN, IDS, TARGET, VOCAB, GatedMLP, X
 from tp_ext.verify import Finding, Report
 
@@ -35,12 +36,19 @@ def test_the_module_is_the_function():
     assert report.rows[2]["collectives"] == "2" and 0 < report.seconds < 60
 
 
+def gradient_of_one_rank(group):
+    model = GatedMLP(group)
+    model.norm.weight.register_hook(lambda g: g * (group.rank() == 0))
+    return model
+
+
 def test_the_callers_state_stays_and_is_not_used():
     torch.manual_seed(4)
     before = torch.get_rng_state()
     with torch.no_grad():
-        assert tp_ext.verify(GatedMLP, (X,), p=(2,)).rows[2]["gradients"] != "-"
+        report = tp_ext.verify(gradient_of_one_rank, (X,), p=(2,))
         assert not torch.is_grad_enabled()
+    assert report.rows[2]["gradients"] == "WRONG" and report.findings[0].tensor == "norm.weight"
     assert torch.equal(torch.get_rng_state(), before) and not dist.is_initialized()
     assert X.grad is None and not X.requires_grad
 
@@ -172,6 +180,51 @@ def sum_of_shards(group):
     return model
 
 
+def other_dtype(group):
+    model = mlp(group)
+    if group.size() > 1:
+        model.down.register_forward_hook(lambda module, args, y: y.float())
+    return model
+
+
+def times_p_after_an_error(group):
+    model = Tries(group)
+    model.p = group.size()
+    return nn.Sequential(model)
+
+
+class Partial(nn.Module):
+    """The product of a shard, whose sum the module around it takes."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.row = tp_ext.RowParallelLinear(HIDDEN, HIDDEN, False, group=group)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.row.weight)
+
+
+class AroundPartial(nn.Module):
+    """Right sums of a module's partial ones, then an MLP that is wrong at p > 1 by ``put``."""
+
+    def __init__(self, group, put):
+        super().__init__()
+        self.group, self.first, self.norm, self.mlp = (
+            group,
+            Partial(group),
+            tp_ext.RMSNorm(HIDDEN, group=group),
+            mlp(group),
+        )
+        self.before = tp_ext.RMSNorm(HIDDEN, group=group)
+        if group.size() > 1:
+            put(self, group)
+
+    def forward(self, x):
+        x = tp_ext.scatter_to_region(self.before(x), self.group)
+        x = tp_ext.reduce_from_region(self.first(x), self.group)
+        return self.mlp(self.norm(x))
+
+
 @pytest.mark.parametrize(
     ("make", "p", "finding", "word"),
     [
@@ -181,6 +234,10 @@ def sum_of_shards(group):
         (odd_only, 2, ("", "rank 0 raised ValueError"), "p: 2 must be odd"),
         (early_return, 2, ("down", "barrier of rank 1"), "local"),
         (sum_of_shards, 2, ("up", "all_reduce of rank 1"), "local size"),
+        (other_dtype, 2, ("down", "output"), "local"),
+        (times_p_after_an_error, 2, ("0", "output"), "twice"),
+        (lambda group: AroundPartial(group, after("mlp.down", summed)), 2, ("mlp.down", "output"), "twice"),
+        (lambda group: AroundPartial(group, before("mlp", entered)), 2, ("mlp", "norm.weight"), "twice"),
     ],
 )
 def test_wrong_models_of_other_kinds(make, p, finding, word):
@@ -202,13 +259,13 @@ class Tries(nn.Module):
 
     def __init__(self, group):
         super().__init__()
-        self.refuses, self.mlp = InSinglePrecision(group, True), mlp(group)
+        self.refuses, self.mlp, self.p = InSinglePrecision(group, True), mlp(group), 1
 
     def forward(self, x):
         try:
             return self.refuses(x)
         except NotImplementedError:
-            return self.mlp(x)
+            return self.mlp(x) * self.p
 
 
 def test_a_caught_error_is_none():

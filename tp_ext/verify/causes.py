@@ -27,6 +27,9 @@ def of_activation(wrong: Comparison, bound: float, in_train_only: bool = False) 
         return (
             f"shapes {shapes} on the ranks are no shards of {full}: a local size is used as a number, or shards leave"
         )
+    if any(local.dtype != wrong.full.dtype for local in wrong.locals):
+        dtypes = [str(local.dtype) for local in wrong.locals]
+        return f"dtypes {dtypes} on the ranks and {wrong.full.dtype} on one: a cast in a local branch"
     p, replicated = len(wrong.locals), wrong.placement.dim is None
     if any(local.isnan().any() for local in wrong.locals):
         return "NaN on a rank: a local size of zero, or a local part that may be empty, is used as a number"

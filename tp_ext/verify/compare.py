@@ -126,6 +126,14 @@ def difference(locals_: Sequence[Tensor], expected: Sequence[Tensor], floor: flo
     return largest / scale if scale else float("inf")
 
 
+def is_partial(comparison: Comparison, bound: float) -> bool:
+    """Returns whether the ranks hold tensors of the full shape whose sum is the right one."""
+    full, placement = comparison.full, comparison.placement
+    if full is None or placement is None or placement.dim is not None or not full.is_floating_point():
+        return False
+    return difference([torch.stack(comparison.locals).sum(0)], [full]) <= bound
+
+
 def copies_summed(comparison: Comparison, floor: float = 0.0) -> Comparison:
     """Returns the comparison of a gradient whose copies on several ranks are partial, if they are: by their sum."""
     if (

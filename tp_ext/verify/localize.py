@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tp_ext.verify.compare import Comparison, Parts, compare, copies_summed
+from tp_ext.verify.compare import Comparison, Parts, compare, copies_summed, is_partial
 from tp_ext.verify.record import Call, Outcome
 
 
@@ -49,7 +49,7 @@ class Trace:
 
     def first_wrong_output(self) -> Place:
         """Returns the first module to end whose inputs are not wrong and whose outputs are, unless a module around it
-        is right again; the model itself if there is none."""
+        is right again, or its outputs are partial and are summed after it; the model itself if there is none."""
         wrong: list[tuple[Call, Comparison]] = []
         healed: list[Call] = []
         for call, peers in self._calls:  # in the order of their ends: inner calls before outer ones
@@ -61,10 +61,20 @@ class Trace:
                 bad = Comparison(None, None, [])
             if bad is not None and not self._any_wrong(call.inputs, [peer.inputs for peer in peers]):
                 wrong.append((call, bad))
+        wrong = [(call, bad) for call, bad in wrong if not any(call.within(around) for around in healed)]
+        summed = [call for call, bad in wrong if self._summed_after(call, bad)]
         for call, bad in wrong:
-            if not any(call.within(around) for around in healed):
+            if call not in summed and not any(part.within(call) for part in summed):
                 return Place(call.name, bad)
-        return Place("")
+        return Place(wrong[0][0].name, wrong[0][1]) if wrong else Place("")
+
+    def _summed_after(self, call: Call, bad: Comparison) -> bool:
+        """Returns whether the output is partial and the next module called has right inputs, as after a sum between."""
+        following = [(other, peers) for other, peers in self._calls if other.start > call.end]
+        if not bad.locals or not is_partial(bad, self._bound) or not following:
+            return False
+        other, peers = min(following, key=lambda entry: entry[0].start)
+        return not self._any_wrong(other.inputs, [peer.inputs for peer in peers])
 
     def output(self, module: str) -> Comparison | None:
         """Returns the comparison of the first output of the module that is wrong, in any of its calls."""

@@ -26,7 +26,7 @@ from tp_ext.verify.compare import Parts, Placement, compare, placements
 STEPS = 3
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """A call of a module: what it took and gave, and the gradients of both, in the order of the arguments' leaves.
 
