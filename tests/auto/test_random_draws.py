@@ -203,9 +203,9 @@ class Shared(nn.Module):
         return self.norm(x + self.body(x))
 
 
-def _shared(group: Any, drop: nn.Module, inner: int) -> None:
+def _shared(group: Any, drop: nn.Module, inner: int, longer: bool = True) -> None:
     model, x = Shared(drop, inner), torch.randn(2, 3, WIDTH).requires_grad_()
-    hows = ("train", "function", "reentrant function", "eval", "longer", "longer function")
+    hows = ("train", "function", "reentrant function", "eval", *(("longer", "longer function") if longer else ()))
     plan = compare_with_one_rank(group, model, x, hows)
     assert len(plan.roles) == 6, plan
 
@@ -213,6 +213,10 @@ def _shared(group: Any, drop: nn.Module, inner: int) -> None:
 @pytest.mark.parametrize("drop", [nn.Dropout(0.3), Halves()])
 def test_a_module_that_is_called_several_times_draws_for_each_call(drop: nn.Module) -> None:
     run(_shared, 2, drop, 28)
+
+
+def test_of_tensors_that_look_alike_the_place_of_the_call_tells_the_draw() -> None:
+    run(_shared, 2, nn.Dropout(0.3), 2 * WIDTH, longer=False)
 
 
 def test_another_number_of_calls_that_look_alike_is_refused() -> None:
@@ -285,7 +289,7 @@ class Held(nn.Module):
         super().__init__()
         self.mlp, self.norm = Mlp(INNER, nn.Dropout(0.3)), nn.LayerNorm(WIDTH)
         self.held = {"lock": threading.Lock(), "generator": (i for i in range(3)), "file": open(__file__)}  # noqa: SIM115
-        self.objects, self.script = [Holder(self.mlp)], torch.jit.script(scripted)
+        self.objects, self.script = 2 * [Holder(self.mlp)], torch.jit.script(scripted)
         self.by_default = collections.defaultdict(list, calls=[self.mlp.up])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -324,7 +328,7 @@ def test_copies_keep_what_is_the_same_object_the_same() -> None:
     assert found.mlp is not model.mlp and found.mlp.up.weight is not model.mlp.up.weight
     assert found.by_default["calls"][0] is found.mlp.up and found.by_default.default_factory is list
     assert found.held["lock"] is model.held["lock"] and found.script is model.script
-    assert found.objects[0] is model.objects[0]  # it has a lock
+    assert found.objects[0] is found.objects[1] is model.objects[0]  # it has a lock
 
 
 # ---------------------------------------------------------------- one rank

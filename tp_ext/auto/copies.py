@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type)
 _CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
@@ -32,6 +33,8 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, _ATOMS):
+        return value
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, _CONTAINERS) and type(value) in _CONTAINERS:
@@ -54,10 +57,15 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         )
     if isinstance(value, types.FunctionType):
         return _function(value, memo)
+    tried = dict(memo)  # an object that fails leaves halves of itself and of others behind
     try:
-        return copy.deepcopy(value, memo)
+        made = copy.deepcopy(value, tried)
     except Exception:  # of any kind: scripted functions, locks, process groups
-        return value.detach().clone() if isinstance(value, Tensor) else value
+        made = value.detach().clone() if isinstance(value, Tensor) else value
+    else:
+        memo.update(tried)
+    memo[id(value)] = made
+    return made
 
 
 def _function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:

@@ -104,7 +104,7 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
 
 def _reference(plan: Plan, model: nn.Module) -> nn.Module:
     """A copy of the unsharded model, which draws the masks of the sharded one."""
-    reference = copied(model, {})
+    reference: nn.Module = copied(model, {})
     register_draws(reference, whole_draws(plan.draws), parallel_group(None), None)
     return reference
 

@@ -34,8 +34,10 @@ from tp_ext.auto.rules import Op, Rule, draws_random_numbers, no_rule, rule_of
 from tp_ext.auto.unchanged import unchanged
 from tp_ext.mesh_program.partition_spec import P
 
-FAKES = ("torch._subclasses", "torch._prims", "torch._refs", "torch._meta", "torch._decomp", "torch.utils._python")
-FAKES += (__name__,)
+FAKES = (
+    "torch._subclasses", "torch._prims", "torch._refs", "torch._meta", "torch._decomp", "torch.utils._python", __name__,
+    "tp_ext.auto.rules",
+)  # fmt: skip
 WITHOUT_GRADIENT = {"detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "empty_like", "full_like"}
 MEMORY_VIEWS = {
     "view", "_unsafe_view", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "alias",
@@ -256,7 +258,9 @@ class _Operators(TorchDispatchMode):
 def _is_of_fakes(caller: Any) -> bool:
     """True for a call that torch makes to compute with fakes; code that enters an operator past Python, as
     TorchScript's does, leaves the function mode active there."""
-    frame = caller.f_back if caller.f_globals.get("__name__") == "torch._ops" else caller
+    frame = caller
+    while frame.f_globals.get("__name__") in ("torch._ops", "tp_ext.auto.sizes"):  # which hand a call on
+        frame = frame.f_back
     return str(frame.f_globals.get("__name__")).startswith(FAKES)
 
 
