@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -132,11 +133,11 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-def _changed_sizes(group: Any) -> None:
+def _generates(group: Any) -> None:
     torch.manual_seed(0)
     model = nanogpt.GPT().double().eval()
     dense = copy.deepcopy(model)
-    plan = auto.plan(model, _ids(), 2)
+    plan = auto.plan(model, {"idx": _ids()["idx"]}, 2, prove="shapes")
     assert [call.name for call in plan.sizes["transformer.h.0.attn"][0]] == ["split", "view", "view", "view", "view"]
     auto.apply(plan, model, group)
     pickled = io.BytesIO()
@@ -145,6 +146,14 @@ def _changed_sizes(group: Any) -> None:
     start = _ids()["idx"][:2, :3]
     for one in (model, copy.deepcopy(model), torch.load(pickled, weights_only=False)):
         assert torch.equal(one.generate(start, 7), dense.generate(start, 7))  # other batches and lengths
+
+
+def _changed_sizes(group: Any) -> None:
+    torch.manual_seed(0)
+    model = nanogpt.GPT().double().eval()
+    dense = copy.deepcopy(model)
+    plan = auto.plan(model, _ids(), 2, prove="shapes")
+    auto.apply(plan, model, group)
     ids = {key: value[:1, :5] for key, value in _ids().items()}
     wanted = dense(**ids)[1]
     wanted.backward()
@@ -176,5 +185,53 @@ def _changed_sizes(group: Any) -> None:
     torch.testing.assert_close(compiled(x), block(x))
 
 
-def test_changed_sizes_hold_for_other_batches_copies_checkpoints_and_compilation() -> None:
+def test_changed_sizes_hold_in_copies_and_for_other_lengths() -> None:
+    run(_generates, 2)
+
+
+def test_changed_sizes_hold_under_checkpoints_and_compilation() -> None:
     run(_changed_sizes, 2)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.r, self.out = nn.GRU(16, 24, batch_first=True), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.r(x)[0])
+
+
+def _warnings(group: Any, hints: dict[str, str], model: str) -> list[str]:
+    net = {"whole": Recurrent, "sharded": caches.Net}[model]()
+    plan = auto.plan(net, {"x": torch.zeros(3, 6, 16)}, 2, prove="shapes", hints=hints)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        auto.apply(plan, net, group)
+    return [str(one.message) for one in seen if "stay whole" in str(one.message)]
+
+
+def test_rank_0_warns_of_matrices_that_stay_whole() -> None:
+    (text,), others = run(_warnings, 2, {}, "whole")
+    assert not others
+    for words in (" of the bytes of its matrices stay whole", "plan.why('r.weight_", "its factor is in r.weight_"):
+        assert words in text, text
+    assert run(_warnings, 2, {"*": "whole"}, "whole") == run(_warnings, 2, {}, "sharded") == [[], []]
+
+
+def test_code_that_branches_on_lengths_is_named_with_its_line() -> None:
+    class Branching(nn.Module):
+        def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.up, self.down, self.other = nn.Linear(8, 16), nn.Linear(16, 8), other
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return self.down(h.sigmoid() if h.shape[-1] > 8 else self.other(h))
+
+    for other, words in (
+        (torch.tanh, "but tanh in the model; code that branches on a length"),
+        (lambda h: h, "branch"),
+    ):
+        plan = auto.plan(Branching(other), (torch.zeros(2, 8),), 2, prove="shapes")
+        assert "sigmoid (test_users_files.py:" in plan.why("up.weight") and words in plan.why("up.weight")

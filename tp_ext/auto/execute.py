@@ -4,6 +4,8 @@ boundaries."""
 from __future__ import annotations
 
 import hashlib
+import math
+import warnings
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ from tp_ext.sharding import Layout
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
          "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
 
+MOST_WHOLE = 0.1  # of the bytes of matrices, without a warning
 
 # Relative, of verify: sums have another order. Models in fp64 convert to fp32 inside
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -72,7 +75,8 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
         example: the arguments for ``verify``: a dict of keyword arguments or a tuple.
 
     Returns:
-        The model; ``model.tp_ext_plan`` is the plan.
+        The model; ``model.tp_ext_plan`` is the plan. Rank 0 warns if more than 10 % of the bytes of matrices stay whole
+        and no hint asks for that.
 
     Communicates: one all-gather of fingerprints, before anything is changed; with ``verify`` a forward and a backward.
 
@@ -81,6 +85,29 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
             ranks have different plans or models; the model is sharded by a plan; ``verify`` without ``example``. After
             it: ``verify`` finds a difference. TypeError: an argument of another type.
     """
+    applied = apply_quietly(plan, model, group, verify=verify, example=example)
+    if parallel_group(group).rank == 0 and (text := _whole_matrices(plan)):
+        warnings.warn(text, stacklevel=2)
+    return applied
+
+
+def _whole_matrices(plan: Plan) -> str:
+    """A sentence on the share of the bytes of matrices that every rank holds, without those of hints; "" if small."""
+    sizes = {name: math.prod(plan.shapes[name]) * size for name, size in plan.bytes_of_element.items()}
+    matrices = {name: size for name, size in sizes.items() if len(plan.shapes[name]) > 1}
+    whole = [n for n in matrices if n not in plan.shardings and not plan.whole[n].startswith("dim 0: hints")]
+    share = sum(matrices[name] for name in whole) / max(sum(matrices.values()), 1)
+    if plan.p == 1 or share <= MOST_WHOLE:
+        return ""
+    first = max(whole, key=lambda name: matrices[name])
+    text = f"model: {share:.0%} of the bytes of its matrices stay whole on every rank"
+    return f"{text}; plan.why({first!r}): {plan.why(first)}"
+
+
+def apply_quietly(
+    plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, example: Any = None
+) -> nn.Module:
+    """:func:`apply` without its warning: for models that are made for a proof."""
     check_apply(plan, model, verify, example)
     own = parallel_group(group)
     if plan.p != own.size:

@@ -59,6 +59,7 @@ class Search:
 
     def __init__(self, localized: Localized, rank: int, before: Local | None = None) -> None:
         self.localized, self.rank, self.before = localized, rank, before
+        self.lines = localized.lines()
         self.wanted, self.known = localized.expected(rank), known_integers(localized, rank)
         self.values_of_decisions: dict[tuple[int, ...], dict[int, list[int]]] = {}
         self.seen: dict[Key, _Seen] = {}
@@ -89,7 +90,7 @@ class Search:
         best = self.without_needless(best)
         found = Local(best.patches, {name: best.sizes[name] for name in sorted(self.changed & set(best.sizes))})
         calls, raised = self.localized.run(self.rank, found.patches, found.sizes)
-        _, mismatch = compare(self.wanted, calls, raised)
+        _, mismatch = compare(self.wanted, calls, raised, self.lines)
         if mismatch is not None:
             raise mismatch
         return found
@@ -130,7 +131,7 @@ class Search:
         if key not in self.seen:
             observer = self.localized.observer(self.rank)
             calls, raised = self.localized.run(self.rank, patches, observer=observer)
-            reached, mismatch = compare(self.wanted, calls, raised)
+            reached, mismatch = compare(self.wanted, calls, raised, self.lines)
             left = 0 if mismatch is None else max(1, len(self.wanted) - reached)
             self.seen[key] = _Seen(patches, left, mismatch, observer.wrong(), observer.planned())
         return self.seen[key]

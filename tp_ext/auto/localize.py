@@ -41,6 +41,7 @@ ADVICE = (
     "sizes that the code takes from a replicated input, or writes as numbers, are not those of a rank: write -1, or an "
     "integer of the module"
 )
+BRANCHES = "code that branches on a length has another one there: let it branch on a switch of the module"
 PythonCall = tuple[str, str, list[tuple[int, ...]]]  # module, function, shapes of the result
 Shapes = dict[str, tuple[int, ...]]
 PatchesOf = Mapping[str, Mapping[str, tuple[int, int]]]
@@ -168,6 +169,10 @@ class Localized:
                 SizedForward(model.get_submodule(name), name, calls).install()
             yield shapes
 
+    def lines(self) -> list[str]:
+        """Where the calls of :meth:`expected` are in the user's source."""
+        return [self.record.lines[i] for i, _ in self.numbered_calls()]
+
     def observer(self, rank: int) -> Observer:
         """A mode for :meth:`run` that makes all sizes right, and notes which were not."""
         wanted: dict[str, list[tuple[str, list[tuple[int, ...]]]]] = {}
@@ -204,7 +209,7 @@ class Localized:
             MismatchError: they are not those of the plan.
         """
         calls, raised = self.run(rank, patches, sizes)
-        _, mismatch = compare(self.expected(rank), calls, raised)
+        _, mismatch = compare(self.expected(rank), calls, raised, self.lines())
         if mismatch is not None:
             raise mismatch
         return calls
@@ -298,9 +303,11 @@ def replaced(value: Any, path: Path, function: Callable[[Tensor], Tensor]) -> An
 
 
 def compare(
-    wanted: Sequence[PythonCall], got: Sequence[PythonCall], raised: MismatchError | None
+    wanted: Sequence[PythonCall], got: Sequence[PythonCall], raised: MismatchError | None, lines: Sequence[str] = ()
 ) -> tuple[int, MismatchError | None]:
     """Returns how many wanted calls the local model made, and the first that differs.
+
+    ``lines``: of the user's source, where each wanted call is.
 
     Code branches on sizes: ``repeat_kv`` of one repetition returns at once. So either side may have some more calls
     that are only views, where the next call agrees again."""
@@ -313,18 +320,27 @@ def compare(
             elif skip := _views_before(got, j, want):
                 j += skip
             elif want[:2] != have[:2]:
-                return i, MismatchError(want[0], f"call {want[1]} became {have[1]} in {have[0]}", i)
+                text = (
+                    f"{_shown(want, lines, i)} is not called next on a rank, but {have[1]} in {have[0] or 'the model'}"
+                )
+                return i, MismatchError(want[0], f"{text}; {BRANCHES}", i)
             else:
-                text = f"{want[1]} has shapes {have[2]} locally and must have {want[2]}"
+                text = f"{_shown(want, lines, i)} has shapes {have[2]} locally and must have {want[2]}"
                 return i, MismatchError(want[0], text, i)
             continue
         i, j = i + 1, j + 1
     if raised is not None:
         raised.at = i
         return i, raised
-    if i < len(wanted) or j < len(got):
-        return i, MismatchError("", f"{len(wanted)} calls became {len(got)}")
+    if i < len(wanted):
+        return i, MismatchError(wanted[i][0], f"{_shown(wanted[i], lines, i)} is not called on a rank; {BRANCHES}", i)
+    if j < len(got):
+        return i, MismatchError(got[j][0], f"{got[j][1]} is called on a rank in addition; {BRANCHES}", i)
     return i + 1, None
+
+
+def _shown(call: PythonCall, lines: Sequence[str], i: int) -> str:
+    return f"{call[1]} ({lines[i]})" if i < len(lines) and lines[i] else call[1]
 
 
 def _views_before(calls: Sequence[PythonCall], start: int, other: PythonCall) -> int:

@@ -29,6 +29,7 @@ from tp_ext.auto.problems import Problem
 from tp_ext.auto.proven_plan import TOKENS, Prover, UnprovenError, kind_of
 from tp_ext.auto.reasons import reason_of, traced
 from tp_ext.auto.rules import LOOK_UPS, Rule, from_notation
+from tp_ext.auto.sizes import changes_of
 from tp_ext.auto.sliced_constants import VIEWS
 from tp_ext.auto.token_search import find_tokens
 from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
@@ -166,6 +167,8 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any) -> str:
     for module in called:
         if found.patches.get(module) != plan.patches.get(module):
             return f"{module or 'the model'} reads other integers then"
+        if changes_of(found.sizes.get(module, [])) != changes_of(plan.sizes.get(module, [])):
+            return f"{module or 'the model'} gives other sizes to views then"
     if found.gathers != plan.gathers or set(found.heads) != set(plan.heads):
         return "it has other results with a sharded dim then"
     try:
@@ -576,7 +579,7 @@ class _Planner:
             return "p = 1"
         if name in self.why:
             return self.why[name]
-        return reason_of(self.record, name, self.p, self.may_shard)
+        return reason_of(self.record, name, self.p, self.may_shard, state.cut, self.why)
 
     def draws(self, state: _State) -> list[Draw]:
         decisions = [one for one in state.decisions if one.atom not in state.heads_atoms]

@@ -21,8 +21,8 @@ import tp_ext.random as tp_random
 from tp_ext.auto.copies import copied
 from tp_ext.auto.plans import Plan
 from tp_ext.auto.trace import arguments, tensors
-from tp_ext.simulation import simulate
 from tp_ext.nn.layouts import layouts_of
+from tp_ext.simulation import simulate
 
 MOST_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
 KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
@@ -264,7 +264,7 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
     Raises:
         DifferentValuesError: a tensor differs. UnprovenError: the unsharded model does not run.
     """
-    from tp_ext.auto.execute import apply  # which needs the plan, which is proven first
+    from tp_ext.auto.execute import apply_quietly  # which needs the plan, which is proven first
 
     bound = BOUNDS.get(dtype or torch.float32, 5e-2)
     calls = list(examples(example, dtype))
@@ -272,7 +272,7 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
 
     def runs(rank: int, group: Any, plan: Plan) -> tuple[list[Run], dict[str, Any]]:
         model = copied(reduced)
-        apply(plan, model, group)
+        apply_quietly(plan, model, group)
         return [_in_mode(model, call, *mode) for _, call in calls for mode in modes], layouts(model)
 
     with torch.random.fork_rng(devices=[]):
@@ -296,11 +296,11 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
 
 def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any) -> list[list[Run]]:
     """The runs of the unsharded model; none for calls after the first that it does not accept."""
-    from tp_ext.auto.execute import apply
+    from tp_ext.auto.execute import apply_quietly
 
     def runs(rank: int, group: Any) -> list[list[Run]]:
         model = copied(reduced)
-        apply(whole, model, group)
+        apply_quietly(whole, model, group)
         return [[_in_mode(model, call, *mode) for mode in modes] for _, call in calls]
 
     try:

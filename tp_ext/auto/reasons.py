@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -10,15 +10,28 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from tp_ext.auto.dims import Major, majors
+from tp_ext.auto.choose import decisions
+from tp_ext.auto.dims import Major, contains, majors
 from tp_ext.auto.rules import Rule
 from tp_ext.auto.trace import Record, trace
 
 OWN = str(Path(__file__).parent)
 
 
-def reason_of(record: Record, name: str, p: int, may_shard: Callable[[str, int], bool]) -> str:
-    """Why a parameter stays whole: for each dim the operator that pins it, or the lengths that p exceeds."""
+def reason_of(
+    record: Record,
+    name: str,
+    p: int,
+    may_shard: Callable[[str, int], bool],
+    sharded: Container[str] = (),
+    why: Mapping[str, str] | None = None,
+) -> str:
+    """Why a parameter stays whole: for each dim the operator that pins it, the lengths that p exceeds, or the parameter
+    that it goes with.
+
+    Args:
+        sharded: names of the parameters that are sharded. why: reasons of those that were left whole before.
+    """
     tensor = next(t for n, t in record.parameters.values() if n == name)
     reasons = []
     for dim, label in enumerate(record.dims_of(tensor)):
@@ -31,8 +44,33 @@ def reason_of(record: Record, name: str, p: int, may_shard: Callable[[str, int],
         elif found and (short := _too_short(record, found, p)):
             reasons.append(f"{what} is {_product(found)}: p = {p} must be {short}")
         elif found:
-            reasons.append(f"{what}: sharding others leaves fewer bytes on a rank")
+            reasons.append(f"{what}: {_not_chosen(record, name, found, p, may_shard, sharded, why or {})}")
     return "; ".join(reasons) or "it has one element"
+
+
+def _not_chosen(
+    record: Record,
+    name: str,
+    found: list[Major],
+    p: int,
+    may_shard: Callable[[str, int], bool],
+    sharded: Container[str],
+    why: Mapping[str, str],
+) -> str:
+    """Why a dim that nothing pins is whole."""
+    own = {major.atom for major in found}
+    for one in decisions(record, p, may_shard):
+        if one.atom in own and name in one.parameters:
+            taken = next((other for other in one.parameters if other in sharded), None)
+            if taken is None:
+                return "it is a table below 1 % of all parameters, and its all-reduce would cost more than its bytes"
+            return f"sharding {taken} on another dim leaves fewer bytes on a rank"
+    for other, tensor in record.parameters.values():
+        if other != name and any(contains(label, atom) for label in record.dims_of(tensor) for atom in own):
+            if other in why:
+                return f"it goes with {other}, which is whole: {why[other]}"
+            return f"its factor is in {other}, too, where it cannot be sharded"
+    return "its factor is in several dims, or most of it would be on every rank"
 
 
 def _too_short(record: Record, found: list[Major], p: int) -> str:

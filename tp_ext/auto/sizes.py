@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Protocol
 
 import torch
@@ -159,6 +160,13 @@ def _wanted(name: str, args: Any, kwargs: Any, sizes: Sizes, shapes: Sequence[tu
         dim = args[1] % args[0].dim()
         return list(shapes[0][dim : dim + number])
     return list(shapes[0])
+
+
+def changes_of(ranks: Sequence[Sequence[SizeCall]]) -> list[list[tuple[str, list[tuple[int, Fraction]]]]]:
+    """The changes of a module's calls, by rank, at any batch: the share of each size that stays."""
+    return [
+        [(c.name, [(i, Fraction(local, given)) for i, given, local in c.changes]) for c in calls] for calls in ranks
+    ]
 
 
 class _Rewriting(TorchFunctionMode):

@@ -132,6 +132,7 @@ class Record:
         self.differentiable: set[int] = set()
         self.from_inputs: set[int] = set()  # those that have a gradient if the inputs have
         self.python_calls: list[tuple[str, str, list[Tensor]]] = []
+        self.lines: list[str] = []  # of the user's source, of each call from Python; only with operators
         self.random_calls: list[RandomCall] = []
         self.constraints: list[tuple[Dim, Reason]] = []  # dims that must be sharded
         self.factories: dict[int, str] = {}  # id of a tensor made of no other -> the operator
@@ -299,6 +300,7 @@ class _Calls(TorchFunctionMode):
         found = [t for _, t in tensors(result)]
         if found:
             self.record.python_calls.append((self.record.modules[-1], getattr(func, "__name__", str(func)), found))
+            self.record.lines.append(source_line() if self.operators else "")
             self.record.kept += found
 
 
