@@ -34,6 +34,7 @@ from tp_ext.auto.sliced_constants import VIEWS
 from tp_ext.auto.token_search import find_tokens
 from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
 from tp_ext.auto.trace import Record, tensors
+from tp_ext.auto.unchanged import unchanged
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.sharding import Sharding, split_sizes
 
@@ -105,7 +106,8 @@ def plan(
     planner = _Planner(model, example, p, traced(model, example, own), hints, memory_budget, sequence_parallel)
     found = planner.decide() if p > 1 else _alone(planner)
     if prove == "values" and p > 1 and found.shardings:
-        found = _proven(planner, found, own, budget)
+        with unchanged(model):  # its class may keep things, too
+            found = _proven(planner, found, own, budget)
     elif prove is False:
         found.proofs = []
     found.rules = dict(rules or {})

@@ -24,7 +24,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Puts back, at the end, what modules hold: attributes, and the contents of containers and plain objects in them.
 
     Containers and dicts keep their identity. Containers among the globals and class attributes of the files that define
-    forward are put back, too, and caches of functions there are emptied: they would return fakes."""
+    forward are put back, too, and caches of functions there are emptied, before and after: they would return fakes."""
     kept: dict[int, tuple[Any, Any]] = {}  # id -> a container or ``__dict__``, and its contents
     caches: dict[int, Any] = {}
     level = [vars(module) for module in model.modules()]
@@ -40,7 +40,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     caches[id(value)] = value
                 elif type(value) in CONTAINERS and not name.startswith("__"):
                     kept.setdefault(id(value), (value, value.copy()))
-    used = {id_: cache.cache_info().misses for id_, cache in caches.items()}
+    for cache in caches.values():  # each run makes the calls that fill them
+        cache.cache_clear()
     try:
         yield
     finally:
@@ -48,9 +49,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             if not _same(holder, contents):
                 holder.clear()
                 holder.extend(contents) if hasattr(holder, "extend") else holder.update(contents)
-        for id_, cache in caches.items():
-            if cache.cache_info().misses != used[id_]:
-                cache.cache_clear()
+        for cache in caches.values():
+            cache.cache_clear()
 
 
 def _keep(holder: Any, kept: dict[int, tuple[Any, Any]], depth: int) -> Iterator[Any]:
