@@ -1,9 +1,5 @@
-"""Modules of torch that a plan shards: next to the unsharded model in training and in evaluation, for each option.
+"""Modules of torch that a plan shards: next to the unsharded model in training and in evaluation, for each option."""
 
-Loss, every gradient, three steps of an optimizer, buffers and the result in evaluation mode are compared in fp64."""
-
-import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,77 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tp_ext
+from tests.auto.torch_modules import Called, Model, Residual, close, loss_of, same
 from tests.helpers.ranks import run
 from tp_ext import auto
 from tp_ext.group import parallel_group
-
-close = {"rtol": 1e-10, "atol": 1e-11}
-Model = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
-
-
-class Residual(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-class Called(nn.Module):
-    """Layers and a function of these and of the inputs, which is the forward."""
-
-    def __init__(self, function: Callable[..., Tensor], **layers: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(self, *inputs)
-
-
-def _same(group: Any, name: str, table: str) -> list[str]:
-    """Trains both models and returns the names of the sharded parameters."""
-    torch.manual_seed(0)
-    model, inputs = globals()[table][name]()
-    model = model.double()
-    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    dense, p = copy.deepcopy(model), parallel_group(group).size
-    plan = auto.plan(model, inputs, p)
-    auto.apply(plan, model, group)
-    # eps: gradients that cancel to rounding, those of biases before a norm or a softmax, Adam would scale up
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-3) for one in (dense, model)]
-    layouts, sharded = dict(tp_ext.layouts(model)), dict(model.named_parameters())
-    for _ in range(3):
-        wanted, found = dense(*inputs), model(*inputs)
-        torch.testing.assert_close(found, wanted, **close)
-        for one, optimizer in zip((wanted, found), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss_of(one).backward()
-        for own, parameter in dense.named_parameters():
-            expected, gradient = parameter.grad, sharded[own].grad
-            assert (expected is None) == (gradient is None), own
-            if expected is not None:
-                expected = layouts[own].shard(expected) if layouts.get(own) else expected
-                torch.testing.assert_close(gradient, expected, **close, msg=lambda text, own=own: f"{own}: {text}")
-        for optimizer in optimizers:
-            optimizer.step()
-    full = tp_ext.full_state_dict(model, group=group)
-    assert list(full) == list(dense.state_dict())
-    for own, value in dense.state_dict().items():
-        torch.testing.assert_close(full[own], value, **close, msg=own)
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(*inputs), dense.eval()(*inputs), **close)
-    return sorted(plan.shardings)
-
-
-def loss_of(output: Any) -> Tensor:
-    tensors = [output] if isinstance(output, Tensor) else [t for t in output if t is not None]
-    return sum((t.square().mean() for t in tensors), torch.zeros((), dtype=torch.float64))
 
 
 def _image(channels: int = 8, size: int = 6) -> Tensor:
@@ -131,13 +60,31 @@ CONVOLUTIONS: dict[str, Model] = {
     "weight norm": lambda: _image_model(
         nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 12, 3)), nn.ReLU(), nn.Conv2d(12, 8, 1)
     ),
+    "bilinear": lambda: (
+        Called(lambda m, x, y: m.last(m.first(x, y).relu()), first=nn.Bilinear(5, 6, 12), last=nn.Linear(12, 7)),
+        (torch.randn(3, 5), torch.randn(3, 6)),
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("p", [2, 3, 4])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+def _spectral() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 24))
+    return nn.Sequential(first, nn.ReLU(), nn.Linear(24, 8)), (torch.randn(3, 8),)
+
+
+NETS = [n for n in CONVOLUTIONS if "residual" in n]
+SPECTRAL: dict[str, Model] = {"spectral norm": _spectral}
+
+
+def test_a_norm_of_a_whole_weight_keeps_it_whole() -> None:
+    assert not any("parametrizations" in name for name in run(same, 2, "spectral norm", "SPECTRAL", __name__)[0])
+    model, example = _spectral()
+    assert "linalg_vector_norm" in auto.plan(model, example, 2).whole["0.parametrizations.weight.original"]
+
+
+@pytest.mark.parametrize(("name", "p"), [*((n, 3) for n in CONVOLUTIONS), *((n, p) for n in NETS for p in (2, 4))])
 def test_channels(name: str, p: int) -> None:
-    sharded = run(_same, p, name, "CONVOLUTIONS")[0]
+    sharded = run(same, p, name, "CONVOLUTIONS", __name__)[0]
     model, _ = CONVOLUTIONS[name]()
     sizes = {own: t.numel() for own, t in model.named_parameters() if t.dim() > 1}
     assert sum(size for own, size in sizes.items() if own in sharded) > 0.9 * sum(sizes.values())
@@ -177,7 +124,7 @@ OUTPUTS: dict[str, Model] = {
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs(name: str, p: int) -> None:
-    assert {"up.weight", "down.weight", "last.weight"} <= set(run(_same, p, name, "OUTPUTS")[0])
+    assert {"up.weight", "down.weight", "last.weight"} <= set(run(same, p, name, "OUTPUTS", __name__)[0])
 
 
 def _attention(
@@ -234,7 +181,7 @@ FEW = ["batch first", "cross of other widths", "a mask for each head"]
 
 @pytest.mark.parametrize(("name", "p"), [*((n, 3) for n in ATTENTION), *((n, p) for n in FEW for p in (2, 4))])
 def test_attention(name: str, p: int) -> None:
-    sharded = run(_same, p, name, "ATTENTION")[0]
+    sharded = run(same, p, name, "ATTENTION", __name__)[0]
     own = {n for n, _ in ATTENTION[name]()[0].named_parameters() if n.startswith("attention")}
     assert own - set(sharded) <= {"attention.out_proj.bias"}
 
@@ -264,10 +211,9 @@ TRANSFORMERS: dict[str, Model] = {
 }
 
 
-@pytest.mark.parametrize("p", [2, 3, 4])
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize(("name", "p"), [*((n, 3) for n in TRANSFORMERS), ("encoder", 2), ("transformer", 4)])
 def test_layers_of_transformers(name: str, p: int) -> None:
-    sharded = run(_same, p, name, "TRANSFORMERS")[0]
+    sharded = run(same, p, name, "TRANSFORMERS", __name__)[0]
     model, _ = TRANSFORMERS[name]()
     sizes = {own: t.numel() for own, t in model.named_parameters() if t.dim() > 1 and own.startswith("core")}
     assert set(sizes) <= set(sharded)
@@ -289,7 +235,7 @@ PADDED: dict[str, Model] = {"encoder": _padded_encoder}
 
 
 def test_a_sharded_feed_forward_keeps_its_layer_from_fused_inference() -> None:
-    sharded = run(_same, 3, "encoder", "PADDED")[0]
+    sharded = run(same, 3, "encoder", "PADDED", __name__)[0]
     assert "core.layers.0.linear1.weight" in sharded and "core.layers.0.self_attn.in_proj_weight" not in sharded
 
 
@@ -334,92 +280,3 @@ def _counted(group: Any) -> tuple[int, int, int, int]:
 
 def test_attention_sums_its_output_its_weights_and_the_gradient_of_its_input() -> None:
     assert run(_counted, 2)[0] == (2, 2, 1, 1)
-
-
-indices = torch.tensor([[1, 5, 5, 12], [0, 12, 5, 3], [12, 12, 1, 1]])
-
-
-def _table(columns: bool = False, **options: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """An embedding of 13 rows, whose features are whole for a norm, or sharded with those of a linear layer."""
-    if columns:
-        return nn.Sequential(nn.Embedding(13, 8, **options), nn.ReLU(), nn.Linear(8, 6)), (indices,)
-    layers = nn.Embedding(13, 8, **options), nn.LayerNorm(8), nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8)
-    return nn.Sequential(*layers), (indices,)
-
-
-def _bags(columns: bool = False, *more: Tensor, **options: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    def forward(model: Any, indices: Tensor, *more: Tensor) -> Tensor:
-        offsets = next((t for t in more if not t.is_floating_point()), None)
-        weights = next((model.scale(t[..., None])[..., 0] for t in more if t.is_floating_point()), None)
-        return model.last(model.bags(indices if offsets is None else indices.flatten(), offsets, weights).relu())
-
-    last = nn.Linear(8, 6) if columns else nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8))
-    model = Called(forward, bags=nn.EmbeddingBag(40, 8, **options), scale=nn.Linear(1, 1), last=last)
-    return model, (indices, *more)
-
-
-offsets = torch.tensor([0, 3, 3, 8])  # the second bag is empty
-ends = torch.tensor([0, 3, 3, 8, 12])
-# name -> the model, and what the table is: sharded, or whole by an option
-TABLES: dict[str, tuple[Model, str]] = {
-    "padding in the last row": (lambda: _table(padding_idx=12), ""),
-    "padding by a negative index": (lambda: _table(padding_idx=-1), ""),
-    "padding in the first row": (lambda: _table(padding_idx=0), ""),
-    "features with padding": (lambda: _table(True, padding_idx=12), ""),
-    "max_norm": (lambda: _table(max_norm=0.5, norm_type=1.0), "max_norm of embedding"),
-    "scale_grad_by_freq": (lambda: _table(scale_grad_by_freq=True), "scale_grad_by_freq=True of embedding"),
-    "features, scale_grad_by_freq": (lambda: _table(True, scale_grad_by_freq=True), ""),
-    "sums": (lambda: _bags(mode="sum"), ""),
-    "means": (lambda: _bags(mode="mean", padding_idx=5), ""),
-    "means of offsets": (lambda: _bags(False, offsets, mode="mean"), ""),
-    "means of ends, with padding": (lambda: _bags(False, ends, include_last_offset=True, padding_idx=-28), ""),
-    "weighted sums": (lambda: _bags(False, torch.rand(3, 4), mode="sum", padding_idx=12), ""),
-    "maxima": (lambda: _bags(mode="max"), "mode='max' of embedding_bag"),
-    "maxima of features": (lambda: _bags(True, mode="max"), ""),
-    "bags, scale_grad_by_freq": (lambda: _bags(scale_grad_by_freq=True), "scale_grad_by_freq=True of embedding_bag"),
-    "bags, max_norm": (lambda: _bags(max_norm=0.5), "max_norm of embedding"),
-}
-MODELS: dict[str, Model] = {name: made for name, (made, _) in TABLES.items()}
-
-
-@pytest.mark.parametrize(("name", "p"), [*((n, 3) for n in TABLES), ("sums", 2), ("means", 4)])
-def test_tables(name: str, p: int) -> None:
-    made, reason = TABLES[name]
-    (table,) = (n for n, t in made()[0].named_parameters() if t.shape[0] in (13, 40))
-    sharded = run(_same, p, name, "MODELS")[0]
-    assert (table in sharded) == (not reason)
-    assert reason in auto.plan(*made(), p).why(table)
-
-
-@pytest.mark.parametrize("made", [_table, _bags])
-def test_sparse_gradients_are_those_of_a_whole_table(made: Any) -> None:
-    model, example = made(sparse=True)
-    plan = auto.plan(model, example, 2)
-    assert "sparse=True of embedding" in plan.why(next(iter(plan.shapes)))
-
-
-@pytest.mark.parametrize("made", [_table, _bags])
-def test_a_table_of_shards_can_be_copied(made: Any) -> None:
-    run(_copied, 2, made)
-
-
-def _copied(group: Any, made: Any) -> None:
-    model, example = made()
-    auto.apply(auto.plan(model, example, 2), model, group)
-    torch.testing.assert_close(copy.deepcopy(model)(*example), model(*example))
-
-
-def test_every_option_of_the_layers_that_are_replaced_is_known() -> None:
-    """One that torch adds must be looked at: it may be one that a layer of ours does not read."""
-    common = {"self", "device", "dtype"}
-    tables = {"num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
-              "_weight", "_freeze"}  # fmt: skip
-    known = {
-        nn.Linear: {"in_features", "out_features", "bias"},
-        nn.Embedding: tables,
-        nn.EmbeddingBag: tables - {"_freeze"} | {"mode", "include_last_offset"},
-        nn.MultiheadAttention: {"embed_dim", "num_heads", "dropout", "bias", "add_bias_kv", "add_zero_attn", "kdim",
-                                "vdim", "batch_first"},
-    }  # fmt: skip
-    for cls, options in known.items():
-        assert set(inspect.signature(cls.__init__).parameters) - common == options, cls
