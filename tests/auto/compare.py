@@ -26,7 +26,7 @@ import tp_ext
 from tests.auto.architectures import MORE, build
 from tests.helpers.ranks import RankError, run
 from tp_ext import auto
-from tp_ext.auto.execute import loss_of
+from tp_ext.auto.check_applied import loss_of
 from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.group import parallel_group
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tp_ext.auto.dims import Atom, Dim, Major, atoms, contains, majors
 from tp_ext.auto.edits import Factor
+from tp_ext.auto.record import Record
 from tp_ext.auto.rules import LOOK_UPS
-from tp_ext.auto.trace import Record
 from tp_ext.sharding import Part, Sharding
 
 SMALL_TABLE = 0.01  # of all parameters: an embedding below costs more in its all-reduce than its bytes are worth

@@ -11,8 +11,8 @@ from tp_ext.auto.choose import carries
 from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Collective
 from tp_ext.auto.flow import Flow
+from tp_ext.auto.record import Record, tensors
 from tp_ext.auto.tokens import TokenFlow
-from tp_ext.auto.trace import Record, tensors
 
 
 class State(Protocol):

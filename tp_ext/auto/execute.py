@@ -8,12 +8,11 @@ import math
 import warnings
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply
-from tp_ext.auto.copies import copied
+from tp_ext.auto.check_applied import compare_with, reference_of
 from tp_ext.auto.edits import Copy, SizeCall
 from tp_ext.auto.forwards import CalledForward
 from tp_ext.auto.guard import Guard, structure_of
@@ -32,7 +31,6 @@ from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, pa
 from tp_ext.auto.logits import FullLogits, ShardLogits
 from tp_ext.auto.multi_head import WEIGHTS, refuse_fused_paths, shard_attention
 from tp_ext.auto.norms import fused_norm
-from tp_ext.auto.one_rank import whole_draws
 from tp_ext.auto.plans import Plan, undescribed
 from tp_ext.auto.random_draws import register_draws
 from tp_ext.auto.sizes import SizedForward
@@ -44,7 +42,6 @@ from tp_ext.auto.token_hooks import (
     TokenBoundary,
     TokenLengths,
 )
-from tp_ext.auto.trace import arguments, tensors
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
 from tp_ext.nn.layouts import declare_layouts, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -54,9 +51,6 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_
          "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
 
 MOST_WHOLE = 0.1  # of the bytes of matrices, without a warning
-
-# Relative, of verify: sums have another order. Models in fp64 convert to fp32 inside
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, example: Any = None) -> nn.Module:
@@ -113,7 +107,7 @@ def apply_quietly(
     if plan.p != own.size:
         raise ValueError(f"plan: is for p = {plan.p} and must be for the {own.size} ranks of the group")
     _compare_over_group(plan, model, group)
-    reference = _reference(plan, model) if verify else None
+    reference = reference_of(plan, model) if verify else None
     if own.size > 1:
         guard = Guard(plan, structure_of(model)) if plan.shardings and plan.example is not None else None
         _Applied(plan, model, own).apply()
@@ -125,15 +119,8 @@ def apply_quietly(
         _Applied(plan, model, own).apply_alone()
     model.tp_ext_plan = plan  # type: ignore[assignment]
     if reference is not None:
-        _verify(model, reference, example, group)
+        compare_with(model, reference, example, group)
     return model
-
-
-def _reference(plan: Plan, model: nn.Module) -> nn.Module:
-    """A copy of the unsharded model, which draws the masks of the sharded one."""
-    reference: nn.Module = copied(model, {})
-    register_draws(reference, whole_draws(plan.draws), parallel_group(None), None)
-    return reference
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
@@ -411,62 +398,3 @@ class _Applied:
             module = self.model.get_submodule(name)
             module.register_forward_pre_hook(hook)
             module.register_forward_hook(LeaveParameters(hook.names), always_call=True)
-
-
-# ---------------------------------------------------------------- verify
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss of a model's output, or the mean of the squares of its first floating-point tensor."""
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    if isinstance(output, Tensor) and output.dim() == 0:
-        return output
-    first = next(t for _, t in tensors(output) if t.is_floating_point())
-    return first.float().pow(2).mean() if first.dtype in (torch.float16, torch.bfloat16) else first.pow(2).mean()
-
-
-def _verify(model: nn.Module, reference: nn.Module, example: Any, group: Group) -> None:
-    """Raises the same ValueError on all ranks if a loss or a gradient differs from the unsharded model's."""
-    args, kwargs = arguments(example)
-    kept = {name: p.grad for name, p in model.named_parameters()}
-    for one in (reference, model):
-        one.zero_grad(set_to_none=True)
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    losses = []
-    for one in (reference, model):
-        with torch.random.fork_rng(devices):  # the same masks in both, and no draw outside
-            losses.append(loss_of(one(*args, **kwargs)))
-            losses[-1].backward()
-    wanted, found = losses
-    tolerance = TOLERANCES.get(next(p.dtype for p in reference.parameters() if p.is_floating_point()), 5e-2)
-    shards = dict(model.named_parameters())
-    layouts = {
-        f"{name}.{own}" if name else own: layout
-        for name, module in model.named_modules(remove_duplicate=False)
-        for own, layout in layouts_of(module).items()
-    }
-    scale = max(
-        (p.grad.abs().max().item() for p in reference.parameters() if p.grad is not None and p.grad.numel()),
-        default=0.0,
-    )
-    worst = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-6), "the loss"
-    for name, full in reference.named_parameters():
-        own = shards[name].grad
-        if full.grad is None or own is None:
-            if (full.grad is None) != (own is None):
-                worst = max(worst, (float("inf"), name))
-            continue
-        expected = layouts[name].shard(full.grad) if name in layouts else full.grad
-        if expected.numel():
-            error = (expected - own).abs().max().item() / max(full.grad.abs().max().item(), 1e-3 * scale, 1e-10)
-            worst = max(worst, (error if error == error else float("inf"), name))
-    for name, parameter in model.named_parameters():
-        parameter.grad = kept[name]
-    if parallel_group(group).size > 1:
-        worst = max(all_gather_objects(worst, process_group(group)))
-    if not worst[0] <= tolerance:
-        raise ValueError(
-            f"verify: {worst[1]} differs from the unsharded model's by {worst[0]:.1e}, more than {tolerance:.1e}"
-        )

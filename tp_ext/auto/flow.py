@@ -21,8 +21,8 @@ from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Copy, Gather, Path, Slice, Sum
 from tp_ext.auto.partial_sums import PartialSums
 from tp_ext.auto.problems import Problem
+from tp_ext.auto.record import Call, Record, Step, tensors
 from tp_ext.auto.sliced_constants import VIEWS, Constants
-from tp_ext.auto.trace import Call, Record, Step, tensors
 from tp_ext.sharding import Sharding
 
 SPLITS = {"split", "split_with_sizes", "slice", "chunk"}

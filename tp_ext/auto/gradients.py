@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from tp_ext.auto.dims import Reason, pin, unify
 
 if TYPE_CHECKING:
-    from tp_ext.auto.trace import Record
+    from tp_ext.auto.record import Record
 
 REGISTERS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 

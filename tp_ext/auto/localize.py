@@ -25,9 +25,10 @@ from tp_ext.auto.dims import Atom, atoms
 from tp_ext.auto.edits import Path, SizeCall, Slice, Tokens
 from tp_ext.auto.multi_head import forward_on_fakes
 from tp_ext.auto.reasons import failure_of
+from tp_ext.auto.record import Record
 from tp_ext.auto.sizes import Observer, SizedForward
 from tp_ext.auto.tokens import TokenFlow
-from tp_ext.auto.trace import Record, trace
+from tp_ext.auto.trace import trace
 from tp_ext.auto.unchanged import unchanged
 from tp_ext.sharding import Sharding, split_sizes
 

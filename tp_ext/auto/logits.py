@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.auto.localize import replaced
-from tp_ext.auto.trace import tensors
+from tp_ext.auto.record import tensors
 from tp_ext.group import ParallelGroup
 from tp_ext.nn.loss import vocab_parallel_cross_entropy
 from tp_ext.nn.sampling import vocab_parallel_argmax

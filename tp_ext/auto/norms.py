@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tp_ext.auto.trace import Record, trace
+from tp_ext.auto.record import Record
+from tp_ext.auto.trace import trace
 from tp_ext.nn.norm import RMSNorm
 
 CONVERSIONS = ("_to_copy", "to")

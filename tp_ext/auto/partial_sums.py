@@ -15,9 +15,9 @@ from torch import Tensor
 from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Path
 from tp_ext.auto.problems import Problem
+from tp_ext.auto.record import Call, Record, Step
 from tp_ext.auto.rules import LOOK_UPS
 from tp_ext.auto.sliced_constants import VIEWS
-from tp_ext.auto.trace import Call, Record, Step
 
 # Linear in their first tensor, with any other arguments: indices, dims, lengths
 UNARY = VIEWS | {

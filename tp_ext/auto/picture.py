@@ -12,7 +12,7 @@ from torch import nn
 from tp_ext.auto.choose import local_length
 from tp_ext.auto.dims import Atom
 from tp_ext.auto.edits import Copy, Output, Tokens
-from tp_ext.auto.trace import Call, Record
+from tp_ext.auto.record import Call, Record
 from tp_ext.sharding import Sharding
 
 COLOURS = {"sharded": "#8ecae6", "partial": "#ffb703", "replicated": "#e5e5e5"}

@@ -9,8 +9,8 @@ from tp_ext.auto.choose import Decision, constant_atoms, local_length
 from tp_ext.auto.dims import Atom, atoms, contains
 from tp_ext.auto.edits import Draw
 from tp_ext.auto.problems import Problem
+from tp_ext.auto.record import Call, RandomCall, Record
 from tp_ext.auto.tokens import TokenFlow
-from tp_ext.auto.trace import Call, RandomCall, Record
 
 
 def draws_of(

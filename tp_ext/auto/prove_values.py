@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import tp_ext.random as tp_random
 from tp_ext.auto.copies import copied
 from tp_ext.auto.plans import Plan
-from tp_ext.auto.trace import arguments, tensors
+from tp_ext.auto.record import tensors
+from tp_ext.auto.trace import arguments
 from tp_ext.nn.layouts import layouts_of
 from tp_ext.simulation import simulate
 

@@ -23,7 +23,7 @@ from tp_ext.auto.prove_values import (
 
 
 class Planner(Protocol):
-    """Plans a model with only some of its decisions: :class:`tp_ext.auto.planner._Planner`."""
+    """Plans a model with only some of its decisions: :class:`tp_ext.auto.rounds.Planner`."""
 
     def __call__(
         self,

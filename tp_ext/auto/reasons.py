@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from tp_ext.auto.choose import decisions
 from tp_ext.auto.dims import Major, contains, majors
+from tp_ext.auto.record import Record
 from tp_ext.auto.rules import Rule
-from tp_ext.auto.trace import Record, trace
+from tp_ext.auto.trace import trace
 
 OWN = str(Path(__file__).parent)
 

@@ -10,7 +10,7 @@ from tp_ext.auto.choose import carries, constant_atoms
 from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Factor, Slice
 from tp_ext.auto.problems import Problem
-from tp_ext.auto.trace import Step
+from tp_ext.auto.record import Step
 from tp_ext.sharding import Sharding
 
 VIEWS = {

@@ -10,8 +10,8 @@ from torch import Tensor
 from tp_ext.auto.dims import Atom, atoms, contains
 from tp_ext.auto.edits import Path
 from tp_ext.auto.flow import PARTIAL, Finder
+from tp_ext.auto.record import Call, RandomCall, Record, Step
 from tp_ext.auto.tokens import END, Bans, Gather, Origin, Range, ScatterKey, TokenFlow, entries, latest
-from tp_ext.auto.trace import Call, RandomCall, Record, Step
 
 RANDOM = {
     "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform_", "random_",

@@ -19,7 +19,7 @@ from tp_ext.auto.choose import local_length
 from tp_ext.auto.dims import Atom
 from tp_ext.auto.edits import Output, Path, Tokens
 from tp_ext.auto.problems import Problem
-from tp_ext.auto.trace import Call, Record, tensors
+from tp_ext.auto.record import Call, Record, tensors
 from tp_ext.sharding import split_sizes
 
 END = sys.maxsize

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tp_ext.simulation import simulate
 from tp_ext.debug.type_check import typecheck
 from tp_ext.random import manual_seed
+from tp_ext.simulation import simulate
 
 
 def type_error(make_model: Any, arguments: Any, dtype: torch.dtype | None, p: int, seed: int) -> str | None:

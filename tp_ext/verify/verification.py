@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tp_ext.simulation import simulate
 from tp_ext.sharding import Layout
+from tp_ext.simulation import simulate
 from tp_ext.verify import causes
 from tp_ext.verify.arguments import arguments_of, check_make_model, check_seed, numbers_of_ranks
 from tp_ext.verify.compare import Comparison, compare, difference

@@ -1,0 +1,84 @@
+"""The check of ``apply(verify=True)``: a sharded model next to the unsharded one, in the real group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext._object_collectives import all_gather_objects
+from tp_ext.auto.copies import copied
+from tp_ext.auto.one_rank import whole_draws
+from tp_ext.auto.plans import Plan
+from tp_ext.auto.random_draws import register_draws
+from tp_ext.auto.record import tensors
+from tp_ext.auto.trace import arguments
+from tp_ext.group import Group, parallel_group, process_group
+from tp_ext.nn.layouts import layouts_of
+
+# Relative, of verify: sums have another order. Models in fp64 convert to fp32 inside
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+
+
+def reference_of(plan: Plan, model: nn.Module) -> nn.Module:
+    """A copy of the unsharded model, which draws the masks of the sharded one."""
+    reference: nn.Module = copied(model, {})
+    register_draws(reference, whole_draws(plan.draws), parallel_group(None), None)
+    return reference
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss of a model's output, or the mean of the squares of its first floating-point tensor."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    if isinstance(output, Tensor) and output.dim() == 0:
+        return output
+    first = next(t for _, t in tensors(output) if t.is_floating_point())
+    return first.float().pow(2).mean() if first.dtype in (torch.float16, torch.bfloat16) else first.pow(2).mean()
+
+
+def compare_with(model: nn.Module, reference: nn.Module, example: Any, group: Group) -> None:
+    """Raises the same ValueError on all ranks if a loss or a gradient differs from the unsharded model's."""
+    args, kwargs = arguments(example)
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    for one in (reference, model):
+        one.zero_grad(set_to_none=True)
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    losses = []
+    for one in (reference, model):
+        with torch.random.fork_rng(devices):  # the same masks in both, and no draw outside
+            losses.append(loss_of(one(*args, **kwargs)))
+            losses[-1].backward()
+    wanted, found = losses
+    tolerance = TOLERANCES.get(next(p.dtype for p in reference.parameters() if p.is_floating_point()), 5e-2)
+    shards = dict(model.named_parameters())
+    layouts = {
+        f"{name}.{own}" if name else own: layout
+        for name, module in model.named_modules(remove_duplicate=False)
+        for own, layout in layouts_of(module).items()
+    }
+    scale = max(
+        (p.grad.abs().max().item() for p in reference.parameters() if p.grad is not None and p.grad.numel()),
+        default=0.0,
+    )
+    worst = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-6), "the loss"
+    for name, full in reference.named_parameters():
+        own = shards[name].grad
+        if full.grad is None or own is None:
+            if (full.grad is None) != (own is None):
+                worst = max(worst, (float("inf"), name))
+            continue
+        expected = layouts[name].shard(full.grad) if name in layouts else full.grad
+        if expected.numel():
+            error = (expected - own).abs().max().item() / max(full.grad.abs().max().item(), 1e-3 * scale, 1e-10)
+            worst = max(worst, (error if error == error else float("inf"), name))
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept[name]
+    if parallel_group(group).size > 1:
+        worst = max(all_gather_objects(worst, process_group(group)))
+    if not worst[0] <= tolerance:
+        raise ValueError(
+            f"verify: {worst[1]} differs from the unsharded model's by {worst[0]:.1e}, more than {tolerance:.1e}"
+        )
