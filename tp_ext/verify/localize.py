@@ -64,7 +64,7 @@ class Trace:
         wrong = [(call, bad) for call, bad in wrong if not any(call.within(around) for around in healed)]
         summed = [call for call, bad in wrong if self._summed_after(call, bad)]
         for call, bad in wrong:
-            if call not in summed and not any(part.within(call) for part in summed):
+            if not any(part.within(call) for part in summed):
                 return Place(call.name, bad)
         return Place(wrong[0][0].name, wrong[0][1]) if wrong else Place("")
 
