@@ -40,6 +40,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     caches[id(value)] = value
                 elif type(value) in CONTAINERS and not name.startswith("__"):
                     kept.setdefault(id(value), (value, value.copy()))
+    for _, contents in list(kept.values()):
+        for value in contents.values() if isinstance(contents, dict) else contents:
+            caches.update((id(cache), cache) for cache in _caches_in(value))
     for cache in caches.values():  # each run makes the calls that fill them
         cache.cache_clear()
     try:
@@ -66,6 +69,20 @@ def _keep(holder: Any, kept: dict[int, tuple[Any, Any]], depth: int) -> Iterator
             yield [*value]
         elif not isinstance(value, OPAQUE) and isinstance(own := getattr(value, "__dict__", None), dict):
             yield own
+
+
+def _caches_in(value: Any) -> Iterator[Any]:
+    """The caches of a function that an attribute holds: itself, or what its arguments and closure hold."""
+    if isinstance(value, functools._lru_cache_wrapper):
+        yield value
+    elif isinstance(value, functools.partial):
+        for inner in (value.func, *value.args, *value.keywords.values()):
+            yield from _caches_in(inner)
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a variable without a value
+                if isinstance(cell.cell_contents, functools._lru_cache_wrapper):
+                    yield cell.cell_contents
 
 
 def _same(holder: Any, contents: Any) -> bool:

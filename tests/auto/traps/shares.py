@@ -2,9 +2,9 @@
 
 FULLY = set(
     """
-    Attribute BatchStatistics Cached Closure Collected ComplexRotary Connections Counter Excitation ForwardOfParts
+    BatchStatistics Cached Closure Collected ComplexRotary Connections Counter Excitation ForwardOfParts
     InNamedTuple Indexed Interleaved LinearAttention MaskedVocabulary MomentumTeacher MovingAverage NormalizedHeads
-    OneHot OnlyHidden OwnBatchNorm Patches Recomputed RelativePositions ReturnsMaps ReturnsWeight Shared
+    OneHot OwnBatchNorm Patches Recomputed RelativePositions ReturnsMaps ReturnsWeight Shared
     StackedExperts StochasticDepth Teacher TokensAsNumber TrapClassWeights TrapFeatureHook TrapFocalLoss
     TrapGradientClamped TrapInputGradient TrapInputGradientOfBlock TrapLazyRope TrapPairs TrapReturnsHidden
     TrapStoresActivations Twice batch_norm_of_sums between_batch_into_features between_constant_of_hidden
