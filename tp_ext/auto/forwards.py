@@ -22,7 +22,7 @@ class CalledForward:
     def install(self) -> None:
         self.module.register_forward_pre_hook(Enter(self), prepend=True)
         self.module.register_forward_hook(Leave(self), always_call=True)
-        self.module.forward = self  # type: ignore[assignment]
+        self.module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.entered:

@@ -205,7 +205,7 @@ class Search:
             if type(module) is not kind:
                 continue
             own = dict(integers(module)).get(attribute)
-            options = self.values(name, of_its_own=True).get(own, ()) if own is not None else ()
+            options = self.values(name, of_its_own=True).get(own, []) if own is not None else []
             if own is not None and (options or name == holder):
                 same = [one for one in options if one * value == new * own]
                 local = new if name == holder else (same or options)[0]

@@ -218,7 +218,7 @@ class SizedForward:
             if inner is not self.module:
                 inner.register_forward_pre_hook(Pause(self), prepend=True)
                 inner.register_forward_hook(Resume(self), always_call=True)
-        self.module.forward = self  # type: ignore[assignment]
+        self.module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = _Rewriting(self.name, self.calls)
