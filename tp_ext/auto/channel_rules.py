@@ -27,13 +27,15 @@ def convolution(op: Op) -> None:
         op.unify(x[-spatial - 1], into)
         op.contracted = into
     else:
-        own = [Atom(groups)]  # those of x and of the weight's dim 0 are the same; the other dim has those of one group
+        by_group = [
+            Atom(groups)
+        ]  # those of x and of the weight's dim 0 are the same; the other dim has those of one group
         inputs = op.inputs[0].shape[-spatial - 1] // groups
         outputs = op.outputs[0].shape[-spatial - 1] // groups
         op.pin(weight[1])
-        op.unify(x[-spatial - 1], [*own, Atom(inputs, op.reason)])
-        op.unify(weight[0], [*own, Atom(inputs if transposed else outputs, op.reason)])
-        out = [*own, Atom(outputs, op.reason)]
+        op.unify(x[-spatial - 1], [*by_group, Atom(inputs, op.reason)])
+        op.unify(weight[0], [*by_group, Atom(inputs if transposed else outputs, op.reason)])
+        out = [*by_group, Atom(outputs, op.reason)]
     op.give([*x[: -spatial - 1], out, *_places(op, spatial)])
     if len(op.inputs) > 2:
         op.unify(op.dims(2)[0], out)
@@ -57,14 +59,14 @@ def batch_norm(op: Op) -> None:
 def group_norm(op: Op, groups: int) -> None:
     """Groups of channels pass; what a group normalizes is whole. A second result has the statistics of each group."""
     batch, channels, *places = op.dims()
-    own = [Atom(groups)]
-    op.unify(channels, [*own, Atom(length(channels) // groups, op.reason)])
+    by_group = [Atom(groups)]
+    op.unify(channels, [*by_group, Atom(length(channels) // groups, op.reason)])
     op.pin(*places)
     for tensor in op.inputs[1:]:
         op.unify(op.dims_of(tensor)[0], channels)
     op.give(op.dims())
     for place in range(1, len(op.outputs)):
-        op.give([batch, own], place)
+        op.give([batch, by_group], place)
 
 
 @rule("native_group_norm")

@@ -18,7 +18,7 @@ def known_integers(localized: Any, rank: int) -> dict[str, dict[str, tuple[int, 
     Args:
         localized: the parts of the local model (:class:`~tp_ext.auto.localize.Localized`). rank: whose it is.
     """
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    integers: dict[str, dict[str, tuple[int, int]]] = {}
     sizes = localized.sizes(rank)
     modules = dict(localized.model.named_modules(remove_duplicate=False))
     for name, function, tensors in localized.record.python_calls:
@@ -28,10 +28,10 @@ def known_integers(localized: Any, rank: int) -> dict[str, dict[str, tuple[int, 
         statistics = tensors[-1]
         if id(statistics) in localized.local:
             local = local_length(localized.record.dims_of(statistics)[1], sizes)
-            found[name] = {"num_groups": (module.num_groups, local)}
+            integers[name] = {"num_groups": (module.num_groups, local)}
     for name, module in modules.items():
         sharding = localized.shardings.get(f"{name}.weight")
         if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 and sharding is not None:
             local = module.groups * sharding.local_size(rank, localized.p) // sharding.size
-            found[name] = {"groups": (module.groups, local)}
-    return found
+            integers[name] = {"groups": (module.groups, local)}
+    return integers

@@ -94,7 +94,7 @@ class RowConv1D(nn.Module):
 
 
 class _RowsOfTable(nn.Module):
-    """What tables whose rows are sharded have in common.
+    """A table whose rows are sharded.
 
     Never constructed: it becomes a base of an existing table's class, below what that class adds.
     """
@@ -162,7 +162,7 @@ class VocabBag(_RowsOfTable, nn.EmbeddingBag):
 
 
 LOOKUPS: dict[type[nn.Module], type[_RowsOfTable]] = {nn.Embedding: VocabLookup, nn.EmbeddingBag: VocabBag}
-TABLES = {lookup: table for table, lookup in LOOKUPS.items()}
+TABLES: dict[type[nn.Module], type[nn.Module]] = {lookup: table for table, lookup in LOOKUPS.items()}
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def _with_lookup(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty(base: type[nn.Module]) -> nn.Module:
-    cls = _with_lookup(TABLES.get(base, base))
+    cls = _with_lookup(TABLES.get(base, base))  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 
@@ -191,6 +191,6 @@ def looks_up(module: nn.Module) -> bool:
 def shard_embedding(module: nn.Module, sharding: Sharding, group: ParallelGroup) -> None:
     """Makes an embedding, whose weight is a shard already, look up rows of the full table."""
     (rows,) = sharding.slices(group.rank, group.size)
-    module.__class__ = _with_lookup(type(module))
+    module.__class__ = _with_lookup(type(module))  # type: ignore[arg-type]
     module.tp_group = group  # type: ignore[assignment]
     module.first_row, module.local_rows = rows.start, rows.stop - rows.start

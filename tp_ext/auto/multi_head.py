@@ -29,7 +29,7 @@ NEED_ALL_HEADS = {"bias_k": "add_bias_kv", "add_zero_attn": "add_zero_attn", "st
 
 @contextlib.contextmanager
 def plain_paths() -> Iterator[None]:
-    """While it lasts, torch's attention takes no fused path for inference, and reads no values of masks.
+    """Keeps torch's attention from its fused paths for inference, and from reading values of masks, while it lasts.
 
     The fused paths are operators that hide the weights of a whole layer; whether a mask is causal, a hint alone, is
     read from its values.
@@ -86,9 +86,9 @@ def multi_head_attention(record: Any, args: Sequence[Any], kwargs: Mapping[str, 
     _tie_projections(op, call, of_heads)
     of_q, of_k, of_v = op.dims(0), op.dims(1), op.dims(2)
     op.unify(of_k[0], of_v[0])
-    for one, two, three in zip(of_q[1:-1], of_k[1:-1], of_v[1:-1], strict=True):  # the batch
-        op.unify(one, two)
-        op.unify(one, three)
+    for batch_q, batch_k, batch_v in zip(of_q[1:-1], of_k[1:-1], of_v[1:-1], strict=True):
+        op.unify(batch_q, batch_k)
+        op.unify(batch_q, batch_v)
     op.pin(of_k[0], of_q[-1], of_k[-1], of_v[-1])
     for mask in masks:
         op.pin(*op.dims_of(mask)[: mask.dim() - 2], *op.dims_of(mask)[-1:])
@@ -165,7 +165,7 @@ class ShardedAttention(nn.MultiheadAttention):
     tp_group: ParallelGroup | None  # None: on fakes, where shapes alone count
     heads_of_ranks: list[int]
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
