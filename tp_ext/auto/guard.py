@@ -107,11 +107,12 @@ class Guard:
             self.refuse_partial_gradients(args, kwargs)
         if torch.compiler.is_compiling():
             return
-        key = signature(self.structure, args, kwargs)
-        if key not in self.proven:
+        kinds = signature(self.structure, args, kwargs)
+        key = kinds and f"{kinds} {torch.is_grad_enabled()}"  # sums of gradients do not matter without any
+        if key not in self.proven and kinds not in self.proven:
             self.prove(args, kwargs)
             self.proven.add(key)
-        elif key is not None and (size := (key, lengths(args, kwargs))) not in self.sizes:
+        elif key is not None and (size := (kinds, lengths(args, kwargs))) not in self.sizes:
             if self.calls(args, kwargs) != self.calls(*arguments(undescribed(self.plan.example))):
                 self.prove(args, kwargs)
             self.sizes.add(size)

@@ -187,8 +187,8 @@ class Planner:
 
     def is_head(self, decision: Decision, roles: Mapping[str, str]) -> bool:
         """True if a decision shards heads, and embeddings tied to them, and nothing else."""
-        owners = [alias.rpartition(".")[0] for name in decision.parameters for alias in self.names[name]]
-        return all(roles.get(owner) in ("column", "vocab") for owner in owners)
+        owners = [[alias.rpartition(".")[0] for alias in self.names[name]] for name in decision.parameters]
+        return all(any(roles.get(owner) in ("column", "vocab") for owner in of_one) for of_one in owners)
 
     def finder(self, decisions: list[Decision], roles: dict[str, str], heads: set[Atom], cut: Any) -> Finder:
         """The communication of these decisions; sums that not every call of their module wants are placed elsewhere."""
