@@ -29,7 +29,8 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         memo[id(module)] = type(module).__new__(type(module))
     for module in modules:
         vars(memo[id(module)]).update({name: _copy(value, memo) for name, value in vars(module).items()})
-    return memo[id(model)]  # type: ignore[no-any-return]
+    copy_of_model: nn.Module = memo[id(model)]
+    return copy_of_model
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
@@ -37,13 +38,15 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if id(value) in memo:
         return memo[id(value)]
+    made: Any
     if isinstance(value, _CONTAINERS) and type(value) in _CONTAINERS:
         made = value.copy()
         memo[id(value)] = made
         made.update({key: _copy(inner, memo) for key, inner in value.items()})
         return made
     if type(value) is list:
-        memo[id(value)] = rows = []
+        rows: list[Any] = []
+        memo[id(value)] = rows
         rows.extend(_copy(inner, memo) for inner in value)
         return rows
     if type(value) in (tuple, set):

@@ -20,6 +20,7 @@ from tp_ext.auto.dims import Reason, pin, unify
 if TYPE_CHECKING:
     from tp_ext.auto.record import Record
 
+REQUIRES_GRAD = getattr(Tensor.requires_grad, "__get__")  # noqa: B009, a property of C
 REGISTERS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -49,12 +50,12 @@ def watched_gradients(record: Record, tensors: Callable[[Any], Iterator[tuple[An
     def back(*args: Any, **kwargs: Any) -> None:
         record.problems.append(("", f"{record.modules[-1] or 'the model'} computes gradients in its forward"))
 
-    function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
-    torch.autograd.grad, torch.autograd.backward = gradients, back  # type: ignore[assignment]
+    function.apply = classmethod(applied)
+    torch.autograd.grad, torch.autograd.backward = gradients, back
     try:
         yield
     finally:
-        function.apply = apply  # type: ignore[method-assign]
+        function.apply = apply
         torch.autograd.grad, torch.autograd.backward = grad, backward
 
 
@@ -109,7 +110,7 @@ def of_call(record: Record, func: Any, args: Any) -> Any:
         _examine_hook(record, hook, x)
         return _Handle()
     name = getattr(func, "__name__", "")
-    if name == "__get__" and func == Tensor.requires_grad.__get__:
+    if name == "__get__" and func == REQUIRES_GRAD:
         return torch.is_grad_enabled() and (id(args[0]) in record.differentiable or func(args[0]))
     return None
 

@@ -130,7 +130,7 @@ class Guard:
             name = names[int(key)] if place == 0 and int(key) < len(names) else str(key)
             value = named.get(name)
             for inner in rest:
-                value = value[inner] if value is not None else None  # type: ignore[index]
+                value = value[inner] if value is not None else None
             if isinstance(value, Tensor) and value.requires_grad:
                 raise RuntimeError(
                     f"{name}: has requires_grad=True, and its gradient would be partial; plan with an example whose "

@@ -286,8 +286,8 @@ class Plan:
                 f"patched in {module}: " + ", ".join(f"{a} {old} -> {new}" for a, (old, new) in changes.items())
             )
         if self.sizes:
-            names = dict.fromkeys(_folded(name) or "the model" for name in self.sizes)
-            lines.append(f"sizes of views changed in each call of {', '.join(names)}")
+            sized = dict.fromkeys(_folded(name) or "the model" for name in self.sizes)
+            lines.append(f"sizes of views changed in each call of {', '.join(sized)}")
         return "\n".join(line.rstrip() for line in lines)
 
 

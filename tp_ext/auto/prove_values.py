@@ -104,11 +104,11 @@ def filled(model: nn.Module, dtype: torch.dtype | None) -> None:
                     value = _weight(tensor, noise, dtype)
                     made[id(tensor)] = tensor, nn.Parameter(value, requires_grad=tensor.requires_grad)
                 module._parameters[name] = made[id(tensor)][1]
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                if id(tensor) not in made:
-                    made[id(tensor)] = tensor, _value(tensor, generator, dtype)
-                module._buffers[name] = made[id(tensor)][1]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in made:
+                    made[id(buffer)] = buffer, _value(buffer, generator, dtype)
+                module._buffers[name] = made[id(buffer)][1]
         # Tensors that modules hold as plain attributes
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not name.startswith("_") and value.is_floating_point():
@@ -290,9 +290,9 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
     for rank, (found, of_rank) in enumerate(ranks):
         flat = [one for runs_ in wanted for one in runs_]
         for expected, got in zip(flat, found, strict=True):
-            error, name = compare(expected, got, of_rank)
-            if not error <= bound:
-                raise DifferentValuesError(f"{name} differs by {error:.0e} on rank {rank}")
+            size, name = compare(expected, got, of_rank)
+            if not size <= bound:
+                raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}")
 
 
 def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any) -> list[list[Run]]:

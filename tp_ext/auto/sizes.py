@@ -73,7 +73,9 @@ class Running(Protocol):
     """The record of a run: the modules whose forward runs now, and all calls so far."""
 
     modules: list[str]
-    calls: Sequence[Called]
+
+    @property
+    def calls(self) -> Sequence[Called]: ...
 
 
 class Observer(TorchFunctionMode):

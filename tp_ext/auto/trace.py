@@ -230,7 +230,7 @@ def trace(
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor):
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
-    modes = [
+    modes: list[Any] = [
         torch.enable_grad() if grad else torch.no_grad(),
         watched_gradients(record, tensors),
         fakes,
@@ -243,8 +243,8 @@ def trace(
     with unchanged(model), contextlib.ExitStack() as stack:
         _watch(model, record)
         stack.enter_context(plain_paths())
-        for mode in modes:
-            stack.enter_context(mode)  # type: ignore[arg-type]
+        for entered in modes:
+            stack.enter_context(entered)
         if operators:
             stack.callback(running.reset, running.set(record))
         record.output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)

@@ -100,7 +100,7 @@ def _share(accelerator: Any, model: nn.Module) -> None:
             process_index=0,
             put_on_device=accelerator.device_placement if device_placement is None else device_placement,
             use_seedable_sampler=True,  # all ranks shuffle alike, whatever their generators
-            data_seed=broadcast_from_first(seed, [dist.group.WORLD]),
+            data_seed=broadcast_from_first(seed, [process_group(dist.group.WORLD)]),
             non_blocking=accelerator.non_blocking,
         )
         accelerator._dataloaders.append(prepared)

@@ -15,9 +15,9 @@ from tp_ext.huggingface.new_weights import drawing_from, generator_states
 
 def replace_methods(model: transformers.PreTrainedModel) -> None:
     """Gives a sharded model its own ``generate`` and ``resize_token_embeddings``; copies of it have those, too."""
-    model.resize_token_embeddings = MethodType(resize_token_embeddings, model)  # type: ignore[method-assign]
+    model.resize_token_embeddings = MethodType(resize_token_embeddings, model)
     if model.can_generate():
-        model.generate = MethodType(generate, model)  # type: ignore[method-assign]
+        model.generate = MethodType(generate, model)
 
 
 def resize_token_embeddings(model: transformers.PreTrainedModel, *_: Any, **__: Any) -> None:
