@@ -109,7 +109,7 @@ def apply_quietly(
     _compare_over_group(plan, model, group)
     reference = reference_of(plan, model) if verify else None
     if own.size > 1:
-        guard = Guard(plan, structure_of(model)) if plan.shardings and plan.example is not None else None
+        guard = Guard(plan, structure_of(model), apply_quietly) if plan.shardings and plan.example is not None else None
         _Applied(plan, model, own).apply()
         if guard is not None:
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)

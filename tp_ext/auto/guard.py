@@ -18,6 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tp_ext.auto.copies import copied
 from tp_ext.auto.plans import Plan, undescribed
+from tp_ext.auto.prove_values import Apply, UnprovenError
+from tp_ext.auto.proven_plan import BUDGET, prover_of
+from tp_ext.auto.reasons import traced
+from tp_ext.auto.rounds import Planner
+from tp_ext.auto.rules import from_notation
 from tp_ext.auto.trace import arguments, trace
 
 
@@ -84,12 +89,13 @@ class Guard:
     """A forward pre-hook of a sharded model.
 
     Attributes:
-        structure: the unsharded model without weights. proven: signatures of calls that have been proven. sizes: those
-            with lengths for which the code is known to be the example's, or proven.
+        structure: the unsharded model without weights. apply: carries a plan out. proven: signatures of calls that
+            have been proven. sizes: those with lengths for which the code is known to be the example's, or proven.
     """
 
     plan: Plan
     structure: nn.Module
+    apply: Apply
     proven: set[str | None] = field(default_factory=set)
     sizes: set[Any] = field(default_factory=set)
 
@@ -143,13 +149,11 @@ class Guard:
         Raises:
             RuntimeError: the call communicates elsewhere, or its values are not those of the unsharded model.
         """
-        from tp_ext.auto.planner import plan_again  # which needs execute, whose hook this is
-
         example = _example(self.structure, args, kwargs)
         shown = sorted(example) if isinstance(example, dict) else "positional ones"
         advice = f"the plan's example shows no call with arguments of these kinds and lengths, {shown}: plan with one"
         try:
-            problem = plan_again(self.plan, self.structure, example)
+            problem = plan_again(self.plan, self.structure, example, self.apply)
         except ValueError as error:
             problem = str(error)
         if problem:
@@ -173,3 +177,41 @@ def lengths(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]
         for leaf in tree_leaves((args, kwargs))
         if isinstance(leaf, Tensor)
     )
+
+
+def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> str:
+    """Plans an unsharded model again, with another example; returns how that differs from a plan, or ""."""
+    rules = {name: from_notation(line) for name, line in plan.rules.items()}
+    record = traced(structure, example, rules)
+    only = {name: sharding.dim for name, sharding in plan.shardings.items()}
+    planner = Planner(structure, example, plan.p, record, {}, None, bool(plan.tokens), only)
+    found = planner.decide()
+    called = {call.module for call in record.calls}
+    used = {id(t) for step in record.steps for t in step.inputs}
+    # Logits have their full shape for any code, and are gathered where it needs that: a head that this code would
+    # leave whole may stay sharded, with the sums of its input's gradient
+    heads = {f"{head}.{own}" for head in plan.heads for own in ("weight", "bias")}
+    heads |= {name for names in plan.tied if heads.intersection(names) for name in names}
+    whole_heads = False
+    for id_, (name, _) in record.parameters.items():
+        if id_ not in used or found.shardings.get(name) == plan.shardings.get(name):
+            continue
+        if name not in heads or name in found.shardings:
+            return f"{name} cannot be sharded then: {found.whole.get(name, 'it is sharded in another way')}"
+        whole_heads = True
+    gradients = ("copies",) if torch.is_grad_enabled() else ()
+    for kind in (*gradients, "sums", "slices", "tokens"):
+        own, wanted = set(getattr(plan, kind)), set(getattr(found, kind))
+        changed = {edit for edit in (wanted - own if whole_heads else own ^ wanted) if edit.module in called}
+        if changed:
+            return f"it communicates elsewhere then, in {next(iter(changed)).module or 'the model'}"
+    for module in called:
+        if found.patches.get(module) != plan.patches.get(module) or found.sizes.get(module) != plan.sizes.get(module):
+            return f"{module or 'the model'} reads other integers then"
+    if found.gathers != plan.gathers or not {*found.heads} <= {*plan.heads}:
+        return "it has other results with a sharded dim then"
+    try:
+        differences = prover_of(planner, rules, BUDGET, apply).differences(found) if plan.proof == "values" else {}
+    except UnprovenError:
+        return ""
+    return next(iter(differences.values()), "")

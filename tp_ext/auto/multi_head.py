@@ -195,8 +195,8 @@ class ShardedAttention(nn.MultiheadAttention):
                 later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
                 scores = scores.masked_fill(later, -torch.inf)
             scores = scores if mask is None else scores + mask
-            # As torch: a row that sees nothing is NaN beside weights that are asked for, else zero
-            weights = scores.softmax(-1) if need_weights else torch.ops.aten._safe_softmax(scores, -1)
+            # As torch: a row that sees nothing is NaN where weights are asked for, else zero
+            weights = scores.softmax(-1) if need_weights else torch._safe_softmax(scores, -1)
             if dropped and self.tp_group is not None:
                 weights = dropout(weights, dropped, True, group=self.tp_group.name, dim=1, sizes=self.heads_of_ranks)
             mixed = weights @ v

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from tp_ext.auto.argument_checks import check_example, check_model, check_options
+from tp_ext.auto.execute import apply_quietly
 from tp_ext.auto.hints import check_hints, hint_of
-from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.auto.plans import Plan
-from tp_ext.auto.proven_plan import TOKENS, Prover, UnprovenError, kind_of
+from tp_ext.auto.problems import TOKENS, kind_of
+from tp_ext.auto.prove_values import UnprovenError
+from tp_ext.auto.proven_plan import BUDGET, alone, prover_of
 from tp_ext.auto.reasons import traced
-from tp_ext.auto.rounds import POSSIBLE, Planner
+from tp_ext.auto.rounds import Planner
 from tp_ext.auto.rules import Rule, from_notation
 from tp_ext.auto.unchanged import unchanged
 from tp_ext.mesh_program.partition_spec import P
 
-BUDGET = 2**30
 LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
 
 
@@ -82,7 +82,7 @@ def plan(
     hints = dict(hints or {})
     check_hints(model, hints)
     planner = Planner(model, example, p, traced(model, example, own), hints, memory_budget, sequence_parallel)
-    found = planner.decide() if p > 1 else _alone(planner)
+    found = planner.decide() if p > 1 else alone(planner)
     if prove == "values" and p > 1 and found.shardings:
         with unchanged(model):  # its class may keep things, too
             found = _proven(planner, found, own, budget)
@@ -96,7 +96,7 @@ def plan(
 def _proven(planner: Planner, found: Plan, rules: Mapping[str, Rule], budget: float) -> Plan:
     """The plan whose values are proven: what differs is left whole, and all is decided again."""
     try:
-        prover = _prover(planner, rules, budget)
+        prover = prover_of(planner, rules, budget, apply_quietly)
         while True:
             planner.proves_tokens = bool(found.tokens)
             different = prover.differences(found)
@@ -113,68 +113,6 @@ def _proven(planner: Planner, found: Plan, rules: Mapping[str, Rule], budget: fl
     except UnprovenError as error:
         found.proof = f"shapes: {error}"
     return found
-
-
-def _prover(planner: Planner, rules: Mapping[str, Rule], budget: float) -> Prover:
-    def planned(
-        model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
-    ) -> tuple[Plan, list[list[str]]]:
-        record = traced(model, example, rules)
-        tokens = POSSIBLE if planner.proves_tokens and p > 1 else False
-        part = Planner(model, example, p, record, {}, None, tokens, only)
-        part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
-        return part.decide() if p > 1 else _alone(part), part.together
-
-    return Prover(planner.model, planner.example, planner.p, planned, budget)
-
-
-def plan_again(plan: Plan, structure: nn.Module, example: Any) -> str:
-    """Plans an unsharded model again, with another example; returns how that differs from a plan, or ""."""
-    rules = {name: from_notation(line) for name, line in plan.rules.items()}
-    record = traced(structure, example, rules)
-    only = {name: sharding.dim for name, sharding in plan.shardings.items()}
-    planner = Planner(structure, example, plan.p, record, {}, None, bool(plan.tokens), only)
-    found = planner.decide()
-    called = {call.module for call in record.calls}
-    used = {id(t) for step in record.steps for t in step.inputs}
-    # Logits have their full shape for any code, and are gathered where it needs that: a head that this code would
-    # leave whole may stay sharded, with the sums of its input's gradient
-    heads = {f"{head}.{own}" for head in plan.heads for own in ("weight", "bias")}
-    heads |= {name for names in plan.tied if heads.intersection(names) for name in names}
-    whole_heads = False
-    for id_, (name, _) in record.parameters.items():
-        if id_ not in used or found.shardings.get(name) == plan.shardings.get(name):
-            continue
-        if name not in heads or name in found.shardings:
-            return f"{name} cannot be sharded then: {found.whole.get(name, 'it is sharded in another way')}"
-        whole_heads = True
-    gradients = ("copies",) if torch.is_grad_enabled() else ()
-    for kind in (*gradients, "sums", "slices", "tokens"):
-        own, wanted = set(getattr(plan, kind)), set(getattr(found, kind))
-        changed = {edit for edit in (wanted - own if whole_heads else own ^ wanted) if edit.module in called}
-        if changed:
-            return f"it communicates elsewhere then, in {next(iter(changed)).module or 'the model'}"
-    for module in called:
-        if found.patches.get(module) != plan.patches.get(module) or found.sizes.get(module) != plan.sizes.get(module):
-            return f"{module or 'the model'} reads other integers then"
-    if found.gathers != plan.gathers or not {*found.heads} <= {*plan.heads}:
-        return "it has other results with a sharded dim then"
-    try:
-        differences = _prover(planner, rules, BUDGET).differences(found) if plan.proof == "values" else {}
-    except UnprovenError:
-        return ""
-    return next(iter(differences.values()), "")
-
-
-def _alone(planner: Planner) -> Plan:
-    """The plan of one rank: that of two without its shards, if there is one."""
-    try:
-        two = Planner(
-            planner.model, planner.example, 2, planner.record, planner.hints, None, False, planner.only
-        ).decide()
-    except ValueError:
-        two = planner.decide()
-    return for_one_rank(two, planner.modules)
 
 
 def _check_sharded(found: Plan, planner: Planner, hints: Mapping[str, str | P], strict: bool) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tp_ext.auto.dims import Atom
+
+TOKENS = "tokens"  # no name of a parameter: the key of differences that sums over tokens make
 
 
 @dataclass
@@ -20,3 +23,8 @@ class Problem:
     text: str
     steps: tuple[int, ...] = ()
     blame: frozenset[Atom] = frozenset()
+
+
+def kind_of(name: str) -> str:
+    """A parameter's name without the numbers of layers."""
+    return re.sub(r"\d+", "*", name)

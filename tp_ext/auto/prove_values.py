@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import tp_ext.random as tp_random
 from tp_ext.auto.copies import copied
+from tp_ext.auto.localize import replaced
+from tp_ext.auto.logits import ShardedLogits
 from tp_ext.auto.plans import Plan
 from tp_ext.auto.record import tensors
 from tp_ext.auto.trace import arguments
@@ -29,6 +31,9 @@ MOST_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
 KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
 ENUMERATES = re.compile(r"(^|_)(i|n|idx|id|index|layer|number|depth|name)($|_)")  # attributes that number layers
+
+
+Apply = Callable[[Plan, nn.Module, Any], Any]
 
 
 class DifferentValuesError(Exception):
@@ -215,9 +220,6 @@ def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any
 
 def full_logits(result: Any) -> Any:
     """Outputs with logits of all columns, for a comparison."""
-    from tp_ext.auto.hooks import replaced
-    from tp_ext.auto.logits import ShardedLogits
-
     for path, found in list(tensors(result)):
         if isinstance(found, ShardedLogits):
             result = replaced(result, path, ShardedLogits.full)  # type: ignore[arg-type]
@@ -256,7 +258,7 @@ def compare(wanted: Run, got: Run, layouts: Mapping[str, Any]) -> tuple[float, s
     return max(rows, key=lambda row: row[0], default=(0.0, ""))
 
 
-def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torch.dtype | None) -> None:
+def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torch.dtype | None, apply: Apply) -> None:
     """Runs a model with weights on all ranks of a plan, in this process, next to the same model on one rank.
 
     Args:
@@ -265,20 +267,18 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
     Raises:
         DifferentValuesError: a tensor differs. UnprovenError: the unsharded model does not run.
     """
-    from tp_ext.auto.execute import apply_quietly  # which needs the plan, which is proven first
-
     bound = BOUNDS.get(dtype or torch.float32, 5e-2)
     calls = list(examples(example, dtype))
     modes = [(training, backward) for training in (True, False) for backward in (True, False)]
 
     def runs(rank: int, group: Any, plan: Plan) -> tuple[list[Run], dict[str, Any]]:
         model = copied(reduced)
-        apply_quietly(plan, model, group)
+        apply(plan, model, group)
         return [_in_mode(model, call, *mode) for _, call in calls for mode in modes], layouts(model)
 
     with torch.random.fork_rng(devices=[]):
         try:
-            wanted = _reference(reduced, whole, calls, modes)
+            wanted = _reference(reduced, whole, calls, modes, apply)
         except Exception as error:
             raise UnprovenError(f"{type(error).__name__}: {str(error)[:200]}") from error
         calls = [call for call, runs_ in zip(calls, wanted, strict=True) if runs_]
@@ -295,13 +295,12 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
                 raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}")
 
 
-def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any) -> list[list[Run]]:
+def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any, apply: Apply) -> list[list[Run]]:
     """The runs of the unsharded model; none for calls after the first that it does not accept."""
-    from tp_ext.auto.execute import apply_quietly
 
     def runs(rank: int, group: Any) -> list[list[Run]]:
         model = copied(reduced)
-        apply_quietly(whole, model, group)
+        apply(whole, model, group)
         return [[_in_mode(model, call, *mode) for mode in modes] for _, call in calls]
 
     try:
@@ -309,7 +308,7 @@ def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any) -> list[
     except RuntimeError:
         if len(calls) == 1:
             raise
-    return [*_reference(reduced, whole, calls[:1], modes), []]  # the other call is one that it does not accept
+    return [*_reference(reduced, whole, calls[:1], modes, apply), []]  # the other call is one that it does not accept
 
 
 def _in_mode(model: nn.Module, call: Any, training: bool, backward: bool) -> Run:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.auto.plans import Plan
+from tp_ext.auto.problems import TOKENS, kind_of
 from tp_ext.auto.prove_values import (
     MOST_RANKS,
+    Apply,
     DifferentValuesError,
     UnprovenError,
     bytes_of,
@@ -20,10 +22,13 @@ from tp_ext.auto.prove_values import (
     prove,
     shortened,
 )
+from tp_ext.auto.reasons import traced
+from tp_ext.auto.rounds import POSSIBLE, Planner
+from tp_ext.auto.rules import Rule
 
 
-class Planner(Protocol):
-    """Plans a model with only some of its decisions: :class:`tp_ext.auto.rounds.Planner`."""
+class Planned(Protocol):
+    """Plans a model with only some of its decisions."""
 
     def __call__(
         self,
@@ -35,13 +40,8 @@ class Planner(Protocol):
     ) -> tuple[Plan, list[list[str]]]: ...
 
 
+BUDGET = 2**30  # bytes of parameters
 TYPES = (torch.float64, torch.float32)
-TOKENS = "tokens"  # no name of a parameter: the key of differences that sums over tokens make
-
-
-def kind_of(name: str) -> str:
-    """A parameter's name without the numbers of layers."""
-    return re.sub(r"\d+", "*", name)
 
 
 class Prover:
@@ -51,10 +51,11 @@ class Prover:
         planned: returns the plan of a model for p ranks, in which only these parameters may be sharded, each on its
             dim, and the names of those that are sharded together.
         budget: bytes of parameters with which the model may be run.
+        apply: carries a plan out (:func:`tp_ext.auto.execute.apply_quietly`).
     """
 
-    def __init__(self, model: nn.Module, example: Any, p: int, planned: Planner, budget: float) -> None:
-        self.p, self.planned = min(p, MOST_RANKS), planned
+    def __init__(self, model: nn.Module, example: Any, p: int, planned: Planned, budget: float, apply: Apply) -> None:
+        self.p, self.planned, self.apply = min(p, MOST_RANKS), planned, apply
         self.reduced, self.dtypes = self._reduced(model, budget)
         self.example = self._runnable(model, example)
 
@@ -134,7 +135,7 @@ class Prover:
         for dtype in self.dtypes:
             try:
                 filled(self.reduced, dtype)
-                prove(self.reduced, plan, whole, self.example, dtype)
+                prove(self.reduced, plan, whole, self.example, dtype, self.apply)
                 return ""
             except DifferentValuesError as error:
                 return str(error)
@@ -142,3 +143,29 @@ class Prover:
                 failed = error
         assert failed is not None
         raise failed
+
+
+def prover_of(planner: Planner, rules: Mapping[str, Rule], budget: float, apply: Apply) -> Prover:
+    """The proof by values of the model of a planner."""
+
+    def planned(
+        model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
+    ) -> tuple[Plan, list[list[str]]]:
+        record = traced(model, example, rules)
+        tokens = POSSIBLE if planner.proves_tokens and p > 1 else False
+        part = Planner(model, example, p, record, {}, None, tokens, only)
+        part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
+        return part.decide() if p > 1 else alone(part), part.together
+
+    return Prover(planner.model, planner.example, planner.p, planned, budget, apply)
+
+
+def alone(planner: Planner) -> Plan:
+    """The plan of one rank: that of two without its shards, if there is one."""
+    try:
+        two = Planner(
+            planner.model, planner.example, 2, planner.record, planner.hints, None, False, planner.only
+        ).decide()
+    except ValueError:
+        two = planner.decide()
+    return for_one_rank(two, planner.modules)

@@ -34,7 +34,7 @@ class _Running:
         self.calls: dict[str, int] = {}  # of modules that draw otherwise at other calls: how often it has called them
         self.planned: dict[
             str, int
-        ] = {}  # of those among them whose draws only the place tells: the number in the plan
+        ] = {}  # of those among them whose draws only the place distinguishes: the number in the plan
 
     def again(self) -> _Running:
         """As it is now, for a recomputation of what comes next."""
@@ -43,7 +43,7 @@ class _Running:
         return copy
 
     def check(self) -> None:
-        """Raises a RuntimeError if draws that only their place tells were not as many as in the plan."""
+        """Raises a RuntimeError if draws that only their place distinguishes were not as many as in the plan."""
         name = self.begun.module or "the model"
         for module, planned in self.planned.items():
             if self.calls[module] % planned:
@@ -194,7 +194,7 @@ class Masks(TorchFunctionMode):
         if attn_mask is not None:
             is_mask = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, -torch.inf) if is_mask else scores + attn_mask
-        weights = torch.ops.aten._safe_softmax(
+        weights = torch._safe_softmax(
             scores, -1
         )  # zeros for a row that sees nothing, as in torch's own kernels
         return self.masked(draw, weights, dropout_p) @ value
@@ -252,7 +252,7 @@ class BeginDraws:
     draws: list[Draw]
     masks: Masks
     by_call: dict[str, list[list[Draw]]] = field(init=False)  # those of each caller, in the order of its calls
-    alike: set[str] = field(init=False)  # callers whose draws only the place of a call tells
+    alike: set[str] = field(init=False)  # callers whose draws only the place of a call distinguishes
     is_needed_in_stages = True
 
     def __post_init__(self) -> None:

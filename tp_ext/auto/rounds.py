@@ -22,8 +22,7 @@ from tp_ext.auto.multi_head import WEIGHTS, attends
 from tp_ext.auto.picture import outputs_of
 from tp_ext.auto.planned_draws import draws_of, undrawable
 from tp_ext.auto.plans import Plan, described
-from tp_ext.auto.problems import Problem
-from tp_ext.auto.proven_plan import kind_of
+from tp_ext.auto.problems import Problem, kind_of
 from tp_ext.auto.reasons import reason_of
 from tp_ext.auto.record import Record, tensors
 from tp_ext.auto.rules import LOOK_UPS

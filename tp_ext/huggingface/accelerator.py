@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tp_ext._object_collectives import broadcast_from_first
+from tp_ext.group import process_group
 from tp_ext.parallel.grad_norm import clip_grad_norm_
 
 _SHARDS = {  # methods that would write or read this rank's shards as if they were the model

@@ -76,12 +76,12 @@ def dropout_slices(x: Tensor, p: float, dim: int, slices: Sequence[slice], full:
     """
     _check_p(p)
     seed, inner = draw_seed(x.device), math.prod(x.shape[dim + 1 :])
-    pieces = x.split([one.stop - one.start for one in slices], dim)
+    shares = x.split([one.stop - one.start for one in slices], dim)
     found = [
         _ops.bias_dropout_residual(
-            piece, None, None, seed, p, max(piece.shape[dim] * inner, 1), full * inner, one.start * inner
+            share, None, None, seed, p, max(share.shape[dim] * inner, 1), full * inner, one.start * inner
         )
-        for piece, one in zip(pieces, slices, strict=True)
+        for share, one in zip(shares, slices, strict=True)
     ]
     return found[0] if len(found) == 1 else torch.cat(found, dim)
 
