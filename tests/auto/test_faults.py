@@ -152,10 +152,12 @@ def _with_wrong_rule(group: Any, fault: str) -> str:
     right = rules.RULES.get(operator)
     rules.RULES[operator] = wrong
     try:
-        plan = auto.plan(model, inputs, 2)
+        proven = auto.plan(model, inputs, 2)  # by values, which leaves whole what is wrong
+        reasons = [why for why in proven.whole.values() if why.startswith("values differ")]
+        plan = auto.plan(model, inputs, 2, prove="shapes")
         auto.apply(plan, model, group, verify=True, example=inputs)
     except (ValueError, RuntimeError) as error:
-        return f"caught: {error}"
+        return f"caught: {error}" if reasons else "not caught by values"
     finally:
         if right is None:
             del rules.RULES[operator]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tp_ext.auto.copies import copied
 from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.auto.plans import Plan
 from tp_ext.auto.problems import TOKENS, kind_of
@@ -19,6 +20,7 @@ from tp_ext.auto.prove_values import (
     bytes_of,
     few_tokens,
     filled,
+    held,
     prove,
     shortened,
 )
@@ -134,8 +136,9 @@ class Prover:
         failed: Exception | None = None
         for dtype in self.dtypes:
             try:
-                filled(self.reduced, dtype)
-                prove(self.reduced, plan, whole, self.example, dtype, self.apply)
+                running = copied(self.reduced, {id(t): t for t in held(self.reduced)})
+                filled(running, dtype)
+                prove(running, plan, whole, self.example, dtype, self.apply)
                 return ""
             except DifferentValuesError as error:
                 return str(error)

@@ -117,7 +117,8 @@ class TokensAsNumber(nn.Module):
         return x + self.b(self.norm(x))
 
 
-add("TokensAsNumberSharded", TokensAsNumber, "the same, in shards", plan={"sequence_parallel": True})
+# No sum may be scattered, so that True, which asks for some, is refused
+add("TokensAsNumberSharded", TokensAsNumber, "the same, in shards", plan={"sequence_parallel": True}, branches=True)
 
 
 @trap("equalized learning rate: the weight times a number from its shape")
