@@ -387,7 +387,7 @@ def _adapters(group: Any, name: str, targets: list[str]) -> None:
         _same_gradients(dense, sharded)
         tp_ext.merge_lora(sharded)
         torch.testing.assert_close(
-            auto.check_applied.loss_of(sharded(**inputs)), auto.execute.loss_of(dense(**inputs)), **close
+            auto.check_applied.loss_of(sharded(**inputs)), auto.check_applied.loss_of(dense(**inputs)), **close
         )
 
 

@@ -158,7 +158,7 @@ def count_collectives() -> Iterator[CollectiveCounts]:
 
     Yields:
         :class:`CollectiveCounts`. Communicates nothing; every rank counts its own calls, a rank of
-        :func:`tp_ext.debug.simulate`, too.
+        :func:`tp_ext.debug.simulate`, too, and nothing of a simulation that it runs.
     """
     library = load()
     counter = library.open_counter(False)

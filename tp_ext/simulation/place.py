@@ -30,8 +30,10 @@ class Place:
         return f"{self.prefix}{_MARK}{serial}.rank{rank}:"
 
     def is_of_other_rank(self, group: str) -> bool:
-        """Returns whether the group of that name is one of another simulated rank, or of a simulation that it runs."""
-        return group.startswith(_MARK) and not group.startswith(self.prefix)
+        """True if the group of that name is one of another simulated rank, or of a simulation inside of this one."""
+        return group.startswith(_MARK) and (
+            not group.startswith(self.prefix) or _MARK in group.removeprefix(self.prefix)
+        )
 
 
 _nowhere = Place()
