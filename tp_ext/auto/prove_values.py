@@ -31,6 +31,7 @@ from tp_ext.nn.layouts import layouts_of
 from tp_ext.simulation import simulate
 
 MOST_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
+FEW = 64  # tokens with which the example is run as it is
 KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
 ENUMERATES = re.compile(r"(^|_)(i|n|idx|id|index|layer|number|depth|name)($|_)")  # attributes that number layers
@@ -179,7 +180,7 @@ def few_tokens(example: Any, p: int) -> Any:
     """The example with a batch of at most 2 and at most 2 p + 3 tokens, if its first tensor of integers has both."""
     args, kwargs = arguments(example)
     ids = next((t for _, t in tensors((args, kwargs)) if t.dim() == 2 and not t.is_floating_point()), None)
-    if ids is None:
+    if ids is None or ids.numel() <= FEW:
         return example
     lengths = {ids.shape[0]: min(2, ids.shape[0]), ids.shape[1]: min(2 * p + 3, ids.shape[1])}
 
@@ -275,7 +276,8 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
     Raises:
         DifferentValuesError: a tensor differs. UnprovenError: the unsharded model does not run.
     """
-    plan = dataclasses.replace(plan, proofs=[])  # its shapes have been proven, in the types that the model has
+    # Its shapes have been proven, in the types that the model has; calls that the example lacks are the user's
+    plan = dataclasses.replace(plan, proofs=[], example=None)
     bound = BOUNDS.get(dtype or torch.float32, 5e-2)
     calls = list(examples(example, dtype))
     modes = [(training, backward) for training in (True, False) for backward in (True, False)]

@@ -25,8 +25,10 @@ from tp_ext.auto.prove_values import (
     shortened,
 )
 from tp_ext.auto.reasons import traced
+from tp_ext.auto.record import tensors
 from tp_ext.auto.rounds import POSSIBLE, Planner
 from tp_ext.auto.rules import Rule
+from tp_ext.auto.trace import trace
 
 
 class Planned(Protocol):
@@ -59,7 +61,10 @@ class Prover:
     def __init__(self, model: nn.Module, example: Any, p: int, planned: Planned, budget: float, apply: Apply) -> None:
         self.p, self.planned, self.apply = min(p, MOST_RANKS), planned, apply
         self.reduced, self.dtypes = self._reduced(model, budget)
-        self.example = self._runnable(model, example)
+        self.example = self._runnable(example)
+        same_model = len(list(self.reduced.modules())) == len(list(model.modules()))
+        self.is_all = same_model and self.p == p and self.example is example
+        self.modules = dict(self.reduced.named_modules(remove_duplicate=False))
 
     def _reduced(self, model: nn.Module, budget: float) -> tuple[nn.Module, list[torch.dtype | None]]:
         """The model to run, and the types in which its weights fit.
@@ -76,19 +81,21 @@ class Prover:
         least = bytes_of(reduced, torch.float32) / 2**20
         raise UnprovenError(f"one layer of each kind has {least:.0f} MiB, more than budget")
 
-    def _runnable(self, model: nn.Module, example: Any) -> Any:
-        """The example, with few tokens if it has many and that runs; with all layers where fewer do not run.
+    def _runnable(self, example: Any) -> Any:
+        """The example, with few tokens if it has many and that runs.
 
         Raises:
             UnprovenError: the model with fewer layers does not run.
         """
-        for candidate in (few_tokens(example, self.p), example):
+        short = few_tokens(example, self.p)
+        lengths = [[t.shape for _, t in tensors(one)] for one in (short, example)]
+        for candidate in [short, example] if lengths[0] != lengths[1] else [example]:
             try:
-                self.planned(self.reduced, candidate, 1, {})
+                trace(self.reduced, candidate, operators=False)
                 return candidate
-            except ValueError as error:
+            except Exception as error:  # of the model's own code
                 failed = error
-        raise UnprovenError(f"with fewer layers, {failed}")
+        raise UnprovenError(f"with fewer layers, {type(failed).__name__}: {failed}")
 
     def differences(self, plan: Plan) -> dict[str, Any]:
         """The kinds of parameters, by :func:`kind_of`, by which values differ under a plan, with the reason; {}: none.
@@ -100,7 +107,7 @@ class Prover:
         """
         dims = {name: sharding.dim for name, sharding in plan.shardings.items()}
         only = {name: dims[name] for name, _ in self.reduced.named_parameters(remove_duplicate=False) if name in dims}
-        text = self._tried(only)
+        text = self._tried(only, plan=plan if self.is_all else None)
         if not text:
             return {}
         sources = {kind_of(one.module) for one in plan.tokens if one.kind == "reduce_scatter"}
@@ -127,12 +134,15 @@ class Prover:
         groups = {id(kinds): kinds for kinds in joined.values()}.values()
         return [[name for name in only if kind_of(name) in kinds] for kinds in groups]
 
-    def _tried(self, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None) -> str:
+    def _tried(
+        self, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None, plan: Plan | None = None
+    ) -> str:
         """Runs the model with these parameters sharded; returns the difference, or "" if there is none."""
-        plan, _ = self.planned(self.reduced, self.example, self.p, only, whole_tokens)
-        whole, _ = self.planned(self.reduced, self.example, 1, only)
+        if plan is None:
+            plan, _ = self.planned(self.reduced, self.example, self.p, only, whole_tokens)
         if not plan.shardings:
             return ""
+        whole = for_one_rank(plan, self.modules)
         failed: Exception | None = None
         for dtype in self.dtypes:
             try:
@@ -155,10 +165,10 @@ def prover_of(planner: Planner, rules: Mapping[str, Rule], budget: float, apply:
         model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
     ) -> tuple[Plan, list[list[str]]]:
         record = traced(model, example, rules)
-        tokens = POSSIBLE if planner.proves_tokens and p > 1 else False
+        tokens = POSSIBLE if planner.proves_tokens else False
         part = Planner(model, example, p, record, {}, None, tokens, only)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
-        return part.decide() if p > 1 else alone(part), part.together
+        return part.decide(), part.together
 
     return Prover(planner.model, planner.example, planner.p, planned, budget, apply)
 
