@@ -121,7 +121,7 @@ def filled(model: nn.Module, dtype: torch.dtype | None) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 if id(buffer) not in made:
-                    made[id(buffer)] = buffer, _value(buffer, generator, dtype)
+                    made[id(buffer)] = buffer, _value(buffer, generator, dtype, is_buffer=True)
                 module._buffers[name] = made[id(buffer)][1]
         # Tensors that modules hold as plain attributes
         for name, value in vars(module).items():
@@ -145,9 +145,9 @@ def _weight(tensor: Tensor, noise: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.mul_(tensor.shape[-1] ** -0.5) if tensor.dim() > 1 else value.mul_(0.2).add_(0.7)
 
 
-def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None) -> Tensor:
-    """The value of a buffer or an argument; one on meta gets a random one."""
-    if not tensor.is_meta:
+def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None, is_buffer: bool = False) -> Tensor:
+    """The value of a buffer or an argument; one on meta, or an argument of zeros, gets a random one."""
+    if not tensor.is_meta and (is_buffer or bool(tensor.any())):  # zeros stand for any values, and hide errors
         return tensor.detach().to(_target(tensor, dtype), copy=True)
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.randn(tensor.shape, generator=generator, dtype=_target(tensor, dtype))
