@@ -147,7 +147,9 @@ def _weight(tensor: Tensor, noise: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None, is_buffer: bool = False) -> Tensor:
     """The value of a buffer or an argument; one on meta, or an argument of zeros, gets a random one."""
-    if not tensor.is_meta and (is_buffer or bool(tensor.any())):  # zeros stand for any values, and hide errors
+    if not tensor.is_meta and (
+        is_buffer or tensor.dtype == torch.bool or bool(tensor.any())
+    ):  # zeros stand for any values, and hide errors
         return tensor.detach().to(_target(tensor, dtype), copy=True)
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.randn(tensor.shape, generator=generator, dtype=_target(tensor, dtype))
