@@ -4,6 +4,7 @@ Only this package imports transformers."""
 
 from tp_ext.checkpoint.expert_names import from_published_experts, to_published_experts
 from tp_ext.huggingface.accelerator import share_batches
+from tp_ext.huggingface.adapters import load_adapter, save_adapter
 from tp_ext.huggingface.context import context_inputs, context_parallel
 from tp_ext.huggingface.load import from_pretrained
 from tp_ext.huggingface.save import save_pretrained
@@ -15,6 +16,8 @@ __all__ = [
     "context_parallel",
     "from_pretrained",
     "from_published_experts",
+    "load_adapter",
+    "save_adapter",
     "save_pretrained",
     "share_batches",
     "to_published_experts",
