@@ -27,7 +27,7 @@ IDS = torch.arange(4, 18).view(2, 7)
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model in fp64, and an adapter of PEFT's format beside it, in fp64."""
+    """A model, and an adapter of PEFT's format for it, in fp64."""
     torch.manual_seed(0)
     model = build("llama")[0].double()
     model.save_pretrained(tmp_path / "model")

@@ -186,7 +186,7 @@ def _checked(model: nn.Module, tensors: dict[str, SlicedTensor], config: dict[st
         raise ValueError(
             f"path: {str(path)!r} has adapters of {names} and must have those of {sorted(present) or 'a layer'}"
         )
-    layers = {name: getattr(modules.get(name), "base_layer", modules.get(name)) for name in names}
+    layers: dict[str, Any] = {name: getattr(modules.get(name), "base_layer", modules.get(name)) for name in names}
     for name, layer in layers.items():
         if not isinstance(layer, ColumnParallelLinear | RowParallelLinear | nn.Linear):
             state = "is no linear layer" if name in modules else "does not exist"
