@@ -13,7 +13,6 @@ from tests.shm import test_tensors as tensors
 from tests.shm import test_works as works
 from tp_ext.debug import simulate
 
-pytestmark = pytest.mark.core
 PROGRAMS = [
     *((reductions._all_reduce, 3, name) for name in reductions.OPERATIONS),
     *((reductions._reduce, 3, name) for name in reductions.OPERATIONS),

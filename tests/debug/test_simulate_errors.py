@@ -12,8 +12,6 @@ import torch.distributed as dist
 import tp_ext
 from tp_ext.debug import simulate
 
-pytestmark = pytest.mark.core
-
 
 def _raises(rank, group):
     if rank == 1:
