@@ -85,7 +85,10 @@ def _train(group, **options):
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "activation_checkpointing": True}], ids=str)
 def test_training_has_the_bits_of_processes_over_tp_shm(p, options):
     """Embedding, attention, MLP, norms, dropout, loss, clipping and optimizer; the order of sums is that of tp_shm."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes: a product's sums depend on them
     here = simulate(lambda rank, group: _train(group, **options), p)
+    torch.set_num_threads(threads)
     there = run(_train_over_tp_shm, p, options)
     for (losses, norms, weights), (losses_there, norms_there, weights_there) in zip(here, there, strict=True):
         assert losses == losses_there and norms == norms_there
