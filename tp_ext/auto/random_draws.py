@@ -194,7 +194,8 @@ class Masks(TorchFunctionMode):
         if attn_mask is not None:
             is_mask = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, -torch.inf) if is_mask else scores + attn_mask
-        weights = torch._safe_softmax(scores, -1)  # zeros for a row that sees nothing, as in torch's own kernels
+        unseen = (scores == -torch.inf).all(-1, keepdim=True)  # rows that see nothing: zeros, as in torch's own kernels
+        weights = scores.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
         return self.masked(draw, weights, dropout_p) @ value
 
 
