@@ -196,7 +196,8 @@ class ShardedAttention(nn.MultiheadAttention):
                 scores = scores.masked_fill(later, -torch.inf)
             scores = scores if mask is None else scores + mask
             # As torch: a row that sees nothing is NaN where weights are asked for, else zero
-            weights = scores.softmax(-1) if need_weights else torch._safe_softmax(scores, -1)
+            unseen = (scores == -torch.inf).all(-1, keepdim=True) & (not need_weights)
+            weights = scores.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
             if dropped and self.tp_group is not None:
                 weights = dropout(weights, dropped, True, group=self.tp_group.name, dim=1, sizes=self.heads_of_ranks)
             mixed = weights @ v
