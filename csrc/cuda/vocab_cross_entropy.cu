@@ -39,8 +39,9 @@ at::Tensor stats_cuda(const at::Tensor& logits, const at::Tensor& target_any, in
   if (stats.numel() == 0) return stats;
   dispatch_floating(logits.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
     using T = decltype(type);
-    ce_stats_kernel<<<ce_blocks(std::max<int64_t>(rows.count, 1)), ce_threads<T>(vocab_local), 0,
-                      c10::cuda::getCurrentCUDAStream()>>>(
+    const CeBlock block = ce_block<T>(vocab_local);
+    ce_stats_kernel<<<ce_blocks(std::max<int64_t>(rows.count, 1), block),
+                      dim3(block.threads, block.rows), 0, c10::cuda::getCurrentCUDAStream()>>>(
         in<T>(rows.tensor), rows.stride, rows.count, vocab_local, in<int64_t>(target), vocab_start,
         vocab_size, ignore_index, out<acc_t<T>>(stats), TargetInRange(),
         shard_row ? rows.width : -1);
@@ -89,7 +90,8 @@ void fill_grad(const at::Tensor& grad_any, const Rows& x, const Rows& dx,
   dispatch_floating(x.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
     using T = decltype(type);
     using A = acc_t<T>;
-    ce_bwd_kernel<<<ce_blocks(x.count), ce_threads<T>(x.width), 0,
+    const CeBlock block = ce_block<T>(x.width);
+    ce_bwd_kernel<<<ce_blocks(x.count, block), dim3(block.threads, block.rows), 0,
                     c10::cuda::getCurrentCUDAStream()>>>(
         in<A>(grad), in<T>(x.tensor), x.stride, out<T>(dx.tensor), dx.stride, x.count, x.width,
         vocab_local, in<int64_t>(target), in<A>(lse), vocab_start, ignore_index,

@@ -68,7 +68,7 @@ __global__ void dropout_vector_kernel(DropoutArgs<T> a) {
       if (a.residual) value += to_acc(residual.v[k]);
       y.v[k] = from_acc<T>(value);
     }
-    store(a.y, i, y);
+    store_global(a.y, i, y);
   });
 }
 

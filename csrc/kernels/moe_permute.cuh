@@ -49,7 +49,7 @@ __global__ void moe_permute_kernel(const T* __restrict__ x, const int64_t* __res
     if (column >= shape.hidden) return;
     if (item >= shape.tokens) {
       const int64_t row = item - shape.tokens;
-      if (slot_of[row] < 0) store(y, row * shape.hidden + column, moe_zeros<N, T>());
+      if (slot_of[row] < 0) store_global(y, row * shape.hidden + column, moe_zeros<N, T>());
       return;
     }
     const Vec<T, N> v = load<N>(x, item * shape.hidden + column);
@@ -57,8 +57,8 @@ __global__ void moe_permute_kernel(const T* __restrict__ x, const int64_t* __res
       const int64_t slot = item * shape.choices + j, row = rows[slot];
       if (row < 0) continue;
       unique(slot_of[row] == slot);
-      store(y, row * shape.hidden + column,
-            weights == nullptr ? v : moe_scaled<N, T>(v, weights[slot]));
+      store_global(y, row * shape.hidden + column,
+                   weights == nullptr ? v : moe_scaled<N, T>(v, weights[slot]));
     }
   });
 }
@@ -94,7 +94,7 @@ __global__ void moe_unpermute_kernel(const T* __restrict__ y, const int64_t* __r
     Vec<T, N> total;
 #pragma unroll
     for (int e = 0; e < N; ++e) total.v[e] = from_acc<T>(sum[e]);
-    store(x, token * shape.hidden + column, total);
+    store_global(x, token * shape.hidden + column, total);
   });
 }
 
@@ -115,7 +115,7 @@ __global__ void moe_dot_kernel(const T* __restrict__ x, const T* __restrict__ y,
       const int64_t row = item - slots;
       if (slot_of[row] >= 0) continue;
       for (int64_t i = lane * N; i < shape.hidden; i += kWarp * N)
-        store(dy, row * shape.hidden + i, moe_zeros<N, T>());
+        store_global(dy, row * shape.hidden + i, moe_zeros<N, T>());
       continue;
     }
     const int64_t row = rows[item];
@@ -134,7 +134,7 @@ __global__ void moe_dot_kernel(const T* __restrict__ x, const T* __restrict__ y,
         const Vec<T, N> a = load<N>(x, from + i), b = load<N>(y, to + i);
 #pragma unroll
         for (int e = 0; e < N; ++e) sum += to_acc(a.v[e]) * to_acc(b.v[e]);
-        if constexpr (kGradient) store(dy, to + i, moe_scaled<N, T>(a, weight));
+        if constexpr (kGradient) store_global(dy, to + i, moe_scaled<N, T>(a, weight));
       }
     } else if constexpr (!kGradient) {
       ok(row == -1);

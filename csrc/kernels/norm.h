@@ -46,6 +46,23 @@ TP_HD A norm_hat(A x, A mean, A rstd) {
   return (x - mean) * rstd;
 }
 
+// g * w, rounded: fused with a sum it would not be the number whose mean is subtracted, and the
+// gradient of a row of one element not 0
+TP_HD float norm_gw(float g, float w) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(g, w);
+#else
+  return g * w;
+#endif
+}
+TP_HD double norm_gw(double g, double w) {
+#ifdef __CUDA_ARCH__
+  return __dmul_rn(g, w);
+#else
+  return g * w;
+#endif
+}
+
 // mean_gw and mean_gw_hat are the means over the row of gw and of gw * xhat
 template <typename A>
 TP_HD A norm_dx(A gw, A hat, A rstd, A mean_gw, A mean_gw_hat) {

@@ -114,8 +114,9 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
       for (int e = 0; e < kN; ++e) {
         const A hat = norm_hat(to_acc(vx.v[e]), mean, rstd);
         g.v[e] = to_acc(vg.v[e]);
-        sum_gw_hat += g.v[e] * w.v[e] * hat;
-        if constexpr (kCentred) sum_gw += g.v[e] * w.v[e];
+        const A gw = norm_gw(g.v[e], A(w.v[e]));
+        sum_gw_hat += gw * hat;
+        if constexpr (kCentred) sum_gw += gw;
         if constexpr (kCached > 0 && kParams) {
           dw[slot].v[e] += g.v[e] * hat;
           if constexpr (kCentred) db[slot].v[e] += g.v[e];
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
 #pragma unroll
       for (int e = 0; e < kN; ++e) {
         const A hat = norm_hat(to_acc(vx.v[e]), mean, rstd);
-        const A d = norm_dx(to_acc(vg.v[e]) * w.v[e], hat, rstd, mean_gw, mean_gw_hat);
+        const A d = norm_dx(norm_gw(to_acc(vg.v[e]), A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
         r.v[e] = from_acc<T>(grad_sum != nullptr ? d + to_acc(more.v[e]) : d);
       }
       store<kN>(dx + start, i, r);

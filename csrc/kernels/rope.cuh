@@ -38,8 +38,8 @@ __device__ __forceinline__ void rotate_pairs(const T* x, const acc_t<T>* cos, co
     out[a / N].v[a % N] = from_acc<T>(rotated.first);
     out[b / N].v[b % N] = from_acc<T>(rotated.second);
   }
-  store(y, low, out[0]);
-  store(y, high, out[1]);
+  store_global(y, low, out[0]);
+  store_global(y, high, out[1]);
 }
 
 // cos and sin [rows, half] of positions [rows]; P is int64_t or double, Frequency RopeSeries or
@@ -75,7 +75,7 @@ __global__ void rope_kernel(const T* x, const acc_t<T>* cos, const acc_t<T>* sin
                                          sign, k * N, s.half, to);
       } else {
         const int64_t i = 2 * s.half + (k - rotations) * N;
-        store(to, i, load<N>(from, i));
+        store_global(to, i, load<N>(from, i));
       }
     }
   }

@@ -25,6 +25,21 @@ template <int N, typename T>
 __device__ __forceinline__ void store(T* p, int64_t i, const Vec<T, N>& x) {
   *reinterpret_cast<Vec<T, N>*>(p + i) = x;
 }
+// The same to global memory, always as one access: of elements that were computed one by one nvcc
+// makes N stores where p has no __restrict__ that it sees. The kernel must not read them again.
+template <int N, typename T>
+__device__ __forceinline__ void store_global(T* p, int64_t i, const Vec<T, N>& x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof x == kVecBytes) {
+    uint32_t w[4];
+    memcpy(w, &x, sizeof w);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p + i)),
+                 "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]));
+    return;
+  }
+#endif
+  store<N>(p, i, x);
+}
 
 // Whether every pointer can be accessed in whole vectors, and rows of `inner` elements start
 // aligned too

@@ -1,6 +1,7 @@
 // CUDA kernels of vocab-parallel cross entropy; formulas in vocab_cross_entropy.h. A block takes a
-// row at a time: forward reads it once (each thread an online softmax of its own, merged at the end
-// in a fixed order), backward reads and writes it once. Never materialised: softmax, fp32 logits.
+// row at a time, and of short rows each of its warps takes one: forward reads it once (each thread an
+// online softmax of its own, merged at the end in a fixed order), backward reads and writes it once.
+// Never materialised: softmax, fp32 logits.
 //
 // Rows start at any address (a vocabulary of 50257 makes every second one odd): up to 15 bytes are
 // peeled off the front so that the body uses 16-byte accesses; the remainder is the tail.
@@ -13,14 +14,20 @@
 
 namespace tp_ext {
 
-// A block per row, whole warps, no more threads than the row has vectors
+// Threads of a row, and rows of a block. A row of up to 8 vectors a lane is one warp's: a sum over a
+// block would take longer than such a row.
+struct CeBlock {
+  int threads, rows;
+};
 template <typename T>
-inline int ce_threads(int64_t width) {
+inline CeBlock ce_block(int64_t width) {
   const int64_t warps = (width + 32 * kVec<T> - 1) / (32 * kVec<T>);
-  return static_cast<int>(warps < 1 ? 32 : warps > 16 ? 512 : 32 * warps);
+  if (warps <= 8) return {32, 8};
+  return {static_cast<int>(warps > 16 ? 512 : 32 * warps), 1};
 }
-inline int ce_blocks(int64_t rows) {
-  return static_cast<int>(rows < 0x7fffffff ? rows : 0x7fffffff);
+inline int ce_blocks(int64_t rows, const CeBlock& block) {
+  const int64_t blocks = (rows + block.rows - 1) / block.rows;
+  return static_cast<int>(blocks < 0x7fffffff ? blocks : 0x7fffffff);
 }
 
 // [0, head) and [body_end, n) one by one, [head, body_end) in vectors
@@ -55,15 +62,29 @@ __device__ __forceinline__ void add_to_stats(CeStats<acc_t<T>>& s, const Vec<T, 
   }
   const A shift = exp_shift(max);
 #pragma unroll
-  for (int i = 0; i < N; ++i) s.sum_exp += exp_of(v[i] - shift);
+  for (int i = 0; i < N; ++i) s.sum_exp += exp_down_for<sizeof(T) == 2>(v[i] - shift);
 }
 
-// The row's statistics without the target, in all threads
+// The row's statistics without the target, in all its threads
 template <typename A>
-__device__ __forceinline__ CeStats<A> block_merge(const CeStats<A>& mine, A* scratch) {
+__device__ __forceinline__ CeStats<A> merge_threads(const CeStats<A>& mine, A* scratch) {
+  if (blockDim.x == 32) {
+    const A max = warp_reduce(mine.max, Max());
+    const A sum_exp = warp_reduce(rescale(mine.sum_exp, mine.max, max), Sum());
+    return {max, sum_exp, A(0), warp_reduce(mine.sum, Sum())};
+  }
   const A max = block_reduce(mine.max, Max(), minus_inf<A>(), scratch);
   const A sum_exp = block_reduce(rescale(mine.sum_exp, mine.max, max), Sum(), A(0), scratch);
   return {max, sum_exp, A(0), block_reduce(mine.sum, Sum(), A(0), scratch)};
+}
+
+// Calls f(r) for the rows of this thread
+template <typename F>
+__device__ __forceinline__ void for_ce_rows(int64_t rows, F f) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; r < rows;
+       r += stride)
+    f(r);
 }
 
 // stats [rows, 4]. in_range(ok) asserts that a target is valid or ignored. With width >= 0 stats is
@@ -78,10 +99,10 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
   using A = acc_t<T>;
   constexpr int N = kVec<T>;
   __shared__ A scratch[33];
-  if (width >= 0 && blockIdx.x == 0 && threadIdx.x == 0) {
+  if (width >= 0 && blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
     put_shard_row(stats + 4 * rows, {width, vocab_size});
   }
-  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
+  for_ce_rows(rows, [&](int64_t r) {
     const T* row = logits + r * row_stride;
     const RowCut cut = cut_row(row, vocab_local);
     CeStats<A> mine = no_columns<A>();
@@ -103,7 +124,7 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
       add_to_stats(mine, Vec<T, 1>{row[i]});
     }
 
-    const CeStats<A> all = block_merge(mine, scratch);
+    const CeStats<A> all = merge_threads(mine, scratch);
     if (threadIdx.x == 0) {
       const int64_t t = target[r], hit = t - vocab_start;
       in_range((t >= 0 && (t < vocab_size || width >= 0)) || t == ignore_index);
@@ -113,7 +134,7 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
       stats[4 * r + 2] = here ? to_acc(row[hit]) : A(0);
       stats[4 * r + 3] = all.sum;
     }
-  }
+  });
 }
 
 // On stats [ranks, rows + 1, 4]: agree(ok) asserts that the ranks' columns make up one vocabulary,
@@ -160,15 +181,26 @@ __global__ void ce_bwd_kernel(const acc_t<T>* __restrict__ grad, const T* logits
                               CeOptions<acc_t<T>> options) {
   using A = acc_t<T>;
   constexpr int N = kVec<T>;
-  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
+  for_ce_rows(rows, [&](int64_t r) {
     const T* x = logits + r * row_stride;
     T* dx = dlogits + r * grad_stride;
     const int64_t t = target[r], hit = t - vocab_start;
     const int64_t valid = t == ignore_index ? 0 : vocab_local;  // zero from here on
-    const CeRowGrad<A> row(grad[r], lse + 2 * r, options);
+    const CeRowGrad<A, sizeof(T) == 2> row(grad[r], lse + 2 * r, options);
     const auto at = [&](int64_t i, T value) {
       if (i >= valid) return from_acc<T>(A(0));
       return from_acc<T>(i == hit ? row.at_target(to_acc(value)) : row(to_acc(value)));
+    };
+    const auto vector_at = [&](int64_t i, Vec<T, N> v) {
+      // Almost every vector: no element needs to look at its index
+      if (i + N <= valid && static_cast<uint64_t>(hit - i) >= N) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) v.v[j] = from_acc<T>(row(to_acc(v.v[j])));
+      } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) v.v[j] = at(i + j, v.v[j]);
+      }
+      store_global<N>(dx, i, v);
     };
 
     // Vectors require both rows equally far from a 16-byte boundary
@@ -184,20 +216,11 @@ __global__ void ce_bwd_kernel(const acc_t<T>* __restrict__ grad, const T* logits
 #pragma unroll
       for (int k = 0; k < kCeUnroll; ++k) v[k] = load<N>(x, i + k * step);
 #pragma unroll
-      for (int k = 0; k < kCeUnroll; ++k) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) v[k].v[j] = at(i + k * step + j, v[k].v[j]);
-        store<N>(dx, i + k * step, v[k]);
-      }
+      for (int k = 0; k < kCeUnroll; ++k) vector_at(i + k * step, v[k]);
     }
-    for (; i < cut.body_end; i += step) {
-      Vec<T, N> v = load<N>(x, i);
-#pragma unroll
-      for (int j = 0; j < N; ++j) v.v[j] = at(i + j, v.v[j]);
-      store<N>(dx, i, v);
-    }
+    for (; i < cut.body_end; i += step) vector_at(i, load<N>(x, i));
     for (i = cut.body_end + threadIdx.x; i < width; i += blockDim.x) dx[i] = at(i, x[i]);
-  }
+  });
 }
 
 }  // namespace tp_ext

@@ -130,9 +130,19 @@ TP_HD A ce_loss(const CeStats<A>& s, const CeOptions<A>& options) {
   return static_cast<A>(loss);
 }
 
+// e^x for x <= 0 that only enters sums, or results that are rounded to a half type (kHalf): on the
+// GPU two instructions, relative error 1.2e-7 + 9e-8 |x|, which e^x outweighs
+template <bool kHalf, typename A>
+TP_HD A exp_down_for(A x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kHalf) return __expf(x);
+#endif
+  return exp_down(x);
+}
+
 // The constants of a row's gradient, g d loss / d x_j = scale exp((x_j - max) - log_sum) -
-// everywhere - [j == t] hit
-template <typename A>
+// everywhere - [j == t] hit. kHalf: the results are rounded to a half type
+template <typename A, bool kHalf = false>
 struct CeRowGrad {
   A max, log_sum, scale, everywhere, hit;
 
@@ -149,7 +159,9 @@ struct CeRowGrad {
   TP_HD A at_target(A x) const { return less(x, everywhere + hit); }
 
  private:
-  TP_HD A less(A x, A what) const { return scale * exp_down((x - max) - log_sum) - what; }
+  TP_HD A less(A x, A what) const {
+    return scale * exp_down_for<kHalf>((x - max) - log_sum) - what;
+  }
 };
 
 }  // namespace tp_ext

@@ -26,7 +26,7 @@ __global__ void embedding_fwd_kernel(const T* __restrict__ weight, const Id* __r
 #pragma unroll
       for (int j = 0; j < N; ++j) v.v[j] = from_acc<T>(acc_t<T>(0));
     }
-    store<N>(y, token * hidden + column, v);
+    store_global<N>(y, token * hidden + column, v);
   });
 }
 
@@ -75,7 +75,7 @@ __global__ void embedding_bwd_kernel(const T* __restrict__ grad, const int64_t* 
     Vec<T, N> total;
 #pragma unroll
     for (int j = 0; j < N; ++j) total.v[j] = from_acc<T>(sum[j]);
-    store<N>(dweight, row * hidden + column, total);
+    store_global<N>(dweight, row * hidden + column, total);
   });
 }
 

@@ -41,9 +41,10 @@ void cross_entropy(const Logits& l, int64_t grad_stride, int64_t grad_shift, int
   const CeOptions<A> options{A(0.1), A(1e-3), A(vocab)};
   const auto grad = values<A>(rows, 0, 5);
 
+  const CeBlock block = ce_block<T>(n), of_width = ce_block<T>(l.width);
   const auto [stats, loss, lse] = run_in_every_order(name + " forward", [&] {
     Tensor<A> stats(rows * 4), loss(rows), lse(rows * 2);
-    launch(std::min(ce_blocks(rows), blocks), ce_threads<T>(n), [&] {
+    launch(std::min(ce_blocks(rows, block), blocks), dim3(block.threads, block.rows), [&] {
       ce_stats_kernel<T>(x, l.stride, rows, n, target, start, vocab, kIgnored, stats, InRange());
     });
     launch(std::min(grid_for(rows), blocks), kThreads,
@@ -87,7 +88,7 @@ void cross_entropy(const Logits& l, int64_t grad_stride, int64_t grad_shift, int
     return from_acc<T>(j == target[r] - start ? row.at_target(logit) : row(logit));
   };
   const auto backward = [&](const T* from, T* to, int64_t stride) {
-    launch(std::min(ce_blocks(rows), blocks), ce_threads<T>(l.width), [&] {
+    launch(std::min(ce_blocks(rows, of_width), blocks), dim3(of_width.threads, of_width.rows), [&] {
       ce_bwd_kernel<T>(grad, from, l.stride, to, stride, rows, l.width, n, target, lse, start,
                        kIgnored, options);
     });
@@ -150,7 +151,8 @@ void shards_of_a_vocabulary(const std::vector<CeShard>& shards, int64_t last_tar
     for (int64_t rank = 0, start = 0; rank < ranks; start += shards[rank++].width) {
       const int64_t n = shards[rank].width;
       const auto x = values<T>(rows * n, 0, 3 + rank, -2, 2);
-      launch(2, ce_threads<T>(n), [&] {
+      const CeBlock block = ce_block<T>(n);
+      launch(2, dim3(block.threads, block.rows), [&] {
         ce_stats_kernel<T>(x, n, rows, n, target, start, shards[rank].vocab_size, kIgnored,
                            stats + rank * (rows + 1) * 4, InRange(), n);
       });
@@ -196,14 +198,15 @@ void vast_cross_entropy() {
   auto* const target = vast<int64_t>(rows);
   const int64_t r = rows - 1;
   target[r] = n - 1, grad[r] = 1;
-  const unsigned blocks = ce_blocks(rows);
-  launch(blocks, ce_threads<T>(n),
+  const CeBlock block = ce_block<T>(n);
+  const unsigned blocks = ce_blocks(rows, block);
+  launch(blocks, dim3(block.threads, block.rows),
          [&] { ce_stats_kernel<T>(x, n, rows, n, target, 0, n, kIgnored, stats, InRange()); }, 0,
          {dim3(blocks - 1, 0)});
   if (stats[4 * r] != 0 || stats[4 * r + 1] != n) wrong("the last row's sum of 1");
   lse[2 * r + 1] = std::log(static_cast<float>(n));
   launch(
-      blocks, ce_threads<T>(n),
+      blocks, dim3(block.threads, block.rows),
       [&] {
         ce_bwd_kernel<T>(grad, x, n, x, n, rows, n, n, target, lse, 0, kIgnored, {0, 0, float(n)});
       },

@@ -45,9 +45,10 @@ def make(shape, dtype, device, has_bias=True):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_torch(device, activation, has_bias, dtype, shape):
-    """The error to fp64 is at most twice torch's own in the same dtype, plus one ulp of the largest value; fp64, where
-    there is no better reference, may differ by a few ulp of it. Half types, which torch rounds after each operation
-    and we round once, are also right to one ulp of each element, apart from what fp32 arithmetic loses."""
+    """The error to fp64 is at most twice torch's own in the same dtype, plus one ulp of the largest value, on CUDA
+    three, two of which its division takes; fp64, where there is no better reference, may differ by a few ulp of it.
+    Half types, which torch rounds after each operation and we round once, are also right to one ulp of each element,
+    apart from what fp32 arithmetic loses."""
     x, bias, grad = make(shape, dtype, device, has_bias)
     exact = torch_all(activation, x.double(), None if bias is None else bias.double(), grad.double())
     ours, torchs = ours_all(activation, x, bias, grad), torch_all(activation, x, bias, grad)
@@ -57,7 +58,8 @@ def test_matches_torch(device, activation, has_bias, dtype, shape):
             continue
         error, torch_error = (a.double() - e).abs(), (b.double() - e).abs().max()
         eps, largest = torch.finfo(dtype).eps, e.abs().max()
-        assert error.max() <= 2 * torch_error + (16 if dtype == torch.float64 else 1) * eps * largest
+        ulps = 16 if dtype == torch.float64 else 3 if x.is_cuda else 1
+        assert error.max() <= 2 * torch_error + ulps * eps * largest
         if dtype in (torch.bfloat16, torch.float16):
             assert (error <= eps * e.abs() + 4e-6 * largest).all()
 
