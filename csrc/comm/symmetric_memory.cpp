@@ -7,6 +7,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#ifdef TP_EXT_WITH_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
+
 #include <mutex>
 #include <unordered_map>
 
@@ -67,14 +71,25 @@ Tensor buffer_like(const Tensor& x, const SymmetricGroup& limits) {
       .view(x.sizes());
 }
 
-// Whether a CUDA graph is being captured on the stream; torch before 2.12 or so does not report it
+// Whether a graph is being captured on the stream; torch before 2.12 or so does not report it
 template <typename S>
-auto is_capturing(const S& stream, int) -> decltype(stream.is_capturing()) {
+auto reports_capture(const S& stream, int) -> decltype(stream.is_capturing()) {
   return stream.is_capturing();
 }
 template <typename S>
-bool is_capturing(const S&, long) {
+bool reports_capture(const S&, long) {
   return false;
+}
+
+// The same of the current stream; with every torch in a build with CUDA
+bool is_capturing(const c10::Stream& stream) {
+#ifdef TP_EXT_WITH_CUDA
+  if (stream.device_type() == c10::kCUDA) {
+    const c10::OptionalDeviceGuard guard(stream.device());
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
+#endif
+  return reports_capture(stream, 0);
 }
 
 // One use of a group's memory, on the current stream
@@ -83,7 +98,7 @@ class Use {
   Use(const Tensor& x, const SymmetricGroup& limits)
       : group_(std::hash<std::string>()(limits.name)),
         stream_(c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device())),
-        capturing_(is_capturing(stream_, 0)),
+        capturing_(is_capturing(stream_)),
         ordered_(!x.is_cpu()) {
     if (!ordered_) return;
     const std::lock_guard lock(mutex());

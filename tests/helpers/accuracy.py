@@ -92,13 +92,14 @@ def assert_as_accurate(
 
 
 def assert_as_special(
-    ours: Function, theirs: Function, inputs: list[Tensor], grad: Tensor, either: bool = False
+    ours: Function, theirs: Function, inputs: list[Tensor], grad: Tensor, either: bool = False, on_cpu: bool = False
 ) -> None:
     """NaN where torch in fp64 has NaN and infinity where it has that, in output and gradients, nowhere else; `either`:
-    whichever of the two. torch on the CPU: its RMSNorm on CUDA has NaN in a whole row with an infinity."""
+    whichever of the two; `on_cpu`: where torch on the CPU has that."""
     dtype = grad.dtype
     mine = [t.cpu() for t in results(ours, inputs, grad, dtype)]
-    exact = results(theirs, [t.cpu() for t in inputs], grad.cpu(), torch.float64)
+    reference = [t.cpu() if on_cpu else t for t in (*inputs, grad)]
+    exact = [t.cpu() for t in results(theirs, reference[:-1], reference[-1], torch.float64)]
     for i, (a, e) in enumerate(zip(mine, exact, strict=True)):
         assert torch.equal(a.isfinite(), e.isfinite()), f"result {i}: finite elsewhere than torch's"
         if either:

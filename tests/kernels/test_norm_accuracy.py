@@ -38,7 +38,8 @@ def test_errors_are_at_most_torchs(kind, dtype, norm, device):
 @every_dtype
 def test_nan_and_infinity_stay_in_their_row(dtype, norm, device):
     x, grad = (values("random", (11, 77), dtype, device) for _ in range(2))
-    assert_as_special(*pair(norm), [with_specials(x), *params(norm, 77, dtype, device)], grad)
+    # torch's RMSNorm on CUDA has NaN in a whole row with an infinity
+    assert_as_special(*pair(norm), [with_specials(x), *params(norm, 77, dtype, device)], grad, on_cpu=True)
     # Whether the gradient of a row with an infinite one is NaN or infinite follows from the order of its terms
     assert_as_special(*pair(norm), [x, *params(norm, 77, dtype, device)], with_specials(grad), either=True)
 
