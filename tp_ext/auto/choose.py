@@ -182,11 +182,15 @@ def _decision(atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]]) -> Decisi
 
 
 def choose(
-    record: Record, p: int, may_shard: Callable[[str, int], bool], memory_budget: float | None = None
+    record: Record,
+    p: int,
+    may_shard: Callable[[str, int], bool],
+    memory_budget: float | None = None,
+    small_tables_whole: bool = True,
 ) -> list[Decision]:
     """Chooses the decisions that leave the fewest bytes on a rank, no parameter sharded twice.
 
-    Tables of embeddings below 1 % of all parameters stay whole, unless the memory budget needs them.
+    Tables of embeddings below 1 % of all parameters stay whole, unless the memory budget needs them, or on request.
 
     Raises:
         ValueError: more bytes of parameters than ``memory_budget`` stay on a rank.
@@ -197,7 +201,7 @@ def choose(
 
     def is_small_table(decision: Decision) -> bool:
         only = all(cut.id in tables and cut.sharding.dim == 0 for cut in decision.parameters.values())
-        return only and decision.saved() < SMALL_TABLE * total
+        return small_tables_whole and only and decision.saved() < SMALL_TABLE * total
 
     chosen = list(_independent([one for one in every if not is_small_table(one)]))
     if memory_budget is not None and _bytes_left(record, chosen) > memory_budget:

@@ -211,7 +211,8 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
     if found.gathers != plan.gathers or not {*found.heads} <= {*plan.heads}:
         return "it has other results with a sharded dim then"
     try:
-        differences = prover_of(planner, rules, BUDGET, apply).differences(found) if plan.proof == "values" else {}
+        prover = prover_of(planner, found, rules, BUDGET, apply) if plan.proof == "values" else None
+        differences = prover.differences(found) if prover is not None else {}
     except UnprovenError:
         return ""
     return next(iter(differences.values()), "")

@@ -57,8 +57,10 @@ class Search:
         before: what another rank has; its modules and integers are tried first, so that ranks have the same.
     """
 
-    def __init__(self, localized: Localized, rank: int, before: Local | None = None) -> None:
-        self.localized, self.rank, self.before = localized, rank, before
+    def __init__(
+        self, localized: Localized, rank: int, before: Local | None = None, most_runs: int = MOST_RUNS
+    ) -> None:
+        self.localized, self.rank, self.before, self.most_runs = localized, rank, before, most_runs
         self.lines = localized.lines()
         self.wanted, self.known = localized.expected(rank), known_integers(localized, rank)
         self.values_of_decisions: dict[tuple[int, ...], dict[int, list[int]]] = {}
@@ -119,12 +121,13 @@ class Search:
             push(child)
             best = min(best, child, key=lambda one: one.score(self.changed))
         if best.mismatch is not None and self.is_over(best):
-            text = f"{best.mismatch.text}; no integers found in {MOST_RUNS} runs"
+            text = f"{best.mismatch.text}; no integers found in {self.most_runs} runs"
             best.mismatch = MismatchError(best.mismatch.module, text, best.mismatch.at)
         return best
 
     def is_over(self, best: _Seen) -> bool:
-        return self.localized.runs - self.first > (MOST_RUNS_FOR_SIZES if best.mismatch is None else MOST_RUNS)
+        most = MOST_RUNS_FOR_SIZES if best.mismatch is None else MOST_RUNS
+        return self.localized.runs - self.first > min(most, self.most_runs)
 
     def observed(self, patches: Patches) -> _Seen:
         key = _key(patches)

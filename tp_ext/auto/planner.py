@@ -61,8 +61,8 @@ def plan(
             this process, and on one; weights by which outputs, gradients or buffers differ stay whole, with the reason.
             ``"shapes"``: only the shapes of all calls on a rank are compared, as they are in any case; this cannot see
             a number that is wrong. False: as ``"shapes"``, and ranks do not repeat it in :func:`apply`.
-        budget: bytes of parameters that the proof by values may run; a larger model has its first layer run, or is
-            proven by shapes alone, which its table says.
+        budget: bytes of parameters that the proof by values may run; a larger model is run with fewer layers, else with
+            fewer heads and features, or is proven by shapes alone, which its table says.
 
     Returns:
         The :class:`Plan`, the same on every rank of every process.
@@ -96,7 +96,7 @@ def plan(
 def _proven(planner: Planner, found: Plan, rules: Mapping[str, Rule], budget: float) -> Plan:
     """The plan whose values are proven: what differs is left whole, and all is decided again."""
     try:
-        prover = prover_of(planner, rules, budget, apply_quietly)
+        prover = prover_of(planner, found, rules, budget, apply_quietly)
         while True:
             planner.proves_tokens = bool(found.tokens)
             different = prover.differences(found)

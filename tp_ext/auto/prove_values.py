@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -247,11 +248,13 @@ def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: flo
     if not wanted.numel():
         return 0.0, name
     wanted, got = (t.double() if not t.is_complex() else torch.view_as_real(t).double() for t in (wanted, got))
-    both = torch.isfinite(wanted) & torch.isfinite(got)
-    if not torch.equal(torch.isfinite(wanted), torch.isfinite(got)):
-        return float("inf"), name
-    error = (wanted - got)[both].abs().max().item() if both.any() else 0.0
-    return error / max(wanted[both].abs().max().item() if both.any() else 0.0, scale, 1e-30), name
+    error, largest = (wanted - got).abs().max().item(), wanted.abs().max().item()
+    if not math.isfinite(error + largest):
+        both = torch.isfinite(wanted)
+        if not torch.equal(both, torch.isfinite(got)):
+            return float("inf"), name
+        error, largest = (t[both].abs().max().item() if both.any() else 0.0 for t in (wanted - got, wanted))
+    return error / max(largest, scale, 1e-30), name
 
 
 def compare(wanted: Run, got: Run, layouts: Mapping[str, Any]) -> tuple[float, str]:

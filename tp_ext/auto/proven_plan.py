@@ -28,11 +28,12 @@ from tp_ext.auto.reasons import traced
 from tp_ext.auto.record import tensors
 from tp_ext.auto.rounds import POSSIBLE, Planner
 from tp_ext.auto.rules import Rule
+from tp_ext.auto.scaled_down import scaled_down
 from tp_ext.auto.trace import trace
 
 
-class Planned(Protocol):
-    """Plans a model with only some of its decisions."""
+class PlannerOf(Protocol):
+    """Makes the planner of a model for p ranks, in which only these parameters may be sharded, each on its dim."""
 
     def __call__(
         self,
@@ -41,7 +42,7 @@ class Planned(Protocol):
         p: int,
         only: Mapping[str, int],
         whole_tokens: Mapping[str, str] | None = None,
-    ) -> tuple[Plan, list[list[str]]]: ...
+    ) -> Planner: ...
 
 
 BUDGET = 2**30  # bytes of parameters
@@ -52,46 +53,62 @@ class Prover:
     """The proof by values of one model.
 
     Args:
-        planned: returns the plan of a model for p ranks, in which only these parameters may be sharded, each on its
-            dim, and the names of those that are sharded together.
+        found: the plan to prove.
+        planner_of: makes planners of parts of the model.
         budget: bytes of parameters with which the model may be run.
         apply: carries a plan out (:func:`tp_ext.auto.execute.apply_quietly`).
     """
 
-    def __init__(self, model: nn.Module, example: Any, p: int, planned: Planned, budget: float, apply: Apply) -> None:
-        self.p, self.planned, self.apply = min(p, MOST_RANKS), planned, apply
-        self.reduced, self.dtypes = self._reduced(model, budget)
-        self.example = self._runnable(example)
+    def __init__(
+        self, model: nn.Module, example: Any, found: Plan, planner_of: PlannerOf, budget: float, apply: Apply
+    ) -> None:
+        self.planner_of, self.apply = planner_of, apply
+        self.p, self.reduced, self.example = self._reduced(model, example, found, budget)
+        # Grouped products of torch exist for some types only: None leaves those of the model
+        self.dtypes = [*(t for t in TYPES if bytes_of(self.reduced, t) <= budget), None]
         same_model = len(list(self.reduced.modules())) == len(list(model.modules()))
-        self.is_all = same_model and self.p == p and self.example is example
+        self.is_all = same_model and self.p == found.p and self.example is example
         self.modules = dict(self.reduced.named_modules(remove_duplicate=False))
 
-    def _reduced(self, model: nn.Module, budget: float) -> tuple[nn.Module, list[torch.dtype | None]]:
-        """The model to run, and the types in which its weights fit.
+    def _reduced(self, model: nn.Module, example: Any, found: Plan, budget: float) -> tuple[int, nn.Module, Any]:
+        """Ranks, model and example to run: with two layers of each kind, else one, else with fewer heads and features.
 
         Raises:
-            UnprovenError: it fits in none, or does not run with fewer layers.
+            UnprovenError: the model has no form that fits the budget, or does not run with fewer layers.
         """
+        p = min(found.p, MOST_RANKS)
         for kept in (2, 1):
             reduced = shortened(model, kept)
-            dtypes = [t for t in TYPES if bytes_of(reduced, t) <= budget]
-            if torch.float32 in dtypes:
-                # Grouped products of torch exist for some types only: None leaves those of the model
-                return reduced, [*dtypes, None]
-        least = bytes_of(reduced, torch.float32) / 2**20
-        raise UnprovenError(f"one layer of each kind has {least:.0f} MiB, more than budget")
+            if bytes_of(reduced, torch.float32) <= budget:
+                return p, reduced, self._runnable(reduced, example, p)
+        for kept in (2, 1):
+            reduced = shortened(model, kept)
+            short = self._runnable(reduced, example, p)
+            # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
+            copies = any(part.copies > 1 for one in found.shardings.values() for part in one.parts)
+            for ranks in [p] if copies or p <= 4 else [p, 4]:
+                smaller, ids = scaled_down(self.planner_of(reduced, short, ranks, self._only(reduced, found)))
+                if bytes_of(smaller, torch.float32) <= budget:
+                    return ranks, smaller, self._runnable(smaller, ids, ranks)
+        least = bytes_of(smaller, torch.float32) / 2**20
+        raise UnprovenError(f"one layer of each kind, with fewer heads, has {least:.0f} MiB, more than budget")
 
-    def _runnable(self, example: Any) -> Any:
+    def _only(self, reduced: nn.Module, found: Plan) -> dict[str, int]:
+        """The parameters of the reduced model that a plan shards, with the dim."""
+        dims = {name: sharding.dim for name, sharding in found.shardings.items()}
+        return {name: dims[name] for name, _ in reduced.named_parameters(remove_duplicate=False) if name in dims}
+
+    def _runnable(self, reduced: nn.Module, example: Any, p: int) -> Any:
         """The example, with few tokens if it has many and that runs.
 
         Raises:
             UnprovenError: the model with fewer layers does not run.
         """
-        short = few_tokens(example, self.p)
+        short = few_tokens(example, p)
         lengths = [[t.shape for _, t in tensors(one)] for one in (short, example)]
         for candidate in [short, example] if lengths[0] != lengths[1] else [example]:
             try:
-                trace(self.reduced, candidate, operators=False)
+                trace(reduced, candidate, operators=False)
                 return candidate
             except Exception as error:  # of the model's own code
                 failed = error
@@ -105,8 +122,7 @@ class Prover:
         Raises:
             UnprovenError: the model does not run.
         """
-        dims = {name: sharding.dim for name, sharding in plan.shardings.items()}
-        only = {name: dims[name] for name, _ in self.reduced.named_parameters(remove_duplicate=False) if name in dims}
+        only = self._only(self.reduced, plan)
         text = self._tried(only, plan=plan if self.is_all else None)
         if not text:
             return {}
@@ -124,9 +140,10 @@ class Prover:
 
     def _groups(self, only: Mapping[str, int]) -> list[list[str]]:
         """The kinds of parameters that one decision shards; those of equal layers together."""
-        _, together = self.planned(self.reduced, self.example, self.p, only)
+        part = self.planner_of(self.reduced, self.example, self.p, only)
+        part.decide()
         joined: dict[str, set[str]] = {}
-        for group in together:
+        for group in part.together:
             kinds = {kind_of(name) for name in group}
             for other in [joined[k] for k in kinds if k in joined]:
                 kinds |= other
@@ -139,7 +156,7 @@ class Prover:
     ) -> str:
         """Runs the model with these parameters sharded; returns the difference, or "" if there is none."""
         if plan is None:
-            plan, _ = self.planned(self.reduced, self.example, self.p, only, whole_tokens)
+            plan = self.planner_of(self.reduced, self.example, self.p, only, whole_tokens).decide()
         if not plan.shardings:
             return ""
         whole = for_one_rank(plan, self.modules)
@@ -158,19 +175,19 @@ class Prover:
         raise failed
 
 
-def prover_of(planner: Planner, rules: Mapping[str, Rule], budget: float, apply: Apply) -> Prover:
-    """The proof by values of the model of a planner."""
+def prover_of(planner: Planner, found: Plan, rules: Mapping[str, Rule], budget: float, apply: Apply) -> Prover:
+    """The proof by values of what a planner found."""
 
-    def planned(
+    def planner_of(
         model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
-    ) -> tuple[Plan, list[list[str]]]:
+    ) -> Planner:
         record = traced(model, example, rules)
         tokens = POSSIBLE if planner.proves_tokens else False
         part = Planner(model, example, p, record, {}, None, tokens, only)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
-        return part.decide(), part.together
+        return part
 
-    return Prover(planner.model, planner.example, planner.p, planned, budget, apply)
+    return Prover(planner.model, planner.example, found, planner_of, budget, apply)
 
 
 def alone(planner: Planner) -> Plan:

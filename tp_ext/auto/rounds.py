@@ -144,7 +144,7 @@ class Planner:
             raise ValueError(f"{reason}: a dim of {length(dim)} cannot be sharded: {why}")
 
     def state(self) -> State:
-        decisions = choose(self.record, self.p, self.may_shard, self.budget) if self.p > 1 else []
+        decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None) if self.p > 1 else []
         cut = {name: one for one in decisions for name in one.parameters}
         cuts = {name: found for one in decisions for name, found in one.parameters.items()}
         roles = self.roles(cuts)
