@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.auto.torch_modules import Called, Model, same
-from tests.helpers.ranks import run
+from tests.helpers.simulated import run
 from tp_ext import auto
 
 indices = torch.tensor([[1, 5, 5, 12], [0, 12, 5, 3], [12, 12, 1, 1]])

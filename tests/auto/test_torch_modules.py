@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tp_ext
 from tests.auto.torch_modules import Called, Model, Residual, close, loss_of, same
-from tests.helpers.ranks import run
+from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.group import parallel_group
 

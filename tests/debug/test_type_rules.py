@@ -1,4 +1,4 @@
-"""Rules of types by numbers: the results of simulated ranks, put together by the type of the rule, are that of one rank.
+"""Rules of types by numbers: the results of simulated ranks, put together by the type of a rule, are that of one rank.
 
 ``rulecheck`` of ``spmd_types`` cuts the arguments by their types, and compares. It cannot see whether a type is R or I,
 which differ in gradients alone: test_type_check has those.
@@ -24,7 +24,7 @@ rulecheck = importlib.import_module("spmd_types.rulecheck")
 importlib.import_module("tp_ext.debug.expert_type_rules")
 RULES = importlib.import_module("tp_ext.debug.type_rules").RULES
 spmd = importlib.import_module("spmd_types")
-I, R, P, S = spmd.I, spmd.R, spmd.P, spmd.S
+I, R, P, S = spmd.I, spmd.R, spmd.P, spmd.S  # noqa: E741
 
 ROWS, IN, OUT, VOCAB = 4, 6, 8, 10
 AXES = {"tp": 2, "x": 2}
@@ -137,7 +137,7 @@ CASES = [
     Case(
         "matmul_2d",
         {"a": _x(ROWS, IN), "b": _x(IN, OUT), "rows": "tp", "columns": "x"},
-        dict.fromkeys("ab", {"tp": S(0), "x": S(1)}),
+        {name: {"tp": S(0), "x": S(1)} for name in "ab"},
     ),
     *(
         Case("context_attention", {**ATTENTION, **GROUP, "ring": ring}, dict.fromkeys("qkv", S(1)), _chunks)
@@ -198,7 +198,10 @@ CASES = [
         Case(
             "linear_cross_entropy",
             {
-                **{"x": _x(), "weight": _x(VOCAB, IN), "bias": _x(VOCAB), "target": _ids(ROWS)},
+                "x": _x(),
+                "weight": _x(VOCAB, IN),
+                "bias": _x(VOCAB),
+                "target": _ids(ROWS),
                 **LOSS,
                 "reduction": "mean",
                 "sequence_parallel": x is not I,
@@ -218,7 +221,7 @@ CASES = [
         "grouped_linear",
         {"x": _x(ROWS, IN), "weight": _x(2, OUT, IN), "counts": [2, 2]},
         {"x": S(0), "weight": S(0)},
-        lambda rank, p, given: {"counts": [2, 2][:: p][: 2 // p]},
+        lambda rank, p, given: {"counts": [2, 2][::p][: 2 // p]},
     ),
     Case("moe_permute", {"x": _x(), "rows": PERMUTED, "num_rows": 2 * ROWS}, {"x": S(0), "rows": S(0)}, _own_rows),
     Case(
@@ -227,7 +230,7 @@ CASES = [
         {"y": S(0), "rows": S(0), "weights": S(0)},
         _own_rows,
     ),
-]  # fmt: skip
+]
 
 
 def _signature(operator: str) -> inspect.Signature:
