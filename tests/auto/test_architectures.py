@@ -11,7 +11,6 @@ from tests.auto.compare import has_model, names, result_of
 FEW = {
     "llama",
     "gpt2",
-    "gpt_neox",
     "falcon",
     "bloom",
     "phi3",
@@ -21,8 +20,6 @@ FEW = {
     "t5",
     "bert-mlm",
     "vit",
-    "opt",
-    "bart-s2s",
     "whisper-s2s",
 }
 
@@ -32,7 +29,7 @@ FEW = {
 def test_it_trains_as_unsharded(name: str, p: int) -> None:
     if name not in FEW and not has_model(name, 300):
         pytest.skip("no tiny model")
-    result = result_of(name, p, timeout=600)
+    result = result_of(name, p)
     assert result.status.startswith("works"), result
     if name in FEW:
         assert result.cut > 0.5, result

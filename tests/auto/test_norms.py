@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import tp_ext
-from tests.helpers.ranks import run
+from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto.norms import fused_norm
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.auto.test_sequence_parallel import VOCAB, Gpt
-from tests.helpers.ranks import run, run_raises
+from tests.helpers.ranks import run_raises
+from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto.copies import copied
 from tp_ext.auto.one_rank import for_one_rank
@@ -129,15 +130,19 @@ class Nests(nn.Module):
 PAIRS = [pair for pair in itertools.product(KINDS, KINDS) if pair != ("none", "none")]
 
 
-def test_calls_inside_of_calls() -> None:
+FEW = [pair for i, pair in enumerate(PAIRS) if i % 2]  # every kind is around another one, and inside of one
+
+
+@pytest.mark.parametrize("pairs", [FEW, pytest.param(PAIRS, marks=pytest.mark.exhaustive)], ids=["few", "all"])
+def test_calls_inside_of_calls(pairs: list[tuple[str, str]]) -> None:
     x = torch.randn(2, 3, WIDTH).requires_grad_()
     hows = ("train", "eval", "block", "reentrant block", "function", "reentrant function")
-    run(compare_with_one_rank, 2, Nests(PAIRS), x, hows, timeout=180)
+    run(compare_with_one_rank, 2, Nests(pairs), x, hows)
 
 
 def test_calls_inside_of_calls_compiled() -> None:
     pairs = [("F.dropout", "sdpa"), ("nn.Dropout", "F.dropout"), ("sdpa with dropout", "sdpa with dropout")]
-    run(compare_with_one_rank, 2, Nests(pairs), torch.randn(2, 3, WIDTH), ("compile",), timeout=180)
+    run(compare_with_one_rank, 2, Nests(pairs), torch.randn(2, 3, WIDTH), ("compile",))
 
 
 class Recomputed(Gpt):

@@ -16,7 +16,8 @@ from tests.auto.architectures import build
 from tests.auto.compare import BOUND, compare_model, only_doubles
 from tests.auto.test_execute import close
 from tests.auto.test_planner import EXAMPLE, Model
-from tests.helpers.ranks import run, run_raises
+from tests.helpers.ranks import run_raises
+from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.group import parallel_group
 
@@ -179,20 +180,21 @@ def test_code_that_reads_the_length_of_shards_moves_the_boundary() -> None:
 
 
 def _trains(group: Any, name: str) -> tuple[float, str]:
-    with only_doubles():
-        torch.manual_seed(0)
-        model, inputs = (Gpt().eval(), _inputs()) if name == "own" else build(name)
-        result = compare_model(group, name, model.double(), inputs, sequence_parallel=True)
+    torch.manual_seed(0)
+    model, inputs = (Gpt().eval(), _inputs()) if name == "own" else build(name)
+    result = compare_model(group, name, model.double(), inputs, sequence_parallel=True)
     return result.error, result.status
 
 
 @pytest.mark.parametrize(
     ("name", "p"),
-    [(name, p) for name in ("own", "llama", "gpt2", "qwen3", "t5") for p in (2, 4)] + [("bert-mlm", 2), ("vit", 2)],
+    [(name, p) for name in ("own", "t5") for p in (2, 4)]
+    + [("llama", 4), ("gpt2", 2), ("qwen3", 2), ("bert-mlm", 2), ("vit", 2)],
 )
 def test_it_trains_as_unsharded(name: str, p: int) -> None:
-    for error, status in run(_trains, p, name, timeout=300):  # 5 tokens on 2 and on 4 ranks: uneven shards
-        assert error <= BOUND and status.startswith("works"), status
+    with only_doubles():  # 5 tokens on 2 and on 4 ranks: uneven shards
+        for error, status in run(_trains, p, name):
+            assert error <= BOUND and status.startswith("works"), status
 
 
 def _lengths(group: Any) -> None:
@@ -361,34 +363,33 @@ class Adapted(nn.Module):
 
 
 def _adapters(group: Any, name: str, targets: list[str]) -> None:
-    with only_doubles():
-        torch.manual_seed(0)
-        dense, inputs = (Gpt().eval(), _inputs()) if name == "own" else build(name)
-        dense = dense.double()
-        plan = auto.plan(dense, inputs, parallel_group(group).size, sequence_parallel=True)
-        sharded = auto.apply(plan, copy.deepcopy(dense), group)
-        for layer in tp_ext.add_lora(sharded, r=3, alpha=6, targets=targets, freeze=False):
-            dense.set_submodule(layer, Adapted(dense.get_submodule(layer), 3, 2.0))
-        layouts = dict(tp_ext.layouts(sharded))
-        for parameter_name, parameter in sharded.named_parameters():
-            if "lora_B" in parameter_name:  # zeros would hide errors
-                layout = layouts[parameter_name] or tp_ext.Layout()
-                full = torch.randn(layout.full_shape(parameter.shape), dtype=torch.float64)
-                parameter.data = layout.shard(full)
-        dense.double().load_state_dict(tp_ext.full_state_dict(sharded, group=group))
-        for length in (5, 1) if name == "own" else (5,):  # one token stays whole; transformers' loss is of the next one
-            given = inputs if length == 5 else _inputs(length)
-            with tp_ext.debug.count_collectives() as counts:
-                losses = [auto.check_applied.loss_of(model(**given)) for model in (dense, sharded)]
-            assert ("reduce_scatter" in counts.by_kind()) == (length > 1)
-            torch.testing.assert_close(*losses, **close)
-            for loss in losses:
-                loss.backward()
-        _same_gradients(dense, sharded)
-        tp_ext.merge_lora(sharded)
-        torch.testing.assert_close(
-            auto.check_applied.loss_of(sharded(**inputs)), auto.check_applied.loss_of(dense(**inputs)), **close
-        )
+    torch.manual_seed(0)
+    dense, inputs = (Gpt().eval(), _inputs()) if name == "own" else build(name)
+    dense = dense.double()
+    plan = auto.plan(dense, inputs, parallel_group(group).size, sequence_parallel=True)
+    sharded = auto.apply(plan, copy.deepcopy(dense), group)
+    for layer in tp_ext.add_lora(sharded, r=3, alpha=6, targets=targets, freeze=False):
+        dense.set_submodule(layer, Adapted(dense.get_submodule(layer), 3, 2.0))
+    layouts = dict(tp_ext.layouts(sharded))
+    for parameter_name, parameter in sharded.named_parameters():
+        if "lora_B" in parameter_name:  # zeros would hide errors
+            layout = layouts[parameter_name] or tp_ext.Layout()
+            full = torch.randn(layout.full_shape(parameter.shape), dtype=torch.float64)
+            parameter.data = layout.shard(full)
+    dense.double().load_state_dict(tp_ext.full_state_dict(sharded, group=group))
+    for length in (5, 1) if name == "own" else (5,):  # one token stays whole; transformers' loss is of the next one
+        given = inputs if length == 5 else _inputs(length)
+        with tp_ext.debug.count_collectives() as counts:
+            losses = [auto.check_applied.loss_of(model(**given)) for model in (dense, sharded)]
+        assert ("reduce_scatter" in counts.by_kind()) == (length > 1)
+        torch.testing.assert_close(*losses, **close)
+        for loss in losses:
+            loss.backward()
+    _same_gradients(dense, sharded)
+    tp_ext.merge_lora(sharded)
+    torch.testing.assert_close(
+        auto.check_applied.loss_of(sharded(**inputs)), auto.check_applied.loss_of(dense(**inputs)), **close
+    )
 
 
 @pytest.mark.parametrize(
@@ -396,7 +397,8 @@ def _adapters(group: Any, name: str, targets: list[str]) -> None:
     [("own", 3, ["qkv", "out", "up", "down"]), ("llama", 2, ["?_proj", "up_proj", "down_proj"])],
 )
 def test_adapters(name: str, p: int, targets: list[str]) -> None:
-    run(_adapters, p, name, targets)
+    with only_doubles():
+        run(_adapters, p, name, targets)
 
 
 def _adapter_of_a_head(group: Any) -> None:

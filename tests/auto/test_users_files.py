@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.auto.compare import BOUND, compare_model
 from tests.auto.users_files import caches, llama2c, mingpt, nanogpt, widths
-from tests.helpers.ranks import run
+from tests.helpers import ranks
+from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto.unchanged import unchanged
 
@@ -79,10 +80,11 @@ def _trains(group: Any, names: list[str]) -> None:
 
 @pytest.mark.parametrize("p", [2, 3])
 def test_files_train_as_unsharded(p: int) -> None:
-    run(_trains, p, [name for name in FILES if not (name == "llama2c, groups" and p == 3)], timeout=300)
+    run(_trains, p, [name for name in FILES if not (name == "llama2c, groups" and p == 3)])
 
 
 def test_planning_leaves_nothing_in_the_model() -> None:
+    caches.SEEN.clear()  # what the ranks of other tests left
     for model in (caches.Net(), caches.Failing()):
         before = [dict(vars(module)) for module in model.modules()]
         with unchanged(model):
@@ -190,7 +192,7 @@ def test_changed_sizes_hold_in_copies_and_for_other_lengths() -> None:
 
 
 def test_changed_sizes_hold_under_checkpoints_and_compilation() -> None:
-    run(_changed_sizes, 2)
+    ranks.run(_changed_sizes, 2)  # it changes a class
 
 
 class Recurrent(nn.Module):

@@ -10,7 +10,8 @@ import transformers
 import tp_ext
 from tests.auto.compare import only_doubles
 from tests.helpers.meshes import mesh_of
-from tests.helpers.ranks import run, run_raises
+from tests.helpers.one_plan import run
+from tests.helpers.ranks import run_raises
 from tests.huggingface.test_composition import STEPS, check_gradients, check_state, made, optimizer_of, sharded
 from tp_ext import huggingface
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.auto.architectures import build
-from tests.helpers.ranks import run
+from tests.helpers.one_plan import run
 from tests.huggingface.test_trainer import _data, torchrun
 from tp_ext import huggingface
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import tp_ext
 from tests.auto.architectures import build
-from tests.helpers.ranks import run, run_raises
+from tests.helpers.one_plan import run, run_raises
 from tp_ext import huggingface
 
 transformers.utils.logging.disable_progress_bar()
@@ -86,7 +86,7 @@ def test_strict_refuses_missing_and_unexpected_tensors(tmp_path):
     path = _folder(tmp_path, "llama", "")
     match = r"LlamaForSequenceClassification: missing \['score.weight'\], unexpected \['lm_head.weight'\]"
     options = {"model_class": transformers.LlamaForSequenceClassification, "strict": True}
-    run_raises(_load, 2, KeyError, match, path, in_turns=False, **options)
+    run_raises(_load, 2, KeyError, match, path, **options)
     with pytest.raises(TypeError, match="strict: 1 must be True or False"):
         huggingface.from_pretrained(path, group=None, strict=1)
 
@@ -116,4 +116,4 @@ def test_integers_and_pickles_are_refused(tmp_path):
     for kind, (damage, error, match) in WRONG.items():
         path = _folder(tmp_path / kind, "llama", "")
         damage(path)
-        run_raises(_load, 2, error, match, path, in_turns=False)
+        run_raises(_load, 2, error, match, path)

@@ -13,7 +13,7 @@ from tests.auto.architectures import build
 from tests.auto.compare import only_doubles
 from tests.auto.test_planner import EXAMPLE, Model
 from tests.helpers.meshes import mesh_of
-from tests.helpers.ranks import run, run_raises
+from tests.helpers.one_plan import run, run_raises
 from tests.huggingface.test_composition import (
     STEPS,
     batch,
@@ -129,4 +129,4 @@ def _outside(group, make, sequence_parallel):
 )
 def test_code_between_the_parts_that_the_plan_needs_is_refused(make, name, sequence_parallel):
     match = f"model: '{name}' must be in one of the parts of pipeline_parts.*: its sharding by tp_ext.auto"
-    run_raises(_outside, 2, ValueError, match, make, sequence_parallel, in_turns=False)
+    run_raises(_outside, 2, ValueError, match, make, sequence_parallel)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from tests.helpers.ranks import run, run_raises
+from tests.helpers.one_plan import run, run_raises
 from tests.huggingface.test_trainer import _data, folder, torchrun  # noqa: F401
 from tp_ext import huggingface
 
@@ -105,4 +105,4 @@ def test_what_would_be_silently_new_is_refused_on_all_ranks(one_process, folder,
         shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
         damage(shutil.copytree(checkpoint, tmp_path / "damaged"))
         arguments = (folder, str(tmp_path / "damaged"), tmp_path / "out")
-        run_raises(_resumed, 2, ValueError, match, *arguments, in_turns=False)
+        run_raises(_resumed, 2, ValueError, match, *arguments)

@@ -12,7 +12,7 @@ import transformers
 import tp_ext
 from tests.auto.architectures import build
 from tests.auto.compare import only_doubles
-from tests.helpers.ranks import run, run_raises
+from tests.helpers.one_plan import run, run_raises
 from tp_ext import huggingface
 
 transformers.utils.logging.disable_progress_bar()
@@ -101,8 +101,8 @@ def _trainer_without_torchrun(group, folder):
 
 def test_trainer_refuses_what_is_not_sharded_over_all_ranks(folder):
     match = "model: is sharded over 2 ranks and must be sharded over all 4 ranks of the job"
-    run_raises(_trainer_over_a_part, 4, ValueError, match, folder, in_turns=False)
-    run_raises(_trainer_without_torchrun, 2, ValueError, "args: know of 1 processes", folder, in_turns=False)
+    run_raises(_trainer_over_a_part, 4, ValueError, match, folder)
+    run_raises(_trainer_without_torchrun, 2, ValueError, "args: know of 1 processes", folder)
     with pytest.raises(ValueError, match="model: is not sharded and must be"):
         huggingface.Trainer(transformers.LlamaForCausalLM.from_pretrained(folder))
 

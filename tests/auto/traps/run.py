@@ -35,7 +35,7 @@ for file in sorted(
     known = set(TRAPS)
     importlib.import_module(f"tests.auto.traps.{file.stem}")
     for new in TRAPS.keys() - known:
-        TRAPS[new].published = file.stem.startswith("published")
+        TRAPS[new].published, TRAPS[new].file = file.stem.startswith("published"), file.stem
 
 
 @dataclasses.dataclass

@@ -61,6 +61,7 @@ class Trap:
     others: tuple[Callable[[int, int], Any], ...] = ()
     p: tuple[int, ...] = (2,)
     published: bool = True  # in a report or review, not made up here
+    file: str = ""  # that enters it
     plan: dict = field(default_factory=dict)  # more arguments of plan
     apply: Callable[[Any], dict] = lambda example: {}  # more arguments of apply
     bare: bool = False  # the model as it is, without a norm before it and tanh after it
