@@ -17,7 +17,9 @@ from tests.helpers.thinning import mark_exhaustive
 LONG_FILES = [
     "shm/test_core.py",
     "emulation/test_emulation.py",
+    "end_to_end/test_finetune_hf.py",
     "training/test_compile.py",
+    "huggingface/test_composition.py",
     "nn/test_context_attention.py",
     "parallel/test_run.py",
     "test_regions_compose.py",

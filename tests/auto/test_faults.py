@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.auto.architectures import build
 from tests.auto.test_planner import Model
-from tests.helpers.simulated import run
+from tests.helpers.one_plan import run
 from tp_ext import Part, Sharding, auto
 from tp_ext.auto import rules
 from tp_ext.auto.edits import Copy, Sum
@@ -147,7 +147,7 @@ def _tampered(group: Any, name: str, kind: str) -> list[tuple[str, str]]:
     ],
 )  # fmt: skip
 def test_faults_in_plans_are_caught(name: str, kind: str, number: int) -> None:
-    *trained, (count, _) = run(_tampered, 2, name, kind)[0]
+    *trained, (count, _) = run(_tampered, 2, name, kind, timeout=300)[0]
     assert not trained
     assert int(count) == number
 
@@ -174,5 +174,5 @@ def _with_wrong_rule(group: Any, fault: str) -> str:
 
 @pytest.mark.parametrize("fault", WRONG_RULES)
 def test_wrong_rules_are_caught(fault: str) -> None:
-    outcome = run(_with_wrong_rule, 2, fault)[0]
+    outcome = run(_with_wrong_rule, 2, fault, timeout=300)[0]
     assert outcome.startswith("caught: verify"), outcome
