@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.auto.test_sequence_parallel import VOCAB, Gpt
+from tests.helpers import one_plan
 from tests.helpers.ranks import run_raises
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -142,7 +143,7 @@ def test_calls_inside_of_calls(pairs: list[tuple[str, str]]) -> None:
 
 def test_calls_inside_of_calls_compiled() -> None:
     pairs = [("F.dropout", "sdpa"), ("nn.Dropout", "F.dropout"), ("sdpa with dropout", "sdpa with dropout")]
-    run(compare_with_one_rank, 2, Nests(pairs), torch.randn(2, 3, WIDTH), ("compile",))
+    one_plan.run(compare_with_one_rank, 2, Nests(pairs), torch.randn(2, 3, WIDTH), ("compile",), timeout=180)
 
 
 class Recomputed(Gpt):
