@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tp_ext import auto as auto
 from tp_ext import debug as debug
 from tp_ext import optim as optim
+from tp_ext import outside as outside
 from tp_ext import shm as shm
 from tp_ext import symmetric_memory as symmetric_memory
 from tp_ext._build import __version__, build_info

@@ -26,7 +26,7 @@ ORDER = [
     {"nn"},
     {"checkpoint", "parallel", "mesh_program"},
     {"simulation"},
-    {"auto", "debug", "optim"},
+    {"auto", "debug", "optim", "outside"},
     {"huggingface", "verify"},
     {"__init__"},
 ]

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, parallel_group
+from tp_ext.nn.layouts import Carriers, is_sharded, layouts_of
 from tp_ext.nn.module import ParallelModule
 from tp_ext.nn.stages import JoinedStages
 from tp_ext.nn.tied import copies_in
@@ -39,6 +40,29 @@ def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
     """
     for name, layout in layouts(model):
         yield name, layout[0][0] if layout else None
+
+
+def live_shards() -> Iterator[tuple[Tensor, Layout]]:
+    """Yields the parameters of live modules that are shards, and their layouts; of what a parametrization or pruning
+    computes, the tensors that it is computed from.
+
+    Raises:
+        ValueError: see :func:`resolve_fqn`.
+    """
+    for module in list(Carriers.modules):
+        params = module._parameters
+        for name, layout in layouts_of(module).items():
+            if not is_sharded(layout):
+                continue
+            param = params.get(name)
+            if param is not None:
+                yield param, layout
+            elif name not in params:
+                for key, stored in module.named_parameters():
+                    if key.startswith(f"parametrizations.{name}.") or _unpruned(key) == name:
+                        found = resolve_fqn(module, key).layout
+                        if is_sharded(found):
+                            yield stored, found
 
 
 def layout_of(module: nn.Module, name: str, group: ParallelGroup = ALONE) -> Layout:
@@ -142,7 +166,7 @@ def resolve_optimizer(
             yield param, found, param_group
 
 
-_OF_THE_WHOLE = {"_SpectralNorm", "_Orthogonal"}  # torch.nn.utils.parametrizations, of the whole matrix
+OF_THE_WHOLE = {"_SpectralNorm", "_Orthogonal"}  # torch.nn.utils.parametrizations, of the whole matrix
 
 
 def _layout_of_parametrization(key: str, module: nn.Module, name: str, owner: nn.Module, local: str) -> Layout:
@@ -153,7 +177,7 @@ def _layout_of_parametrization(key: str, module: nn.Module, name: str, owner: nn
         return layout
     p = math.prod(layout.sizes)
     made_by = module.get_submodule(f"parametrizations.{name}")
-    if p > 1 and (whole := _OF_THE_WHOLE.intersection(type(m).__name__ for m in made_by.children())):
+    if p > 1 and (whole := OF_THE_WHOLE.intersection(type(m).__name__ for m in made_by.children())):
         raise ValueError(f"module: {key!r}: {min(whole)} must see all of {name}, of which a rank has a shard, p = {p}")
     if owner is made_by and local == "original":
         return layout

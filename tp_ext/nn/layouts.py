@@ -1,11 +1,43 @@
-"""The table of layouts of a module: local parameter name -> :class:`Layout`."""
+"""The table of layouts of a module: local parameter name -> :class:`Layout`, and the modules that have one."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, ClassVar
 
 from torch import nn
 
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import Layout, Sharding
+
+
+class Carriers:
+    """The live modules of this process some of whose tensors are shards. What torch gives a function of parameters
+    (clipping, a scaler, an initialiser) does not lead to the module: FSDP2 and ``deepcopy`` drop attributes.
+
+    Attributes:
+        modules: these modules.
+        exist: whether there ever was one. A bool, which traced code can read.
+        at_first: is called once, with the first module.
+    """
+
+    modules: "ClassVar[weakref.WeakSet[nn.Module]]" = weakref.WeakSet()
+    exist: ClassVar[bool] = False
+    at_first: ClassVar[Callable[[], None] | None] = None
+
+    @classmethod
+    def add(cls, module: nn.Module) -> None:
+        """Adds a module that has a table of layouts, unless all groups are of one rank."""
+        if any(is_sharded(layout) for layout in layouts_of(module).values()):
+            cls.modules.add(module)
+            first, cls.exist = not cls.exist, True
+            if first and cls.at_first is not None:
+                cls.at_first()
+
+
+def is_sharded(layout: Layout) -> bool:
+    """Returns whether several ranks hold the tensor."""
+    return any(group.size > 1 for _, group in layout)
 
 
 class ShardingView(MutableMapping[str, Sharding | None]):
@@ -40,8 +72,29 @@ def layouts_of(module: nn.Module) -> dict[str, Layout]:
     return own
 
 
+class _DeclaredLayouts(dict[str, Layout]):
+    """The table of a module that is no :class:`ParallelModule`. Copied with its module, it adds the copy to
+    :class:`Carriers`: such a module's class is not ours, and has no ``__deepcopy__`` that could."""
+
+    module: "weakref.ref[nn.Module] | None" = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_DeclaredLayouts":
+        copied = _DeclaredLayouts({name: copy.deepcopy(layout, memo) for name, layout in self.items()})
+        module = memo.get(id(self.module and self.module()))  # deepcopy notes the new module before its attributes
+        if isinstance(module, nn.Module):
+            copied.module = weakref.ref(module)
+            if any(map(is_sharded, copied.values())):
+                Carriers.modules.add(module)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 def mirror_layouts(module: nn.Module) -> None:
-    """Sets ``tp_layout`` and ``tp_sharding`` on the module's parameters, for users who inspect them."""
+    """Sets ``tp_layout`` and ``tp_sharding`` on the module's parameters, for users who inspect them, and adds the
+    module to :class:`Carriers`."""
+    Carriers.add(module)
     for name, layout in layouts_of(module).items():
         param = module._parameters.get(name)  # not getattr, which computes a parametrized one
         if param is not None:
@@ -75,6 +128,7 @@ def declare_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
             known = [*module._parameters, *module._buffers]
             raise ValueError(f"layouts: {name!r} must be a parameter or buffer of the module itself, one of {known}")
         layout.local_chunks(tensor)
-    table: dict[str, Layout] = {**layouts_of(module), **layouts}
+    table = _DeclaredLayouts({**layouts_of(module), **layouts})
+    table.module = weakref.ref(module)
     module.tp_layouts = table  # type: ignore[assignment]
     mirror_layouts(module)

@@ -228,6 +228,7 @@ class ParallelModule(nn.Module):
             *(group for layout in self.tp_layouts.values() for _, group in layout),
         }:
             check_place(group)
+        mirror_layouts(self)
 
     def parameter(self, name: str, given: Tensor | None = None, *, operator_sums: bool = False) -> Any:
         """Returns the parameter as ``forward`` has to use it: its gradient will be complete on every rank.

@@ -1,11 +1,4 @@
-"""The norm of the full gradient, and clipping by it.
-
-With fp16 and loss scaling a gradient may overflow in one rank's shard alone, and every rank must skip that step. Use
-``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(device, process_group=group)``, on any device, which
-all-reduces the overflow flag over its group. The group must contain every rank whose gradients differ: under FSDP2 or
-in a pipeline, the whole world. ``torch.amp.GradScaler`` does not communicate: only some ranks would step, and
-replicated parameters drift.
-"""
+"""The norm of the full gradient, and clipping by it."""
 
 import functools
 import math
@@ -35,6 +28,10 @@ _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # suppo
 _DEVICES = {"cpu", "cuda"} if load().build_info()["cuda"] else {"cpu"}
 _UNKNOWN: Any = object()
 
+# A parameter, its layout, and the terms of its gradient: .grad, main_grad, or both, for a weight tied to another
+# layer's. There may be thousands: hence plain tuples, and loops without calls.
+GradientRow = tuple[Tensor, Layout, list[Tensor]]
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -62,15 +59,57 @@ def clip_grad_norm_(
 
     Communicates and raises as :func:`grad_norm`. ValueError: a negative max_norm.
     """
+    max_norm = _checked_max(max_norm)
+    exact, table = _exact_norm(parameters_or_module, norm_type, group, mesh, extra_groups, exclude, foreach)
+    return _clipped(exact, table, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _checked_max(max_norm: float) -> float:
     max_norm = float(max_norm)  # as torch, "inf" too
     if not max_norm >= 0:
         raise ValueError(f"max_norm: {max_norm} must be at least 0")
-    exact, table = _exact_norm(parameters_or_module, norm_type, group, mesh, extra_groups, exclude, foreach)
+    return max_norm
+
+
+def _clipped(
+    exact: Tensor,
+    table: Sequence[GradientRow],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """Scales the gradients of the rows, and returns the norm in its final dtype."""
     total = _checked(exact, table, norm_type, error_if_nonfinite)
     # Each only once, even if given twice: the kernel processes all at the same time
     stored = {id(grad): grad for _, _, terms in table for grad in terms}
     _clip([*map(local_gradient, stored.values())], max_norm, exact if foreach is not False else total, foreach)
     return total
+
+
+@torch.no_grad()
+def norm_of_rows(
+    rows: Sequence[GradientRow],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    max_norm: float | None = None,
+) -> Tensor:
+    """Computes :func:`grad_norm` of parameters whose layouts are given, and with ``max_norm`` clips as
+    :func:`clip_grad_norm_`; communicates and raises as these.
+
+    Args:
+        rows: a parameter, its layout, empty for one that is no shard, and the terms of its gradient.
+    """
+    if max_norm is not None:
+        max_norm = _checked_max(max_norm)
+    groups = groups_of(group for _, layout, _ in rows for _, group in layout)
+    _refuse_tangents(rows)
+    exact = _norm(rows, float(norm_type), groups, (), set(), foreach)
+    if max_norm is None:
+        return _checked(exact, rows, norm_type, error_if_nonfinite)
+    return _clipped(exact, rows, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 @torch.no_grad()
@@ -126,10 +165,6 @@ def grad_norm(
     return _checked(exact, table, norm_type, error_if_nonfinite)
 
 
-# A parameter, its layout, and the terms of its gradient: .grad, main_grad, or both, for a weight tied to another
-# layer's. There may be thousands: hence plain tuples, and loops without calls.
-_Row = tuple[Tensor, Layout, list[Tensor]]
-
 
 def _exact_norm(
     given: Given,
@@ -139,7 +174,7 @@ def _exact_norm(
     extra_groups: Groups,
     exclude: Iterable[Tensor],
     foreach: bool | None,
-) -> tuple[Tensor, list[_Row]]:
+) -> tuple[Tensor, list[GradientRow]]:
     """Returns the norm in fp64, the same on all ranks, and the rows that it is computed from."""
     if mesh is not None and extra_groups != ():
         raise TypeError("extra_groups: must not be given together with mesh, whose axis 'pp' is known")
@@ -153,7 +188,7 @@ def _exact_norm(
 
 
 def _norm(
-    table: Sequence[_Row],
+    table: Sequence[GradientRow],
     norm_type: float,
     groups: ModelGroups,
     extra_groups: Groups,
@@ -200,7 +235,7 @@ def _norm(
     return total
 
 
-def _checked(total: Tensor, table: Sequence[_Row], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+def _checked(total: Tensor, table: Sequence[GradientRow], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Returns the norm in its final dtype, after the check for finiteness. The dtype is the widest over all gradients,
     since a rank that owns none has no dtype of its own."""
     dtypes = {grad.dtype for _, _, terms in table for grad in terms}
@@ -245,7 +280,8 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | 
 def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     devices = _by_device(tensors) if norm_type == 2 and tensors and foreach is not False else None
     if devices is None:  # torch fails on the largest element of an empty tensor
-        return torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], norm_type, foreach=foreach)
+        # Detached: get_total_norm knows a parameter's own .grad, and would sum over the ranks (tp_ext/outside)
+        return torch.nn.utils.get_total_norm([t.detach() for t in tensors if t.numel()], norm_type, foreach=foreach)
     squares = [_ops.multi_tensor_squared_norm(there) for there in devices.values()]
     return sum((one.to(squares[0].device) for one in squares[1:]), squares[0]).sqrt()
 
@@ -304,7 +340,7 @@ def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
     return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
 
 
-def _refuse_tangents(table: list[_Row]) -> None:
+def _refuse_tangents(table: Sequence[GradientRow]) -> None:
     """Raises if a gradient has a tangent, which the kernels would drop."""
     if forward_ad._current_level < 0:
         return
@@ -312,7 +348,7 @@ def _refuse_tangents(table: list[_Row]) -> None:
         raise NotImplementedError("tp_ext: grad_norm has no forward-mode derivative; use reverse mode")
 
 
-def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row], Iterable[int]]:
+def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[GradientRow], Iterable[int]]:
     """Returns the groups that ``given`` is sharded over, the rows, and the ids of copies of another stage's."""
     if isinstance(given, list | tuple) and any(isinstance(one, nn.Module) for one in given):
         given = joined(given)
@@ -321,7 +357,7 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[_Row], Itera
         named = dict(given.named_parameters())
         groups = model_groups(given, axes)
         table = layouts(given, group=groups.default.name)
-        rows: list[_Row] = [(named[name], layout, gradient_terms(named[name])) for name, layout in table]
+        rows: list[GradientRow] = [(named[name], layout, gradient_terms(named[name])) for name, layout in table]
         return groups, rows, copies_in(given)
     over = parallel_group(group)
     params = [given] if isinstance(given, Tensor) else list(cast(Iterable[Tensor], given))

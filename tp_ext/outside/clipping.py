@@ -1,0 +1,61 @@
+"""Gradient norms of torch, over shards: those of the unsharded model.
+
+A parameter is found among those of live modules by its identity, and a gradient by that of a parameter's ``.grad``.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from tp_ext.nn.fqn import live_shards
+from tp_ext.parallel.grad_norm import GradientRow, gradient_terms, norm_of_rows
+from tp_ext.sharding import Layout
+
+_REPLICATED = Layout()
+
+
+def clip_grad_norm_(
+    torchs: Callable[..., Tensor],
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clips by the norm of the unsharded model if one of the parameters is a shard; else as torch.
+
+    Communicates and raises as :func:`tp_ext.clip_grad_norm_`. What is no shard counts once.
+    """
+    params: Any = parameters
+    if not isinstance(parameters, Tensor | list | tuple):
+        # An iterator would be used up. Torch warns of an empty generator: it gets that itself
+        params = list(parameters) or parameters
+    known = {id(param): layout for param, layout in live_shards()}
+    listed: Any = [params] if isinstance(params, Tensor) else params
+    if not any(id(param) in known for param in listed):
+        return torchs(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    rows = [(param, known.get(id(param), _REPLICATED), gradient_terms(param)) for param in listed]
+    return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach, max_norm=max_norm)
+
+
+def get_total_norm(
+    torchs: Callable[..., Tensor],
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Computes the norm of the unsharded model if one of the tensors is the gradient of a shard; else as torch.
+
+    Communicates and raises as :func:`tp_ext.grad_norm`.
+    """
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    known: dict[int, GradientRow] = {}
+    for param, layout in live_shards():
+        for grad in gradient_terms(param):
+            known[id(grad)] = param, layout, [grad]
+    if not any(id(tensor) in known for tensor in listed):
+        return torchs(listed, norm_type, error_if_nonfinite, foreach)
+    rows = [known.get(id(tensor), (tensor, _REPLICATED, [tensor])) for tensor in listed]
+    return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach)

@@ -1,0 +1,258 @@
+"""Weights that torch computes from others, over shards: right where each row or column of the sharded dim is computed on
+its own, as by anything elementwise, and refused elsewhere.
+
+Which of both holds is found by running: the same parametrization, or mask, of a few rows alone, and of these rows behind
+as many others, must agree. Nothing of the caller's, nor the state of torch's generators, changes.
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import ParametrizationList
+
+from tp_ext.nn.fqn import OF_THE_WHOLE, layout_of
+from tp_ext.nn.layouts import Carriers, is_sharded, layouts_of
+from tp_ext.sharding import Layout, Sharding
+
+_ROWS = 8  # of the sharded dim, that are tried
+
+
+def make_parametrization_list(
+    torchs: Callable[..., None],
+    own: ParametrizationList,
+    modules: Iterable[nn.Module],
+    original: Tensor,
+    unsafe: bool = False,
+) -> None:
+    """Constructs the list that ``register_parametrization`` puts in the place of a tensor, as torch does.
+
+    Raises:
+        ValueError: the tensor is a shard, and the parametrization is not one of each shard on its own.
+    """
+    for name, layout in _places(original):
+        _check_parametrization(torchs, list(modules), original, name, layout)
+    torchs(own, modules, original, unsafe)
+
+
+def append_parametrization(
+    torchs: Callable[..., nn.ModuleList], own: nn.ModuleList, module: nn.Module
+) -> nn.ModuleList:
+    """Appends one more parametrization to such a list, as torch does.
+
+    Raises:
+        ValueError: as :func:`make_parametrization_list`.
+    """
+    for carrier in list(Carriers.modules) if isinstance(own, ParametrizationList) and len(own) else ():
+        made: Any = carrier._modules.get("parametrizations")
+        for name in (name for name, one in (made.items() if made is not None else ()) if one is own):
+            layout = layouts_of(carrier).get(name)
+            if layout is not None and is_sharded(layout):
+                _check_parametrization(ParametrizationList.__init__, [module], own().detach(), name, layout)
+    return torchs(own, module)
+
+
+def apply_pruning(
+    torchs: Callable[..., Any], cls: type[Any], module: nn.Module, name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Prunes a tensor as ``BasePruningMethod.apply``, which all functions of ``torch.nn.utils.prune`` call.
+
+    Raises:
+        ValueError: the tensor is a shard, and the mask of a row depends on others; or a given mask has another shape.
+    """
+    layout = layout_of(module, name)
+    if is_sharded(layout):
+        _check_pruning(cls, getattr(module, name), name, layout, args, kwargs)
+    return torchs(cls, module, name, *args, **kwargs)
+
+
+def apply_old_norm(torchs: Callable[..., Any], module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Applies ``torch.nn.utils.weight_norm`` or ``spectral_norm`` as torch does.
+
+    Raises:
+        ValueError: the tensor is a shard: the tensors that take its place would have no layout.
+    """
+    layout = layout_of(module, name)
+    if is_sharded(layout):
+        raise ValueError(
+            f"name: {name!r} is a shard, {_over(layout)}; torch.nn.utils.weight_norm and spectral_norm take it for the "
+            "whole; use torch.nn.utils.parametrizations.weight_norm along a dim that is not sharded"
+        )
+    return torchs(module, name, *args, **kwargs)
+
+
+def _places(tensor: Tensor) -> Iterator[tuple[str, Layout]]:
+    """Yields the name and the layout of the shard that the tensor is, if it is one."""
+    for module in list(Carriers.modules):
+        for name, layout in layouts_of(module).items():
+            if is_sharded(layout) and tensor is module._parameters.get(name, module._buffers.get(name)):
+                yield name, layout
+                return
+
+
+def _over(layout: Layout) -> str:
+    return f"p = {', '.join(str(size) for size in layout.sizes if size > 1)}"
+
+
+def _check_parametrization(
+    make: Callable[..., None], modules: list[nn.Module], original: Tensor, name: str, layout: Layout
+) -> None:
+    """Raises unless the parametrization by ``modules`` is one of each shard on its own."""
+    if whole := OF_THE_WHOLE.intersection(type(module).__name__ for module in modules):
+        raise ValueError(
+            f"module: 'parametrizations.{name}.original': {min(whole)} must see all of {name}, of which a rank has a "
+            f"shard, {_over(layout)}"
+        )
+    for sharding, group in layout:
+        if group.size > 1:
+            lengths = sharding.local_sizes(group.size)
+            local = _found_beyond_a_shard(make, modules, original, sharding.dim % original.dim(), min(lengths))
+            if local:
+                raise ValueError(
+                    f"module: 'parametrizations.{name}.{local}' must have the {lengths} elements of {name} on the ranks "
+                    f"in dim {sharding.dim}, which is sharded, and depend on these alone, p = {group.size}: this "
+                    "parametrization is not one of each shard on its own"
+                )
+
+
+def _found_beyond_a_shard(
+    make: Callable[..., None], modules: list[nn.Module], original: Tensor, dim: int, shortest: int
+) -> str:
+    """Returns the name of a tensor of the parametrization that is no shard along ``dim``, "original" if the result
+    depends on other shards; empty if there is none.
+
+    Args:
+        shortest: the smallest length along ``dim`` on any rank, so that all ranks try the same.
+    """
+    rows, both = _rows_and_twice(original, dim, shortest)
+    try:
+        alone, behind = (_trial(make, modules, one, original.shape[dim], dim, shortest) for one in (rows, both))
+        trained = dict(behind.named_parameters())
+        for (local, one), (_, two) in zip(_tensors(alone), _tensors(behind), strict=True):
+            if one.dim() == rows.dim() and one.shape[dim] == rows.shape[dim] and two.shape[dim] == both.shape[dim]:
+                one.data = one * _spread(one)
+                two.data = torch.cat([_others(one), one], dim)
+            elif two.shape != one.shape or one.numel() > 1 or local in trained:
+                return local  # its gradient would need a sum over the ranks, or it is computed from the whole
+            else:
+                two.data = one.clone()
+        with torch.no_grad():
+            same = _is_second_half(_seeded(behind, rows), _seeded(alone, rows), dim)
+    except (RuntimeError, ValueError, IndexError):  # it takes this number of elements only
+        same = False
+    return "" if same else "original"
+
+
+def _rows_and_twice(tensor: Tensor, dim: int, shortest: int) -> tuple[Tensor, Tensor]:
+    """Returns a tensor like some rows of this one along ``dim``, and it behind as many others. Numbers are made up: a
+    tensor on meta has none, and ranks with other numbers might not agree."""
+    shape = [_tried(shortest) if one == dim else size for one, size in enumerate(tensor.shape)]
+    rows = _spread(torch.empty(shape, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device))
+    return rows, torch.cat([_others(rows), rows], dim)
+
+
+def _tried(shortest: int) -> int:
+    return max(1, min(shortest, _ROWS))
+
+
+def _trial(
+    make: Callable[..., None], modules: list[nn.Module], original: Tensor, length: int, dim: int, shortest: int
+) -> ParametrizationList:
+    """Returns the list of copies of the modules for ``original``, made up; ``length`` is that of the tensor along
+    ``dim``, and of what the modules hold for each of its rows."""
+    copied = [copy.deepcopy(module).train() for module in modules]
+    for module in copied:
+        for _, stored in _tensors(module):
+            if stored.is_meta:
+                module.to_empty(device="cpu")
+                break
+        for _, stored in _tensors(module):
+            if stored.dim() == original.dim() and stored.shape[dim] == length and shortest > 1:
+                part = stored.data.narrow(dim, 0, _tried(shortest))
+                stored.data = torch.cat([part] * (original.shape[dim] // part.shape[dim]), dim)
+    made = ParametrizationList.__new__(ParametrizationList)
+    parameter = nn.Parameter(original.clone(), requires_grad=original.is_floating_point())
+    _seeded(lambda: make(made, copied, parameter, unsafe=True), original)
+    return made
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _spread(like: Tensor) -> Tensor:
+    """Returns factors in [0.5, 1), all different, without a random number."""
+    count = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
+    return (0.5 + 0.5 * (count * 0.6180339887 % 1)).reshape(like.shape).to(like.dtype)
+
+
+def _others(rows: Tensor) -> Tensor:
+    """Returns other numbers of the shape, large where these are small, so that no order or extreme stays as it is."""
+    return (4 - 3 * rows).to(rows.dtype)
+
+
+def _seeded(call: Callable[[], Any], like: Tensor) -> Any:
+    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+        torch.manual_seed(0)
+        return call()
+
+
+def _is_second_half(both: Any, rows: Tensor, dim: int) -> bool:
+    length = rows.shape[dim]
+    if not isinstance(both, Tensor) or both.shape[dim] != 2 * length:
+        return False
+    return torch.allclose(both.narrow(dim, length, length), rows, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def _check_pruning(
+    cls: type[Any], tensor: Tensor, name: str, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises unless the mask of a shard is the shard of the mask."""
+    advice = (
+        f"name: {cls.__name__} must see all of {name!r}, which is a shard, {_over(layout)}; make the mask of the full "
+        f"tensor, and call prune.custom_from_mask(layer, {name!r}, mask=layer.tp_layouts[{name!r}].shard(mask))"
+    )
+    if cls is prune.CustomFromMask:
+        if _prunes_all_tensors():
+            raise ValueError(advice.replace(cls.__name__, "global_unstructured"))
+        mask = kwargs["mask"] if "mask" in kwargs else args[0]
+        if mask.shape != tensor.shape:
+            raise ValueError(
+                f"mask: shape {tuple(mask.shape)} must be {tuple(tensor.shape)}, that of this rank's shard of {name!r}"
+            )
+        return
+    options = {key: value for key, value in kwargs.items() if key != "importance_scores"}  # the trial has its own
+    for sharding, group in layout:
+        if group.size > 1 and not _masks_each_shard(cls, tensor, sharding, group.size, args, options):
+            raise ValueError(advice)
+
+
+def _masks_each_shard(
+    cls: type[Any], tensor: Tensor, sharding: Sharding, p: int, args: tuple[Any, ...], options: dict[str, Any]
+) -> bool:
+    """Returns whether the mask of some rows is the same behind others."""
+    dim, masks = sharding.dim % tensor.dim(), []
+    for one in _rows_and_twice(tensor, dim, min(sharding.local_sizes(p))):
+        try:
+            method = cls(*copy.deepcopy(args), **copy.deepcopy(options))
+            masks.append(_seeded(functools.partial(method.compute_mask, one, torch.ones_like(one)), one))
+        except (RuntimeError, ValueError, IndexError):  # it takes this number of elements only
+            return False
+    return _is_second_half(masks[1], masks[0], dim)
+
+
+def _prunes_all_tensors() -> bool:
+    """Returns whether ``global_unstructured`` is pruning: it compares the elements of several tensors, and applies the
+    result as a given mask, which does not show it."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is prune.global_unstructured.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

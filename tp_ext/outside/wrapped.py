@@ -1,0 +1,159 @@
+"""The functions of torch that are wrapped, once, at the import of tp_ext: :data:`WRAPPED` is the only list of them.
+
+Each wrapper passes everything through to torch until this process has made a shard, and afterwards what is no shard. With
+``TP_EXT_WRAP_TORCH=0`` in the environment nothing is wrapped; then the first shard warns, once.
+"""
+
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import init
+from torch.nn.utils import clip_grad
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from tp_ext.nn.layouts import Carriers
+from tp_ext.outside import clipping, initialisers, parametrizations, scaling
+
+SWITCH = "TP_EXT_WRAP_TORCH"
+
+
+class Wrapped(NamedTuple):
+    """A function of torch and what is called in its place.
+
+    Attributes:
+        holder: the class or module where torch looks it up.
+        name: there.
+        parameters: its parameters, the same in each supported version; ``name=default``.
+        ours: takes torch's function, then its arguments.
+        instead: the call to use where it is not wrapped.
+    """
+
+    holder: Any
+    name: str
+    parameters: str
+    ours: Callable[..., Any]
+    instead: str
+
+    @property
+    def title(self) -> str:
+        """The name under which users know it."""
+        return f"{self.holder.__name__}.{self.name}"
+
+
+_NORM = "norm_type=2.0, error_if_nonfinite=False, foreach=None"
+
+WRAPPED = [
+    Wrapped(
+        clip_grad,
+        "clip_grad_norm_",
+        f"parameters, max_norm, {_NORM}",
+        clipping.clip_grad_norm_,
+        "tp_ext.clip_grad_norm_(model, max_norm)",
+    ),
+    # get_total_norm is a second name of this one
+    Wrapped(clip_grad, "_get_total_norm", f"tensors, {_NORM}", clipping.get_total_norm, "tp_ext.grad_norm(model)"),
+    Wrapped(
+        GradScaler,
+        "_unscale_grads_",
+        "self, optimizer, inv_scale, found_inf, allow_fp16",
+        scaling.unscale_grads_,
+        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(device, process_group=group)",
+    ),
+    Wrapped(
+        ParametrizationList,
+        "__init__",
+        "self, modules, original, unsafe=False",
+        parametrizations.make_parametrization_list,
+        "tp_ext.shardings(model), which refuses some of those that are not elementwise",
+    ),
+    Wrapped(ParametrizationList, "append", "self, module", parametrizations.append_parametrization, "the same"),
+    Wrapped(
+        BasePruningMethod,
+        "apply",
+        "cls, module, name, *args, importance_scores=None, **kwargs",
+        parametrizations.apply_pruning,
+        "torch.nn.utils.prune.custom_from_mask",
+    ),
+    *(
+        Wrapped(holder, "apply", parameters, parametrizations.apply_old_norm, "torch.nn.utils.parametrizations")
+        for holder, parameters in (
+            (WeightNorm, "module, name, dim"),
+            (SpectralNorm, "module, name, n_power_iterations, dim, eps"),
+        )
+    ),
+    *(
+        Wrapped(init, name, parameters, initialisers.initialise, "init= of the layer")
+        for name, parameters in {
+            "uniform_": "tensor, a=0.0, b=1.0, generator=None",
+            "normal_": "tensor, mean=0.0, std=1.0, generator=None",
+            "trunc_normal_": "tensor, mean=0.0, std=1.0, a=-2.0, b=2.0, generator=None",
+            "eye_": "tensor",
+            "dirac_": "tensor, groups=1",
+            "xavier_uniform_": "tensor, gain=1.0, generator=None",
+            "xavier_normal_": "tensor, gain=1.0, generator=None",
+            "kaiming_uniform_": "tensor, a=0, mode='fan_in', nonlinearity='leaky_relu', generator=None",
+            "kaiming_normal_": "tensor, a=0, mode='fan_in', nonlinearity='leaky_relu', generator=None",
+            "orthogonal_": "tensor, gain=1, generator=None",
+            "sparse_": "tensor, sparsity, std=0.01, generator=None",
+        }.items()
+    ),
+    Wrapped(init, "_calculate_fan_in_and_fan_out", "tensor", initialisers.fans, "init= of the layer"),
+]
+
+
+def parameters_of(function: Callable[..., Any]) -> str:
+    """Returns the parameters of a function as in :attr:`Wrapped.parameters`."""
+    plain = [one.replace(annotation=inspect.Parameter.empty) for one in inspect.signature(function).parameters.values()]
+    return str(inspect.Signature(plain))[1:-1]
+
+
+def install() -> None:
+    """Wraps all of :data:`WRAPPED`, or none if the environment says so."""
+    if os.environ.get(SWITCH, "1") == "0":
+        Carriers.at_first = _warn
+        return
+    for one in WRAPPED:
+        _wrap(one)
+
+
+def _wrap(one: Wrapped) -> None:
+    found = inspect.getattr_static(one.holder, one.name)
+    kind = type(found) if isinstance(found, staticmethod | classmethod) else None
+    torchs = found.__func__ if kind else found
+    inner = getattr(torchs, "__wrapped__", None)
+    cells = [cell for cell in torchs.__closure__ or () if cell.cell_contents is inner] if inner is not None else []
+    if cells:
+        # Behind torch's own decorator: whoever has imported the function, before tp_ext or under another name, calls
+        # the decorated one, which calls what is in this cell
+        cells[0].cell_contents = _passing(one, inner)
+    else:
+        replaced = _passing(one, torchs)
+        setattr(one.holder, one.name, kind(replaced) if kind else replaced)
+
+
+def _passing(one: Wrapped, torchs: Callable[..., Any]) -> Callable[..., Any]:
+    ours = one.ours
+
+    @functools.wraps(torchs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not Carriers.exist:
+            return torchs(*args, **kwargs)
+        return ours(torchs, *args, **kwargs)
+
+    return call
+
+
+def _warn() -> None:
+    calls = "; ".join(f"{one.title}: {one.instead}" for one in WRAPPED)
+    warnings.warn(
+        f"{SWITCH}=0: these functions of torch take this rank's shard for the whole; call instead: {calls}",
+        stacklevel=2,
+    )
