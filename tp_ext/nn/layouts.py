@@ -18,11 +18,13 @@ class Carriers:
     Attributes:
         modules: these modules.
         exist: whether there ever was one. A bool, which traced code can read.
+        changes: how often such a module has got a layout or a parameter, as far as they say so.
         at_first: is called once, with the first module.
     """
 
     modules: "ClassVar[weakref.WeakSet[nn.Module]]" = weakref.WeakSet()
     exist: ClassVar[bool] = False
+    changes: ClassVar[int] = 0
     at_first: ClassVar[Callable[[], None] | None] = None
 
     @classmethod
@@ -30,6 +32,7 @@ class Carriers:
         """Adds a module that has a table of layouts, unless all groups are of one rank."""
         if any(is_sharded(layout) for layout in layouts_of(module).values()):
             cls.modules.add(module)
+            cls.changes += 1
             first, cls.exist = not cls.exist, True
             if first and cls.at_first is not None:
                 cls.at_first()
@@ -37,7 +40,10 @@ class Carriers:
 
 def is_sharded(layout: Layout) -> bool:
     """Returns whether several ranks hold the tensor."""
-    return any(group.size > 1 for _, group in layout)
+    for _, group in layout:  # for all shards of a process in each call of a wrapped function: faster than any()
+        if group.size > 1:
+            return True
+    return False
 
 
 class ShardingView(MutableMapping[str, Sharding | None]):
@@ -85,6 +91,7 @@ class _DeclaredLayouts(dict[str, Layout]):
             copied.module = weakref.ref(module)
             if any(map(is_sharded, copied.values())):
                 Carriers.modules.add(module)
+                Carriers.changes += 1
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from tp_ext import _ops
 from tp_ext.group import Group, ParallelGroup, check_place, layer_group, parallel_group
-from tp_ext.nn.layouts import ShardingView, mirror_layouts
+from tp_ext.nn.layouts import Carriers, ShardingView, mirror_layouts
 from tp_ext.random import Init, initialise_
 from tp_ext.sharding import CopiedRows, Layout, Part, Sharding, split_sizes
 
@@ -162,6 +162,7 @@ class ParallelModule(nn.Module):
         own = self._parameters.get(name)  # None while a parametrization is registered or removed
         if own is not None and own is not param and hasattr(param, "tp_sharding"):
             self.tied.add(name)
+        Carriers.changes += 1
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:

@@ -3,16 +3,44 @@
 A parameter is found among those of live modules by its identity, and a gradient by that of a parameter's ``.grad``.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from tp_ext.nn.fqn import live_shards
+from tp_ext.nn.layouts import Carriers
 from tp_ext.parallel.grad_norm import GradientRow, gradient_terms, norm_of_rows
 from tp_ext.sharding import Layout
 
 _REPLICATED = Layout()
+
+
+class _Unsharded:
+    """Lists of parameters, by their ids, none of which is a shard: a model that is not sharded must not pay for all
+    shards of the process in each step. An entry goes when one of its parameters does, all when a module got a tensor.
+
+    Attributes:
+        lists: the ids -> weak references, which remove the entry.
+        changes: :attr:`Carriers.changes` at the time.
+    """
+
+    lists: ClassVar[dict[tuple[int, ...], list[Any]]] = {}
+    changes: ClassVar[int] = 0
+
+    @classmethod
+    def known(cls, changes: int) -> dict[tuple[int, ...], list[Any]]:
+        """Returns the lists, of which none is left if modules have changed."""
+        if changes != cls.changes:
+            cls.lists.clear()
+            cls.changes = changes
+        return cls.lists
+
+    @classmethod
+    def add(cls, ids: tuple[int, ...], params: Iterable[Tensor]) -> None:
+        """Adds a list."""
+        cls.lists[ids] = [weakref.ref(param, lambda _: cls.lists.pop(ids, None)) for param in params]
 
 
 def clip_grad_norm_(
@@ -31,9 +59,13 @@ def clip_grad_norm_(
     if not isinstance(parameters, Tensor | list | tuple):
         # An iterator would be used up. Torch warns of an empty generator: it gets that itself
         params = list(parameters) or parameters
-    known = {id(param): layout for param, layout in live_shards()}
     listed: Any = [params] if isinstance(params, Tensor) else params
-    if not any(id(param) in known for param in listed):
+    ids = tuple(map(id, listed))
+    if ids in _Unsharded.known(Carriers.changes):
+        return torchs(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    known = {id(param): layout for param, layout in live_shards()}
+    if known.keys().isdisjoint(ids):
+        _Unsharded.add(ids, listed)
         return torchs(params, max_norm, norm_type, error_if_nonfinite, foreach)
     rows = [(param, known.get(id(param), _REPLICATED), gradient_terms(param)) for param in listed]
     return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach, max_norm=max_norm)
@@ -55,7 +87,7 @@ def get_total_norm(
     for param, layout in live_shards():
         for grad in gradient_terms(param):
             known[id(grad)] = param, layout, [grad]
-    if not any(id(tensor) in known for tensor in listed):
+    if known.keys().isdisjoint(map(id, listed)):
         return torchs(listed, norm_type, error_if_nonfinite, foreach)
     rows = [known.get(id(tensor), (tensor, _REPLICATED, [tensor])) for tensor in listed]
     return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach)
