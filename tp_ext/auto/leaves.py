@@ -16,6 +16,7 @@ from tp_ext.auto.token_hooks import TokenLengths
 from tp_ext.group import ParallelGroup
 from tp_ext.nn.layouts import declare_layouts
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.parallel_linear import operands
 from tp_ext.sharding import Layout, Sharding
 
 
@@ -29,7 +30,10 @@ class EnteredColumnLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
         """Computes y = x W_local^T + b_local."""
-        return F.linear(x, self.parameter("weight", weight), self.parameter("bias"))
+        weight, bias, _ = operands(self, self.__dict__, weight, self._copied)
+        if bias is not None and bias.size(0) != weight.size(0):
+            raise ValueError(f"bias: shape {tuple(bias.shape)} must be [{weight.size(0)}], this rank's shard")
+        return F.linear(x, weight, bias)
 
 
 class RowTokensLinear(RowParallelLinear):
@@ -49,8 +53,8 @@ class RowTokensLinear(RowParallelLinear):
         if sizes is None:
             y: Tensor = super().forward(x, weight=weight)
             return y
-        y = F.linear(x, self.parameter("weight", weight))
-        return _scattered_sum(y, self.parameter("bias"), self.tp_group.name, self.tp_tokens_dim, sizes)
+        weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
+        return _scattered_sum(F.linear(x, weight), bias, self.tp_group.name, self.tp_tokens_dim, sizes)
 
 
 def _scattered_sum(y: Tensor, bias: Tensor | None, group: str, dim: int, sizes: list[int]) -> Tensor:
@@ -105,6 +109,10 @@ class _RowsOfTable(nn.Module):
     tp_tokens: TokenLengths | None = None
     tp_tokens_dim: int = 0
 
+    def wrong_rows(self, weight: Tensor) -> ValueError:
+        """Returns the error that the weight has not this rank's rows: another tensor has taken its place."""
+        return ValueError(f"weight: {weight.size(0)} rows must be {self.local_rows}, this rank's of the table")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (type(self).__bases__[0],), self.__getstate__()
 
@@ -116,8 +124,11 @@ class VocabLookup(_RowsOfTable, nn.Embedding):
         """Returns the rows of the full table, ``[*input.shape, embedding_dim]``, or a slice of these."""
         sizes = None if self.tp_tokens is None else self.tp_tokens.enter(input.shape[self.tp_tokens_dim])
         group = self.tp_group.name if sizes is None else ""
+        weight = self.weight
+        if weight.size(0) != self.local_rows:
+            raise self.wrong_rows(weight)
         y: Tensor = _ops.vocab_parallel_embedding(
-            input, self.weight, group, self.first_row, self.local_rows, self.num_embeddings, False, None
+            input, weight, group, self.first_row, self.local_rows, self.num_embeddings, False, None
         )
         if self.padding_idx is not None:  # its row has no gradient
             y = torch.where((input == self.padding_idx)[..., None], y.detach(), y)
@@ -139,6 +150,8 @@ class VocabBag(_RowsOfTable, nn.EmbeddingBag):
         """
         if input.device.type == "cpu" and ((input < 0) | (input >= self.num_embeddings)).any():
             raise IndexError(f"input: every index must be in [0, {self.num_embeddings})")
+        if self.weight.size(0) != self.local_rows:
+            raise self.wrong_rows(self.weight)
         local, kept = input - self.first_row, torch.ones_like(input, dtype=torch.bool)
         if self.padding_idx is not None:
             kept = input != self.padding_idx

@@ -94,8 +94,21 @@ class ParallelExperts(ParallelModule):
             self.register_parameter("down_bias", None)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Computes y of the rows of this rank's experts, ``counts[e]`` consecutive ones for each."""
+        """Computes y of the rows of this rank's experts, ``counts[e]`` consecutive ones for each.
+
+        Raises:
+            ValueError: a parameter is not of the shape of this rank's shard.
+        """
+        try:
+            return self._of_rows(x, counts)
+        except (RuntimeError, ValueError):
+            self._check_shapes()  # names the parameter that does not fit, if it is one
+            raise
+
+    def _of_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         up_bias, down_bias = self._bias("up_bias"), self._bias("down_bias")
+        if up_bias is not None and not up_bias.size(0) == down_bias.size(0) == len(counts):
+            self._check_shapes()  # rows of all experts would be taken for those of this rank's
         activate = _ops.gated_act if self.gated else _ops.bias_act
         h = self._linear(x, "up_weight", counts)
         of_row = _experts_of_rows(counts, x.device) if up_bias is not None else None
@@ -105,6 +118,12 @@ class ParallelExperts(ParallelModule):
         if down_bias is not None:
             y = AddedOnce.apply(y, down_bias[of_row].to(y.dtype), self.tp_group.rank == 0)
         return y
+
+    def _check_shapes(self) -> None:
+        for name in self.tp_layouts:
+            shape, own = self.parameter(name).shape, self.local_shape(name)
+            if shape != own:
+                raise ValueError(f"{name}: shape {tuple(shape)} must be {tuple(own)}, this rank's shard")
 
     def _linear(self, x: Tensor, name: str, counts: Sequence[int]) -> Tensor:
         weight = self.parameter(name)
