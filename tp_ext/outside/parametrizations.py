@@ -193,8 +193,8 @@ def _spread(like: Tensor) -> Tensor:
 
 
 def _others(rows: Tensor) -> Tensor:
-    """Returns other numbers of the shape, large where these are small, so that no order or extreme stays as it is."""
-    return (4 - 3 * rows).to(rows.dtype)
+    """Returns other numbers of the shape, some of them smaller, some larger, so that no order or extreme stays."""
+    return torch.where(_spread(rows) > 0.75, rows / 8, 4 - 3 * rows).to(rows.dtype)
 
 
 def _seeded(call: Callable[[], Any], like: Tensor) -> Any:
