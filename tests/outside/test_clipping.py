@@ -261,7 +261,9 @@ def _cost(rank, group):
     params = list(model.parameters())
     plain = utils.clip_grad.clip_grad_norm_.__wrapped__
     with torch.no_grad():
-        pairs = [(_time(lambda: utils.clip_grad_norm_(params, 1e9)), _time(lambda: plain(params, 1e9))) for _ in range(9)]
+        pairs = [
+            (_time(lambda: utils.clip_grad_norm_(params, 1e9)), _time(lambda: plain(params, 1e9))) for _ in range(9)
+        ]
     del keeps
     return min(ours / torchs for ours, torchs in pairs)
 

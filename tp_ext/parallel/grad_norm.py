@@ -165,7 +165,6 @@ def grad_norm(
     return _checked(exact, table, norm_type, error_if_nonfinite)
 
 
-
 def _exact_norm(
     given: Given,
     norm_type: float,
