@@ -1,4 +1,4 @@
-"""torch.nn.init on shards: the numbers of the unsharded tensor, and what debug.check says of those that it cannot see."""
+"""torch.nn.init on shards: the numbers of the unsharded tensor, and what debug.check says where it cannot see them."""
 
 import copy
 
@@ -55,7 +55,7 @@ def _auto(rank, group):
         plan = tp_ext.auto.plan(model, (torch.arange(3),), group.size(), prove=False)
         model = tp_ext.auto.apply(plan, copy.deepcopy(model), group)
     torch.manual_seed(1)
-    for name, param in model.named_parameters():
+    for param in model.parameters():
         init.xavier_uniform_(param) if param.dim() == 2 else init.zeros_(param)
     return tp_ext.full_state_dict(model)
 

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler with our models: an overflow in one rank's shard is no step on any, as in the unsharded model."""
+"""torch.amp.GradScaler with our models: an overflow in one rank's shard is no step on any."""
 
 import itertools
 

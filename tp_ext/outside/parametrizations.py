@@ -1,8 +1,8 @@
-"""Weights that torch computes from others, over shards: right where each row or column of the sharded dim is computed on
-its own, as by anything elementwise, and refused elsewhere.
+"""Weights that torch computes from others, over shards: right where each row or column of the sharded dim is computed
+on its own, as by anything elementwise, and refused elsewhere.
 
-Which of both holds is found by running: the same parametrization, or mask, of a few rows alone, and of these rows behind
-as many others, must agree. Nothing of the caller's, nor the state of torch's generators, changes.
+Which of both holds is found by running: the same parametrization, or mask, of a few rows alone, and of these rows
+behind as many others, must agree. Nothing of the caller's, nor the state of torch's generators, changes.
 """
 
 import copy
@@ -114,8 +114,8 @@ def _check_parametrization(
             local = _found_beyond_a_shard(make, modules, original, sharding.dim % original.dim(), min(lengths))
             if local:
                 raise ValueError(
-                    f"module: 'parametrizations.{name}.{local}' must have the {lengths} elements of {name} on the ranks "
-                    f"in dim {sharding.dim}, which is sharded, and depend on these alone, p = {group.size}: this "
+                    f"module: 'parametrizations.{name}.{local}' must have the {lengths} elements of {name} on the "
+                    f"ranks in dim {sharding.dim}, which is sharded, and depend on these alone, p = {group.size}: this "
                     "parametrization is not one of each shard on its own"
                 )
 

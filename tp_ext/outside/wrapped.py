@@ -1,7 +1,7 @@
 """The functions of torch that are wrapped, once, at the import of tp_ext: :data:`WRAPPED` is the only list of them.
 
-Each wrapper passes everything through to torch until this process has made a shard, and afterwards what is no shard. With
-``TP_EXT_WRAP_TORCH=0`` in the environment nothing is wrapped; then the first shard warns, once.
+Each wrapper passes everything through to torch until this process has made a shard, and afterwards what is no shard.
+With ``TP_EXT_WRAP_TORCH=0`` in the environment nothing is wrapped; then the first shard warns, once.
 """
 
 import functools
