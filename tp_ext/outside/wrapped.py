@@ -128,8 +128,8 @@ def _wrap(one: Wrapped) -> None:
     found = inspect.getattr_static(one.holder, one.name)
     kind = type(found) if isinstance(found, staticmethod | classmethod) else None
     torchs = found.__func__ if kind else found
-    inner = getattr(torchs, "__wrapped__", None)
-    cells = [cell for cell in torchs.__closure__ or () if cell.cell_contents is inner] if inner is not None else []
+    inner: Callable[..., Any] = getattr(torchs, "__wrapped__", torchs)
+    cells = [cell for cell in torchs.__closure__ or () if cell.cell_contents is inner]
     if cells:
         # Behind torch's own decorator: whoever has imported the function, before tp_ext or under another name, calls
         # the decorated one, which calls what is in this cell
