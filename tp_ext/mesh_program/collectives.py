@@ -5,7 +5,7 @@ function          forward                         backward                the re
 ================  ==============================  ======================  ===========================================
 psum              all-reduce                      identity                does not vary along the axis
 pmean             all-reduce                      identity, / p           does not vary along the axis
-pmax              all-reduce (maximum)            to the largest ones     does not vary along the axis
+pmax, pmin        all-reduce (maximum, minimum)   to the largest ones     does not vary along the axis
 psum_scatter      reduce-scatter                  all-gather              varies
 all_gather        all-gather                      reduce-scatter          varies, see ``invariant``
 all_to_all        all-to-all                      all-to-all              varies
@@ -13,9 +13,9 @@ ppermute          all-to-all of whole tensors     the inverse             varies
 pvary             identity                        all-reduce              varies
 ================  ==============================  ======================  ===========================================
 
-Those of several axes take a tuple of names. A value that does not vary along an axis is made to vary first (``pvary``),
-so ``psum`` of it is p times the value, as in JAX. Axes of one rank are free. Each has the name of its counterpart in
-``jax.lax``.
+``axis`` is a name or a tuple of names, whose ranks count with the first as the outermost. x is a tensor or a nested
+structure of tensors. A value that does not vary along an axis is made to vary first (``pvary``), so ``psum`` of it is p
+times the value, as in JAX. Axes of one rank are free. Each has the name of its counterpart in ``jax.lax``.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,20 +23,26 @@ from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from tp_ext import _ops
 from tp_ext.group import ParallelGroup
+from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import Names
-from tp_ext.mesh_program.scope import checked, groups_of
+from tp_ext.mesh_program.permutation import Pairs, check_permutation, exchanged, permuted
+from tp_ext.mesh_program.scope import checked, groups_of, note_uneven
 from tp_ext.mesh_program.varying import as_varying, axes_of, plain, typed
 
 
 def axis_size(axis: Names) -> int:
     """Returns the number of ranks of an axis, or the product of several."""
+    return axis_size_of(axis, "axis_size")
+
+
+def axis_size_of(axis: Names, function: str) -> int:
+    """Returns the number of ranks of the axes, for a function that errors name."""
     size = 1
-    for group in groups_of(axis, "axis_size").values():
+    for group in groups_of(axis, function).values():
         size *= group.size
     return size
 
@@ -53,54 +59,74 @@ def axis_index(axis: Names, device: torch.device | str | None = None) -> Tensor:
     return typed(found, {name: group.name for name, group in groups.items()}) if checked() else found
 
 
-def pvary(x: Tensor, axis: Names) -> Tensor:
-    """Returns x as a value that varies along the axes: y = x; dx = sum over the ranks of dy.
+def pvary(x: Any, axis: Names) -> Any:
+    """Returns a copy of x that varies along the axes: y = x; dx = sum over the ranks of dy.
 
-    A checked map does so by itself. Communicates: backward, one all-reduce for each axis, along which x did not vary.
+    A checked map does so by itself where a value meets one that varies. Communicates: backward, one all-reduce for each
+    axis, along which x did not vary.
     """
     groups = groups_of(axis, "pvary")
-    if checked():
-        return as_varying(_tensor(x, "pvary"), {name: group.name for name, group in groups.items()})
-    for group in groups.values():
-        x = _ops.copy_to_region(x, group.name)
-    return x
+    own = {name: group.name for name, group in groups.items()}
+
+    def varying(x: Tensor) -> Tensor:
+        if checked():
+            missing = any(name not in axes_of(x) for name in own)
+            # a copy: what is written to it must not reach the value that does not vary
+            return as_varying(x.clone() if missing else x, own)
+        for group in groups.values():
+            x = regions.copy_to(x, group.name)
+        return x
+
+    return _each(varying, x, "pvary")
 
 
 def psum(x: Any, axis: Names) -> Any:
-    """Sums x over the ranks of the axes: y = sum of x; dx = dy.
+    """Sums x over the ranks of the axes: y = sum of x; dx = dy. Booleans are counted, in int64.
 
-    x is a tensor, a number, which counts once for each rank, or a nested structure. Communicates: one all-reduce for
-    each axis of several ranks.
+    A number counts once for each rank. Communicates: one all-reduce for each axis of several ranks.
     """
-    if isinstance(x, list | tuple):
-        return type(x)(psum(one, axis) for one in x)
-    if isinstance(x, dict):
-        return {key: psum(one, axis) for key, one in x.items()}
-    if isinstance(x, int | float):
-        return x * axis_size(axis)
-    return _over(x, axis, "psum", _sum, varies=False)
+    size = axis_size_of(axis, "psum")
+    return _each(
+        lambda t: _over(_counted(t), axis, "psum", _sum, varies=False), x, "psum", number=lambda one: one * size
+    )
 
 
-def pmean(x: Tensor, axis: Names) -> Tensor:
-    """Returns the mean of x over the ranks of the axes: y = sum of x / p; dx = dy / p.
+def pmean(x: Any, axis: Names) -> Any:
+    """Returns the mean of x over the ranks of the axes: y = sum of x / p; dx = dy / p. Of booleans, the fraction that
+    is True.
 
     Communicates: as :func:`psum`.
     """
-    y: Tensor = psum(x, axis) / axis_size(axis)
-    return y
+    size = axis_size_of(axis, "pmean")
+    return _each(
+        lambda t: _over(_counted(t), axis, "pmean", _sum, varies=False) / size, x, "pmean", number=lambda one: one / 1
+    )
 
 
-def pmax(x: Tensor, axis: Names) -> Tensor:
+def pmax(x: Any, axis: Names) -> Any:
     """Returns the largest x of the ranks of the axes, element by element. dx is dy where x is the largest; several
     equal ones share it, as in ``torch.amax``.
 
     Communicates: one all-reduce for each axis of several ranks; backward, one more.
     """
-    return _over(x, axis, "pmax", _maximum, varies=False)
+    return _each(
+        lambda t: _over(_ordered(t, "pmax"), axis, "pmax", _maximum, varies=False), x, "pmax", number=lambda one: one
+    )
 
 
-def psum_scatter(x: Tensor, axis: Names, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """Sums x over the ranks; y is this rank's slice of ``dim`` of the sum; dx = the ranks' dy, concatenated.
+def pmin(x: Any, axis: Names) -> Any:
+    """Returns the smallest x of the ranks of the axes, element by element; gradients as :func:`pmax`.
+
+    Communicates: as :func:`pmax`.
+    """
+    return _each(
+        lambda t: _over(_ordered(t, "pmin"), axis, "pmin", _minimum, varies=False), x, "pmin", number=lambda one: one
+    )
+
+
+def psum_scatter(x: Any, axis: Names, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
+    """Sums x over the ranks; y is this rank's slice of ``dim`` of the sum; dx = the ranks' dy, concatenated. Booleans
+    are counted, in int64.
 
     Args:
         sizes: the length of each rank's slice, of one axis; default as ``torch.tensor_split``.
@@ -108,12 +134,21 @@ def psum_scatter(x: Tensor, axis: Names, dim: int = 0, sizes: Sequence[int] | No
     Communicates: one reduce-scatter for each axis; backward, one all-gather.
     """
     sizes = _sizes(sizes, axis, "psum_scatter")
-    return _over(x, axis, "psum_scatter", lambda t, g: _ops.reduce_scatter_region(t, g.name, dim, sizes), varies=True)
+
+    def scatter(t: Tensor, group: ParallelGroup, dim: int) -> Tensor:
+        note_uneven(sizes or regions.split(t, dim, group))
+        return regions.reduce_scatter(t, group, dim, sizes)
+
+    return _each(
+        lambda t: _over(_counted(t), axis, "psum_scatter", scatter, _dim(t, dim, "psum_scatter"), varies=True),
+        x,
+        "psum_scatter",
+    )
 
 
 def all_gather(
-    x: Tensor, axis: Names, dim: int = 0, sizes: Sequence[int] | None = None, *, invariant: bool = False
-) -> Tensor:
+    x: Any, axis: Names, dim: int = 0, sizes: Sequence[int] | None = None, *, invariant: bool = False
+) -> Any:
     """Concatenates the ranks' x along ``dim``.
 
     Args:
@@ -125,112 +160,156 @@ def all_gather(
     Communicates: one all-gather for each axis; backward, one reduce-scatter, or nothing if ``invariant``.
     """
     sizes = _sizes(sizes, axis, "all_gather")
-    region = _ops.gather_from_region if invariant else _ops.all_gather_region
-    return _over(
+    region = regions.gather_from if invariant else regions.all_gather
+    return _each(
+        lambda t: _over(
+            t,
+            axis,
+            "all_gather",
+            lambda t, group, dim: region(t, group, dim, sizes),
+            _dim(t, dim, "all_gather"),
+            varies=not invariant,
+            inner_first=True,
+        ),
         x,
-        axis,
         "all_gather",
-        lambda t, group: region(t, group.name, dim, sizes),
-        varies=not invariant,
-        inner_first=True,
     )
 
 
 def all_to_all(
-    x: Tensor,
-    axis: str,
+    x: Any,
+    axis: Names,
     split_dim: int,
     concat_dim: int,
     split_sizes: Sequence[int] | None = None,
     concat_sizes: Sequence[int] | None = None,
-) -> Tensor:
+) -> Any:
     """Sends slice k of ``split_dim`` to rank k; y = the slices from ranks 0, 1, .. concatenated along ``concat_dim``.
 
-    Arguments as :func:`tp_ext.all_to_all_region`. Communicates: one all-to-all; backward, one.
+    Arguments as :func:`tp_ext.all_to_all_region`; over several axes the slices are of one length. Communicates: one
+    all-to-all for each axis; backward, as many.
+
+    Raises:
+        ValueError: several axes, whose number of ranks does not divide ``split_dim``.
     """
-    _one(axis, "all_to_all")
-    return _over(
-        x,
-        axis,
-        "all_to_all",
-        lambda t, g: _ops.all_to_all_region(t, g.name, split_dim, concat_dim, split_sizes, concat_sizes),
-        varies=True,
-    )
+    groups = list(groups_of(axis, "all_to_all").values())
+    sizes = _sizes(split_sizes, axis, "all_to_all"), _sizes(concat_sizes, axis, "all_to_all")
+    ranks = axis_size(axis)
+
+    def exchange(t: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        if len(groups) > 1:
+            if t.shape[split_dim] % ranks:
+                raise ValueError(
+                    f"all_to_all: the {ranks} ranks of axes {axis!r} must divide dim {split_dim}, of {t.shape[split_dim]}"
+                )
+            return exchanged(t, groups, split_dim, concat_dim)
+        for given in (sizes[0] or regions.split(t, split_dim, groups[0]), *filter(None, sizes[1:])):
+            note_uneven(given)
+        return regions.all_to_all(t, groups[0], (split_dim, concat_dim), *sizes) if ranks > 1 else t
+
+    def each(t: Tensor) -> Tensor:
+        dims = _dim(t, split_dim, "all_to_all", "split_dim"), _dim(t, concat_dim, "all_to_all", "concat_dim")
+        return _at_once(t, axis, "all_to_all", lambda t: exchange(t, *dims))
+
+    return _each(each, x, "all_to_all")
 
 
-def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
+def ppermute(x: Any, axis: Names, perm: Pairs) -> Any:
     """Sends x from rank to rank: y is the x of the source; zeros on a rank that is no destination.
 
     Args:
-        x: of one shape on all ranks of the axis.
-        perm: pairs of source and destination; no source and no destination twice.
+        x: of one shape on all ranks of the axes.
+        perm: pairs of source and destination, ranks of the axis, or of several as :func:`axis_index` counts them; no
+            source and no destination twice.
 
-    Communicates: one all-to-all, in which each source sends x once; backward, the inverse.
+    Communicates: one all-to-all for each axis of several ranks, in which a rank sends a tensor once; backward, the
+    inverse.
 
     Raises:
-        ValueError: a rank twice, or one that the axis does not have.
+        TypeError: no pairs of integers. ValueError: a rank twice, or one that the axes do not have.
     """
-    _one(axis, "ppermute")
-    group = groups_of(axis, "ppermute")[axis]
-    for k, role in enumerate(("source", "destination")):
-        ranks = [pair[k] for pair in perm]
-        if len(set(ranks)) != len(ranks) or not all(0 <= rank < group.size for rank in ranks):
-            raise ValueError(f"ppermute: perm {list(perm)} must name each {role} once, in 0 .. {group.size - 1}")
-    to, source = dict(perm).get(group.rank), {b: a for a, b in perm}.get(group.rank)
+    pairs = check_permutation(perm, axis_size_of(axis, "ppermute"))
+    groups = list(groups_of(axis, "ppermute").values())
+    return _each(lambda t: _at_once(t, axis, "ppermute", lambda t: permuted(t, groups, pairs)), x, "ppermute")
 
-    def send(t: Tensor, group: ParallelGroup) -> Tensor:
-        # The same operators on all ranks: compilers order collectives by the graph
-        n, ranks = t.numel(), range(group.size)
-        sent = t.reshape(-1).narrow(0, 0, n if to is not None else 0)
-        sizes = [n if rank == to else 0 for rank in ranks], [n if rank == source else 0 for rank in ranks]
-        received = _ops.all_to_all_region(sent, group.name, 0, 0, *sizes)
-        return F.pad(received, (0, n if source is None else 0)).reshape(t.shape)
 
-    return _over(x, axis, "ppermute", send, varies=True)
+def _each(
+    function: Callable[[Tensor], Tensor], x: Any, name: str, number: Callable[[Any], Any] | None = None
+) -> Any:
+    """Applies a function to the tensors, and perhaps the numbers, of a nested structure."""
+
+    def one(leaf: object) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if number is not None and isinstance(leaf, int | float | complex):
+            return number(leaf)
+        raise TypeError(f"{name}: x, a {type(leaf).__name__}, must be a tensor")
+
+    return tree_map(one, x)
 
 
 def _over(
     x: Tensor,
     axis: Names,
     function: str,
-    collective: Callable[[Tensor, ParallelGroup], Tensor],
-    *,
+    collective: Callable[..., Tensor],
+    *dims: int,
     varies: bool,
     inner_first: bool = False,
 ) -> Tensor:
     """Applies a collective for each axis, the outermost first or last; the result varies along them or not."""
-    groups = groups_of(axis, function)
-    own = {name: group.name for name, group in groups.items()}
-    x = as_varying(_tensor(x, function), own) if checked() else _tensor(x, function)
+    groups = list(groups_of(axis, function).values())
+
+    def all_axes(y: Tensor) -> Tensor:
+        for group in reversed(groups) if inner_first else groups:
+            if group.size > 1:
+                y = collective(y, group, *dims)
+        return y
+
+    return _at_once(x, axis, function, all_axes, varies=varies)
+
+
+def _at_once(
+    x: Tensor, axis: Names, function: str, collective: Callable[[Tensor], Tensor], *, varies: bool = True
+) -> Tensor:
+    """Applies a function that communicates over all axes to x, plain and real."""
+    own = {name: group.name for name, group in groups_of(axis, function).items()}
+    x = as_varying(x, own) if checked() else x
     axes = {name: group for name, group in axes_of(x).items() if varies or name not in own}
     with torch._C.DisableTorchFunctionSubclass():
         y = plain(x) if checked() else x
-        for group in reversed(groups.values()) if inner_first else groups.values():
-            if group.size > 1:
-                y = collective(y, group)
+        if y.is_complex():  # backends refuse complex numbers; dims count from the front, so one more is no harm
+            y = torch.view_as_complex(collective(torch.view_as_real(y.resolve_conj())).contiguous())
+        else:
+            y = collective(y)
     return typed(y, axes) if checked() else y
 
 
-def _tensor(x: object, function: str) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{function}: x, a {type(x).__name__}, must be a tensor")
-    return x
-
-
-def _one(axis: Names, function: str) -> None:
-    if not isinstance(axis, str):
-        raise TypeError(f"{function}: axis {axis!r} must be the name of one axis")
+def _dim(x: Tensor, dim: int, function: str, name: str = "dim") -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"{function}: {name}: {dim} must be in [{-x.dim()}, {x.dim()}) for shape {tuple(x.shape)}")
+    return dim % x.dim()
 
 
 def _sizes(sizes: Sequence[int] | None, axis: Names, function: str) -> Sequence[int] | None:
-    if sizes is not None:
-        _one(axis, f"{function} with sizes")
+    if sizes is not None and not isinstance(axis, str):
+        raise TypeError(f"{function} with sizes: axis {axis!r} must be the name of one axis")
     return sizes
+
+
+def _counted(x: Tensor) -> Tensor:
+    return x.long() if x.dtype == torch.bool else x  # a sum of booleans on the wire is a logical or
+
+
+def _ordered(x: Tensor, function: str) -> Tensor:
+    if x.is_complex():
+        raise TypeError(f"{function}: x, of dtype {x.dtype}, must have an order")
+    return x
 
 
 def _sum(x: Tensor, group: ParallelGroup) -> Tensor:
     if x.is_floating_point():
-        return _ops.reduce_from_region(x, group.name)
+        return regions.reduce_from(x, group.name)
     return _all_reduce(x, "sum", group)
 
 
@@ -240,15 +319,28 @@ def _all_reduce(x: Tensor, op: str, group: ParallelGroup) -> Tensor:
     return found
 
 
+def _minimum(x: Tensor, group: ParallelGroup) -> Tensor:
+    if x.dtype == torch.bool:
+        return ~_maximum(~x, group)
+    if not x.is_floating_point():
+        return _all_reduce(x, "min", group)  # the smallest integer has no negative
+    return -_maximum(-x, group)
+
+
 def _maximum(x: Tensor, group: ParallelGroup) -> Tensor:
+    if x.dtype == torch.bool:
+        return _all_reduce(x.byte(), "max", group).bool()
     if not torch.compiler.is_compiling():
         y: Tensor = _Maximum.apply(x, group)
         return y
     # torch.compile takes no Function with a jvp: the same derivative by a term that is 0
     y = _all_reduce(x.detach(), "max", group)
-    largest = x == y
-    share = largest / _all_reduce(largest.to(x.dtype), "sum", group)
-    return y + torch.where(x.isfinite(), x - x.detach(), 0) * share
+    return y + torch.where(x.isfinite(), x - x.detach(), 0) * _share(x.detach(), y, group)
+
+
+def _share(x: Tensor, y: Tensor, group: ParallelGroup) -> Tensor:
+    largest = (x == y).to(x.dtype)
+    return largest / _all_reduce(largest, "sum", group)
 
 
 class _Maximum(torch.autograd.Function):
@@ -261,21 +353,23 @@ class _Maximum(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, ctx.group = inputs
-        largest = x == output
-        ctx.save_for_backward(largest)
-        ctx.save_for_forward(largest)
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (largest,) = ctx.saved_tensors
-        return dy * (largest / _all_reduce(largest.to(dy.dtype), "sum", ctx.group)), None
+        # dy does not vary, the share does: a derivative of this is a sum over the ranks
+        return regions.copy_to(dy, ctx.group.name) * _share_of_saved(ctx), None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, _: None) -> Tensor:
-        (largest,) = ctx.saved_tensors
-        share = largest / _all_reduce(largest.to(dx.dtype), "sum", ctx.group)
-        return _all_reduce(dx * share, "sum", ctx.group)
+        return regions.reduce_from(dx * _share_of_saved(ctx), ctx.group.name)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, group: ParallelGroup) -> tuple[Tensor, int | None]:
         return _Maximum.apply(x, group), in_dims[0]
+
+
+def _share_of_saved(ctx: Any) -> Tensor:
+    x, y = ctx.saved_tensors
+    return _share(x.detach(), y.detach(), ctx.group)

@@ -1,7 +1,5 @@
 """Partition specs: the axes of a mesh over which each dim of a tensor is sharded."""
 
-from collections.abc import Iterable
-
 Names = str | tuple[str, ...]
 """An axis, or several: the first is the outermost."""
 
@@ -67,6 +65,6 @@ def _names(dim: Names | None) -> tuple[str, ...]:
     if dim is None:
         return ()
     names = (dim,) if isinstance(dim, str) else dim
-    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"P: {dim!r} must be the name of an axis, a tuple of names or None")
-    return tuple(names)
+    return names

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ class _Run(NamedTuple):
 class _Active(threading.local):
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
+        self.uneven = False
 
 
 _active = _Active()
@@ -64,6 +65,17 @@ def scope_of(groups: dict[str, ParallelGroup], check: bool) -> Iterator[Scope]:
         _active.scopes.pop()
         if (end := _next_sequence_number()) > begin:
             _runs.setdefault(threading.get_ident(), deque(maxlen=10_000)).append(_Run(begin, end, scope))
+
+
+def note_uneven(sizes: Sequence[int]) -> None:
+    """Notes that a collective of the map makes shards of these lengths."""
+    _active.uneven = _active.uneven or len(set(sizes)) > 1
+
+
+def made_uneven() -> bool:
+    """Returns whether a collective has made shards of different lengths since the last call."""
+    found, _active.uneven = _active.uneven, False
+    return found
 
 
 def checked() -> bool:

@@ -1,7 +1,8 @@
 """A function of each rank's shards as a function of full tensors: torch's counterpart of ``jax.shard_map``."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tp_ext import _ops
 from tp_ext._arguments import check_bools
 from tp_ext.group import ParallelGroup, parallel_group, process_group
+from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import P
-from tp_ext.mesh_program.scope import scope_of
+from tp_ext.mesh_program.scope import made_uneven, scope_of
+from tp_ext.mesh_program.transforms import types_in_force
 from tp_ext.mesh_program.varying import VaryingValueError, as_varying, axes_of, plain, typed
 
 Specs = Any
@@ -54,11 +56,13 @@ def spmd(
 
     Communicates: arguments nothing, backward an all-gather for each axis that shards a full one, and an all-reduce
     for each axis that does not shard one that is used with varying values; results an all-gather for each axis of a
-    full one, and first the lengths of the shards if an argument was sharded unevenly. Axes of one rank are free.
+    full one, and first, in eager mode, the shapes of all shards: one small all-gather for each of these axes. Axes of
+    one rank are free.
 
     Raises:
         TypeError: arguments of the wrong type. ValueError: an axis that the mesh does not have; a spec with more dims
-            than its tensor; another number of specs than arguments. VaryingValueError: a result varies along an axis
+            than its tensor; another number of specs than arguments; shards of a result that do not fit together, or
+            under ``torch.compile`` differ in length. VaryingValueError: a result varies along an axis
             that its spec does not name; a Python number is read from a value that varies.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -78,11 +82,15 @@ def spmd(
 
         @functools.wraps(function)
         def mapped(*args: Any) -> Any:
+            made_uneven()  # what another map has made
             enter = _Enter(mesh, groups, check)
             local = _map_tensors(enter.tensor, args, in_specs, "in_specs")
-            with scope_of(groups, check):
+            with scope_of(groups, check), types_in_force(check):
                 result = function(*local)
-            return _map_tensors(_Leave(mesh, groups, check, enter.uneven).tensor, result, out_specs, "out_specs")
+            leave = _Leave(mesh, groups, check, enter.uneven or made_uneven())
+            values = _map_tensors(leave.check_axes, result, out_specs, "out_specs")
+            leave.exchange_shapes()
+            return _map_tensors(leave.tensor, values, out_specs, "out_specs")
 
         return mapped
 
@@ -180,20 +188,22 @@ class _Enter(_Map):
                 if group.size > 1:
                     if value.shape[dim] % group.size:
                         self.uneven = True
-                    value = _ops.scatter_to_region(value, group.name, dim, None)
+                    value = regions.scatter_to(value, group, dim)
         return value
 
 
 class _Leave(_Map):
-    """Joins results."""
+    """Joins results, in three steps: :meth:`check_axes` of each, :meth:`exchange_shapes`, :meth:`tensor` of each."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[str, ParallelGroup], check: bool, uneven: bool) -> None:
         super().__init__(mesh, groups, check)
         self.uneven = uneven
+        self.joined: list[tuple[Tensor, P, str]] = []
+        self.lengths: deque[dict[str, list[int]] | None] = deque()
 
-    def tensor(self, value: Tensor, spec: P, where: str) -> Any:
+    def check_axes(self, value: Tensor, spec: P, where: str) -> Tensor:
+        """Returns a result that varies along the axes of its spec and of maps around this one."""
         self.check_dims(value, spec, where)
-        outer: dict[str, str] = {}
         if self.check:
             for axis in axes_of(value):
                 if axis in self.groups and axis not in spec.axes:
@@ -203,41 +213,104 @@ class _Leave(_Map):
                         f"or all_gather(invariant=True) it over {axis!r} first"
                     )
             value = as_varying(value, self.axes(spec))
+        if spec.form != "local" and any(self.groups[axis].size > 1 for axis in spec.axes):
+            self.joined.append((value, spec, where))
+        return value
+
+    def exchange_shapes(self) -> None:
+        """Notes the lengths of all shards that are joined. Without it, shards of other lengths on a rank would end the
+        process, or join with what is next to them in memory.
+
+        Raises:
+            ValueError: shards that do not fit together; under torch.compile, shards of different lengths.
+        """
+        if not self.joined:
+            return
+        if torch.compiler.is_compiling() or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if self.uneven:
+                raise ValueError("spmd: shards must have equal lengths under torch.compile; pad them, or use local ones")
+            return
+        axes = [name for name, group in self.groups.items() if group.size > 1]
+        axes = [name for name in axes if any(name in spec.axes for _, spec, _ in self.joined)]
+        shapes = [(value.dtype.itemsize, value.dim(), *value.shape) for value, _, _ in self.joined]
+        width = max(len(shape) for shape in shapes)
+        with torch._C.DisableTorchFunctionSubclass():
+            table = torch.tensor([(*shape, *[0] * (width - len(shape))) for shape in shapes])
+            table = table.to(self.joined[0][0].device)
+            for name in reversed(axes):
+                found = [torch.empty_like(table) for _ in range(self.groups[name].size)]
+                dist.all_gather(found, table, group=process_group(self.groups[name].name))
+                table = torch.stack(found)
+            table = table.cpu()
+        self.lengths.extend(
+            _shard_lengths(table[..., k, :], axes, [self.groups[name].rank for name in axes], spec, where)
+            for k, (_, spec, where) in enumerate(self.joined)
+        )
+
+    def tensor(self, value: Tensor, spec: P, where: str) -> Any:
+        outer: dict[str, str] = {}
+        if self.check:
             outer = {name: group for name, group in axes_of(value).items() if name not in self.groups}
             value = plain(value)
+        lengths = None
+        if self.lengths and spec.form != "local" and any(self.groups[axis].size > 1 for axis in spec.axes):
+            lengths = self.lengths.popleft()
         if spec.form == "dtensor":
-            return self._dtensor(value, spec, where)
+            return self._dtensor(value, spec, where, lengths or {})
         if spec.form == "full":
-            value = self._join(value, spec)
+            value = self._join(value, spec, lengths or {})
         return typed(value, outer)
 
-    def _join(self, value: Tensor, spec: P) -> Tensor:
+    def _join(self, value: Tensor, spec: P, lengths: Mapping[str, list[int]]) -> Tensor:
         for dim, axes in enumerate(spec.dims):
             for axis in reversed(axes):
                 group = self.groups[axis]
                 if group.size > 1:
-                    value = _ops.gather_from_region(value, group.name, dim, self._lengths(value, dim, group))
+                    value = regions.gather_from(value, group, dim, lengths.get(axis))
         return value
 
-    def _lengths(self, value: Tensor, dim: int, group: ParallelGroup) -> list[int] | None:
-        if not self.uneven:
-            return None
-        if torch.compiler.is_compiling():
-            raise ValueError("spmd: arguments must be sharded evenly under torch.compile; pad them, or take local ones")
-        own = torch.tensor([value.shape[dim]], device=value.device)
-        found = [torch.empty_like(own) for _ in range(group.size)]
-        dist.all_gather(found, own, group=process_group(group.name))
-        return [int(length) for length in found]
-
-    def _dtensor(self, value: Tensor, spec: P, where: str) -> DTensor:
+    def _dtensor(self, value: Tensor, spec: P, where: str, lengths: Mapping[str, list[int]]) -> DTensor:
         shape = list(value.shape)
         placements = self.placements(spec, where)
         for dim, axes in enumerate(spec.dims):
             for axis in reversed(axes):
                 group = self.groups[axis]
-                lengths = self._lengths(value, dim, group) if group.size > 1 else None
-                shape[dim] = sum(lengths) if lengths else shape[dim] * group.size
+                shape[dim] = sum(lengths[axis]) if axis in lengths else shape[dim] * group.size
         strides = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
         )
+
+
+def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: P, where: str) -> dict[str, list[int]]:
+    """Returns the lengths of the blocks that each axis joins on this rank.
+
+    Args:
+        table: [*sizes of the axes, entries]: each rank's size of an element, number of dims, and shape.
+        at: this rank's place along the axes.
+
+    Raises:
+        ValueError: shards that do not fit together.
+    """
+    names, shapes = list(axes), table
+    shards = shapes.flatten(0, -2).tolist()
+    if any(shard[:2] != shards[0][:2] for shard in shards):
+        raise ValueError(f"{where}: the ranks' shards by {spec} must have one dtype and number of dims, and have "
+                         f"{sorted({shard[1] for shard in shards})} dims")
+    found: dict[str, list[int]] = {}
+    for dim in range(shards[0][1]):
+        lengths = shapes[..., 2 + dim]
+        sharded = spec.dims[dim] if dim < len(spec.dims) else ()
+        for k, name in enumerate(names):
+            if name not in sharded and not bool((lengths == lengths.select(k, 0).unsqueeze(k)).all()):
+                raise ValueError(
+                    f"{where}: dim {dim} of the ranks' shards must have one length along axis {name!r}, by {spec}, and "
+                    f"has {lengths.movedim(k, -1).flatten(0, -2)[0].tolist()}"
+                )
+        for axis in reversed(sharded):
+            if axis in names:
+                k = names.index(axis)
+                place = [slice(None) if j == k else rank for j, rank in enumerate(at)]
+                found[axis] = lengths[tuple(place)].tolist()
+                lengths = lengths.sum(k, keepdim=True).expand_as(lengths)
+    return found

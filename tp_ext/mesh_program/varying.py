@@ -14,18 +14,30 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tp_ext import _ops
+from tp_ext.mesh_program import regions
+from tp_ext.mesh_program.writes import Unwritten, written
 
 Axes = Mapping[str, str]
 """Name of an axis -> its group, as operators take it."""
 
 _READS_NUMBERS = {"item", "tolist", "numpy", "__array__", "__contains__", "is_nonzero", "equal", "allclose"}
 _READS_NUMBERS |= {"__bool__", "__int__", "__float__", "__index__", "__complex__"}
-_IN_PLACE_DUNDERS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"}
-_IN_PLACE_DUNDERS |= {"__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
-_CHANGES_NO_VALUE = {"requires_grad_", "share_memory_", "rename_"}
+_OPERATORS = {  # torch.compile does not follow those of torch.Tensor in Python
+    "__rsub__": torch.rsub,
+    "__rdiv__": lambda a, b: a.reciprocal() * b,
+    "__floordiv__": torch.floor_divide,
+    "__rfloordiv__": lambda a, b: torch.floor_divide(b, a),
+    "__rmod__": lambda a, b: torch.remainder(b, a),
+    "__pow__": torch.pow,
+    "__rpow__": lambda a, b: torch.pow(b, a),
+    "__ipow__": Tensor.pow_,
+    "__rlshift__": lambda a, b: torch.bitwise_left_shift(b, a),
+    "__rrshift__": lambda a, b: torch.bitwise_right_shift(b, a),
+    "__rmatmul__": lambda a, b: torch.matmul(b, a),
+}
 
 
 class VaryingValueError(RuntimeError):
@@ -50,27 +62,54 @@ class Varying(Tensor):
         for leaf in leaves:
             if isinstance(leaf, Varying):
                 axes = {**axes, **type(leaf).axes}
-        if name in _READS_NUMBERS:
+        if name in _READS_NUMBERS or (name == "__format__" and args[1]):
             raise VaryingValueError(
                 f"{name}: the value varies along {_listed(axes)}, and a Python number would count as the same on all "
                 "ranks; psum or all_gather it first, or use spmd(check=False)"
             )
-        if _writes(name, kwargs):
-            for target in (args[0] if args else None, kwargs.get("out")):
-                if isinstance(target, Tensor) and (missing := [axis for axis in axes if axis not in axes_of(target)]):
-                    raise VaryingValueError(
-                        f"{name}: the tensor that is written does not vary along {_listed(missing)}, and the value "
-                        "does; use the operator out of place, or pvary the tensor first"
-                    )
+        refuse_write(func, args, kwargs, axes)
+        less = [leaf for leaf in leaves if isinstance(leaf, Tensor) and axes_of(leaf).keys() != axes.keys()]
+        unwritten = Unwritten(less) if less else None
         args, kwargs = tree_unflatten([as_varying(leaf, axes) for leaf in leaves], structure)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = _OPERATORS.get(name, func)(*args, **kwargs)
+            if unwritten is not None:
+                if not unwritten.intact():
+                    raise _written_unseen(name, axes)
+                # through a view of it, the next operator would write a value that does not vary
+                result = tree_map(lambda leaf: leaf.clone() if unwritten.seen_through(leaf) else leaf, result)
         return typed(result, axes) if isinstance(result, Tensor) else tree_map(lambda leaf: typed(leaf, axes), result)
 
+    def as_subclass(self, cls: type[Tensor]) -> Any:
+        """Refuses to take the axes away; else as ``Tensor.as_subclass``."""
+        if not issubclass(cls, Varying) or not cls.axes.keys() >= self.axes.keys():
+            raise VaryingValueError(f"as_subclass: {cls.__name__} must vary along {_listed(self.axes)}, as the value does")
+        return super().as_subclass(cls)
 
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    in_place = name.endswith("_") and not name.endswith("__") and name not in _CHANGES_NO_VALUE
-    return in_place or name in _IN_PLACE_DUNDERS or kwargs.get("out") is not None
+
+class RefuseSetters(TorchFunctionMode):
+    """Refuses ``u.data = a`` and ``u.grad = a`` of an a that varies where u does not; no type of a is asked there."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__set__":
+            refuse_write(func, args, {}, axes_of(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Axes) -> None:
+    """Raises a VaryingValueError if a function writes what varies along these axes to a tensor that does not."""
+    for target in written(func, args, kwargs):
+        if missing := [axis for axis in axes if axis not in axes_of(target)]:
+            raise _written_unseen(getattr(func, "__name__", ""), missing)
+
+
+def _written_unseen(name: str, axes: Iterable[str]) -> VaryingValueError:
+    return VaryingValueError(
+        f"{name}: the tensor that is written does not vary along {_listed(axes)}, and the value does; use the operator "
+        "out of place, or pvary the tensor first"
+    )
 
 
 def _typed_as_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -121,7 +160,7 @@ def typed(value: Any, axes: Axes) -> Any:
         value = plain(value)
     if not axes:
         return value
-    found = value.as_subclass(varying_type(tuple(axes.items())))
+    found = Tensor.as_subclass(value, varying_type(tuple(axes.items())))
     if not torch.compiler.is_compiling():
         found.line = _line_of_user()
     return found
@@ -138,7 +177,7 @@ def as_varying(value: Any, axes: Axes) -> Any:
     if value.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
             for group in missing.values():
-                value = _ops.copy_to_region(value, group)
+                value = regions.copy_to(value, group)
     return typed(plain(value), {**known, **missing})
 
 
