@@ -22,6 +22,7 @@ from tp_ext.checkpoint.sharded import sharded_state_dict
 from tp_ext.checkpoint.sharded_load import load_sharded_state_dict
 from tp_ext.context_layout import ContextLayout
 from tp_ext.mesh import init_mesh
+from tp_ext.mesh_program.axis_random import axis_random
 from tp_ext.mesh_program.collectives import (
     all_gather,
     all_to_all,
@@ -112,6 +113,7 @@ __all__ = [
     "all_to_all_region",
     "auto",
     "axis_index",
+    "axis_random",
     "axis_size",
     "build_info",
     "clip_grad_norm_",

@@ -134,12 +134,6 @@ struct Unrecorded {
   }
 };
 
-Tensor whole_weight(const Tensor& weight, const Sharded& s, Pass pass) {
-  Tensor gathered = gathered_weight(weight, s.weight, pass);
-  if (!comm::traced(weight)) prefetch_weight(pass);
-  return gathered;
-}
-
 Tensor input_grad(const Tensor& dy, const Tensor& weight) {
   if (dy.dim() == 2) return at::mm(dy, weight);
   auto shape = dy.sym_sizes().vec();
@@ -158,7 +152,9 @@ struct Linear2d : Function<Linear2d> {
     const Unrecorded guard(x);
     auto bias_full = gather_bias(bias, s);
     auto x_pending = s.row ? comm::Pending(x, nullptr) : gather(x, s);
-    const Tensor w = whole_weight(weight, s, Pass::forward);
+    const auto order = GatherOrder::running(weight);
+    if (order) ctx->saved_data["order"] = c10::IValue::make_capsule(order);
+    const Tensor w = gathered_weight(weight, s.weight, order);
     const Tensor x_full = x_pending.wait();
     variable_list saved{weight.requires_grad() ? x : Tensor(),
                         x.requires_grad() ? weight : Tensor()};
@@ -201,22 +197,30 @@ struct Linear2d : Function<Linear2d> {
     if (s.row)
       row_gradients(ctx, grads[0], x, weight, kept_w, s, wants_x, wants_w, result);
     else
-      column_gradients(grads[0], x, weight, kept_x, kept_w, s, wants_x, wants_w, result);
+      column_gradients(ctx, grads[0], x, weight, kept_x, kept_w, s, wants_x, wants_w, result);
     if (wants_b) result[2] = db->wait();
     return result;
   }
 
   // The gathered weight, kept since forward or gathered again
-  static Tensor weight_for_dx(const Tensor& weight, const Tensor& kept_w, const Sharded& s) {
-    return kept_w.defined() ? kept_w : whole_weight(weight, s, Pass::backward);
+  static Tensor weight_for_dx(AutogradContext* ctx, const Tensor& weight, const Tensor& kept_w,
+                              const Sharded& s) {
+    if (kept_w.defined()) return kept_w;
+    const auto& data = ctx->saved_data;
+    const auto found = data.find("order");
+    return gathered_weight(
+        weight, s.weight,
+        found == data.end()
+            ? nullptr
+            : c10::dynamic_intrusive_pointer_cast<GatherOrder>(found->second.toCapsule()));
   }
 
-  static void column_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight,
+  static void column_gradients(AutogradContext* ctx, const Tensor& dy, const Tensor& x, const Tensor& weight,
                                const Tensor& kept_x, const Tensor& kept_w, const Sharded& s,
                                bool wants_x, bool wants_w, variable_list& result) {
     std::optional<comm::Pending> x_full, dx, dw;
     if (wants_w) x_full.emplace(kept_x.defined() ? comm::Pending(kept_x, nullptr) : gather(x, s));
-    if (wants_x) dx.emplace(sum(input_grad(dy, weight_for_dx(weight, kept_w, s)), s));
+    if (wants_x) dx.emplace(sum(input_grad(dy, weight_for_dx(ctx, weight, kept_w, s)), s));
     if (wants_w) result[1] = scattered(weight_grad(dy, x_full->wait()), s).wait();
     if (wants_x) result[0] = dx->wait();
   }
@@ -228,7 +232,7 @@ struct Linear2d : Function<Linear2d> {
     const auto kept = !s.whole() && wants_w && !wants_x ? take_results(ctx, grad) : variable_list();
     std::optional<comm::Pending> dy_full, dw;
     if (kept.empty()) dy_full.emplace(gather(grad, s));
-    const Tensor w = wants_x ? weight_for_dx(weight, kept_w, s) : Tensor();
+    const Tensor w = wants_x ? weight_for_dx(ctx, weight, kept_w, s) : Tensor();
     const Tensor dy = kept.empty() ? dy_full->wait() : kept[0];
     if (keeps_dy) keep_results(ctx, grad, {dy});
     // Before the GEMM of dx, which the reduce-scatter overlaps
@@ -318,7 +322,10 @@ Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
   c10::impl::ExcludeDispatchKeyGuard guard(key);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
-  return linear_2d(cast(x), cast(weight), bias.has_value() ? OptionalTensor(cast(*bias)) : bias,
+  const Tensor w = cast(weight);
+  std::optional<MadeForOneCall> made;
+  if (!w.is_same(weight)) made.emplace();
+  return linear_2d(cast(x), w, bias.has_value() ? OptionalTensor(cast(*bias)) : bias,
                    group, weight_group, weight_size, row, activations, sizes,
                    reshard_after_forward);
 }

@@ -1,95 +1,95 @@
 #include "autograd/weight_gather.h"
 
-#include <iterator>
-#include <optional>
-#include <unordered_map>
-#include <utility>
-#include <vector>
+#include <torch/csrc/autograd/graph_task.h>
 
-#include "comm/collectives.h"
+#include <utility>
 
 namespace tp_ext {
 namespace {
 
-using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
-struct Step {
-  Weak shard;
-  WeightShards of;
-};
-using Order = std::vector<Step>;
-
-struct Coming {
-  c10::TensorImpl* shard;
-  uint32_t version;
-  comm::Pending gather;
-};
+thread_local GatherOrder::Ptr running_order;
+thread_local int made_for_one_call = 0;
 
 uint32_t version_of(const Tensor& x) { return x.is_inference() ? 0 : x._version(); }
 
-// The order of one kind of pass on one thread
-class Prefetcher {
- public:
-  Tensor take(const Tensor& shard, const WeightShards& of) {
-    const auto impl = shard.unsafeGetTensorImpl();
-    for (const auto& step : order_)
-      if (step.shard._unsafe_get_target() == impl) {
-        end_pass();
-        break;
-      }
-    order_.push_back({Weak(shard.getIntrusivePtr()), of});
-    std::optional<Coming> coming(std::move(coming_));
-    coming_.reset();
-    if (coming && coming->shard == impl && coming->version == version_of(shard))
-      return coming->gather.wait();
-    return comm::all_gather(shard, of.group, of.dim, of.split);
-  }
+int64_t backward_number() { return torch::autograd::get_current_graph_task_id(); }
 
-  void prefetch() {
-    if (order_.empty() || coming_) return;
-    const auto last = known_.find(order_.front().shard._unsafe_get_target());
-    const size_t next = order_.size();
-    if (last == known_.end() || last->second.size() <= next ||
-        last->second[next - 1].shard != order_.back().shard)
-      return;
-    const auto& step = last->second[next];
-    const auto impl = step.shard.lock();
-    if (!impl) return;
-    const Tensor shard{impl};
-    coming_.emplace(
-        Coming{shard.unsafeGetTensorImpl(), version_of(shard),
-               comm::all_gather_async(shard, step.of.group, step.of.dim, step.of.split)});
-  }
-
- private:
-  void end_pass() {
-    coming_.reset();
-    for (auto it = known_.begin(); it != known_.end();)
-      it = it->second.front().shard.expired() ? known_.erase(it) : std::next(it);
-    const auto first = order_.front().shard._unsafe_get_target();
-    if (!order_.front().shard.expired()) known_.insert_or_assign(first, std::move(order_));
-    order_.clear();
-  }
-
-  Order order_;                                        // of the present pass
-  std::unordered_map<c10::TensorImpl*, Order> known_;  // of earlier ones, by their first weight
-  std::optional<Coming> coming_;
-};
-
-// Never destroyed: at the exit of a process its groups are gone before its threads
-Prefetcher& prefetcher(Pass pass) {
-  thread_local auto* of_passes = new Prefetcher[2];
-  return of_passes[pass == Pass::backward];
-}
+// FSDP2 frees the memory of a weight that is not in use
+bool has_memory(const Tensor& x) { return x.has_storage() && x.storage().nbytes() >= x.nbytes(); }
 
 }  // namespace
 
-Tensor gathered_weight(const Tensor& shard, const WeightShards& of, Pass pass) {
-  if (of.split.sizes.size() == 1) return shard;
-  if (comm::traced(shard)) return comm::all_gather(shard, of.group, of.dim, of.split);
-  return prefetcher(pass).take(shard, of);
+MadeForOneCall::MadeForOneCall() { ++made_for_one_call; }
+MadeForOneCall::~MadeForOneCall() { --made_for_one_call; }
+
+GatherOrder::Ptr GatherOrder::running(const Tensor& shard) {
+  const bool comes_again = made_for_one_call == 0 && shard.is_leaf() && !comm::traced(shard);
+  return comes_again ? running_order : nullptr;
 }
 
-void prefetch_weight(Pass pass) { prefetcher(pass).prefetch(); }
+bool GatherOrder::is_running() { return static_cast<bool>(running_order); }
+
+void GatherOrder::begin() {
+  const std::lock_guard lock(mutex_);
+  forward_.finish(forward_.number + 1);
+  running_order = Ptr::reclaim_copy(this);
+}
+
+void GatherOrder::end() {
+  running_order.reset();
+  const std::lock_guard lock(mutex_);
+  forward_.finish(forward_.number + 1);
+}
+
+void GatherOrder::Pass::finish(int64_t next) {
+  coming.reset();
+  if (!now.empty()) known = std::exchange(now, {});
+  as_known = true;
+  number = next;
+}
+
+GatherOrder::Pass& GatherOrder::pass() {
+  const int64_t task = backward_number();
+  if (task < 0 || running_order.get() == this) return forward_;
+  if (backward_.number != task) backward_.finish(task);
+  return backward_;
+}
+
+Tensor GatherOrder::take(const Tensor& shard, const WeightShards& of) {
+  std::optional<Coming> coming;
+  {
+    const std::lock_guard lock(mutex_);
+    auto& now = pass();
+    const size_t at = now.now.size();
+    now.as_known = now.as_known && at < now.known.size() && now.known[at].shard.is_same(shard);
+    now.now.push_back({shard, of});
+    std::swap(coming, now.coming);
+  }
+  if (coming && coming->shard.is_same(shard) && coming->version == version_of(shard))
+    return coming->gather->wait();
+  coming.reset();
+  return comm::all_gather(shard, of.group, of.dim, of.split);
+}
+
+void GatherOrder::gather_next() {
+  const std::lock_guard lock(mutex_);
+  auto& now = pass();
+  const size_t next = now.now.size();
+  if (now.coming || !now.as_known || now.known.size() <= next) return;
+  const auto& [shard, of] = now.known[next];
+  if (!has_memory(shard)) return;
+  now.coming.emplace(Coming{shard, version_of(shard),
+                            std::make_shared<comm::Pending>(comm::all_gather_async(
+                                shard, of.group, of.dim, of.split))});
+}
+
+Tensor gathered_weight(const Tensor& shard, const WeightShards& of, const GatherOrder::Ptr& order) {
+  if (of.split.sizes.size() == 1) return shard;
+  if (!order)
+    return comm::all_gather(shard, of.group, of.dim, of.split);
+  const Tensor gathered = order->take(shard, of);
+  order->gather_next();
+  return gathered;
+}
 
 }  // namespace tp_ext

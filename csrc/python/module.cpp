@@ -6,6 +6,7 @@
 #include <torch/extension.h>
 #include <torch/version.h>
 
+#include "autograd/weight_gather.h"
 #include "comm/collectives.h"
 #include "comm/counter.h"
 #include "comm/symmetric_memory.h"
@@ -50,5 +51,11 @@ PYBIND11_MODULE(_C, m) {
   };
   m.def("read_counter", [rows](int64_t id) { return rows(tp_ext::comm::read_counter(id)); });
   m.def("read_calls", [rows](int64_t id) { return rows(tp_ext::comm::read_calls(id)); });
+  using tp_ext::GatherOrder;
+  pybind11::class_<GatherOrder, GatherOrder::Ptr>(m, "GatherOrder")
+      .def(pybind11::init<>())
+      .def("begin", &GatherOrder::begin, pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("end", &GatherOrder::end, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("gathers_ahead", &GatherOrder::is_running);
   tp_ext::simulate::bind(m);
 }

@@ -3,7 +3,9 @@ gradient, on meshes of two axes."""
 
 import contextlib
 import functools
+import gc
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -207,12 +209,20 @@ def _mlp(mesh, seed=2, dtype=torch.float64, **options):
 def _collectives(group, reshard_after_forward):
     mesh = mesh_of(2, 2, names=("x", "y"))
     mlp, x = _mlp(mesh, reshard_after_forward=reshard_after_forward)
-    for _ in range(2):  # the first pass may end that of a model before it
+    for _ in range(3):  # the first finds the forward, the second learns the order
         mlp(x).sum().backward()
-    with tp_ext.debug.count_collectives() as first:
-        h = mlp.up(x)[0]
-    with tp_ext.debug.count_collectives() as second:
-        y = mlp.down(h)
+    with contextlib.ExitStack() as counting:
+        first = counting.enter_context(tp_ext.debug.count_collectives())
+        second = []
+
+        def between(*_):
+            counting.close()
+            second.append(counting.enter_context(tp_ext.debug.count_collectives()))
+
+        hook = mlp.up.register_forward_hook(between)
+        y = mlp(x)
+    hook.remove()
+    (second,) = second
     with tp_ext.debug.count_collectives() as backward:
         y.sum().backward()
     return [
@@ -290,19 +300,73 @@ def test_collectives_of_norms_and_embedding(make, x, over_x, over_y):
     assert ranks.run(_collectives_of, 4, make, x) == [[*over_x, *over_y]] * 4
 
 
+def _write_data(weight):
+    weight.data.mul_(2)
+
+
+def _set_data(weight):
+    weight.data = 2 * weight.data
+
+
+def _write_vector(weight):
+    torch.nn.utils.vector_to_parameters(2 * torch.nn.utils.parameters_to_vector([weight]), [weight])
+
+
+def _write_in_place(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+WRITES = [_write_data, _set_data, _write_vector, _write_in_place]
+
+
 def _written_after_its_prefetch(group):
     mesh = mesh_of(2, 2, names=("x", "y"))
-    mlp, x = _mlp(mesh)
-    mlp(x)
-    mlp(x)  # from now on ``down`` is prefetched by ``up``
-    h, bias = mlp.up(x)
-    with torch.no_grad():
-        mlp.down.weight.mul_(2)
-    torch.testing.assert_close(mlp.down(torch.nn.functional.gelu(h + bias)), mlp(x), **CLOSE)
+    for write in WRITES:
+        mlp, x = _mlp(mesh)
+        for _ in range(3):  # from now on ``down`` is gathered during ``up``
+            mlp(x)
+        try:
+            with mock.patch.object(mlp.down, "forward", side_effect=KeyError):
+                mlp(x)  # ends before ``down``
+        except KeyError:
+            write(mlp.down.weight)
+        h, bias = mlp.up(x)
+        want = mlp.down(torch.nn.functional.gelu(h + bias))
+        torch.testing.assert_close(mlp(x), want, msg=lambda m, w=write: f"{w.__name__}: {m}", **CLOSE)
+        hook = mlp.up.register_forward_hook(lambda *_, mlp=mlp: _write_in_place(mlp.down.weight))  # within a forward
+        found = mlp(x)
+        hook.remove()
+        torch.testing.assert_close(found, mlp(x), **CLOSE)
 
 
 def test_a_weight_that_is_written_after_its_prefetch_is_gathered_again():
     ranks.run(_written_after_its_prefetch, 4)
+
+
+def _collected_at_other_times(group):
+    """A layer in a cycle of references, replaced: one rank's is collected, the others' are not."""
+    mesh = mesh_of(2, 2, names=("x", "y"))
+    mlp, x = _mlp(mesh)
+    for _ in range(3):
+        mlp(x).sum().backward()
+    old, mlp.down = mlp.down, _mlp(mesh, seed=4)[0].down
+    old.me = lambda old=old: old
+    del old
+    gc.disable()
+    try:
+        if group.rank() == 0:
+            gc.collect()
+        mlp(x).sum().backward()
+        total = torch.ones(3)
+        torch.distributed.all_reduce(total)
+    finally:
+        gc.enable()
+    return total.tolist()
+
+
+def test_layers_that_are_collected_at_other_times_on_other_ranks():
+    assert ranks.run(_collected_at_other_times, 4) == [[4.0] * 3] * 4
 
 
 def _other_order(group):

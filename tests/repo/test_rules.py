@@ -207,6 +207,7 @@ SUBJECTS = {
     "psum": Subject(mapped("psum", _SAME, _SAME), times_p=True),
     "pmean": Subject(mapped("pmean", _SAME, _SAME)),
     "pmax": Subject(mapped("pmax", _SAME, _SAME)),
+    "pmin": Subject(mapped("pmin", _SAME, _SAME)),
     "pvary": Subject(mapped("pvary", _SAME, _ROWS)),
     "psum_scatter": Subject(mapped("psum_scatter", _SAME, _ROWS), y_dim=0, times_p=True),
     "all_gather": Subject(mapped("all_gather", _ROWS, _ROWS), x_dim=0),

@@ -233,9 +233,7 @@ def ppermute(x: Any, axis: Names, perm: Pairs) -> Any:
     return _each(lambda t: _at_once(t, axis, "ppermute", lambda t: permuted(t, groups, pairs)), x, "ppermute")
 
 
-def _each(
-    function: Callable[[Tensor], Tensor], x: Any, name: str, number: Callable[[Any], Any] | None = None
-) -> Any:
+def _each(function: Callable[[Tensor], Tensor], x: Any, name: str, number: Callable[[Any], Any] | None = None) -> Any:
     """Applies a function to the tensors, and perhaps the numbers, of a nested structure."""
 
     def one(leaf: object) -> Any:
@@ -340,7 +338,7 @@ def _maximum(x: Tensor, group: ParallelGroup) -> Tensor:
 
 def _share(x: Tensor, y: Tensor, group: ParallelGroup) -> Tensor:
     largest = (x == y).to(x.dtype)
-    return largest / _all_reduce(largest, "sum", group)
+    return largest / regions.reduce_from(largest, group.name)
 
 
 class _Maximum(torch.autograd.Function):

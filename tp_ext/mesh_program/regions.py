@@ -74,7 +74,7 @@ def split(x: Tensor, dim: int, group: ParallelGroup) -> list[int]:
 def _region(
     name: str, x: Tensor, group: str, dims: tuple[int, ...] = (), sizes: tuple[Sequence[int], ...] = ()
 ) -> Tensor:
-    if not torch.compiler.is_compiling() and _differentiated():
+    if not torch.compiler.is_compiling() and differentiated():
         y: Tensor = _Region.apply(x, name, group, dims, sizes)
         return y
     return _call(name, x, group, dims, sizes)
@@ -85,7 +85,8 @@ def _call(name: str, x: Tensor, group: str, dims: tuple[int, ...], sizes: tuple[
     return y
 
 
-def _differentiated() -> bool:
+def differentiated() -> bool:
+    """Returns whether a transform takes gradients. Then ``requires_grad`` speaks of the innermost transform alone."""
     return any(level.key() == TransformType.Grad for level in get_interpreter_stack() or ())
 
 

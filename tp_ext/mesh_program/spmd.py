@@ -1,6 +1,7 @@
 """A function of each rank's shards as a function of full tensors: torch's counterpart of ``jax.shard_map``."""
 
 import functools
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -192,6 +193,9 @@ class _Enter(_Map):
         return value
 
 
+_WIDTH = 18  # entries for each tensor: its dtype, number of dims, and shape
+
+
 class _Leave(_Map):
     """Joins results, in three steps: :meth:`check_axes` of each, :meth:`exchange_shapes`, :meth:`tensor` of each."""
 
@@ -228,12 +232,14 @@ class _Leave(_Map):
             return
         if torch.compiler.is_compiling() or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             if self.uneven:
-                raise ValueError("spmd: shards must have equal lengths under torch.compile; pad them, or use local ones")
+                raise ValueError(
+                    "spmd: shards must have equal lengths under torch.compile; pad them, or use local ones"
+                )
             return
         axes = [name for name, group in self.groups.items() if group.size > 1]
         axes = [name for name in axes if any(name in spec.axes for _, spec, _ in self.joined)]
-        shapes = [(value.dtype.itemsize, value.dim(), *value.shape) for value, _, _ in self.joined]
-        width = max(len(shape) for shape in shapes)
+        shapes = [(zlib.crc32(str(value.dtype).encode()), value.dim(), *value.shape) for value, _, _ in self.joined]
+        width = max(_WIDTH, *(len(shape) for shape in shapes))  # the same on ranks with another number of dims
         with torch._C.DisableTorchFunctionSubclass():
             table = torch.tensor([(*shape, *[0] * (width - len(shape))) for shape in shapes])
             table = table.to(self.joined[0][0].device)
@@ -286,7 +292,7 @@ def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: 
     """Returns the lengths of the blocks that each axis joins on this rank.
 
     Args:
-        table: [*sizes of the axes, entries]: each rank's size of an element, number of dims, and shape.
+        table: [*sizes of the axes, entries]: each rank's dtype as a number, number of dims, and shape.
         at: this rank's place along the axes.
 
     Raises:
@@ -295,8 +301,10 @@ def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: 
     names, shapes = list(axes), table
     shards = shapes.flatten(0, -2).tolist()
     if any(shard[:2] != shards[0][:2] for shard in shards):
-        raise ValueError(f"{where}: the ranks' shards by {spec} must have one dtype and number of dims, and have "
-                         f"{sorted({shard[1] for shard in shards})} dims")
+        raise ValueError(
+            f"{where}: the ranks' shards by {spec} must have one dtype and number of dims, and have "
+            f"{sorted({shard[1] for shard in shards})} dims"
+        )
     found: dict[str, list[int]] = {}
     for dim in range(shards[0][1]):
         lengths = shapes[..., 2 + dim]
@@ -305,7 +313,7 @@ def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: 
             if name not in sharded and not bool((lengths == lengths.select(k, 0).unsqueeze(k)).all()):
                 raise ValueError(
                     f"{where}: dim {dim} of the ranks' shards must have one length along axis {name!r}, by {spec}, and "
-                    f"has {lengths.movedim(k, -1).flatten(0, -2)[0].tolist()}"
+                    f"has {sorted(set(lengths.flatten().tolist()))}"
                 )
         for axis in reversed(sharded):
             if axis in names:

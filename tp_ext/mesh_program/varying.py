@@ -25,19 +25,19 @@ Axes = Mapping[str, str]
 
 _READS_NUMBERS = {"item", "tolist", "numpy", "__array__", "__contains__", "is_nonzero", "equal", "allclose"}
 _READS_NUMBERS |= {"__bool__", "__int__", "__float__", "__index__", "__complex__"}
-_OPERATORS = {  # torch.compile does not follow those of torch.Tensor in Python
-    "__rsub__": torch.rsub,
-    "__rdiv__": lambda a, b: a.reciprocal() * b,
-    "__floordiv__": torch.floor_divide,
-    "__rfloordiv__": lambda a, b: torch.floor_divide(b, a),
-    "__rmod__": lambda a, b: torch.remainder(b, a),
-    "__pow__": torch.pow,
-    "__rpow__": lambda a, b: torch.pow(b, a),
-    "__ipow__": Tensor.pow_,
-    "__rlshift__": lambda a, b: torch.bitwise_left_shift(b, a),
-    "__rrshift__": lambda a, b: torch.bitwise_right_shift(b, a),
-    "__rmatmul__": lambda a, b: torch.matmul(b, a),
-}
+_OPERATORS = (  # torch.compile does not follow those on the left, which are in Python
+    (Tensor.__rsub__, torch.rsub),
+    (Tensor.__rdiv__, lambda a, b: a.reciprocal() * b),
+    (Tensor.__floordiv__, torch.floor_divide),
+    (Tensor.__rfloordiv__, lambda a, b: torch.floor_divide(b, a)),
+    (Tensor.__rmod__, lambda a, b: torch.remainder(b, a)),
+    (Tensor.__pow__, torch.pow),
+    (Tensor.__rpow__, lambda a, b: torch.pow(b, a)),
+    (Tensor.__ipow__, Tensor.pow_),
+    (Tensor.__rlshift__, lambda a, b: torch.bitwise_left_shift(b, a)),
+    (Tensor.__rrshift__, lambda a, b: torch.bitwise_right_shift(b, a)),
+    (Tensor.__rmatmul__, lambda a, b: torch.matmul(b, a)),
+)
 
 
 class VaryingValueError(RuntimeError):
@@ -72,7 +72,7 @@ class Varying(Tensor):
         unwritten = Unwritten(less) if less else None
         args, kwargs = tree_unflatten([as_varying(leaf, axes) for leaf in leaves], structure)
         with torch._C.DisableTorchFunctionSubclass():
-            result = _OPERATORS.get(name, func)(*args, **kwargs)
+            result = _followed(func)(*args, **kwargs)
             if unwritten is not None:
                 if not unwritten.intact():
                     raise _written_unseen(name, axes)
@@ -83,8 +83,18 @@ class Varying(Tensor):
     def as_subclass(self, cls: type[Tensor]) -> Any:
         """Refuses to take the axes away; else as ``Tensor.as_subclass``."""
         if not issubclass(cls, Varying) or not cls.axes.keys() >= self.axes.keys():
-            raise VaryingValueError(f"as_subclass: {cls.__name__} must vary along {_listed(self.axes)}, as the value does")
+            raise VaryingValueError(
+                f"as_subclass: {cls.__name__} must vary along {_listed(self.axes)}, as the value does"
+            )
         return super().as_subclass(cls)
+
+
+def _followed(func: Callable[..., Any]) -> Callable[..., Any]:
+    if torch.compiler.is_compiling():
+        for operator, same in _OPERATORS:
+            if func is operator:
+                return same
+    return func
 
 
 class RefuseSetters(TorchFunctionMode):
@@ -157,6 +167,8 @@ def typed(value: Any, axes: Axes) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, Varying):
+        if type(value).axes.keys() == axes.keys():
+            return value  # itself, as in-place operators return it
         value = plain(value)
     if not axes:
         return value
@@ -174,7 +186,7 @@ def as_varying(value: Any, axes: Axes) -> Any:
     missing = {axis: group for axis, group in axes.items() if axis not in known}
     if not missing:
         return value
-    if value.requires_grad:
+    if value.requires_grad or (not torch.compiler.is_compiling() and regions.differentiated()):
         with torch._C.DisableTorchFunctionSubclass():
             for group in missing.values():
                 value = regions.copy_to(value, group)

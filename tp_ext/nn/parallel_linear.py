@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.gather_ahead import find_forward
 from tp_ext.nn.module import ParallelModule, check_flags
 from tp_ext.random import Init, torch_linear_init
 from tp_ext.sharding import Part, Sharding
@@ -172,6 +173,8 @@ def linear_2d(
         full_size: the length of its dim that is sharded over ``weight_group``.
     """
     fused = "bias" in layer.operator_gathers
+    if layer.weight_group.size > 1:
+        find_forward(layer)
     y = _ops.linear_2d(
         x,
         weight,

@@ -1,0 +1,111 @@
+"""Families of programs on a mesh, a table each, for test_families.py: every member, not an example."""
+
+import operator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tp_ext
+
+# Operators of Python: of two tensors, a tensor and a number, a number and a tensor; integers where torch wants them
+_NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq", "ne", "lt", "le", "gt", "ge")
+_BITS = ("lshift", "rshift", "and_", "or_", "xor")
+OPERATORS = {}
+for _name in _NUMBERS + _BITS:
+    _f, _bits = getattr(operator, _name), _name in _BITS
+    OPERATORS[f"a {_name} a"] = (lambda a, f=_f: f(a, a), _bits)
+    OPERATORS[f"a {_name} 2"] = (lambda a, f=_f: f(a, 2), _bits)
+    OPERATORS[f"2 {_name} a"] = (lambda a, f=_f: f(2, a), _bits)
+    OPERATORS[f"u {_name} a"] = (lambda a, f=_f: f(torch.full((4,), 2).to(a.dtype), a), _bits)
+    if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
+        OPERATORS[f"a {_name}= 2"] = (lambda a, f=getattr(operator, "i" + _name.strip("_")): f(a.clone(), 2), _bits)
+OPERATORS |= {
+    "2.5 pow a": (lambda a: 2.5**a, False),
+    "a matmul a": (lambda a: a[:, None] @ a[None], False),
+    "u matmul a": (lambda a: torch.ones(4, 4) @ a, False),
+    "neg": (lambda a: -a, False),
+    "abs": (lambda a: abs(a), False),
+    "invert": (lambda a: ~a, True),
+}
+
+
+# Writes of a [4, 3], which varies, to u [4, 3], which does not: every form of them
+def _statistics(norm):
+    def run(u, a):
+        norm(a, u[0], u[1] + 1)
+
+    return run
+
+
+WRITES = {
+    "u[0] = a": lambda u, a: u.__setitem__(0, a[0]),
+    "u += a": lambda u, a: operator.iadd(u, a),
+    "u **= a": lambda u, a: operator.ipow(u, a),
+    "out": lambda u, a: torch.add(a, 1, out=u),
+    "out tuple": lambda u, a: torch.max(a, 0, out=(u[0], torch.zeros(3, dtype=torch.long))),
+    "out second": lambda u, a: torch.frexp(a, out=(torch.zeros(4, 3), u.int())),
+    "data": lambda u, a: setattr(u, "data", a),
+    "grad": lambda u, a: setattr(u, "grad", a),
+    "foreach": lambda u, a: torch._foreach_add_([u], [a]),
+    "foreach copy": lambda u, a: torch._foreach_copy_([u], [a]),
+    "view": lambda u, a: u.view(-1).copy_(a.reshape(-1)),
+    "pvary keeps u": lambda u, a: tp_ext.pvary(u, "x").copy_(a),
+    "expand_as keeps u": lambda u, a: u.expand_as(a).copy_(a),
+    "view_as keeps u": lambda u, a: u.view_as(a).copy_(a),
+    "reshape_as keeps u": lambda u, a: u.reshape_as(a).copy_(a),
+    "type_as keeps u": lambda u, a: u.type_as(a).copy_(a),
+    "broadcast_tensors keeps u": lambda u, a: torch.broadcast_tensors(u, a)[0].copy_(a),
+    "meshgrid keeps u": lambda u, a: torch.meshgrid(u[0], a[0], indexing="ij")[0].copy_(a[0, 0]),
+    "atleast_1d keeps u": lambda u, a: torch.atleast_1d(u, a)[0].copy_(a),
+    "batch_norm": _statistics(lambda a, mean, var: F.batch_norm(a, mean, var, training=True)),
+    "batch_norm by place": _statistics(lambda a, mean, var: F.batch_norm(a, mean, var, None, None, True)),
+    "torch.batch_norm": _statistics(
+        lambda a, mean, var: torch.batch_norm(a, None, None, mean, var, True, 0.1, 1e-5, False)
+    ),
+    "instance_norm": _statistics(lambda a, mean, var: F.instance_norm(a.T[None], mean, var)),
+    "BatchNorm1d": lambda u, a: nn.BatchNorm1d(3)(a),
+    "InstanceNorm1d": lambda u, a: nn.InstanceNorm1d(3, track_running_stats=True)(a.T[None]),
+    "embedding max_norm": lambda u, a: F.embedding(a.long() % 4, u + 1, max_norm=1.0),
+    "as_subclass": lambda u, a: u.copy_(a.as_subclass(torch.Tensor)),
+    "init": lambda u, a: nn.init.constant_(u, a[0, 0]),
+}
+READS = {
+    "item": lambda a: a[0, 0].item(),
+    "format": lambda a: f"{a[0, 0]:.2f}",
+    "bool": lambda a: bool(a[0, 0] > 0),
+    "tolist": lambda a: a.tolist(),
+    "index": lambda a: [1, 2][a[0, 0].long() * 0],
+    "in": lambda a: 3.0 in a,
+}
+# by names: in-place methods that torch has, with arguments for those that take none of the default ones
+IN_PLACE = sorted(
+    name
+    for name in dir(torch.Tensor)
+    if name.endswith("_") and not name.startswith("_") and name not in ("requires_grad_", "share_memory_", "rename_")
+)
+CREATED_WITH_OUT = ("arange", "range", "linspace", "logspace", "eye", "ones", "zeros", "empty", "full", "rand")
+
+
+class Uneven(NamedTuple):
+    """A program whose result has shards of other lengths: of this rank's rows of x [10, 2], or of all of them."""
+
+    program: object
+    in_spec: tp_ext.P
+    want: object
+
+
+_ALL, _ROWS = tp_ext.P(), tp_ext.P("x")
+UNEVEN = {
+    "psum_scatter": Uneven(lambda a: tp_ext.psum_scatter(a[:5], "x"), _ALL, lambda x, p: p * x[:5]),
+    "psum_scatter sizes": Uneven(
+        lambda a: tp_ext.psum_scatter(a, "x", sizes=[1, *[0] * (tp_ext.axis_size("x") - 2), 9]),
+        _ALL,
+        lambda x, p: p * x,
+    ),
+    "all_to_all": Uneven(lambda a: tp_ext.all_to_all(a[:5], "x", 0, 1)[:, :2], _ALL, lambda x, p: x[:5]),
+    "mask": Uneven(lambda a: a[a[:, 0] > 4], _ROWS, lambda x, p: x[x[:, 0] > 4]),
+    "argument": Uneven(lambda a: a[:7], _ROWS, lambda x, p: torch.cat([s[:7] for s in x.tensor_split(p)])),
+    "none on a rank": Uneven(lambda a: a[a[:, 0] > 17], _ROWS, lambda x, p: x[x[:, 0] > 17]),
+}
