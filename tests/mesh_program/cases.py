@@ -20,7 +20,8 @@ for _name in _NUMBERS + _BITS:
     OPERATORS[f"2 {_name} a"] = (lambda a, f=_f: f(2, a), _bits)
     OPERATORS[f"u {_name} a"] = (lambda a, f=_f: f(torch.full((4,), 2).to(a.dtype), a), _bits)
     if _name not in ("eq", "ne", "lt", "le", "gt", "ge"):
-        OPERATORS[f"a {_name}= 2"] = (lambda a, f=getattr(operator, "i" + _name.strip("_")): f(a.clone(), 2), _bits)
+        _in_place = getattr(operator, "i" + _name.strip("_"))
+        OPERATORS[f"a {_name}= 2"] = (lambda a, f=_in_place: f(a.clone(), 2), _bits)
 OPERATORS |= {
     "2.5 pow a": (lambda a: 2.5**a, False),
     "a matmul a": (lambda a: a[:, None] @ a[None], False),

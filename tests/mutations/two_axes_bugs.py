@@ -11,7 +11,7 @@ TWO_AXES_BUGS = [
         "coming->shard.is_same(shard) && coming->version == version_of(shard)",
         "coming->shard.is_same(shard)",
         "A weight that was written after its prefetch is used as it was before.",
-        (f"{LAYERS}::test_a_weight_that_is_written_after_its_prefetch_is_gathered_again",),
+        ("nn/test_gather_ahead.py::test_a_weight_that_is_written_after_its_prefetch_is_gathered_again",),
     ),
     Mutation(
         "prefetch_of_another_weight",

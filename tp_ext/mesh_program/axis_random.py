@@ -21,9 +21,9 @@ def axis_random(axis: Names, seed: int | Sequence[int], device: torch.device | s
         noise = draw(torch.randn, 4, 3)
         kept = draw(torch.bernoulli, probabilities)
 
-    ``draw(function, ..)`` calls a function of torch that takes a ``generator``, of a seed that is made from ``seed`` and
-    the rank's :func:`tp_ext.axis_index` (``jax.random.fold_in``); the result varies along the axes. Along other axes the
-    numbers are the same, and so they are in another call with this seed: vary it with the step and the layer.
+    ``draw(function, ..)`` calls a function of torch that takes a ``generator``; its seed is made from ``seed`` and the
+    rank's :func:`tp_ext.axis_index` (``jax.random.fold_in``). The result varies along the axes. Along other axes the
+    numbers are the same, and so they are for the same seed: vary it with the step and the layer.
 
     Args:
         seed: an integer from 0 on, or several: the same on all ranks.

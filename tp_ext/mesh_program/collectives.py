@@ -200,7 +200,7 @@ def all_to_all(
         if len(groups) > 1:
             if t.shape[split_dim] % ranks:
                 raise ValueError(
-                    f"all_to_all: the {ranks} ranks of axes {axis!r} must divide dim {split_dim}, of {t.shape[split_dim]}"
+                    f"all_to_all: the {ranks} ranks of axes {axis!r} must divide dim {split_dim}, {t.shape[split_dim]}"
                 )
             return exchanged(t, groups, split_dim, concat_dim)
         for given in (sizes[0] or regions.split(t, split_dim, groups[0]), *filter(None, sizes[1:])):

@@ -1,8 +1,8 @@
 """The regions of :mod:`tp_ext._ops` under the transforms of ``torch.func``.
 
 ``torch.func.grad`` and its kin refuse Functions in C++. Where one of them is running, a region is a Function in Python
-whose backward is the transposed region, a region again, so transforms nest. ``torch.vmap`` and ``torch.func.jvp`` alone,
-and everything else, call the operator.
+whose backward is the transposed region, a region again, so transforms nest. ``torch.vmap`` and ``torch.func.jvp``
+alone, and everything else, call the operator.
 """
 
 from collections.abc import Sequence

@@ -230,7 +230,7 @@ class _Leave(_Map):
         """
         if not self.joined:
             return
-        if torch.compiler.is_compiling() or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             if self.uneven:
                 raise ValueError(
                     "spmd: shards must have equal lengths under torch.compile; pad them, or use local ones"

@@ -1,8 +1,8 @@
 """The types of :mod:`tp_ext.mesh_program.varying` under the transforms of ``torch.func``.
 
-``torch.vmap``, ``grad``, ``vjp`` and ``jvp`` wrap a tensor on its way in and unwrap it on its way out, and each time make a
-plain tensor of it. In a map, a value that varies would count as the same on all ranks. So these functions are replaced
-by such that keep the type. Nothing changes for other tensors.
+``torch.vmap``, ``grad``, ``vjp`` and ``jvp`` wrap a tensor on its way in and unwrap it on its way out, and each time
+make a plain tensor of it. In a map, a value that varies would count as the same on all ranks. So these functions are
+replaced by such that keep the type. Nothing changes for other tensors.
 """
 
 import contextlib
