@@ -20,6 +20,7 @@ from tp_ext import debug
 from tp_ext.debug import count_collectives
 from tp_ext.group import process_group
 
+pytestmark = pytest.mark.core
 F64 = torch.float64
 
 
