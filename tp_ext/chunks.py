@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard
 
@@ -38,6 +39,28 @@ class Interval(NamedTuple):
 
 # A placement (_StridedShard is another class with the same methods), the ranks it splits over, this rank's index
 _Split = tuple[Shard, int, int]
+
+
+def mesh_position(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Returns this rank's index along each axis of the mesh; None if it is not in the mesh.
+
+    It is the rank in the axis's group, by which ``fully_shard`` and ``distribute_tensor`` cut tensors and collectives
+    join them. ``get_coordinate()`` is the place in the table of ranks, another one where that table does not ascend:
+    torch makes groups of sorted ranks.
+    """
+    if mesh.get_coordinate() is None:
+        return None
+    return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+
+
+def start_of(view: Tensor, local: Tensor) -> tuple[int, ...]:
+    """Returns the first index of a view, made by ``narrow``, in the tensor that it is a view of."""
+    distance = int(view.storage_offset() - local.storage_offset())
+    starts = [0] * local.dim()
+    for dim in sorted(range(local.dim()), key=lambda dim: local.stride(dim), reverse=True):
+        if local.shape[dim] > 1 and local.stride(dim):
+            starts[dim], distance = divmod(distance, local.stride(dim))
+    return tuple(starts)
 
 
 def chunks_of(tensor: Tensor, sharded: Mapping[int, Sequence[Interval]]) -> list[LocalChunk]:
@@ -99,7 +122,7 @@ def _local(tensor: Tensor) -> tuple[Tensor, list[list[Interval]], bool]:
     if not isinstance(tensor, DTensor):
         return tensor.detach(), [[Interval(0, 0, size, True)] for size in tensor.shape], True
     mesh, placements = tensor.device_mesh, tensor.placements
-    coordinate = mesh.get_coordinate()
+    coordinate = mesh_position(mesh)
     local = cast(DTensor, tensor.detach()).to_local()
     if coordinate is None:  # this rank is not in the mesh
         return local, [[] for _ in tensor.shape], False

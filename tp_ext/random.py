@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from tp_ext import _ops
+from tp_ext.chunks import mesh_position
 from tp_ext.group import ParallelGroup
 from tp_ext.mesh import AXES
 from tp_ext.random_scope import at as at
@@ -56,7 +57,7 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         without = tp_axis == "tp" and names is not None and set(names) <= set(AXES)  # no tensor parallelism
         if names is None or (tp_axis not in names and not without):
             raise ValueError(f"tp_axis: {tp_axis!r} must be an axis of the mesh, which has {names}")
-        coordinate = mesh.get_coordinate()
+        coordinate = mesh_position(mesh)
         if coordinate is None:
             raise ValueError("mesh: this rank must be a member of the mesh")
         position, positions = 0, 1

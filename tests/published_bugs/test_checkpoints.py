@@ -2,7 +2,9 @@
 the tensors of the model in one process."""
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -86,3 +88,25 @@ def test_a_shard_of_several_chunks(tmp_path):
     want = model()["mlp"].up.weight.detach()
     for ours in ranks.run(_loaded, 2, tmp_path / "saved"):
         assert ours.equal(want)
+
+
+def _a_mesh_in_descending_order(group, folder):
+    mesh = DeviceMesh("cpu", torch.tensor([[1], [0]]), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(1, 8, bias=False))
+    fully_shard(net, mesh=mesh["dp"])
+    full = torch.arange(8.0).view(8, 1)
+    tp_ext.load_full_state_dict(net, {"0.weight": full}, mesh=mesh)
+    assert torch.equal(net[0].weight.full_tensor(), full)
+    read = []
+    for name, state in (("ours", net.state_dict()), ("theirs", dict(net.named_parameters()))):
+        dcp.save(state, checkpoint_id=f"{folder}/{name}")
+        reader = {"0.weight": torch.zeros(8, 1)}
+        dcp.load(reader, checkpoint_id=f"{folder}/{name}")
+        read.append(reader["0.weight"])
+    return tuple(read)
+
+
+def test_a_mesh_whose_ranks_do_not_ascend(tmp_path):
+    """torch cuts and joins a DTensor by ranks in the axis's group, which are sorted, and its distributed checkpoint
+    wrote it by places in the mesh: halves changed places. https://github.com/pytorch/pytorch/issues/193224."""
+    check(ranks.run(_a_mesh_in_descending_order, 2, str(tmp_path)), torch.arange(8.0).view(8, 1), rtol=0, atol=0)

@@ -25,13 +25,13 @@ ORDER = [
     {""},
     {"nn"},
     {"checkpoint", "parallel", "mesh_program"},
-    {"simulation"},
-    {"auto", "debug", "optim", "outside"},
+    {"outside", "simulation"},
+    {"auto", "debug", "optim"},
     {"huggingface", "verify"},
     {"__init__"},
 ]
 # These folders work on modules and their shardings, and import no layer
-COMPOSITION = {"checkpoint", "parallel", "debug"}
+COMPOSITION = {"checkpoint", "parallel", "outside", "debug"}
 NOT_LAYERS = {
     f"tp_ext.nn.{name}"
     for name in (

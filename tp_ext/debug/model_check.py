@@ -35,8 +35,8 @@ from tp_ext.nn.model_groups import groups_in_use, model_groups
 from tp_ext.nn.module import ParallelModule
 from tp_ext.nn.stages import Stages, joined
 from tp_ext.nn.tied import copies_in
+from tp_ext.outside.optimizers import find_beyond_elements
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
-from tp_ext.parallel.optimizer_guard import find_beyond_elements
 
 Batch = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
 

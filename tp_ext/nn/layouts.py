@@ -2,10 +2,11 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import Layout, Sharding
@@ -107,6 +108,21 @@ def mirror_layouts(module: nn.Module) -> None:
         if param is not None:
             param.tp_layout = layout  # type: ignore[attr-defined]
             param.tp_sharding = layout[0][0] if layout else None  # type: ignore[attr-defined]
+
+
+def carried_layouts(params: Iterable[Tensor]) -> dict[int, Layout]:
+    """Returns the layouts of parameters of live modules, by ``id``; without a model, so that functions which are given
+    an optimizer alone can ask. FSDP2's parameters carry none: they are looked for in the modules.
+    """
+    given = list(params)
+    found = {id(param): param.tp_layout for param in given if hasattr(param, "tp_layout")}
+    if any(isinstance(param, DTensor) and id(param) not in found for param in given):
+        held = {id(param) for param in given}
+        for module in list(Carriers.modules):
+            for name, layout in layouts_of(module).items():
+                if (own := id(module._parameters.get(name))) in held:
+                    found.setdefault(own, layout)
+    return found
 
 
 def declare_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> None:

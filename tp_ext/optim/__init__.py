@@ -2,5 +2,6 @@
 
 from tp_ext.optim.muon import Muon
 from tp_ext.optim.parameters import split_parameters
+from tp_ext.outside.optimizers import accept
 
-__all__ = ["Muon", "split_parameters"]
+__all__ = ["Muon", "accept", "split_parameters"]

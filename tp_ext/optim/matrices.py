@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tp_ext.chunks import start_of
 from tp_ext.sharding import Layout
 
 
@@ -80,19 +81,9 @@ def shard_of(param: Tensor, layout: Layout) -> ShardOf:
     local = local_tensor(param)
     held = []
     for offsets, view, owned in chunks:
-        start = _start_of(view, local)
+        start = start_of(view, local)
         held.append(Held(Chunk(offsets, tuple(view.shape)), start, owned))
     return ShardOf(tuple(shape), tuple(_matrices(shape, layout)), tuple(held))
-
-
-def _start_of(view: Tensor, local: Tensor) -> tuple[int, ...]:
-    """Returns the first index of a view, made by ``narrow``, in the tensor that it is a view of."""
-    distance = int(view.storage_offset() - local.storage_offset())
-    starts = [0] * local.dim()
-    for dim in sorted(range(local.dim()), key=lambda dim: local.stride(dim), reverse=True):
-        if local.shape[dim] > 1 and local.stride(dim):
-            starts[dim], distance = divmod(distance, local.stride(dim))
-    return tuple(starts)
 
 
 def _matrices(shape: torch.Size, layout: Layout) -> Iterator[Chunk]:

@@ -1,0 +1,281 @@
+"""A guard against optimizers whose update of an element depends on other elements of the tensor: on a shard they
+compute another update than on the full tensor, without an error, and training depends on the number of ranks.
+
+Importing tp_ext registers one global hook of ``torch.optim`` (:func:`refuse_on_shards`), which looks at each optimizer
+in its first step; afterwards it costs one lookup a step. Whether updates are elementwise is found by running a copy of
+the optimizer on small tensors and on their halves (:func:`runs_elementwise`).
+"""
+
+import copy
+import functools
+import inspect
+import math
+import random
+import re
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tp_ext.nn.fqn import layouts
+from tp_ext.nn.layouts import carried_layouts
+from tp_ext.sharding import Layout
+
+_FAMILIES = re.compile(r"lbfgs|muon|adafactor|lamb(?!da)|lars|shampoo|soap|prodigy|dadapt", re.IGNORECASE)
+_SHAPES = ((4, 6), (6, 4))  # even sides, to be halved
+_MOST_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
+_checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_found: dict[tuple[str, str, int, bool], bool | None] = {}
+
+
+def accept(optimizer: Optimizer) -> Optimizer:
+    """Lets an optimizer update shards that :func:`refuse_on_shards` would refuse, because one knows better; returns it.
+
+    For an optimizer that looks beyond single elements in a way that is right on shards: along a dim that no rank
+        shards, or with sums over the ranks of its own.
+
+    Raises:
+        TypeError: ``optimizer`` is of another type.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: {type(optimizer).__name__} must be a torch.optim.Optimizer")
+    _checked.add(optimizer)
+    return optimizer
+
+
+def beyond_elements(optimizer: Optimizer, with_closure: bool = False) -> str:
+    """Returns the name of the optimizer's class if its updates look beyond an element; empty if they do not. Ours
+    compute with full matrices. An optimizer that cannot be run by itself is known by the names of its classes."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer]
+    if any(kind.__module__.startswith("tp_ext.") for kind in kinds):
+        return ""
+    named = next((kind.__name__ for kind in kinds if _FAMILIES.search(kind.__name__)), "")
+    elementwise = runs_elementwise(optimizer, 3, with_closure)
+    if elementwise and named:  # some look beyond an element in every tenth step alone
+        elementwise = runs_elementwise(optimizer, 100, with_closure)
+    if elementwise is None:
+        return named
+    return "" if elementwise else type(optimizer).__name__
+
+
+def find_beyond_elements(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """Yields a sentence if such an optimizer holds parameters that are sharded. Communicates nothing."""
+    if optimizer in _checked:
+        return
+    inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    params = dict(model.named_parameters())
+    found = _sharded((name, layout) for name, layout in layouts(model) if params[name] in held)
+    if found and (kind := beyond_elements(inner if isinstance(inner, Optimizer) else optimizer)):
+        yield _sentence(kind, *found)
+
+
+def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises, as a global hook, in the first step of such an optimizer over parameters with the layout of a shard.
+
+    Raises:
+        ValueError: on every rank that holds a shard; nothing has been communicated or updated.
+    """
+    if optimizer not in _checked:
+        _look_at(optimizer, len(args) > 1 or kwargs.get("closure") is not None)
+
+
+@torch.compiler.disable
+def _look_at(optimizer: Optimizer, with_closure: bool) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    carried = carried_layouts(params)
+    found = _sharded((f"a parameter of shape {tuple(p.shape)}", carried[id(p)]) for p in params if id(p) in carried)
+    if found is not None:
+        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing else may run now; its first step outside of a graph is checked
+        inner = getattr(optimizer, "optim", None)  # its own step calls this hook
+        if not isinstance(inner, Optimizer) and (kind := beyond_elements(optimizer, with_closure)):
+            raise ValueError(_sentence(kind, *found))
+    _checked.add(optimizer)
+
+
+register_optimizer_step_pre_hook(refuse_on_shards)
+
+
+def _sharded(table: Iterable[tuple[str, Layout]]) -> tuple[str, int] | None:
+    """Returns the first name whose layout has several ranks, and their number."""
+    return next(((name, p) for name, layout in table if (p := math.prod(layout.sizes)) > 1), None)
+
+
+def _sentence(kind: str, name: str, p: int) -> str:
+    return (
+        f"optimizer: {kind} must not update {name}, which is sharded over {p} ranks: it computes with whole tensors, "
+        "and would with each shard; take tp_ext.optim.Muon, or an optimizer of single elements, such as "
+        "torch.optim.AdamW; tp_ext.optim.accept(optimizer) if it is right on shards"
+    )
+
+
+class _NoCollective(TorchDispatchMode):
+    """Within it a collective raises: other ranks may not run the optimizer now."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "tp_ext"):
+            raise RuntimeError(f"{func}: an optimizer that communicates cannot be run on one rank")
+        return func(*args, **(kwargs or {}))
+
+
+def runs_elementwise(optimizer: Optimizer, steps: int, with_closure: bool = False) -> bool | None:
+    """Returns whether copies of an optimizer compute the same updates of small tensors and of their halves; None if it
+    cannot be copied and run. Changes neither the optimizer nor the state of random generators; communicates nothing.
+    What is found is kept by class and options."""
+    groups = {repr(one): one for one in map(_options, optimizer.param_groups)}
+    param = next((param for group in optimizer.param_groups for param in group["params"]), None)
+    device = torch.device("cpu") if param is None or param.is_meta else param.device
+    key = _described(optimizer), device.type, steps, with_closure
+    if key not in _found:
+        run = functools.partial(_compare, optimizer, list(groups.values()), device, steps, with_closure)
+        made = (run(make) for make in (_copy, _build))
+        _found[key] = next((found for found in made if found is not None), None)
+    return _found[key]
+
+
+def _described(optimizer: Optimizer) -> str:
+    """Returns the class and the options of an optimizer and of those that it holds."""
+    own = [f"{type(optimizer)}", *sorted({repr(_options(group)) for group in optimizer.param_groups})]
+    for key, value in sorted(vars(optimizer).items()):
+        if isinstance(value, int | float | str | None):
+            own.append(f"{key}={value!r}")
+        elif isinstance(value, Optimizer):
+            own.append(_described(value))
+    return "; ".join(own)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a parameter group with a learning rate by which updates are seen: that of a warm-up may be
+    0."""
+    made = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    made.pop("initial_lr", None)
+    if "differentiable" in made:
+        made["differentiable"] = False  # the same update, also of leaves
+    if isinstance(lr := made.get("lr"), Tensor):
+        made["lr"] = torch.full_like(lr, 0.1)
+    elif lr is not None:
+        made["lr"] = 0.1
+    return made
+
+
+_Maker = Callable[[Optimizer, list[dict[str, Any]], list[list[nn.Parameter]]], Optimizer]
+
+
+def _compare(
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    device: torch.device,
+    steps: int,
+    with_closure: bool,
+    make: _Maker,
+) -> bool | None:
+    numbers_of = functools.partial(
+        torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
+    starts = [numbers_of(shape) for _ in groups for shape in _SHAPES]
+    grads = [[numbers_of(start.shape) for start in starts] for _ in range(3)]
+    numbers = random.getstate()
+    devices = [device.index or 0] if device.type == "cuda" else []
+
+    def updates(dim: int = 0, half: int | None = None) -> list[Tensor]:
+        """Returns the updates of each tensor, or of one half of each along ``dim``, a step after the other."""
+
+        def cut(one: Tensor) -> Tensor:
+            return one if half is None else one.chunk(2, dim)[half].contiguous()
+
+        torch.default_generator.manual_seed(0)
+        for index in devices:
+            torch.cuda.default_generators[index].manual_seed(0)
+        params = [nn.Parameter(cut(start).to(device, copy=True)) for start in starts]
+        sizes = len(_SHAPES)
+        per_group = [params[index * sizes : (index + 1) * sizes] for index in range(len(groups))]
+        made = make(optimizer, groups, per_group)
+        seen = []
+        for step in range(steps):
+            scale = 100.0 ** (step % 3 - 1)  # small and large: what clips only clips the latter
+            given = [(scale * cut(grad)).to(device) for grad in grads[step % 3]]
+            before = [param.detach().clone() for param in params]
+            _step(made, params, given, with_closure)
+            seen += [(param.detach() - old).cpu() for param, old in zip(params, before, strict=True)]
+        return seen
+
+    try:
+        with torch.random.fork_rng(devices), _NoCollective():
+            whole = updates()
+            for dim in (0, 1):
+                for want, a, b in zip(whole, updates(dim, 0), updates(dim, 1), strict=True):
+                    if not _close(torch.cat([a, b], dim), want):
+                        return False
+        return True
+    except Exception:  # whatever an optimizer does that is not run as it expects
+        return None
+    finally:
+        random.setstate(numbers)
+
+
+def _close(got: Tensor, want: Tensor) -> bool:
+    """Returns whether updates agree to the rounding of fp32 numbers of about 1, from which they are subtracted."""
+    scale = want.abs().max().item()
+    return bool(torch.allclose(got, want, rtol=1e-3, atol=1e-3 * scale + 1e-5, equal_nan=True))
+
+
+def _copy(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Optimizer:
+    """Returns an optimizer like the one given, without its state, over other parameters; raises if there is none."""
+    kind = type(optimizer)
+    param_groups = [{**copy.deepcopy(group), "params": own} for group, own in zip(groups, params, strict=True)]
+    memo: dict[int, Any] = {id(optimizer.param_groups): param_groups}  # attributes that are the optimizer's parameters
+    for group in optimizer.param_groups:
+        own = params[next(i for i, one in enumerate(groups) if repr(one) == repr(_options(group)))]
+        memo[id(group["params"])] = own
+        memo.update((id(param), own[0]) for param in group["params"])
+    own_state = {"state", "param_groups", "grad_scale", "found_inf"}
+    kept = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in own_state and "_hooks" not in key and not (callable(value) and hasattr(kind, key))
+    }
+    leaves = tree_leaves(kept)
+    leaves += [
+        one for other in leaves if isinstance(other, Optimizer) for one in tree_leaves(list(other.state.values()))
+    ]
+    tensors = [one for one in leaves if isinstance(one, Tensor) and id(one) not in memo]
+    if sum(tensor.numel() for tensor in tensors) > _MOST_COPIED:
+        raise ValueError("too much to be copied")
+    made: Optimizer = kind.__new__(kind)
+    made.__setstate__({**copy.deepcopy(kept, memo), "state": defaultdict(dict), "param_groups": param_groups})
+    return made
+
+
+def _build(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Optimizer:
+    """Returns a new optimizer of the class, for those that make their state when they are made, as Adagrad does."""
+    kind = type(optimizer)
+    known = inspect.signature(kind.__init__).parameters
+    param_groups = [{**copy.deepcopy(group), "params": own} for group, own in zip(groups, params, strict=True)]
+    made: Optimizer = kind(param_groups, **{key: value for key, value in groups[0].items() if key in known})
+    return made
+
+
+def _step(optimizer: Optimizer, params: list[nn.Parameter], grads: list[Tensor], with_closure: bool) -> None:
+    """Makes a step with these gradients, without hooks; also with a closure where the optimizer asks for one."""
+    step = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+    def closure() -> Any:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        return grads[0].new_ones(())
+
+    closure()
+    asks = next((p for p in inspect.signature(step).parameters.values() if p.name == "closure"), None)
+    if with_closure or (asks is not None and asks.default is inspect.Parameter.empty):
+        step(optimizer, closure)
+    else:
+        step(optimizer)

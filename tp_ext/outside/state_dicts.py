@@ -1,0 +1,187 @@
+"""State dicts of torch over shards: ``module.state_dict()`` and ``optimizer.state_dict()`` hold ordinary local tensors
+that can be asked where they belong, and their ``load_state_dict`` refuses the shards of another rank and dense tensors.
+
+Importing tp_ext wraps these four methods. Values of other modules pass through; a live entry (``keep_vars=True``) is
+untouched. A shard of a parameter of FSDP2 is given as the local tensor, not as the DTensor whose shape is that of a
+shard.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tp_ext.nn.layouts import carried_layouts, layouts_of, mirror_layouts
+from tp_ext.outside.places import Place, found_place, held_by, is_placed, local_of, place_of, put_place
+from tp_ext.sharding import Layout
+
+_METADATA = "tp_ext"  # key in the metadata of a module, which torch.save keeps
+_CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's CheckpointWrapper takes it out of the keys, not of the names
+# By id of a parameter, while a function that has the model knows more than the parameters carry
+layouts_in_use: dict[int, Layout] = {}
+
+
+def _placed_value(value: Tensor, live: Tensor, layout: Layout) -> Tensor:
+    """Returns the values of a state dict's entry as a new tensor over the same storage, with the place of ``live``."""
+    made = local_of(value)
+    put_place(made, place_of(live, layout))
+    return made
+
+
+def _module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def state_dict(self: nn.Module, *args: Any, **options: Any) -> Any:
+        state = original(self, *args, **options)
+        if options.get("keep_vars", args[2] if len(args) > 2 else False):
+            return state
+        prefix = options.get("prefix", args[1] if len(args) > 1 else "")
+        for name, live, layout in held_by(self):
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and value is not live and is_placed(live, layout):
+                state[prefix + name] = made = _placed_value(value, live, layout)
+                metadata = getattr(state, "_metadata", {}).get(prefix[:-1])
+                if metadata is not None:
+                    metadata.setdefault(_METADATA, {})[name] = (tuple(made.shape), *(found_place(made) or ()))
+        return state
+
+    return state_dict
+
+
+def _module_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(state_dict, Mapping):
+            state_dict = _to_be_loaded(self, state_dict)
+        result = original(self, state_dict, *args, **options)
+        for module in self.modules():
+            if layouts_of(module):
+                mirror_layouts(module)  # with assign=True the parameters are new ones
+        return result
+
+    return load_state_dict
+
+
+class _Entry(NamedTuple):
+    key: str
+    module: str
+    name: str
+    live: Tensor
+    layout: Layout
+
+
+def _entries(root: nn.Module) -> Iterator[_Entry]:
+    for path, module in root.named_modules(remove_duplicate=False):
+        prefix = f"{path}.".replace(_CHECKPOINTED, "") if path else ""
+        for name, live, layout in held_by(module):
+            yield _Entry(prefix + name, path, name, live, layout)
+
+
+def _to_be_loaded(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the state as torch can load it: a local tensor as the DTensor that FSDP2 makes of it. Before anything is
+    loaded, raises RuntimeError if an entry is not this rank's shard."""
+    metadata, changed = getattr(state, "_metadata", None) or {}, {}
+    for key, module, name, live, layout in _entries(root):
+        value = state.get(key)
+        if not isinstance(value, Tensor):
+            continue
+        shape, *saved = metadata.get(module, {}).get(_METADATA, {}).get(name, (None,))
+        # What has another shape than was saved has been put into the state dict since
+        given = found_place(value) or (Place(*saved) if value.shape == shape else None)
+        if given is None:
+            full = layout.full_shape(live.shape)
+            if value.shape == full != live.shape:
+                raise RuntimeError(
+                    f"state_dict: {key!r} has shape {tuple(full)}, that of the unsharded model, and must have that of "
+                    f"this rank's shard, {tuple(live.shape)}: take tp_ext.load_full_state_dict"
+                )
+        elif (loaded := _checked(key, value, given, live, layout)) is not value:
+            changed[key] = loaded
+    if not changed:
+        return state
+    made = OrderedDict(state)
+    made.update(changed)
+    made._metadata = metadata  # type: ignore[attr-defined]
+    return made
+
+
+def _checked(key: str, value: Tensor, given: Place, live: Tensor, layout: Layout) -> Tensor:
+    """Returns the value of an entry in the form of the live tensor; raises RuntimeError if it is the shard of another
+    rank."""
+    own = place_of(live, layout)
+    if given.chunks != own.chunks:
+        raise RuntimeError(
+            f"state_dict: {key!r} was saved by {given.held_by or 'an unsharded model'} and is loaded by "
+            f"{own.held_by or 'an unsharded model'}, which holds other elements: take tp_ext.load_checkpoint, or "
+            "tp_ext.load_full_state_dict of a tp_ext.full_state_dict, for which any number of ranks may have saved"
+        )
+    if isinstance(live, DTensor) and not isinstance(value, DTensor):
+        return DTensor.from_local(
+            value.detach(), live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
+        )
+    return value
+
+
+def _layouts_of_params(optimizer: Optimizer) -> dict[int, Layout]:
+    return {**carried_layouts(p for group in optimizer.param_groups for p in group["params"]), **layouts_in_use}
+
+
+def has_place(value: Any, param: Tensor) -> bool:
+    """Returns whether an entry of an optimizer's state has the shape of its parameter, and so its layout."""
+    return isinstance(value, Tensor) and value.shape == param.shape
+
+
+def _optimizer_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def state_dict(self: Optimizer) -> Any:
+        state = original(self)
+        layouts = _layouts_of_params(self)
+        groups = zip(state["param_groups"], self.param_groups, strict=True)
+        params = chain.from_iterable(zip(saved["params"], live["params"], strict=True) for saved, live in groups)
+        for number, param in params:
+            layout = layouts.get(id(param), Layout())
+            if number in state["state"] and is_placed(param, layout):
+                state["state"][number] = {  # not in place: the dict is the optimizer's own
+                    key: _placed_value(value, value, layout) if has_place(value, param) else value
+                    for key, value in state["state"][number].items()
+                }
+        return state
+
+    return state_dict
+
+
+def _optimizer_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(self: Optimizer, state_dict: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(state_dict, dict) and state_dict.keys() >= {"state", "param_groups"}:
+            layouts, states = _layouts_of_params(self), dict(state_dict["state"])
+            groups = zip(state_dict["param_groups"], self.param_groups, strict=False)  # torch compares the lengths
+            params = chain.from_iterable(zip(given["params"], live["params"], strict=False) for given, live in groups)
+            for number, param in params:
+                if isinstance(entry := states.get(number), dict):
+                    layout = layouts.get(id(param), Layout())
+                    states[number] = {
+                        key: _own_state(f"state.{number}.{key}", value, param, layout) for key, value in entry.items()
+                    }
+            state_dict = {**state_dict, "state": states}
+        return original(self, state_dict, *args, **options)
+
+    return load_state_dict
+
+
+def _own_state(key: str, value: Any, param: Tensor, layout: Layout) -> Any:
+    place = found_place(value)
+    if place is None:
+        return value
+    loaded = _checked(key, value, place, param.detach(), layout)
+    return loaded if isinstance(loaded, DTensor) else loaded.detach()  # the optimizer's own tensors carry no place
+
+
+nn.Module.state_dict = _module_state_dict(nn.Module.state_dict)  # type: ignore[method-assign]
+nn.Module.load_state_dict = _module_load_state_dict(nn.Module.load_state_dict)  # type: ignore[method-assign]
+Optimizer.state_dict = _optimizer_state_dict(Optimizer.state_dict)  # type: ignore[method-assign]
+Optimizer.load_state_dict = _optimizer_load_state_dict(Optimizer.load_state_dict)  # type: ignore[method-assign]
