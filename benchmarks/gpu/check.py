@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.check     # with the torch >= 2.11 of this python, pytest and a CUDA toolkit; no network
 
 Writes FOLDER/results.json after every stage and prints a table and the goals. Exit code: 0, 1 if a stage failed, 2 if
-there is no GPU. ``benchmarks.gpu.results`` makes README's table and plot from the file. ``--device cpu --quick`` is a
+there is no GPU. ``benchmarks.gpu.results`` makes the docs' table and plot from the file. ``--device cpu --quick`` is a
 dry run of all stages that work without a GPU.
 """
 

@@ -1,10 +1,10 @@
-"""Results of ``benchmarks.gpu.check``: the rows of its benchmarks, the goals, README's table and plot.
+"""Results of ``benchmarks.gpu.check``: the rows of its benchmarks, the goals, the table and plot of the docs.
 
     python -m benchmarks.gpu.results runs/gpu_check/results.json                             # the table and the goals
-    python -m benchmarks.gpu.results runs/gpu_check/results.json --into benchmarks/results   # and README's section
+    python -m benchmarks.gpu.results runs/gpu_check/results.json --into benchmarks/results   # and the table of the docs
 
-The second command copies the file there as gpu_check.json, draws gpu_check.png next to it and prints README's section
-in Markdown.
+The second command copies the file there as gpu_check.json, draws gpu_check.png next to it and prints the table of
+docs/reference/performance.md in Markdown.
 """
 
 import argparse
@@ -94,15 +94,24 @@ def print_report(results: Row) -> None:
 
 
 def markdown(results: Row) -> str:
-    """README's section: the kernels' results and the machine."""
+    """The table of docs/reference/performance.md, and the machine: of cases that are measured forward, backward and in
+    both, the last."""
+    both = {(row["kernel"], row["case"].removesuffix("fwd+bwd")) for row in results["rows"] if row["pass"] == "fwd+bwd"}
+    rows = [
+        row
+        for row in results["rows"]
+        if row["pass"] == "fwd+bwd" or (row["kernel"], row["case"].removesuffix(row["pass"])) not in both
+    ]
     head = ["kernel", "ms", "TB/s", "of a copy"]
-    peers = sorted({peer for row in results["rows"] for peer in row["peers_ms"]})
-    lines = [f"| {' | '.join(head + [f'{peer}, ms' for peer in peers])} |", "|---" * (len(head) + len(peers)) + "|"]
-    for row in results["rows"]:
+    peers = ["torch eager", "torch.compile"]
+    titles = [*head, *(f"{peer}, ms" for peer in peers), "others, ms"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in rows:
         share, speed = row["share_of_copy"], row["gb_per_s"]
         cells = [f"{row['kernel']}, {row['case']}", f"{row['ms']:.3f}", f"{speed / 1e3:.2f}" if speed else ""]
         cells += [f"{share:.0%}" if share else ""]
         cells += [f"{row['peers_ms'][peer]:.3f}" if peer in row["peers_ms"] else "" for peer in peers]
+        cells += [", ".join(f"{peer} {ms:.3f}" for peer, ms in row["peers_ms"].items() if peer not in peers)]
         lines.append(f"| {' | '.join(cells)} |")
     stamp = f"{results['gpu']}, driver {results['driver']}, CUDA {results['cuda']}, torch {results['torch']}"
     lines += ["", f"{stamp}, commit {results['commit']}, {results['date'][:10]}: `make gpu-check`."]

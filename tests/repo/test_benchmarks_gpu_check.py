@@ -308,16 +308,20 @@ def test_goals_are_met_by_the_worst_case_or_not():
 
 
 def test_readme_shows_the_measured_figures(tmp_path, capsys):
-    rows = [row("norm", "rms fwd", 0.97) | {"peers_ms": {"torch eager": 2.0}}, row("rope", "half bwd", 0.91)]
+    rows = [
+        row("norm", "rms fwd", 0.97) | {"peers_ms": {"torch eager": 2.0, "Liger": 3.0}},
+        row("rope", "half bwd", 0.91),
+    ]
+    rows += [row("rope", "half fwd+bwd", 0.92)]
     stamp = {"gpu": "a GPU", "driver": "1", "cuda": "13.0", "torch": "2.15", "commit": "abc", "date": "2026-01-02T03"}
     file = tmp_path / "results.json"
     file.write_text(json.dumps(stamp | {"rows": rows, "goals": gpu_results.goals(rows), "stages": []}))
     (tmp_path / "into").mkdir()
     gpu_results.main([str(file), "--into", str(tmp_path / "into")])
     printed = capsys.readouterr().out
-    assert (
-        "| norm, rms fwd | 1.000 | 1.00 | 97% | 2.000 |" in printed and "abc, 2026-01-02: `make gpu-check`" in printed
-    )
+    assert "| norm, rms fwd | 1.000 | 1.00 | 97% | 2.000 |  | Liger 3.000 |" in printed
+    assert "abc, 2026-01-02: `make gpu-check`" in printed
+    assert "half fwd+bwd" in printed and "half bwd" not in printed
     assert (tmp_path / "into" / "gpu_check.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "into" / "gpu_check.json").read_text() == file.read_text()
     file.write_text(json.dumps(stamp | {"gpu": None, "rows": rows}))
