@@ -64,7 +64,7 @@ Tensor moe_permute(const Tensor& x_any, const Tensor& rows_any, int64_t num_rows
   const auto launch = [&](auto zero, auto vector) {
     using T = decltype(zero);
     constexpr int N = decltype(vector)::value;
-    const int64_t threads = warp_row_threads<N>(shape.tokens + shape.rows, shape.hidden);
+    const int64_t threads = moe_permute_threads<N>(shape);
     moe_permute_kernel<N><<<grid_for(threads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         in<T>(x), in<int64_t>(rows), in<acc_t<T>>(weights), in<int64_t>(slot_of), shape, out<T>(y),
         RowIsUnique());
@@ -85,7 +85,7 @@ Tensor moe_unpermute(const Tensor& y_any, const Tensor& rows_any,
   const auto launch = [&](auto zero, auto vector) {
     using T = decltype(zero);
     constexpr int N = decltype(vector)::value;
-    const int64_t threads = warp_row_threads<N>(shape.tokens, shape.hidden);
+    const int64_t threads = warp_row_threads<N>(shape.tokens, shape.hidden, kParts);
     moe_unpermute_kernel<N><<<grid_for(threads), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         in<T>(y), in<int64_t>(rows), in<acc_t<T>>(weights), shape, out<T>(x), RowInRange());
     C10_CUDA_KERNEL_LAUNCH_CHECK();

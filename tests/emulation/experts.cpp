@@ -56,9 +56,9 @@ void permute(MoeShape shape, int blocks, bool weighted, int64_t shift = 0) {
     Tensor<A> dot(slots), dweights(slots);
     launch(grid(slots), kThreads,
            [&] { moe_slots_kernel(row_of.data(), slots, rows, slot_of, InRange()); });
-    launch(grid(warp_row_threads<N>(tokens + rows, hidden)), kThreads,
+    launch(grid(moe_permute_threads<N>(shape)), kThreads,
            [&] { moe_permute_kernel<N, T>(x, row_of, given, slot_of, shape, to_rows, InRange()); });
-    launch(grid(warp_row_threads<N>(tokens, hidden)), kThreads,
+    launch(grid(warp_row_threads<N>(tokens, hidden, kParts)), kThreads,
            [&] { moe_unpermute_kernel<N, T>(y, row_of, given, shape, back, InRange()); });
     launch(grid(slots * kWarp), kThreads, [&] {
       moe_dot_kernel<N, false, T>(x, y, row_of, nullptr, nullptr, shape, nullptr, dot, InRange());
@@ -134,9 +134,12 @@ void vast_permute() {
   Tensor<int64_t> row_of(1);
   row_of[0] = rows - 1;
   const auto x = values<T>(hidden, 0, 1);
-  launch(grid_for(warp_row_threads<N>(1 + rows, hidden)), kThreads,
+  const unsigned warps = grid_for(moe_permute_threads<N>(shape)) * (kThreads / kWarp);
+  const unsigned last =
+      (moe_permute_threads<N>(shape) / kWarp - 1) % warps;  // the end of the token
+  launch(grid_for(moe_permute_threads<N>(shape)), kThreads,
          [&] { moe_permute_kernel<N, T>(x.data(), row_of, nullptr, slot_of, shape, y, InRange()); },
-         0, {dim3(3, 0)});  // warps 24 to 31: the end of the token
+         0, {dim3(last / (kThreads / kWarp))});
   Tensor<T> back(hidden);
   launch(4, kThreads,
          [&] { moe_unpermute_kernel<N, T>(y, row_of, nullptr, shape, back, InRange()); });
@@ -150,6 +153,7 @@ int program(int, char**) {
     using T = decltype(zero);
     constexpr int N = kVec<T>;
     permute<T, N>({5, 2, 9, 33 * N}, 4, true), permute<T, N>({5, 2, 9, N}, 1, false);
+    permute<T, N>({3, 2, 70, 163 * N}, 2, true), permute<T, N>({1, 35, 40, 128 * N}, 1, true);
     permute<T, N>({3, 6, 20, 2 * N}, 2, true), permute<T, 1>({3, 5, 12, 35}, 3, true, 1);
     permute<T, 1>({1, 1, 3, 1}, 1, false);
   });

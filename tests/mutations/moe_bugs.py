@@ -32,8 +32,8 @@ MOE_BUGS = [
     _bug(
         "cuda_moe_unused_rows",
         "kernels/moe_permute.cuh",
-        "if (slot_of[row] < 0) store(",
-        "if (slot_of[row] < -1) store(",
+        "slot_of[first + lane] < 0;",
+        "slot_of[first + lane] < -1;",
         "Rows without a slot are not written.",
         "emulation/test_emulation.py::test_kernels[experts]",
     ),
