@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
                     int64_t shared_row, bool shared_sums) {
   using A = acc_t<T>;
   constexpr int kSlots = kCached > 0 ? kCached : 1, kSumSlots = kParams ? kSlots : 1;
-  __shared__ A scratch[33];
+  __shared__ A scratch[66];
   __shared__ A shared[kCached > 0 && kParams ? kNormGroupThreads * kN : 1];
   T* const own_x = shared_row > 0 ? reinterpret_cast<T*>(dynamic_shared()) : nullptr;
   T* const own_g = own_x + shared_row;
@@ -95,25 +95,34 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
   }
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
        first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
-    const int64_t row = first + threadIdx.y, owned = row < rows ? n : 0, start = row * n;
+    const int64_t row = first + threadIdx.y, owned = row < rows ? n : 0,
+                  start = (row < rows ? row : 0) * n;
     const T *const xr = x + start, *const gr = grad + start;
     const A mean = kCentred && owned ? means[row] : A(0), rstd = owned ? rstds[row] : A(0);
     A sum_gw = 0, sum_gw_hat = 0;
-    norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
-      const Vec<T, kN> vx = load<kN>(xr, i), vg = load<kN>(gr, i);
+    if constexpr (kCached > 0) {
+      norm_load_row<kN, kCached>(x, start, owned, kept_x);
+      norm_load_row<kN, kCached>(grad, start, owned, kept_g);
+    }
+    norm_each_slot<kN, kCached>(owned, [&](int slot, int64_t i, bool owns) {
+      Vec<T, kN> vx, vg;
       if constexpr (kCached > 0) {
-        kept_x[slot] = vx;
-        kept_g[slot] = vg;
-      } else if (own_x != nullptr) {
+        vx = kept_x[slot] = norm_zeros_unless(owns, kept_x[slot]);
+        vg = kept_g[slot] = norm_zeros_unless(owns, kept_g[slot]);
+      } else {
+        vx = load<kN>(xr, i);
+        vg = load<kN>(gr, i);
+      }
+      if (kCached == 0 && own_x != nullptr) {
         store<kN>(own_x, i, vx);
         store<kN>(own_g, i, vg);
       }
-      const auto w = norm_param<kN>(weight, i, 1.f);
-      Vec<A, kN> g_hat, g;
+      const auto w = norm_param<kN>(weight, owns ? i : 0, 1.f);
+      Vec<A, kN> g_hat;
+      const Vec<A, kN> wide_x = widen(vx), g = widen(vg);
 #pragma unroll
       for (int e = 0; e < kN; ++e) {
-        const A hat = norm_hat(to_acc(vx.v[e]), mean, rstd);
-        g.v[e] = to_acc(vg.v[e]);
+        const A hat = norm_hat(wide_x.v[e], mean, rstd);
         const A gw = norm_gw(g.v[e], A(w.v[e]));
         sum_gw_hat += gw * hat;
         if constexpr (kCentred) sum_gw += gw;
@@ -129,9 +138,16 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
       }
     });
     if (dx == nullptr) continue;
-    const A mean_gw = kCentred ? norm_row_sum(sum_gw, scratch) / static_cast<A>(n) : A(0);
-    const A mean_gw_hat = norm_row_sum(sum_gw_hat, scratch) / static_cast<A>(n);
-    norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
+    if constexpr (kCentred)
+      norm_row_sums(sum_gw, sum_gw_hat, scratch);
+    else
+      sum_gw_hat = norm_row_sum(sum_gw_hat, scratch);
+    const A mean_gw = sum_gw / static_cast<A>(n), mean_gw_hat = sum_gw_hat / static_cast<A>(n);
+    Vec<T, kN> kept_sum[kSlots];
+    if constexpr (kCached > 0) {
+      if (grad_sum != nullptr) norm_load_row<kN, kCached>(grad_sum, start, owned, kept_sum);
+    }
+    norm_each_slot<kN, kCached>(owned, [&](int slot, int64_t i, bool owns) {
       Vec<T, kN> vx, vg, r;
       if constexpr (kCached > 0) {
         vx = norm_reread(kept_x[slot]);
@@ -140,16 +156,22 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
         vx = load<kN>(own_x != nullptr ? own_x : xr, i);
         vg = load<kN>(own_x != nullptr ? own_g : gr, i);
       }
-      const auto w = norm_param<kN>(weight, i, 1.f);
+      const auto w = norm_param<kN>(weight, owns ? i : 0, 1.f);
       Vec<T, kN> more = {};
-      if (grad_sum != nullptr) more = load<kN>(grad_sum + start, i);
+      if (grad_sum != nullptr) {
+        if constexpr (kCached > 0)
+          more = kept_sum[slot];
+        else
+          more = load<kN>(grad_sum + start, i);
+      }
+      const Vec<A, kN> wide_x = widen(vx), g = widen(vg);
 #pragma unroll
       for (int e = 0; e < kN; ++e) {
-        const A hat = norm_hat(to_acc(vx.v[e]), mean, rstd);
-        const A d = norm_dx(norm_gw(to_acc(vg.v[e]), A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
+        const A hat = norm_hat(wide_x.v[e], mean, rstd);
+        const A d = norm_dx(norm_gw(g.v[e], A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
         r.v[e] = from_acc<T>(grad_sum != nullptr ? d + to_acc(more.v[e]) : d);
       }
-      store<kN>(dx + start, i, r);
+      if (owns) store_global<kN>(dx + start, i, r);
     });
   }
   if (partial == nullptr) return;

@@ -76,6 +76,24 @@ __device__ __forceinline__ A norm_row_sum(A x, A* scratch) {
   return x;
 }
 
+// Two such sums at once: the same bits, half the barriers. scratch holds 66 A's.
+template <typename A>
+__device__ __forceinline__ void norm_row_sums(A& x, A& y, A* scratch) {
+  if (blockDim.x <= 32) {
+    x = norm_row_sum(x, scratch);
+    y = norm_row_sum(y, scratch);
+    return;
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  x = warp_reduce(x, Sum());
+  y = warp_reduce(y, Sum());
+  __syncthreads();  // the previous call's sums have been read
+  if (lane == 0) scratch[warp] = x, scratch[33 + warp] = y;
+  __syncthreads();
+  x = warp_reduce(lane < warps ? scratch[lane] : A(0), Sum());
+  y = warp_reduce(lane < warps ? scratch[33 + lane] : A(0), Sum());
+}
+
 // Calls f(slot, i) for the vectors i = slot * kN of its row that this thread owns
 template <int kN, int kCached, typename F>
 __device__ __forceinline__ void norm_each(int64_t n, F f) {
@@ -91,6 +109,41 @@ __device__ __forceinline__ void norm_each(int64_t n, F f) {
   }
 }
 
+// Calls f(slot, i, owns) for all vectors i, past the end of the row without `owns`: what f does then
+// must not matter. No branch separates the slots, so that their accesses overlap.
+template <int kN, int kCached, typename F>
+__device__ __forceinline__ void norm_each_slot(int64_t n, F f) {
+  if constexpr (kCached > 0) {
+#pragma unroll
+    for (int slot = 0; slot < kCached; ++slot) {
+      const unsigned i = (slot * blockDim.x + threadIdx.x) * kN;
+      f(slot, i, i < static_cast<unsigned>(n));
+    }
+  } else {
+    norm_each<kN, kCached>(n, [&](int slot, int64_t i) { f(slot, i, true); });
+  }
+}
+
+// The vectors of the row at p + start, all in flight; those past its end are its first one
+template <int kN, int kCached, typename T>
+__device__ __forceinline__ void norm_load_row(const T* p, int64_t start, int64_t n,
+                                              Vec<T, kN>* kept) {
+  norm_each_slot<kN, kCached>(
+      n, [&](int slot, int64_t i, bool owns) { kept[slot] = load<kN>(p + start, owns ? i : 0); });
+}
+
+template <typename T, int kN>
+__device__ __forceinline__ Vec<T, kN> norm_zeros_unless(bool owns, const Vec<T, kN>& v) {
+  static_assert(sizeof v == kVecBytes);
+  uint32_t words[4];
+  memcpy(words, &v, sizeof words);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) words[k] = owns ? words[k] : 0;
+  Vec<T, kN> result;
+  memcpy(&result, words, sizeof words);
+  return result;
+}
+
 // w or b at i, or its neutral value
 template <int kN, typename W>
 __device__ __forceinline__ Vec<acc_t<W>, kN> norm_param(const W* p, int64_t i, float neutral) {
@@ -100,10 +153,7 @@ __device__ __forceinline__ Vec<acc_t<W>, kN> norm_param(const W* p, int64_t i, f
     for (int e = 0; e < kN; ++e) result.v[e] = neutral;
     return result;
   }
-  const Vec<W, kN> v = load<kN>(p, i);
-#pragma unroll
-  for (int e = 0; e < kN; ++e) result.v[e] = to_acc(v.v[e]);
-  return result;
+  return widen(load<kN>(p, i));
 }
 
 }  // namespace tp_ext

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "scalar.h"
 
 namespace tp_ext {
@@ -39,6 +41,28 @@ __device__ __forceinline__ void store_global(T* p, int64_t i, const Vec<T, N>& x
   }
 #endif
   store<N>(p, i, x);
+}
+
+// The elements in the type that arithmetic is done in; one instruction each for bfloat16, where a
+// conversion of the upper element of a word takes two
+template <typename T, int N>
+__device__ __forceinline__ Vec<acc_t<T>, N> widen(const Vec<T, N>& x) {
+  Vec<acc_t<T>, N> result;
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+    uint32_t words[N / 2];
+    memcpy(words, &x, sizeof words);
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) {
+      result.v[2 * k] = __uint_as_float(words[k] << 16);
+      result.v[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
+    }
+    return result;
+  }
+#endif
+#pragma unroll
+  for (int e = 0; e < N; ++e) result.v[e] = to_acc(x.v[e]);
+  return result;
 }
 
 // Whether every pointer can be accessed in whole vectors, and rows of `inner` elements start
