@@ -57,11 +57,12 @@ __device__ __forceinline__ Vec<acc_t<T>, N> widen(const Vec<T, N>& x) {
       result.v[2 * k] = __uint_as_float(words[k] << 16);
       result.v[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
     }
-    return result;
-  }
+  } else
 #endif
+  {
 #pragma unroll
-  for (int e = 0; e < N; ++e) result.v[e] = to_acc(x.v[e]);
+    for (int e = 0; e < N; ++e) result.v[e] = to_acc(x.v[e]);
+  }
   return result;
 }
 
