@@ -41,8 +41,8 @@ at::Tensor fwd_cuda(const at::Tensor& weight_any, const at::Tensor& ids_any, int
       using Id = decltype(id_type);
       const auto launch = [&](auto vector) {
         constexpr int N = decltype(vector)::value;
-        embedding_fwd_kernel<N><<<grid_for(warp_row_threads<N>(tokens, hidden)), kThreads, 0,
-                                  c10::cuda::getCurrentCUDAStream()>>>(
+        embedding_fwd_kernel<N><<<grid_for(warp_row_threads<N>(tokens, hidden, kParts)), kThreads,
+                                  0, c10::cuda::getCurrentCUDAStream()>>>(
             in<T>(weight), in<Id>(ids), tokens, hidden, vocab_start, vocab_local, vocab_size,
             out<T>(result), IdInRange());
         C10_CUDA_KERNEL_LAUNCH_CHECK();

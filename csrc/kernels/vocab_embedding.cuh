@@ -8,25 +8,21 @@
 
 namespace tp_ext {
 
-// y [tokens, hidden]; ids of other ranks give zeros. A warp copies 32 vectors of one row.
-// in_range(ok) asserts.
+// y [tokens, hidden]; ids of other ranks give zeros. A warp copies kParts times 32
+// vectors of one row. in_range(ok) asserts.
 template <int N, typename T, typename Id, typename InRange>
 __global__ void embedding_fwd_kernel(const T* __restrict__ weight, const Id* __restrict__ ids,
                                      int64_t tokens, int64_t hidden, int64_t vocab_start,
                                      int64_t vocab_local, int64_t vocab_size, T* __restrict__ y,
                                      InRange in_range) {
-  for_warp_rows<N>(tokens, hidden, [&](int64_t token, int64_t column) {
+  for_warp_rows<N>(tokens, hidden, kParts, [&](int64_t token, int64_t column) {
     const int64_t id = ids[token], row = id - vocab_start;
     in_range(id >= 0 && id < vocab_size);
-    if (column >= hidden) return;
-    Vec<T, N> v;
-    if (row >= 0 && row < vocab_local) {
-      v = load<N>(weight, row * hidden + column);
-    } else {
-#pragma unroll
-      for (int j = 0; j < N; ++j) v.v[j] = from_acc<T>(acc_t<T>(0));
-    }
-    store_global<N>(y, token * hidden + column, v);
+    const int left = parts_left<N>(column, hidden);
+    Parts<N, T> from = {};
+    if (row >= 0 && row < vocab_local) from = load_parts<N>(weight + row * hidden, column, left);
+    T* const to = y + token * hidden + column;
+    for_parts<N>(left, [&](int part, int i) { store_global<N>(to, i, from.v[part]); });
   });
 }
 

@@ -230,14 +230,16 @@ void embedding(int64_t tokens, int64_t hidden, int blocks) {
     ids[t] = random() % 3 ? start + random() % local : random() % vocab;
   const auto name = std::string("embedding ") + type_name<T>() + " " + std::to_string(tokens) +
                     " x " + std::to_string(hidden) + " N " + std::to_string(N);
-  const int grid = std::min(grid_for(warp_row_threads<N>(tokens, hidden)), blocks);
+  const auto grid = [&](int parts) {
+    return std::min(grid_for(warp_row_threads<N>(tokens, hidden, parts)), blocks);
+  };
   Tensor<int64_t> sorted(tokens), order(tokens);
   Tensor<T> want(tokens * hidden), want_dw(rows * hidden);
   std::fill_n(want_dw.data(), rows * hidden, from_acc<T>(A(0)));
   const auto [y, unsorted] = run_in_every_order(name, [&] {
     Tensor<T> y(tokens * hidden);
     Tensor<int64_t> found(tokens);
-    launch(grid, kThreads, [&] {
+    launch(grid(kParts), kThreads, [&] {
       embedding_fwd_kernel<N, T, Id>(weight, ids, tokens, hidden, start, local, vocab, y,
                                      InRange());
     });
@@ -267,7 +269,7 @@ void embedding(int64_t tokens, int64_t hidden, int blocks) {
   const auto [dw] = run_in_every_order(name + " backward", [&] {
     Tensor<T> dw(rows * hidden);
     std::fill_n(dw.data(), rows * hidden, from_acc<T>(A(0)));
-    launch(grid, kThreads,
+    launch(grid(1), kThreads,
            [&] { embedding_bwd_kernel<N, T>(grad, sorted, order, tokens, hidden, rows, dw); });
     return results(dw);
   });
@@ -285,8 +287,8 @@ void vast_embedding() {
   auto* const ids = vast<int64_t>(tokens);
   const auto weight = values<T>(2 * hidden, 0, 1);
   ids[tokens - 1] = 1;
-  const int64_t items = warp_row_threads<N>(tokens, hidden) / kWarp, last = items - 1;
-  const int grid = grid_for(warp_row_threads<N>(tokens, hidden)), warps = grid * (kThreads / kWarp);
+  const int64_t threads = warp_row_threads<N>(tokens, hidden, kParts), last = threads / kWarp - 1;
+  const int grid = grid_for(threads), warps = grid * (kThreads / kWarp);
   launch(grid, kThreads,
          [&] {
            embedding_fwd_kernel<N, T>(weight.data(), ids, tokens, hidden, 0, 2, 2, y, InRange());
@@ -303,6 +305,7 @@ void embeddings() {
     embedding<T, int64_t, 1>(tokens, 35, 3);
     embedding<T, int32_t, N>(tokens, N, 1);
     embedding<T, int32_t, N>(tokens, 33 * N, 4);
+    embedding<T, int64_t, N>(tokens, 163 * N, 2);  // a part of a warp's second share of a row
   }
 }
 
