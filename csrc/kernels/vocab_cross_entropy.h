@@ -131,13 +131,21 @@ TP_HD A ce_loss(const CeStats<A>& s, const CeOptions<A>& options) {
 }
 
 // e^x for x <= 0 that only enters sums, or results that are rounded to a half type (kHalf): on the
-// GPU two instructions, relative error 1.2e-7 + 9e-8 |x|, which e^x outweighs
+// GPU two instructions, 0 below -87.3 (numbers less than 1.2e-38 would take three more), relative
+// error 1.2e-7 + 9e-8 |x|, which e^x outweighs
 template <bool kHalf, typename A>
 TP_HD A exp_down_for(A x) {
 #ifdef __CUDA_ARCH__
-  if constexpr (kHalf) return __expf(x);
-#endif
+  if constexpr (kHalf) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+    return y;
+  } else {
+    return exp_down(x);
+  }
+#else
   return exp_down(x);
+#endif
 }
 
 // The constants of a row's gradient, g d loss / d x_j = scale exp((x_j - max) - log_sum) -
