@@ -49,12 +49,12 @@ constexpr int kCeUnroll = 4;
 template <typename T, int N>
 __device__ __forceinline__ void add_to_stats(CeStats<acc_t<T>>& s, const Vec<T, N>& x) {
   using A = acc_t<T>;
-  A v[N], max = s.max;
+  const Vec<A, N> v = widen(x);
+  A max = s.max;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    v[i] = to_acc(x.v[i]);
-    max = v[i] > max ? v[i] : max;
-    s.sum += v[i];
+    max = v.v[i] > max ? v.v[i] : max;
+    s.sum += v.v[i];
   }
   if (max != s.max) {
     s.sum_exp = rescale(s.sum_exp, s.max, max);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void add_to_stats(CeStats<acc_t<T>>& s, const Vec<T, 
   }
   const A shift = exp_shift(max);
 #pragma unroll
-  for (int i = 0; i < N; ++i) s.sum_exp += exp_down_for<sizeof(T) == 2>(v[i] - shift);
+  for (int i = 0; i < N; ++i) s.sum_exp += exp_down_for<sizeof(T) == 2>(v.v[i] - shift);
 }
 
 // The row's statistics without the target, in all its threads
@@ -194,8 +194,9 @@ __global__ void ce_bwd_kernel(const acc_t<T>* __restrict__ grad, const T* logits
     const auto vector_at = [&](int64_t i, Vec<T, N> v) {
       // Almost every vector: no element needs to look at its index
       if (i + N <= valid && static_cast<uint64_t>(hit - i) >= N) {
+        const Vec<A, N> wide = widen(v);
 #pragma unroll
-        for (int j = 0; j < N; ++j) v.v[j] = from_acc<T>(row(to_acc(v.v[j])));
+        for (int j = 0; j < N; ++j) v.v[j] = from_acc<T>(row(wide.v[j]));
       } else {
 #pragma unroll
         for (int j = 0; j < N; ++j) v.v[j] = at(i + j, v.v[j]);
