@@ -74,6 +74,8 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
                     int64_t shared_row, bool shared_sums) {
   using A = acc_t<T>;
   constexpr int kSlots = kCached > 0 ? kCached : 1, kSumSlots = kParams ? kSlots : 1;
+  // LayerNorm's second sum leaves too few registers for a whole row of loads
+  constexpr bool kOverlap = kCached > 0 && !kCentred;
   __shared__ A scratch[66];
   __shared__ A shared[kCached > 0 && kParams ? kNormGroupThreads * kN : 1];
   T* const own_x = shared_row > 0 ? reinterpret_cast<T*>(dynamic_shared()) : nullptr;
@@ -100,18 +102,19 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
     const T *const xr = x + start, *const gr = grad + start;
     const A mean = kCentred && owned ? means[row] : A(0), rstd = owned ? rstds[row] : A(0);
     A sum_gw = 0, sum_gw_hat = 0;
-    if constexpr (kCached > 0) {
+    if constexpr (kOverlap) {
       norm_load_row<kN, kCached>(x, start, owned, kept_x);
       norm_load_row<kN, kCached>(grad, start, owned, kept_g);
     }
-    norm_each_slot<kN, kCached>(owned, [&](int slot, int64_t i, bool owns) {
+    norm_each_slot<kN, kCached, kOverlap>(owned, [&](int slot, int64_t i, bool owns) {
       Vec<T, kN> vx, vg;
-      if constexpr (kCached > 0) {
+      if constexpr (kOverlap) {
         vx = kept_x[slot] = norm_zeros_unless(owns, kept_x[slot]);
         vg = kept_g[slot] = norm_zeros_unless(owns, kept_g[slot]);
       } else {
         vx = load<kN>(xr, i);
         vg = load<kN>(gr, i);
+        if constexpr (kCached > 0) kept_x[slot] = vx, kept_g[slot] = vg;
       }
       if (kCached == 0 && own_x != nullptr) {
         store<kN>(own_x, i, vx);
@@ -143,11 +146,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
     else
       sum_gw_hat = norm_row_sum(sum_gw_hat, scratch);
     const A mean_gw = sum_gw / static_cast<A>(n), mean_gw_hat = sum_gw_hat / static_cast<A>(n);
-    Vec<T, kN> kept_sum[kSlots];
-    if constexpr (kCached > 0) {
-      if (grad_sum != nullptr) norm_load_row<kN, kCached>(grad_sum, start, owned, kept_sum);
-    }
-    norm_each_slot<kN, kCached>(owned, [&](int slot, int64_t i, bool owns) {
+    norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
       Vec<T, kN> vx, vg, r;
       if constexpr (kCached > 0) {
         vx = norm_reread(kept_x[slot]);
@@ -156,14 +155,9 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
         vx = load<kN>(own_x != nullptr ? own_x : xr, i);
         vg = load<kN>(own_x != nullptr ? own_g : gr, i);
       }
-      const auto w = norm_param<kN>(weight, owns ? i : 0, 1.f);
+      const auto w = norm_param<kN>(weight, i, 1.f);
       Vec<T, kN> more = {};
-      if (grad_sum != nullptr) {
-        if constexpr (kCached > 0)
-          more = kept_sum[slot];
-        else
-          more = load<kN>(grad_sum + start, i);
-      }
+      if (grad_sum != nullptr) more = load<kN>(grad_sum + start, i);
       const Vec<A, kN> wide_x = widen(vx), g = widen(vg);
 #pragma unroll
       for (int e = 0; e < kN; ++e) {
@@ -171,7 +165,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
         const A d = norm_dx(norm_gw(g.v[e], A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
         r.v[e] = from_acc<T>(grad_sum != nullptr ? d + to_acc(more.v[e]) : d);
       }
-      if (owns) store_global<kN>(dx + start, i, r);
+      store_global<kN>(dx + start, i, r);
     });
   }
   if (partial == nullptr) return;

@@ -110,10 +110,11 @@ __device__ __forceinline__ void norm_each(int64_t n, F f) {
 }
 
 // Calls f(slot, i, owns) for all vectors i, past the end of the row without `owns`: what f does then
-// must not matter. No branch separates the slots, so that their accesses overlap.
-template <int kN, int kCached, typename F>
+// must not matter. No branch separates the slots, so that their accesses overlap. Without kOverlap
+// as norm_each.
+template <int kN, int kCached, bool kOverlap, typename F>
 __device__ __forceinline__ void norm_each_slot(int64_t n, F f) {
-  if constexpr (kCached > 0) {
+  if constexpr (kOverlap) {
 #pragma unroll
     for (int slot = 0; slot < kCached; ++slot) {
       const unsigned i = (slot * blockDim.x + threadIdx.x) * kN;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void norm_each_slot(int64_t n, F f) {
 template <int kN, int kCached, typename T>
 __device__ __forceinline__ void norm_load_row(const T* p, int64_t start, int64_t n,
                                               Vec<T, kN>* kept) {
-  norm_each_slot<kN, kCached>(
+  norm_each_slot<kN, kCached, true>(
       n, [&](int slot, int64_t i, bool owns) { kept[slot] = load<kN>(p + start, owns ? i : 0); });
 }
 
