@@ -47,6 +47,15 @@ __device__ __forceinline__ Vec<T, kN> norm_reread(const Vec<T, kN>& v) {
   return result;
 }
 
+// The elements widened at once; LayerNorm, short of registers, does so one by one where it uses them
+template <bool kAtOnce, typename T, int kN>
+__device__ __forceinline__ decltype(auto) norm_widen(const Vec<T, kN>& v) {
+  if constexpr (kAtOnce)
+    return widen(v);
+  else
+    return (v);
+}
+
 // Adds v to kN elements at i of sums, in accesses of 16 bytes
 template <int kN, typename A>
 __device__ __forceinline__ void norm_add_to(A* sums, int64_t i, const Vec<A, kN>& v) {
@@ -76,7 +85,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
   constexpr int kSlots = kCached > 0 ? kCached : 1, kSumSlots = kParams ? kSlots : 1;
   // LayerNorm's second sum leaves too few registers for a whole row of loads
   constexpr bool kOverlap = kCached > 0 && !kCentred;
-  __shared__ A scratch[66];
+  __shared__ A scratch[33];
   __shared__ A shared[kCached > 0 && kParams ? kNormGroupThreads * kN : 1];
   T* const own_x = shared_row > 0 ? reinterpret_cast<T*>(dynamic_shared()) : nullptr;
   T* const own_g = own_x + shared_row;
@@ -98,7 +107,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
        first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
     const int64_t row = first + threadIdx.y, owned = row < rows ? n : 0,
-                  start = (row < rows ? row : 0) * n;
+                  start = (kOverlap && row >= rows ? 0 : row) * n;
     const T *const xr = x + start, *const gr = grad + start;
     const A mean = kCentred && owned ? means[row] : A(0), rstd = owned ? rstds[row] : A(0);
     A sum_gw = 0, sum_gw_hat = 0;
@@ -120,12 +129,13 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
         store<kN>(own_x, i, vx);
         store<kN>(own_g, i, vg);
       }
-      const auto w = norm_param<kN>(weight, owns ? i : 0, 1.f);
-      Vec<A, kN> g_hat;
-      const Vec<A, kN> wide_x = widen(vx), g = widen(vg);
+      const auto w = norm_param<kN>(weight, kOverlap && !owns ? 0 : i, 1.f);
+      const auto &wide_x = norm_widen<kOverlap>(vx), &wide_g = norm_widen<kOverlap>(vg);
+      Vec<A, kN> g_hat, g;
 #pragma unroll
       for (int e = 0; e < kN; ++e) {
-        const A hat = norm_hat(wide_x.v[e], mean, rstd);
+        const A hat = norm_hat(to_acc(wide_x.v[e]), mean, rstd);
+        g.v[e] = to_acc(wide_g.v[e]);
         const A gw = norm_gw(g.v[e], A(w.v[e]));
         sum_gw_hat += gw * hat;
         if constexpr (kCentred) sum_gw += gw;
@@ -141,11 +151,8 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
       }
     });
     if (dx == nullptr) continue;
-    if constexpr (kCentred)
-      norm_row_sums(sum_gw, sum_gw_hat, scratch);
-    else
-      sum_gw_hat = norm_row_sum(sum_gw_hat, scratch);
-    const A mean_gw = sum_gw / static_cast<A>(n), mean_gw_hat = sum_gw_hat / static_cast<A>(n);
+    const A mean_gw = kCentred ? norm_row_sum(sum_gw, scratch) / static_cast<A>(n) : A(0);
+    const A mean_gw_hat = norm_row_sum(sum_gw_hat, scratch) / static_cast<A>(n);
     norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
       Vec<T, kN> vx, vg, r;
       if constexpr (kCached > 0) {
@@ -158,14 +165,15 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
       const auto w = norm_param<kN>(weight, i, 1.f);
       Vec<T, kN> more = {};
       if (grad_sum != nullptr) more = load<kN>(grad_sum + start, i);
-      const Vec<A, kN> wide_x = widen(vx), g = widen(vg);
+      const auto &wide_x = norm_widen<kOverlap>(vx), &wide_g = norm_widen<kOverlap>(vg);
 #pragma unroll
       for (int e = 0; e < kN; ++e) {
-        const A hat = norm_hat(wide_x.v[e], mean, rstd);
-        const A d = norm_dx(norm_gw(g.v[e], A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
+        const A hat = norm_hat(to_acc(wide_x.v[e]), mean, rstd);
+        const A d =
+            norm_dx(norm_gw(to_acc(wide_g.v[e]), A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
         r.v[e] = from_acc<T>(grad_sum != nullptr ? d + to_acc(more.v[e]) : d);
       }
-      store_global<kN>(dx + start, i, r);
+      store<kN>(dx + start, i, r);
     });
   }
   if (partial == nullptr) return;

@@ -76,24 +76,6 @@ __device__ __forceinline__ A norm_row_sum(A x, A* scratch) {
   return x;
 }
 
-// Two such sums at once: the same bits, half the barriers. scratch holds 66 A's.
-template <typename A>
-__device__ __forceinline__ void norm_row_sums(A& x, A& y, A* scratch) {
-  if (blockDim.x <= 32) {
-    x = norm_row_sum(x, scratch);
-    y = norm_row_sum(y, scratch);
-    return;
-  }
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  x = warp_reduce(x, Sum());
-  y = warp_reduce(y, Sum());
-  __syncthreads();  // the previous call's sums have been read
-  if (lane == 0) scratch[warp] = x, scratch[33 + warp] = y;
-  __syncthreads();
-  x = warp_reduce(lane < warps ? scratch[lane] : A(0), Sum());
-  y = warp_reduce(lane < warps ? scratch[33 + lane] : A(0), Sum());
-}
-
 // Calls f(slot, i) for the vectors i = slot * kN of its row that this thread owns
 template <int kN, int kCached, typename F>
 __device__ __forceinline__ void norm_each(int64_t n, F f) {
@@ -154,7 +136,10 @@ __device__ __forceinline__ Vec<acc_t<W>, kN> norm_param(const W* p, int64_t i, f
     for (int e = 0; e < kN; ++e) result.v[e] = neutral;
     return result;
   }
-  return widen(load<kN>(p, i));
+  const Vec<W, kN> v = load<kN>(p, i);
+#pragma unroll
+  for (int e = 0; e < kN; ++e) result.v[e] = to_acc(v.v[e]);
+  return result;
 }
 
 }  // namespace tp_ext
