@@ -157,6 +157,8 @@ def test_optimizers_of_torch(name, device):
             continue
         seen += 1
         assert bool(beyond_elements(optimizer)) == (name in TORCH_BEYOND), options
+        if device.type == "cuda" and name == "Adagrad" and "fused" in options:
+            continue  # torch has it for the CPU only, which the first step says
         if name != "SparseAdam" and (device.type == "cuda" or "capturable" not in options):
             assert runs_elementwise(optimizer, 3) is (name not in TORCH_BEYOND), options
         assert not optimizer.state or name == "Adagrad", options
