@@ -50,7 +50,7 @@ class RankError(Exception):
         self.rank, self.ranks, self.type_name, self.traceback = ranks[0], ranks, type_name, text
 
 
-def run(fn: Callable, p: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list:
+def run(fn: Callable, p: int, *args: Any, timeout: float = 180, **kwargs: Any) -> list:
     """The results of fn(group, *args, **kwargs) on ranks 0..p-1, group a gloo ProcessGroup."""
     task = pickle.dumps((sys.path, pickle.dumps((fn, args, kwargs))))
     pool = _pools.pop(p, None) or _Pool(p)
@@ -62,12 +62,12 @@ def run(fn: Callable, p: int, *args: Any, timeout: float = 60, **kwargs: Any) ->
     return results
 
 
-def run_fresh(fn: Callable, *args: Any, timeout: float = 60, **kwargs: Any) -> Any:
+def run_fresh(fn: Callable, *args: Any, timeout: float = 180, **kwargs: Any) -> Any:
     """The result of fn(*args, **kwargs) in a new process that has no process group."""
     return run_apart(fn, 1, *args, timeout=timeout, **kwargs)[0]
 
 
-def run_apart(fn: Callable, processes: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list:
+def run_apart(fn: Callable, processes: int, *args: Any, timeout: float = 180, **kwargs: Any) -> list:
     """The results of fn(*args, **kwargs) in that many new processes at once, none with a process group."""
     with contextlib.closing(_Pool(0, processes)) as pool:
         return pool.run(pickle.dumps((sys.path, pickle.dumps((fn, args, kwargs)))), timeout)
@@ -80,7 +80,7 @@ def run_raises(
     match: str,
     *args: Any,
     in_turns: bool = True,
-    timeout: float = 30,
+    timeout: float = 180,
     **kwargs: Any,
 ) -> list[str]:
     """Asserts that fn raises the same `exception` (no subclass) with the same message (numbers

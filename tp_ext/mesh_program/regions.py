@@ -74,6 +74,11 @@ def split(x: Tensor, dim: int, group: ParallelGroup) -> list[int]:
 def _region(
     name: str, x: Tensor, group: str, dims: tuple[int, ...] = (), sizes: tuple[Sequence[int], ...] = ()
 ) -> Tensor:
+    if x.is_complex():  # backends refuse complex numbers; dims count from the front, so one more is no harm
+        real = torch.view_as_real(x.resolve_conj())
+        return torch.view_as_complex(
+            _region(name, real, group, tuple(dim % x.dim() for dim in dims), sizes).contiguous()
+        )
     if not torch.compiler.is_compiling() and differentiated():
         y: Tensor = _Region.apply(x, name, group, dims, sizes)
         return y
