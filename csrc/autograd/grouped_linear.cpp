@@ -87,8 +87,14 @@ Tensor rows_times(const Tensor& x, const Tensor& weight, const Grouping& groupin
 }
 
 Tensor outer(const Tensor& a, const Tensor& b, const Grouping& grouping) {
-  if (grouping.uses_grouped_gemm(a, b)) return at::_grouped_mm(a.t(), b, grouping.ends(a));
   const auto experts = static_cast<int64_t>(grouping.counts.size());
+  if (grouping.uses_grouped_gemm(a, b)) {
+    const Tensor z = at::_grouped_mm(a.t(), b, grouping.ends(a));
+    // On some GPUs it returns other numbers for a group without rows (pytorch/pytorch#172439)
+    for (int64_t e = 0; e < experts; ++e)
+      if (grouping.counts[e] == 0) z.select(0, e).zero_();
+    return z;
+  }
   const Tensor z = a.new_empty_symint({experts, a.sym_size(1), b.sym_size(1)});
   grouping.for_each(
       [&](int64_t e, const Tensor& own_a, const Tensor& own_b) {

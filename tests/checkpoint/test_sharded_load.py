@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.optim import SGD, AdamW
 
 import tp_ext
 from tests.helpers import ranks
@@ -148,6 +149,36 @@ def _regrouped(group, path):
 
 def test_options_go_by_the_names_of_parameters(tmp_path):
     assert ranks.run(_regrouped, 2, tmp_path / "saved") == [[0.25, 0.5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("made", "into", "message"),
+    [
+        ((SGD, {"momentum": 0.9}), (AdamW, {}), r"AdamW must be .*it has no \['amsgrad', 'betas', 'eps'\]; it has \["),
+        ((AdamW, {}), (SGD, {}), r"SGD must be of the class of the one that was saved.*it has \['amsgrad', 'betas'"),
+        ((AdamW, {}), (torch.optim.Adamax, {}), r"Adamax must be .*others: it has \['amsgrad'\]; see .*weight"),
+    ],
+    ids=["sgd", "adamw", "adamax"],
+)
+def test_the_state_of_another_optimizer_is_refused(made, into, message, tmp_path):
+    """Their options differ; only whether and how fast a step is computed may."""
+    model = nn.Linear(2, 3)
+    (kind, options), (other, own) = made, into
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    tp_ext.save_checkpoint(tmp_path / "saved", model, optimizer)
+    full = tp_ext.full_optimizer_state_dict(model, optimizer)
+    same = kind(model.parameters(), lr=0.3, foreach=True, **options)
+    same.param_groups[0]["initial_lr"] = 0.5
+    tp_ext.load_checkpoint(tmp_path / "saved", model, same)
+    tp_ext.load_full_optimizer_state_dict(model, same, full)
+    new = other(model.parameters(), lr=0.3, **own)
+    with pytest.raises(ValueError, match=message):
+        tp_ext.load_checkpoint(tmp_path / "saved", model, new)
+    with pytest.raises(ValueError, match=message.partition("; see")[0]):
+        tp_ext.load_full_optimizer_state_dict(model, new, full)
+    assert not new.state and new.param_groups[0]["lr"] == 0.3
 
 
 def test_other_modules_are_named(tmp_path):

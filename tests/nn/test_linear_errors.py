@@ -48,7 +48,7 @@ def test_inputs_that_do_not_fit(kind):
         ((2, width), torch.float64, None, {}, TypeError, "x.*weight|weight.*x"),
         ((2, width), torch.int64, None, {}, TypeError, "x"),
         ((width,), torch.float32, None, sp, ValueError, "x: shape .*tokens under sequence_parallel"),
-        ((2, width), torch.float32, 11, sp, ValueError, "sizes"),
+        ((2, width), torch.float32, 11, sp, ValueError, "total_tokens: 11 "),
         ((2, width), torch.float32, -1, sp, ValueError, "total_tokens: -1"),
         ((2, width), torch.float32, 2.0, sp, ValueError, "total_tokens: 2.0"),
     ):

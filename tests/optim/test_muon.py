@@ -209,8 +209,9 @@ def test_bytes_are_those_of_the_guide(p, dtype):
     """Over all ranks, of three matrices of 64 x 8: 2 (p - 1) / p of their bytes; 2 (p - 1) of their Gram matrices'."""
     for form, numel in (("gather", 64 * 8 / p), ("auto", 8 * 8)):
         found = ranks.run(_communicated, p, form, dtype)
-        assert all(kinds == {"all_to_all": 2} for kinds, _ in found)
-        assert sum(wire for _, wire in found) == 3 * 2 * (p - 1) * numel * dtype.itemsize
+        assert all(kinds == {"all_reduce": 1, "all_to_all": 2} for kinds, _ in found)
+        agreement = 2 * (p - 1) * 16
+        assert sum(wire for _, wire in found) == 3 * 2 * (p - 1) * numel * dtype.itemsize + agreement
     assert ranks.run(_communicated, 1, "auto", dtype) == [({}, 0)]
 
 
@@ -234,6 +235,47 @@ def test_parameters_without_a_gradient_stay():
         torch.testing.assert_close(got, want, **CLOSE)
     message = "params: the parameters with gradients must be the same on all ranks"
     ranks.run_raises(_half_of_the_gradients, 2, ValueError, message, True, in_turns=False)
+
+
+def _loses_a_gradient(group, lost):
+    layer = tp_ext.ParallelMLP(8, 16, activation="swiglu", bias=False, group=group)
+    optimizer = Muon(layer.parameters())
+    for step in range(3):
+        give_gradients(layer, step)
+        if step == 2 and group.rank() == 1:
+            (layer.down if lost == "one" else layer).zero_grad()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("lost", ["one", "all"])
+def test_a_rank_that_loses_a_gradient_after_the_first_step(lost):
+    """Its other matrices had the exchanges of the first steps, where the other rank would exchange shapes anew."""
+    number = 1 if lost == "one" else 0
+    message = rf"must be the same on all ranks; parameter {number} has one on \[0\] alone of the 2 ranks"
+    ranks.run_raises(_loses_a_gradient, 2, ValueError, message, lost, in_turns=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"nesterov": "yes"}, TypeError, "nesterov: 'yes' must be True or False"),
+        ({"lr": "fast"}, TypeError, "lr: 'fast' must be a number"),
+        ({"lr": float("nan")}, ValueError, "lr: nan must be finite"),
+        ({"bucket_cap_mb": "3"}, TypeError, "bucket_cap_mb: '3' must be a number"),
+        ({"ns_coefficients": 3.0}, TypeError, "ns_coefficients: 3.0 must be a tuple of numbers"),
+        ({"betas": 0.9}, TypeError, "betas: 0.9 must be a tuple of numbers"),
+        ({"betas": (0.9, "b")}, TypeError, r"betas\[1\]: 'b' must be a number"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_options_of_another_type_are_named(options, error, match):
+    with pytest.raises(error, match=match):
+        Muon([torch.nn.Parameter(torch.ones(2, 2))], **options)
+
+
+def test_split_parameters_names_its_argument():
+    with pytest.raises(TypeError, match="model: 3 must be a module"):
+        tp_ext.optim.split_parameters(3)
 
 
 def _small_buckets(group):
@@ -331,7 +373,7 @@ PARAM = torch.ones(4, 4, requires_grad=True)
         ({"lr": -1.0}, ValueError, "lr: -1.0 must be at least 0"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay: -0.1 must be at least 0"),
         ({"momentum": -0.1}, ValueError, "momentum: -0.1 must be at least 0"),
-        ({"eps": float("nan")}, ValueError, "eps: nan must be at least 0"),
+        ({"eps": float("nan")}, ValueError, "eps: nan must be finite"),
         ({"ns_steps": 100}, ValueError, "ns_steps: 100 must be an integer of at least 0 and less than 100"),
         ({"ns_coefficients": (1.0, 2.0)}, ValueError, r"ns_coefficients: \(1.0, 2.0\) must be three numbers"),
         ({"adjust_lr_fn": "best"}, ValueError, "adjust_lr_fn: 'best' must be one of"),

@@ -47,6 +47,21 @@ def test_a_model_that_cannot_be_trained(make):
     ranks.run_raises(_refused, 2, ValueError, match, {}, make, in_turns=False)
 
 
+def _replicas(group, zero):
+    """The shard of one rank differs: the ranks of the other half of tp see no difference of their own."""
+    mesh = mesh_of(1, 2, 1, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(tp_ext.ColumnParallelLinear(2, 4, group=mesh["tp"]), nn.Linear(2, 2))
+    if group.rank() == 3:
+        model[0].weight.data[1, 0] = 7.0
+    tp_ext.parallelize(model, mesh, loss=mse, zero=zero)
+
+
+def test_replicas_that_start_from_different_weights():
+    match = r"same weights on all data ranks, and '0.weight' differs on the ranks \[1, 3\]; seed"
+    ranks.run_raises(_replicas, 4, ValueError, match, 2, in_turns=False, timeout=120)
+
+
 def _again(group, way):
     mesh, model = mesh_of(1, group.size(), 1, 1), linears()
     if way == "fully_shard":

@@ -15,6 +15,7 @@ from tests.helpers import ranks, torchrun
 from tests.helpers.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = [*PAGES, *sorted((ROOT / "examples").glob("*.py"))]
 EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 BLOCK = re.compile(r"^```python(| theirs)\n(.*?)^```$", re.M | re.S)
 
@@ -64,6 +65,15 @@ def _on_two_ranks():
 @pytest.mark.parametrize("page", _on_two_ranks())
 def test_blocks_run_on_two_ranks(page, tmp_path):
     ranks.run(_run, 2, page, tmp_path, timeout=120)
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.name)
+def test_programs_end_with_destroy_process_group(page):
+    """Else gloo's threads may abort the process at its end: terminate called without an active exception."""
+    text = page.read_text()
+    code = text if page.suffix == ".py" else "".join(code for whose, _, code in blocks(page) if whose == "ours")
+    calls = re.findall(r"(init_process_group|init_mesh|destroy_process_group)\(", code)
+    assert not calls or "destroy_process_group" in calls
 
 
 def test_the_mesh_of_first_steps_has_two_data_parallel_replicas_on_four_ranks(tmp_path):

@@ -27,6 +27,7 @@ from tp_ext.checkpoint.atomic_directory import (
 from tp_ext.checkpoint.background import begin_save, copy_to_host, group_of_saves, wait_for_last_save, wait_for_save_to
 from tp_ext.checkpoint.entries import StateDict
 from tp_ext.checkpoint.entry_files import EntryWriter, Written
+from tp_ext.checkpoint.metadata import with_checksum
 from tp_ext.checkpoint.optimizer_state import check_optimizer
 from tp_ext.checkpoint.plan_exchange import exchange_plans
 from tp_ext.checkpoint.reader import EXTRA, METADATA, CheckpointReader
@@ -214,7 +215,7 @@ def _write(
         files = [_data_file(of) for of in range(len(written))]
         ends = {name: max(map(sum, places)) for name, places in zip(files, written, strict=True) if places}
         with open(staging / METADATA, "xb") as file:
-            file.write(plan.metadata(written, files))
+            file.write(with_checksum(plan.metadata(written, files)))
         (staging / EXTRA).write_bytes(extra)
         for name in (METADATA, EXTRA):
             sync_to_disk(staging / name)

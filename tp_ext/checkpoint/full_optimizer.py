@@ -12,7 +12,7 @@ from tp_ext._object_collectives import broadcast_from_first
 from tp_ext.checkpoint.entries import StateDict
 from tp_ext.checkpoint.full import check_full
 from tp_ext.checkpoint.gather import Ranks, check_one_mesh, gather_full, ranks_of, scatter_full, write_full
-from tp_ext.checkpoint.optimizer_state import HeldState, HeldTensor, copy_of_state
+from tp_ext.checkpoint.optimizer_state import HeldState, HeldTensor, check_class, copy_of_state
 from tp_ext.checkpoint.pipeline import WholeTensor, from_stage, over_stages, to_stages
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.fqn import ResolvedParameter, resolve_optimizer
@@ -99,6 +99,8 @@ def load_full_optimizer_state_dict(
     def plan() -> StateDict:
         """Returns the state, with its dtype in place of every tensor that is sharded like its parameter."""
         _check(state, order, shapes)
+        for index, group in enumerate(state["param_groups"]):
+            check_class(own.held, group, f"param_groups[{index}]")
         entries = {
             name: {key: v.dtype if _is_sharded(v, shapes[name]) else v for key, v in entry.items()}
             for name, entry in state["state"].items()

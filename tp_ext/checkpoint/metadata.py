@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import reprlib
+import zlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from itertools import pairwise
@@ -29,18 +30,28 @@ from torch.distributed.checkpoint.metadata import (
 ChunkBounds = tuple[tuple[int, int], ...]
 """Begin and end of a chunk in each dim of its tensor."""
 
+_MARK = b"\ncrc32 "
 _MOST_DIMS = 64
 _MOST_CLASSES = 1000  # named by one pickle: each name creates a class, and pickle names each only once
 
 
+def with_checksum(content: bytes) -> bytes:
+    """Returns the bytes of ``.metadata`` and, after the end of the pickle, their checksum."""
+    return content + _MARK + zlib.crc32(content).to_bytes(4, "little")
+
+
 def parse_metadata(content: bytes) -> Metadata:
-    """Returns the metadata that the bytes of ``.metadata`` hold.
+    """Returns the metadata that the bytes of ``.metadata`` hold, with or without :func:`with_checksum`.
 
     Raises:
+        OSError: they have another checksum than they state.
         pickle.UnpicklingError: they name anything that does not belong to a checkpoint's metadata, or are no complete
             pickle. ValueError: the metadata is malformed: a field has another type, a chunk reaches beyond its tensor,
             the chunks of a tensor are no partition of it, or one of them is stored nowhere.
     """
+    pickled, mark, stated = content[: -len(_MARK) - 4], content[-len(_MARK) - 4 : -4], content[-4:]
+    if mark == _MARK and zlib.crc32(pickled).to_bytes(4, "little") != stated:
+        raise OSError(".metadata: is damaged, its checksum is another one; load another checkpoint")
     try:
         raw = _Unpickler(io.BytesIO(content)).load()
     except pickle.UnpicklingError:

@@ -2,6 +2,8 @@
 (ZeRO-1) in an inner optimizer of each rank, which has the state of some of the parameters.
 """
 
+import functools
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -117,6 +119,32 @@ class HeldState:
         if self.outer is not self.inner:
             for group, given in zip(self.outer.param_groups, options, strict=True):
                 group.update({key: value for key, value in given.items() if key != "params"})
+
+
+@functools.cache
+def _hyperparameters() -> frozenset[str]:
+    """Returns the options by which the classes of ``torch.optim`` differ: all but those that say how to compute, of
+    which each version of torch has others."""
+    classes = [one for one in vars(torch.optim).values() if isinstance(one, type) and issubclass(one, Optimizer)]
+    names = {name for one in classes for name in inspect.signature(one).parameters}
+    return frozenset(names) - {
+        *("params", "defaults", "foreach", "maximize", "capturable", "differentiable", "fused"),
+        "decoupled_weight_decay",
+    }
+
+
+def check_class(held: HeldState, saved: Iterable[str], where: str) -> None:
+    """Raises ValueError if the options of a parameter group, which were saved, are those of another class of optimizer
+    than this one: its state would then lack what a step reads. Only options that an optimizer of torch has count."""
+    own, other = (set(names) & _hyperparameters() for names in (held.inner.defaults, saved))
+    if own != other:
+        more = "; ".join(
+            f"{what} {sorted(names)}" for what, names in (("it has no", own - other), ("it has", other - own)) if names
+        )
+        raise ValueError(
+            f"optimizer: {type(held.inner).__name__} must be of the class of the one that was saved, whose options "
+            f"are others: {more}; see {where}"
+        )
 
 
 def copy_of_state(state: Mapping[str, Any]) -> dict[str, Any]:

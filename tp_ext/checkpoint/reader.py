@@ -6,17 +6,18 @@ import pickle
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from tp_ext._object_collectives import RetryError
 from tp_ext.checkpoint.atomic_directory import backup_path
+from tp_ext.checkpoint.entry_files import check_entry
 from tp_ext.checkpoint.metadata import file_ends, parse_metadata
 from tp_ext.checkpoint.pinned_directory import PinnedDirectory
 
@@ -33,13 +34,15 @@ class CheckpointReader(FileSystemReader):
     """A ``FileSystemReader`` of torch for directories that are not trusted and may be replaced while they are read.
 
     The metadata is read as data, rebuilt field by field and checked; a data file that is shorter than it states is an
-    error before anything is loaded. The directory is opened at the first use and everything is read through its
-    descriptor: one reader reads one checkpoint, even if another replaces it at the path. ``reset`` makes it open the
-    path anew. :func:`load_sharded_state_dict` ensures that all ranks read the same checkpoint.
+    error before anything is loaded. The checksums of the metadata, and of each entry that this rank reads, which
+    ``torch.save`` writes, are compared before this rank loads a tensor. The directory is opened at the first use and
+    everything is read through its descriptor: one reader reads one checkpoint, even if another replaces it at the path.
+    ``reset`` makes it open the path anew. :func:`load_sharded_state_dict` ensures that all ranks read the same
+    checkpoint.
 
     Raises:
-        FileNotFoundError: no such checkpoint. OSError: a data file is missing, too short or no regular file; the
-            checkpoint was replaced before it could be read.
+        FileNotFoundError: no such checkpoint. OSError: a data file is missing, too short, damaged or no regular
+            file; the checkpoint was replaced before it could be read.
         pickle.UnpicklingError: ``.metadata`` names anything that does not belong to a checkpoint's metadata, or is no
             complete pickle. ValueError: the metadata is malformed.
     """
@@ -47,6 +50,11 @@ class CheckpointReader(FileSystemReader):
     _directory: PinnedDirectory | None = None
     _metadata: Metadata | None = None
     _identity = ""
+    _verified: set[tuple[str, int]]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._verified = set()
+        super().__init__(*args, **options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.close()
@@ -57,6 +65,7 @@ class CheckpointReader(FileSystemReader):
         if self._directory is not None:
             self._directory.close()
         self._directory = self._metadata = None
+        self._verified = set()
         self.fs = FileSystem()
 
     @property
@@ -75,7 +84,7 @@ class CheckpointReader(FileSystemReader):
         """Returns the ``extra`` values that were passed to :func:`save_checkpoint`."""
         directory = self._opened()
         try:
-            return self._unless_replaced(lambda: _extra(directory))
+            return self._unless_replaced(lambda: self._extra(directory))
         except FileNotFoundError:  # a checkpoint written by torch.distributed.checkpoint alone
             return {}
 
@@ -83,8 +92,28 @@ class CheckpointReader(FileSystemReader):
         self._opened()
         return self._unless_replaced(lambda: self._loaded(plan, planner))
 
+    def _verify_entries(self, plan: LoadPlan, directory: PinnedDirectory) -> None:
+        """Compares the checksums of all entries that a plan reads; each is read once more, mostly from the cache."""
+        for item in plan.items:
+            info: _StorageInfo = self.storage_data[item.storage_index]
+            place = info.relative_path, info.offset
+            if place not in self._verified and not info.transform_descriptors:
+                with directory.opened(info.relative_path) as file:
+                    self._verify(info.relative_path, file, info.offset, info.length)
+                self._verified.add(place)  # equal values share one
+
+    def _verify(self, name: str, file: BinaryIO, begin: int, length: int) -> None:
+        try:
+            check_entry(file.fileno(), begin, length)
+        except ValueError as error:
+            raise OSError(
+                f"path: {os.fspath(self.path)!r}: {name}, from byte {begin} on, is damaged: {error}; load another "
+                "checkpoint"
+            ) from error
+
     def _loaded(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
+            self._verify_entries(plan, self._opened())
             return super().read_data(plan, planner)
         except OSError:
             raise
@@ -146,18 +175,18 @@ class CheckpointReader(FileSystemReader):
         self._identity = sha256(content).hexdigest()
         return metadata
 
-
-def _extra(directory: PinnedDirectory) -> dict[str, Any]:
-    try:
-        with directory.opened(EXTRA) as file:
-            extra = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, pickle.UnpicklingError):
-        raise
-    except Exception as error:  # any error of torch.load for a damaged file
-        raise ValueError(f"{EXTRA}: cannot be loaded: {type(error).__name__}: {error}") from error
-    if not isinstance(extra, dict):
-        raise ValueError(f"{EXTRA}: must hold a dict, not {type(extra).__name__}")
-    return extra
+    def _extra(self, directory: PinnedDirectory) -> dict[str, Any]:
+        try:
+            with directory.opened(EXTRA) as file:
+                self._verify(EXTRA, file, 0, directory.size(EXTRA))
+                extra = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, pickle.UnpicklingError):
+            raise
+        except Exception as error:  # any error of torch.load for a damaged file
+            raise ValueError(f"{EXTRA}: cannot be loaded: {type(error).__name__}: {error}") from error
+        if not isinstance(extra, dict):
+            raise ValueError(f"{EXTRA}: must hold a dict, not {type(extra).__name__}")
+        return extra
 
 
 class PlainPlanner(DefaultLoadPlanner):

@@ -23,7 +23,7 @@ from tp_ext._object_collectives import (
 )
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.entries import StateDict, state_entries
-from tp_ext.checkpoint.optimizer_state import HeldState, check_optimizer, copy_of_state
+from tp_ext.checkpoint.optimizer_state import HeldState, check_class, check_optimizer, copy_of_state
 from tp_ext.checkpoint.reader import PlainPlanner
 from tp_ext.checkpoint.sharded import (
     LocalChunks,
@@ -66,7 +66,8 @@ def load_sharded_state_dict(
     Raises:
         KeyError: missing or unexpected keys, all of them named. ValueError, TypeError: an entry has another shape than
             the unsharded tensor (both are named), or one is a tensor and the other none; the parameters of a group were
-            saved with different options; a buffer is expanded. Raised on every rank; nothing has been loaded then.
+            saved with different options, or by another class of optimizer; a buffer is expanded. Raised on every rank;
+            nothing has been loaded then.
         OSError: a file could not be read on some rank, raised on every rank; some tensors may have been loaded then.
             Or the checkpoint was replaced repeatedly before all ranks had read it; a single replacement is no error,
             the ranks then read the new one. pickle.UnpicklingError: an entry is more than plain values; no tensor has
@@ -198,6 +199,8 @@ class _Destination:
             keys: dict[str, list[str]] = {}
             for _ in param_group["params"]:
                 one = next(params)
+                if one.name in saved_options:
+                    check_class(held, saved_options[one.name], f"optimizer.param_groups.{one.name}")
                 for key, entry in saved_options.get(one.name, {"lr": None}).items():
                     flat_key = f"optimizer.param_groups.{one.name}.{key}"
                     keys.setdefault(key, []).append(flat_key)

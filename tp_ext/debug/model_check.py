@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ext._object_collectives import all_gather_objects
-from tp_ext.debug.model_rules import foreign_parameters, misplaced
+from tp_ext.debug.model_rules import foreign_parameters, misplaced, not_finite, option_facts
 from tp_ext.debug.replication import (
     ComparedTensor,
     PartKey,
@@ -77,7 +78,8 @@ def findings(
     - a parameter that only some ranks have, or whose dtype, ``requires_grad`` or sharding differs over them; a module
       in training mode on some ranks only;
     - a local tensor whose shape is not the one that its sharding gives this rank;
-    - two ranks with the same bits where their slices should differ (constants aside);
+    - two ranks with the same bits where their slices, or the gradients of these, should differ (constants aside);
+    - the first parameter or gradient of a rank that is not finite (of a gradient scaler's overflow, too);
     - DDP or FSDP2 over ranks that hold different shards (:mod:`tp_ext.parallel.ddp_guard`);
     - weights tied on some ranks only, or tied once and no longer;
     - generators in different states: torch's default generator of each device that holds parameters must agree, or
@@ -85,6 +87,7 @@ def findings(
     - no layer with a group in a job of several ranks;
     - a dropout of torch between a column and a row linear, ``sequence_parallel`` in one of the two only;
     - parameters of ``optimizer`` that are not the model's: it was made before layers were replaced;
+    - options of ``optimizer``, such as a learning rate, that differ over the ranks;
     - an ``optimizer`` that computes with whole tensors, such as ``torch.optim.Muon`` or Adafactor, over shards;
     - a ``batch`` that differs over the ranks.
 
@@ -113,19 +116,22 @@ def findings(
     forgotten = _forgotten(model) if group is NOT_GIVEN and not unsharded else []
     alone = [*forgotten, *misplaced(model), *(foreign_parameters(model, optimizer) if optimizer is not None else ())]
     alone += [*find_mixed_wrappers(model), *(find_beyond_elements(model, optimizer) if optimizer is not None else ())]
+    nonfinite = list(not_finite(model))
+    options = option_facts(optimizer) if optimizer is not None else {}
     if group is not NOT_GIVEN and group is not None:
-        return _findings_over(group_name(group), model, alone, batch)
+        return _findings_over(group_name(group), model, alone + nonfinite, options, batch)
     groups = model_groups(model) if mesh is None else model_groups(model, over)
     names = list({tuple(global_ranks(name)): name for name in groups.within}.values())
     if len(names) < 2 and not over.data and over.pp.size == 1:
-        return _findings_over(names[0] if names else "", model, alone, batch)
-    found = [] if names else _findings_over("", model, alone, batch)
+        return _findings_over(names[0] if names else "", model, alone + nonfinite, options, batch)
+    found = [] if names else _findings_over("", model, alone + _on_this_rank(nonfinite), {}, batch)
     for name in names:
-        found += _located(name, _findings_over(name, model, alone, None if _has_other_tokens(model, name) else batch))
+        given = None if _has_other_tokens(model, name) else batch
+        found += _located(name, _findings_over(name, model, alone + nonfinite, options, given))
     for axis in over.data:
         if tuple(global_ranks(axis.name)) in map(tuple, map(global_ranks, names)):
             continue  # that of the experts
-        found += _located(axis.name, _findings_over(axis.name, model, [], None))
+        found += _located(axis.name, _findings_over(axis.name, model, [], options, None))
     if over.pp.size > 1:
         found += _over_stages(model, process_group(over.pp.name))
     for axis in (*groups.axes, *over.data, *([over.pp] if over.pp.size > 1 else [])):
@@ -135,6 +141,10 @@ def findings(
 
 def _located(group: str, sentences: list[str]) -> list[str]:
     return [f"over the ranks {global_ranks(group)}: {sentence}" for sentence in sentences]
+
+
+def _on_this_rank(sentences: list[str]) -> list[str]:
+    return [f"on rank {dist.get_rank()}: {sentence}" for sentence in sentences]
 
 
 class _InStage(NamedTuple):
@@ -177,8 +187,9 @@ def _over_stages(model: nn.Module, pipeline: ProcessGroup) -> list[str]:
     return found
 
 
-def _findings_over(group: str, model: nn.Module, alone: list[str], batch: Batch) -> list[str]:
-    """Returns the findings of one group, ``alone`` those of this rank without communication among them."""
+def _findings_over(group: str, model: nn.Module, alone: list[str], options: dict[str, str], batch: Batch) -> list[str]:
+    """Returns the findings of one group, ``alone`` those of this rank without communication among them; ``options`` of
+    the optimizer must be the same on all ranks."""
     table = compared_tensors(model, group)
     alone = [*alone, *_wrong_shapes(table), *_no_longer_tied(model, table)]
     if not group:
@@ -187,7 +198,7 @@ def _findings_over(group: str, model: nn.Module, alone: list[str], batch: Batch)
     given = dict(_tensors("batch", batch))
     tensors |= {(one, -1, 0): local_tensor(tensor) for one, tensor in given.items()}
     held = dict(zip(tensors, tensor_digests(tensors.values()), strict=True))
-    facts_here = _facts(model, table, _is_sharded_over(model, group)) | dict.fromkeys(given, "given")
+    facts_here = _facts(model, table, _is_sharded_over(model, group)) | dict.fromkeys(given, "given") | options
     mine = _Report(alone, facts_here, _slices(table, group), held)
     reports = all_gather_objects(mine, process_group(group))
     all_held = [one.held for one in reports]
@@ -215,7 +226,7 @@ def _tensors(name: str, batch: Batch) -> Iterator[tuple[str, Tensor]]:
 def _forgotten(model: nn.Module) -> list[str]:
     """Returns a sentence if no layer has a group though the job has several ranks."""
     ranks = job_ranks()
-    if ranks == 1 or any(module.tp_group.name for module in _layers(model)):
+    if ranks == 1 or any(one.size > 1 for one in groups_in_use(model)):  # experts may be sharded alone
         return []
     return [f"model: no layer is sharded, in a job of {ranks} ranks: pass group= to the layers, or to this function"]
 
@@ -300,24 +311,37 @@ def _facts(model: nn.Module, table: list[ComparedTensor], generators: bool) -> d
 
 
 def _slices(table: list[ComparedTensor], group: str) -> dict[str, list[tuple[int, TensorDigest]]]:
-    """Returns, for each sharded parameter, the start and the digest of this rank's share of each part."""
+    """Returns, for each sharded parameter and its gradient, the start and the digest of this rank's share of each
+    part."""
     _, p, rank = parallel_group(group)
     slices = {}
-    for name, tensor, _, sharding, _ in table:
-        if sharding is None or tensor.is_meta or is_sharded_by_fsdp2(tensor, group):
+    for entry in table:
+        sharding = entry.sharding
+        if sharding is None or entry.tensor.is_meta or is_sharded_by_fsdp2(entry.tensor, group):
             continue
-        if isinstance(tensor, DTensor) and all(part.copies == 1 for part in sharding.parts):
-            # The same slice of each rank's shard: no need to gather
-            starts, shares = [rank], [local_tensor(tensor)]
-        else:
-            starts = [where.start for where in sharding.slices(rank, p)]
-            shares = list(parts_of_shard(tensor, sharding, rank, p))
-        if len(set(sharding.local_sizes(p))) > 1 and len(shares) == 1:
-            # Of shares of several lengths the first numbers: two ranks that drew alike have those in common
-            count = min(sharding.local_sizes(p)) * shares[0].numel() // max(1, sharding.local_size(rank, p)) // 2
-            shares = [shares[0].flatten()[:count]]
-        slices[name] = list(zip(starts, tensor_digests(shares), strict=False))
+        for name, tensor in ((entry.name, entry.tensor), (f"{entry.name}.grad", entry.tensor.grad)):
+            if tensor is None:
+                continue
+            if isinstance(tensor, DTensor) and all(part.copies == 1 for part in sharding.parts):
+                # The same slice of each rank's shard: no need to gather
+                starts, shares = [rank], [local_tensor(tensor)]
+            else:
+                starts = [where.start for where in sharding.slices(rank, p)]
+                shares = list(parts_of_shard(tensor, sharding, rank, p))
+            if tensor is entry.tensor and len(set(sharding.local_sizes(p))) > 1 and len(shares) == 1:
+                # Of shares of several lengths the first numbers: two ranks that drew alike have those in common
+                count = min(sharding.local_sizes(p)) * shares[0].numel() // max(1, sharding.local_size(rank, p)) // 2
+                shares = [shares[0].flatten()[:count]]
+            digests = tensor_digests(shares)
+            if tensor is entry.tensor.grad:  # of a mean over features, all rows are alike on all ranks
+                varies = [_varies_along_each_dim(share) for share in shares]
+                digests = [one._replace(varied=of_each) for one, of_each in zip(digests, varies, strict=True)]
+            slices[name] = list(zip(starts, digests, strict=False))
     return slices
+
+
+def _varies_along_each_dim(tensor: Tensor) -> bool:
+    return all(bool((tensor != tensor.narrow(dim, 0, 1)).any()) for dim, n in enumerate(tensor.shape) if n > 1)
 
 
 def _merge_local_findings(sentences: list[list[str]]) -> list[str]:
@@ -344,17 +368,27 @@ def _disagreements(facts: list[dict[str, str]]) -> list[str]:
     return found
 
 
+def _alike(reports: list[_Report], name: str, a: int, b: int) -> bool:
+    """Returns whether two ranks hold the same bits of different slices, that are no constants."""
+    pairs = zip(reports[a].slices.get(name, []), reports[b].slices.get(name, []), strict=False)
+    other = [(x, y) for (start, x), (start_b, y) in pairs if start != start_b]
+    return bool(other) and all(x == y for x, y in other) and any(x.varied for x, _ in other)
+
+
 def _same_slices(reports: list[_Report]) -> list[str]:
     found = []
     for name in reports[0].slices:
         for a, b in itertools.combinations(range(len(reports)), 2):
-            pairs = zip(reports[a].slices[name], reports[b].slices.get(name, []), strict=False)
-            other = [(x, y) for (start, x), (start_b, y) in pairs if start != start_b]
-            if other and all(x == y for x, y in other) and any(x.varied for x, _ in other):
-                found.append(
-                    f"{name}: ranks {a} and {b} hold the same bits and should hold different slices; something took "
-                    "one for a copy of the other (a DDP wrap over both, a broadcast, a state dict of another rank), or "
-                    "each drew its shard from the same seed (pass init= to the layer)"
+            if name.endswith(".grad") and _alike(reports, name.removesuffix(".grad"), a, b):
+                continue  # of equal weights
+            if _alike(reports, name, a, b):
+                cause = (
+                    "something summed it over ranks that hold different slices (an all-reduce of all gradients); sum "
+                    "over data axes alone"
+                    if name.endswith(".grad")
+                    else "something took one for a copy of the other (a DDP wrap over both, a broadcast, a state dict "
+                    "of another rank), or each drew its shard from the same seed (pass init= to the layer)"
                 )
+                found.append(f"{name}: ranks {a} and {b} hold the same bits and should hold different slices; {cause}")
                 break
     return found

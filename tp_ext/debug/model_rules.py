@@ -6,10 +6,12 @@ row linear ``input_is_parallel``.
 
 from collections.abc import Iterable, Iterator
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from tp_ext.debug.replication import local_tensor
 from tp_ext.nn.module import ParallelModule
 
 
@@ -71,6 +73,39 @@ def foreign_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
             f"optimizer: {len(foreign)} of its {len(params)} parameters, of shapes {shapes}, are not the model's; "
             "make it after layers were replaced, and after fully_shard"
         )
+
+
+def not_finite(model: nn.Module) -> Iterator[str]:
+    """Yields a sentence about the first parameter or gradient of this rank that has an element that is not finite."""
+    held: list[tuple[str, Tensor]] = list(model.named_parameters())
+    held += [(f"{name}.grad", param.grad) for name, param in held if param.grad is not None]
+    held = [(name, local_tensor(tensor)) for name, tensor in held if not tensor.is_meta]
+    suspect = [(name, tensor) for name, tensor in held if tensor.is_floating_point() or tensor.is_complex()]
+    found = [(name, where) for name, tensor in suspect if len(where := (~torch.isfinite(tensor)).nonzero())]
+    if found:
+        name, where = found[0]
+        index = tuple(where[0].tolist())
+        value = dict(suspect)[name][index].item()
+        more = f"; {len(found) - 1} more parameters and gradients are like it" if len(found) > 1 else ""
+        yield f"{name}: first at index {index}: {value} must be finite ({len(where)} such elements){more}"
+
+
+def option_facts(optimizer: Optimizer) -> dict[str, str]:
+    """Returns the options of each parameter group as text, by a name of each."""
+    return {
+        f"{key} of the optimizer's parameter group {number}": _text(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Tensor):
+        return repr(value.tolist())
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_text, value))})"
+    return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__  # no addresses
 
 
 def _some(names: Iterable[str]) -> str:

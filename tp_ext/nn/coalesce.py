@@ -5,6 +5,8 @@ KV heads than ranks, that of the replicated heads. Each sum is a collective of a
 :func:`coalesce_gradients` makes them one per block.
 """
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
     Pipeline schedules that split the backward (``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``,
     ``ScheduleDualPipeV``) need :func:`uncoalesce_gradients`: they compute the gradients of weights group by group, and
     weights whose gradients are summed together form one group that spans the whole block. With it torch would run the
-    input's backward of the block again, and raises ``Trying to backward through the graph a second time``.
+    input's backward of the block again. Its forward raises RuntimeError under such a schedule of torch.
 
     Args:
         module: a module with layers of this package, such as a transformer block.
@@ -109,6 +111,20 @@ def _in_transform() -> bool:
     return level is not None
 
 
+def _splitting_schedule() -> str:
+    """Returns the class of the schedule of torch that runs this forward, if it splits the backward; else ""."""
+    known = sys.modules.get("torch.distributed.pipelining.schedules")
+    frame: FrameType | None = sys._getframe(1) if known is not None else None
+    while frame is not None:
+        schedule = frame.f_locals.get("self") if frame.f_code.co_filename == getattr(known, "__file__", "") else None
+        if schedule is not None:
+            orders = getattr(schedule, "pipeline_order", None) or {}
+            kinds = {one.computation_type.name for order in orders.values() for one in order if one is not None}
+            return type(schedule).__name__ if "BACKWARD_INPUT" in kinds else ""
+        frame = frame.f_back
+    return ""
+
+
 class _Hooks:
     """The hooks of one module. Its parameters are collected once; layers sum gradients of later ones themselves."""
 
@@ -119,6 +135,12 @@ class _Hooks:
     def enter(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_transform():
             return
+        if self.groups and (schedule := _splitting_schedule()):
+            raise RuntimeError(
+                f"coalesce_gradients: must be undone, by tp_ext.uncoalesce_gradients(stage), for {schedule}: it "
+                "computes the gradients of weights apart from those of activations, which would go through the block's "
+                "graph twice"
+            )
         for group, entries in self.groups.items():
             names, values, rows_of_all = [], [], []
             for layer, name, rows in entries:

@@ -174,7 +174,7 @@ class Dropout(ParallelModule):
             residual: of x's shape; added after dropping, in the same pass.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
         """
-        dim, sizes = None, self.token_sizes(total_tokens)
+        dim, sizes = None, self.token_sizes(total_tokens, x)
         if self.tp_group.size > 1 and self.activations == "hidden":
             dim, sizes = -1, None if self.hidden_size is None else split_sizes(self.hidden_size, self.tp_group.size)
         elif self.tp_group.size > 1 and self.sequence_parallel:

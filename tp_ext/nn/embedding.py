@@ -342,7 +342,7 @@ class VocabParallelLMHead(_VocabParallel):
             self.parameter("bias"),
             self.tp_group.name,
             self.sequence_parallel,
-            self.token_sizes(total_tokens),
+            self.token_sizes(total_tokens, x),
             main_grad,
             1,
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from tp_ext import _ops
+from tp_ext._arguments import check_numbers
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.latent_kv_cache import LatentKVCache
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -113,6 +114,9 @@ class ParallelLatentAttention(SelfAttention):
         check_positive(qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
         if q_lora_rank is not None:
             check_positive(q_lora_rank=q_lora_rank)
+        check_numbers(norm_eps=norm_eps)
+        if norm_eps < 0:
+            raise ValueError(f"norm_eps: {norm_eps!r} must be at least 0")
         if isinstance(rope, int | float) and not isinstance(rope, bool):
             rope = RotaryEmbedding(qk_rope_head_dim, base=rope, interleaved=True)
         if rope is not None and (not isinstance(rope, RotaryEmbedding) or rope.head_dim != qk_rope_head_dim):

@@ -142,7 +142,7 @@ class ColumnParallelLinear(ParallelLinear):
                 None if skip_bias_add else bias,
                 group.name,
                 own["sequence_parallel"],
-                None if total_tokens is None else self.token_sizes(total_tokens),
+                None if total_tokens is None else self.token_sizes(total_tokens, x),
                 main_grad,
                 own["overlap_chunks"],
             )
@@ -263,7 +263,7 @@ class RowParallelLinear(ParallelLinear):
             None if skip_bias_add else bias,
             group.name,
             own["sequence_parallel"],
-            None if total_tokens is None else self.token_sizes(total_tokens),
+            None if total_tokens is None else self.token_sizes(total_tokens, whole=x),
             main_grad,
             own["overlap_chunks"],
             not coalesced,

@@ -5,6 +5,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.group import Group, parallel_group
 from tp_ext.nn.loss import axes_of_mean, global_mean, vocab_columns
+from tp_ext.nn.module import check_positive
 from tp_ext.nn.same_input import DebugMode, compare_input
 from tp_ext.sharding import split_sizes
 
@@ -53,6 +54,9 @@ def linear_cross_entropy(
         main_grad: as the ``main_grad`` of :class:`ColumnParallelLinear` with ``grad_accumulation_fusion``: the gradient
             of ``weight`` is added to it.
 
+    Range: of fp16, ``mean`` and ``sum`` compute a row's gradient of the sum times 256, in fp16: it overflows beyond
+    255, also where the mean would not. ``reduction="none"`` and the loss of logits have the whole range of the type.
+
     Memory: a chunk's logits, x by chunks under SP, and the gradients; between forward and backward the gradients (of
     ``weight`` in fp32 for half types) with ``mean`` and ``sum``, else ``hidden`` and two numbers per row. A backward
     with ``retain_graph=True``, or with an upstream gradient that is not 1, returns scaled copies.
@@ -77,6 +81,8 @@ def linear_cross_entropy(
         raise ValueError(f"weight: shape {tuple(weight.shape)} must have 2 dims, this rank's rows of the vocabulary")
     if total_tokens is not None and (not isinstance(total_tokens, int) or total_tokens < 0):
         raise ValueError(f"total_tokens: {total_tokens!r} must be an integer of at least 0")
+    if chunk_tokens is not None:
+        check_positive(chunk_tokens=chunk_tokens)
     if DebugMode.on:
         compare_input("target", target, resolved)
     start, local, full = vocab_columns(weight.shape[0], vocab_size, resolved, "weight", "rows")

@@ -132,7 +132,7 @@ class ParallelMLP(ParallelModule):
             down_bias,
             self.tp_group.name,
             self.sequence_parallel,
-            self.token_sizes(total_tokens),
+            self.token_sizes(total_tokens, x),
             up_main_grad,
             down_main_grad,
             not down.is_coalesced("bias"),

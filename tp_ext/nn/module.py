@@ -314,13 +314,24 @@ class ParallelModule(nn.Module):
         value = getattr(self, name)
         return None if value is None else self._entering(name, self._all_gathered(name, value))
 
-    def token_sizes(self, total_tokens: int | None) -> list[int] | None:
-        """Returns each rank's number of tokens; None (equal on all ranks) if ``total_tokens`` is not given."""
+    def token_sizes(
+        self, total_tokens: int | None, local: Tensor | None = None, whole: Tensor | None = None
+    ) -> list[int] | None:
+        """Returns each rank's number of tokens; None (equal on all ranks) if ``total_tokens`` is not given. Dim 0 of
+        ``local`` must have this rank's tokens, that of ``whole`` all of them."""
         if total_tokens is None or not self.sequence_parallel or self.tp_group.size == 1:
             return None
         if not isinstance(total_tokens, int) or total_tokens < 0:
             raise ValueError(f"total_tokens: {total_tokens!r} must be an integer of at least 0")
-        return split_sizes(total_tokens, self.tp_group.size)
+        sizes = split_sizes(total_tokens, self.tp_group.size)
+        if local is not None and local.dim() and local.shape[0] != sizes[self.tp_group.rank]:
+            raise ValueError(
+                f"total_tokens: {total_tokens} gives the ranks {sizes}, this one {sizes[self.tp_group.rank]}, and dim "
+                f"0 of its input has {local.shape[0]}"
+            )
+        if whole is not None and whole.dim() and whole.shape[0] != total_tokens:
+            raise ValueError(f"total_tokens: {total_tokens} must be the length of dim 0 of the input, {whole.shape[0]}")
+        return sizes
 
     def parallel_repr(self) -> str:
         """Returns the text about the shard for ``extra_repr``."""

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from tp_ext import _ops
+from tp_ext._arguments import check_tensor
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, parallel_group
 from tp_ext.nn.data_ranks import DataRanks, LayerOverData
 from tp_ext.nn.expert_capacity import check_capacity, drop_over_capacity
@@ -19,7 +20,6 @@ from tp_ext.nn.router import Routed, Router, RouterConfig, RouterLosses
 from tp_ext.nn.shared_experts import can_overlap, routed_and_shared
 from tp_ext.nn.token_exchange import plan_exchange
 from tp_ext.random import Init
-from tp_ext.sharding import split_sizes
 
 
 class ParallelMoE(LayerOverData):
@@ -193,6 +193,7 @@ class ParallelMoE(LayerOverData):
             batch_size: of x ``[tokens, hidden]``, the number of its sequences (under SP of the whole of ``group``), for
                 ``balance_over="sequence"``; default 1. Of x with more dims it is the product of all but the last two.
         """
+        check_tensor(x=x)
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in hidden_size = {self.hidden_size}")
         _refuse_transforms(x)
@@ -200,7 +201,7 @@ class ParallelMoE(LayerOverData):
             return x + self.router.weight.new_zeros(()).to(x.dtype)  # a pipeline asks for the shape; rows are data
         tokens = x.reshape(-1, self.hidden_size)
         sizes, first, total = self._places(x, tokens.shape[0], total_tokens)
-        sequences = self._sequences(x, batch_size)
+        sequences = self._sequences(x, batch_size, total)
         routed = self.router(tokens, sequences, first, total)
         losses = routed.losses
         if losses is not None and self.attach_loss is not None:
@@ -255,12 +256,16 @@ class ParallelMoE(LayerOverData):
         if total_tokens is None:
             return [rows] * p, rank * rows, p * rows
         inner = x.shape[1:-1].numel()
-        sizes = [n * inner for n in split_sizes(total_tokens, p)]
+        given = self.token_sizes(total_tokens, x)
+        assert given is not None
+        sizes = [n * inner for n in given]
         return sizes, sum(sizes[:rank]), sum(sizes)
 
-    def _sequences(self, x: Tensor, batch_size: int | None) -> int:
+    def _sequences(self, x: Tensor, batch_size: int | None, tokens: int) -> int:
         if batch_size is not None:
             check_positive(batch_size=batch_size)
+            if tokens % batch_size:
+                raise ValueError(f"batch_size: {batch_size} must divide the number of tokens, {tokens}")
             return batch_size
         if self.sequence_parallel or x.dim() < 3:
             return 1

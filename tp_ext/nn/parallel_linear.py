@@ -184,7 +184,7 @@ def linear_2d(
         full_size,
         row,
         "tokens" if layer.sequence_parallel else layer.activations,
-        layer.token_sizes(total_tokens),
+        layer.token_sizes(total_tokens, None if row else x, x if row else None),
         layer.reshard_after_forward,
     )
     return y

@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE). Su et al., "RoFormer" (arXiv:2104.09864)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -139,6 +139,8 @@ class RotaryEmbedding(nn.Module):
 
 def sequence_lengths(cu_seqlens: Tensor | Sequence[int], tokens: int) -> list[int]:
     """Returns the lengths of the packed sequences, which must sum to ``tokens``."""
+    if not isinstance(cu_seqlens, Tensor | Iterable):
+        raise TypeError(f"cu_seqlens: {cu_seqlens!r} must be a 1-D tensor or a list of integers")
     ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if not all(isinstance(end, int) for end in ends):
         raise TypeError(f"cu_seqlens: {ends} must be integers")

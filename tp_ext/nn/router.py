@@ -1,13 +1,15 @@
 """The router of an expert layer: scores of the experts for each token, the top k of them with weights, and losses that
 balance the experts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tp_ext._arguments import check_numbers
 from tp_ext.group import Group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.nn.data_ranks import DataRanks, sum_of_constants
@@ -273,13 +275,23 @@ class Router(ParallelModule):
         Communicates: one all-reduce of num_experts numbers over each axis of the data ranks; under SP over ``group``.
 
         Raises:
-            ValueError: the router has no correction bias.
+            ValueError: the router has no correction bias; ``rate`` is not finite. TypeError: it is no number.
         """
+        check_numbers(rate=rate)
         if self.e_score_correction_bias is None:
             raise ValueError("update_correction_bias: the router must have RouterConfig(correction_bias=True)")
         counts = self._over_all(self.tokens_per_expert.to(self.e_score_correction_bias.device).double())
         self.e_score_correction_bias += rate * (counts.mean() - counts).sign().to(self.e_score_correction_bias.dtype)
         self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves or casts the layer; the correction bias stays in fp32: a step of 0.001 is less than half precision
+        resolves."""
+        wide = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if wide is not None and (moved := self.e_score_correction_bias) is not None and moved.itemsize < wide.itemsize:
+            self.e_score_correction_bias = wide.to(moved.device)
+        return self
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}, {self.config}"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._arguments import check_tensor
 from tp_ext.group import Group
-from tp_ext.nn.module import ParallelModule, check_positive
+from tp_ext.nn.module import ParallelModule, check_flags, check_positive
 from tp_ext.nn.rotary import RotaryEmbedding, packed_positions, sequence_lengths
 from tp_ext.nn.scaled_dot_product import attention, dropout_by_index
 from tp_ext.nn.token_cache import TokenCache
@@ -49,6 +50,7 @@ class SelfAttention(ParallelModule):
         **options: Any,
     ) -> None:
         super().__init__(group, **options)
+        check_flags(causal=causal)
         if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
             raise ValueError(f"dropout: {dropout!r} must be a probability, in [0, 1)")
         for name, value in (("scale", scale), ("softcap", softcap)):
@@ -85,10 +87,11 @@ class SelfAttention(ParallelModule):
         """Returns the number of tokens of all ranks together."""
         if not self.sequence_parallel:
             return x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
-        sizes = self.token_sizes(total_tokens)
+        sizes = self.token_sizes(total_tokens, x)
         return x.shape[0] * self.tp_group.size if sizes is None else sum(sizes)
 
     def _check_layout(self, x: Tensor, batch_size: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> None:
+        check_tensor(x=x)
         given = (batch_size is not None) + (cu_seqlens is not None)
         if x.dim() == 3 and given == 0 and not self.sequence_parallel:
             return

@@ -6,6 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from tp_ext._arguments import check_tensor
 from tp_ext.nn.module import check_positive
 from tp_ext.nn.scaled_dot_product import restricted, visible
 
@@ -119,8 +120,14 @@ class TokenCache(nn.Module):
             index: ``[batch_size]``, integers, the same on all ranks.
 
         Raises:
-            ValueError: another shape. IndexError (CPU; a device assert on CUDA): no such sequence.
+            TypeError: no tensor of integers. ValueError: another shape. IndexError (CPU; a device assert on CUDA): no
+                such sequence.
         """
+        check_tensor(index=index)
+        if index.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"index: {index.dtype} must be torch.int64 or torch.int32")
+        if index.is_cpu and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch_size:
+            raise IndexError(f"index: {index.tolist()} must be sequences of the {self.batch_size} that the cache has")
         if index.shape != (self.batch_size,):
             raise ValueError(f"index: shape {tuple(index.shape)} must be [batch_size = {self.batch_size}]")
         filled = self.max_seq if self._static else self._length

@@ -4,15 +4,18 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024);
 training" (arXiv:2502.16982), whose learning rate is ``adjust_lr_fn="match_rms_adamw"``.
 """
 
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from tp_ext._arguments import check_bools, check_numbers
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.stages import Stages
@@ -56,12 +59,13 @@ class Muon(Optimizer):
             whose replicas, too, the matrices are shared.
 
     Communicates: in the first step, and when other parameters have gradients than before, one exchange of shapes over
-    each axis. In each step, for each bucket, two all-to-alls over each axis over which the matrices are sharded or
-    replicated (docs/guide/optimizers.md).
+    each axis. In each step one all-reduce of 16 bytes over each axis, for which the host waits, and for each bucket two
+    all-to-alls over each axis over which the matrices are sharded or replicated (docs/guide/optimizers.md).
 
     Raises:
-        ValueError: an argument out of its range; a parameter of one dim; a DTensor without ``model``; in the first
-            step, ranks with different parameters. TypeError: a dtype that is not a floating one.
+        ValueError: an argument out of its range; a parameter of one dim; a DTensor without ``model``; in a
+            step, ranks with different parameters, or with gradients of different ones. TypeError: a dtype that is not a
+            floating one; an option of another type.
     """
 
     def __init__(
@@ -90,13 +94,16 @@ class Muon(Optimizer):
             raise TypeError(f"ns_dtype: {ns_dtype!r} must be a floating dtype")
         if form not in _FORMS:
             raise ValueError(f"form: {form!r} must be one of {', '.join(_FORMS)}")
-        if not bucket_cap_mb > 0:
+        check_bools(nesterov=nesterov)
+        check_numbers(bucket_cap_mb=bucket_cap_mb)
+        if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb: {bucket_cap_mb!r} must be positive")
         if mesh is not None and model is None:
             raise ValueError("mesh: must be given together with model")
         self._ns_dtype, self._form, self._bucket_bytes = ns_dtype, form, int(bucket_cap_mb * 2**20)
         self._placed = Placed(model, group, mesh)
         self._key: tuple[int, ...] | None = None
+        self._axes: tuple[int, Axes, torch.device] | None = None
         self._buckets: list[Bucket] = []
         defaults = {
             "lr": lr,
@@ -175,6 +182,7 @@ class Muon(Optimizer):
 
     def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any], int]]) -> None:
         key = tuple(number for _, _, number in matrices)
+        self._check_same_on_all_ranks(key)
         if key != self._key:
             self._buckets, self._key = self._planned(matrices), key
         params = [local_tensor(param) for param, _, _ in matrices]
@@ -190,6 +198,32 @@ class Muon(Optimizer):
             for index in bucket.params:
                 if last[index] is bucket:
                     del updates[index]
+
+    def _check_same_on_all_ranks(self, key: tuple[int, ...]) -> None:
+        """Raises ValueError on all ranks unless they have gradients of the same matrices, by their numbers ``key``:
+        else some would exchange shapes while others exchange matrices."""
+        every = [param for group in self.param_groups if group["use_muon"] for param in group["params"]]
+        if self._axes is None or self._axes[0] != len(every):  # a group was added
+            layouts = [self._placed.layout(param, number)[1] for number, param in enumerate(every)]
+            self._axes = len(every), *self._placed.ranks(every, layouts)
+        _, axes, device = self._axes
+        if axes.ranks == 1:
+            return
+        number = zlib.crc32(repr(key).encode())
+        extremes = torch.tensor([number, -number], device=device)
+        for group in axes.groups:
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        if extremes.sum() == 0:
+            return
+        keys = [key]
+        for group in axes.groups:
+            keys = [one for of_rank in all_gather_objects(keys, group) for one in of_rank]
+        some = min(number for one in keys for number in one if any(number not in other for other in keys))
+        have = [rank for rank, one in enumerate(keys) if some in one]
+        raise ValueError(
+            f"params: the parameters with gradients must be the same on all ranks; parameter {some} has one on {have} "
+            f"alone of the {len(keys)} ranks that share the matrices"
+        )
 
     def _momentum(self, param: Tensor, options: dict[str, Any]) -> Tensor:
         """Updates the momentum of a parameter and returns what is orthogonalized of it."""
@@ -254,8 +288,15 @@ def _groups(params: Any) -> list[dict[str, Any]]:
 def _check_options(options: dict[str, Any]) -> None:
     """Raises ValueError unless the options of a group are in their ranges."""
     for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
-        if not float(options[name]) >= 0:
-            raise ValueError(f"{name}: {options[name]!r} must be at least 0")
+        value = options[name]
+        check_numbers(**{name: float(value) if isinstance(value, Tensor) else value})
+        if value < 0:
+            raise ValueError(f"{name}: {value!r} must be at least 0")
+    for name in ("ns_coefficients", "betas"):
+        if not isinstance(options[name], tuple | list):
+            raise TypeError(f"{name}: {options[name]!r} must be a tuple of numbers")
+        check_numbers(**{f"{name}[{i}]": value for i, value in enumerate(options[name])})
+    check_bools(nesterov=options["nesterov"])
     if not isinstance(options["ns_steps"], int) or not 0 <= options["ns_steps"] < 100:
         raise ValueError(f"ns_steps: {options['ns_steps']!r} must be an integer of at least 0 and less than 100")
     if len(options["ns_coefficients"]) != 3:

@@ -104,6 +104,9 @@ def split_parameters(model: Stages) -> tuple[list[nn.Parameter], list[nn.Paramet
     Raises:
         TypeError: neither a module nor a list of modules.
     """
+    stages = model if isinstance(model, list | tuple) else [model]
+    if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
+        raise TypeError(f"model: {model!r} must be a module, or a list of the stages that this rank holds")
     whole = joined(model)
     outside: set[Tensor] = set()
     for module in whole.modules():

@@ -1,11 +1,15 @@
 """The parts of a model that a pipeline is made of, and a stage: some of them, under the names of the whole model."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from tp_ext.nn.fqn import layouts
 
@@ -22,6 +26,10 @@ class Part(NamedTuple):
     name: str
     function: Callable[..., Any]
     keywords: frozenset[str] | None
+
+
+class ReadParameterError(ValueError):
+    """A function among the parts reads a parameter."""
 
 
 class Parts(NamedTuple):
@@ -87,6 +95,9 @@ class PipelinePart(nn.Module):
     Parameters, buffers and entries of the state dict have the names of the whole model. Keyword arguments reach the
     parts that take an argument of their name.
 
+    The first forward, on every rank that of the copies on fake tensors, raises ValueError if a function reads a
+    parameter: the optimizers of other stages have copies of it, and nothing sums their gradients.
+
     Args:
         training: the mode of this module and of the containers of the parts, which keep their own.
     """
@@ -94,6 +105,7 @@ class PipelinePart(nn.Module):
     def __init__(self, parts: Iterable[Part], training: bool = True) -> None:
         super().__init__()
         self.training = training
+        self._called = False
         steps: list[tuple[str, Callable[..., Any] | None, frozenset[str] | None]] = []
         for name, function, keywords in parts:
             if name:
@@ -105,10 +117,48 @@ class PipelinePart(nn.Module):
         for name, function, known in self._steps:
             act = function or self.get_submodule(name)
             taken = {key: value for key, value in keywords.items() if known is None or key in known}
-            result = act(*inputs, **taken)
+            with nullcontext() if function is None or self._called else _no_parameters(function):
+                result = act(*inputs, **taken)
             inputs = result if isinstance(result, tuple) else (result,)
+        self._called = True
         inputs = tuple(one.contiguous() if isinstance(one, Tensor) else one for one in inputs)  # as p2p requires
         return inputs[0] if len(inputs) == 1 else inputs
+
+
+@contextmanager
+def _no_parameters(function: Callable[..., Any]) -> Iterator[None]:
+    """Raises ReadParameterError if an operator or a module inside reads a parameter that is trained."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+
+    def check(module: nn.Module, args: Any) -> None:
+        _refuse(name, module.parameters(recurse=False))
+
+    # Our operators call C++ directly, which no mode sees, but their modules are called
+    hook = register_module_forward_pre_hook(check)
+    try:
+        with _Reads(name):
+            yield
+    finally:
+        hook.remove()
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse(self._name, tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse(name: str, read: Iterable[Any]) -> None:
+    for one in read:
+        if isinstance(one, nn.Parameter) and one.requires_grad:
+            raise ReadParameterError(
+                f"model: the part {name}, a function, must not read a parameter, as that of shape {tuple(one.shape)}: "
+                "each stage would train a copy. Make it an nn.Module of the model; tie a weight by assigning it to both"
+            )
 
 
 def elements(part: Part) -> int:

@@ -18,6 +18,7 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from tp_ext._object_collectives import all_gather_objects, call_and_gather
 from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
+from tp_ext.parallel.pipeline_parts import ReadParameterError
 from tp_ext.parallel.pipeline_schedules import Schedule, check_hooks, refuse_recomputation
 from tp_ext.parallel.pipeline_shapes import Shape, ShapeModel, StageShapes, calls_of_checkpoint
 from tp_ext.parallel.pipeline_tied import TiedWeights
@@ -313,6 +314,8 @@ class PipelineSteps:
             with setup.context(self.next_step, 0), watched as called:
                 shapes = self._shapes.run(inputs, keywords)
             metas = {stage.stage_index: _stage_meta(shapes[stage.stage_index]) for stage in setup.torch_stages}
+        except ReadParameterError as error:  # of the model, not of its being fake
+            raise ValueError(str(error)) from error
         except Exception as error:
             warnings.warn(
                 f"the shapes between the stages cannot be computed without running the model ({type(error).__name__}: "

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from tp_ext._arguments import check_bools
 from tp_ext.group import NOT_GIVEN
@@ -25,9 +26,15 @@ from tp_ext.parallel.grad_norm import clip_grad_norm_
 from tp_ext.parallel.pipeline import check_shards, materialise, pipeline_stages
 from tp_ext.parallel.pipeline_loss import StepLoss, one_element
 from tp_ext.parallel.pipeline_steps import reshard
-from tp_ext.parallel.run_checks import check_model_is_new, check_options, check_trainable, note_parallelized
+from tp_ext.parallel.run_checks import (
+    check_model_is_new,
+    check_options,
+    check_replicas,
+    check_trainable,
+    note_parallelized,
+)
 from tp_ext.parallel.run_experts import attach_router_losses, check_experts
-from tp_ext.parallel.step_inputs import StepInputs
+from tp_ext.parallel.step_inputs import StepInputs, on_all_data_ranks
 from tp_ext.random import manual_seed
 
 
@@ -92,15 +99,16 @@ def parallelize(
         autocast: the dtype of ``torch.autocast`` for forwards and losses; None: no autocast.
         seed: of weights on meta and of masks.
 
-    Communicates: the creation of groups; that of :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
+    Communicates: the creation of groups; a checksum per parameter over the data axes; that of
+    :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
 
     Raises:
         TypeError: an argument of another type. ValueError: an option out of its range, ``offload`` without
-            ``zero`` 2 or 3, what the schedule cannot combine; a model without a parameter that requires a gradient, or
-            that was parallelized before; layers whose group is another axis of the mesh, expert layers over other
-            ranks than its axes; ``zero`` 1, or 2 and 3 with ``recompute="selective"``, and experts over several ranks;
-            ``zero`` 2 or 3 and a parameter of which some rank has no element. RuntimeError: a pipeline with torch older
-            than 2.15.
+            ``zero`` 2 or 3, what the schedule cannot combine; a model without a parameter that requires a gradient,
+            with other weights on another data rank, or that was parallelized before; layers whose group is another axis
+            of the mesh, expert layers over other ranks than its axes; ``zero`` 1, or 2 and 3 with
+            ``recompute="selective"``, and experts over several ranks; ``zero`` 2 or 3 and a parameter of which some
+            rank has no element. RuntimeError: a pipeline with torch older than 2.15.
 
     Rajbhandari et al., "ZeRO", arXiv:1910.02054.
     """
@@ -115,6 +123,7 @@ def parallelize(
     check_trainable(model)
     check_axes(model, mesh)
     check_experts(model, mesh, zero, recompute)
+    check_replicas(model, mesh)
     attach_router_losses(model, microbatches)
     manual_seed(seed, mesh)
     name_modules(model)
@@ -164,6 +173,8 @@ class ParallelRun:
                 sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
         def summed(output: Any, target: Tensor) -> Tensor:
+            if target.numel() == 0:  # of a data rank without rows: a mean over no tokens is NaN
+                return torch.stack([one.sum() for one in tree_leaves(output) if isinstance(one, Tensor)]).sum() * 0
             with self._precision():
                 value = one_element(loss(output, target))
                 return value * count(target) if reduction == "mean" else value
@@ -221,7 +232,8 @@ class ParallelRun:
 
         Args:
             inputs: the first argument of the model, or a tuple of arguments; this rank's batch, cut along dim 0 into
-                microbatches. The same on all ranks of ``tp`` and ``pp``; over ``cp`` the rank's tokens.
+                microbatches. A batch of 0 rows counts as no tokens. The same on all ranks of ``tp`` and ``pp``; over
+                ``cp`` the rank's tokens.
             target: of the loss, cut in the same way.
             keywords: of the model or, under a pipeline, of those parts that take them; tensors are cut along dim 0. A
                 :class:`ContextLayout` of a microbatch, ``layout``, also says where this rank's tokens are, for masks.
@@ -231,11 +243,12 @@ class ParallelRun:
         Returns:
             0-d, fp64: the mean loss over the valid tokens of the global batch, the same on all ranks.
 
-        Communicates: what the layers do; the number of tokens; the gradients over the data axes, once.
+        Communicates: what the layers do; over the data axes the number of tokens, one number for which the host waits
+        (whether the batches of all ranks are valid), and the gradients, once.
 
         Raises:
             ValueError: ``microbatches`` does not divide the batch; a list of layouts of another length, or of unequal
-                numbers of tokens. TypeError: no tensor, no layout.
+                numbers of tokens. TypeError: no tensor, no layout. On all data ranks, if one of them finds it.
         """
         value = self._run(inputs, target, keywords, train=True)
         self.next_step += 1
@@ -271,7 +284,9 @@ class ParallelRun:
 
     def _run(self, inputs: Any, target: Tensor, keywords: dict[str, Any], *, train: bool) -> Tensor:
         """Runs all microbatches, with their backward or without; returns the loss."""
-        self._inputs = StepInputs(inputs, target, keywords, self._microbatches, self.data_rank)
+        self._inputs = on_all_data_ranks(
+            lambda: StepInputs(inputs, target, keywords, self._microbatches, self.data_rank), self._data, self._device
+        )
         try:
             if self._schedule is not None:
                 self._schedule.next_step = self.next_step

@@ -3,9 +3,17 @@
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from tp_ext._checksum import bits_of, checksum
+from tp_ext._object_collectives import all_gather_objects
+from tp_ext.group import global_ranks
+from tp_ext.mesh import DATA_AXES
+from tp_ext.nn.fqn import resolve_fqn
 from tp_ext.parallel.block_wrappers import RECOMPUTE
 from tp_ext.parallel.pipeline_schedules import check_schedule
 
@@ -29,6 +37,40 @@ def check_trainable(model: nn.Module) -> None:
         raise ValueError("model: must not be sharded by fully_shard yet; pass zero=2 or 3, which shards its blocks")
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(f"model: {type(model).__name__} must have a parameter that requires a gradient")
+
+
+@torch.no_grad()
+def check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises ValueError, on all ranks, if replicas of a parameter along a data axis are not the same bits: FSDP2 would
+    make one parameter of rows of several models. Parameters on meta are drawn alike later.
+
+    Communicates: 8 bytes and the name of each parameter over each data axis, and what was found over every axis.
+    """
+    axes = {name: mesh[name].get_group() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
+    params = {name: param for name, param in model.named_parameters() if not param.is_meta}
+    local = [param.to_local() if isinstance(param, DTensor) else param for param in params.values()]
+    numbers = torch.stack([checksum(bits_of(tensor))[0].cpu() for tensor in local]).tolist() if local else []
+    found: list[str] = []
+    for axis in (axes[name] for name in DATA_AXES if name in axes):
+        ranks = dist.get_process_group_ranks(axis)
+        mine = {
+            name: number
+            for name, number in zip(params, numbers, strict=True)
+            if not any(global_ranks(group.name) == ranks for _, group in resolve_fqn(model, name).layout)
+        }
+        held = all_gather_objects(mine, axis)
+        different = [name for name in mine if any(one.get(name, mine[name]) != mine[name] for one in held)]
+        if different:
+            own, other = ranks[axis.rank()], next(i for i, one in enumerate(held) if one != mine)
+            more = f", as do {len(different) - 1} more" if len(different) > 1 else ""
+            found.append(f"{different[0]!r} differs on the ranks {sorted((own, ranks[other]))}{more}")
+    for group in axes.values():  # also those that have no difference
+        found = [one for of_rank in all_gather_objects(found, group) for one in of_rank]
+    if found:
+        raise ValueError(
+            f"model: must have the same weights on all data ranks, and {min(found)}; seed them alike before it is "
+            "made, by tp_ext.manual_seed, or make it on meta"
+        )
 
 
 def note_parallelized(*models: nn.Module) -> None:

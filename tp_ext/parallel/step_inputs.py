@@ -1,20 +1,60 @@
 """The inputs of a step in microbatches, and the place of each microbatch in the global batch."""
 
-from contextlib import AbstractContextManager
-from typing import Any
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
+from tp_ext._object_collectives import all_gather_objects, as_builtin_error, true_on_any_rank
 from tp_ext.context_layout import ContextLayout
+from tp_ext.group import process_group
+from tp_ext.parallel.data_mesh import DataMesh
 from tp_ext.random_scope import at
+
+T = TypeVar("T")
+
+
+def on_all_data_ranks(act: Callable[[], T], data: DataMesh, device: torch.device) -> T:
+    """Returns ``act()``. If it raises on a data rank, all data ranks raise that error, of several the first one's.
+
+    Communicates: over each data axis one number, for which the host waits, on a stream of its own lest it wait for the
+    work that is queued; and, if it raises, one exchange of objects.
+    """
+    axes = [process_group(axis) for axis in data.axes]
+    result: list[T] = []
+    failure: Exception | None = None
+    try:
+        result.append(act())
+    except (TypeError, ValueError) as error:
+        failure = error
+    if axes:
+        with torch.cuda.stream(_agreements(device)) if device.type == "cuda" else nullcontext():
+            failed = true_on_any_rank(failure is not None, axes, device)
+        if failed:
+            errors = [None if failure is None else as_builtin_error(failure)]
+            for axis in axes:
+                errors = [one for of_rank in all_gather_objects(errors, axis) for one in of_rank]
+            rank, first = next((rank, one) for rank, one in enumerate(errors) if one is not None)
+            raise type(first)(f"{first}, on data rank {rank}") from failure
+    elif failure is not None:
+        raise failure
+    return result[0]
+
+
+@functools.cache
+def _agreements(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class StepInputs:
     """The arguments of a step of :class:`tp_ext.parallel.ParallelRun` on a data-parallel rank.
 
     Args:
-        inputs: a tensor, or a tuple of tensors, whose dim 0 is divided by the number of microbatches.
+        inputs: a tensor, or a tuple of tensors, whose dim 0 is divided by the number of microbatches; it may be 0.
         target: likewise.
         keywords: of the model; ``layout`` may be a list with one of each microbatch.
         microbatches: their number.
@@ -32,7 +72,7 @@ class StepInputs:
         for name, tensor in (*((f"inputs[{i}]", one) for i, one in enumerate(given)), ("target", target)):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name}: {type(tensor).__name__} must be a tensor")
-            if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % microbatches:
+            if tensor.dim() == 0 or len(tensor) % microbatches:
                 raise ValueError(
                     f"{name}: shape {tuple(tensor.shape)} must be a multiple of {microbatches} microbatches in dim 0"
                 )
@@ -46,6 +86,12 @@ class StepInputs:
 
     def microbatches(self) -> tuple[list[Any], list[dict[str, Any]], list[Tensor]]:
         """Returns the arguments, the keyword arguments and the target of each microbatch."""
+        if len(self._target) == 0:  # torch cannot split what is empty
+            return (
+                [self._given] * self._microbatches,
+                [self._keywords] * self._microbatches,
+                [self._target] * self._microbatches,
+            )
         arguments, options = split_args_kwargs_into_chunks(self._given, self._keywords, self._microbatches)
         if isinstance(self._keywords.get("layout"), list | tuple):
             options = [one | {"layout": layout} for one, layout in zip(options, self._layouts, strict=True)]
