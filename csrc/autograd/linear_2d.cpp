@@ -208,16 +208,16 @@ struct Linear2d : Function<Linear2d> {
     if (kept_w.defined()) return kept_w;
     const auto& data = ctx->saved_data;
     const auto found = data.find("order");
-    return gathered_weight(
-        weight, s.weight,
-        found == data.end()
-            ? nullptr
-            : c10::dynamic_intrusive_pointer_cast<GatherOrder>(found->second.toCapsule()));
+    return gathered_weight(weight, s.weight,
+                           found == data.end() ? nullptr
+                                               : c10::dynamic_intrusive_pointer_cast<GatherOrder>(
+                                                     found->second.toCapsule()));
   }
 
-  static void column_gradients(AutogradContext* ctx, const Tensor& dy, const Tensor& x, const Tensor& weight,
-                               const Tensor& kept_x, const Tensor& kept_w, const Sharded& s,
-                               bool wants_x, bool wants_w, variable_list& result) {
+  static void column_gradients(AutogradContext* ctx, const Tensor& dy, const Tensor& x,
+                               const Tensor& weight, const Tensor& kept_x, const Tensor& kept_w,
+                               const Sharded& s, bool wants_x, bool wants_w,
+                               variable_list& result) {
     std::optional<comm::Pending> x_full, dx, dw;
     if (wants_w) x_full.emplace(kept_x.defined() ? comm::Pending(kept_x, nullptr) : gather(x, s));
     if (wants_x) dx.emplace(sum(input_grad(dy, weight_for_dx(ctx, weight, kept_w, s)), s));
@@ -325,9 +325,8 @@ Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
   const Tensor w = cast(weight);
   std::optional<MadeForOneCall> made;
   if (!w.is_same(weight)) made.emplace();
-  return linear_2d(cast(x), w, bias.has_value() ? OptionalTensor(cast(*bias)) : bias,
-                   group, weight_group, weight_size, row, activations, sizes,
-                   reshard_after_forward);
+  return linear_2d(cast(x), w, bias.has_value() ? OptionalTensor(cast(*bias)) : bias, group,
+                   weight_group, weight_size, row, activations, sizes, reshard_after_forward);
 }
 
 }  // namespace

@@ -78,15 +78,14 @@ void GatherOrder::gather_next() {
   if (now.coming || !now.as_known || now.known.size() <= next) return;
   const auto& [shard, of] = now.known[next];
   if (!has_memory(shard)) return;
-  now.coming.emplace(Coming{shard, version_of(shard),
-                            std::make_shared<comm::Pending>(comm::all_gather_async(
-                                shard, of.group, of.dim, of.split))});
+  now.coming.emplace(Coming{
+      shard, version_of(shard),
+      std::make_shared<comm::Pending>(comm::all_gather_async(shard, of.group, of.dim, of.split))});
 }
 
 Tensor gathered_weight(const Tensor& shard, const WeightShards& of, const GatherOrder::Ptr& order) {
   if (of.split.sizes.size() == 1) return shard;
-  if (!order)
-    return comm::all_gather(shard, of.group, of.dim, of.split);
+  if (!order) return comm::all_gather(shard, of.group, of.dim, of.split);
   const Tensor gathered = order->take(shard, of);
   order->gather_next();
   return gathered;

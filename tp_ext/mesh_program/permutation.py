@@ -51,14 +51,16 @@ def permuted(x: Tensor, groups: Sequence[ParallelGroup], perm: Pairs) -> Tensor:
         here = [path for path in paths if _place(path, k)[:k] + _place(path, k)[k + 1 :] == at[:k] + at[k + 1 :]]
         mine = [path for path in here if _place(path, k)[k] == at[k]]
         if k:
-            order = sorted(range(len(mine)), key=lambda j, mine=mine, k=k: mine[j][1][k])
+            goes_to = [to[k] for _, to in mine]
+            order = sorted(range(len(mine)), key=goes_to.__getitem__)
             held = held.index_select(0, torch.tensor(order, dtype=torch.int64, device=x.device))
         sent = [sum(to[k] == rank for _, to in mine) for rank in range(group.size)]
         received = [
             sum(_place(path, k)[k] == rank and path[1][k] == at[k] for path in here) for rank in range(group.size)
         ]
         held = regions.all_to_all(held, group, (0, 0), sent, received)
-        paths = sorted(paths, key=lambda path, k=k: _place(path, k)[k])  # as they arrive: by the rank that sent them
+        came_from = [_place(path, k)[k] for path in paths]  # as they arrive: by the rank that sent them
+        paths = [paths[j] for j in sorted(range(len(paths)), key=came_from.__getitem__)]
     return F.pad(held, (0, 0, 0, 1 - held.shape[0])).reshape(x.shape)
 
 

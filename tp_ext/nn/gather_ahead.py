@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tp_ext import _C
+from tp_ext._build import load
 
+_C = load()
 _CALL = nn.Module._call_impl.__code__
 
 
