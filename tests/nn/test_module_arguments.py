@@ -60,7 +60,7 @@ CASES = {
         lambda: tp_ext.linear_cross_entropy(
             torch.ones(2, 3), torch.ones(4, 3), torch.tensor([1, 2]), None, chunk_tokens=True
         ),
-        ValueError,
+        TypeError,
         "chunk_tokens: True must be an integer",
     ),
     "reorder floats": (lambda: _cache().reorder(torch.ones(2)), TypeError, "index: torch.float32 must be torch.int64"),

@@ -5,7 +5,6 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.group import Group, parallel_group
 from tp_ext.nn.loss import axes_of_mean, global_mean, vocab_columns
-from tp_ext.nn.module import check_positive
 from tp_ext.nn.same_input import DebugMode, compare_input
 from tp_ext.sharding import split_sizes
 
@@ -81,8 +80,8 @@ def linear_cross_entropy(
         raise ValueError(f"weight: shape {tuple(weight.shape)} must have 2 dims, this rank's rows of the vocabulary")
     if total_tokens is not None and (not isinstance(total_tokens, int) or total_tokens < 0):
         raise ValueError(f"total_tokens: {total_tokens!r} must be an integer of at least 0")
-    if chunk_tokens is not None:
-        check_positive(chunk_tokens=chunk_tokens)
+    if isinstance(chunk_tokens, bool):
+        raise TypeError(f"chunk_tokens: {chunk_tokens!r} must be an integer of at least 1, or None")
     if DebugMode.on:
         compare_input("target", target, resolved)
     start, local, full = vocab_columns(weight.shape[0], vocab_size, resolved, "weight", "rows")
