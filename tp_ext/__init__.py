@@ -60,8 +60,6 @@ from tp_ext.nn.rotary import RotaryEmbedding
 from tp_ext.nn.router import RouterConfig
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from tp_ext.nn.tied import declare_tied
-from tp_ext.outside import distributed_checkpoint as _distributed_checkpoint  # noqa: F401, for its effect, as the next
-from tp_ext.outside import state_dicts as _state_dicts  # noqa: F401
 from tp_ext.parallel.grad_norm import clip_grad_norm_, grad_norm
 from tp_ext.parallel.run import parallelize
 from tp_ext.random import manual_seed

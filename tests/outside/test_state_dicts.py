@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.data_parallel import mesh, wrap
-from tp_ext.outside.distributed_checkpoint import refusing
+from tp_ext.outside.distributed_checkpoint import refuse_load, refuse_save
 from tp_ext.outside.places import Place, found_place, put_place
 
 
@@ -296,13 +296,13 @@ def test_stages_of_a_pipeline(tmp_path):
 def test_torch_without_places_is_refused():
     """Before torch 2.15 its planner would take a shard for the whole."""
     value = torch.zeros(2)
-    plan = refusing(lambda state: sorted(state), "dcp.save", "tp_ext.save_checkpoint")
-    assert plan({"b": value, "a": 1}) == ["a", "b"]
-    put_place(value, Place((4,), ((0,),), ((0,),), ((2,),), "rank 0 of 2"))
-    with pytest.raises(
-        RuntimeError, match=r"'b' is the shard of rank 0 of 2, .*: take tp_ext.save_checkpoint, or torch 2.15"
-    ):
-        plan({"b": value})
+    for refuse, name, instead in ((refuse_save, "save", "save_checkpoint"), (refuse_load, "load", "load_checkpoint")):
+        assert refuse(lambda state, *rest: sorted(state), {"b": value.clone(), "a": 1}, None) == ["a", "b"]
+        shard = value.clone()
+        put_place(shard, Place((4,), ((0,),), ((0,),), ((2,),), "rank 0 of 2"))
+        text = rf"'b' is the shard of rank 0 of 2, which dcp.{name} .*: take tp_ext.{instead}, or torch 2.15"
+        with pytest.raises(RuntimeError, match=text):
+            refuse(lambda state, *rest: sorted(state), {"b": shard}, None)
 
 
 def _wrapped(group):

@@ -3,19 +3,15 @@
 With torch 2.15 its planner asks tensors for their place (``CheckpointableTensor``). Before, it would take each shard
 for the whole, so its saves and loads of such tensors are refused. Full states
 (``StateDictOptions(full_state_dict=True)``) are those of :func:`tp_ext.full_state_dict` and its companions. The
-functions are looked up in torch's modules at each call, and replaced there.
+functions are wrapped where torch looks them up (:mod:`tp_ext.outside.wrapped`).
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._state_dict_utils as copies
-import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.default_planner as planner
 import torch.distributed.checkpoint.state_dict as states
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -41,49 +37,37 @@ def _other_rank() -> bool:
     return dist.is_initialized() and dist.get_rank() > 0
 
 
-def _copied(original: Function) -> Function:
-    @functools.wraps(original)
-    def iterate(given: Any, *args: Any, **options: Any) -> Any:
-        made = original(given, *args, **options)
-        place = found_place(given)
-        if place is not None and isinstance(made, Tensor) and made is not given:
-            put_place(made, place)
-        return made
-
-    return iterate
+def copied(original: Function, given: Any, *args: Any, **options: Any) -> Any:
+    made = original(given, *args, **options)
+    place = found_place(given)
+    if place is not None and isinstance(made, Tensor) and made is not given:
+        put_place(made, place)
+    return made
 
 
-def _get_model(original: Function) -> Function:
-    @functools.wraps(original)
-    def get(model: nn.Module, info: Any) -> Any:
-        if not (info.handle_model and info.full_state_dict and has_shards(model)):
-            return original(model, info)
-        if info.submodule_prefixes:
-            raise ValueError(
-                "submodules: must not be given for a full state of a sharded model: take tp_ext.full_state_dict"
-            )
-        state = full_state_dict(model, rank0_only=info.cpu_offload, cpu_offload=info.cpu_offload)
-        if info.cpu_offload and _other_rank():
-            return {}
-        if info.ignore_frozen_params:
-            keys = [key for key, param in model.named_parameters() if not param.requires_grad]
-            frozen = {name for key in keys for name in states._get_fqns(model, key)}
-            state = {name: value for name, value in state.items() if name not in frozen}
-        return state
-
-    return get
+def get_model(original: Function, model: nn.Module, info: Any) -> Any:
+    if not (info.handle_model and info.full_state_dict and has_shards(model)):
+        return original(model, info)
+    if info.submodule_prefixes:
+        raise ValueError(
+            "submodules: must not be given for a full state of a sharded model: take tp_ext.full_state_dict"
+        )
+    state = full_state_dict(model, rank0_only=info.cpu_offload, cpu_offload=info.cpu_offload)
+    if info.cpu_offload and _other_rank():
+        return {}
+    if info.ignore_frozen_params:
+        keys = [key for key, param in model.named_parameters() if not param.requires_grad]
+        frozen = {name for key in keys for name in states._get_fqns(model, key)}
+        state = {name: value for name, value in state.items() if name not in frozen}
+    return state
 
 
-def _load_model(original: Function) -> Function:
-    @functools.wraps(original)
-    def load(model: nn.Module, state: Any, info: Any) -> Any:
-        given = state or info.broadcast_from_rank0
-        if not (info.handle_model and info.full_state_dict and given and has_shards(model)):
-            return original(model, state, info)
-        load_full_state_dict(model, state, strict=info.strict, broadcast_from_rank0=info.broadcast_from_rank0)
-        return _IncompatibleKeys([], [])
-
-    return load
+def load_model(original: Function, model: nn.Module, state_dict: Any, info: Any) -> Any:
+    given = state_dict or info.broadcast_from_rank0
+    if not (info.handle_model and info.full_state_dict and given and has_shards(model)):
+        return original(model, state_dict, info)
+    load_full_state_dict(model, state_dict, strict=info.strict, broadcast_from_rank0=info.broadcast_from_rank0)
+    return _IncompatibleKeys([], [])
 
 
 @contextlib.contextmanager
@@ -118,75 +102,60 @@ def _check_state(name: str, param: Tensor, state: Mapping[str, Any]) -> None:
             )
 
 
-def _get_optimizers(original: Function) -> Function:
-    @functools.wraps(original)
-    def get(model: nn.Module, optimizers: tuple[Optimizer, ...], info: Any) -> Any:
-        if not (info.handle_optim and has_shards(model)):
+def get_optimizers(original: Function, model: nn.Module, optimizers: tuple[Optimizer, ...], info: Any) -> Any:
+    if not (info.handle_optim and has_shards(model)):
+        return original(model, optimizers, info)
+    for optimizer in optimizers:
+        states._init_optim_state(optimizer)
+    with _layouts_known(model, optimizers):
+        if not info.full_state_dict:
             return original(model, optimizers, info)
-        for optimizer in optimizers:
-            states._init_optim_state(optimizer)
-        with _layouts_known(model, optimizers):
-            if not info.full_state_dict:
-                return original(model, optimizers, info)
-        whole: dict[str, Any] = {"state": {}, "param_groups": []}
-        for optimizer in optimizers:
-            one = full_optimizer_state_dict(model, optimizer, rank0_only=info.cpu_offload, cpu_offload=info.cpu_offload)
-            whole["state"].update(one.get("state", {}))
-            whole["param_groups"].extend(one.get("param_groups", ()))
-        if info.cpu_offload and _other_rank():
-            return {}
-        return states._flatten_optim_state_dict(whole) if info.flatten_optimizer_state_dict else whole
-
-    return get
+    whole: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optimizer in optimizers:
+        one = full_optimizer_state_dict(model, optimizer, rank0_only=info.cpu_offload, cpu_offload=info.cpu_offload)
+        whole["state"].update(one.get("state", {}))
+        whole["param_groups"].extend(one.get("param_groups", ()))
+    if info.cpu_offload and _other_rank():
+        return {}
+    return states._flatten_optim_state_dict(whole) if info.flatten_optimizer_state_dict else whole
 
 
-def _load_optimizers(original: Function) -> Function:
-    @functools.wraps(original)
-    def load(model: nn.Module, optimizers: tuple[Optimizer, ...], state: Any, info: Any) -> Any:
-        if not (info.handle_optim and has_shards(model)):
-            return original(model, optimizers, state, info)
-        for optimizer in optimizers:
-            states._init_optim_state(optimizer)
-        with _layouts_known(model, optimizers):
-            if not info.full_state_dict:
-                return original(model, optimizers, state, info)
-        for optimizer in optimizers:
-            own = state
-            if state:
-                of_one = states._split_optim_state_dict if "state" in state else None
-                own = of_one(model, optimizer, state, info) if of_one else None
-                own = own or states._unflatten_optim_state_dict(optimizer, state, info)
-            load_full_optimizer_state_dict(model, optimizer, own, broadcast_from_rank0=info.broadcast_from_rank0)
-        return None
-
-    return load
+def load_optimizers(
+    original: Function, model: nn.Module, optimizers: tuple[Optimizer, ...], state_dict: Any, info: Any
+) -> Any:
+    if not (info.handle_optim and has_shards(model)):
+        return original(model, optimizers, state_dict, info)
+    for optimizer in optimizers:
+        states._init_optim_state(optimizer)
+    with _layouts_known(model, optimizers):
+        if not info.full_state_dict:
+            return original(model, optimizers, state_dict, info)
+    for optimizer in optimizers:
+        own = state_dict
+        if state_dict:
+            of_one = states._split_optim_state_dict if "state" in state_dict else None
+            own = of_one(model, optimizer, state_dict, info) if of_one else None
+            own = own or states._unflatten_optim_state_dict(optimizer, state_dict, info)
+        load_full_optimizer_state_dict(model, optimizer, own, broadcast_from_rank0=info.broadcast_from_rank0)
+    return None
 
 
-def refusing(original: Function, name: str, instead: str) -> Function:
-    """Returns a plan of torch's planner that raises RuntimeError if a value is a shard, for torch before 2.15."""
-
-    @functools.wraps(original)
-    def plan(state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        for key, value in state_dict.items():
-            if (place := found_place(value)) is not None:
-                raise RuntimeError(
-                    f"state_dict: {key!r} is the shard of {place.held_by}, which {name} of torch {torch.__version__} "
-                    f"would take for the whole tensor: take {instead}, or torch 2.15"
-                )
-        return original(state_dict, *args, **options)
-
-    return plan
+def refuse_save(original: Function, state_dict: Mapping[str, Any], *args: Any) -> Any:
+    """The plan of ``dcp.save`` of torch before 2.15, which would save each shard as the whole tensor."""
+    _refuse(state_dict, "dcp.save", "tp_ext.save_checkpoint")
+    return original(state_dict, *args)
 
 
-copies._iterate_state_dict = _copied(copies._iterate_state_dict)
-states._get_model_state_dict = _get_model(states._get_model_state_dict)
-states._load_model_state_dict = _load_model(states._load_model_state_dict)
-states._get_optim_state_dict = _get_optimizers(states._get_optim_state_dict)
-states._load_optim_state_dict = _load_optimizers(states._load_optim_state_dict)
-if not hasattr(dcp, "CheckpointableTensor"):
-    planner.create_default_local_save_plan = refusing(
-        planner.create_default_local_save_plan, "dcp.save", "tp_ext.save_checkpoint"
-    )
-    planner.create_default_local_load_plan = refusing(
-        planner.create_default_local_load_plan, "dcp.load", "tp_ext.load_checkpoint"
-    )
+def refuse_load(original: Function, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+    """The same of ``dcp.load``."""
+    _refuse(state_dict, "dcp.load", "tp_ext.load_checkpoint")
+    return original(state_dict, *args, **options)
+
+
+def _refuse(state_dict: Mapping[str, Any], name: str, instead: str) -> None:
+    for key, value in state_dict.items():
+        if (place := found_place(value)) is not None:
+            raise RuntimeError(
+                f"state_dict: {key!r} is the shard of {place.held_by}, which {name} of torch {torch.__version__} "
+                f"would take for the whole tensor: take {instead}, or torch 2.15"
+            )

@@ -1,12 +1,11 @@
 """State dicts of torch over shards: ``module.state_dict()`` and ``optimizer.state_dict()`` hold ordinary local tensors
 that can be asked where they belong, and their ``load_state_dict`` refuses the shards of another rank and dense tensors.
 
-Importing tp_ext wraps these four methods. Values of other modules pass through; a live entry (``keep_vars=True``) is
-untouched. A shard of a parameter of FSDP2 is given as the local tensor, not as the DTensor whose shape is that of a
-shard.
+These four methods are wrapped (:mod:`tp_ext.outside.wrapped`). Values of other modules pass through; a live entry
+(``keep_vars=True``) is untouched. A shard of a parameter of FSDP2 is given as the local tensor, not as the DTensor
+whose shape is that of a shard.
 """
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -20,6 +19,7 @@ from tp_ext.nn.layouts import carried_layouts, layouts_of, mirror_layouts
 from tp_ext.outside.places import Place, found_place, held_by, is_placed, local_of, place_of, put_place
 from tp_ext.sharding import Layout
 
+Function = Callable[..., Any]
 _METADATA = "tp_ext"  # key in the metadata of a module, which torch.save keeps
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's CheckpointWrapper takes it out of the keys, not of the names
 # By id of a parameter, while a function that has the model knows more than the parameters carry
@@ -33,37 +33,29 @@ def _placed_value(value: Tensor, live: Tensor, layout: Layout) -> Tensor:
     return made
 
 
-def _module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def state_dict(self: nn.Module, *args: Any, **options: Any) -> Any:
-        state = original(self, *args, **options)
-        if options.get("keep_vars", args[2] if len(args) > 2 else False):
-            return state
-        prefix = options.get("prefix", args[1] if len(args) > 1 else "")
-        for name, live, layout in held_by(self):
-            value = state.get(prefix + name)
-            if isinstance(value, Tensor) and value is not live and is_placed(live, layout):
-                state[prefix + name] = made = _placed_value(value, live, layout)
-                metadata = getattr(state, "_metadata", {}).get(prefix[:-1])
-                if metadata is not None:
-                    metadata.setdefault(_METADATA, {})[name] = (tuple(made.shape), *(found_place(made) or ()))
+def module_state_dict(original: Function, self: nn.Module, *args: Any, **options: Any) -> Any:
+    state = original(self, *args, **options)
+    if options.get("keep_vars", args[2] if len(args) > 2 else False):
         return state
+    prefix = options.get("prefix", args[1] if len(args) > 1 else "")
+    for name, live, layout in held_by(self):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value is not live and is_placed(live, layout):
+            state[prefix + name] = made = _placed_value(value, live, layout)
+            metadata = getattr(state, "_metadata", {}).get(prefix[:-1])
+            if metadata is not None:
+                metadata.setdefault(_METADATA, {})[name] = (tuple(made.shape), *(found_place(made) or ()))
+    return state
 
-    return state_dict
 
-
-def _module_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(state_dict, Mapping):
-            state_dict = _to_be_loaded(self, state_dict)
-        result = original(self, state_dict, *args, **options)
-        for module in self.modules():
-            if layouts_of(module):
-                mirror_layouts(module)  # with assign=True the parameters are new ones
-        return result
-
-    return load_state_dict
+def module_load_state_dict(original: Function, self: nn.Module, state_dict: Any, *args: Any, **options: Any) -> Any:
+    if isinstance(state_dict, Mapping):
+        state_dict = _to_be_loaded(self, state_dict)
+    result = original(self, state_dict, *args, **options)
+    for module in self.modules():
+        if layouts_of(module):
+            mirror_layouts(module)  # with assign=True the parameters are new ones
+    return result
 
 
 class _Entry(NamedTuple):
@@ -135,42 +127,34 @@ def has_place(value: Any, param: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape
 
 
-def _optimizer_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def state_dict(self: Optimizer) -> Any:
-        state = original(self)
-        layouts = _layouts_of_params(self)
-        groups = zip(state["param_groups"], self.param_groups, strict=True)
-        params = chain.from_iterable(zip(saved["params"], live["params"], strict=True) for saved, live in groups)
+def optimizer_state_dict(original: Function, self: Optimizer) -> Any:
+    state = original(self)
+    layouts = _layouts_of_params(self)
+    groups = zip(state["param_groups"], self.param_groups, strict=True)
+    params = chain.from_iterable(zip(saved["params"], live["params"], strict=True) for saved, live in groups)
+    for number, param in params:
+        layout = layouts.get(id(param), Layout())
+        if number in state["state"] and is_placed(param, layout):
+            state["state"][number] = {  # not in place: the dict is the optimizer's own
+                key: _placed_value(value, value, layout) if has_place(value, param) else value
+                for key, value in state["state"][number].items()
+            }
+    return state
+
+
+def optimizer_load_state_dict(original: Function, self: Optimizer, state_dict: Any, *args: Any, **options: Any) -> Any:
+    if isinstance(state_dict, dict) and state_dict.keys() >= {"state", "param_groups"}:
+        layouts, states = _layouts_of_params(self), dict(state_dict["state"])
+        groups = zip(state_dict["param_groups"], self.param_groups, strict=False)  # torch compares the lengths
+        params = chain.from_iterable(zip(given["params"], live["params"], strict=False) for given, live in groups)
         for number, param in params:
-            layout = layouts.get(id(param), Layout())
-            if number in state["state"] and is_placed(param, layout):
-                state["state"][number] = {  # not in place: the dict is the optimizer's own
-                    key: _placed_value(value, value, layout) if has_place(value, param) else value
-                    for key, value in state["state"][number].items()
+            if isinstance(entry := states.get(number), dict):
+                layout = layouts.get(id(param), Layout())
+                states[number] = {
+                    key: _own_state(f"state.{number}.{key}", value, param, layout) for key, value in entry.items()
                 }
-        return state
-
-    return state_dict
-
-
-def _optimizer_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_state_dict(self: Optimizer, state_dict: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(state_dict, dict) and state_dict.keys() >= {"state", "param_groups"}:
-            layouts, states = _layouts_of_params(self), dict(state_dict["state"])
-            groups = zip(state_dict["param_groups"], self.param_groups, strict=False)  # torch compares the lengths
-            params = chain.from_iterable(zip(given["params"], live["params"], strict=False) for given, live in groups)
-            for number, param in params:
-                if isinstance(entry := states.get(number), dict):
-                    layout = layouts.get(id(param), Layout())
-                    states[number] = {
-                        key: _own_state(f"state.{number}.{key}", value, param, layout) for key, value in entry.items()
-                    }
-            state_dict = {**state_dict, "state": states}
-        return original(self, state_dict, *args, **options)
-
-    return load_state_dict
+        state_dict = {**state_dict, "state": states}
+    return original(self, state_dict, *args, **options)
 
 
 def _own_state(key: str, value: Any, param: Tensor, layout: Layout) -> Any:
@@ -179,9 +163,3 @@ def _own_state(key: str, value: Any, param: Tensor, layout: Layout) -> Any:
         return value
     loaded = _checked(key, value, place, param.detach(), layout)
     return loaded if isinstance(loaded, DTensor) else loaded.detach()  # the optimizer's own tensors carry no place
-
-
-nn.Module.state_dict = _module_state_dict(nn.Module.state_dict)  # type: ignore[method-assign]
-nn.Module.load_state_dict = _module_load_state_dict(nn.Module.load_state_dict)  # type: ignore[method-assign]
-Optimizer.state_dict = _optimizer_state_dict(Optimizer.state_dict)  # type: ignore[method-assign]
-Optimizer.load_state_dict = _optimizer_load_state_dict(Optimizer.load_state_dict)  # type: ignore[method-assign]

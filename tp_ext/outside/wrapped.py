@@ -11,6 +11,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch.distributed._state_dict_utils as copies
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.default_planner as planner
+import torch.distributed.checkpoint.state_dict as states
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import init
 from torch.nn.utils import clip_grad
@@ -18,9 +23,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim import Optimizer
 
 from tp_ext.nn.layouts import Carriers
-from tp_ext.outside import clipping, initialisers, parametrizations, scaling
+from tp_ext.outside import clipping, distributed_checkpoint, initialisers, parametrizations, scaling, state_dicts
 
 SWITCH = "TP_EXT_WRAP_TORCH"
 
@@ -34,6 +40,7 @@ class Wrapped(NamedTuple):
         parameters: its parameters, the same in each supported version; ``name=default``.
         ours: takes torch's function, then its arguments.
         instead: the call to use where it is not wrapped.
+        always: whether ours is called in a process that has made no shard, too: a state may come from another process.
     """
 
     holder: Any
@@ -41,6 +48,7 @@ class Wrapped(NamedTuple):
     parameters: str
     ours: Callable[..., Any]
     instead: str
+    always: bool = False
 
     @property
     def title(self) -> str:
@@ -48,6 +56,7 @@ class Wrapped(NamedTuple):
         return f"{self.holder.__name__}.{self.name}"
 
 
+_CHECKPOINT = "tp_ext.save_checkpoint, tp_ext.load_checkpoint, tp_ext.full_state_dict"
 _NORM = "norm_type=2.0, error_if_nonfinite=False, foreach=None"
 
 WRAPPED = [
@@ -106,7 +115,51 @@ WRAPPED = [
         }.items()
     ),
     Wrapped(init, "_calculate_fan_in_and_fan_out", "tensor", initialisers.fans, "init= of the layer"),
+    Wrapped(
+        nn.Module,
+        "state_dict",
+        "self, *args, destination=None, prefix='', keep_vars=False",
+        state_dicts.module_state_dict,
+        _CHECKPOINT,
+        always=True,
+    ),
+    Wrapped(
+        nn.Module,
+        "load_state_dict",
+        "self, state_dict, strict=True, assign=False",
+        state_dicts.module_load_state_dict,
+        _CHECKPOINT,
+        always=True,
+    ),
+    Wrapped(Optimizer, "state_dict", "self", state_dicts.optimizer_state_dict, _CHECKPOINT, True),
+    Wrapped(Optimizer, "load_state_dict", "self, state_dict", state_dicts.optimizer_load_state_dict, _CHECKPOINT, True),
+    Wrapped(
+        copies,
+        "_iterate_state_dict",
+        "iter_object, sharded_tensor_func, dtensor_func, tensor_func, *, pg=None, device=None, cpu_offload=False, "
+        "companion_obj=None, ranks_only=(), type_check=True, non_blocking=True",
+        distributed_checkpoint.copied,
+        _CHECKPOINT,
+        always=True,
+    ),
+    *(
+        Wrapped(states, name, parameters, ours, _CHECKPOINT, always=True)
+        for name, parameters, ours in (
+            ("_get_model_state_dict", "model, info", distributed_checkpoint.get_model),
+            ("_load_model_state_dict", "model, state_dict, info", distributed_checkpoint.load_model),
+            ("_get_optim_state_dict", "model, optimizers, info", distributed_checkpoint.get_optimizers),
+            ("_load_optim_state_dict", "model, optimizers, state_dict, info", distributed_checkpoint.load_optimizers),
+        )
+    ),
 ]
+if not hasattr(dcp, "CheckpointableTensor"):
+    WRAPPED += [
+        Wrapped(planner, f"create_default_local_{name}_plan", parameters, ours, _CHECKPOINT, always=True)
+        for name, parameters, ours in (
+            ("save", "state_dict, is_coordinator", distributed_checkpoint.refuse_save),
+            ("load", "state_dict, metadata, strict=True", distributed_checkpoint.refuse_load),
+        )
+    ]
 
 
 def parameters_of(function: Callable[..., Any]) -> str:
@@ -144,7 +197,7 @@ def _passing(one: Wrapped, torchs: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(torchs)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not Carriers.exist:
+        if not (one.always or Carriers.exist):
             return torchs(*args, **kwargs)
         return ours(torchs, *args, **kwargs)
 
