@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext.group import Group, ParallelGroup, global_ranks
@@ -23,7 +24,7 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
     ranks; with ``gradient_reduction="mean"``.
 
     Args:
-        model: any module, without DDP or FSDP2, which take the mean themselves.
+        model: any module, without DDP, which takes the mean itself. Parameters under FSDP2, which does, too, are left.
         data_groups: the axes, such as ``[mesh["dp"], mesh["ep"]]``, one by one, the expert group among them.
 
     Communicates, over each axis: an all-reduce of one number per parameter, and all-reduces of the gradients of each
@@ -34,6 +35,7 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
     """
     axes = data_axes(data_groups)
     params, found = dict(model.named_parameters()), list(layouts(model))
+    found = [(name, layout) for name, layout in found if not isinstance(params[name], DTensor)]
     averaged = [(axis, [params[name] for name, layout in found if not _shards(layout, axis, name)]) for axis in axes]
     for axis, over in averaged:
         average_over(over, axis.name)
