@@ -27,7 +27,7 @@ ORDER = [
     {"checkpoint", "parallel", "mesh_program"},
     {"outside", "simulation"},
     {"auto", "debug", "optim"},
-    {"huggingface", "verify"},
+    {"huggingface", "lightning", "verify"},
     {"__init__"},
 ]
 # These folders work on modules and their shardings, and import no layer
@@ -145,6 +145,7 @@ def test_only_the_package_is_imported_by_the_package():
         "debug/type_rules.py": {"spmd_types"},
         "debug/expert_type_rules.py": {"spmd_types"},
         "huggingface": {"accelerate", "huggingface_hub", "transformers"},
+        "lightning": {"lightning"},
     }
     for file in PACKAGE:
         place = file.relative_to(ROOT / "tp_ext").as_posix()
@@ -152,7 +153,8 @@ def test_only_the_package_is_imported_by_the_package():
         for name in imports(file):
             top = name.split(".")[0]
             assert top in allowed | more or top in sys.stdlib_module_names, f"{file.name} imports {name}"
-            assert name != "tp_ext.huggingface" or place.startswith("huggingface"), f"{file.name} imports transformers"
+            for trainer in ("huggingface", "lightning"):
+                assert name != f"tp_ext.{trainer}" or place.startswith(trainer), f"{file.name} imports {trainer}"
 
 
 # C++

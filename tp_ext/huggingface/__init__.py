@@ -7,6 +7,7 @@ from tp_ext.huggingface.accelerator import share_batches
 from tp_ext.huggingface.adapters import load_adapter, save_adapter
 from tp_ext.huggingface.context import context_inputs, context_parallel
 from tp_ext.huggingface.load import from_pretrained
+from tp_ext.huggingface.prepare import prepare
 from tp_ext.huggingface.save import save_pretrained
 from tp_ext.huggingface.trainer import Trainer
 
@@ -17,6 +18,7 @@ __all__ = [
     "from_pretrained",
     "from_published_experts",
     "load_adapter",
+    "prepare",
     "save_adapter",
     "save_pretrained",
     "share_batches",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tp_ext._object_collectives import broadcast_from_first
@@ -56,6 +58,17 @@ def share_batches(accelerator: accelerate.Accelerator, model: nn.Module) -> acce
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(f"accelerator: {type(accelerator).__name__} must be an accelerate.Accelerator")
     world = check_sharded_over_all(model)
+    check_new(accelerator, world)
+    if world > 1:
+        share(accelerator, model)
+        accelerator.gather_for_metrics = functools.partial(_own_values, accelerator)
+        for name, advice in _SHARDS.items():
+            setattr(accelerator, name, _refused(name, advice))
+    return accelerator
+
+
+def check_new(accelerator: accelerate.Accelerator, world: int) -> None:
+    """Raises ValueError unless the accelerator knows of all ranks, has prepared nothing and shards nothing itself."""
     if accelerator.num_processes != world:
         raise ValueError(
             f"accelerator: knows of {accelerator.num_processes} processes and must know of all {world} of the job; "
@@ -65,9 +78,6 @@ def share_batches(accelerator: accelerate.Accelerator, model: nn.Module) -> acce
         raise ValueError("accelerator: must not have prepared anything; call share_batches first")
     if world > 1 and not accelerator.distributed_type.name.startswith("MULTI_"):
         raise ValueError(f"accelerator: must not shard by {accelerator.distributed_type.name}: the model is sharded")
-    if world > 1:
-        _share(accelerator, model)
-    return accelerator
 
 
 def check_sharded_over_all(model: nn.Module) -> int:
@@ -80,9 +90,18 @@ def check_sharded_over_all(model: nn.Module) -> int:
     return world
 
 
-def _share(accelerator: Any, model: nn.Module) -> None:
-    """Replaces the methods that would take another rank for another batch."""
+def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) -> None:
+    """Replaces the methods that would take another rank for another batch, but for those of ``data``, if given."""
     cls = type(accelerator)
+    place: dict[str, Any] = {"num_processes": 1, "process_index": 0}
+    if data is not None:
+        place = {
+            "num_processes": data.size(),
+            "process_index": data.get_local_rank(),
+            "split_batches": accelerator.split_batches,
+            "even_batches": accelerator.even_batches,
+            "dispatch_batches": False,  # by rank 0, to all processes
+        }
 
     def prepare_model(own: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
         return cls.prepare_model(accelerator, own, device_placement=False, evaluation_mode=True)  # wraps in no DDP
@@ -97,8 +116,7 @@ def _share(accelerator: Any, model: nn.Module) -> None:
         prepared = prepare_data_loader(
             loader,
             accelerator.device,
-            num_processes=1,
-            process_index=0,
+            **place,
             put_on_device=accelerator.device_placement if device_placement is None else device_placement,
             use_seedable_sampler=True,  # all ranks shuffle alike, whatever their generators
             data_seed=broadcast_from_first(seed, [process_group(dist.group.WORLD)]),
@@ -107,27 +125,13 @@ def _share(accelerator: Any, model: nn.Module) -> None:
         accelerator._dataloaders.append(prepared)
         return prepared
 
-    def own_values(values: Any, use_gather_object: bool = False) -> Any:
-        state = accelerator.gradient_state  # all ranks have all values; only the last batch is cut, as in one process
-        if not (state.end_of_dataloader and state.remainder > 0):
-            return values
-        try:
-            if not use_gather_object:
-                return recursively_apply(lambda rows: rows[: state.remainder], values, error_on_other_type=True)
-        except TypeError:  # not tensors
-            pass
-        return values[: state.remainder]
-
     def clip(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         accelerator.unscale_gradients()
         return clip_grad_norm_(_those(model, parameters), max_norm, norm_type)
 
     accelerator.prepare_model = prepare_model
     accelerator.prepare_data_loader = same_batches
-    accelerator.gather_for_metrics = own_values
     accelerator.clip_grad_norm_ = clip
-    for name, advice in _SHARDS.items():
-        setattr(accelerator, name, _refused(name, advice))
     if accelerator.scaler is not None:
         scaler = accelerator.scaler
         accelerator.scaler = ShardedGradScaler(
@@ -139,6 +143,18 @@ def _share(accelerator: Any, model: nn.Module) -> None:
             enabled=scaler.is_enabled(),
             process_group=dist.group.WORLD,
         )
+
+
+def _own_values(accelerator: Any, values: Any, use_gather_object: bool = False) -> Any:
+    state = accelerator.gradient_state  # all ranks have all values; only the last batch is cut, as in one process
+    if not (state.end_of_dataloader and state.remainder > 0):
+        return values
+    try:
+        if not use_gather_object:
+            return recursively_apply(lambda rows: rows[: state.remainder], values, error_on_other_type=True)
+    except TypeError:  # not tensors
+        pass
+    return values[: state.remainder]
 
 
 def _those(model: nn.Module, parameters: Iterable[Tensor] | Tensor) -> Any:

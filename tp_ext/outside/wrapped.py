@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch.distributed._state_dict_utils as copies
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.default_planner as planner
@@ -26,7 +27,15 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from tp_ext.nn.layouts import Carriers
-from tp_ext.outside import clipping, distributed_checkpoint, initialisers, parametrizations, scaling, state_dicts
+from tp_ext.outside import (
+    clipping,
+    distributed_checkpoint,
+    exports,
+    initialisers,
+    parametrizations,
+    scaling,
+    state_dicts,
+)
 
 SWITCH = "TP_EXT_WRAP_TORCH"
 
@@ -114,6 +123,11 @@ WRAPPED = [
             "sparse_": "tensor, sparsity, std=0.01, generator=None",
         }.items()
     ),
+    *(
+        Wrapped(safetensors.torch, name, parameters, exports.flatten, "tp_ext.save_safetensors")
+        for name, parameters in {"_flatten": "tensors", "_flatten_as_ptr": "tensors, keep_alive_buffer"}.items()
+        if hasattr(safetensors.torch, name)  # versions have one of them or both
+    ),
     Wrapped(init, "_calculate_fan_in_and_fan_out", "tensor", initialisers.fans, "init= of the layer"),
     Wrapped(
         nn.Module,
@@ -184,7 +198,7 @@ def _wrap(one: Wrapped) -> None:
     inner: Callable[..., Any] = getattr(torchs, "__wrapped__", torchs)
     cells = [cell for cell in torchs.__closure__ or () if cell.cell_contents is inner]
     if cells:
-        # Behind torch's own decorator: whoever has imported the function, before tp_ext or under another name, calls
+        # Behind torch's own decorator: code that imported the function before tp_ext, or under another name, calls
         # the decorated one, which calls what is in this cell
         cells[0].cell_contents = _passing(one, inner)
     else:

@@ -1,0 +1,232 @@
+"""An accelerator of accelerate around a model that is sharded over some of its processes: data x tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tp_ext._object_collectives import all_gather_objects, broadcast_from_first
+from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
+from tp_ext.checkpoint.full import full_state_dict
+from tp_ext.group import process_group
+from tp_ext.huggingface.accelerator import check_new, share
+from tp_ext.parallel.replicas import check_layers, copy_from_first, sharded_over
+
+_FOLDER = "tp_ext_{}"  # in that of save_state: of the model and the optimizer with this number
+
+
+def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any) -> Any:
+    """Prepares a sharded model and its optimizers, loaders and schedulers, as ``accelerator.prepare`` does a model that
+    fits one process.
+
+    ::
+
+        accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+        model, optimizer, loader = tp_ext.huggingface.prepare(accelerator, model, optimizer, loader)
+        for inputs, target in loader:
+            with accelerator.accumulate(model):
+                loss = loss_fn(model(inputs), target)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Processes that share a model's tensors read the same batches; others read other ones, and DDP averages their
+    gradients. ``clip_grad_norm_`` is that of the unsharded model; ``gather``, ``gather_for_metrics`` and ``reduce`` are
+    over the data-parallel ranks; a scheduler steps once with its optimizer, whatever the number of processes.
+    ``get_state_dict`` and ``save_model`` have the unsharded model; ``save_state`` writes a folder that ``load_state`` reads on any number of ranks.
+
+    Args:
+        accelerator: new: nothing has been prepared by it. Its ``parallelism_config`` is None, or has the sizes
+            ``tp_size`` and ``dp_replicate_size`` of the job; without it the model's groups say which ranks share it.
+        model: its layers sharded over one group, a part of the job of ``WORLD_SIZE`` processes.
+        others: optimizers of the model's parameters, loaders, schedulers.
+
+    Returns:
+        The model, and the others, in this order.
+
+    Communicates: the ranks of each group, the creation of the data-parallel groups, one broadcast of each parameter and
+    buffer over them; then what DDP does.
+
+    Raises:
+        TypeError: another type. ValueError: the model is not sharded, or its groups do not divide the job; the sizes of
+            ``parallelism_config`` are others; parameters on several devices, or under FSDP2; an optimizer of another
+            model; see also :func:`share_batches`.
+    """
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise TypeError(f"accelerator: {type(accelerator).__name__} must be an accelerate.Accelerator")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1:
+        return accelerator.prepare(model, *others)
+    check_new(accelerator, world)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("model: must not be sharded by fully_shard; DDP averages its gradients")
+    own = {id(param) for param in model.parameters()}
+    for one in others:
+        if isinstance(one, Optimizer) and any(id(p) not in own for group in one.param_groups for p in group["params"]):
+            raise ValueError(f"others: {type(one).__name__} must be an optimizer of parameters of the model")
+    mesh = _mesh(accelerator, model, world)
+    check_layers(model, mesh["tp"], mesh["dp"])
+    model.to(accelerator.device)
+    copy_from_first(model, mesh["dp"])
+    _Shared(accelerator, model, mesh)
+    return accelerator.prepare(model, *others)
+
+
+def _mesh(accelerator: Any, model: nn.Module, world: int) -> DeviceMesh:
+    """Returns the mesh ``dp`` x ``tp`` of all processes: tp, those that share the model."""
+    groups = list(sharded_over(model))
+    # With experts over data ranks there are two; DDP over these is refused
+    own = [ranks for ranks in groups if dist.get_rank() in ranks][:1] or [()]
+    rows = sorted(set(all_gather_objects(own[0], process_group(dist.group.WORLD))))
+    if sorted(rank for ranks in rows for rank in ranks) != list(range(world)) or len({len(r) for r in rows}) > 1:
+        found = [list(ranks) for ranks in rows if ranks]
+        raise ValueError(
+            f"model: is sharded over the groups of ranks {found}, which must be equally large and hold each of the "
+            f"{world} ranks of the job once"
+        )
+    config = accelerator.parallelism_config
+    sizes = None if config is None else (config.dp_replicate_size, config.tp_size)
+    if sizes is not None and sizes != (len(rows), len(rows[0])):
+        raise ValueError(
+            f"accelerator: parallelism_config has dp_replicate_size = {sizes[0]} and tp_size = {sizes[1]}, and the "
+            f"model is sharded over {len(rows[0])} of {world} ranks: they must be {len(rows)} and {len(rows[0])}"
+        )
+    return DeviceMesh(accelerator.device.type, list(map(list, rows)), mesh_dim_names=("dp", "tp"))
+
+
+class _Shared:
+    """Replaces the methods of an accelerator that would take each process for a data-parallel rank."""
+
+    def __init__(self, accelerator: Any, model: nn.Module, mesh: DeviceMesh) -> None:
+        self.accelerator, self.model, self.mesh = accelerator, model, mesh
+        self.group = mesh["dp"].get_group()
+        self.folder: Path | None = None
+        share(accelerator, model, mesh["dp"])
+        self._prepare_model = accelerator.prepare_model
+        for name in ("prepare_model", "prepare_scheduler", "gather", "gather_for_metrics", "reduce"):
+            setattr(accelerator, name, getattr(self, name))
+        for name in ("save_state", "load_state", "get_state_dict"):
+            setattr(accelerator, name, getattr(self, name))
+        accelerator.register_save_state_pre_hook(self._note_saved)
+        accelerator.register_load_state_pre_hook(self._note_loaded)
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        made = self._prepare_model(model)
+        if evaluation_mode or self.mesh["dp"].size() == 1 or isinstance(made, DistributedDataParallel):
+            return made
+        handler = self.accelerator.ddp_handler
+        self.accelerator._models.remove(made)
+        made = DistributedDataParallel(
+            made, process_group=self.group, **({} if handler is None else handler.to_kwargs())
+        )
+        if handler is not None:
+            handler.register_comm_hook(made)
+        self.accelerator._models.append(made)
+        return made
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        made = type(self.accelerator).prepare_scheduler(self.accelerator, scheduler)
+        if isinstance(made, AcceleratedScheduler):
+            made.split_batches = True  # else a step for each process, and a resumed run would go on at another rate
+        return made
+
+    def gather(self, tensor: Any) -> Any:
+        def of_all(one: Tensor) -> Tensor:
+            rows = (one[None] if one.dim() == 0 else one).contiguous()
+            made = [torch.empty_like(rows) for _ in range(self.mesh["dp"].size())]
+            dist.all_gather(made, rows, group=self.group)
+            return torch.cat(made)
+
+        return recursively_apply(of_all, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+        try:
+            if use_gather_object:
+                raise TypeError
+            rows = self.gather(values)
+        except TypeError:  # not tensors
+            rows = [row for own in all_gather_objects(values, self.group) for row in own]
+        state = self.accelerator.gradient_state
+        if not (state.end_of_dataloader and state.remainder > 0):
+            return rows
+        if isinstance(rows, list) and not all(isinstance(row, Tensor) for row in rows):
+            return rows[: state.remainder]
+        return recursively_apply(lambda one: one[: state.remainder], rows)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        def over_data(one: Tensor) -> Tensor:
+            made = one.clone()
+            if reduction != "none":
+                dist.all_reduce(made, group=self.group)
+            return made * scale / (self.mesh["dp"].size() if reduction == "mean" else 1)
+
+        return recursively_apply(over_data, tensor, error_on_other_type=True)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """The unsharded model's, on all ranks."""
+        return full_state_dict(self.accelerator.unwrap_model(model))
+
+    def save_state(self, *args: Any, **options: Any) -> Any:
+        with self._without_shards() as optimizers:
+            made = type(self.accelerator).save_state(self.accelerator, *args, **options)
+        for path, optimizer in self._parts(optimizers):
+            save_checkpoint(path, self.model, optimizer)
+        return made
+
+    def load_state(self, *args: Any, **options: Any) -> None:
+        accelerator = self.accelerator
+        with self._without_shards() as optimizers:
+            folder = args[0] if args else options.get("input_dir")
+            if folder is not None and not (Path(folder) / _FOLDER.format(0)).is_dir():
+                raise ValueError(
+                    f"input_dir: {str(folder)!r} has no {_FOLDER.format(0)!r}: save_state of an accelerator of "
+                    "tp_ext.huggingface.prepare has not written it, or not to its end"
+                )
+            type(accelerator).load_state(accelerator, *args, **options)
+        for path, optimizer in self._parts(optimizers):
+            load_checkpoint(path, self.model, optimizer)
+        # A job of more ranks has more of them than files of their random numbers
+        accelerator.step = broadcast_from_first(lambda: accelerator.step, [process_group(dist.group.WORLD)])
+        states = torch.get_rng_state(), torch.cuda.get_rng_state() if accelerator.device.type == "cuda" else None
+        cpu, cuda = broadcast_from_first(lambda: states, [self.mesh["tp"].get_group()])
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    def _note_saved(self, models: Any, weights: Any, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def _note_loaded(self, models: Any, folder: str) -> None:
+        self.folder = Path(folder)
+
+    @contextmanager
+    def _without_shards(self) -> Iterator[list[Any]]:
+        """Within it the accelerator knows of no model and no optimizer, which it would save as this rank has them."""
+        accelerator = self.accelerator
+        kept = accelerator._models, accelerator._optimizers
+        accelerator._models, accelerator._optimizers = [], []
+        try:
+            yield [getattr(one, "optimizer", one) for one in kept[1]]
+        finally:
+            accelerator._models, accelerator._optimizers = kept
+
+    def _parts(self, optimizers: list[Any]) -> Iterator[tuple[Path, Any]]:
+        assert self.folder is not None
+        for i, optimizer in enumerate(optimizers or [None]):
+            yield self.folder / _FOLDER.format(i), optimizer
