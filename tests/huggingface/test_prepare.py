@@ -1,7 +1,6 @@
 """accelerate around sharded layers: losses, norms and rows are those of one process; states fit any number of ranks."""
 
 import contextlib
-import os
 import types
 
 import pytest
@@ -16,6 +15,7 @@ from torch.distributed import DeviceMesh
 from torch.utils.data import DataLoader
 
 import tp_ext
+from tests.helpers import torchrun
 from tests.helpers.ranks import run, run_raises
 from tp_ext.huggingface import prepare
 
@@ -23,21 +23,16 @@ from tp_ext.huggingface import prepare
 @contextlib.contextmanager
 def accelerator(group, **options):
     """A new accelerator, in the environment of torchrun."""
-    before = dict(os.environ)
     states = PartialState, AcceleratorState, GradientState
     for state in states:
         state._reset_state()
-    if group is not None:
-        rank, size = str(group.rank()), str(group.size())
-        os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    where = contextlib.nullcontext() if group is None else torchrun.variables(group.rank(), group.size())
     try:
-        yield Accelerator(cpu=True, **options)
+        with where:
+            yield Accelerator(cpu=True, **options)
     finally:
         for state in states:
             state._reset_state()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def build(group, tp, hidden=9):

@@ -1,7 +1,6 @@
 """A LightningModule of three sharded layers and one of torch's, and a run of it on the ranks of a pool."""
 
 import contextlib
-import os
 import warnings
 
 import lightning
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tp_ext
+from tests.helpers import torchrun
 from tp_ext.lightning import TensorParallelStrategy
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -69,20 +69,6 @@ def loader(data_size, data_rank=None):
     return DataLoader(rows, batch_size=8 // data_size, sampler=sampler)
 
 
-@contextlib.contextmanager
-def torchrun(rank, size):
-    """The variables that torchrun sets for each process."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "run"}
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in names.items()})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def fit(group, sizes, root, *, strategy=TensorParallelStrategy, save=True, ckpt=None, epochs=2, **options):
     """Trains on the ranks of a pool, or without a group; returns losses, metrics and the path of the checkpoint."""
     module_options = {name: options.pop(name) for name in ("hidden", "fsdp", "meta", "axis") if name in options}
@@ -92,7 +78,7 @@ def fit(group, sizes, root, *, strategy=TensorParallelStrategy, save=True, ckpt=
         data_size, data_rank = (sizes[0], group.rank() // sizes[1]) if sizes[0] in (1, 2) else (1, 0)
         settings |= {"strategy": strategy(*sizes, save_distributed_checkpoint=save), "devices": group.size()}
         settings |= {"plugins": [TorchElasticEnvironment()]}
-    where = torchrun(group.rank(), group.size()) if group is not None else contextlib.nullcontext()
+    where = torchrun.variables(group.rank(), group.size()) if group is not None else contextlib.nullcontext()
     with where, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lightning.seed_everything(3, verbose=False)

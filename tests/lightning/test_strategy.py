@@ -9,7 +9,8 @@ from tests.lightning.modules import Module, fit
 
 OPTIONS = {"gradient_clip_val": 0.2, "accumulate_grad_batches": 2}
 NEW = pytest.mark.skipif(
-    not hasattr(torch.distributed.checkpoint, "CheckpointableTensor"), reason="torch before 2.15 has no CheckpointableTensor"
+    not hasattr(torch.distributed.checkpoint, "CheckpointableTensor"),
+    reason="needs torch 2.15",
 )
 
 

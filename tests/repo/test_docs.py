@@ -30,10 +30,16 @@ def blocks(page):
 def _run(group, page, folder):
     """Runs the page's blocks one after the other, as a reader would, in a folder that the ranks share.
 
-    The process group is ours. Returns what the blocks print."""
+    The process group is ours, the environment is that of torchrun. Returns what the blocks print."""
     printed, names = io.StringIO(), {"__name__": "__main__"}
+    where = torchrun.variables(group.rank(), group.size())
     ours = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
-    with ours, contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+    with (
+        ours,
+        torchrun.variables(group.rank(), group.size()),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+    ):
         for whose, line, code in blocks(page):
             if whose == "ours":  # empty lines above, so that a traceback shows the line of the page
                 exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)

@@ -22,6 +22,7 @@ MODULES = (
     "debug",
     "auto",
     "huggingface",
+    "lightning",
     "optim",
 )
 

@@ -47,7 +47,8 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     Processes that share a model's tensors read the same batches; others read other ones, and DDP averages their
     gradients. ``clip_grad_norm_`` is that of the unsharded model; ``gather``, ``gather_for_metrics`` and ``reduce`` are
     over the data-parallel ranks; a scheduler steps once with its optimizer, whatever the number of processes.
-    ``get_state_dict`` and ``save_model`` have the unsharded model; ``save_state`` writes a folder that ``load_state`` reads on any number of ranks.
+    ``get_state_dict`` and ``save_model`` have the unsharded model; ``save_state`` writes a folder that ``load_state``
+    reads on any number of ranks.
 
     Args:
         accelerator: new: nothing has been prepared by it. Its ``parallelism_config`` is None, or has the sizes

@@ -70,9 +70,7 @@ def _load_folder(
     dcp.load(states, checkpoint_id=path)
     model.load_state_dict(states[_MODEL], strict=strict)
     for i, optimizer in enumerate(optimizers):
-        set_optimizer_state_dict(
-            model, optimizer, states[f"optimizer_{i}"], options=StateDictOptions(cpu_offload=True)
-        )
+        set_optimizer_state_dict(model, optimizer, states[f"optimizer_{i}"], options=StateDictOptions(cpu_offload=True))
     return meta
 
 
@@ -125,7 +123,9 @@ def _load_file(
 def _named(path: Path, model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of an optimizer with names in place of the numbers of parameters, which follow one another in
     its parameter groups."""
-    own = {id(param): found.name for param, found, _ in resolve_optimizer(model, optimizer, model_groups(model).default)}
+    own = {
+        id(param): found.name for param, found, _ in resolve_optimizer(model, optimizer, model_groups(model).default)
+    }
     names = [[own[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     lengths = [len(group) for group in names], [len(group["params"]) for group in saved["param_groups"]]
     if lengths[0] != lengths[1]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from tp_ext.lightning.checkpoints import META, load_checkpoint
 from tp_ext.nn.names import reset_parameters
 from tp_ext.parallel.average_gradients import average_gradients
+from tp_ext.parallel.pipeline import materialise
 from tp_ext.parallel.replicas import check_layers, copy_from_first
 from tp_ext.random import manual_seed
 
@@ -30,7 +32,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
         class Model(lightning.LightningModule):
             def configure_model(self):
-                if self.model is None:  # Lightning calls it for each fit, validate and test
+                if not hasattr(self, "model"):  # Lightning calls it for each fit, validate and test
                     self.model = GPT(group=self.device_mesh["tensor_parallel"])
 
         strategy = TensorParallelStrategy(data_parallel_size=2, tensor_parallel_size=4)
@@ -84,9 +86,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
         model: Any = self.model
         data = self.device_mesh["data_parallel"]
         check_layers(model, self.device_mesh["tensor_parallel"], data)
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            model.to_empty(device=self.root_device)
-            reset_parameters(model)
+        materialise(model, self.root_device, reset_parameters, [], {})
         manual_seed(self._seed, self.device_mesh, "tensor_parallel")  # masks of other batches are others
         super().setup(trainer)
         copy_from_first(model, data)
@@ -126,7 +126,11 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the data-parallel ranks: others have the same numbers."""
-        return super().reduce(tensor, group or self.device_mesh["data_parallel"].get_group(), reduce_op)
+        group = group or self.device_mesh["data_parallel"].get_group()
+        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg"):  # which backends lack, for integers or at all
+            total = super().reduce(tensor, group, "sum")
+            return total.copy_(total / dist.get_world_size(group))
+        return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the data-parallel ranks: others have the same numbers."""

@@ -12,7 +12,7 @@ def flatten(original: Callable[..., Any], tensors: Mapping[str, Any], *args: Any
         if (place := found_place(tensor)) is not None and place.global_shape != tuple(tensor.shape):
             raise RuntimeError(
                 f"safetensors: {name!r} is a shard of {place.held_by or 'one rank'}, of a tensor of shape "
-                f"{place.global_shape}, which the file would not show: take tp_ext.save_safetensors, or with accelerate "
-                "tp_ext.huggingface.prepare"
+                f"{place.global_shape}, which the file would not show: take tp_ext.save_safetensors, or with "
+                "accelerate tp_ext.huggingface.prepare"
             )
     return original(tensors, *args)

@@ -20,8 +20,9 @@ def sharded_over(model: nn.Module) -> dict[tuple[int, ...], str]:
 
 
 def check_layers(model: nn.Module, tensor_group: Group, data_group: Group) -> None:
-    """Raises ValueError unless each parameter is sharded over the tensor-parallel ranks, or experts over the data ranks,
-    and some parameter is sharded if these are several; and unless all are on one device. Communicates nothing."""
+    """Raises ValueError unless each parameter is sharded over the tensor-parallel ranks, or experts over the data
+    ranks, and some parameter is sharded if these are several; and unless all are on one device. Communicates
+    nothing."""
     own, data = tuple(global_ranks(tensor_group)), tuple(global_ranks(data_group))
     found = sharded_over(model)
     for ranks, name in found.items():
