@@ -34,12 +34,7 @@ def _run(group, page, folder):
     printed, names = io.StringIO(), {"__name__": "__main__"}
     where = torchrun.variables(group.rank(), group.size())
     ours = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
-    with (
-        ours,
-        torchrun.variables(group.rank(), group.size()),
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(printed),
-    ):
+    with ours, where, contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         for whose, line, code in blocks(page):
             if whose == "ours":  # empty lines above, so that a traceback shows the line of the page
                 exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
