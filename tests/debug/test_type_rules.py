@@ -262,7 +262,9 @@ def _as_function(case: Case) -> type:
     forward.__signature__ = _signature(case.operator)
 
     def types(*, xs: Tensor, group: Any) -> Any:
-        return RULES[case.operator](xs=[xs], group=group, pieces=())[0]
+        rule = RULES[case.operator]
+        without = {name: () for name in inspect.signature(rule).parameters if name not in ("xs", "group")}
+        return rule(xs=[xs], group=group, **without)[0]
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Nothing is saved; with it ``forward`` has no context among its parameters."""

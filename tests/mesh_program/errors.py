@@ -45,6 +45,7 @@ PROGRAMS = [
     ("mapped(lambda x: psum(x, 'q'))", ValueError, r"psum: axis 'q' must be one of the axes of the map, \('x',\)"),
     ("mapped(lambda x: pmean(x, 0))", TypeError, "pmean: axis 0 must be the name of an axis"),
     ("mapped(lambda x: pmax(['x'], 'x'))", TypeError, "pmax: x, a str, must be a tensor"),
+    ("mapped(lambda x: pmin(['x'], 'x'))", TypeError, "pmin: x, a str, must be a tensor"),
     ("mapped(lambda x: pvary(x, ('x', 'x')))", ValueError, "pvary: axis .* must name each axis once"),
     ("mapped(lambda x: psum_scatter(x, ('x',), sizes=[1, 1]))", TypeError, "must be the name of one axis"),
     ("mapped(lambda x: all_gather(x, 'x', 5))", IndexError, "dim: 5 must be in"),
