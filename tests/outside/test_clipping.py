@@ -145,14 +145,18 @@ def test_main_grads_count():
         torch.testing.assert_close(grad, torch.full((3, 4), 30.0**-0.5))
 
 
-def _copied(rank, group, how):
-    """A deep copy, a module that was on meta, an unchanged model that auto has sharded and a copy of that."""
+IDS = torch.arange(7)
+
+
+def _dense():
     torch.manual_seed(3)
-    dense = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8), nn.LayerNorm(8))
-    ids = torch.arange(7)
-    model = dense
-    if group is not None and how.startswith("auto"):
-        plan = tp_ext.auto.plan(copy.deepcopy(dense), (ids,), group.size(), prove=False)
+    return nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8), nn.LayerNorm(8))
+
+
+def _copied(rank, group, how, plan=None):
+    """A deep copy, a module that was on meta, an unchanged model that auto has sharded and a copy of that."""
+    model = dense = _dense()
+    if plan is not None:
         model = tp_ext.auto.apply(plan, copy.deepcopy(dense), group)
     elif group is not None:
         model = copy.deepcopy(dense)
@@ -166,7 +170,7 @@ def _copied(rank, group, how):
     if how.endswith("to_empty") and group is not None:
         model = model.to("meta").to_empty(device="cpu")
         tp_ext.load_full_state_dict(model, dense.state_dict())
-    model(ids).square().sum().backward()
+    model(IDS).square().sum().backward()
     norms = utils.get_total_norm([p.grad for p in model.parameters()]), utils.clip_grad_norm_(model.parameters(), MAX)
     return norms, gradients(model)
 
@@ -174,7 +178,8 @@ def _copied(rank, group, how):
 @pytest.mark.parametrize("how", ["meta", "meta copy", "auto", "auto copy", "auto to_empty"])
 def test_models_however_they_were_made(how):
     norms, grads = _copied(0, None, how)
-    results = tp_ext.debug.simulate(_copied, 2, how)
+    plan = tp_ext.auto.plan(_dense(), (IDS,), 2, prove=False) if how.startswith("auto") else None
+    results = tp_ext.debug.simulate(_copied, 2, how, plan)
     for got, _ in results:
         torch.testing.assert_close(got, norms, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(full_gradients([r[1] for r in results]), full_gradients([grads]), rtol=1e-5, atol=1e-6)
