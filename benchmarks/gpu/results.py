@@ -132,7 +132,7 @@ def draw(results: Row, path: Path) -> None:
         draw_bars(figure, panels, "share of the bandwidth of a copy", mark=1.0)
     title = ", ".join(str(results[key]) for key in ("gpu", "torch", "commit", "date"))
     figure.text(0, -0.02, title, fontsize=6, va="top")
-    figure.savefig(path, dpi=60, bbox_inches="tight")
+    figure.savefig(path, dpi=50, bbox_inches="tight")
 
 
 def main(arguments: list[str] | None = None) -> None:

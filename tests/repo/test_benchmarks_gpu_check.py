@@ -167,7 +167,7 @@ def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path, capsys):
 
 
 def planned(device="cuda", quick=False, cores=16):
-    args = SimpleNamespace(device=device, quick=quick, size=256, benchmarks="")
+    args = SimpleNamespace(device=device, quick=quick, size=256, benchmarks="", built=False)
     plan = gpu_check.Plan(args, cores, "9.0", Path("/scratch"))
     return [plan.build(), *plan.correctness(), plan.timed()]
 
