@@ -114,7 +114,9 @@ def _zero_bubble(group, undo):
 def test_a_schedule_of_torch_that_splits_the_backward_is_named():
     found = ranks.run(_zero_bubble, 2, False)
     match = r"coalesce_gradients: must be undone, by tp_ext.uncoalesce_gradients\(stage\), for ScheduleZBVZeroBubble"
-    assert all(re.search(match, one) for one in found), found
+    # A rank may find its neighbour gone before it comes to its own backward
+    assert any(re.search(match, one) for one in found), found
+    assert all(re.search(match, one) or "gloo" in one for one in found), found
 
 
 def _net():
