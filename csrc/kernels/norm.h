@@ -48,16 +48,14 @@ TP_HD A norm_hat(A x, A mean, A rstd) {
 
 // g * w, rounded: fused with a sum it would not be the number whose mean is subtracted, and the
 // gradient of a row of one element not 0
-TP_HD float norm_gw(float g, float w) {
+template <typename A>
+TP_HD A norm_gw(A g, A w) {
 #ifdef __CUDA_ARCH__
-  return __fmul_rn(g, w);
-#else
-  return g * w;
-#endif
-}
-TP_HD double norm_gw(double g, double w) {
-#ifdef __CUDA_ARCH__
-  return __dmul_rn(g, w);
+  if constexpr (sizeof(A) == sizeof(float)) {
+    return __fmul_rn(g, w);
+  } else {
+    return __dmul_rn(g, w);
+  }
 #else
   return g * w;
 #endif

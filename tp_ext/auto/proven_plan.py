@@ -81,11 +81,11 @@ class Prover:
             reduced = shortened(model, kept)
             if bytes_of(reduced, torch.float32) <= budget:
                 return p, reduced, self._runnable(reduced, example, p)
+        # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
+        copies = any(part.copies > 1 for one in found.shardings.values() for part in one.parts)
         for kept in (2, 1):
             reduced = shortened(model, kept)
             short = self._runnable(reduced, example, p)
-            # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
-            copies = any(part.copies > 1 for one in found.shardings.values() for part in one.parts)
             for ranks in [p] if copies or p <= 4 else [p, 4]:
                 smaller, ids = scaled_down(self.planner_of(reduced, short, ranks, self._only(reduced, found)))
                 if bytes_of(smaller, torch.float32) <= budget:

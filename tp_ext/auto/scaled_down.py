@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,10 +47,11 @@ class _Shape:
         return self.shape[self.dim]
 
 
+@dataclass
 class _Smaller(Localized):
     """The model with smaller dims, as if it were that of a rank."""
 
-    kept: Mapping[Atom, int]
+    kept: Mapping[Atom, int] = field(default_factory=dict)
 
     def sizes(self, rank: int) -> dict[Atom, int]:
         return dict(self.kept)
@@ -79,22 +80,10 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
     others = _others(part, units)
     for kept in [{**units, **others}, units] if others else [units]:
         shapes = _shapes(part, kept)
-        smaller = _Smaller(
-            part.model,
-            part.example,
-            1,
-            state.roles,
-            [],  # logits are those of fewer classes
-            shapes,  # type: ignore[arg-type]
-            {},
-            [],
-            [],
-            part.record,
-            state.decisions,
-            set(),
-            set(part.record.dims),  # nothing has its full length
-        )
-        smaller.kept = kept
+        changes: dict[str, Any] = {"p": 1, "shardings": shapes, "kept": kept}
+        changes |= {"heads": [], "heads_atoms": set()}  # logits are those of fewer classes
+        changes |= {"local": set(part.record.dims)}  # nothing has its full length
+        smaller = _Smaller(**{**vars(part.localized(state)), **changes})
         try:
             found = Search(smaller, 0, most_runs=MOST_RUNS).find()
         except MismatchError as mismatch:
@@ -111,7 +100,7 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
 
 
 def _units(decisions: Sequence[Decision], tables: Collection[Atom]) -> dict[Atom, int]:
-    """How many units of the sharded atoms remain: two a rank, one more where ranks have different numbers of them.
+    """Returns the numbers of units of sharded atoms that remain: two a rank, one more where ranks have unequal numbers.
 
     Atoms of different length keep different lengths: an integer of the code must have one meaning."""
     lengths = sorted({one.sharded[-1].size for one in decisions})
