@@ -185,7 +185,7 @@ def test_a_step_leaves_no_memory_behind(name: str, device: torch.device) -> None
     eventually(lambda: not [s for s in made.storages if not s.expired() and s.cdata not in own])
     if device == torch.device("cuda"):  # to the byte, workspaces included, once the first steps have made them
         family.step(*inputs)
-        time.sleep(0.2)
+        time.sleep(0.2)  # until the thread has let go of that step
         before = torch.cuda.memory_allocated()
         for _ in range(3):
             family.step(*inputs)

@@ -118,12 +118,13 @@ def findings(
     alone += [*find_mixed_wrappers(model), *(find_beyond_elements(model, optimizer) if optimizer is not None else ())]
     nonfinite = list(not_finite(model))
     options = option_facts(optimizer) if optimizer is not None else {}
-    if group is not NOT_GIVEN and group is not None:
+    if group is not NOT_GIVEN and group is not None:  # the caller compares over this group alone
         return _findings_over(group_name(group), model, alone + nonfinite, options, batch)
     groups = model_groups(model) if mesh is None else model_groups(model, over)
     names = list({tuple(global_ranks(name)): name for name in groups.within}.values())
     if len(names) < 2 and not over.data and over.pp.size == 1:
         return _findings_over(names[0] if names else "", model, alone + nonfinite, options, batch)
+    # Without a group no rank compares: each says what it has found itself
     found = [] if names else _findings_over("", model, alone + _on_this_rank(nonfinite), {}, batch)
     for name in names:
         given = None if _has_other_tokens(model, name) else batch

@@ -47,7 +47,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
     Args: those of ``ModelParallelStrategy``.
         save_distributed_checkpoint: True: a folder of ``torch.distributed.checkpoint``, for torch 2.15 and newer.
             False: one file with the unsharded model and its optimizers, which the same LightningModule without ranks
-            loads, too. ``fit(ckpt_path=)`` takes both, of any sizes, whatever this argument is.
+            loads, too. ``fit(ckpt_path=)`` loads both forms, of any sizes.
 
     Communicates: after the last backward of a step :func:`tp_ext.parallel.average_gradients` over the data-parallel
     ranks; in ``setup`` one broadcast of each parameter and buffer over them.
@@ -93,7 +93,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
     @property
     def _averages(self) -> bool:
-        """Whether gradients are averaged after this backward."""
+        """True if gradients are averaged after this backward."""
         return self._synchronise and self.device_mesh["data_parallel"].size() > 1
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an operator writes in place: which of its arguments, by its name and by the effect."""
+"""The arguments that an operator writes in place, found by its name and by the effect."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

@@ -177,6 +177,7 @@ def _compare(
     with_closure: bool,
     make: _Maker,
 ) -> bool | None:
+    # A generator of its own: the process's must not move
     numbers_of = functools.partial(
         torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )
@@ -191,6 +192,7 @@ def _compare(
         def cut(one: Tensor) -> Tensor:
             return one if half is None else one.chunk(2, dim)[half].contiguous()
 
+        # Each run begins with the same random state
         torch.default_generator.manual_seed(0)
         for index in devices:
             torch.cuda.default_generators[index].manual_seed(0)
@@ -210,12 +212,12 @@ def _compare(
     try:
         with torch.random.fork_rng(devices), _NoCollective():
             whole = updates()
-            for dim in (0, 1):
+            for dim in (0, 1):  # a rank holds rows or columns, and some optimizers look along one of them alone
                 for want, a, b in zip(whole, updates(dim, 0), updates(dim, 1), strict=True):
                     if not _close(torch.cat([a, b], dim), want):
                         return False
         return True
-    except Exception:  # whatever an optimizer does that is not run as it expects
+    except Exception:  # an optimizer may need what this run lacks: its own buffers, a closure, other ranks
         return None
     finally:
         random.setstate(numbers)

@@ -53,12 +53,13 @@ def check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     found: list[str] = []
     for axis in (axes[name] for name in DATA_AXES if name in axes):
         ranks = dist.get_process_group_ranks(axis)
-        mine = {
+        mine = {  # without those that this axis shards, experts: its ranks hold other slices of them
             name: number
             for name, number in zip(params, numbers, strict=True)
             if not any(global_ranks(group.name) == ranks for _, group in resolve_fqn(model, name).layout)
         }
         held = all_gather_objects(mine, axis)
+        # A parameter that the other lacks is of a model with other names, which is not found here
         different = [name for name in mine if any(one.get(name, mine[name]) != mine[name] for one in held)]
         if different:
             own, other = ranks[axis.rank()], next(i for i, one in enumerate(held) if one != mine)
