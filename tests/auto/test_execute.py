@@ -309,6 +309,59 @@ def test_refusals_are_the_same_on_all_ranks(how: str, words: str) -> None:
     run_raises(_refused, 2, ValueError, words, how, in_turns=False)
 
 
+class Patches(nn.Module):
+    """A linear layer over patches of images; a convolution wants its input in the type of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.up = nn.Conv1d(3, WIDTH, 4, 4), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.patches(x).transpose(1, 2))))
+
+
+def _converted(group: Any, plan: auto.Plan, dtype: torch.dtype, applied_first: bool) -> None:
+    model = Patches() if applied_first else Patches().to(dtype)
+    dense = copy.deepcopy(model).to(dtype)
+    sharded = auto.apply(plan, model, group).to(dtype)
+    for batch in (3, 1):  # the second is new to the plan: its code is compared, on fakes of these types
+        x = torch.randn(batch, 3, 20, dtype=dtype)
+        expected = dense(x)
+        bound = 4 * torch.finfo(dtype).eps * float(expected.abs().max())  # sums have another order
+        torch.testing.assert_close(sharded(x), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("applied_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_planned_model_can_be_converted(dtype: torch.dtype, applied_first: bool) -> None:
+    """Its floating-point inputs are then of the new type, in all that is run on fakes."""
+    plan = auto.plan(Patches(), {"x": torch.randn(3, 3, 20)}, 2)
+    run(_converted, 2, plan, dtype, applied_first)
+
+
+def _called(group: Any, plan: auto.Plan, by_name: bool) -> None:
+    dense = Patches().double()
+    sharded = auto.apply(plan, copy.deepcopy(dense), group)
+    for batch in (3, 1):
+        gradients = []
+        for model in (dense, sharded):
+            x = torch.randn(batch, 3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            y = model(x=x.requires_grad_()) if by_name else model(x.requires_grad_())
+            gradients.append(torch.autograd.grad(y.pow(3).sum(), x)[0])
+        torch.testing.assert_close(*gradients, **close)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("planned_by_name", [False, True])
+def test_arguments_by_position_and_by_name(planned_by_name: bool, by_name: bool) -> None:
+    """The gradient of the model's input is summed however the argument is passed."""
+    x = torch.randn(3, 3, 20, dtype=torch.float64, requires_grad=True)
+    plan = auto.plan(Patches().double(), {"x": x} if planned_by_name else (x,), 2)
+    assert any(edit.kind == "argument" and not edit.module for edit in plan.copies)
+    run(_called, 2, plan, by_name)
+
+
 def _on_meta(group: Any) -> None:
     with torch.device("meta"):
         model = Model()

@@ -31,7 +31,7 @@ from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, pa
 from tp_ext.auto.logits import FullLogits, ShardLogits
 from tp_ext.auto.multi_head import WEIGHTS, refuse_fused_paths, shard_attention
 from tp_ext.auto.norms import fused_norm
-from tp_ext.auto.plans import Plan, undescribed
+from tp_ext.auto.plans import Plan, example_for
 from tp_ext.auto.random_draws import register_draws
 from tp_ext.auto.sizes import SizedForward
 from tp_ext.auto.token_hooks import (
@@ -163,7 +163,7 @@ def _prove(plan: Plan, model: nn.Module, group: Group) -> str:
     own = parallel_group(group)
     if plan.p == 1 or plan.example is None or not plan.proofs:
         return ""
-    example = undescribed(plan.example)
+    example = example_for(plan, model)
     local = Localized(
         model, example, plan.p, plan.roles, plan.heads, plan.shardings, plan.buffers, plan.slices, plan.tokens
     )

@@ -7,6 +7,7 @@ what the model does."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tp_ext.auto.copies import copied
-from tp_ext.auto.plans import Plan, undescribed
+from tp_ext.auto.edits import Slice
+from tp_ext.auto.plans import Plan, example_for
 from tp_ext.auto.prove_values import Apply, UnprovenError
 from tp_ext.auto.proven_plan import BUDGET, prover_of
 from tp_ext.auto.reasons import traced
@@ -100,7 +102,7 @@ class Guard:
     sizes: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        args, kwargs = arguments(undescribed(self.plan.example))
+        args, kwargs = arguments(example_for(self.plan, self.structure))
         key = signature(self.structure, args, kwargs)
         self.proven |= {None, key}
         self.sizes.add((key, lengths(args, kwargs)))
@@ -116,12 +118,21 @@ class Guard:
         kinds = signature(self.structure, args, kwargs)
         key = kinds and f"{kinds} {torch.is_grad_enabled()}"  # sums of gradients do not matter without any
         if key not in self.proven and kinds not in self.proven:
+            self.convert_as(module)
             self.prove(args, kwargs)
             self.proven.add(key)
         elif key is not None and (size := (kinds, lengths(args, kwargs))) not in self.sizes:
-            if self.calls(args, kwargs) != self.calls(*arguments(undescribed(self.plan.example))):
+            self.convert_as(module)
+            if self.calls(args, kwargs) != self.calls(*arguments(example_for(self.plan, self.structure))):
                 self.prove(args, kwargs)
             self.sizes.add(size)
+
+    def convert_as(self, module: nn.Module) -> None:
+        """Gives the structure the types that the parameters and buffers of the sharded model have by now."""
+        for of in (nn.Module.named_parameters, nn.Module.named_buffers):
+            types = {name: tensor.dtype for name, tensor in of(module)}
+            for name, tensor in of(self.structure):
+                tensor.data = tensor.data.to(types.get(name, tensor.dtype))  # in place: tied ones stay tied
 
     def calls(self, args: Any, kwargs: Any) -> list[tuple[str, str]]:
         """The calls that the code of the unsharded model makes, by modules and names; not their shapes."""
@@ -179,6 +190,15 @@ def lengths(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]
     )
 
 
+def _by_name(structure: nn.Module, edit: Any) -> Any:
+    """An edit of an argument of the model by its name: this call's example has names where the plan's may have none."""
+    of_argument = isinstance(edit, Slice) or "argument" in (getattr(edit, "kind", ""), getattr(edit, "at", ""))
+    names = list(inspect.signature(type(structure).forward).parameters)[1:]
+    if edit.module or not of_argument or edit.path[0] or edit.path[1] >= len(names):
+        return edit
+    return dataclasses.replace(edit, path=(1, names[edit.path[1]], *edit.path[2:]))
+
+
 def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> str:
     """Plans an unsharded model again, with another example; returns how that differs from a plan, or ""."""
     rules = {name: from_notation(line) for name, line in plan.rules.items()}
@@ -201,7 +221,7 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
         whole_heads = True
     gradients = ("copies",) if torch.is_grad_enabled() else ()
     for kind in (*gradients, "sums", "slices", "tokens"):
-        own, wanted = set(getattr(plan, kind)), set(getattr(found, kind))
+        own, wanted = ({_by_name(structure, edit) for edit in getattr(of, kind)} for of in (plan, found))
         changed = {edit for edit in (wanted - own if whole_heads else own ^ wanted) if edit.module in called}
         if changed:
             return f"it communicates elsewhere then, in {next(iter(changed)).module or 'the model'}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.auto.edits import Path, Slice
-from tp_ext.auto.localize import replaced
+from tp_ext.auto.localize import replaced, replaced_argument
 from tp_ext.auto.token_hooks import TokenLengths
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import CopiedRows, Sharding
@@ -65,7 +65,7 @@ class CopyArguments:
             return entered[id(x)][1]
 
         for path in self.paths:
-            both = replaced(both, path, enter)
+            both = replaced_argument(module, *both, path, enter)
         return both
 
 
@@ -78,7 +78,7 @@ class SliceArgument:
     is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return replaced((args, kwargs), self.found.path, self.sliced)
+        return replaced_argument(module, args, kwargs, self.found.path, self.sliced)
 
     def sliced(self, x: Tensor) -> Tensor:
         dim, factor = self.found.dim, self.found.factor

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -258,8 +259,8 @@ class _Sliced:
         with torch._C.DisableTorchFunction():
             dim, factor = self.found.dim, self.found.factor
             size = factor.local_size(self.rank, self.p)
-            return replaced(
-                (args, kwargs), self.found.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
+            return replaced_argument(
+                module, args, kwargs, self.found.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
             )
 
 
@@ -271,7 +272,7 @@ class _LocalTokens:
         self.lengths = lengths  # that of the tokens sharded last; shared by all boundaries
 
     def of_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return replaced((args, kwargs), self.tokens.path, self.converted)
+        return replaced_argument(module, args, kwargs, self.tokens.path, self.converted)
 
     def of_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         return replaced(output, self.tokens.path, self.converted)
@@ -285,6 +286,29 @@ class _LocalTokens:
             if self.tokens.kind == "keep":
                 return x
             return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])
+
+
+def argument_path(module: nn.Module, args: Any, kwargs: Any, path: Path) -> Path | None:
+    """The path of an argument in this call, which passes by name what the example passes by position, or the reverse.
+
+    Returns None if the call leaves the argument to its default.
+    """
+    place, key, rest = path[0], path[1], path[2:]
+    if key in kwargs if place else key < len(args):
+        return path
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    if place:
+        return (0, names.index(key), *rest) if key in names[: len(args)] else None
+    return (1, names[key], *rest) if key < len(names) and names[key] in kwargs else None
+
+
+def replaced_argument(
+    module: nn.Module, args: Any, kwargs: Any, path: Path, function: Callable[[Tensor], Tensor]
+) -> tuple[Any, Any]:
+    """The arguments of a call with the function of the tensor at a path of the plan, if the call has it."""
+    found = argument_path(module, args, kwargs, path)
+    both: tuple[Any, Any] = args, kwargs
+    return both if found is None else replaced(both, found, function)
 
 
 def replaced(value: Any, path: Path, function: Callable[[Tensor], Tensor]) -> Any:

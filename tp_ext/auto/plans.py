@@ -11,7 +11,8 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from tp_ext.auto import picture
 from tp_ext.auto.edits import (
@@ -322,6 +323,21 @@ def undescribed(data: Any) -> Any:
         found = [undescribed(value) for value in data.get("list", data.get("tuple"))]
         return found if "list" in data else tuple(found)
     return data["value"]
+
+
+def example_for(plan: Plan, model: nn.Module) -> Any:
+    """The plan's example on meta; its floating-point tensors have the type that the model's parameters have now.
+
+    A model is often converted after it was planned, and its images or features with it.
+    """
+    floats = ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and n in plan.bytes_of_element)
+    name, parameter = next(floats, ("", None))
+
+    def convert(x: Any) -> Any:
+        planned = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize == plan.bytes_of_element.get(name)
+        return x.to(parameter.dtype) if planned and parameter is not None else x
+
+    return tree_map(convert, undescribed(plan.example))
 
 
 def _plain(plan: Plan) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tp_ext import _ops
 from tp_ext.auto.edits import Path
-from tp_ext.auto.localize import replaced
+from tp_ext.auto.localize import argument_path, replaced, replaced_argument
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import split_sizes
 
@@ -147,7 +147,10 @@ class KeepTokens:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for path in self.paths:
-            x = _at((args, kwargs), path)
+            found = argument_path(module, args, kwargs, path)
+            if found is None:
+                continue
+            x = _at((args, kwargs), found)
             if self.lengths.forwards == 0:
                 self.lengths.recall(x)
             elif not torch.compiler.is_compiling():
@@ -196,4 +199,4 @@ class ArgumentBoundary:
     is_of_input = True  # an adapter would get the argument without it
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return replaced((args, kwargs), self.boundary.path, self.boundary.converted)
+        return replaced_argument(module, args, kwargs, self.boundary.path, self.boundary.converted)
