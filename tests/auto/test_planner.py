@@ -1,6 +1,8 @@
 """Plans: what is derived without an annotation, hints, constraints, rules of one's own, and what is refused with which
 words."""
 
+import itertools
+import random
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.auto.architectures import build
 from tp_ext import P, Part, Sharding, auto
+from tp_ext.auto.choose import heaviest
 from tp_ext.auto.dims import atoms
 
 WIDTH, HEADS, INNER, VOCAB = 64, 4, 112, 96
@@ -277,3 +280,23 @@ def test_the_model_is_not_changed() -> None:
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.blocks[0].heads == HEADS and not atoms([])
+
+
+def test_the_chosen_set_is_the_heaviest() -> None:
+    """Against all subsets, on random graphs; a star of light leaves outweighs its heavy centre."""
+    star: dict[int, set[int]] = {0: set(range(1, 20)), **{i: {0} for i in range(1, 20)}}
+    assert heaviest(list(range(20)), star, [5.0] + [1.0] * 19) == list(range(1, 20))
+    draw = random.Random(0)
+    for _ in range(50):
+        n = draw.randint(2, 9)
+        excluded: dict[int, set[int]] = {i: set() for i in range(n)}
+        for a, b in itertools.combinations(range(n), 2):
+            if draw.random() < 0.4:
+                excluded[a].add(b)
+                excluded[b].add(a)
+        weight = sorted((float(draw.randint(1, 9)) for _ in range(n)), reverse=True)
+        subsets = itertools.chain.from_iterable(itertools.combinations(range(n), size) for size in range(n + 1))
+        apart = [s for s in subsets if all(not excluded[i].intersection(s) for i in s)]
+        found = heaviest(list(range(n)), excluded, weight)
+        assert tuple(found) in apart
+        assert sum(weight[i] for i in found) == max(sum(weight[i] for i in s) for s in apart)

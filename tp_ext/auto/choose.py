@@ -21,7 +21,7 @@ from tp_ext.auto.rules import LOOK_UPS
 from tp_ext.sharding import Part, Sharding
 
 SMALL_TABLE = 0.01  # of all parameters: an embedding below costs more in its all-reduce than its bytes are worth
-MOST_EXACT = 12  # candidates that exclude each other, of which all subsets are compared
+MOST_BRANCHES = 1000  # of the search among candidates that exclude each other
 
 
 @dataclass
@@ -249,23 +249,35 @@ def _independent(candidates: list[Decision]) -> Iterable[Decision]:
     for i in range(len(candidates)):
         components.setdefault(root(i), []).append(i)
     for members in components.values():
-        yield from (candidates[i] for i in _heaviest(members, excluded, [one.saved() for one in candidates]))
+        yield from (candidates[i] for i in heaviest(members, excluded, [one.saved() for one in candidates]))
 
 
-def _heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[float]) -> list[int]:
+def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[float]) -> list[int]:
+    """The independent set of greatest weight in a component; the greedy one where it is as good, or the search ends."""
     greedy: list[int] = []
     for i in members:
         if not excluded[i].intersection(greedy):
             greedy.append(i)
-    if len(members) == 1 or len(members) > MOST_EXACT:
-        return greedy
-    best = greedy
-    for number in range(1, len(members)):
-        for subset in itertools.combinations(members, number):
-            apart = all(not excluded[i].intersection(subset) for i in subset)
-            if apart and sum(weight[i] for i in subset) > sum(weight[i] for i in best):
-                best = list(subset)
-    return best
+    left = MOST_BRANCHES
+
+    def total(chosen: Iterable[int]) -> float:
+        return sum(weight[i] for i in chosen)
+
+    def best(allowed: frozenset[int]) -> list[int]:
+        """With and without the candidate that excludes most others: what is left falls apart, so this is fast for
+        chains and for stars such as the channels of a residual stream."""
+        nonlocal left
+        degree = {i: len(excluded[i] & allowed) for i in sorted(allowed)}
+        free = [i for i, others in degree.items() if not others]
+        if len(free) == len(degree) or left <= 0:
+            return free
+        left -= 1
+        hub = max(degree, key=lambda i: degree[i])
+        rest = allowed.difference(free, [hub])
+        return free + max(best(rest), [hub, *best(rest - excluded[hub])], key=total)
+
+    found = best(frozenset(members)) if len(members) > 1 else greedy
+    return sorted(found) if total(found) > total(greedy) else greedy
 
 
 def carries(record: Record, tensor: Tensor, sharded: Iterable[Atom]) -> bool:

@@ -30,6 +30,7 @@ COMPLETE, PARTIAL = "complete", "partial"  # types of gradients
 SHARDS = "of shards"  # partial while tokens are sharded, else complete
 Types = frozenset[str]
 NOTHING: Types = frozenset()
+COMPLETED: Types = frozenset({COMPLETE})
 SUMMED = (frozenset({PARTIAL}), frozenset({SHARDS}))  # one of these may be summed: all of it, or none
 
 
@@ -166,7 +167,7 @@ class Finder:
     # ------------------------------------------------------------ backward
 
     def type_now(self, tensor: Tensor) -> Types:
-        own = frozenset({COMPLETE}) if id(tensor) in self.outputs else NOTHING
+        own = COMPLETED if id(tensor) in self.outputs else NOTHING
         return own.union(*(types for _, types in self.used.get(id(tensor), ())))
 
     def backward_types(self) -> None:
@@ -177,7 +178,7 @@ class Finder:
             for tensor in step.outputs:
                 if id(tensor) in self.differentiable:
                     in_place = any(tensor is t for t in step.inputs)
-                    types |= self.type_now(tensor) if in_place else self.settle(tensor)
+                    types |= self.settle_written(tensor, step.place) if in_place else self.settle(tensor)
             for tensor in step.inputs:
                 if any(tensor is t for t in step.outputs):
                     continue
@@ -200,7 +201,7 @@ class Finder:
     def given(self, step: Step, tensor: Tensor, types: Types) -> Types:
         """The type of the gradient that an operator gives one of its inputs."""
         if step.is_loss:
-            return frozenset({COMPLETE})
+            return COMPLETED
         if self.tokens is not None and step.place in self.tokens.steps:
             return frozenset({SHARDS})
         if step.name.startswith("addmm") and self.roles.get(step.module) == "row" and tensor is step.inputs[0]:
@@ -223,14 +224,27 @@ class Finder:
             if gather is None or given != {PARTIAL}:
                 text = f"tokens are gathered for {sorted(given)} gradients in {step.reason}"
                 self.flow.problems.append(Problem(step.module, text, tuple(self.tokens.steps)))
-        return frozenset({COMPLETE})
+        return COMPLETED
+
+    def settle_written(self, tensor: Tensor, place: int) -> Types:
+        """The type of the gradient of what an operator wrote into a tensor: that of the uses after it.
+
+        Where only some of these are sharded, their sums must stand at arguments after the operator, for it hands the
+        gradient on to its other inputs: ``y += x`` with ``y`` used by a sharded and by a replicated layer.
+        """
+        id_, types = id(tensor), self.type_now(tensor)
+        if types & {PARTIAL, SHARDS} and types not in SUMMED and id_ not in self.sharded and id_ not in self.partial:
+            rest = {use for use, _ in self.place_at_arguments(id_, place)}
+            self.used[id_] = [(use, given if use in rest else COMPLETED) for use, given in self.used[id_]]
+            types = self.type_now(tensor)
+        return types
 
     def settle(self, tensor: Tensor) -> Types:
         """Returns the type of the gradient that flows on to what made the tensor, after sums placed here."""
         types, id_ = self.type_now(tensor), id(tensor)
         if not types & {PARTIAL, SHARDS} or id_ in self.sharded or id_ in self.partial:
             return types
-        complete, only_partial = frozenset({COMPLETE}), types in SUMMED
+        only_partial = types in SUMMED
         tokens = SHARDS in types
         if id_ in self.record.parameters:
             name = self.record.parameters[id_][0]
@@ -244,12 +258,12 @@ class Finder:
                 self.place(id_, Copy("parameter", module, (own,), divided=name in self.sums.divided, tokens=tokens))
             else:
                 self.problem(name, f"{name} is used by sharded and by replicated work", tensor)
-            return complete
+            return COMPLETED
         if only_partial and self.place_at_output(id_, tensor, None):
-            return complete
+            return COMPLETED
         rest = self.place_at_arguments(id_)
         if not rest:
-            return complete
+            return COMPLETED
         maker = self.record.maker.get(id_)
         user, places = self.record.steps[rest[0][0]], [place for place, _ in rest]
         if maker is None:
@@ -258,23 +272,23 @@ class Finder:
                 self.flow.refused_inputs.append(self.inputs[id_])  # an error where it comes with a gradient
             else:
                 self.problem(user.module, text, tensor, places)
-            return complete
+            return COMPLETED
         if id_ in self.record.functions:
             text = f"{self.record.functions[id_]} ({maker.line}) has a partial gradient: it is used by {user.reason}"
             self.problem(maker.module, text, tensor, places)
-            return complete
+            return COMPLETED
         if not only_partial:
             uses = f"is used by sharded ({user.name}, {user.line}) and by replicated work"
             text = f"the result of {maker.name} ({maker.line}) {uses}, and no boundary of a module lies between"
             self.problem(maker.module or user.module, text, tensor, places)
-            return complete
+            return COMPLETED
         if maker.name in VIEWS and id(maker.inputs[0]) in self.sharded:
             return types  # a part of a sharded dim that all ranks hold: its weight's gradient is summed
         if maker.name in SPLITS:
             source = maker.inputs[0]
             dim, start = _span_start(maker, tensor)
             if self.place_at_output(id_, source, (dim - source.dim(), start, start + tensor.shape[dim])):
-                return complete
+                return COMPLETED
         if self.tokens is not None and maker.place in self.tokens.steps:
             text = f"the gradient of gathered tokens of {maker.reason} stays partial in {user.reason}"
             self.flow.problems.append(Problem(maker.module, text, (maker.place,)))
@@ -339,13 +353,14 @@ class Finder:
         self.place(id_, copy)
         return True
 
-    def place_at_arguments(self, id_: int) -> list[tuple[int, Types]]:
-        """Sums gradients at arguments of modules that use the tensor in sharded work only; returns the other uses."""
+    def place_at_arguments(self, id_: int, after: int = -1) -> list[tuple[int, Types]]:
+        """Sums gradients at arguments of modules that use the tensor in sharded work only, and begin after an operator;
+        returns the other uses."""
         left = [use for use in self.used.get(id_, ()) if use[1] & {PARTIAL, SHARDS}]
         rest: list[tuple[int, Types]] = []
         while left:
             at = left[0][0]
-            call = next((c for c, _ in self.calls_with.get(id_, ()) if self.may_sum_argument(id_, c, at)), None)
+            call = next((c for c, _ in self.calls_with.get(id_, ()) if self.may_sum_argument(id_, c, at, after)), None)
             if call is None:
                 rest.append(left.pop(0))
                 continue
@@ -357,8 +372,8 @@ class Finder:
             left = [use for use in left if not call.start <= use[0] < call.stop]
         return rest
 
-    def may_sum_argument(self, id_: int, call: Call, at: int) -> bool:
-        if not call.start <= at < call.stop or any(
+    def may_sum_argument(self, id_: int, call: Call, at: int, after: int) -> bool:
+        if not after < call.start <= at < call.stop or any(
             Copy("argument", call.module, path, tokens=tokens) in self.banned
             for other, path in self.calls_with[id_]
             for tokens in (False, True)
@@ -373,17 +388,22 @@ class Finder:
 
     def check(self) -> None:
         """Derives the types of gradients again, given the sums: each is where all is partial, and nothing stays so."""
-        record, found = self.record, dict.fromkeys(self.outputs, frozenset({COMPLETE}))
+        record, found = self.record, dict.fromkeys(self.outputs, COMPLETED)
         spans: dict[int, list[tuple[int, int]]] = {}
         for id_, start, stop in self.summed:
             spans.setdefault(id_, []).append((start, stop))
         under: dict[tuple[int, int, int], Types] = dict.fromkeys(self.summed, NOTHING)
-        unsummed = dict(found)  # for tensors written in place: a sum at the module's end comes after that
+        # For tensors written in place, the types with the place from which on they are summed: a sum at an argument of
+        # a later module counts, one at the end of the module does not, as it comes after the operator that writes
+        written: dict[int, list[tuple[Types, int]]] = {id_: [(types, sys.maxsize)] for id_, types in found.items()}
         for step in reversed(record.steps):
             types = NOTHING
             for tensor in step.outputs:
-                in_place = any(tensor is t for t in step.inputs)
-                types |= (unsummed if in_place else found).get(id(tensor), NOTHING)
+                if any(tensor is t for t in step.inputs):
+                    uses = written.get(id(tensor), ())
+                    types = types.union(*(COMPLETED if summed > step.place else given for given, summed in uses))
+                else:
+                    types |= found.get(id(tensor), NOTHING)
             if self.working[step.place]:
                 types = frozenset({PARTIAL})
             for tensor in step.inputs:
@@ -393,11 +413,12 @@ class Finder:
                 if id_ in self.partial and self.working[step.place]:
                     continue
                 given = self.converted(step, tensor, self.given(step, tensor, types))
-                unsummed[id_] = unsummed.get(id_, NOTHING) | given
+                unsummed, summed = given, -1
                 for start, stop in spans.get(id_, ()):
                     if start <= step.place < stop:
                         under[id_, start, stop] |= given
-                        given = frozenset({COMPLETE}) if given else given
+                        given, summed = (COMPLETED, max(summed, start)) if given else (given, summed)
+                written.setdefault(id_, []).append((unsummed, summed))
                 found[id_] = found.get(id_, NOTHING) | given
         for key, types in under.items():
             copy = self.summed[key][0]

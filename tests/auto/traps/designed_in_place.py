@@ -1,0 +1,127 @@
+"""Traps of our own: a tensor that is written in place, and then used by sharded and by replicated work.
+
+The gradient of what was written must be complete where the operator hands it on to its other inputs.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.auto.traps.trap import WIDTH, Mlp, add, images
+
+
+class Written(nn.Module):
+    """`write(y, s)` changes y, the result of a norm, by that of a replicated layer; an MLP and its residual use y."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.norm, self.skip, self.mlp, self.write = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Mlp(), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        self.write(y, self.skip(x))
+        return y + self.mlp(y)
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "added": Tensor.add_,
+    "added_and_rectified": lambda y, s: F.relu_(y.add_(s)),
+    "added_twice": lambda y, s: y.add_(s).add_(torch.tanh(s)),
+    "multiplied": lambda y, s: y.mul_(1 + s),
+    "copied": lambda y, s: y.copy_(s.cos()),
+    "of_a_view": lambda y, s: y[:, 1:].add_(s[:, :-1]),
+    "of_features": lambda y, s: y[..., : WIDTH // 2].mul_(s[..., WIDTH // 2 :]),
+    "set_by_index": lambda y, s: y.__setitem__((slice(None), 0), s[:, -1]),
+    "interpolated": lambda y, s: y.lerp_(s, 0.3),
+    "with_products": lambda y, s: y.addcmul_(s, s.sin()),
+    "twice_and_used": lambda y, s: y.add_(s * y.detach().exp()).sub_(s.pow(2)),
+}
+for name, write in WRITES.items():
+    add(f"written_{name}", lambda write=write: Written(write), "the gradient of s is that of all uses of y", share=0.8)
+
+
+class Used(Written):
+    """A layer uses y before it is written as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        first = torch.sigmoid(y)
+        y.add_(self.skip(x))
+        return first * y + self.mlp(y)
+
+
+class Inside(Written):
+    """The tensor is an argument of the module that writes it, and returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        out = self.change(y, self.skip(x))
+        return out + y + self.mlp(y)
+
+    def change(self, y: Tensor, s: Tensor) -> Tensor:
+        y.add_(s)
+        return y
+
+
+class Adder(nn.Module):
+    """`y += s` in a module of its own, with a sharded use before and after it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Mlp(), Mlp()
+
+    def forward(self, y: Tensor, s: Tensor) -> Tensor:
+        before = self.first(y)
+        y = y.add(0)
+        y += s
+        return y + self.second(y) * before
+
+
+class Modules(Written):
+    def __init__(self) -> None:
+        super().__init__(Tensor.add_)
+        self.adder = Adder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = self.adder(y, self.skip(x))
+        return y + self.mlp(y)
+
+
+for kind in (Used, Inside):
+    add(f"written_{kind.__name__}", lambda kind=kind: kind(Tensor.add_), "likewise", share=0.5)
+add("written_Modules", Modules, "likewise", share=0.8)
+
+
+class Residual(nn.Module):
+    """A basic block of a ResNet: batch norms, ReLU in place, the shortcut added in place."""
+
+    def __init__(self, before: int, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(before, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.act = nn.ReLU(inplace=True)
+        self.shortcut = nn.Identity()
+        if before != channels:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, channels, 1, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.act(self.bn1(self.conv1(x)))))
+        y += self.shortcut(x)
+        return self.act(y)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)), nn.MaxPool2d(2)
+        self.blocks = nn.Sequential(Residual(8, 8), Residual(8, 16), Residual(16, 16))
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.blocks(self.pool(self.stem(x))).mean((2, 3)))
+
+
+add("written_ResNet", ResNet, "the residual stream is written in place", images, share=0.9)
