@@ -104,6 +104,24 @@ def test_code_that_cannot_be_sharded_is_named_with_its_line() -> None:
     }
 
 
+class HeadOfFunction(nn.Module):
+    """A head that is the table of the embedding, by a function in place of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(96, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        return nn.functional.linear(x + self.down(self.up(x).tanh()), self.table.weight)
+
+
+def test_a_table_that_is_a_head_by_a_function_leaves_itself_whole_alone() -> None:
+    plan = auto.plan(HeadOfFunction(), (torch.zeros(2, 5, dtype=torch.long),), 2)
+    assert plan.roles == {"up": "column", "down": "row"}
+    assert re.search(r"linear \(test_messages.py:\d+\) .*; as a head, only an nn.Linear", plan.why("table.weight"))
+
+
 @torch.library.custom_op("tp_ext_tests::without_fake", mutates_args=())
 def without_fake(x: Tensor) -> Tensor:
     return 2 * x

@@ -34,6 +34,7 @@ from tp_ext.sharding import Sharding, split_sizes
 
 MOST_ROUNDS = 40  # of leaving something whole and deciding again
 POSSIBLE = "possible"  # sequence_parallel of parts of a model: sharded tokens where they can be, no error if nowhere
+TABLE_ADVICE = "as a head, only an nn.Linear whose weight is this table (head.weight = table.weight) can be sharded"
 MOST_MORE = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
 
 
@@ -266,7 +267,8 @@ class Planner:
             left += [one for one in state.decisions if same.intersection(one.parameters)]
         for one in left:
             for name in one.parameters:
-                self.why.setdefault(name, str(mismatch))
+                is_table = state.roles.get(name.rpartition(".")[0]) == "vocab"
+                self.why.setdefault(name, f"{mismatch}; {TABLE_ADVICE}" if is_table else str(mismatch))
         return True
 
     def localized(self, state: State) -> Localized:
