@@ -208,7 +208,7 @@ class Finder:
             return types  # the bias, added once
         if not self.working[step.place]:
             return types
-        return NOTHING if id(tensor) in self.partial else frozenset({PARTIAL})
+        return NOTHING if self.is_partial_in(tensor, step) else frozenset({PARTIAL})
 
     def converted(self, step: Step, tensor: Tensor, given: Types) -> Types:
         """The type of a gradient before the boundary at which a tensor is sharded on its tokens, or gathered.
@@ -233,7 +233,7 @@ class Finder:
         gradient on to its other inputs: ``y += x`` with ``y`` used by a sharded and by a replicated layer.
         """
         id_, types = id(tensor), self.type_now(tensor)
-        if types & {PARTIAL, SHARDS} and types not in SUMMED and id_ not in self.sharded and id_ not in self.partial:
+        if types & {PARTIAL, SHARDS} and types not in SUMMED and id_ not in self.sharded:
             rest = {use for use, _ in self.place_at_arguments(id_, place)}
             self.used[id_] = [(use, given if use in rest else COMPLETED) for use, given in self.used[id_]]
             types = self.type_now(tensor)
@@ -242,10 +242,9 @@ class Finder:
     def settle(self, tensor: Tensor) -> Types:
         """Returns the type of the gradient that flows on to what made the tensor, after sums placed here."""
         types, id_ = self.type_now(tensor), id(tensor)
-        if not types & {PARTIAL, SHARDS} or id_ in self.sharded or id_ in self.partial:
+        if not types & {PARTIAL, SHARDS} or id_ in self.sharded:
             return types
-        only_partial = types in SUMMED
-        tokens = SHARDS in types
+        only_partial, tokens = types in SUMMED, SHARDS in types
         if id_ in self.record.parameters:
             name = self.record.parameters[id_][0]
             module, _, own = name.rpartition(".")
@@ -410,7 +409,7 @@ class Finder:
                 id_ = id(tensor)
                 if id_ not in self.differentiable or id_ in self.sharded or any(tensor is t for t in step.outputs):
                     continue
-                if id_ in self.partial and self.working[step.place]:
+                if self.is_partial_in(tensor, step):
                     continue
                 given = self.converted(step, tensor, self.given(step, tensor, types))
                 unsummed, summed = given, -1

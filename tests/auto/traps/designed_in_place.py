@@ -1,4 +1,5 @@
-"""Traps of our own: a tensor that is written in place, and then used by sharded and by replicated work.
+"""Traps of our own: a tensor that is written in place, and then used by sharded and by replicated work; sums of
+convolutions that are used by sharded work at once.
 
 The gradient of what was written must be complete where the operator hands it on to its other inputs.
 """
@@ -125,3 +126,50 @@ class ResNet(nn.Module):
 
 
 add("written_ResNet", ResNet, "the residual stream is written in place", images, share=0.9)
+
+
+class Convolutions(nn.Module):
+    """`between(y, x)` of the sum that one sharded convolution makes is the input of the next."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.sum = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 6, 1)
+        self.next, self.last, self.between = nn.Conv2d(6, 16, 1), nn.Conv2d(16, 4, 1), between
+        self.side = nn.Conv2d(6, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.before(x))
+        y = self.between(self.sum(h), x)
+        return self.last(torch.sigmoid(self.next(y)) * h) + self.side(y)
+
+
+BETWEEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "nothing": lambda y, x: y,
+    "view": lambda y, x: y.flatten(2).unflatten(2, y.shape[2:]),
+    "silu_in_place": lambda y, x: F.silu(y, inplace=True),
+    "scaled": lambda y, x: y * 2,
+    "added_in_place": lambda y, x: y.add_(x.mean()),
+    "halves": lambda y, x: torch.cat(y.chunk(2, 1), 1),
+}
+for name, between in BETWEEN.items():
+    make = lambda between=between: Convolutions(between)  # noqa: E731
+    add(f"sum_of_convolution_{name}", make, "its gradient is partial", images, share=0.8)
+
+
+class Excitation(nn.Module):
+    """Squeeze and excitation with activations in place, between a depthwise and a pointwise convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3)
+        self.depthwise, self.norm = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16)
+        self.reduce, self.expand, self.pointwise = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1), nn.Conv2d(16, 8, 1)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.norm(self.depthwise(self.act(self.stem(x)))))
+        gate = self.expand(self.act(self.reduce(h.mean((2, 3), keepdim=True))))
+        return self.pointwise(h * torch.sigmoid(gate))
+
+
+add("written_Excitation", Excitation, "a sum is written in place, then used by sharded work", images, share=0.9)
