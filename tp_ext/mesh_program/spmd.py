@@ -242,7 +242,7 @@ class _Leave(_Map):
 
         Args:
             axes: those along which the specs join results, if they have several ranks.
-            failure: of :meth:`check_axes` on this rank. The exchange tells the others, who would wait for it.
+            failure: of :meth:`check_axes` on this rank. The others, who would wait for it, learn of it by the exchange.
 
         Raises:
             ValueError: the failure; shards or results that do not fit together; under torch.compile, shards of

@@ -197,7 +197,8 @@ class ParallelRun:
                 device=device,
             )
             self.state: Any = self._schedule.stages
-            if data.replicates and not sharding:  # DDP's hooks would fire in every microbatch; FSDP2 sums by itself
+            # DDP's hooks would fire in every microbatch; FSDP2 sums by itself
+            if data.replicates and not sharding:
                 self._schedule.reduce_gradients = lambda: data.average_gradients(self.state)
             return
         self._loss = StepLoss(summed, microbatches, count, data.axes or None, "mean")
