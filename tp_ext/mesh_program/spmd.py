@@ -208,7 +208,7 @@ class _Enter(_Map):
 
 
 _WIDTH = 18  # entries for each tensor: its dtype, number of dims, and shape
-_LINES = 8  # the table of shapes has a multiple of these lines
+_LINES = 4  # the table of shapes has a multiple of these lines
 
 
 class _Leave(_Map):
