@@ -41,6 +41,16 @@ void GatherOrder::end() {
   forward_.finish(forward_.number + 1);
 }
 
+// A shard written between its prefetch and its use. `p.data = t` is another storage, which cannot
+// have the address of the old one, held here; writes in place are counted. Those through an alias
+// made by `p.data` are not, nor could anything see them but a comparison of all elements, for which
+// the host would wait for the device: that is the one thing a forward must not do to its weights
+// (under FSDP2 it must not write them in any way).
+bool GatherOrder::Coming::is_of(const Tensor& x) const {
+  return shard.is_same(x) && x.has_storage() && storage.is_alias_of(x.storage()) &&
+         version == version_of(x);
+}
+
 void GatherOrder::Pass::finish(int64_t next) {
   coming.reset();
   if (!now.empty()) known = std::exchange(now, {});
@@ -65,8 +75,7 @@ Tensor GatherOrder::take(const Tensor& shard, const WeightShards& of) {
     now.now.push_back({shard, of});
     std::swap(coming, now.coming);
   }
-  if (coming && coming->shard.is_same(shard) && coming->version == version_of(shard))
-    return coming->gather->wait();
+  if (coming && coming->is_of(shard)) return coming->gather->wait();
   coming.reset();
   return comm::all_gather(shard, of.group, of.dim, of.split);
 }
@@ -79,7 +88,7 @@ void GatherOrder::gather_next() {
   const auto& [shard, of] = now.known[next];
   if (!has_memory(shard)) return;
   now.coming.emplace(Coming{
-      shard, version_of(shard),
+      shard, shard.storage(), version_of(shard),
       std::make_shared<comm::Pending>(comm::all_gather_async(shard, of.group, of.dim, of.split))});
 }
 

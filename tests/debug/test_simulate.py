@@ -45,7 +45,8 @@ def _process_state():
         [warnings.filters, warnings.showwarning],
         dict(vars(tp_ext.random_scope.base)),
         threading.active_count(),
-        [len(table) for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config)],
+        [len(table) for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_to_tag)],
+        world.group_count,  # of it torch makes names, by which processes find each other
     )
 
 
@@ -135,6 +136,23 @@ def test_places_on_a_mesh():
 
     pairs, thrice, all_of_them = [11.0, 1100.0, 110000.0], [10101.0, 101010.0], 111111.0
     assert simulate(place, {"dp": 3, "tp": 2}) == [[pairs[r // 2], thrice[r % 2], all_of_them] for r in range(6)]
+
+
+def test_groups_that_ranks_make():
+    def make(rank, group):
+        ends, again, everyone = dist.new_group([0, 2]), dist.new_group([2, 0], backend="gloo"), dist.new_group()
+        mesh = dist.init_device_mesh("cpu", (3, 1), mesh_dim_names=("a", "b"))
+        sums = [torch.tensor(10.0**rank) for _ in range(4)]
+        for x, one in zip(sums, (everyone, mesh.get_group("a"), ends, again), strict=True):
+            if rank != 1 or one in (everyone, mesh.get_group("a")):
+                dist.all_reduce(x, group=one)
+        dist.barrier(mesh.get_group("b"))
+        if rank != 1:
+            assert dist.get_process_group_ranks(ends) == [0, 2] and ends.group_name != again.group_name
+            dist.destroy_process_group(ends)
+        return [x.item() for x in sums]
+
+    assert simulate(make, 3) == [[111.0, 111.0, part, part] for part in (101.0, 10.0, 101.0)]
 
 
 def test_a_program_on_a_mesh():

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 import tp_ext
-from tests.helpers import ranks
+from tests.helpers import ranks, simulated
 from tests.mesh_program.cases import CREATED_WITH_OUT, IN_PLACE, OPERATORS, READS, UNEVEN, WRITES
 from tp_ext import P
 from tp_ext.mesh_program.varying import VaryingValueError, axes_of
@@ -186,8 +186,9 @@ def _two_axes_uneven(group):
         assert torch.equal(_over(_mesh(2, 2), lambda a: a * 2, spec, spec)(x), 2 * x)
 
 
-def test_uneven_shards_of_two_axes():
-    ranks.run(_two_axes_uneven, 4)
+@pytest.mark.parametrize("run", [ranks.run, simulated.run])
+def test_uneven_shards_of_two_axes(run):
+    run(_two_axes_uneven, 4)
 
 
 PERMUTATIONS = {
@@ -305,8 +306,9 @@ def _structures(group):
     assert numbers == [6, 3.0, 3, 3]
 
 
-def test_structures_and_numbers():
-    ranks.run(_structures, 2)
+@pytest.mark.parametrize("run", [ranks.run, simulated.run])
+def test_structures_and_numbers(run):
+    run(_structures, 2)
 
 
 def _second_derivatives(group):

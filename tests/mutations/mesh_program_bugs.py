@@ -24,6 +24,14 @@ MESH_PROGRAM_BUGS = [
         RANDOM,
     ),
     _bug(
+        "failure_of_a_result_is_kept",
+        "spmd.py",
+        "(failure is not None, len(shapes))",
+        "(False, len(shapes))",
+        "The other ranks do not learn that a result did not fit on one of them.",
+        "repo/test_errors_on_one_rank.py::test_what_the_ranks_agree_on[no dim-simulated]",
+    ),
+    _bug(
         "false_claim_accepted",
         "spmd.py",
         "if axis in self.groups and axis not in spec.axes:",

@@ -203,29 +203,34 @@ def few_tokens(example: Any, p: int) -> Any:
 
 def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any] = lambda x: x) -> Run:
     """Runs a model once; the loss is a product of its outputs with random numbers."""
+    # Copies: a model may write to its inputs, and both runs must get the same
     args, kwargs = tree_map(
         lambda x: x.detach().clone().requires_grad_(backward and x.is_floating_point()) if isinstance(x, Tensor) else x,
         call,
     )
     for parameter in model.parameters():
-        parameter.grad = None
+        parameter.grad = None  # of the run before; it would be added to
     tp_random.manual_seed(0)
-    with torch.enable_grad() if backward else torch.no_grad():
+    with torch.enable_grad() if backward else torch.no_grad():  # a model may take another path without gradients
         result = gather(model(*args, **kwargs))
         outputs = {".".join(map(str, path)): t for path, t in tensors(result)}
         generator = torch.Generator().manual_seed(2)
+        # Random: a mean or a sum of squares would be constant behind a norm, and its gradients rounding noise. In fp64
+        # and by name, so that outputs of another dtype or order get the same
         weights = {name: torch.randn(t.shape, generator=generator, dtype=torch.float64) for name, t in outputs.items()}
         terms = [(t * weights[name].to(t.dtype)).sum() for name, t in outputs.items() if t.requires_grad]
+        # A number that the model returns was computed from local lengths as likely as a tensor was
         numbers = [leaf for leaf in tree_leaves(result) if isinstance(leaf, int | float)]
         outputs |= {f"number {i}": torch.tensor(float(number)) for i, number in enumerate(numbers)}
-        if backward and terms:
+        if backward and terms:  # a model may return nothing that depends on a parameter
             torch.stack([term.double() for term in terms]).sum().backward()
     gradients = {f"input {i}": t.grad for i, (_, t) in enumerate(tensors((args, kwargs))) if t.grad is not None}
     gradients |= {
-        name: p.grad.to_dense() if p.grad.is_sparse else p.grad
+        name: p.grad.to_dense() if p.grad.is_sparse else p.grad  # of an embedding; comparisons take dense ones
         for name, p in model.named_parameters()
         if p.grad is not None
     }
+    # Statistics that forward updates; counters of steps are equal anyway
     buffers = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
     return Run({name: t.detach() for name, t in outputs.items()}, gradients, buffers)
 

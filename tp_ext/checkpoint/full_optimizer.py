@@ -91,6 +91,7 @@ def load_full_optimizer_state_dict(
     module = joined(module)
     ranks = ranks_of(module, group, mesh)
     own = _Own(module, optimizer, ranks)
+    # The state is that of the whole model: a stage knows the names and shapes of the others by this exchange alone
     stages = over_stages((own.order, {name: own.full_shape(name) for name in own.params}), ranks)
     order = _merged_names([names for names, _ in stages])
     shapes = {name: shape for _, of_stage in stages for name, shape in of_stage.items()}
@@ -107,18 +108,19 @@ def load_full_optimizer_state_dict(
         }
         return {"state": entries, "param_groups": state["param_groups"]}
 
-    if broadcast_from_rank0 and mesh is None:
+    if broadcast_from_rank0 and mesh is None:  # by mesh= it is known which rank is the first
         check_one_mesh(module)
+    # The first rank checks for all, so that they raise together; who has the state itself raises before it sends
     planned = broadcast_from_first(plan, ranks.axes) if broadcast_from_rank0 else plan()
     states: dict[Tensor, dict[str, Any]] = {}
     for name, entry in planned["state"].items():
         param, local = own.params.get(name), copy_of_state(entry)  # its steps would be counted in the given state
-        if param is not None and own.held.holds(param):
+        if param is not None and own.held.holds(param):  # under ZeRO-1 each rank keeps a part
             states[param] = local
-        elif not broadcast_from_rank0:
+        elif not broadcast_from_rank0:  # with a broadcast it takes part all the same, and passes shards on
             continue
         for key, value in entry.items():
-            if not isinstance(value, torch.dtype):
+            if not isinstance(value, torch.dtype):  # a step or a factor: came with the plan
                 continue
             given: Any = state["state"][name][key] if ranks.first or not broadcast_from_rank0 else None
             if broadcast_from_rank0:
@@ -129,7 +131,7 @@ def load_full_optimizer_state_dict(
                     scatter_full(given, made, own.found[name].layout, ranks)
                 else:
                     write_full(given, made, own.found[name].layout)
-    for param, name in own.copies:
+    for param, name in own.copies:  # a tied weight's copy has a state of its own in this optimizer
         states[param] = copy_of_state(states.get(own.params[name], {}))
     own.held.load(states, planned["param_groups"])
 

@@ -270,16 +270,12 @@ def _over(
 def _at_once(
     x: Tensor, axis: Names, function: str, collective: Callable[[Tensor], Tensor], *, varies: bool = True
 ) -> Tensor:
-    """Applies a function that communicates over all axes to x, plain and real."""
+    """Applies a function that communicates over all axes to x, plain."""
     own = {name: group.name for name, group in groups_of(axis, function).items()}
     x = as_varying(x, own) if checked() else x
     axes = {name: group for name, group in axes_of(x).items() if varies or name not in own}
     with torch._C.DisableTorchFunctionSubclass():
-        y = plain(x) if checked() else x
-        if y.is_complex():  # backends refuse complex numbers; dims count from the front, so one more is no harm
-            y = torch.view_as_complex(collective(torch.view_as_real(y.resolve_conj())).contiguous())
-        else:
-            y = collective(y)
+        y = collective(plain(x) if checked() else x)
     return typed(y, axes) if checked() else y
 
 
@@ -306,7 +302,7 @@ def _ordered(x: Tensor, function: str) -> Tensor:
 
 
 def _sum(x: Tensor, group: ParallelGroup) -> Tensor:
-    if x.is_floating_point():
+    if x.is_floating_point() or x.is_complex():
         return regions.reduce_from(x, group.name)
     return _all_reduce(x, "sum", group)
 

@@ -74,7 +74,7 @@ def split(x: Tensor, dim: int, group: ParallelGroup) -> list[int]:
 def _region(
     name: str, x: Tensor, group: str, dims: tuple[int, ...] = (), sizes: tuple[Sequence[int], ...] = ()
 ) -> Tensor:
-    if x.is_complex():  # backends refuse complex numbers; dims count from the front, so one more is no harm
+    if x.is_complex():  # backends refuse complex numbers, and all that communicates them in a map comes here
         real = torch.view_as_real(x.resolve_conj())
         return torch.view_as_complex(
             _region(name, real, group, tuple(dim % x.dim() for dim in dims), sizes).contiguous()

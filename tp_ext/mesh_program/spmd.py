@@ -76,6 +76,8 @@ def spmd(
     groups = {name: parallel_group(mesh.get_group(name)) for name in mesh.mesh_dim_names}
     for argument, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
         _check_specs(specs, argument, groups)
+    of_results = _axes_of_joined(out_specs)
+    joined_axes = [name for name, group in groups.items() if group.size > 1 and name in of_results]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
@@ -89,8 +91,12 @@ def spmd(
             with scope_of(groups, check), types_in_force(check):
                 result = function(*local)
             leave = _Leave(mesh, groups, check, enter.uneven or made_uneven())
-            values = _map_tensors(leave.check_axes, result, out_specs, "out_specs")
-            leave.exchange_shapes()
+            failure, values = None, None
+            try:
+                values = _map_tensors(leave.check_axes, result, out_specs, "out_specs")
+            except ValueError as error:  # perhaps of this rank's result alone
+                failure = error
+            leave.exchange_shapes(joined_axes, failure)
             return _map_tensors(leave.tensor, values, out_specs, "out_specs")
 
         return mapped
@@ -113,6 +119,14 @@ def _check_specs(specs: Specs, argument: str, groups: Mapping[str, ParallelGroup
         raise TypeError(f"{argument}: {specs!r} must be a tp_ext.P, or a tuple, list or dict of them")
     for one in entries:
         _check_specs(one, argument, groups)
+
+
+def _axes_of_joined(specs: Specs) -> set[str]:
+    """Returns the axes of results that are joined, by the specs, which unlike the results are the same on all ranks."""
+    if isinstance(specs, P):
+        return set() if specs.form == "local" else set(specs.axes)
+    entries = specs.values() if isinstance(specs, dict) else specs or ()
+    return {axis for one in entries for axis in _axes_of_joined(one)}
 
 
 def _map_tensors(each: Callable[[Tensor, P, str], Any], values: Any, specs: Specs, where: str) -> Any:
@@ -194,6 +208,7 @@ class _Enter(_Map):
 
 
 _WIDTH = 18  # entries for each tensor: its dtype, number of dims, and shape
+_LINES = 4  # the table of shapes has a multiple of these lines
 
 
 class _Leave(_Map):
@@ -221,36 +236,53 @@ class _Leave(_Map):
             self.joined.append((value, spec, where))
         return value
 
-    def exchange_shapes(self) -> None:
+    def exchange_shapes(self, axes: Sequence[str], failure: ValueError | None) -> None:
         """Notes the lengths of all shards that are joined. Without it, shards of other lengths on a rank would end the
         process, or join with what is next to them in memory.
 
+        Args:
+            axes: those along which the specs join results, if they have several ranks.
+            failure: of :meth:`check_axes` on this rank. The others, who would wait for it, learn of it by the exchange.
+
         Raises:
-            ValueError: shards that do not fit together; under torch.compile, shards of different lengths.
+            ValueError: the failure; shards or results that do not fit together; under torch.compile, shards of
+                different lengths.
         """
-        if not self.joined:
+        alone = torch.compiler.is_compiling() or (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        )
+        if failure is not None and (alone or not axes):
+            raise failure
+        if not axes:
             return
-        if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            if self.uneven:
+        if alone:
+            if self.joined and self.uneven:
                 raise ValueError(
                     "spmd: shards must have equal lengths under torch.compile; pad them, or use local ones"
                 )
             return
-        axes = [name for name, group in self.groups.items() if group.size > 1]
-        axes = [name for name in axes if any(name in spec.axes for _, spec, _ in self.joined)]
         shapes = [(zlib.crc32(str(value.dtype).encode()), value.dim(), *value.shape) for value, _, _ in self.joined]
-        width = max(_WIDTH, *(len(shape) for shape in shapes))  # the same on ranks with another number of dims
+        lines = [(failure is not None, len(shapes)), *shapes]
+        lines += [()] * (-len(lines) % _LINES)  # a rank with other results must exchange as much
+        width = max(_WIDTH, *(len(line) for line in lines))  # the same on ranks with another number of dims
         with torch._C.DisableTorchFunctionSubclass():
-            table = torch.tensor([(*shape, *[0] * (width - len(shape))) for shape in shapes])
-            table = table.to(self.joined[0][0].device)
+            table = torch.tensor([(*line, *[0] * (width - len(line))) for line in lines])
+            table = table.to(self.joined[0][0].device if self.joined else self.mesh.device_type)
             for name in reversed(axes):
                 found = [torch.empty_like(table) for _ in range(self.groups[name].size)]
                 dist.all_gather(found, table, group=process_group(self.groups[name].name))
                 table = torch.stack(found)
             table = table.cpu()
+        if failure is not None:
+            raise failure
+        if failed := table[..., 0, 0].nonzero().tolist():
+            place = ", ".join(f"{name} = {index}" for name, index in zip(axes, failed[0], strict=True))
+            raise ValueError(f"out_specs: the result on the rank at {place} must fit; its own error says why not")
+        if len(counts := sorted(set(table[..., 0, 1].flatten().tolist()))) > 1:
+            raise ValueError(f"out_specs: the ranks' results must have equally many tensors, and have {counts}")
         self.lengths.extend(
             _shard_lengths(table[..., k, :], axes, [self.groups[name].rank for name in axes], spec, where)
-            for k, (_, spec, where) in enumerate(self.joined)
+            for k, (_, spec, where) in enumerate(self.joined, start=1)
         )
 
     def tensor(self, value: Tensor, spec: P, where: str) -> Any:

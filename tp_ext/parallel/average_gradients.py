@@ -27,7 +27,7 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
         model: any module, without DDP, which takes the mean itself. Parameters under FSDP2, which does, too, are left.
         data_groups: the axes, such as ``[mesh["dp"], mesh["ep"]]``, one by one, the expert group among them.
 
-    Communicates, over each axis: an all-reduce of one number per parameter, and all-reduces of the gradients of each
+    Communicates, over each axis: an all-reduce of four numbers per parameter, and all-reduces of the gradients of each
     dtype, in buffers of 64 MiB.
 
     Raises:

@@ -350,15 +350,16 @@ def _refuse_tangents(table: Sequence[GradientRow]) -> None:
 def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[GradientRow], Iterable[int]]:
     """Returns the groups that ``given`` is sharded over, the rows, and the ids of copies of another stage's."""
     if isinstance(given, list | tuple) and any(isinstance(one, nn.Module) for one in given):
-        given = joined(given)
+        given = joined(given)  # stages of a pipeline; joined() refuses a list that mixes them with parameters
     group = axes.group
-    if isinstance(given, nn.Module):
+    if isinstance(given, nn.Module):  # its layers know how they are sharded
         named = dict(given.named_parameters())
         groups = model_groups(given, axes)
         table = layouts(given, group=groups.default.name)
         rows: list[GradientRow] = [(named[name], layout, gradient_terms(named[name])) for name, layout in table]
         return groups, rows, copies_in(given)
     over = parallel_group(group)
+    # Bare parameters, as torch.nn.utils.clip_grad_norm_ takes them, know only what they carry
     params = [given] if isinstance(given, Tensor) else list(cast(Iterable[Tensor], given))
     for param in params:
         if not isinstance(param, Tensor):
@@ -366,12 +367,12 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[GradientRow]
     known = [_layout_of_bare(param, group) for param in params]
     groups = groups_of([over, *(axis for layout in known for _, axis in layout or ())])
     for param, found in zip(params, known, strict=True):
-        if found is None and groups.axes:
+        if found is None and groups.axes:  # a shard would count as replicated: a norm too small, on no rank an error
             raise ValueError(
                 f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding or "
                 "tp_layout; pass the module instead"
             )
-    if None in known:
+    if None in known:  # all are whole, unless the group was forgotten
         layer_group(group, "grad_norm of parameters")  # for its warning
     rows = [(one, found or Layout(), gradient_terms(one)) for one, found in zip(params, known, strict=True)]
     return groups, rows, ()

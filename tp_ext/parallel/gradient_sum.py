@@ -10,6 +10,8 @@ from tp_ext.group import Group, parallel_group, process_group
 from tp_ext.parallel.grad_norm import gradient_terms, local_gradient
 
 _BUCKET_BYTES = 64 << 20  # of a buffer of gradients that are summed together
+_DTYPES = tuple(dict.fromkeys(one for one in vars(torch).values() if isinstance(one, torch.dtype)))
+_ANY = 99
 
 
 @torch.no_grad()
@@ -24,11 +26,13 @@ def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
         model: a module, or parameters in the same order on all ranks. Summed are ``.grad``, and ``main_grad`` where
             there is one; tied parameters once. A rank without ``.grad`` where another has one gets the sum.
 
-    Communicates: an all-reduce of one number per parameter, and all-reduces of the gradients of each dtype, in buffers
-    of 64 MiB.
+    Communicates: an all-reduce of four numbers per parameter, and all-reduces of the gradients of each dtype, in
+    buffers of 64 MiB.
 
     Raises:
-        TypeError, ValueError: see :func:`tp_ext.group.group_name`; TypeError: no module and no parameters.
+        TypeError, ValueError: see :func:`tp_ext.group.group_name`; TypeError: no module and no parameters. ValueError,
+            on all ranks: gradients of one parameter that have different dtypes on the ranks, or ``main_grad`` on some
+            of them alone.
     """
     if isinstance(model, Tensor) or not isinstance(model, nn.Module | Iterable):
         raise TypeError(f"model: {type(model).__name__} must be a module, or the parameters in a list")
@@ -42,11 +46,21 @@ def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
             raise TypeError(f"model: {type(param).__name__} must be a parameter, or the model be a module")
     if not params:
         return
-    has_grad = torch.tensor([param.grad is not None for param in params], dtype=torch.int32, device=params[0].device)
-    dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=pg)
+    # The buffers must be the same on all ranks: without this a rank with other gradients would leave the others waiting
+    kinds = torch.tensor([_kinds(param) for param in params], dtype=torch.int32, device=params[0].device)
+    dist.all_reduce(kinds, dist.ReduceOp.MAX, group=pg)
     grads: list[Tensor] = []
-    for param, present in zip(params, has_grad.tolist(), strict=True):
-        if present and param.grad is None:
+    for number, (param, (grad, main_grad, other_grad, other_main_grad)) in enumerate(
+        zip(params, kinds.tolist(), strict=True)
+    ):
+        for name, most, least in (("grad", grad, -other_grad), ("main_grad", main_grad, -other_main_grad)):
+            if least not in (most, _ANY):
+                found = " and ".join(str(_DTYPES[kind - 1]) if kind else "None" for kind in (least, most))
+                raise ValueError(
+                    f"model: {name} of parameter {number}, of shape {tuple(param.shape)}, must be alike on all ranks, "
+                    f"and is {found} on some"
+                )
+        if grad and param.grad is None:
             param.grad = torch.zeros_like(param)
         grads += map(local_gradient, gradient_terms(param))
     for bucket in _buckets(grads):
@@ -54,6 +68,18 @@ def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
         dist.all_reduce(flat, group=pg)
         parts = flat.split([grad.numel() for grad in bucket])
         torch._foreach_copy_(bucket, [part.view(grad.shape) for part, grad in zip(parts, bucket, strict=True)])
+
+
+def _kinds(param: Tensor) -> tuple[int, int, int, int]:
+    """Returns numbers whose largest of all ranks tell what gradients a parameter has there: the dtype of each, 0 for
+    none, and the negative of it. A ``grad`` that a rank lacks may be of any dtype on the others."""
+    main_grad = getattr(param, "main_grad", None)
+    grad, main = _number(param.grad), 0 if main_grad is param.grad else _number(main_grad)
+    return grad, main, -(grad or _ANY), -main
+
+
+def _number(grad: Tensor | None) -> int:
+    return 0 if grad is None else _DTYPES.index(grad.dtype) + 1
 
 
 @torch.no_grad()

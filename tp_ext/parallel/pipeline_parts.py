@@ -215,23 +215,29 @@ def _wrapped(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def _check_coverage(model: nn.Module, parts: Parts) -> None:
+    """Raises ValueError unless each module with tensors is in one part: one in none has no stage, one inside of another
+    part would run twice."""
     seen: dict[int, str] = {}
-    for part in parts.all:
+    for part in parts.all:  # functions have no modules; what they read is seen when they run
         for inner, module in part.function.named_modules() if isinstance(part.function, nn.Module) else ():
             other = seen.setdefault(id(module), part.name)
+            # Two parts may share a module inside, as tied ones do, but a part itself must not be one
             if other != part.name and (inner == "" or module is model.get_submodule(other)):
                 raise ValueError(f"model: the part {part.name!r} must not be inside of the part {other!r}")
+    # By identity: a tied weight that hangs in no part may be one of a part under another name
     tensors = {id(one) for part in parts.all for one in _tensors(part.function)}
     for prefix, module in model.named_modules():
         if id(module) in seen:
             continue
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        # A plan of auto put a hook on a module that is only a container to the pipeline, so it would never run
         if any(getattr(hook, "is_needed_in_stages", False) for hook in hooks):
             raise ValueError(
                 f"model: {prefix or type(model).__name__!r} must be in one of the parts of pipeline_parts(): its "
                 "sharding by tp_ext.auto needs its forward to run"
             )
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            # Buffers that are in no checkpoint, such as tables, the parts make again or do not need
             if tensor is not None and name not in module._non_persistent_buffers_set and id(tensor) not in tensors:
                 raise ValueError(
                     f"model: {prefix + '.' + name if prefix else name!r} must be in one of the parts of "

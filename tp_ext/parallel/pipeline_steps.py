@@ -184,6 +184,7 @@ class PipelineSteps:
         setup, last = self._setup, self._setup.torch_stages[-1].num_stages - 1
         keywords = {name: value for name, value in options.items() if name not in _OPTIONS}
         given_names = keywords.keys() | (kwarg_mbs[0].keys() if kwarg_mbs else set())
+        # None: a part takes any keyword. A misspelt one would be dropped without a word: no part of this stage has it
         unknown = set() if setup.keywords is None else given_names - setup.keywords
         if unknown:
             raise TypeError(f"step: {sorted(unknown)[0]!r} must be an argument of a part of the model")
@@ -191,7 +192,7 @@ class PipelineSteps:
         if training and not torch.is_grad_enabled():
             raise RuntimeError("step: must not run under torch.no_grad(); eval runs the forwards alone")
 
-        def batch() -> Batch:
+        def batch() -> Batch:  # not called here: in the first step its errors are exchanged
             mixed = [*(["inputs"] if inputs else []), *([] if target is None else ["target"]), *keywords]
             if mixed and not (arg_mbs is None and kwarg_mbs is None and target_mbs is None):
                 raise TypeError(
@@ -207,6 +208,7 @@ class PipelineSteps:
             self._check_keywords(keywords, self._batch)
         if training:
             self._check_trainable()
+        # All ranks may be given everything; what is for other stages does not go on to torch's step
         if any(stage.is_first for stage in setup.torch_stages):
             given = {"arg_mbs": arg_mbs}
         else:
@@ -219,24 +221,24 @@ class PipelineSteps:
         self._losses = self._loss = None
         self._trained = False
         self._internal_losses: list[Tensor] = []  # those of a step that an exception ended
-        if on_last:
+        if on_last:  # targets come before the first microbatch, for a mean over the tokens of all of them
             setup.loss.begin(target_mbs if target is None else [target], setup.device)
-        if training:
+        if training:  # puts aside what earlier steps have summed over the stages already
             setup.tied.begin()
         try:
             with setup.clock.step(), torch.set_grad_enabled(training):
                 result = super().step(*inputs, target=target, **given, **options)  # type: ignore[misc]
-        except BaseException:
+        except BaseException:  # as before the step, also after Ctrl-C: who catches it may go on
             setup.tied.restore()
             setup.loss.begin(None, setup.device)
             raise
         if training:
-            if self.reduce_gradients is not None:
+            if self.reduce_gradients is not None:  # first: tied sums add means over data ranks
                 self.reduce_gradients()
             setup.tied.finish(options.get("finalize_gradients", True) or not setup.sharded)
             self.next_step += 1
             self._trained = True
-        elif setup.sharded:
+        elif setup.sharded:  # forward alone leaves the parameters whole, the backward that frees them does not come
             reshard(self.stages)
         if losses is not None and on_last and setup.loss.values:
             losses[:] = setup.loss.values[-setup.microbatches :]
@@ -277,6 +279,7 @@ class PipelineSteps:
             next((one.inputs for one, _ in found if one.inputs is not None), None),
             next((one.target for one, _ in found if one.target is not None), None),
         )
+        # Only the ranks that need them must be given inputs and target; who is given more is compared, too
         at_first, at_last = (found[setup.rank_of[stage]][0] for stage in (0, max(setup.rank_of)))
         if at_first.inputs is None or known.inputs is None:
             raise TypeError("inputs: must be given on the ranks of the first stage")
@@ -285,17 +288,19 @@ class PipelineSteps:
         for one, _ in found:
             self._check_same(one, known, training=False)
         states = sorted({state for _, copies in found for state in copies})
+        # Sorted by name, so two copies that differ are neighbours; else one stage would wait for the other's gradient
         for state, following in itertools.pairwise(states):
             name, has_main, _ = state
             if name == following[0]:
                 what = "require a gradient" if has_main == following[1] else "have main_grad"
                 raise ValueError(f"model: {name!r} must {what} on all stages that have the weight or on none")
         self._check_keywords(keywords, known)
-        if kwarg_mbs is not None:
+        if kwarg_mbs is not None:  # the shapes are those of one microbatch
             keywords = kwarg_mbs[0]
         elif keywords:
             keywords = split_args_kwargs_into_chunks((), keywords, setup.microbatches)[1][0]
         self._set_shapes(known.inputs, keywords)
+        # Found on one rank: all raise, since the others would wait for the activations of its stage
         left = all_gather_objects(self._shapes.close(), setup.group)
         if any(left):
             raise RuntimeError(

@@ -164,9 +164,10 @@ class ParallelRun:
         self._device = device = _device(mesh)
         self._autocast = autocast
         pp = mesh["pp"] if "pp" in (mesh.mesh_dim_names or ()) else None
-        pp = None if pp is None or pp.size() == 1 else pp
+        pp = None if pp is None or pp.size() == 1 else pp  # one stage needs no schedule
         sharding: dict[str, Any] = {}
         if zero > 1:
+            # Under a pipeline resharding would communicate in each microbatch, so zero = 3 keeps what it gathered
             sharding = data.fsdp_options() | {"reshard_after_forward": zero == 3 and pp is None}
             check_shards(model)
             if offload:
@@ -177,6 +178,7 @@ class ParallelRun:
                 return torch.stack([one.sum() for one in tree_leaves(output) if isinstance(one, Tensor)]).sum() * 0
             with self._precision():
                 value = one_element(loss(output, target))
+                # Sums over tokens add up over microbatches and data ranks of unequal lengths; means do not
                 return value * count(target) if reduction == "mean" else value
 
         self._schedule = self._ddp = None
@@ -195,15 +197,17 @@ class ParallelRun:
                 device=device,
             )
             self.state: Any = self._schedule.stages
+            # DDP's hooks would fire in every microbatch; FSDP2 sums by itself
             if data.replicates and not sharding:
                 self._schedule.reduce_gradients = lambda: data.average_gradients(self.state)
             return
         self._loss = StepLoss(summed, microbatches, count, data.axes or None, "mean")
         materialise(model, device, reset_parameters, blocks_of(model), sharding)
         self.state = model
+        # A data axis of one rank is no replica. What FSDP2 shards it also sums
         if data.replicates and not sharding:
             assert data.whole is not None
-            if data.shards_experts:
+            if data.shards_experts:  # different ones on the ranks of the data axis, which DDP would overwrite
                 ignore_experts(model)
             self._ddp = DistributedDataParallel(model, process_group=data.whole.get_group())
 

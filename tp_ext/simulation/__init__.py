@@ -1,11 +1,12 @@
 """All ranks of a group in this process: see :func:`simulate`."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tp_ext.simulation.baton import Baton
-from tp_ext.simulation.groups import Groups, default_group_of_rank, ranks_of
+from tp_ext.simulation.groups import Groups, ranks_of, torch_sees_groups_of_rank
 from tp_ext.simulation.members import describe_stuck
 from tp_ext.simulation.place import Place, enter, here
 from tp_ext.simulation.rank_state import own_generators
@@ -39,7 +40,8 @@ def simulate(fn: Callable[..., T], p: int | dict[str, int], *args: Any, seed: in
     ``group=`` (also ``async_op=True``, messages, objects), functional collectives, ``count_collectives``, which counts
     the rank's own calls. It is also the rank's default group; one of the process is left alone. Values are those of
     processes over ``tp_shm``, bit by bit: sums add in the order of the ranks. A send is buffered: it does not wait for
-    its receive. Tensors on one CUDA device work, too; their sums are computed on the CPU. New groups cannot be made.
+    its receive. Tensors on one CUDA device work, too; their sums are computed on the CPU. ``new_group``,
+    ``init_device_mesh`` and their kin make groups of simulated ranks, whatever ``backend`` they are given.
 
     A simulation may run inside of a rank of another one, not in two threads at once.
 
@@ -68,13 +70,13 @@ def simulate(fn: Callable[..., T], p: int | dict[str, int], *args: Any, seed: in
     prefixes = [outer.inner(serial, rank) for rank in range(size)]
 
     def run_rank(rank: int) -> T:
-        enter(Place(prefixes[rank], groups.world[rank], {}, outer))
+        enter(Place(prefixes[rank], groups.world[rank], functools.partial(groups.new_group, rank), {}, outer))
         return fn(rank, groups.argument(rank), *args)
 
     baton = Baton(size, seed, run_rank, describe_stuck)
     groups = Groups(baton, axes, size, prefixes)
     try:
-        with default_group_of_rank(), own_generators():
+        with torch_sees_groups_of_rank(), own_generators():
             return baton.run()
     finally:
         groups.remove()

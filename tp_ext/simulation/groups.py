@@ -3,10 +3,12 @@
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import DeviceMesh, ProcessGroup
 
@@ -16,6 +18,7 @@ from tp_ext.simulation.members import Group, Member
 from tp_ext.simulation.place import here
 
 _BACKEND = "simulated"
+_NO_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
 
 
 class Groups:
@@ -27,16 +30,20 @@ class Groups:
     """
 
     def __init__(self, baton: Baton, axes: dict[str, int] | None, p: int, prefixes: list[str]) -> None:
-        self._axes = axes
+        self._axes, self._baton, self._prefixes = axes, baton, prefixes
         self._registered: list[ProcessGroup] = []
+        # what torch counts and notes at each new group; other processes of a job have not counted ours
+        self._count, self._noted = c10d._world.group_count, _NO_MEMBER in c10d._world.pg_group_ranks
+        self._new: dict[tuple[int, tuple[int, ...]], Group] = {}  # by how often a rank has made one of these ranks
+        self._made: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(p)]  # of each rank
         self._by_axis: list[list[ProcessGroup]] = [[] for _ in range(p)]  # of each rank
-        self.world = self._add(baton, [list(range(p))], prefixes, "world")
+        self.world = self._add([list(range(p))], "world")
         if axes is not None:
             self._mesh = torch.arange(p, dtype=torch.int).view(*axes.values())
             for dim, (axis, size) in enumerate(axes.items()):
                 along = self.world
                 if size < p:
-                    along = self._add(baton, self._mesh.movedim(dim, -1).reshape(-1, size).tolist(), prefixes, axis)
+                    along = self._add(self._mesh.movedim(dim, -1).reshape(-1, size).tolist(), axis)
                 for of_rank, group in zip(self._by_axis, along, strict=True):
                     of_rank.append(group)
 
@@ -53,18 +60,34 @@ class Groups:
 
     def remove(self) -> None:
         """Removes all groups from torch's tables."""
-        world = c10d._world
+        world: Any = c10d._world
         for group in self._registered:
-            torch._C._distributed_c10d._unregister_process_group(group.group_name)
-            for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            if group in world.pg_map:  # else the rank has destroyed it
+                torch._C._distributed_c10d._unregister_process_group(group.group_name)
+            for table in _tables(world):
                 table.pop(group, None)
+        world.group_count = self._count
+        if not self._noted:
+            world.pg_group_ranks.pop(_NO_MEMBER, None)
 
-    def _add(self, baton: Baton, members: list[list[int]], prefixes: list[str], axis: str) -> list[ProcessGroup]:
+    def new_group(self, rank: int, ranks: Sequence[int]) -> ProcessGroup | None:
+        """Makes a rank's part of a group, which is one with those that the other ranks make of the same ranks, in the
+        order in which each makes them. Returns None if it is no member."""
+        key = tuple(ranks)
+        if rank not in key:
+            return None
+        number = self._made[rank][key]
+        self._made[rank][key] += 1
+        calls = self._new.setdefault((number, key), Group(self._baton, list(key)))
+        name = f"new {'_'.join(map(str, key))} {number}"
+        return self._register(Member(calls, key.index(rank)), key.index(rank), list(key), self._prefixes[rank] + name)
+
+    def _add(self, members: list[list[int]], axis: str) -> list[ProcessGroup]:
         groups: dict[int, ProcessGroup] = {}
         for ranks in members:
-            calls = Group(baton, ranks)
+            calls = Group(self._baton, ranks)
             for place, rank in enumerate(ranks):
-                groups[rank] = self._register(Member(calls, place), place, ranks, prefixes[rank] + axis)
+                groups[rank] = self._register(Member(calls, place), place, ranks, self._prefixes[rank] + axis)
         return [groups[rank] for rank in range(len(groups))]
 
     def _register(self, member: Member, place: int, ranks: list[int], name: Any) -> ProcessGroup:
@@ -79,36 +102,56 @@ class Groups:
         world.pg_names[group] = name
         world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
         world.pg_backend_config[group] = _BACKEND
+        world.pg_to_tag[group] = ""  # destroy_process_group reads it
         torch._C._distributed_c10d._register_process_group(name, group)
         self._registered.append(group)
         return group
 
 
-class _DefaultGroup:
-    """While simulations run, torch's default group is ``world`` for a simulated rank, whose number functions such as
-    ``dist.get_rank(group)`` look up there, and as before for all other code."""
+def _tables(world: Any) -> list[dict[Any, Any]]:
+    return [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag]
+
+
+class _Torch:
+    """What is replaced in torch while simulations run. For a simulated rank the default group is ``world``, whose
+    number functions such as ``dist.get_rank(group)`` look up there, and new groups are of simulated ranks; for all
+    other code both are as before."""
 
     lock, simulations = threading.Lock(), 0
-    property_of_torch: Any = None
+    default_group: Any = None
+    new_group: Any = None
+
+
+def _new_group(size: int, rank: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """In place of torch's function: it connects to a store, which simulated ranks do not have."""
+    make = here().new_group
+    if make is None:
+        found: tuple[Any, Any] = _Torch.new_group(size, rank, ranks, *args, **kwargs)
+        return found
+    group = make(ranks or range(size))  # of all ranks, none are given
+    return (_NO_MEMBER if group is None else group), None
 
 
 @contextlib.contextmanager
-def default_group_of_rank() -> Iterator[None]:
-    """Shows simulated ranks their default group in the block."""
-    with _DefaultGroup.lock:
-        _DefaultGroup.simulations += 1
-        if _DefaultGroup.simulations == 1:
-            original: Any = c10d._World.default_pg
-            _DefaultGroup.property_of_torch = original
-            seen = property(lambda world: here().world or original.fget(world), original.fset)
-            setattr(c10d._World, "default_pg", seen)  # noqa: B010, a property cannot be assigned for mypy
+def torch_sees_groups_of_rank() -> Iterator[None]:
+    """Shows simulated ranks their default group in the block, and lets them make groups."""
+    module: Any = c10d
+    torch_world = module._World
+    with _Torch.lock:
+        _Torch.simulations += 1
+        if _Torch.simulations == 1:
+            original = _Torch.default_group = torch_world.default_pg
+            torch_world.default_pg = property(lambda world: here().world or original.fget(world), original.fset)
+            _Torch.new_group = module._new_process_group_helper
+            module._new_process_group_helper = _new_group
     try:
         yield
     finally:
-        with _DefaultGroup.lock:
-            _DefaultGroup.simulations -= 1
-            if _DefaultGroup.simulations == 0:
-                setattr(c10d._World, "default_pg", _DefaultGroup.property_of_torch)  # noqa: B010
+        with _Torch.lock:
+            _Torch.simulations -= 1
+            if _Torch.simulations == 0:
+                torch_world.default_pg = _Torch.default_group
+                module._new_process_group_helper = _Torch.new_group
 
 
 def ranks_of(p: int | dict[str, int]) -> tuple[dict[str, int] | None, int]:

@@ -1,5 +1,6 @@
 """Where the running code is: which rank of which simulation, if any."""
 
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +17,14 @@ class Place:
     Attributes:
         prefix: of the names of this rank's groups; those of a simulation inside of the rank begin with it, too.
         world: the group of all ranks, as this rank has it; None outside of simulations.
+        new_group: makes this rank's part of a group, None if it is no member; None outside of simulations.
         generators: this rank's generators of ``random`` and ``numpy.random`` that are in use, by module.
         outer: the place of the caller.
     """
 
     prefix: str = ""
     world: ProcessGroup | None = None
+    new_group: Callable[[Sequence[int]], ProcessGroup | None] | None = None
     generators: dict[str, Any] = field(default_factory=dict)
     outer: "Place | None" = None
 
