@@ -74,7 +74,7 @@ Tensor weight_grad(AutogradContext* ctx, size_t i, const char* main_grad, const 
   if (found == ctx->saved_data.end()) return at::mm(as_rows(dy).t(), as_rows(x));
   const Tensor sum = found->second.toTensor();
   add_weight_grad(sum, as_rows(dy), as_rows(x));
-  return grad_beside(sum, dy, i);
+  return placeholder_grad(sum, dy, i);
 }
 
 struct ParallelMlp : Function<ParallelMlp> {
