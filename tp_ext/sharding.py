@@ -218,7 +218,7 @@ class Sharding:
         parts = self.local_parts(rank, p)
         return merge_adjacent(Interval(one.local_start, one.full_start, one.length, one.owned) for one in parts)
 
-    def copied_pieces(self, rank: int, p: int) -> CopiedRows | None:
+    def copied_rows(self, rank: int, p: int) -> CopiedRows | None:
         """Returns the local rows of parts with ``copies`` > 1, for summing gradients over the copies; None if none."""
         rows = CopiedRows([], [], [], sum(part.size + part.padding for part in self.parts if part.copies > 1))
         full_start = 0

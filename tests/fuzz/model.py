@@ -1,4 +1,4 @@
-"""The fuzzer's model: any configuration of fuzz_config.py, made of tp_ext's modules or of fuzz_plain.py's.
+"""The fuzzer's model: any configuration of config.py, made of tp_ext's modules or of plain.py's.
 
 Everything between the blocks is ``[*tokens, hidden]``; under sequence parallelism each rank has its share of dim 0.
 """

@@ -33,7 +33,7 @@ FOUND_BY = {  # the seed of a small model, on 2 or 4 ranks in turn, that shows t
 
 @pytest.mark.timeout(max(300, 5 * SEEDS))
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
-def test_models_are_their_unsharded_twins(p):
+def test_models_equal_their_unsharded_models(p):
     """Every fourth seed has this p."""
     tried = 0
     for config, wrong, _ in fuzz.fuzz(range(p - 1, SEEDS, 4)):

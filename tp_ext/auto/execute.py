@@ -391,7 +391,7 @@ class _Applied:
             hook = entering.setdefault(owner, EnterParameters(self.group))
             for own in names:
                 sharding = self.plan.shardings[f"{owner}.{own}"]
-                rows = sharding.copied_pieces(self.group.rank, self.group.size)
+                rows = sharding.copied_rows(self.group.rank, self.group.size)
                 assert rows is not None
                 hook.copied[own] = sharding.dim, rows
         for name, hook in entering.items():

@@ -24,9 +24,7 @@ from tp_ext.parallel.pipeline_schedules import (
     check_microbatches,
     check_model,
     known_schedule,
-)
-from tp_ext.parallel.pipeline_schedules import (
-    stages_per_rank as number_per_rank,
+    number_of_stages_per_rank,
 )
 from tp_ext.parallel.pipeline_shapes import Precision, ShapeModel
 from tp_ext.parallel.pipeline_split import Split, split_blocks
@@ -139,7 +137,7 @@ def pipeline_stages(
     known = known_schedule(schedule)
     group = process_group(mesh)
     ranks, rank = group.size(), group.rank()
-    per_rank = number_per_rank(known, stages_per_rank)
+    per_rank = number_of_stages_per_rank(known, stages_per_rank)
     number = ranks * per_rank
     check_microbatches(known, microbatches, ranks, number)
     if not isinstance(model, nn.Module):

@@ -91,7 +91,7 @@ def known_schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
-def stages_per_rank(schedule: Schedule, given: int | None) -> int:
+def number_of_stages_per_rank(schedule: Schedule, given: int | None) -> int:
     """Returns the number of stages of each rank.
 
     Raises:
