@@ -71,6 +71,7 @@ def init_mesh(
     return init_device_mesh(device_type, shape, mesh_dim_names=tuple(sizes))
 
 
+# [Note: functions of whole models take a mesh, layers do not]
 class MeshAxes(NamedTuple):
     """The axes of a mesh, or the group given in its place, for a function of a whole model.
 

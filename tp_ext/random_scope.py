@@ -16,6 +16,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.context_layout import ContextLayout
 
+# [Note: a step and a microbatch are a seed of torch's generators]
 _MARK = 0x5E9D << 47  # upper bits of the seeds of scopes, by which they are known
 _STEPS = 2  # of which calls are remembered, for recomputation
 
@@ -331,6 +332,7 @@ def rows_are_listed() -> bool:
     return base.rows_in_use
 
 
+# [Note: seeds of named masks come with rows]
 def rows_seed(module: Any, x: Tensor, each: int, start: int, full: int, tokens: bool) -> Tensor:
     """Draws the seed of a mask of activations x, and the numbers of its rows in the global batch.
 

@@ -37,6 +37,7 @@ class Part:
     size: int
     unit: int = 1
     copies: int = 1
+    # [Note: padding and groups of a part]
     padding: int = 0
     groups: int = 1
 
@@ -242,6 +243,7 @@ class Sharding:
             )
 
 
+# [Note: a layout is a tuple of shardings and groups]
 class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
     """A layout of a full tensor over the ranks of any number of groups: an ordered tuple of (:class:`Sharding`, group).
 

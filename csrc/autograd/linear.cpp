@@ -114,6 +114,7 @@ bool differentiated(const Tensor& dy, const Saved& s) {
   return at::GradMode::is_enabled() || has_tangent(dy);
 }
 
+// [Note: overlap on every backend]
 struct ColumnLinear : Function<ColumnLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const std::string& group,

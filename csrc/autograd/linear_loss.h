@@ -1,5 +1,7 @@
 // linear_cross_entropy chunk by chunk: its arguments, the logits of a chunk, values that come by
 // chunks, and the two ways to the gradients.
+//
+// [Note: the loss without logits computes gradients in forward]
 
 #pragma once
 

@@ -77,6 +77,7 @@ Tensor weight_grad(AutogradContext* ctx, size_t i, const char* main_grad, const 
   return placeholder_grad(sum, dy, i);
 }
 
+// [Note: GEMM epilogues belong to a block]
 struct ParallelMlp : Function<ParallelMlp> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& up_weight,
                         const Tensor& up_bias, const Tensor& down_weight, const Tensor& down_bias,

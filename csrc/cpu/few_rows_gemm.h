@@ -10,6 +10,8 @@
 //
 // All matrices are row-major; w and dw are contiguous. Torch-free; a call computes the rows, or
 // columns, from begin to end.
+//
+// [Note: products of a chunk of tokens with a vocabulary have kernels]
 
 #pragma once
 

@@ -87,6 +87,14 @@ def test_tests_exist():
     )
 
 
+def test_notes_of_design_are_those_that_code_cites():
+    """`[Note: name]`, each decision of docs/develop/design.md and each citation."""
+    note, sources = re.compile(r"\[Note: ([^\]\n]+)\]"), (file for file in FILES if file.suffix != ".md")
+    decided = note.findall((ROOT / "docs" / "develop" / "design.md").read_text())
+    cited = {name for file in sources for name in note.findall(prose(file))} - {"name"}
+    assert len(decided) > 40 and sorted(decided) == sorted(cited)
+
+
 def exists(name):
     parts = name.split(".")
     value = importlib.import_module(parts[0])

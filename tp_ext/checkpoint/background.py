@@ -55,6 +55,7 @@ class _Last:
     save: RunningSave | None = None
 
 
+# [Note: asynchronous saves are a thread over our own save]
 def begin_save(path: str, act: Callable[[], None]) -> RunningSave:
     """Starts ``act`` in a thread; the last save must have ended."""
     _Last.save = RunningSave(path, act)

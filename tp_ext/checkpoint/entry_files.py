@@ -36,6 +36,7 @@ def saved_value(value: Any) -> bytes:
     return file.getvalue()
 
 
+# [Note: saves write DCP's format without DCP's planner]
 class SavedValues:
     """The bytes of values that are no tensors; equal immutable ones share one object."""
 

@@ -159,6 +159,7 @@ def without_data_axes(tensor: Tensor) -> Tensor:
     return moved.full_tensor()
 
 
+# [Note: full tensors go to rank 0 by a gather]
 def _gather_to_first(local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Tensor | None:
     """Gathers the elements that each rank owns to rank 0, padded to the largest number that a rank owns.
 

@@ -110,6 +110,7 @@ _KNOWN = {
 }
 
 
+# [Note: .metadata is not unpickled]
 class _Unpickler(pickle._Unpickler):
     """An unpickler that returns records, dtypes and plain values, and calls no class or function that a pickle names.
 

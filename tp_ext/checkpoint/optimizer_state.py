@@ -44,6 +44,7 @@ class HeldState:
         self.group: ProcessGroup | None = None
         kind = type(optimizer)
         # By name, since importing torch.distributed.optim would cost every user time
+        # [Note: the state of ZeRO-1 is read from its inner optimizers]
         if any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__):
             inner = getattr(optimizer, "optim", None)
             if not isinstance(inner, Optimizer):

@@ -22,6 +22,7 @@ def open_regular(path: str | os.PathLike[str], directory: int | None = None) -> 
     return open(descriptor, "rb")
 
 
+# [Note: a reader holds a directory, a saver holds a lock]
 class PinnedDirectory(FileSystem):
     """A directory that is opened once, as a file system for the readers of torch.distributed.checkpoint.
 

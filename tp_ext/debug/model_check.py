@@ -201,6 +201,7 @@ def _findings_over(group: str, model: nn.Module, alone: list[str], options: dict
     held = dict(zip(tensors, tensor_digests(tensors.values()), strict=True))
     facts_here = _facts(model, table, _is_sharded_over(model, group)) | dict.fromkeys(given, "given") | options
     mine = _Report(alone, facts_here, _slices(table, group), held)
+    # [Note: check exchanges checksums, once]
     reports = all_gather_objects(mine, process_group(group))
     all_held = [one.held for one in reports]
     facts = [one.facts for one in reports]

@@ -35,6 +35,7 @@ from tp_ext.random import Constant, torch_linear_init
 from tp_ext.sharding import Sharding
 
 
+# [Note: adapters consist of our layers]
 class LoRALinear(ParallelModule):
     """Replacement of a column or row linear by one with an adapter: y = base(x) + (alpha / r) B(A(dropout(x))).
 

@@ -15,6 +15,7 @@ KEYS: dict[str, dict[str, bool]] = {
     "llama3": {**_FACTOR, **_CONTEXT, "low_freq_factor": True, "high_freq_factor": True},
     "yarn": {**_FACTOR, **_CONTEXT, **dict.fromkeys(_OPTIONAL, False)},
 }
+# [Note: frequencies of a scaled RoPE are arguments of the call]
 MOST = 512  # rotated features, since their frequencies are an argument of the kernel
 _LEAST = {"factor": 1, "original_max_position_embeddings": 1, "mscale": 0, "mscale_all_dim": 0}  # the others: > 0
 

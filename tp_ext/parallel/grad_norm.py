@@ -326,6 +326,7 @@ def _listed(groups: Groups) -> Sequence[Group]:
     return [groups] if groups is None or isinstance(groups, str | ProcessGroup | DeviceMesh) else groups
 
 
+# [Note: the norm needs no list of axes]
 def _axes(groups: Sequence[Group]) -> dict[tuple[int, ...], str]:
     """Returns the groups' names by their ranks: groups of the same ranks are one axis, and a single rank is none."""
     names = [group_name(group) for group in groups]

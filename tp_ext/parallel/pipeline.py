@@ -365,6 +365,7 @@ def _schedule(
         with clock.busy("forward: loss"):
             return loss(*args, **options)
 
+    # [Note: a pipeline's schedule is torch's own, made a subclass]
     made = type(kind.__name__, (PipelineSteps, kind), {"__doc__": PipelineSteps.__doc__})
     single = issubclass(kind, torch.distributed.pipelining.schedules.PipelineScheduleSingle)
     return made(stages[0] if single else stages, microbatches, loss_fn=timed_loss, scale_grads=False)
