@@ -60,6 +60,7 @@ def init_mesh(
         shown = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         raise ValueError(f"{', '.join(sizes)}: {shown} must multiply to the {ranks} ranks of the job")
     shape = tuple(ranks // known if size == -1 else size for size in sizes.values())
+    # torchrun numbers the ranks of a host in sequence, and tp is the last axis
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdecimal() and 0 < int(local) < ranks and int(local) % shape[-1]:
         warnings.warn(

@@ -56,6 +56,7 @@ def check_options(
     for pattern, value in (hints or {}).items():
         if not isinstance(value, P) and value not in ("whole", "sharded"):
             raise ValueError(f"hints: {pattern!r} is {value!r} and must be 'whole', 'sharded' or a P")
+    # A misspelled operator would leave its rule unused, silently
     for operator, line in (rules or {}).items():
         if not isinstance(line, str):
             raise TypeError(f"rules: {operator!r} is {line!r} and must be a line of notation, such as 'b h, h -> b h'")

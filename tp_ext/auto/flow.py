@@ -176,6 +176,7 @@ class Finder:
             types: Types = NOTHING
             for tensor in step.outputs:
                 if id(tensor) in self.differentiable:
+                    # A tensor that is written in place is settled at the operator that made it
                     in_place = any(tensor is t for t in step.inputs)
                     types |= self.type_now(tensor) if in_place else self.settle(tensor)
             for tensor in step.inputs:
@@ -188,6 +189,7 @@ class Finder:
                         own = self.tokens is not None and step.place in self.tokens.steps
                         found = {step.place} if own else set[int]().union(*self.shards_after(step))
                         self.shard_steps.setdefault(id(tensor), set()).update(found)
+        # No operator made these: they are settled after all of their uses
         leaves = [*record.parameters, *(id(t) for _, t in record.inputs)]
         for id_ in leaves:
             sharded = id_ in record.parameters and record.parameters[id_][0] in self.cut

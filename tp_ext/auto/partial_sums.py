@@ -161,12 +161,14 @@ class PartialSums:
 
     def check_outputs(self) -> None:
         """Partial sums leave their module by its outputs, in every call of it, and by no attribute."""
+        # What an attribute keeps is reported here, and not again as what never leaves
         left = {self.partial[id_] for id_ in self.partial if id_ in self.record.stored}
         for id_, module in self.partial.items():
             if id_ in self.record.stored:
                 tensors_ = [t for t in self.record.kept if id(t) == id_][:1]
                 where = self.record.stored[id_] or "the model"
                 self.problem(module, f"an attribute of {where} keeps partial sums of {module or 'the model'}", tensors_)
+        # A module sums an output in all of its calls or in none
         calls: dict[tuple[str, Path], list[bool]] = {}
         for call in self.record.calls:
             for path, tensor in call.outputs:

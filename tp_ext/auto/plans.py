@@ -117,6 +117,7 @@ class Plan:
             raise ValueError(f"path: {path} must be a plan of version {VERSION}")
         if missing := sorted({one.name for one in dataclasses.fields(cls)} ^ set(data)):
             raise ValueError(f"path: {path} must have the fields of a plan, and differs in {missing[0]!r}")
+        # JSON has no tuples: a plan that was read must equal the one that was saved
         data["shardings"] = {name: _sharding(one) for name, one in data["shardings"].items()}
         data["buffers"] = {name: [_sharding(one) for one in found] for name, found in data["buffers"].items()}
         data["copies"] = [
@@ -192,6 +193,7 @@ class Plan:
                 if "rowwise" in style
                 else None
             )
+            # transformers names modules from the base model on, ours may have its prefix
             found = next((mine[name] for name in mine if name == pattern or name.endswith("." + pattern)), None)
             if role is not None and found != role:
                 differences.append(f"{pattern}: {style} there, {found or 'whole'} here")
@@ -242,6 +244,7 @@ class Plan:
         folded: dict[str, list[str]] = {}
         for name in self.shapes:
             folded.setdefault(_folded(name), []).append(name)
+        # Parameters whose names differ in the numbers of layers alone share a row
         for pattern, names in folded.items():
             name = names[0]
             times = f" (x{len(names)})" if len(names) > 1 else ""
@@ -262,6 +265,7 @@ class Plan:
                     "",
                 )
             )
+        # Reasons are last, and long: they get no width
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows

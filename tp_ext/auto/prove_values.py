@@ -213,6 +213,7 @@ def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any
     with torch.enable_grad() if backward else torch.no_grad():
         result = gather(model(*args, **kwargs))
         outputs = {".".join(map(str, path)): t for path, t in tensors(result)}
+        # Random weights: under a plain sum elements that change places, or biases that cancel, would pass
         generator = torch.Generator().manual_seed(2)
         weights = {name: torch.randn(t.shape, generator=generator, dtype=torch.float64) for name, t in outputs.items()}
         terms = [(t * weights[name].to(t.dtype)).sum() for name, t in outputs.items() if t.requires_grad]

@@ -369,6 +369,7 @@ class Planner:
 
     def finished(self, state: State) -> Plan:
         self.together = [list(one.parameters) for one in state.decisions]
+        # A tied parameter has the same sharding under all its names
         shardings = {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]}
         every = [name for name, _ in self.record.parameters.values()]
         return Plan(

@@ -176,6 +176,7 @@ class _Search:
             return f"{where} needs all tokens", []
         if step.name in RANDOM:
             return f"{where} draws random numbers", []
+        # What is whole must be sliced on its way in, and every result must have the tokens as one dim
         wanted = []
         for tensor in [*step.inputs, *step.outputs]:
             dims = self.record.dims_of(tensor)
@@ -243,11 +244,13 @@ class _Search:
         is_output = id_ in finder.outputs and r.stop == END
         draws = [one for one in self.record.random_calls if id(one.masked) == id_ and r.has_index(one.index)]
         draws = [one for one in draws if not self.may_draw(one, r)]
+        # Nothing needs all tokens: done, unless a boundary slices a tensor that nothing uses
         if not whole and not is_output and not draws:
             return bool(places) or r.origin.step >= 0 or self.ban(r, "its tokens are not used")
         why = self.why.get(whole[0], "") if whole else "the model returns it"
         if draws:
             why = f"{draws[0].name} in {draws[0].module} draws for several calls"
+        # No use is on shards. Slicing was of no use; a result is gathered once, where its module returns it
         if len(whole) == len(places):
             if r.origin.step < 0:
                 return self.ban(r, why if WHOLE in why else f"{WHOLE}: {why}")
@@ -255,9 +258,11 @@ class _Search:
             if call is not None and all(one.index >= call.last for one in draws):
                 self.gathers.append(Gather(r, _kind(self.types(r, whole, is_output)), call, True))
                 return True
+        # A gather makes a copy: what is written to one does not reach the others
         if draws or any(any(t is r.tensor for t in self.record.steps[place].outputs) for place in whole):
             return self.ban(r, why if draws else f"{why}, and it is written in place")
         found = []
+        # Else a module gathers its argument, in one collective for all uses inside of the module
         while whole:
             call = next((c for c, _ in finder.calls_with.get(id_, ()) if self.may_gather(r, c, whole[0], whole)), None)
             if call is None:

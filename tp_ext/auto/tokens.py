@@ -176,6 +176,7 @@ class TokenFlow:
                 elif r.origin.scatter is not None:
                     module, at, path = r.origin.scatter
                     self._put(Tokens("scatter", module, at, path, r.dim))
+        # A tensor may be in several places of an argument or output: each is gathered
         for gathers in self.gathers.values():
             for gather in gathers:
                 r, call = gather.range, gather.call
@@ -186,6 +187,7 @@ class TokenFlow:
                     if tensor is r.tensor:
                         name = "" if call is None else call.module
                         self._put(Tokens(gather.kind, name, at, path, r.dim))
+        # A recomputation in backward needs the full length of an argument that stays sharded
         kept: dict[tuple[str, Path], list[int | None]] = {}
         for call in record.calls:
             for path, tensor in call.inputs:
@@ -240,6 +242,7 @@ class TokenFlow:
                     for place in self.steps
                     if call.start <= place < call.stop and any(tensor is t for t in record.steps[place].inputs)
                 )
+        # Calls that have returned before
         for inner in record.calls:
             if call.around(inner) and inner.last <= index and inner.module.rpartition(".")[0] == call.module:
                 yield from (r for _, t in inner.outputs if (r := self.range_in(t, inner)) is not None)

@@ -239,11 +239,13 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
     groups = [group for _, group in layout if group.size > 1]
     spanned = [set(dist.get_process_group_ranks(axis)) for axis in ranks.data_axes]
     parts = any(set(global_ranks(group.name)) < members for group in groups for members in spanned)
+    # A group within an axis: no group connects the first ranks of the smaller groups
     if parts or not all(map(ranks.groups.is_axis, groups)):
         whole = _broadcast(value, shape, local, broadcast_axes(ranks.stage_axes))
         return write_full(whole, local, layout)
     scattered = [process_group(group.name) for group in groups]
     members = [dist.get_process_group_ranks(axis) for axis in scattered]
+    # Axes that do not shard the tensor hold copies, which are made at last
     others = [axis for axis in ranks.stage_axes if dist.get_process_group_ranks(axis) not in members]
     along = list(broadcast_axes([*scattered, *others]))
     for sharding, group in layout:

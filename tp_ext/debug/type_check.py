@@ -114,6 +114,7 @@ def _assert_parameter_types(module: nn.Module) -> None:
             for sharding, group in layouts.get(name, ()):
                 if group.size > 1:
                     spec[sharding.dim] = (*spec[sharding.dim], process_group(group.name))
+            # The layers sum gradients of replicated parameters over their own groups: invariant there
             held = {axis: spmd.I if axis in own and tensor.requires_grad else t for axis, t in outside.items()}
             for axis in {spmd.MeshAxis.of(group) for entry in spec for group in entry}:
                 held[axis] = spmd.V

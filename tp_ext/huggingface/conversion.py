@@ -66,6 +66,7 @@ def groups_to_load(model: transformers.PreTrainedModel, files: Mapping[str, Tens
     found: dict[str, Group] = {}
     for name in sorted(files, key=core.dot_natural_key):
         target, pattern = core.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        # A renaming for other classes: the model has the name of the file
         if target not in wanted and name in wanted:
             target, pattern = core.rename_source_key(name, [], [], model.base_model_prefix, wanted)
         if pattern is None:

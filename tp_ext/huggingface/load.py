@@ -272,6 +272,7 @@ def _matched(
     """
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
     made = {name: tensor for group in groups for name, tensor in group.targets.items()}
+    # Files have a tied tensor under one of its names: under the others it is not missing
     held = {id(own[name]) for name in made if name in own}
     left = SimpleNamespace(
         missing_keys={name for name, tensor in own.items() if name not in made and id(tensor) not in held},

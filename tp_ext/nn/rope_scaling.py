@@ -75,6 +75,7 @@ class RopeScaling:
     def __init__(self, scaling: Mapping[str, Any], rotary_dim: int, base: float) -> None:
         elsewhere = ("rope_theta", "partial_rotary_factor")
         given = {key: value for key, value in scaling.items() if value is not None and key not in elsewhere}
+        # Older configurations have "type", newer ones "rope_type", some both
         kinds = [given.pop(key) for key in ("rope_type", "type") if key in given]
         if not kinds or any(not isinstance(k, str) or k not in KEYS or k != kinds[0] for k in kinds):
             raise ValueError(f"scaling: rope_type {' and '.join(map(repr, kinds)) or None} must be one of {list(KEYS)}")
@@ -101,6 +102,7 @@ class RopeScaling:
                 f"scaling: low_freq_factor {given['low_freq_factor']} must be less than high_freq_factor "
                 f"{given['high_freq_factor']}"
             )
+        # yarn divides by the logarithm of the base, ntk and dynamic by rotary_dim - 2
         if self.kind == "yarn" and not base > 1:
             raise ValueError(f"base: {base} must be greater than 1 with rope_type 'yarn'")
         if rotary_dim > MOST:

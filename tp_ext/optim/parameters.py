@@ -109,6 +109,7 @@ def split_parameters(model: Stages) -> tuple[list[nn.Parameter], list[nn.Paramet
         raise TypeError(f"model: {model!r} must be a module, or a list of the stages that this rank holds")
     whole = joined(model)
     outside: set[Tensor] = set()
+    # By identity: a weight that is tied to an embedding or a head is none of a hidden layer
     for module in whole.modules():
         heads: list[nn.Module] = [module] if isinstance(module, _NOT_HIDDEN) else []
         if callable(find := getattr(module, "get_output_embeddings", None)):

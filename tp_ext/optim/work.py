@@ -104,10 +104,12 @@ def find_matrices(reports: Sequence[Sequence[ShardOf]], names: Sequence[str]) ->
             holders: dict[Chunk, list[int]] = {}
             for rank, shards in enumerate(reports):
                 for held in shards[index].held:
+                    # A matrix is a part of a parameter (q of q | k | v), a rank's chunk a part of both
                     if common := held.chunk.within(chunk):
                         holders.setdefault(common, []).append(rank)
                         if held.owned:
                             sources.setdefault(common, []).append(rank)
+            # Sources alone, without copies: their sizes add up to the matrix
             if (numel := sum(one.numel for one in sources)) != chunk.numel:
                 raise ValueError(
                     f"params: {names[index]} of full shape {first_shard.shape}: the ranks must hold each of the "

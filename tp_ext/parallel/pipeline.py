@@ -160,11 +160,13 @@ def pipeline_stages(
         _check_axis(options["mesh"], group)
         _check_expert_mesh(model, options)
 
+    # All checks have passed: from here on the model changes
     name_modules(model)
     where = _device(model, mesh, device)
     policy = options.get("mp_policy")
     ignored = frozenset(map(id, options.get("ignored_params") or ()))
     precision = Precision(getattr(policy, "param_dtype", None), getattr(policy, "output_dtype", None), ignored)
+    # Before FSDP2 shards the parameters
     shapes = ShapeModel(every, where, precision)
     held = {stage: every[stage] for stage in known.stages_of(rank, ranks, per_rank)}
     rank_of = {stage: one for one in range(ranks) for stage in known.stages_of(one, ranks, per_rank)}

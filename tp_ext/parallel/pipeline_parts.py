@@ -219,6 +219,7 @@ def _check_coverage(model: nn.Module, parts: Parts) -> None:
     for part in parts.all:
         for inner, module in part.function.named_modules() if isinstance(part.function, nn.Module) else ():
             other = seen.setdefault(id(module), part.name)
+            # A module that two parts share is tied; a part inside of another one would run twice
             if other != part.name and (inner == "" or module is model.get_submodule(other)):
                 raise ValueError(f"model: the part {part.name!r} must not be inside of the part {other!r}")
     tensors = {id(one) for part in parts.all for one in _tensors(part.function)}

@@ -175,6 +175,7 @@ def check_meta(parts: Sequence[nn.Module], init: Any) -> None:
     params = {param.is_meta for part in parts for param in part.parameters()}
     if len(params) > 1:
         raise ValueError("model: its parameters must be all on meta or none of them")
+    # A function of the user's may initialise any module: nothing can be checked
     own_init = init is not None and init is not reset_parameters
     for module in {id(one): one for part in parts for one in part.modules()}.values():
         tensors = [*module._parameters.items(), *module._buffers.items()]
