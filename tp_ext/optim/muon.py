@@ -22,7 +22,7 @@ from tp_ext.nn.stages import Stages
 from tp_ext.optim.exchange import Axes
 from tp_ext.optim.matrices import ShardOf, local_tensor, shard_of
 from tp_ext.optim.parameters import Placed
-from tp_ext.optim.work import Bucket, Plan, buckets, find_matrices
+from tp_ext.optim.work import Bucket, MuonOptions, buckets, find_matrices
 
 _RATES = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _FORMS = ("auto", "gather", "gram")
@@ -240,11 +240,11 @@ class Muon(Optimizer):
         axes, device = self._placed.ranks((param for param, _, _ in matrices), (layout for _, layout in found))
         shards = [shard_of(param, layout) for (param, _, _), (_, layout) in zip(matrices, found, strict=True)]
         reports = _shards_of_all(shards, axes)
-        plan = Plan(axes, device, self._ns_dtype, self._form, self._bucket_bytes)
+        work_options = MuonOptions(axes, device, self._ns_dtype, self._form, self._bucket_bytes)
         steps = [options["ns_steps"] for _, options, _ in matrices]
         return [
-            Bucket(assigned, shards, plan)
-            for assigned in buckets(find_matrices(reports, [name for name, _ in found]), steps, plan)
+            Bucket(assigned, shards, work_options)
+            for assigned in buckets(find_matrices(reports, [name for name, _ in found]), steps, work_options)
         ]
 
     def _step_adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
