@@ -14,7 +14,7 @@ from tp_ext.auto.plans import Plan
 from tp_ext.mesh_program.partition_spec import P
 
 
-def check_model(model: Any) -> None:
+def check_planned_model(model: Any) -> None:
     """Raises TypeError unless it is a module."""
     if not isinstance(model, nn.Module):
         found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -31,7 +31,7 @@ def check_example(example: Any) -> None:
         raise TypeError(f"example: the key {wrong[0]!r} must be the name of an argument of forward")
 
 
-def check_options(
+def check_plan_options(
     p: Any,
     hints: Any,
     rules: Any,
@@ -78,7 +78,7 @@ def check_apply(plan: Any, model: Any, verify: Any, example: Any) -> None:
     """Raises TypeError or ValueError unless ``apply`` takes these arguments."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: {type(plan).__name__} must be a Plan, of tp_ext.auto.plan or Plan.load")
-    check_model(model)
+    check_planned_model(model)
     check_bools(verify=verify)
     if verify and example is None:
         raise ValueError("example: None must be the arguments of forward, for verify=True")

@@ -21,7 +21,7 @@ from tp_ext.auto.rules import LOOK_UPS
 from tp_ext.sharding import Part, Sharding
 
 SMALL_TABLE = 0.01  # of all parameters: an embedding below costs more in its all-reduce than its bytes are worth
-MOST_EXACT = 12  # candidates that exclude each other, of which all subsets are compared
+MAX_EXACT = 12  # candidates that exclude each other, of which all subsets are compared
 
 
 @dataclass
@@ -257,7 +257,7 @@ def _heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list
     for i in members:
         if not excluded[i].intersection(greedy):
             greedy.append(i)
-    if len(members) == 1 or len(members) > MOST_EXACT:
+    if len(members) == 1 or len(members) > MAX_EXACT:
         return greedy
     best = greedy
     for number in range(1, len(members)):

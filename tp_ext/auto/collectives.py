@@ -15,7 +15,7 @@ from tp_ext.auto.record import Record, tensors
 from tp_ext.auto.tokens import TokenFlow
 
 
-class State(Protocol):
+class PlannedState(Protocol):
     """The decisions of a round, for the collectives that follow from them."""
 
     roles: dict[str, str]
@@ -27,7 +27,7 @@ class State(Protocol):
     def flow(self) -> Flow: ...
 
 
-def collectives_of(record: Record, p: int, state: State, activations: bool = False) -> list[Collective]:
+def collectives_of(record: Record, p: int, state: PlannedState, activations: bool = False) -> list[Collective]:
     """The collectives of one forward and backward at the sizes of the example, in the order of the record; or those
     of ``activations`` only."""
     if p == 1:
@@ -64,7 +64,7 @@ def collectives_of(record: Record, p: int, state: State, activations: bool = Fal
     return found + collectives_of_tokens(record, state, activations)
 
 
-def collectives_of_tokens(record: Record, state: State, activations: bool) -> list[Collective]:
+def collectives_of_tokens(record: Record, state: PlannedState, activations: bool) -> list[Collective]:
     found: list[Collective] = []
     for one, tensor in state.tokens.calls() if state.tokens else ():
         forward, backward = {

@@ -50,7 +50,7 @@ from tp_ext.sharding import Layout
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
          "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
 
-MOST_WHOLE = 0.1  # of the bytes of matrices, without a warning
+MAX_REPLICATED_SHARE = 0.1  # of the bytes of matrices, without a warning
 
 
 def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, example: Any = None) -> nn.Module:
@@ -91,7 +91,7 @@ def _whole_matrices(plan: Plan) -> str:
     matrices = {name: size for name, size in sizes.items() if len(plan.shapes[name]) > 1}
     whole = [n for n in matrices if n not in plan.shardings and not plan.whole[n].startswith("dim 0: hints")]
     share = sum(matrices[name] for name in whole) / max(sum(matrices.values()), 1)
-    if plan.p == 1 or share <= MOST_WHOLE:
+    if plan.p == 1 or share <= MAX_REPLICATED_SHARE:
         return ""
     first = max(whole, key=lambda name: matrices[name])
     text = f"model: {share:.0%} of the bytes of its matrices stay whole on every rank"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tp_ext.auto.choose import Decision, carries
 from tp_ext.auto.dims import Atom, contains
-from tp_ext.auto.edits import Copy, Gather, Path, Slice, Sum
+from tp_ext.auto.edits import Copy, Gather, LeafPath, Slice, Sum
 from tp_ext.auto.partial_sums import PartialSums
 from tp_ext.auto.problems import Problem
 from tp_ext.auto.record import Call, Record, Step, tensors
@@ -41,7 +41,7 @@ class Flow:
     sums: list[Sum] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
-    refused_inputs: list[Path] = field(default_factory=list)  # those whose gradient would stay partial
+    refused_inputs: list[LeafPath] = field(default_factory=list)  # those whose gradient would stay partial
     buffers: dict[str, list[Sharding]] = field(default_factory=dict)
     local: set[int] = field(default_factory=set)  # ids of tensors whose sharded dims have local lengths
     copied: list[Tensor] = field(default_factory=list)  # the tensors of ``copies``
@@ -98,8 +98,8 @@ class Finder:
         # Those of inputs, too: a model may be a part of a larger one
         self.differentiable = record.differentiable | record.from_inputs
         self.flow = Flow()
-        self.calls_with: dict[int, list[tuple[Call, Path]]] = {}
-        self.returned_by: dict[int, list[tuple[Call, Path]]] = {}
+        self.calls_with: dict[int, list[tuple[Call, LeafPath]]] = {}
+        self.returned_by: dict[int, list[tuple[Call, LeafPath]]] = {}
         self.number_of_calls: dict[str, int] = {}
         for call in record.calls:
             self.number_of_calls[call.module] = self.number_of_calls.get(call.module, 0) + 1

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tp_ext.auto.choose import Decision, local_length
 from tp_ext.auto.dims import Atom, atoms
-from tp_ext.auto.edits import Path, SizeCall, Slice, Tokens
+from tp_ext.auto.edits import LeafPath, SizeCall, Slice, Tokens
 from tp_ext.auto.multi_head import forward_on_fakes
 from tp_ext.auto.reasons import failure_of
 from tp_ext.auto.record import Record
@@ -36,7 +36,7 @@ VIEW_CALLS = {
     "__getitem__", "expand", "reshape", "view", "unsqueeze", "squeeze", "contiguous", "transpose",
     "repeat_interleave", "to", "flatten", "type_as", "clone", "repeat",
 }  # fmt: skip
-MOST_VIEWS = 8
+MAX_VIEWS = 8
 
 ADVICE = (
     "sizes that the code takes from a replicated input, or writes as numbers, are not those of a rank: write -1, or an "
@@ -287,7 +287,7 @@ class _LocalTokens:
             return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])
 
 
-def replaced(value: Any, path: Path, function: Callable[[Tensor], Tensor]) -> Any:
+def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -> Any:
     """Returns a nested structure with the function of the tensor at a path; what is on the path is copied."""
     if not path:
         return function(value)
@@ -349,7 +349,7 @@ def _views_before(calls: Sequence[PythonCall], start: int, other: PythonCall) ->
     module, name, _ = calls[start]
     if name not in VIEW_CALLS:
         return 0
-    for number in range(1, MOST_VIEWS + 1):
+    for number in range(1, MAX_VIEWS + 1):
         if start + number >= len(calls):
             return 0
         last = calls[start + number - 1]

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from tp_ext.auto.edits import (
     Draw,
     Factor,
     Gather,
+    LeafPath,
     Output,
-    Path,
     SizeCall,
     Slice,
     Sum,
@@ -80,7 +80,7 @@ class Plan:
     shapes: dict[str, tuple[int, ...]]
     example: Any = None
     proof: str = "shapes"
-    refused_inputs: list[Path] = field(default_factory=list)
+    refused_inputs: list[LeafPath] = field(default_factory=list)
     rules: dict[str, str] = field(default_factory=dict)
     proofs: list[str] = field(default_factory=list)
     bytes_of_element: dict[str, int] = field(default_factory=dict)
@@ -98,19 +98,19 @@ class Plan:
     def _json(self) -> str:
         return json.dumps({"version": VERSION, **_plain(self)}, indent=1)
 
-    def save(self, path: str | FilePath) -> None:
+    def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        FilePath(path).write_text(self._json())
+        Path(path).write_text(self._json())
 
     @classmethod
-    def load(cls, path: str | FilePath) -> Plan:
+    def load(cls, path: str | Path) -> Plan:
         """Reads a plan that :meth:`save` wrote.
 
         Raises:
             ValueError: the file is no plan, or one of another version. OSError: it cannot be read.
         """
         try:
-            data = json.loads(FilePath(path).read_text())
+            data = json.loads(Path(path).read_text())
         except ValueError as error:
             raise ValueError(f"path: {path} must be a plan in JSON: {error}") from None
         if not isinstance(data, dict) or data.pop("version", None) != VERSION:
@@ -213,7 +213,7 @@ class Plan:
         found = [f"{text} {', '.join(names[kind])}" for kind, text in what.items() if kind in names]
         return "sequence parallel: " + ("; ".join(found) or "nothing")
 
-    def draw(self, path: str | FilePath, module: str | None = None) -> None:
+    def draw(self, path: str | Path, module: str | None = None) -> None:
         """Draws a module: its parameters, its modules in the order of their calls with their results, each sharded,
         partial or replicated by colour, and the collectives between them.
 

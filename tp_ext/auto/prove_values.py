@@ -31,7 +31,7 @@ from tp_ext.auto.trace import arguments
 from tp_ext.nn.layouts import layouts_of
 from tp_ext.simulation import simulate
 
-MOST_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
+MAX_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
 FEW = 64  # tokens with which the example is run as it is
 KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside

@@ -13,7 +13,7 @@ from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.auto.plans import Plan
 from tp_ext.auto.problems import TOKENS, kind_of
 from tp_ext.auto.prove_values import (
-    MOST_RANKS,
+    MAX_RANKS,
     Apply,
     DifferentValuesError,
     UnprovenError,
@@ -76,7 +76,7 @@ class Prover:
         Raises:
             UnprovenError: the model has no form that fits the budget, or does not run with fewer layers.
         """
-        p = min(found.p, MOST_RANKS)
+        p = min(found.p, MAX_RANKS)
         for kept in (2, 1):
             reduced = shortened(model, kept)
             if bytes_of(reduced, torch.float32) <= budget:

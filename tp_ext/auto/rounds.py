@@ -32,9 +32,9 @@ from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.sharding import Sharding, split_sizes
 
-MOST_ROUNDS = 40  # of leaving something whole and deciding again
+MAX_ROUNDS = 40  # each replicates one more parameter and decides again
 POSSIBLE = "possible"  # sequence_parallel of parts of a model: sharded tokens where they can be, no error if nowhere
-MOST_MORE = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
+MAX_GROWTH = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
 
 
 @dataclass
@@ -119,13 +119,13 @@ class Planner:
                 if problem is None and state.decisions:
                     self.localize(state)
             except MismatchError as mismatch:
-                if number >= MOST_ROUNDS or not self.leave_whole(state, mismatch):
+                if number >= MAX_ROUNDS or not self.leave_whole(state, mismatch):
                     self.leave_all(state, str(mismatch))
                 continue
             if problem is None:
                 self.check_constraints(state)
                 return self.finished(self.with_tokens(state) if self.sequence_parallel and self.p > 1 else state)
-            if number >= MOST_ROUNDS or not self.leave_whole_problems(state):
+            if number >= MAX_ROUNDS or not self.leave_whole_problems(state):
                 self.leave_all(state, problem.text)
         raise AssertionError
 
@@ -323,7 +323,7 @@ class Planner:
             reason = f"after {module}: {text}"
         else:
             before, after = (on_the_wire(collectives_of(self.record, self.p, one, True)) for one in (base, state))
-            if self.sequence_parallel in (True, POSSIBLE) or (after <= MOST_MORE * before and state.tokens.saved > 0):
+            if self.sequence_parallel in (True, POSSIBLE) or (after <= MAX_GROWTH * before and state.tokens.saved > 0):
                 return state
             reason = f"activations on the wire would grow from {before} to {after} bytes"
         if self.sequence_parallel is True:
@@ -332,7 +332,7 @@ class Planner:
 
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
         """Shards tokens; takes back, by ``bans``, what the flow of gradients or the proof refuses, and tries again."""
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
             if not tokens.sources:
                 return base

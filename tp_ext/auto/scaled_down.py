@@ -27,7 +27,7 @@ from tp_ext.auto.rounds import Planner
 
 NORMS = nn.LayerNorm, nn.RMSNorm
 LARGE = 1024  # elements of a dim that is not sharded, from which on it has fewer
-MOST_RUNS = 40  # of a search for integers
+MAX_RUNS = 40  # of a search for integers
 ROWS = 2 * FEW  # of a table, and classes: there is one for every position of a short example
 FEWER = 272, 16  # then the first such dim has this many, the next as many more: no usual size of a head
 
@@ -85,7 +85,7 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
         changes |= {"local": set(part.record.dims)}  # nothing has its full length
         smaller = _Smaller(**{**vars(part.localized(state)), **changes})
         try:
-            found = Search(smaller, 0, most_runs=MOST_RUNS).find()
+            found = Search(smaller, 0, max_runs=MAX_RUNS).find()
         except MismatchError as mismatch:
             failed = f"with fewer units, {mismatch}"
             continue

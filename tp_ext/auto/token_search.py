@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from tp_ext.auto.dims import Atom, atoms, contains
-from tp_ext.auto.edits import Path
+from tp_ext.auto.edits import LeafPath
 from tp_ext.auto.flow import PARTIAL, Finder
 from tp_ext.auto.record import Call, RandomCall, Record, Step
-from tp_ext.auto.tokens import END, Bans, Gather, Origin, Range, ScatterKey, TokenFlow, entries, latest
+from tp_ext.auto.tokens import END, Bans, Origin, Range, ScatterKey, TokenFlow, TokenGather, entries, latest
 
 RANDOM = {
     "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform_", "random_",
@@ -44,9 +44,9 @@ class _Search:
         self.alternative = alternative
         self.ranges: dict[int, list[Range]] = {}
         self.steps: dict[int, Atom] = {}  # place -> the atom of the tokens
-        self.gathers: list[Gather] = []
+        self.gathers: list[TokenGather] = []
         self.scatters: dict[ScatterKey, Range] = {}
-        self.source_paths: dict[str, list[Path]] = {}
+        self.source_paths: dict[str, list[LeafPath]] = {}
         self.why: dict[int, str] = {}  # why an operator needs all tokens, by place
         self.uses: dict[int, list[int]] = {}
         self.mixed: dict[Atom, int] = {}  # the number of operators that need the atom whole
@@ -81,9 +81,11 @@ class _Search:
     # ------------------------------------------------------------ sums that may be scattered
 
     def find_sources(self) -> list[Range]:
-        wanted: set[tuple[str, Path]] = {(name, ()) for name, role in self.roles.items() if role in ("row", "vocab")}
+        wanted: set[tuple[str, LeafPath]] = {
+            (name, ()) for name, role in self.roles.items() if role in ("row", "vocab")
+        }
         wanted |= {(one.module, one.path) for one in self.finder.flow.sums}
-        found: dict[str, list[tuple[Call, Path, Tensor]]] = {}
+        found: dict[str, list[tuple[Call, LeafPath, Tensor]]] = {}
         for call in self.record.calls:
             for path, tensor in call.outputs:
                 if (call.module, path) in wanted:
@@ -256,7 +258,7 @@ class _Search:
                 return self.ban(r, why if WHOLE in why else f"{WHOLE}: {why}")
             call = self.returned_whole(r, whole, is_output)
             if call is not None and all(one.index >= call.last for one in draws):
-                self.gathers.append(Gather(r, _kind(self.types(r, whole, is_output)), call, True))
+                self.gathers.append(TokenGather(r, _kind(self.types(r, whole, is_output)), call, True))
                 return True
         # A gather makes a copy: what is written to one does not reach the others
         if draws or any(any(t is r.tensor for t in self.record.steps[place].outputs) for place in whole):
@@ -269,12 +271,12 @@ class _Search:
                 why = self.why.get(whole[0], "")
                 return self.ban(r, why if NO_GATHER in why else why + NO_GATHER)
             inside = [place for place in places if call.start <= place < call.stop]
-            found.append(Gather(r, _kind(self.types(r, inside)), call))
+            found.append(TokenGather(r, _kind(self.types(r, inside)), call))
             whole = [place for place in whole if place not in inside]
         if is_output:
             if not self.entered(r, END):
                 return self.ban(r, "the model returns it after other tokens have been sharded")
-            found.append(Gather(r, "gather"))
+            found.append(TokenGather(r, "gather"))
         self.gathers += found
         return True
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from tp_ext.auto.choose import local_length
 from tp_ext.auto.dims import Atom
-from tp_ext.auto.edits import Output, Path, Tokens
+from tp_ext.auto.edits import LeafPath, Output, Tokens
 from tp_ext.auto.problems import Problem
 from tp_ext.auto.record import Call, Record, tensors
 from tp_ext.sharding import split_sizes
 
 END = sys.maxsize
 
-ScatterKey = tuple[str, str, Path]  # module, "output" or "argument", path
+ScatterKey = tuple[str, str, LeafPath]  # module, "output" or "argument", path
 
 
 class Origin(NamedTuple):
@@ -70,7 +70,7 @@ class Range:
 
 
 @dataclass(eq=False)
-class Gather:
+class TokenGather:
     """The place where a tensor is whole again: in ``call``, or with ``after`` from its end on; None: in the caller."""
 
     range: Range
@@ -122,11 +122,11 @@ class TokenFlow:
         record: Record,
         steps: dict[int, Atom],
         ranges: dict[int, list[Range]],
-        gathers: Iterable[Gather],
-        source_paths: Mapping[str, list[Path]],
+        gathers: Iterable[TokenGather],
+        source_paths: Mapping[str, list[LeafPath]],
     ) -> None:
         self.steps, self.ranges = steps, ranges
-        self.gathers: dict[int, list[Gather]] = {}
+        self.gathers: dict[int, list[TokenGather]] = {}
         for gather in gathers:
             self.gathers.setdefault(id(gather.range.tensor), []).append(gather)
         self.entries = entries(ranges)
@@ -149,7 +149,7 @@ class TokenFlow:
         """The range of a use of a tensor, also where it has been gathered."""
         return next((r for r in self.ranges.get(id(tensor), ()) if r.start <= place < r.stop), None)
 
-    def gather_at(self, tensor: Tensor, place: int) -> Gather | None:
+    def gather_at(self, tensor: Tensor, place: int) -> TokenGather | None:
         return next((g for g in self.gathers.get(id(tensor), ()) if g.has_place(place)), None)
 
     def range_of_call(self, tensor: Tensor, index: int) -> Range | None:
@@ -166,7 +166,7 @@ class TokenFlow:
         if tokens not in self.edits:
             self.edits.append(tokens)
 
-    def _make_edits(self, record: Record, source_paths: Mapping[str, list[Path]]) -> None:
+    def _make_edits(self, record: Record, source_paths: Mapping[str, list[LeafPath]]) -> None:
         for ranges in self.ranges.values():
             for r in ranges:
                 if r.origin.source:
@@ -188,7 +188,7 @@ class TokenFlow:
                         name = "" if call is None else call.module
                         self._put(Tokens(gather.kind, name, at, path, r.dim))
         # A recomputation in backward needs the full length of an argument that stays sharded
-        kept: dict[tuple[str, Path], list[int | None]] = {}
+        kept: dict[tuple[str, LeafPath], list[int | None]] = {}
         for call in record.calls:
             for path, tensor in call.inputs:
                 kept.setdefault((call.module, path), []).append(self._dim_in(tensor, call))

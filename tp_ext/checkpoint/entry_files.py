@@ -95,7 +95,7 @@ class EntryWriter:
             return Written(begin, self._file.tell() - begin)
         tensor = tensor.contiguous()
         if tensor.nbytes > _LARGEST_COPIED:
-            torch.save(_alone(tensor), self._file)
+            torch.save(_with_own_storage(tensor), self._file)
         else:
             self._write_small(tensor)
         return Written(begin, self._file.tell() - begin)
@@ -108,7 +108,7 @@ class EntryWriter:
         if isinstance(template, _Template):
             self._file.writelines(template.filled(_bytes_of(tensor)))
             return
-        content = saved_value(_alone(tensor))
+        content = saved_value(_with_own_storage(tensor))
         self._templates.setdefault(key, content)
         self._file.write(content)
 
@@ -217,7 +217,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return bytes(_memory(tensor))
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _with_own_storage(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor as one with a storage of its own, in the same memory, which the caller keeps: of a
     view ``torch.save`` would write all of the storage."""
     return torch.frombuffer(_memory(tensor), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)

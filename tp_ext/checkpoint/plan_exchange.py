@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from tp_ext._object_collectives import call_and_combine, exists
 from tp_ext.checkpoint.save_plan import GlobalPlan, RankPlan
 
-_MOST_KEPT = 100_000  # entries of all ranks, which the first one keeps between saves: 110 MB
+_MAX_KEPT = 100_000  # entries of all ranks, which the first one keeps between saves: 110 MB
 
 
 class _Agreed(NamedTuple):
@@ -56,7 +56,7 @@ def exchange_plans(
         plans = [last.plans[rank] if one is None and last else one for rank, one in enumerate(found)]
         known = [one for one in plans if one is not None]
         made.append((known, GlobalPlan(known)))
-        kept = sum(len(plan.entries) for plan in known) <= _MOST_KEPT
+        kept = sum(len(plan.entries) for plan in known) <= _MAX_KEPT
         return [(indices, kept) for indices in made[0][1].assigned]
 
     assigned, kept = call_and_combine(process_group, act, combine)

@@ -39,7 +39,7 @@ from tp_ext.nn.tied import copies_in
 from tp_ext.outside.optimizers import find_beyond_elements
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 
-Batch = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
+BatchTensors = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
 
 EXPLAINED = 8
 """The number of differing tensors whose values are exchanged; the others are only named."""
@@ -51,7 +51,7 @@ def check(
     group: Group = NOT_GIVEN,
     mesh: DeviceMesh | None = None,
     optimizer: Optimizer | None = None,
-    batch: Batch = None,
+    batch: BatchTensors = None,
 ) -> None:
     """Raises if :func:`findings` finds anything.
 
@@ -69,7 +69,7 @@ def findings(
     group: Group = NOT_GIVEN,
     mesh: DeviceMesh | None = None,
     optimizer: Optimizer | None = None,
-    batch: Batch = None,
+    batch: BatchTensors = None,
 ) -> list[str]:
     """Returns mistakes of the model over the ranks of its groups, a sentence each; the same list on every rank.
 
@@ -188,7 +188,9 @@ def _over_stages(model: nn.Module, pipeline: ProcessGroup) -> list[str]:
     return found
 
 
-def _findings_over(group: str, model: nn.Module, alone: list[str], options: dict[str, str], batch: Batch) -> list[str]:
+def _findings_over(
+    group: str, model: nn.Module, alone: list[str], options: dict[str, str], batch: BatchTensors
+) -> list[str]:
     """Returns the findings of one group, ``alone`` those of this rank without communication among them; ``options`` of
     the optimizer must be the same on all ranks."""
     table = compared_tensors(model, group)
@@ -214,7 +216,7 @@ def _findings_over(group: str, model: nn.Module, alone: list[str], options: dict
     return found + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
 
 
-def _tensors(name: str, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+def _tensors(name: str, batch: BatchTensors) -> Iterator[tuple[str, Tensor]]:
     if isinstance(batch, Tensor):
         yield name, batch
     elif isinstance(batch, Mapping):

@@ -24,8 +24,7 @@ from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.safetensors_files import open_export
 from tp_ext.checkpoint.safetensors_slices import SlicedTensor
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
-from tp_ext.huggingface.conversion import Group as Tensors
-from tp_ext.huggingface.conversion import groups_to_load
+from tp_ext.huggingface.conversion import TensorGroup, groups_to_load
 from tp_ext.huggingface.examples import example_of
 from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import compute, generator_states
@@ -164,7 +163,7 @@ def _prepared(
     overrides: Mapping[str, Any],
     strict: bool,
     states: list[Tensor],
-) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[Tensors], SimpleNamespace]:
+) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[TensorGroup], SimpleNamespace]:
     """The model on meta, with what no file has; all tensors of the files; how these make those of the model; and the
     names that are in one of both only."""
     cls = _class_of(path, model_class)
@@ -259,7 +258,7 @@ def _cast_to_float(model: transformers.PreTrainedModel, dtype: torch.dtype | Non
 
 def _matched(
     model: transformers.PreTrainedModel,
-    groups: list[Tensors],
+    groups: list[TensorGroup],
     path: Path,
     shapes: Mapping[str, torch.Size],
     strict: bool = True,
@@ -338,7 +337,7 @@ def _read(
     model: transformers.PreTrainedModel,
     entries: Mapping[str, StateEntry],
     files: Mapping[str, SlicedTensor],
-    groups: list[Tensors],
+    groups: list[TensorGroup],
 ) -> None:
     """Reads this rank's slices; for tensors that are converted, all of them."""
     read: dict[int, str] = {}
@@ -355,7 +354,7 @@ def _read(
 
 
 def _made(
-    model: transformers.PreTrainedModel, files: Mapping[str, SlicedTensor], group: Tensors
+    model: transformers.PreTrainedModel, files: Mapping[str, SlicedTensor], group: TensorGroup
 ) -> Iterator[tuple[str, Tensor | SlicedTensor]]:
     """The tensors of the model that a group makes; in a file where nothing is converted."""
     if not group.targets:  # that the class ignores

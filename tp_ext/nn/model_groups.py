@@ -90,7 +90,7 @@ class ModelGroups(NamedTuple):
         return shape, chunks
 
 
-def groups_of(groups: Iterable[ParallelGroup]) -> ModelGroups:
+def axes_of_groups(groups: Iterable[ParallelGroup]) -> ModelGroups:
     """Returns the axes of which these are the groups.
 
     Raises:
@@ -129,7 +129,7 @@ def model_groups(model: nn.Module, given: MeshAxes | None = None) -> ModelGroups
         TypeError: the group is none of the accepted kinds.
     """
     layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
-    found = groups_of(groups_in_use(model))
+    found = axes_of_groups(groups_in_use(model))
     if given is None or given.group is NOT_GIVEN:
         return found
     group, named = parallel_group(given.group).plain(), given.named
@@ -143,7 +143,7 @@ def model_groups(model: nn.Module, given: MeshAxes | None = None) -> ModelGroups
         )
     if not theirs and len(ranks) > 1 and any(any(layer.tp_layouts.values()) for layer in layers):
         raise ValueError(f"{named}: {_shown(ranks)} must be that of the model's layers, which were made without one")
-    return (found if theirs else groups_of([group, *groups_in_use(model)]))._replace(default=group)
+    return (found if theirs else axes_of_groups([group, *groups_in_use(model)]))._replace(default=group)
 
 
 def groups_in_use(model: nn.Module) -> Iterator[ParallelGroup]:

@@ -16,7 +16,7 @@ KEYS: dict[str, dict[str, bool]] = {
     "yarn": {**_FACTOR, **_CONTEXT, **dict.fromkeys(_OPTIONAL, False)},
 }
 # [Note: frequencies of a scaled RoPE are arguments of the call]
-MOST = 512  # rotated features, since their frequencies are an argument of the kernel
+MAX_ROTARY_DIM = 512  # rotated features, since their frequencies are an argument of the kernel
 _LEAST = {"factor": 1, "original_max_position_embeddings": 1, "mscale": 0, "mscale_all_dim": 0}  # the others: > 0
 
 
@@ -105,8 +105,8 @@ class RopeScaling:
         # yarn divides by the logarithm of the base, ntk and dynamic by rotary_dim - 2
         if self.kind == "yarn" and not base > 1:
             raise ValueError(f"base: {base} must be greater than 1 with rope_type 'yarn'")
-        if rotary_dim > MOST:
-            raise ValueError(f"rotary_dim: {rotary_dim} must be at most {MOST} with scaling")
+        if rotary_dim > MAX_ROTARY_DIM:
+            raise ValueError(f"rotary_dim: {rotary_dim} must be at most {MAX_ROTARY_DIM} with scaling")
         if self.kind in ("ntk", "dynamic") and rotary_dim <= 2:
             raise ValueError(f"scaling: rope_type {self.kind!r} must have rotary_dim = {rotary_dim} of at least 4")
         self.options, self.rotary_dim, self.base = given, rotary_dim, base

@@ -19,7 +19,7 @@ from tp_ext._arguments import check_bools, check_numbers
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.stages import Stages
-from tp_ext.optim.exchange import Axes
+from tp_ext.optim.exchange import RankAxes
 from tp_ext.optim.matrices import ShardOf, local_tensor, shard_of
 from tp_ext.optim.parameters import Placed
 from tp_ext.optim.work import Bucket, MuonOptions, buckets, find_matrices
@@ -103,7 +103,7 @@ class Muon(Optimizer):
         self._ns_dtype, self._form, self._bucket_bytes = ns_dtype, form, int(bucket_cap_mb * 2**20)
         self._placed = Placed(model, group, mesh)
         self._key: tuple[int, ...] | None = None
-        self._axes: tuple[int, Axes, torch.device] | None = None
+        self._axes: tuple[int, RankAxes, torch.device] | None = None
         self._buckets: list[Bucket] = []
         defaults = {
             "lr": lr,
@@ -307,7 +307,7 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"betas: {options['betas']!r} must be two numbers in [0, 1)")
 
 
-def _shards_of_all(shards: list[ShardOf], axes: Axes) -> list[list[ShardOf]]:
+def _shards_of_all(shards: list[ShardOf], axes: RankAxes) -> list[list[ShardOf]]:
     """Returns the shards of all ranks, in the order of their numbers.
 
     Communicates: one exchange of objects over each axis.

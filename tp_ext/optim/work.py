@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_ext.optim.exchange import Axes, Exchange, Item
-from tp_ext.optim.matrices import Chunk, Held, ShardOf
+from tp_ext.optim.exchange import Exchange, Item, RankAxes
+from tp_ext.optim.matrices import Chunk, HeldChunk, ShardOf
 from tp_ext.optim.newton_schulz import (
     adjusted_lr,
     cost,
@@ -33,7 +33,7 @@ class MuonOptions(NamedTuple):
         bucket_bytes: the bytes of matrices that are exchanged at a time.
     """
 
-    axes: Axes
+    axes: RankAxes
     device: torch.device
     dtype: torch.dtype
     form: str
@@ -198,7 +198,7 @@ class Bucket:
         self.assigned, self.options = assigned, options
         self.rank = options.axes.rank
         self.params = sorted({task.matrix.param for task in assigned})
-        self.own: list[dict[Chunk, Held]] = []  # this rank's chunks of each matrix
+        self.own: list[dict[Chunk, HeldChunk]] = []  # this rank's chunks of each matrix
         for task in assigned:
             held = shards[task.matrix.param].held
             self.own.append({common: h for h in held if (common := h.chunk.within(task.matrix.chunk))})
@@ -313,7 +313,7 @@ class Bucket:
         return results
 
 
-def _view(local: Tensor, chunk: Chunk, held: Held) -> Tensor:
+def _view(local: Tensor, chunk: Chunk, held: HeldChunk) -> Tensor:
     """Returns the chunk ``chunk`` of a local tensor, within one that the rank holds."""
     origin = [start - local for start, local in zip(held.chunk.offsets, held.local, strict=True)]
     return chunk.view(local, origin)

@@ -16,7 +16,7 @@ from tp_ext._build import load
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
 from tp_ext.mesh import MeshAxes, mesh_axes
 from tp_ext.nn.fqn import layouts
-from tp_ext.nn.model_groups import ModelGroups, groups_of, model_groups
+from tp_ext.nn.model_groups import ModelGroups, axes_of_groups, model_groups
 from tp_ext.nn.stages import Stages, joined
 from tp_ext.nn.tied import copies_in
 from tp_ext.sharding import Layout
@@ -104,7 +104,7 @@ def norm_of_rows(
     """
     if max_norm is not None:
         max_norm = _checked_max(max_norm)
-    groups = groups_of(group for _, layout, _ in rows for _, group in layout)
+    groups = axes_of_groups(group for _, layout, _ in rows for _, group in layout)
     _refuse_tangents(rows)
     exact = _norm(rows, float(norm_type), groups, (), set(), foreach)
     if max_norm is None:
@@ -365,7 +365,7 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[GradientRow]
         if not isinstance(param, Tensor):
             raise TypeError(f"parameters_or_module: {param!r} must be a module, a parameter or several")
     known = [_layout_of_bare(param, group) for param in params]
-    groups = groups_of([over, *(axis for layout in known for _, axis in layout or ())])
+    groups = axes_of_groups([over, *(axis for layout in known for _, axis in layout or ())])
     for param, found in zip(params, known, strict=True):
         if found is None and groups.axes:
             raise ValueError(

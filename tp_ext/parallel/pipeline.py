@@ -18,7 +18,7 @@ from tp_ext.nn.names import name_modules, reset_parameters
 from tp_ext.parallel.average_gradients import expert_modules
 from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
-from tp_ext.parallel.pipeline_parts import Parts, PipelinePart, elements, keywords_of, parts_of
+from tp_ext.parallel.pipeline_parts import ModelParts, PipelinePart, elements, keywords_of, parts_of
 from tp_ext.parallel.pipeline_schedules import (
     check_meta,
     check_microbatches,
@@ -204,7 +204,7 @@ def _no_context(step: int, microbatch: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _sizes(parts: Parts) -> list[float]:
+def _sizes(parts: ModelParts) -> list[float]:
     return [
         sum(map(elements, parts.first)),
         *map(elements, parts.blocks),
