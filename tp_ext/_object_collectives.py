@@ -1,4 +1,4 @@
-"""Object collectives by which all ranks go on or all fail: an error of one rank is raised on every rank."""
+"""Object collectives that succeed on all ranks or raise on all ranks: an error of one rank is raised on every rank."""
 
 import contextlib
 import pickle
@@ -123,7 +123,7 @@ def _is_single_process(process_group: ProcessGroup | None) -> bool:
     return True
 
 
-def exists(process_group: ProcessGroup | None) -> bool:
+def is_alive(process_group: ProcessGroup | None) -> bool:
     """Returns False for a group that was destroyed; None stands for that of a process without
     ``torch.distributed``."""
     alone = not dist.is_initialized()

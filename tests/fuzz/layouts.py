@@ -39,7 +39,7 @@ def draw(seed):
 
 
 def _with_experts(r, config):
-    """The configuration with expert layers, in some of them over data ranks; else with none."""
+    """Replaces the MLPs by experts in half of the configurations; in some of these over an axis ep."""
     if r.random() < 0.5:
         return config
     model, batch, layout = (dict(config[name]) for name in ("model", "batch", "layout"))

@@ -124,7 +124,7 @@ def apply_quietly(
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """In place of a method of transformers that would write the shards of a rank."""
+    """Replaces a method of transformers that would write the shards of a rank."""
     raise RuntimeError("save_pretrained: the model is sharded; call tp_ext.huggingface.save_pretrained(model, path)")
 
 
@@ -233,7 +233,7 @@ class _Applied:
             CalledForward(self.model.get_submodule(name)).install()
 
     def apply_alone(self) -> None:
-        """What one rank needs: its linear layers take adapters, its masks are those of every number of ranks."""
+        """Applies the part of a plan that one rank needs: linears for adapters, masks of any number of ranks."""
         for name, role in self.plan.roles.items():
             self.shard_attention(name) if role == "attention" else self.replace_linear(name, role, False)
         register_draws(self.model, self.plan.draws, self.group, None)
@@ -262,7 +262,7 @@ class _Applied:
                 self.model.set_submodule(other, layer)
 
     def fuse_norms(self) -> None:
-        """Replaces the RMS norms of replicated rows, whose weight has a complete gradient as it is."""
+        """Replaces RMS norms on replicated tokens; their weights need no gradient sum."""
         entered = {one.module for one in self.plan.copies if one.kind == "parameter"}
         for name, module in list(self.model.named_modules()):
             is_whole = name not in entered and f"{name}.weight" in self.plan.whole

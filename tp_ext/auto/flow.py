@@ -170,7 +170,8 @@ class Finder:
         return own.union(*(types for _, types in self.used.get(id(tensor), ())))
 
     def backward_types(self) -> None:
-        """One pass from the loss back: when the operator that made a tensor is reached, all its uses have been seen."""
+        """Derives the types of gradients in one pass from the loss back, in which all uses of a tensor come before the
+        operator that made it."""
         record = self.record
         for step in reversed(record.steps):
             types: Types = NOTHING
@@ -374,7 +375,8 @@ class Finder:
     # ------------------------------------------------------------ a second computation, as a check
 
     def check(self) -> None:
-        """Derives the types of gradients again, given the sums: each is where all is partial, and nothing stays so."""
+        """Recomputes the types of gradients with the sums in place. Every sum must stand where the whole gradient is
+        partial, and no gradient may remain partial."""
         record, found = self.record, dict.fromkeys(self.outputs, frozenset({COMPLETE}))
         spans: dict[int, list[tuple[int, int]]] = {}
         for id_, start, stop in self.summed:

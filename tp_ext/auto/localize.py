@@ -171,7 +171,7 @@ class Localized:
             yield shapes
 
     def lines(self) -> list[str]:
-        """Where the calls of :meth:`expected` are in the user's source."""
+        """The lines of the user's source with the calls of :meth:`expected`."""
         return [self.record.lines[i] for i, _ in self.numbered_calls()]
 
     def observer(self, rank: int) -> Observer:

@@ -1,4 +1,5 @@
-"""From a model and an example to a plan: trace, decide, prove by shapes and by values."""
+"""Derives a plan from a model and an example: traces it, chooses what to shard, places the collectives, and proves the
+result by shapes and by values. What cannot be proven stays replicated."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class UnprovenError(Exception):
 
 @dataclass
 class Run:
-    """What one forward, and backward, of a model gave.
+    """The outputs, gradients and buffers of one run of a model.
 
     Attributes:
         outputs: the tensors by their path, and the numbers. gradients: those of inputs, ``input 0``, and parameters by
@@ -240,7 +240,7 @@ def full_logits(result: Any) -> Any:
 
 
 def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: float) -> tuple[float, str]:
-    """How much a tensor differs, relative to its largest element; infinite where one is missing."""
+    """The difference of a tensor relative to its largest element; infinite where one is missing."""
     if wanted is None or got is None:
         present = got if wanted is None else wanted
         return (float("inf") if present is not None and present.any() else 0.0), name

@@ -77,7 +77,7 @@ class Step:
 
     @property
     def line(self) -> str:
-        """Of the user's source."""
+        """The line of the user's source."""
         return self.reason.line
 
 

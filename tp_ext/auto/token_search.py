@@ -29,7 +29,7 @@ def find_tokens(
 
     Args:
         finder: the communication without, which has been found.
-        alternative: of the dims that may be the tokens' the how many-th, those first that operators mix the most.
+        alternative: index into the candidate token dims, ordered by how many operators mix them.
     """
     search = _Search(record, finder, roles, p, bans, alternative)
     search.run()
@@ -123,8 +123,7 @@ class _Search:
     # ------------------------------------------------------------ one attempt
 
     def attempt(self) -> bool:
-        """Follows the tokens from where they are sharded; returns whether all has its boundaries, else bans what has
-        not."""
+        """Propagates the sharded tokens. Returns True if every range has its boundaries; bans the others."""
         self.ranges, self.steps, self.why, self.gathers = {}, {}, {}, []
         for r in [*self.sources, *self.scatters.values()]:
             if r.origin.source not in self.bans.sources:

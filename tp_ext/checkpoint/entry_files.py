@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _LARGEST_COPIED = 1 << 18  # bytes; of larger tensors the time of torch.save itself does not matter
-_LARGEST_SHARED = 1 << 16  # bytes of a value that are kept to the end of the file, lest they be written again
+_LARGEST_SHARED = 1 << 16  # bytes of a value that are kept to the end of the file, so that they are not written twice
 _EXACT = (int, bool, str, bytes, type(None))
 _IMMUTABLE = (*_EXACT, float, complex)
 
@@ -190,16 +190,16 @@ def _template(content: bytes, size: int) -> _Template | None:
     begin = header + _LOCAL_NAME + sum(int.from_bytes(content[at : at + 2], "little") for at in (lengths, lengths + 2))
     end = begin + size
     entry = content.rfind(_DIRECTORY_ENTRY, end, content.rfind(name))
-    again = entry + _ENTRY_CHECKSUM
+    directory_checksum = entry + _ENTRY_CHECKSUM
     if (
         zlib.crc32(content[begin:end]) != found[0].CRC
         or content[end : end + 8] != _DESCRIPTOR + checksum
         or content[entry + _ENTRY_NAME :][: len(name)] != name
-        or content[again : again + 4] != checksum
+        or content[directory_checksum : directory_checksum + 4] != checksum
         or any(content[header + 14 : header + 18])  # the checksum is in the header, too
     ):
         return None
-    return _Template(content[:begin], content[end + 8 : again], content[again + 4 :])
+    return _Template(content[:begin], content[end + 8 : directory_checksum], content[directory_checksum + 4 :])
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tp_ext._object_collectives import call_and_combine, exists
+from tp_ext._object_collectives import call_and_combine, is_alive
 from tp_ext.checkpoint.save_plan import GlobalPlan, RankPlan
 
 _MAX_KEPT = 100_000  # entries of all ranks, which the first one keeps between saves: 110 MB
@@ -39,7 +39,7 @@ def exchange_plans(
     """
     group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
     name = "" if group is None else group.group_name
-    for destroyed in [known for known, one in _last.items() if not exists(one.group)]:
+    for destroyed in [known for known, one in _last.items() if not is_alive(one.group)]:
         del _last[destroyed]
     last = _last.pop(name, None)
     own: list[RankPlan] = []

@@ -107,7 +107,7 @@ _Place = tuple[tuple[int, ...], torch.Size, int, bool]  # offsets, sizes, begin 
 
 
 class LocalChunks:
-    """Chunks of many tensors: those of two tensors of one layout, shape and strides are at the same places."""
+    """Caches where chunks lie: tensors of equal layout, shape and strides are chunked alike."""
 
     def __init__(self, groups: ModelGroups) -> None:
         self._groups = groups

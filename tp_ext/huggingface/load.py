@@ -164,8 +164,12 @@ def _prepared(
     strict: bool,
     states: list[Tensor],
 ) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[TensorGroup], SimpleNamespace]:
-    """The model on meta, with what no file has; all tensors of the files; how these make those of the model; and the
-    names that are in one of both only."""
+    """Builds the model on meta.
+
+    Returns:
+        The model, in which tensors that no file has are initialised; the tensors of the files; the conversions from
+        tensors of the files to those of the model; the names that only one of both has.
+    """
     cls = _class_of(path, model_class)
     config, unused = cls.config_class.from_pretrained(
         str(path), local_files_only=True, return_unused_kwargs=True, **overrides
@@ -342,7 +346,7 @@ def _read(
     """Reads this rank's slices; for tensors that are converted, all of them."""
     read: dict[int, str] = {}
     for group in groups:
-        for name, tensor in _made(model, files, group):
+        for name, tensor in _converted_tensors(model, files, group):
             entry = entries[name]
             first = read.setdefault(id(entry.value), name)
             if first == name:
@@ -353,7 +357,7 @@ def _read(
                     raise ValueError(f"path: {first!r} and {name!r} are one tensor in the model and must be equal")
 
 
-def _made(
+def _converted_tensors(
     model: transformers.PreTrainedModel, files: Mapping[str, SlicedTensor], group: TensorGroup
 ) -> Iterator[tuple[str, Tensor | SlicedTensor]]:
     """The tensors of the model that a group makes; in a file where nothing is converted."""

@@ -1,4 +1,4 @@
-"""Linear layer whose weight every rank holds whole: the narrow factor of a product of two linears."""
+"""Linear layer with a replicated weight, used for low-rank factors (LoRA's A, MLA's latents)."""
 
 import torch
 import torch.nn.functional as F

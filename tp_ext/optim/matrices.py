@@ -53,7 +53,7 @@ class HeldChunk(NamedTuple):
 
 
 class ShardOf(NamedTuple):
-    """A rank's shard of a parameter, as the ranks tell each other.
+    """Description of a rank's shard that ranks exchange.
 
     Attributes:
         shape: that of the full tensor.

@@ -23,7 +23,7 @@ from tp_ext.optim.newton_schulz import (
 
 
 class MuonOptions(NamedTuple):
-    """How the ranks share the work.
+    """The options by which the ranks share the work.
 
     Attributes:
         axes: the axes of the ranks that share the work.
@@ -188,7 +188,7 @@ class Bucket:
     Args:
         assigned: the matrices, the same list on every rank.
         shards: this rank's shard of each parameter.
-        options: how the ranks share the work.
+        options: those by which the ranks share the work.
 
     Attributes:
         params: the indices of their parameters.

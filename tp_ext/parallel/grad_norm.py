@@ -194,7 +194,7 @@ def _norm(
     skipped: set[int],
     foreach: bool | None,
 ) -> Tensor:
-    """Computes the norm in fp64, the same on all ranks, without the parameters of these ids."""
+    """Returns the fp64 norm, equal on all ranks; ``skipped``: ids of parameters that do not count."""
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
     tp = _axes([axis.name for axis in groups.axes])
