@@ -15,8 +15,8 @@ from tp_ext.sharding import split_sizes
 
 
 class Place:
-    """Where a rank's tokens are: kit (tp_ext or fuzz_plain), group, p, rank, whether the tokens are cut. Can be copied
-    and pickled, and holds names therefore."""
+    """The place of a rank's tokens: kit (tp_ext or tests.fuzz.plain), group, p, rank, whether the tokens are cut. Can be
+    copied and pickled, and holds names therefore."""
 
     def __init__(self, config, kit, group, experts=None):
         self.kit_name, self.group = kit.__name__, group and group.group_name

@@ -67,7 +67,7 @@ def test_a_mistake_on_purpose_is_found_by_a_search(mistake):
 
 
 def test_a_failure_is_made_smaller():
-    """What is left is one linear pair or MLP with the row's bias, on the fewest ranks, for one step."""
+    """The rest is one linear pair or MLP with the row's bias, on the fewest ranks, for one step."""
     failure = failure_of(draw(21, (4,)), "row_bias_p_times")
     small = fuzz.reduced(failure, "row_bias_p_times", time.monotonic() + 120)
     config = small.config

@@ -177,7 +177,7 @@ def truncated(n, low, high, device="cpu", mean=0.0, std=1.0, dtype=torch.float64
 
 @pytest.mark.parametrize("low, high", INTERVALS)
 def test_truncated_normal_is_the_quantile_of_the_uniform(low, high, device):
-    """Of the tail on the nearer side, by torch.special.ndtri in fp64: where its argument is rounded and its own error
+    """From the tail on the nearer side, by torch.special.ndtri in fp64: where its argument is rounded and its own error
     are small, within 1e-13 of max(1, |z|); a quantile moves by the error of the argument over the density."""
     n = 1 << 14
     z = truncated(n, low, high, device).cpu()

@@ -38,7 +38,7 @@ def _close(got, want):
 
 
 def _in_one(layer, x, sp=False):
-    """Whether a call of the layer is one operator: it runs no module inside."""
+    """True if a call of the layer is one operator: it runs no module inside."""
     with torch.profiler.profile() as profile:
         layer(x, TOKENS if sp else None)
     return any(event.name == "tp_ext::parallel_mlp" for event in profile.events())

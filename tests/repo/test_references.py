@@ -53,7 +53,7 @@ def prose(file):
 
 
 def check_all_known(pattern, known):
-    """Of all names in prose that are the pattern's group."""
+    """Checks all names in prose that are the pattern's group."""
     named = [(file, name) for file in FILES for name in re.findall(pattern, prose(file))]
     unknown = [f"{file.relative_to(ROOT)}: {name}" for file, name in named if not known(file, name)]
     assert named and not unknown, "\n".join(unknown)

@@ -53,7 +53,7 @@ def collectives_of(record: Record, p: int, state: PlannedState, activations: boo
             if carries(record, tensor, state.heads_atoms):
                 found.append(Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor)))
     outputs = dict(tensors(record.output))
-    found += [Collective("all-gather", "", "forward", _bytes(outputs[one.path])) for one in state.flow.gathers]
+    found += [Collective("all-gather", "", "forward", _bytes(outputs[gather.path])) for gather in state.flow.gathers]
     entered = set()  # a tensor that is several arguments of a module is summed once
     for copy, tensor in zip(state.flow.copies, state.flow.copied, strict=True):
         if copy.kind == "argument" and (copy.module, id(tensor)) in entered:
@@ -88,7 +88,7 @@ def collectives_of_tokens(record: Record, state: PlannedState, activations: bool
 
 def on_the_wire(collectives: Sequence[Collective]) -> int:
     """Twice the tensor for an all-reduce, once for its halves; in units of (p - 1) / p bytes."""
-    return sum(one.bytes * (2 if one.kind == "all-reduce" else 1) for one in collectives)
+    return sum(collective.bytes * (2 if collective.kind == "all-reduce" else 1) for collective in collectives)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -196,10 +196,10 @@ class _Applied:
         self.new: dict[int, nn.Parameter] = {}  # by id of the full one, so that tied ones stay tied
         self.entered_copied: dict[str, list[str]] = {}  # module -> parameters with rows that other ranks hold
         self.tokens = TokenLengths(group) if plan.tokens else None
-        self.scattered = {one.module: one.dim for one in plan.tokens if one.kind == "reduce_scatter"}
+        self.scattered = {edit.module: edit.dim for edit in plan.tokens if edit.kind == "reduce_scatter"}
 
     def apply(self) -> None:
-        own_input = {one.module for one in self.plan.copies if self.sums_own_input(one)}
+        own_input = {copy.module for copy in self.plan.copies if self.sums_own_input(copy)}
         for name, role in self.plan.roles.items():
             if isinstance(self.model.get_submodule(name), nn.Linear):
                 self.replace_linear(name, role, name in own_input)
@@ -263,7 +263,7 @@ class _Applied:
 
     def fuse_norms(self) -> None:
         """Replaces RMS norms on replicated tokens; their weights need no gradient sum."""
-        entered = {one.module for one in self.plan.copies if one.kind == "parameter"}
+        entered = {copy.module for copy in self.plan.copies if copy.kind == "parameter"}
         for name, module in list(self.model.named_modules()):
             is_whole = name not in entered and f"{name}.weight" in self.plan.whole
             if is_whole and (norm := fused_norm(module)):
@@ -333,12 +333,12 @@ class _Applied:
                 continue
             model.get_submodule(sum_.module).register_forward_hook(SumOutput(sum_.path, group), with_kwargs=True)
         arguments_of: dict[tuple[str, bool], list[Any]] = {}
-        for one in plan.copies:
-            if one.kind == "output":
-                hook = CopyOutput(one.path, one.span, group, self.tokens if one.tokens else None)
-                model.get_submodule(one.module).register_forward_hook(hook, with_kwargs=True)
-            elif one.kind == "argument" and one.module not in own_input:
-                arguments_of.setdefault((one.module, one.tokens), []).append(one.path)
+        for copy in plan.copies:
+            if copy.kind == "output":
+                hook = CopyOutput(copy.path, copy.span, group, self.tokens if copy.tokens else None)
+                model.get_submodule(copy.module).register_forward_hook(hook, with_kwargs=True)
+            elif copy.kind == "argument" and copy.module not in own_input:
+                arguments_of.setdefault((copy.module, copy.tokens), []).append(copy.path)
         for (name, tokens), paths in arguments_of.items():
             copies = CopyArguments(paths, group, self.tokens if tokens else None)
             model.get_submodule(name).register_forward_pre_hook(copies, with_kwargs=True)
@@ -361,32 +361,32 @@ class _Applied:
             return
         self.model.register_forward_pre_hook(BeginForward(self.tokens), prepend=True)
         kept: dict[str, list[Any]] = {}
-        for one in self.plan.tokens:
-            if one.kind == "keep":
-                kept.setdefault(one.module, []).append(one.path)
+        for edit in self.plan.tokens:
+            if edit.kind == "keep":
+                kept.setdefault(edit.module, []).append(edit.path)
         for name, paths in kept.items():
             keep = KeepTokens(paths, self.tokens)
             self.model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
-        for one in self.plan.tokens:
-            if one.at == "argument" and one.kind != "keep":
-                boundary = ArgumentBoundary(TokenBoundary(one.kind, one.path, one.dim, self.tokens))
-                self.model.get_submodule(one.module).register_forward_pre_hook(boundary, with_kwargs=True)
+        for edit in self.plan.tokens:
+            if edit.at == "argument" and edit.kind != "keep":
+                boundary = ArgumentBoundary(TokenBoundary(edit.kind, edit.path, edit.dim, self.tokens))
+                self.model.get_submodule(edit.module).register_forward_pre_hook(boundary, with_kwargs=True)
 
     def end_tokens(self) -> None:
         """The scatters of results, without those of layers that scatter their sums themselves."""
-        for one in self.plan.tokens:
-            if self.tokens is not None and one.at == "output" and one.module not in self.plan.roles:
-                boundary = TokenBoundary(one.kind, one.path, one.dim, self.tokens)
-                self.model.get_submodule(one.module).register_forward_hook(boundary)
+        for edit in self.plan.tokens:
+            if self.tokens is not None and edit.at == "output" and edit.module not in self.plan.roles:
+                boundary = TokenBoundary(edit.kind, edit.path, edit.dim, self.tokens)
+                self.model.get_submodule(edit.module).register_forward_hook(boundary)
 
     def enter_parameters(self) -> None:
         entering: dict[str, EnterParameters] = {}
-        for one in self.plan.copies:
-            if one.kind == "parameter":
-                hook = entering.setdefault(one.module, EnterParameters(self.group, tokens=self.tokens))
-                hook.divided[str(one.path[0])] = one.divided
-                if one.tokens:
-                    hook.on_tokens.add(str(one.path[0]))
+        for copy in self.plan.copies:
+            if copy.kind == "parameter":
+                hook = entering.setdefault(copy.module, EnterParameters(self.group, tokens=self.tokens))
+                hook.divided[str(copy.path[0])] = copy.divided
+                if copy.tokens:
+                    hook.on_tokens.add(str(copy.path[0]))
         for owner, names in self.entered_copied.items():
             hook = entering.setdefault(owner, EnterParameters(self.group))
             for own in names:

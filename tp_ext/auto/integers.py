@@ -208,7 +208,7 @@ class Search:
             own = dict(integers(module)).get(attribute)
             options = self.values(name, of_its_own=True).get(own, []) if own is not None else []
             if own is not None and (options or name == holder):
-                same = [one for one in options if one * value == new * own]
+                same = [option for option in options if option * value == new * own]
                 local = new if name == holder else (same or options)[0]
                 changed.setdefault(name, {}).setdefault(attribute, (own, local))
         return changed

@@ -108,7 +108,7 @@ class Localized:
     def local_values(self, rank: int, decisions: Sequence[Decision]) -> dict[int, list[int]]:
         """Lengths of products of atoms -> their lengths on a rank, for those that have an atom of these decisions."""
         every, found = self.sizes(rank), dict[int, set[int]]()
-        sizes = {atom: every[atom] for one in decisions for atom in one.sharded if atom in every}
+        sizes = {atom: every[atom] for decision in decisions for atom in decision.sharded if atom in every}
         seen: set[tuple[int, ...]] = set()
         for dims in list(self.record.dims.values()):
             for dim in dims:

@@ -74,8 +74,8 @@ def outputs_of(
 def layer_of(plan: ShownPlan) -> str:
     """The first of the largest group of modules that are called in turn, ``model.layers.0``; else the model, ``""``."""
     lists: dict[str, set[str]] = {}
-    for one in plan.outputs:
-        parts = one.module.split(".")
+    for output in plan.outputs:
+        parts = output.module.split(".")
         for i, part in enumerate(parts[:-1]):
             if part.isdigit():
                 lists.setdefault(".".join(parts[:i]), set()).add(part)
@@ -92,7 +92,9 @@ def draw(plan: ShownPlan, path: str | Path, module: str | None) -> None:
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"path: {str(path)!r} must end in .png or .svg")
     name = layer_of(plan) if module is None else module
-    inside = [one for one in plan.outputs if not name or one.module == name or one.module.startswith(name + ".")]
+    inside = [
+        output for output in plan.outputs if not name or output.module == name or output.module.startswith(name + ".")
+    ]
     if not inside:
         raise ValueError(f"module: {name!r} must be a module that the plan's example calls")
     try:

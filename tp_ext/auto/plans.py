@@ -136,7 +136,7 @@ class Plan:
             for module, changes in data["patches"].items()
         }
         data["sizes"] = {
-            module: [[SizeCall(one["name"], tuple(map(tuple, one["changes"]))) for one in calls] for calls in ranks]
+            module: [[SizeCall(call["name"], tuple(map(tuple, call["changes"]))) for call in calls] for calls in ranks]
             for module, ranks in data["sizes"].items()
         }
         data["tokens"] = [Tokens(**{**one, "path": tuple(one["path"])}) for one in data["tokens"]]
@@ -156,7 +156,7 @@ class Plan:
         """
         if name in self.whole_tokens:
             return f"the result of {name} has all tokens: {self.whole_tokens[name]}"
-        if any(one.kind == "reduce_scatter" and one.module == name for one in self.tokens):
+        if any(edit.kind == "reduce_scatter" and edit.module == name for edit in self.tokens):
             return f"the result of {name} is sharded on its tokens"
         if name in self.whole:
             return f"{name} is whole: {self.whole[name]}"
@@ -204,8 +204,8 @@ class Plan:
 
     def _tokens_text(self) -> str:
         names: dict[str, dict[str, None]] = {}
-        for one in self.tokens:
-            names.setdefault(one.kind, {})[_folded(one.module) or "the model"] = None
+        for edit in self.tokens:
+            names.setdefault(edit.kind, {})[_folded(edit.module) or "the model"] = None
         what = {
             "reduce_scatter": "reduce-scatter after", "scatter": "slice at", "all_gather": "all-gather at",
             "gather": "all-gather for replicated work at",
@@ -270,8 +270,8 @@ class Plan:
         lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
         ]
-        forward = [one for one in self.collectives if one.direction == "forward"]
-        backward = [one for one in self.collectives if one.direction == "backward"]
+        forward = [collective for collective in self.collectives if collective.direction == "forward"]
+        backward = [collective for collective in self.collectives if collective.direction == "backward"]
         lines.append("")
         lines.append(
             f"p = {self.p}: parameters {_size(self.parameter_bytes())} -> {_size(self.parameter_bytes(0))} per rank; "

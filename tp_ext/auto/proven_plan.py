@@ -82,7 +82,7 @@ class Prover:
             if bytes_of(reduced, torch.float32) <= budget:
                 return p, reduced, self._runnable(reduced, example, p)
         # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
-        copies = any(part.copies > 1 for one in found.shardings.values() for part in one.parts)
+        copies = any(part.copies > 1 for sharding in found.shardings.values() for part in sharding.parts)
         for kept in (2, 1):
             reduced = shortened(model, kept)
             short = self._runnable(reduced, example, p)
@@ -126,7 +126,7 @@ class Prover:
         text = self._tried(only, plan=plan if self.is_all else None)
         if not text:
             return {}
-        sources = {kind_of(one.module) for one in plan.tokens if one.kind == "reduce_scatter"}
+        sources = {kind_of(edit.module) for edit in plan.tokens if edit.kind == "reduce_scatter"}
         if sources and not self._tried(only, dict.fromkeys(sources, text)):
             reason = f"values differ when it is sharded on its tokens: {text}"
             wrong = {s for s in sources if self._tried(only, dict.fromkeys(sources - {s}, text))}

@@ -266,7 +266,7 @@ class BeginDraws:
         self.alike = {
             caller
             for caller, calls in self.by_call.items()
-            if _look_alike([draw for one in calls for draw in one], rank)
+            if _look_alike([draw for call in calls for draw in call], rank)
         }
 
     def __call__(self, module: nn.Module, args: Any) -> None:

@@ -135,7 +135,7 @@ class Planner:
             self.why.setdefault(name, text)
 
     def check_constraints(self, state: State) -> None:
-        sharded = [atom for one in state.decisions for atom in one.sharded]
+        sharded = [atom for decision in state.decisions for atom in decision.sharded]
         for dim, reason in self.record.constraints if self.p > 1 else ():
             if any(contains(dim, atom) for atom in sharded):
                 continue
@@ -145,8 +145,8 @@ class Planner:
 
     def state(self) -> State:
         decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None) if self.p > 1 else []
-        cut = {name: one for one in decisions for name in one.parameters}
-        cuts = {name: found for one in decisions for name, found in one.parameters.items()}
+        cut = {name: decision for decision in decisions for name in decision.parameters}
+        cuts = {name: found for decision in decisions for name, found in decision.parameters.items()}
         roles = self.roles(cuts)
         outputs = {id(t) for _, t in tensors(self.record.output)}
         out = [t for t in self.record.kept if id(t) in outputs]
@@ -155,7 +155,9 @@ class Planner:
         # outputs with a sharded dim are gathered
         reached = {a for d in decisions for a in [d.atom] if any(carries(self.record, t, [a]) for t in out)}
         lost = {d.atom for d in decisions if any(contains(step.contracted, d.atom) for step in losses)}
-        heads_found = [one for one in decisions if one.atom in reached | lost and self.is_head(one, roles)]
+        heads_found = [
+            decision for decision in decisions if decision.atom in reached | lost and self.is_head(decision, roles)
+        ]
         heads_atoms = {atom for one in heads_found for atom in one.sharded}
         for one in decisions:
             for found in one.parameters.values() if one.atom in heads_atoms else ():
@@ -177,7 +179,7 @@ class Planner:
             if one.atom in lost - heads_atoms:
                 text = "its classes are features of other layers, too, and cannot be sharded in the loss"
                 flow.problems.append(Problem("", text, blame=frozenset(one.sharded)))
-        drawn = [one for one in decisions if one.atom not in heads_atoms]
+        drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
         flow.problems += undrawable(self.record, drawn, self.p, flow.local)
         return State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
 
@@ -243,14 +245,16 @@ class Planner:
         calls = self.localized(state).numbered_calls()
         results = calls[mismatch.at][1][2] if mismatch.at < len(calls) else []
         # What the call that differs has a sharded dim of; else what is near to its module, and last the heads
-        hit = [one for one in state.decisions if any(carries(self.record, t, one.sharded) for t in results)]
+        hit = [
+            decision for decision in state.decisions if any(carries(self.record, t, decision.sharded) for t in results)
+        ]
         if hit:
             return self.give_up(state, hit, mismatch)
         for prefix in [*(f"{block}." for block in reversed(list(blocks))), ""]:
             hit = [
-                one
-                for one in state.decisions
-                if one.atom not in state.heads_atoms and any(n.startswith(prefix) for n in one.parameters)
+                decision
+                for decision in state.decisions
+                if decision.atom not in state.heads_atoms and any(n.startswith(prefix) for n in decision.parameters)
             ]
             if hit:
                 break
@@ -263,7 +267,7 @@ class Planner:
         if inside and mismatch.module:
             kind = type(self.modules[mismatch.module])
             same = {f"{name}.{n}" for name, module in self.modules.items() if type(module) is kind for n in inside}
-            left += [one for one in state.decisions if same.intersection(one.parameters)]
+            left += [decision for decision in state.decisions if same.intersection(decision.parameters)]
         for one in left:
             for name in one.parameters:
                 self.why.setdefault(name, str(mismatch))
@@ -294,7 +298,7 @@ class Planner:
         proofs: dict[tuple[int, ...], str] = {}
         state.proofs.clear()
         for rank in range(self.p):
-            key = tuple(size for one in state.decisions for size in one.sizes(rank).values())
+            key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
             if key not in searched:
                 before = next(iter(searched.values()), None)
                 searched[key] = found = Search(localized, rank, before).find()
@@ -358,7 +362,7 @@ class Planner:
         localized, proofs = self.localized(state), dict[tuple[Any, ...], str]()
         lengths = {atom.size for _, atom in state.tokens.entries}
         for rank in range(self.p):
-            sizes = [size for one in state.decisions for size in one.sizes(rank).values()]
+            sizes = [size for decision in state.decisions for size in decision.sizes(rank).values()]
             key = (*sizes, *(split_sizes(n, self.p)[rank] for n in sorted(lengths)))
             if key not in proofs:
                 local = state.local[rank]
@@ -368,7 +372,7 @@ class Planner:
     # ------------------------------------------------------------ the result
 
     def finished(self, state: State) -> Plan:
-        self.together = [list(one.parameters) for one in state.decisions]
+        self.together = [list(decision.parameters) for decision in state.decisions]
         # A tied parameter has the same sharding under all its names
         shardings = {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]}
         every = [name for name, _ in self.record.parameters.values()]
@@ -403,7 +407,7 @@ class Planner:
 
     def outputs(self, state: State) -> list[Output]:
         summed = {one.module for one in state.flow.sums} | {n for n, role in state.roles.items() if role != "column"}
-        sizes = {atom: size for one in state.decisions for atom, size in one.sizes(0).items()}
+        sizes = {atom: size for decision in state.decisions for atom, size in decision.sizes(0).items()}
         found = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
         return found if state.tokens is None else [state.tokens.shown(self.record, one, self.p) for one in found]
 
@@ -416,5 +420,5 @@ class Planner:
         return reason_of(self.record, name, self.p, self.may_shard, state.cut, self.why)
 
     def draws(self, state: State) -> list[Draw]:
-        decisions = [one for one in state.decisions if one.atom not in state.heads_atoms]
+        decisions = [decision for decision in state.decisions if decision.atom not in state.heads_atoms]
         return draws_of(self.record, decisions, self.p, state.flow.local, state.tokens)

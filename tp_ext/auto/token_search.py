@@ -68,10 +68,10 @@ class _Search:
     def draws_alike(self) -> bool:
         """Returns whether all calls of a module mask shards, or none does; else bans the shards."""
         found: dict[str, list[Range | None]] = {}
-        for one in self.record.random_calls:
-            whole = any(g.has_index(one.index) for g in self.gathers if g.range.tensor is one.masked)
-            ranges = [] if whole else self.ranges.get(id(one.masked), [])
-            found.setdefault(one.module, []).append(next((r for r in ranges if r.has_index(one.index)), None))
+        for call in self.record.random_calls:
+            whole = any(g.has_index(call.index) for g in self.gathers if g.range.tensor is call.masked)
+            ranges = [] if whole else self.ranges.get(id(call.masked), [])
+            found.setdefault(call.module, []).append(next((r for r in ranges if r.has_index(call.index)), None))
         mixed = [(m, r) for m, every in found.items() if None in every for r in every if r is not None]
         several = [(m, r) for m, r in mixed if self.finder.number_of_calls[m] > 1]
         for module, r in several:
@@ -243,8 +243,8 @@ class _Search:
         places = [place for place in self.uses.get(id_, ()) if r.start <= place < r.stop]
         whole = [place for place in places if place not in self.steps]
         is_output = id_ in finder.outputs and r.stop == END
-        draws = [one for one in self.record.random_calls if id(one.masked) == id_ and r.has_index(one.index)]
-        draws = [one for one in draws if not self.may_draw(one, r)]
+        draws = [call for call in self.record.random_calls if id(call.masked) == id_ and r.has_index(call.index)]
+        draws = [draw for draw in draws if not self.may_draw(draw, r)]
         # Nothing needs all tokens: done, unless a boundary slices a tensor that nothing uses
         if not whole and not is_output and not draws:
             return bool(places) or r.origin.step >= 0 or self.ban(r, "its tokens are not used")
@@ -256,7 +256,7 @@ class _Search:
             if r.origin.step < 0:
                 return self.ban(r, why if WHOLE in why else f"{WHOLE}: {why}")
             call = self.returned_whole(r, whole, is_output)
-            if call is not None and all(one.index >= call.last for one in draws):
+            if call is not None and all(draw.index >= call.last for draw in draws):
                 self.gathers.append(TokenGather(r, _kind(self.types(r, whole, is_output)), call, True))
                 return True
         # A gather makes a copy: what is written to one does not reach the others

@@ -223,13 +223,13 @@ class TokenFlow:
 
     def calls(self) -> Iterator[tuple[Tokens, Tensor]]:
         """The boundaries, once for each call of their modules, with the tensor there."""
-        for one in self.edits:
-            if not one.module:
-                yield from ((one, tensor) for path, tensor in self._outputs if path == one.path)
+        for edit in self.edits:
+            if not edit.module:
+                yield from ((edit, tensor) for path, tensor in self._outputs if path == edit.path)
                 continue
-            for call in self._calls[one.module]:
-                found = call.outputs if one.at == "output" else call.inputs
-                yield from ((one, tensor) for path, tensor in found if path == one.path)
+            for call in self._calls[edit.module]:
+                found = call.outputs if edit.at == "output" else call.inputs
+                yield from ((edit, tensor) for path, tensor in found if path == edit.path)
 
     def seen_in(self, record: Record, call: Call, index: int) -> Iterator[Range]:
         """Yields the sharded tensors that the code of a module has seen before a call from Python: its arguments, its

@@ -148,10 +148,10 @@ def check_entry(file: int, begin: int, length: int) -> None:
     try:
         with zipfile.ZipFile(io.BufferedReader(_Range(file, begin, length), 1 << 16)) as archive:
             members = archive.infolist()
-            if any(one.compress_type != zipfile.ZIP_STORED for one in members):
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise ValueError("a member is compressed")
             # torch.serialization.set_crc32_options(False) writes zeros
-            wrong = archive.testzip() if any(one.CRC for one in members) else None
+            wrong = archive.testzip() if any(member.CRC for member in members) else None
     except Exception as error:  # zipfile has many for damaged headers
         raise ValueError(f"it is no whole archive: {error}") from error
     if wrong is not None:

@@ -195,9 +195,9 @@ def _gather_to_first(local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Te
 def _owned_targets(full: Tensor, sharding: Sharding, rank: int, p: int) -> list[Tensor]:
     """Returns the views of the full tensor that hold the elements that the rank owns (:meth:`Sharding.owned`)."""
     return [
-        full.narrow(sharding.dim, one.full_start, one.length)
-        for one in sharding.local_parts(rank, p)
-        if one.owned and one.length
+        full.narrow(sharding.dim, part.full_start, part.length)
+        for part in sharding.local_parts(rank, p)
+        if part.owned and part.length
     ]
 
 

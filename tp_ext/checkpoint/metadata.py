@@ -236,7 +236,7 @@ def _entry(key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadat
             _malformed(f"{key} has shape {tuple(size)}, a chunk of it reaches beyond: {tuple(offsets)}, {tuple(sizes)}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
         bounds.append(extent)
-    volume, held = prod(size), sum(prod(stop - start for start, stop in one) for one in bounds)
+    volume, held = prod(size), sum(prod(stop - start for start, stop in bound) for bound in bounds)
     if volume != held:
         _malformed(f"{key} has {volume} elements, its chunks {held}")
     if volume >= 1 << 63:

@@ -89,7 +89,7 @@ class HeldState:
         rank = self.group.rank()
         mine = [{key: _described(value, rank) for key, value in state.items()} for state in states]
         reports = all_gather_objects(mine, self.group)
-        return [next((one[i] for one in reports if one[i]), {}) for i in range(len(mine))]
+        return [next((report[i] for report in reports if report[i]), {}) for i in range(len(mine))]
 
     def fetch(self, param: Tensor, key: str, value: Any) -> Any:
         """Returns a value of :meth:`described`, a tensor in place of a :class:`HeldTensor`.

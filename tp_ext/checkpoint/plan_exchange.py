@@ -54,7 +54,7 @@ def exchange_plans(
             made.append((last.plans, last.whole))
             return [(None, True)] * len(found)
         plans = [last.plans[rank] if one is None and last else one for rank, one in enumerate(found)]
-        known = [one for one in plans if one is not None]
+        known = [plan for plan in plans if plan is not None]
         made.append((known, GlobalPlan(known)))
         kept = sum(len(plan.entries) for plan in known) <= _MAX_KEPT
         return [(indices, kept) for indices in made[0][1].assigned]

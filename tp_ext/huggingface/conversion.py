@@ -62,7 +62,7 @@ def groups_to_load(
     mapping = get_model_conversion_mapping(model)
     renamings = [one for one in mapping if isinstance(one, core.WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, core.WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     own = dict.fromkeys(model.state_dict())
     wanted = {name: torch.empty(0) for name in own}
     found: dict[str, TensorGroup] = {}
@@ -96,7 +96,7 @@ def groups_to_save(model: transformers.PreTrainedModel, tensors: Mapping[str, Te
     reverse = [one.reverse_transform() for one in (conversions or [])[::-1]]
     renamings = [one for one in reverse if isinstance(one, core.WeightRenaming)]
     converters = [one for one in reverse if isinstance(one, core.WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     found: dict[str, TensorGroup] = {}
     for name in tensors if conversions is None else sorted(tensors, key=core.dot_natural_key):
         target, pattern = core.apply_converters(name, converters)

@@ -180,7 +180,7 @@ def _prepared(
         raise ValueError(f"path: {str(path)!r} has quantized weights, and must be saved without quantization")
     files = _tensors_of(path, opened)
     if dtype is None:
-        dtype = config.dtype or next((one.dtype for one in files.values() if one.dtype.is_floating_point), None)
+        dtype = config.dtype or next((file.dtype for file in files.values() if file.dtype.is_floating_point), None)
     with torch.device("meta"):
         model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)

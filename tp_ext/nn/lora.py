@@ -187,7 +187,7 @@ class LoRALinear(ParallelModule):
 
 def _split_parts(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> tuple[Tensor, ...]:
     """Returns views of the rank's share of each part of a local tensor."""
-    lengths = [one.length + one.padding for one in sharding.local_parts(rank, p)]
+    lengths = [part.length + part.padding for part in sharding.local_parts(rank, p)]
     return tensor.split(lengths, sharding.dim)
 
 

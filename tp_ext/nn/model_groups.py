@@ -103,7 +103,7 @@ def axes_of_groups(groups: Iterable[ParallelGroup]) -> ModelGroups:
         if plain.size > 1 and plain.name not in names:
             names[plain.name] = tuple(global_ranks(plain.name))
             ranks.setdefault(names[plain.name], plain)
-    largest = [one for one in ranks if not any(set(one) < set(other) for other in ranks)]
+    largest = [rank for rank in ranks if not any(set(rank) < set(other) for other in ranks)]
     for i, one in enumerate(largest):
         for other in largest[:i]:
             if len(set(one) & set(other)) > 1:
@@ -136,7 +136,7 @@ def model_groups(model: nn.Module, given: MeshAxes | None = None) -> ModelGroups
     ranks = tuple(global_ranks(group.name))
     theirs = {tuple(global_ranks(name)) for name in found.within} - {tuple(global_ranks(given.ep.name))}
     if theirs and ranks not in theirs:
-        names = " or ".join(_shown(one) for one in sorted(theirs))
+        names = " or ".join(_shown(members) for members in sorted(theirs))
         raise ValueError(
             f"{named}: {_shown(ranks)} must be that of the model's layers, {names}; without {named.split('[')[0]}= it "
             "is taken from them"

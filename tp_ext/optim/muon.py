@@ -218,7 +218,7 @@ class Muon(Optimizer):
         keys = [key]
         for group in axes.groups:
             keys = [one for of_rank in all_gather_objects(keys, group) for one in of_rank]
-        some = min(number for one in keys for number in one if any(number not in other for other in keys))
+        some = min(number for key in keys for number in key if any(number not in other for other in keys))
         have = [rank for rank, one in enumerate(keys) if some in one]
         raise ValueError(
             f"params: the parameters with gradients must be the same on all ranks; parameter {some} has one on {have} "

@@ -282,7 +282,7 @@ def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> T
         # Detached: get_total_norm knows a parameter's own .grad, and would sum over the ranks (tp_ext/outside)
         return torch.nn.utils.get_total_norm([t.detach() for t in tensors if t.numel()], norm_type, foreach=foreach)
     squares = [_ops.multi_tensor_squared_norm(there) for there in devices.values()]
-    return sum((one.to(squares[0].device) for one in squares[1:]), squares[0]).sqrt()
+    return sum((square.to(squares[0].device) for square in squares[1:]), squares[0]).sqrt()
 
 
 def _clip(tensors: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None) -> None:

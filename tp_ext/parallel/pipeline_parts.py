@@ -199,10 +199,12 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
         parameters = list(inspect.signature(called).parameters.values())
     except ValueError:  # a built-in one, such as torch.flatten
         return frozenset()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    named = {one.name for one in parameters[1:] if one.kind is not one.VAR_POSITIONAL}
-    return frozenset(named | {one.name for one in parameters[:1] if one.kind is one.KEYWORD_ONLY})
+    named = {parameter.name for parameter in parameters[1:] if parameter.kind is not parameter.VAR_POSITIONAL}
+    return frozenset(
+        named | {parameter.name for parameter in parameters[:1] if parameter.kind is parameter.KEYWORD_ONLY}
+    )
 
 
 def _wrapped(function: Callable[..., Any]) -> nn.Module | None:
