@@ -15,8 +15,10 @@ from tp_ext.sharding import split_sizes
 
 
 class Place:
-    """The place of a rank's tokens: kit (tp_ext or tests.fuzz.plain), group, p, rank, whether the tokens are cut. Can be
-    copied and pickled, and holds names therefore."""
+    """The place of a rank's tokens: kit (tp_ext or tests.fuzz.plain), group, p, rank, whether the tokens are cut.
+
+    It holds names, so that it can be copied and pickled.
+    """
 
     def __init__(self, config, kit, group, experts=None):
         self.kit_name, self.group = kit.__name__, group and group.group_name
