@@ -50,7 +50,7 @@ help:
 	@echo 'make docs    builds the documentation as a site, build/docs/index.html, and checks its links'
 	@echo 'make bench   runs every benchmark, tables and plots to $(BENCH_OUT) (BENCH_ARGS=--full takes longer)'
 	@echo 'make gpu-check  builds, tests and times everything on a GPU, results to runs/gpu_check'
-	@echo 'make cuda-check  compiles every CUDA kernel for several GPUs, tells its registers, fails on a spill'
+	@echo 'make cuda-check  compiles every CUDA kernel for several GPUs, prints its registers, fails on a spill'
 	@echo 'make build   only compiles; the other targets do it when a source has changed'
 	@echo 'make clean   removes what was built; the environment $(VENV) stays'
 	@echo 'Options: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) TP_EXT_CUDA=$(TP_EXT_CUDA)'

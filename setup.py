@@ -44,6 +44,7 @@ except ImportError as error:
 DEFAULT_ARCHS = ["8.0", "9.0", "10.0", "12.0"]  # the last one that nvcc knows also as PTX
 # math.h's errno, which nobody reads, would keep square roots out of vector code, and the flags of floating point
 # exceptions, which nobody reads either, every loop that chooses between two results where there are no mask registers
+# [Note: OpenMP is compiled for and not linked]
 # OpenMP is compiled for, not linked: at::parallel_for is inline, and shares the runtime and threads of torch
 CXX_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-g0", "-fvisibility=hidden"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter"]

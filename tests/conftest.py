@@ -1,5 +1,4 @@
-"""Fixtures and options for all tests: devices, a fixed random state, the ranks' end; grids are thinned, skips
-counted."""
+"""Fixtures: device, seeded generators. Hooks: thinning of large grids, teardown of rank processes, a count of skips."""
 
 import collections
 import os

@@ -80,7 +80,7 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_distributions_are_those_of_torch(name):
-    """Of n draws: mean and standard deviation within 5 sigma / sqrt(n), quantiles within 5 / (2 sqrt(n))."""
+    """For n draws: mean and standard deviation within 5 sigma / sqrt(n), quantiles within 5 / (2 sqrt(n))."""
     ours, torchs = (dict(make().named_parameters()) for make in LARGE[name])
     assert ours.keys() == torchs.keys()
     for key, want in torchs.items():

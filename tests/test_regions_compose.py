@@ -1,4 +1,7 @@
-"""Regions under everything of torch that wraps, traces, counts or replays them. Their errors: test_region_errors.py."""
+"""Regions under everything of torch that wraps, traces, counts or replays them.
+
+Their errors: test_regions_errors.py.
+"""
 
 import pytest
 import torch
@@ -68,7 +71,7 @@ def _count(group, case, xs):
 
 
 @pytest.mark.parametrize("case", AT_TWO)
-def test_each_region_talks_as_often_as_it_says(case):
+def test_each_region_communicates_as_often_as_it_says(case):
     assert ranks.run(_count, 2, case, case.inputs(2)) == [COLLECTIVES[case.name]] * 2
 
 

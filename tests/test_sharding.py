@@ -97,7 +97,7 @@ def test_every_element_has_one_owner_and_copies_stay_together(cut):
     for rank, local in enumerate(locals_):
         views = sharding.owned(local, rank, p)
         assert all(v.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() for v in views)
-        rows_held = sharding.copied_pieces(rank, p)
+        rows_held = sharding.copied_rows(rank, p)
         copied = [part for part in parts if part.copies > 1]
         assert (rows_held is None) == (not copied)
         if rows_held is None:

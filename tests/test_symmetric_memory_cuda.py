@@ -37,7 +37,7 @@ def in_order(xs):
 
 
 def sums(group, dtype, numel):
-    """Whether sums are right to the bit, and x unwritten: contiguous, strided, and off a 16-byte boundary."""
+    """True if sums are right to the bit, and x unwritten: contiguous, strided, and off a 16-byte boundary."""
     name, same = enabled(group), []
     for seed in range(3):  # one after the other, so that a buffer is written while peers could still read it
         xs = terms(group.size(), (numel // 4, 4), dtype, seed)

@@ -1,4 +1,4 @@
-"""Object collectives by which all ranks go on or all fail: an error of one rank is raised on every rank."""
+"""Object collectives that succeed on all ranks or raise on all ranks: an error of one rank is raised on every rank."""
 
 import contextlib
 import pickle
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
-Axes = Sequence[ProcessGroup]
+AxisGroups = Sequence[ProcessGroup]
 """The groups of this rank along each axis of a mesh."""
 
 _BUILTIN = (KeyError, TypeError, ValueError, pickle.UnpicklingError)
@@ -24,7 +24,7 @@ class RetryError(OSError):
 
 def all_gather_objects(value: T, process_group: ProcessGroup | None) -> list[T]:
     """Returns the values of all ranks, in rank order; without ``torch.distributed`` only this rank's."""
-    if _alone(process_group):
+    if _is_single_process(process_group):
         return [value]
     values: list[T] = [value] * dist.get_world_size(process_group)
     dist.all_gather_object(values, value, group=process_group)
@@ -97,7 +97,7 @@ def call_and_combine(
 
 def _gather_objects(value: T, process_group: ProcessGroup | None) -> list[T] | None:
     """Returns the values of all ranks, in rank order, on the first rank; None on the others."""
-    if _alone(process_group):
+    if _is_single_process(process_group):
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size(process_group) if _is_first(process_group) else None
     dist.gather_object(value, values, group=process_group, group_dst=0)
@@ -106,14 +106,14 @@ def _gather_objects(value: T, process_group: ProcessGroup | None) -> list[T] | N
 
 def _scatter_objects(values: list[T], process_group: ProcessGroup | None) -> T:
     """Returns on each rank its entry of the first rank's list."""
-    if _alone(process_group):
+    if _is_single_process(process_group):
         return values[0]
     own: list[Any] = [None]
     dist.scatter_object_list(own, values if _is_first(process_group) else None, group=process_group, group_src=0)
     return cast(T, own[0])
 
 
-def _alone(process_group: ProcessGroup | None) -> bool:
+def _is_single_process(process_group: ProcessGroup | None) -> bool:
     """Returns whether there are no other ranks, without ``torch.distributed``. RuntimeError: there were when a save in
     the background began, which must not go on as if it were the only rank."""
     if dist.is_initialized():
@@ -123,7 +123,7 @@ def _alone(process_group: ProcessGroup | None) -> bool:
     return True
 
 
-def exists(process_group: ProcessGroup | None) -> bool:
+def is_alive(process_group: ProcessGroup | None) -> bool:
     """Returns False for a group that was destroyed; None stands for that of a process without
     ``torch.distributed``."""
     alone = not dist.is_initialized()
@@ -139,7 +139,7 @@ def _is_first(process_group: ProcessGroup | None) -> bool:
     return dist.get_rank(process_group) == 0
 
 
-def broadcast_from_first(make: Callable[[], T], axes: Axes) -> T:
+def broadcast_from_first(make: Callable[[], T], axes: AxisGroups) -> T:
     """Calls ``make`` on the rank that is the first of all axes and returns its result, or raises its error, on all
     ranks.
 
@@ -158,7 +158,7 @@ def broadcast_from_first(make: Callable[[], T], axes: Axes) -> T:
     return cast(T, result[0])
 
 
-def broadcast_axes(axes: Axes) -> Iterator[ProcessGroup]:
+def broadcast_axes(axes: AxisGroups) -> Iterator[ProcessGroup]:
     """Yields the axes along which this rank takes part when something goes from the rank that is the first of all axes
     to all ranks, along one axis after the other: it takes part along an axis if it is the first of all later ones."""
     for i, axis in enumerate(axes):
@@ -166,7 +166,7 @@ def broadcast_axes(axes: Axes) -> Iterator[ProcessGroup]:
             yield axis
 
 
-def true_on_any_rank(flag: bool, axes: Axes, device: torch.device) -> bool:
+def true_on_any_rank(flag: bool, axes: AxisGroups, device: torch.device) -> bool:
     """Returns whether the flag is set on any rank, so that all know of one's failure.
 
     Communicates: one all-reduce of one number along every axis.

@@ -41,6 +41,7 @@ class Interval(NamedTuple):
 _Split = tuple[Shard, int, int]
 
 
+# [Note: where a rank stands along an axis of a mesh]
 def mesh_position(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """Returns this rank's index along each axis of the mesh; None if it is not in the mesh.
 

@@ -11,6 +11,7 @@ from tp_ext.group import Group, parallel_group
 from tp_ext.regions import gather_from_region, scatter_to_region
 
 
+# [Note: each sequence is cut by itself, in 2 p chunks]
 class ContextLayout:
     """The distribution of the tokens of each sequence over the p ranks of a context group.
 

@@ -25,6 +25,7 @@ class _NotGiven(enum.Enum):
         return "None"  # in signatures: without it nothing is sharded
 
 
+# [Note: a missing group argument is a warning]
 NOT_GIVEN: Any = _NotGiven.NOT_GIVEN
 """Default of every optional ``group``. Accepted wherever None is; it differs from a None that the caller wrote."""
 

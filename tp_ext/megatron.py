@@ -19,6 +19,7 @@ from torch import Tensor
 from tp_ext.sharding import Sharding
 
 
+# [Note: Megatron's weight layouts have a module]
 def from_megatron_qkv(weight: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
     """Returns q | k | v from Megatron's ``linear_qkv``; its rows are, per KV group: query heads, key head, value head.
 

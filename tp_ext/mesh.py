@@ -60,6 +60,7 @@ def init_mesh(
         shown = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         raise ValueError(f"{', '.join(sizes)}: {shown} must multiply to the {ranks} ranks of the job")
     shape = tuple(ranks // known if size == -1 else size for size in sizes.values())
+    # torchrun numbers the ranks of a host in sequence, and tp is the last axis
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdecimal() and 0 < int(local) < ranks and int(local) % shape[-1]:
         warnings.warn(
@@ -71,6 +72,7 @@ def init_mesh(
     return init_device_mesh(device_type, shape, mesh_dim_names=tuple(sizes))
 
 
+# [Note: functions of whole models take a mesh, layers do not]
 class MeshAxes(NamedTuple):
     """The axes of a mesh, or the group given in its place, for a function of a whole model.
 

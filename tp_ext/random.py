@@ -81,6 +81,7 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
     _WeightDraws.states.clear()
 
 
+# [Note: seeds are drawn, counters are computed]
 def draw_seed(device: torch.device) -> Tensor:
     """Draws a fresh seed, a 0-d int64 tensor on ``device``, from the device's default generator.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext.context_layout import ContextLayout
 
+# [Note: a step and a microbatch are a seed of torch's generators]
 _MARK = 0x5E9D << 47  # upper bits of the seeds of scopes, by which they are known
 _STEPS = 2  # of which calls are remembered, for recomputation
 
@@ -59,7 +60,7 @@ def base_seed(caller: str) -> int:
     return base.seed
 
 
-class Scope:
+class MaskScope:
     """A step and a microbatch, and where the latter is in the global batch: see :func:`at`."""
 
     def __init__(
@@ -166,11 +167,11 @@ class Scope:
         return self._rows[device]
 
 
-_scopes: dict[int, Scope] = {}  # by the seed of the generators
+_scopes: dict[int, MaskScope] = {}  # by the seed of the generators
 _recent: list[tuple[int, int]] = []  # (seed, step) of the scopes in the table
 
 
-def current_scope(device: torch.device) -> Scope | None:
+def current_scope(device: torch.device) -> MaskScope | None:
     """Returns the scope for which torch's default generator of the CPU is seeded, whatever the device of activations:
     traced code for CUDA may recompute under a generator of its own, which :func:`at` has not seeded.
 
@@ -201,7 +202,7 @@ def _draw_ticket(device: torch.device) -> int:
 class Entered:
     """The result of :func:`at`: a context manager that restores the generators as they were before the call."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: MaskScope) -> None:
         self._cpu = torch.default_generator.get_state()
         self._cuda = [g.get_state() for g in _cuda_generators()]
         if scope.step in _recent:
@@ -309,7 +310,7 @@ def at(
         raise TypeError(f"layout: {layout!r} must be a ContextLayout, or None")
     if layout is not None and layout.batch is None and batch_offset is not None and token_offset is None:
         raise ValueError(f"token_offset: must be given with batch_offset = {batch_offset} and packed sequences")
-    scope = Scope(step, microbatch, batch_offset, seq, token_offset, layout)
+    scope = MaskScope(step, microbatch, batch_offset, seq, token_offset, layout)
     base.rows_in_use = base.rows_in_use or layout is not None
     return Entered(scope)
 
@@ -331,6 +332,7 @@ def rows_are_listed() -> bool:
     return base.rows_in_use
 
 
+# [Note: seeds of named masks come with rows]
 def rows_seed(module: Any, x: Tensor, each: int, start: int, full: int, tokens: bool) -> Tensor:
     """Draws the seed of a mask of activations x, and the numbers of its rows in the global batch.
 

@@ -37,6 +37,7 @@ class Part:
     size: int
     unit: int = 1
     copies: int = 1
+    # [Note: padding and groups of a part]
     padding: int = 0
     groups: int = 1
 
@@ -140,7 +141,7 @@ class Sharding:
 
     def slices(self, rank: int, p: int) -> list[slice]:
         """Returns the slices of the full dim that the local tensor consists of, in order, one per part; no padding."""
-        return [one.full for one in self.local_parts(rank, p)]
+        return [part.full for part in self.local_parts(rank, p)]
 
     def local_size(self, rank: int, p: int) -> int:
         """Returns the length of ``dim`` on the rank, padding included."""
@@ -171,11 +172,11 @@ class Sharding:
         """
         self._check_full(full.shape)
         shares = []
-        for one in self.local_parts(rank, p):
-            shares.append(full.narrow(self.dim, one.full_start, one.length))
-            if one.padding:
+        for part in self.local_parts(rank, p):
+            shares.append(full.narrow(self.dim, part.full_start, part.length))
+            if part.padding:
                 shape = list(full.shape)
-                shape[self.dim] = one.padding
+                shape[self.dim] = part.padding
                 shares.append(full.new_zeros(shape))
         return torch.cat(shares, self.dim)
 
@@ -208,17 +209,17 @@ class Sharding:
         """Returns views of the local tensor that, over all ranks, cover the full tensor exactly once: without padding,
         of copies only the first."""
         return [
-            local.narrow(self.dim, one.local_start, one.length)
-            for one in self.local_parts(rank, p)
-            if one.owned and one.length
+            local.narrow(self.dim, part.local_start, part.length)
+            for part in self.local_parts(rank, p)
+            if part.owned and part.length
         ]
 
     def intervals(self, rank: int, p: int) -> list[Interval]:
         """Returns the rank's intervals of the dim, without padding; adjacent ones are merged."""
         parts = self.local_parts(rank, p)
-        return merge_adjacent(Interval(one.local_start, one.full_start, one.length, one.owned) for one in parts)
+        return merge_adjacent(Interval(part.local_start, part.full_start, part.length, part.owned) for part in parts)
 
-    def copied_pieces(self, rank: int, p: int) -> CopiedRows | None:
+    def copied_rows(self, rank: int, p: int) -> CopiedRows | None:
         """Returns the local rows of parts with ``copies`` > 1, for summing gradients over the copies; None if none."""
         rows = CopiedRows([], [], [], sum(part.size + part.padding for part in self.parts if part.copies > 1))
         full_start = 0
@@ -242,6 +243,7 @@ class Sharding:
             )
 
 
+# [Note: a layout is a tuple of shardings and groups]
 class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
     """A layout of a full tensor over the ranks of any number of groups: an ordered tuple of (:class:`Sharding`, group).
 

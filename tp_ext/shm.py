@@ -3,6 +3,7 @@
 Importing ``tp_ext`` registers it: ``init_process_group("cpu:tp_shm")`` or ``new_group(backend="tp_shm")``.
 """
 
+# [Note: small collectives on one host go through our own shared memory]
 import datetime
 from typing import Any
 

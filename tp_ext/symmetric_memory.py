@@ -35,7 +35,7 @@ from tp_ext._build import load
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import Group, ParallelGroup, group_name, parallel_group, process_group
 
-MOST_RANKS = 8  # one-shot reads p times the bytes; torch chose the sizes, and tests its kernels, up to 8 ranks
+MAX_RANKS = 8  # one-shot reads p times the bytes; torch chose the sizes, and tests its kernels, up to 8 ranks
 OPERATORS = ("one_shot_all_reduce_copy", "two_shot_all_reduce_out")
 FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 # Without the first torch refuses ranks that share a device, without the second it waits for a multicast over two
@@ -132,8 +132,8 @@ def _unavailable(p: int, fused_matmul: bool) -> str | None:
     """Returns why this rank cannot use symmetric memory, as far as is known without communication; None if it can."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
-    if p > MOST_RANKS:
-        return f"p = {p} is more than {MOST_RANKS} ranks"
+    if p > MAX_RANKS:
+        return f"p = {p} is more than {MAX_RANKS} ranks"
     for name in OPERATORS + (FUSED if fused_matmul else ()):
         if not _has_kernel(name):
             return f"torch {torch.__version__} has no CUDA kernel of symm_mem::{name}"

@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
     def decode(self, x: Tensor) -> Tensor:
         return self(x, [cache.truncate(LENGTH) for cache in self.caches])
 
-    def torch_twin(self, x: Tensor, start: int) -> Tensor:
+    def torch_reference(self, x: Tensor, start: int) -> Tensor:
         """The same in torch, on the same weights and buffers."""
         frequencies = 1e4 ** -(torch.arange(0, HEAD, 2, device=x.device) / HEAD)
         end = start + x.shape[1]
@@ -69,7 +69,7 @@ def cases(device: str, dtype: torch.dtype) -> list[Case]:
         inference(lambda m=model, x=x: m(x[:, :LENGTH], m.caches))
         new = x[:, LENGTH:]
         peers = {
-            "torch, cache": partial(inference, partial(model.torch_twin, new, LENGTH)),
+            "torch, cache": partial(inference, partial(model.torch_reference, new, LENGTH)),
             "no cache": partial(inference, lambda m=model, x=x: m(x, [None] * LAYERS)[:, LENGTH:]),
         }
         result.append(Case(f"a token, batch {batch}", partial(inference, partial(model.decode, new)), peers))

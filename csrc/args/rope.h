@@ -52,7 +52,7 @@ inline void check_rope_tables(const at::Tensor& positions, int64_t rotary_dim, d
   TORCH_CHECK_TYPE(dtype == at::kDouble || dtype == at::kFloat, "dtype: ", dtype,
                    " must be float32 or float64");
   if (!frequencies) return;
-  const int64_t given = static_cast<int64_t>(frequencies->size()), most = RopeFrequencies::kMost;
+  const int64_t given = static_cast<int64_t>(frequencies->size()), most = RopeFrequencies::kMax;
   TORCH_CHECK_VALUE(2 * given == rotary_dim && given <= most, "frequencies: ", given,
                     " numbers must be rotary_dim / 2 = ", rotary_dim / 2, ", and at most ", most);
 }

@@ -74,7 +74,7 @@ struct AllToAllLinear : Function<AllToAllLinear> {
     if (wants_w && accumulates) {
       const Tensor main_grad = data["main_grad"].toTensor();
       add_weight_grad(main_grad, as_rows(dy), as_rows(x));
-      result[5] = grad_beside(main_grad, dy, 2);
+      result[5] = placeholder_grad(main_grad, dy, 2);
     } else if (wants_w) {
       result[5] = at::mm(as_rows(dy).t(), as_rows(x));
     }

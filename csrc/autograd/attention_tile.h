@@ -35,7 +35,7 @@ struct Attended {
   Tensor out, lse;
 };
 
-// length: tokens of the sequence, seed: of its dropout masks; of the explicit form only
+// length: tokens of the sequence, seed: of its dropout masks; used only if options.is_explicit()
 Attended tile_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tile& tile,
                       const TileOptions& options, int64_t length, const Tensor& seed);
 std::tuple<Tensor, Tensor, Tensor> tile_backward(const Tensor& dout, const Tensor& q,

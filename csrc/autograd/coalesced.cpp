@@ -152,6 +152,7 @@ variable_list conjugate(AutogradContext* ctx, const variable_list& grads) {
   return dxs;
 }
 
+// [Note: small sums are coalesced where parameters enter the block]
 struct CopyCoalesced : Function<CopyCoalesced> {
   static variable_list forward(AutogradContext* ctx, at::TensorList xs, const std::string& group,
                                const Layout& layout) {

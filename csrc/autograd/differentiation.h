@@ -125,6 +125,7 @@ void refuse_forward_mode(const char* op, const Tensors&... xs) {
       " has no forward-mode derivative; use reverse mode (torch.autograd.grad, .backward())");
 }
 
+// [Note: fused kernels refuse a second derivative]
 // A fused backward has no derivative of its own in either mode. To be called first in it.
 inline void refuse_double_backward(const char* op, const std::vector<Tensor>& grads) {
   TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "tp_ext: ", op,

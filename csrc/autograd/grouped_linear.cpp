@@ -9,7 +9,6 @@
 // needed. Derivatives of any order.
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/mm.h>
@@ -22,6 +21,7 @@
 
 #include "autograd/differentiation.h"
 #include "autograd/main_grad.h"
+#include "autograd/unrecorded.h"
 #include "check.h"
 #include "comm/collectives.h"
 #include "operators.h"
@@ -108,14 +108,6 @@ Tensor outer(const Tensor& a, const Tensor& b, const Grouping& grouping) {
   return z;
 }
 
-// Skips autograd dispatch inside a Function unless the call is traced
-struct Unrecorded {
-  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-  explicit Unrecorded(const Tensor& x) {
-    if (!comm::traced(x)) guard.emplace();
-  }
-};
-
 void save_operands(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
   ctx->save_for_backward({b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()});
 }
@@ -181,7 +173,7 @@ struct GroupedLinear : Function<GroupedLinear> {
             if (grouping.counts[e] > 0) add_weight_grad(main_grad.select(0, e), own_dy, own_x);
           },
           scale == 1 ? dy : at::mul(dy, scale), x);
-      dw = grad_beside(main_grad, dy, 1);
+      dw = placeholder_grad(main_grad, dy, 1);
     } else if (wants_w) {
       dw = outer(dy, x, grouping);
       if (scale != 1) dw = comm::traced(dw) ? at::mul(dw, scale) : dw.mul_(scale);

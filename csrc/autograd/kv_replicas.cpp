@@ -33,6 +33,7 @@ struct ReplicatedRows {
 Tensor copy_replicas_to(const Tensor& x, const std::string& group, const ReplicatedRows& rows);
 Tensor reduce_replicas_from(const Tensor& x, const std::string& group, const ReplicatedRows& rows);
 
+// [Note: copied KV heads need no subgroup]
 Tensor sum_replicas(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
   auto shape = x.sym_sizes().vec();
   shape[0] = rows.full_size;

@@ -17,7 +17,6 @@
 // halves (split_backward.h) the row linear keeps the gathered dy for dw.
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
@@ -30,6 +29,7 @@
 #include "autograd/main_grad.h"
 #include "autograd/linear_overlap.h"
 #include "autograd/split_backward.h"
+#include "autograd/unrecorded.h"
 #include "comm/collectives.h"
 #include "comm/symmetric_memory.h"
 #include "operators.h"
@@ -95,19 +95,11 @@ struct Saved {
   }
 };
 
-// Skips autograd dispatch inside the Function unless the call is traced
-struct Unrecorded {
-  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-  explicit Unrecorded(const Tensor& x) {
-    if (!comm::traced(x)) guard.emplace();
-  }
-};
-
 // The gradient of the weight, or what autograd gets in its place if it is added to main_grad
 Tensor weight_grad(const Saved& s, const Tensor& dy, const Tensor& x) {
   if (!s.main_grad.defined()) return weight_grad(dy, x);
   add_weight_grad(s.main_grad, as_rows(dy), as_rows(x));
-  return grad_beside(s.main_grad, dy, 1);
+  return placeholder_grad(s.main_grad, dy, 1);
 }
 
 variable_list gradients(Tensor dx, Tensor dw, Tensor db) {
@@ -122,6 +114,7 @@ bool differentiated(const Tensor& dy, const Saved& s) {
   return at::GradMode::is_enabled() || has_tangent(dy);
 }
 
+// [Note: overlap on every backend]
 struct ColumnLinear : Function<ColumnLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const std::string& group,

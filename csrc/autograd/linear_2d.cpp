@@ -22,7 +22,6 @@
 // linear keeps the gathered dy.
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
@@ -34,6 +33,7 @@
 #include "autograd/linear_checks.h"
 #include "autograd/linear_overlap.h"
 #include "autograd/split_backward.h"
+#include "autograd/unrecorded.h"
 #include "autograd/weight_gather.h"
 #include "comm/collectives.h"
 #include "operators.h"
@@ -125,14 +125,6 @@ Tensor bias_grad_region(const Tensor& db, const Sharded& s) {
   return TP_OP(reduce_scatter_region)
       .call(db, s.weight.group, 0, c10::SymIntArrayRef(s.bias.sizes));
 }
-
-// Skips autograd dispatch inside the Function unless the call is traced
-struct Unrecorded {
-  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-  explicit Unrecorded(const Tensor& x) {
-    if (!comm::traced(x)) guard.emplace();
-  }
-};
 
 Tensor input_grad(const Tensor& dy, const Tensor& weight) {
   if (dy.dim() == 2) return at::mm(dy, weight);

@@ -1,9 +1,10 @@
 // linear_cross_entropy chunk by chunk: its arguments, the logits of a chunk, values that come by
 // chunks, and the two ways to the gradients.
+//
+// [Note: the loss without logits computes gradients in forward]
 
 #pragma once
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "autograd/token_chunks.h"
+#include "autograd/unrecorded.h"
 #include "autograd/vocab_chunk.h"
 #include "autograd/vocab_loss.h"
 
@@ -44,14 +46,6 @@ struct LinearLoss : VocabLoss {
     call.chunks = data["chunks"].toInt();
     if (data.count("main_grad") > 0) call.main_grad = data["main_grad"].toTensor();
     return call;
-  }
-};
-
-// Skips autograd dispatch inside a Function unless the call is traced
-struct Unrecorded {
-  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-  explicit Unrecorded(bool traced) {
-    if (!traced) guard.emplace();
   }
 };
 

@@ -8,6 +8,8 @@
 //
 // At most two collectives are in flight besides the chunk being computed. Each is waited for, by
 // the destructor of its Pending if an exception is thrown.
+//
+// [Note: overlapped chunks are collectives of c10d]
 
 #pragma once
 

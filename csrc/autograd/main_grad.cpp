@@ -29,7 +29,7 @@ void add_weight_grad(const Tensor& main_grad, const Tensor& dy, const Tensor& x)
   op.call(main_grad, dy, x);
 }
 
-Tensor grad_beside(const Tensor& main_grad, const Tensor& dy, size_t i) {
+Tensor placeholder_grad(const Tensor& main_grad, const Tensor& dy, size_t i) {
   // Of a subclass: torch.compile traces by autograd.grad and stores the result like backward()
   const auto* asked = torch::autograd::get_current_graph_task_exec_info();
   if (asked == nullptr || asked->empty() || dy.key_set().has(c10::DispatchKey::Python)) return {};
@@ -57,7 +57,7 @@ struct AccumulateGrad : Function<AccumulateGrad> {
     refuse_double_backward("gradient accumulation into main_grad", grads);
     const Tensor main_grad = ctx->saved_data["main_grad"].toTensor();
     main_grad.add_(grads[0]);
-    return {grad_beside(main_grad, grads[0], 0), Tensor()};
+    return {placeholder_grad(main_grad, grads[0], 0), Tensor()};
   }
 };
 

@@ -18,6 +18,6 @@ void add_weight_grad(const at::Tensor& main_grad, const at::Tensor& dy, const at
 
 // What the running node returns for its input i, a weight whose gradient is in main_grad: zeros of
 // dy's dtype if torch.autograd.grad asks for it, else undefined
-at::Tensor grad_beside(const at::Tensor& main_grad, const at::Tensor& dy, size_t i);
+at::Tensor placeholder_grad(const at::Tensor& main_grad, const at::Tensor& dy, size_t i);
 
 }  // namespace tp_ext

@@ -74,9 +74,10 @@ Tensor weight_grad(AutogradContext* ctx, size_t i, const char* main_grad, const 
   if (found == ctx->saved_data.end()) return at::mm(as_rows(dy).t(), as_rows(x));
   const Tensor sum = found->second.toTensor();
   add_weight_grad(sum, as_rows(dy), as_rows(x));
-  return grad_beside(sum, dy, i);
+  return placeholder_grad(sum, dy, i);
 }
 
+// [Note: GEMM epilogues belong to a block]
 struct ParallelMlp : Function<ParallelMlp> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& up_weight,
                         const Tensor& up_bias, const Tensor& down_weight, const Tensor& down_bias,

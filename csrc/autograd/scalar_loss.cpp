@@ -87,7 +87,7 @@ struct ScalarLoss : Function<ScalarLoss> {
         const Tensor main_grad = data["main_grad"].toTensor();
         const auto to = main_grad.scalar_type();
         main_grad.addcmul_(cast(saved[1], to), cast(scale, to));
-        grads[1] = grad_beside(main_grad, cast(upstream[0], dtype), 1);
+        grads[1] = placeholder_grad(main_grad, cast(upstream[0], dtype), 1);
       } else {
         grads[1] = scaled(saved[1]);
       }

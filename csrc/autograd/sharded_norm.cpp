@@ -13,7 +13,6 @@
 // and bias. Statistics in fp32, for fp64 in fp64. Saved: x, w and the statistics.
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
@@ -21,6 +20,7 @@
 #include <torch/library.h>
 
 #include "autograd/differentiation.h"
+#include "autograd/unrecorded.h"
 #include "check.h"
 #include "comm/collectives.h"
 #include "operators.h"
@@ -40,13 +40,6 @@ Tensor weighted(const Tensor& dy, const Tensor& weight) {
   return weight.defined() ? dy.mul(wide(weight)) : dy;
 }
 bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
-
-struct Unrecorded {
-  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-  explicit Unrecorded(const Tensor& x) {
-    if (!comm::traced(x)) guard.emplace();
-  }
-};
 
 struct ShardedRmsNorm : Function<ShardedRmsNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weight,

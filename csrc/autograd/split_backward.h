@@ -28,6 +28,7 @@ inline bool asked_later(torch::autograd::AutogradContext* ctx, size_t i) {
   return node && node->should_compute_output(i);
 }
 
+// [Note: a backward in two halves keeps results, not flags]
 // Keeps results that were computed from dy for the other half
 inline void keep_results(torch::autograd::AutogradContext* ctx, const Tensor& dy,
                          const std::vector<Tensor>& results) {

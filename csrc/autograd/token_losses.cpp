@@ -128,7 +128,7 @@ struct TokenLosses : Function<TokenLosses> {
     result[0] = grads.dx;
     if (grads.dw.defined()) result[1] = cast(grads.dw, dtype);
     if (wants_w && call.main_grad.has_value())
-      result[1] = grad_beside(*call.main_grad, cast(upstream[0], dtype), 1);
+      result[1] = placeholder_grad(*call.main_grad, cast(upstream[0], dtype), 1);
     if (grads.db.defined()) result[2] = cast(grads.db, dtype);
     return result;
   }

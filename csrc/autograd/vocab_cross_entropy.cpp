@@ -7,6 +7,8 @@
 //
 // Saved: logits, target and the log-sum-exp of each row; no softmax. With inplace_backward the
 // gradient overwrites the logits, and a second backward is refused.
+//
+// [Note: ranks compare width and vocabulary in the exchange of the loss]
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>

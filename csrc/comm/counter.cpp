@@ -200,6 +200,7 @@ std::unique_ptr<at::ObserverContext> heard(const at::RecordFunction& fn) {
   return nullptr;
 }
 
+// [Note: collectives are counted where the profiler listens]
 at::RecordFunctionCallback Counters::listener() {
   return at::RecordFunctionCallback(heard).needsInputs(true).scopes({at::RecordScope::FUNCTION});
 }

@@ -2,6 +2,8 @@
 // number by one shift or mask: a vector of words gives two vectors of numbers, the even and the odd
 // elements, without moving a lane. Loops keep column values (a bias, a sum) in the same order: the
 // even columns, then the odd ones.
+//
+// [Note: bf16 is processed in pairs, fp16 by 16]
 
 #pragma once
 

@@ -115,7 +115,7 @@ TP_AVX512 void logits(const float* x_columns, const float* w, float* y, int64_t 
                       int64_t tokens, int64_t hidden, int64_t begin, int64_t end) {
   constexpr int64_t rows = 8, ahead = 2 * rows, deep = 256;  // of w, and of its columns
   constexpr int wide = 3;                                    // vectors of tokens
-  alignas(64) float columns[kColumns * kMost];
+  alignas(64) float columns[kColumns * kMaxTokens];
   for (int64_t v = begin; v < end; v += kColumns) {
     Ahead next(w + (v + ahead) * hidden, hidden, kColumns, hidden);
     Ahead<true> out(y + v, stride, tokens, kColumns);
@@ -126,19 +126,19 @@ TP_AVX512 void logits(const float* x_columns, const float* w, float* y, int64_t 
     };
     for (int64_t t = 0; t < kColumns; t += rows)
       for (int64_t k = 0; k < hidden; k += deep)
-        for (int64_t m = 0; m < kMost; m += wide * kLanes) {
+        for (int64_t m = 0; m < kMaxTokens; m += wide * kLanes) {
           const int64_t depth = std::min(deep, hidden - k);
-          const float *a = w + (v + t) * hidden + k, *b = x_columns + k * kMost + m;
-          float* to = columns + t * kMost + m;
+          const float *a = w + (v + t) * hidden + k, *b = x_columns + k * kMaxTokens + m;
+          float* to = columns + t * kMaxTokens + m;
           if (k == 0)
-            block<rows, wide, false>(depth, a, hidden, 1, b, kMost, to, kMost, fetch);
+            block<rows, wide, false>(depth, a, hidden, 1, b, kMaxTokens, to, kMaxTokens, fetch);
           else
-            block<rows, wide, true>(depth, a, hidden, 1, b, kMost, to, kMost, fetch);
+            block<rows, wide, true>(depth, a, hidden, 1, b, kMaxTokens, to, kMaxTokens, fetch);
         }
     for (int64_t m = 0; m < tokens; m += kLanes)
       for (int64_t t = 0; t < kColumns; t += kLanes) {
         Vector square[kLanes];
-        for (int n = 0; n < kLanes; ++n) square[n] = vector_at(columns + (t + n) * kMost + m);
+        for (int n = 0; n < kLanes; ++n) square[n] = vector_at(columns + (t + n) * kMaxTokens + m);
         transpose(square);
         for (int n = 0; n < kLanes; ++n)
           if (m + n < tokens) vector_at(y + (m + n) * stride + v + t) = square[n];
@@ -151,7 +151,7 @@ TP_AVX512 void input_grad(const float* dy, int64_t stride, const float* w, float
                           int64_t end) {
   constexpr int64_t panel = 2048;  // columns of w, whose next rows stay in the second cache, as dx
   constexpr int64_t deep = 64;     // rows of w
-  alignas(64) float packed[kMost * deep] = {}, tile[deep * kColumns];
+  alignas(64) float packed[kMaxTokens * deep] = {}, tile[deep * kColumns];
   const int64_t blocks = (tokens + kRows - 1) / kRows;
   for (int64_t p = begin; p < end; p += panel) {
     const int64_t until = std::min(p + panel, end), wide = until - p,
@@ -184,7 +184,7 @@ TP_AVX512 void weight_grad(const float* dy, int64_t stride, const float* x_block
   constexpr int64_t panel = 1024;       // columns; of x they stay in the second cache
   constexpr int64_t deep = 3 * kLanes;  // rows of dw whose factors are packed at a time
   static_assert(deep % kRows == 0);
-  alignas(64) float packed[deep * kMost];
+  alignas(64) float packed[deep * kMaxTokens];
   const auto none = []() TP_INLINED {};
   const int64_t each = each_of(kRows * kColumns / kLanes, tokens / kSteps);
   for (int64_t p = 0; p < hidden; p += panel) {
@@ -199,14 +199,14 @@ TP_AVX512 void weight_grad(const float* dy, int64_t stride, const float* x_block
           for (int n = 0; n < kLanes; ++n)
             square[n] = m + n < tokens ? vector_at(dy + (m + n) * stride + v + t) : Vector{};
           transpose(square);
-          for (int n = 0; n < kLanes; ++n) vector_at(packed + (t + n) * kMost + m) = square[n];
+          for (int n = 0; n < kLanes; ++n) vector_at(packed + (t + n) * kMaxTokens + m) = square[n];
         }
       for (int64_t t = squares; t < rows; ++t)
-        for (int64_t m = 0; m < tokens; ++m) packed[t * kMost + m] = dy[m * stride + v + t];
+        for (int64_t m = 0; m < tokens; ++m) packed[t * kMaxTokens + m] = dy[m * stride + v + t];
       Ahead factors(dy + v + deep, stride, tokens, deep);
       for (int64_t t = 0; t < rows;) {
         const int64_t some = t + kRows <= rows ? kRows : 1;
-        const float* a = packed + t * kMost;
+        const float* a = packed + t * kMaxTokens;
         for (int64_t h = p; h < until; h += kColumns) {
           const float* b = x_blocks + h * tokens;
           float* c = dw + (v + t) * hidden + h;
@@ -215,13 +215,13 @@ TP_AVX512 void weight_grad(const float* dy, int64_t stride, const float* x_block
           const auto fetch = [&]() TP_INLINED { next.fetch(each); };
           constexpr int wide = kColumns / kLanes;
           if (some == 1 && add)
-            block<1, wide, true>(tokens, a, kMost, 1, b, kColumns, c, hidden, none);
+            block<1, wide, true>(tokens, a, kMaxTokens, 1, b, kColumns, c, hidden, none);
           else if (some == 1)
-            block<1, wide, false>(tokens, a, kMost, 1, b, kColumns, c, hidden, none);
+            block<1, wide, false>(tokens, a, kMaxTokens, 1, b, kColumns, c, hidden, none);
           else if (add)
-            block<kRows, wide, true>(tokens, a, kMost, 1, b, kColumns, c, hidden, fetch);
+            block<kRows, wide, true>(tokens, a, kMaxTokens, 1, b, kColumns, c, hidden, fetch);
           else
-            block<kRows, wide, false>(tokens, a, kMost, 1, b, kColumns, c, hidden, fetch);
+            block<kRows, wide, false>(tokens, a, kMaxTokens, 1, b, kColumns, c, hidden, fetch);
         }
         t += some;
       }

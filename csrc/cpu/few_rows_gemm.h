@@ -10,6 +10,8 @@
 //
 // All matrices are row-major; w and dw are contiguous. Torch-free; a call computes the rows, or
 // columns, from begin to end.
+//
+// [Note: products of a chunk of tokens with a vocabulary have kernels]
 
 #pragma once
 
@@ -17,15 +19,15 @@
 
 namespace tp_ext::few_rows {
 
-constexpr int64_t kMost = 96;     // tokens
+constexpr int64_t kMaxTokens = 96;
 constexpr int64_t kRows = 6;      // of a block of registers, which has kRows x kColumns elements
 constexpr int64_t kColumns = 64;  // hidden is a multiple
 
 // Whether the machine has the instructions
 bool supported();
 
-// x_columns [hidden, kMost] is x transposed, and 0 beyond the tokens; begin and end are multiples
-// of kColumns
+// x_columns [hidden, kMaxTokens] is x transposed, and 0 beyond the tokens; begin and end are
+// multiples of kColumns
 void logits(const float* x_columns, const float* w, float* y, int64_t stride, int64_t tokens,
             int64_t hidden, int64_t begin, int64_t end);
 

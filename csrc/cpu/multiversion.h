@@ -1,4 +1,6 @@
 // Function multiversioning: loops for several instruction sets in one binary.
+//
+// [Note: CPU kernels are plain loops]
 
 #pragma once
 

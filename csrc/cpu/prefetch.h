@@ -1,5 +1,7 @@
 // Loops with software prefetch. Hardware prefetches only within a page of 4 KB, and not past the
 // loads in flight while the processor computes.
+//
+// [Note: CPU loops prefetch]
 
 #pragma once
 

@@ -16,12 +16,12 @@ bool rows_contiguous(const Tensor& t) { return t.stride(1) == 1 && t.stride(0) >
 
 // Whether few_rows_gemm.h computes the products of these tokens, with weight, or its gradient,
 // [vocab, hidden]
-bool few_rows(const Tensor& logits, const Tensor& x, const Tensor& weight) {
-  constexpr int64_t fewest = 32;  // the blocks of logits are computed for kMost
+bool uses_few_rows_gemm(const Tensor& logits, const Tensor& x, const Tensor& weight) {
+  constexpr int64_t fewest = 32;  // the blocks of logits are computed for kMaxTokens
   const int64_t tokens = logits.size(0), hidden = weight.size(1);
   return weight.is_cpu() && weight.scalar_type() == at::kFloat &&
          logits.scalar_type() == at::kFloat && x.scalar_type() == at::kFloat && tokens >= fewest &&
-         tokens <= few_rows::kMost && hidden > 0 && hidden % few_rows::kColumns == 0 &&
+         tokens <= few_rows::kMaxTokens && hidden > 0 && hidden % few_rows::kColumns == 0 &&
          weight.size(0) >= few_rows::kColumns && weight.is_contiguous() &&
          rows_contiguous(logits) && few_rows::supported();
 }
@@ -37,11 +37,12 @@ void in_blocks(int64_t n, const F& f) {
 void chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
                    const OptionalTensor& bias) {
   composed::check_vocab_chunk(logits, x, weight);
-  if (!few_rows(logits, x, weight)) return composed::vocab_chunk_logits_(logits, x, weight, bias);
+  if (!uses_few_rows_gemm(logits, x, weight))
+    return composed::vocab_chunk_logits_(logits, x, weight, bias);
   Tensor out = logits;
   const int64_t tokens = x.size(0), hidden = x.size(1), vocab = weight.size(0);
   const int64_t whole = vocab / few_rows::kColumns * few_rows::kColumns;
-  const Tensor columns = at::zeros({hidden, few_rows::kMost}, x.options());
+  const Tensor columns = at::zeros({hidden, few_rows::kMaxTokens}, x.options());
   columns.narrow(1, 0, tokens).copy_(x.t());
   in_blocks(whole, [&](int64_t begin, int64_t end) {
     few_rows::logits(columns.const_data_ptr<float>(), weight.const_data_ptr<float>(),
@@ -56,7 +57,8 @@ void chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
 
 Tensor chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
   const int64_t tokens = dlogits.size(0), hidden = weight.size(1);
-  if (!few_rows(dlogits, weight, weight)) return composed::vocab_chunk_input_grad(dlogits, weight);
+  if (!uses_few_rows_gemm(dlogits, weight, weight))
+    return composed::vocab_chunk_input_grad(dlogits, weight);
   const int64_t rows = (tokens + few_rows::kRows - 1) / few_rows::kRows * few_rows::kRows;
   const Tensor blocks =
       at::zeros({hidden / few_rows::kColumns, rows, few_rows::kColumns}, weight.options());
@@ -70,7 +72,8 @@ Tensor chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
 
 void chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add) {
   composed::check_vocab_chunk(dlogits, x, dw);
-  if (!few_rows(dlogits, x, dw)) return composed::vocab_chunk_weight_grad_(dw, dlogits, x, add);
+  if (!uses_few_rows_gemm(dlogits, x, dw))
+    return composed::vocab_chunk_weight_grad_(dw, dlogits, x, add);
   const int64_t tokens = x.size(0), hidden = x.size(1);
   const Tensor blocks = x.unflatten(1, {-1, few_rows::kColumns}).transpose(0, 1).contiguous();
   at::parallel_for(0, dw.size(0), 192, [&](int64_t begin, int64_t end) {

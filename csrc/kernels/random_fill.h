@@ -8,6 +8,8 @@
 // and 3. Logarithm, sine and cosine are polynomials (coefficients: fdlibm) in explicit fma: every
 // operation is correctly rounded by IEEE 754, so each CPU and each GPU draws the same bits, and the
 // host's loops vectorise.
+//
+// [Note: elements are numbered in the full tensor]
 
 #pragma once
 

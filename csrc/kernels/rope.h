@@ -31,8 +31,8 @@ TP_HD double rope_frequency(double base, int64_t i, int64_t half) {
 
 // The frequency of pair i from a list given by the caller: by value, as a kernel argument
 struct RopeFrequencies {
-  static constexpr int64_t kMost = 256;
-  double values[kMost];
+  static constexpr int64_t kMax = 256;
+  double values[kMax];
   TP_HD double operator()(int64_t i) const { return values[i]; }
 };
 

@@ -74,7 +74,7 @@ ShmBackend::Work ShmBackend::all_reduce(const Tensor& t, const c10d::ReduceOp& o
   buffers.keep.push_back(buffers.outputs.add(t, true));
   void* at = data(buffers.keep[0]);
   std::unique_ptr<Collective> call;
-  if (elements.bytes() <= std::min(AllReduce::kMostBytes, member().slot_bytes()))
+  if (elements.bytes() <= std::min(AllReduce::kMaxBytes, member().slot_bytes()))
     call = std::make_unique<AllReduce>(member(), at, at, elements);
   else
     call = std::make_unique<ChunkedAllReduce>(member(), at, at, elements);

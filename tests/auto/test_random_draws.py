@@ -221,7 +221,7 @@ def test_a_module_that_is_called_several_times_draws_for_each_call(drop: nn.Modu
     run(_shared, 2, drop, 28)
 
 
-def test_of_tensors_that_look_alike_the_place_of_the_call_tells_the_draw() -> None:
+def test_of_tensors_that_look_alike_the_place_of_the_call_names_the_draw() -> None:
     run(_shared, 2, nn.Dropout(0.3), 2 * WIDTH, longer=False)
 
 

@@ -302,9 +302,9 @@ def _over_groups(group, path):
     assert other in kept and own in kept
     dist.destroy_process_group(own)
     dist.destroy_process_group(other)
-    original, plan_exchange._MOST_KEPT = plan_exchange._MOST_KEPT, 3
+    original, plan_exchange._MAX_KEPT = plan_exchange._MAX_KEPT, 3
     tp_ext.save_checkpoint(path, model, group=group, asynchronous=True).result()  # 4 entries
-    plan_exchange._MOST_KEPT = original
+    plan_exchange._MAX_KEPT = original
     kept = {one.group for one in plan_exchange._last.values()}
     assert not kept & {other, own, background._groups[group.group_name][1]}
     assert other.group_name not in background._groups

@@ -24,7 +24,7 @@ def _made(path, text):
 
 @pytest.mark.parametrize("most", [256, 1])
 def test_files_are_of_the_directory_that_was_opened(most, tmp_path, monkeypatch):
-    monkeypatch.setattr(pinned_directory, "_MOST_OPEN", most)
+    monkeypatch.setattr(pinned_directory, "_MAX_OPEN", most)
     _made(tmp_path / "x", "old ")
     directory = PinnedDirectory(tmp_path / "x")
     assert directory.size("a") == 5 and directory.is_at(tmp_path / "x")

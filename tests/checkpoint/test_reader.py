@@ -272,7 +272,7 @@ def test_a_load_is_of_one_checkpoint_though_it_is_replaced_at_each_step(method, 
     """Files that are open stay readable; where they cannot be, the load starts over with the new checkpoint."""
     path, *others = _steps(tmp_path, 4)
     if not stay_open:
-        monkeypatch.setattr(pinned_directory, "_MOST_OPEN", 0)
+        monkeypatch.setattr(pinned_directory, "_MAX_OPEN", 0)
     original = getattr(CheckpointReader, method)
 
     def replacing(self, *args):

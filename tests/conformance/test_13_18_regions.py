@@ -86,7 +86,7 @@ def test_case_16_uneven_shards(p):
     ranks.run(_case_16, p)
 
 
-def _undealt(group, what):
+def _uneven(group, what):
     p = group.size()
     if what == "heads":
         ParallelAttention(4 * (p - 1), p - 1, group=group)
@@ -109,7 +109,7 @@ def _undealt(group, what):
 )
 @pytest.mark.parametrize("p", [3, 4])
 def test_case_16_sizes_that_cannot_be_sharded_are_refused_alike(p, what, match):
-    ranks.run_raises(_undealt, p, ValueError, match.format(p - 1, p), what)
+    ranks.run_raises(_uneven, p, ValueError, match.format(p - 1, p), what)
 
 
 def _case_17(group):

@@ -40,7 +40,7 @@ def rows(*lengths):
 
 
 def _calls(p, rank):
-    """What is called, its kind, the payload, the bytes that this rank sends."""
+    """The call, its kind, the payload, the bytes that this rank sends."""
     even, uneven = [2] * p, [k + 1 for k in range(p)]
     total, last = sum(uneven), p - 1
     x = torch.ones(p, 3)

@@ -55,7 +55,7 @@ def _counted(call):
         call()
 
 
-def _witness(group, sp):
+def _independent_counter(group, sp):
     call = step(group, sp)
     call()  # gloo connects
     return [written(one) for one in (call, lambda: _counted(call), call, lambda: count_collectives_of(call))]
@@ -65,7 +65,7 @@ def _witness(group, sp):
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("p", [2, 3])
 def test_counting_changes_no_collective(p, sp):
-    for plain, counted, again, traced in run(_witness, p, sp):
+    for plain, counted, again, traced in run(_independent_counter, p, sp):
         assert plain == counted == again == traced > 0
 
 

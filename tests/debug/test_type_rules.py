@@ -63,7 +63,7 @@ def _place_of_mask(rank: int, p: int, given: dict) -> dict[str, int]:
     return {"local_inner": local, "offset": rank * local if local < IN else rank * given["x"].numel()}
 
 
-def _pieces(rank: int, p: int, given: dict) -> dict[str, list[int]]:
+def _copied_rows(rank: int, p: int, given: dict) -> dict[str, list[int]]:
     return {"local_starts": [0], "lengths": [ROWS // p], "full_starts": [rank * ROWS // p]}
 
 
@@ -109,7 +109,7 @@ CASES = [
     *(Case("reduce_scatter_region", {"x": _x(), **GROUP, "dim": dim}, {"x": P}) for dim in (0, -1)),
     Case("all_to_all_region", {"x": _x(), **GROUP, "split_dim": 1, "concat_dim": 0}, {"x": S(0)}),
     *(
-        Case(name, {"x": _x(), **GROUP, "full_size": ROWS, **_pieces(0, 1, {})}, {"x": S(0)}, _pieces)
+        Case(name, {"x": _x(), **GROUP, "full_size": ROWS, **_copied_rows(0, 1, {})}, {"x": S(0)}, _copied_rows)
         for name in ("copy_pieces_to_region", "reduce_pieces_from_region")
     ),
     Case("copy_to_region_coalesced", {"xs": _x(), **GROUP}, {"xs": I}),

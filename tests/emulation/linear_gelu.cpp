@@ -206,7 +206,7 @@ void algorithms_are_kept() {
   expect(!algorithms().find(key_of(problem, context())), "not more than some thousands are kept");
 }
 
-void what_is_not_done_is_told() {
+void what_is_not_done_is_reported() {
   const Buffer dy(5, 8, 8, CUDA_R_16F), x(5, 24, 24, CUDA_R_16F), grad(8, 24, 24, CUDA_R_32F);
   const auto problem = weight_grad(dy.matrix(), x.matrix(), grad.matrix());
   const double before = grad.get(3, 5);
@@ -270,7 +270,7 @@ int main() {
     }
   }
   algorithms_are_kept();
-  what_is_not_done_is_told();
+  what_is_not_done_is_reported();
   expect(fake::counts.alive == 0, "every descriptor is destroyed");
   std::printf("%d products, %d failures\n", fake::counts.matmuls, failures);
   return failures;

@@ -261,7 +261,7 @@ def _loss(r, head, p, own):
 
 
 def valid(config):
-    """Whether the library promises to take it; what it refuses is not the fuzzer's to try."""
+    """True if the library promises to take it; the fuzzer does not try what it refuses."""
     p, layout, loss = config["p"], config["layout"], config["loss"]
     kinds = {block["kind"] for block in config["blocks"]}
     if not layout["lengths"]:

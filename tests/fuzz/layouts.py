@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 
-from tp_ext.parallel.pipeline_schedules import SCHEDULES, check_microbatches, stages_per_rank
+from tp_ext.parallel.pipeline_schedules import SCHEDULES, check_microbatches, number_of_stages_per_rank
 from tp_ext.sharding import head_parts
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
@@ -39,7 +39,7 @@ def draw(seed):
 
 
 def _with_experts(r, config):
-    """The configuration with expert layers, in some of them over data ranks; else with none."""
+    """Replaces the MLPs by experts in half of the configurations; in some of these over an axis ep."""
     if r.random() < 0.5:
         return config
     model, batch, layout = (dict(config[name]) for name in ("model", "batch", "layout"))
@@ -66,7 +66,7 @@ def _draw(r, seed, ranks):
     microbatches = r.choice((1, 2, 2, 3, 4, 6))
     sp = r.random() < 0.5
     kv_heads = r.choice((1, 1, 2, 3))
-    stages = pp * (stages_per_rank(SCHEDULES[schedule or "1F1B"], None) if pp > 1 else 1)
+    stages = pp * (number_of_stages_per_rank(SCHEDULES[schedule or "1F1B"], None) if pp > 1 else 1)
     rows = 1 if packed else rows
     return {
         "seed": seed,
@@ -150,7 +150,7 @@ def valid(config):
     if pp == 1:
         return layout["schedule"] is None
     schedule = SCHEDULES[layout["schedule"] or "1F1B"]
-    stages = pp * stages_per_rank(schedule, None)
+    stages = pp * number_of_stages_per_rank(schedule, None)
     if model["blocks"] < stages or (schedule.splits and layout["recompute"]):
         return False
     return _takes(check_microbatches, schedule, layout["microbatches"], pp, stages)

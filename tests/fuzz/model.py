@@ -1,4 +1,4 @@
-"""The fuzzer's model: any configuration of fuzz_config.py, made of tp_ext's modules or of fuzz_plain.py's.
+"""The fuzzer's model: any configuration of config.py, made of tp_ext's modules or of plain.py's.
 
 Everything between the blocks is ``[*tokens, hidden]``; under sequence parallelism each rank has its share of dim 0.
 """
@@ -15,8 +15,10 @@ from tp_ext.sharding import split_sizes
 
 
 class Place:
-    """Where a rank's tokens are: kit (tp_ext or fuzz_plain), group, p, rank, whether the tokens are cut. Can be copied
-    and pickled, and holds names therefore."""
+    """The place of a rank's tokens: kit (tp_ext or tests.fuzz.plain), group, p, rank, whether the tokens are cut.
+
+    It holds names, so that it can be copied and pickled.
+    """
 
     def __init__(self, config, kit, group, experts=None):
         self.kit_name, self.group = kit.__name__, group and group.group_name

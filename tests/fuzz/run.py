@@ -6,7 +6,7 @@ training, in fp64.
     python -m tests.fuzz.run --config "{'seed': 7, ...}"    # one configuration, as a failure prints it
 
 A failure is made smaller, option by option and size by size, while it lasts, and printed with the command that repeats
-it. fuzz_config.py says what is drawn, fuzz_compare.py what is compared, how closely.
+it. config.py says what is drawn, compare.py what is compared, and how closely.
 """
 
 import argparse

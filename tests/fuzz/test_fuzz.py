@@ -33,7 +33,7 @@ FOUND_BY = {  # the seed of a small model, on 2 or 4 ranks in turn, that shows t
 
 @pytest.mark.timeout(max(300, 5 * SEEDS))
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
-def test_models_are_their_unsharded_twins(p):
+def test_models_equal_their_unsharded_models(p):
     """Every fourth seed has this p."""
     tried = 0
     for config, wrong, _ in fuzz.fuzz(range(p - 1, SEEDS, 4)):
@@ -67,7 +67,7 @@ def test_a_mistake_on_purpose_is_found_by_a_search(mistake):
 
 
 def test_a_failure_is_made_smaller():
-    """What is left is one linear pair or MLP with the row's bias, on the fewest ranks, for one step."""
+    """The rest is one linear pair or MLP with the row's bias, on the fewest ranks, for one step."""
     failure = failure_of(draw(21, (4,)), "row_bias_p_times")
     small = fuzz.reduced(failure, "row_bias_p_times", time.monotonic() + 120)
     config = small.config

@@ -1,6 +1,6 @@
 """The fuzzer's run of one configuration: five steps of training, on every rank and in the unsharded reference model.
 
-The reference model has no group: for half of the configurations it is plain torch (fuzz_plain.py), for the others,
+The reference model has no group: for half of the configurations it is plain torch (plain.py), for the others,
 which have dropout, it is the library itself at ``group=None``, with the same weights and masks by construction.
 """
 

@@ -95,7 +95,7 @@ def _place(group: Any) -> tuple[int, int]:
 
 
 def own_input(name: str, module: nn.Module, group: Any, sp: bool, dtype: torch.dtype = torch.float64) -> Tensor:
-    """What this rank feeds the module; a leaf, unless it is ids."""
+    """This rank's input of the module; a leaf, unless it is ids."""
     case, generator = CASES[name], torch.Generator().manual_seed(12)
     if case.takes == "ids":
         ids = torch.randint(VOCAB, (BATCH, SEQ), generator=generator)

@@ -45,7 +45,7 @@ def fill(weight):
 
 
 def layer_config(group, sp=False, dtype=torch.float64):
-    """Of single layers. Megatron refuses sequence parallelism on one rank, where it changes nothing."""
+    """For single layers. Megatron refuses sequence parallelism on one rank, where it changes nothing."""
     from megatron.core.model_parallel_config import ModelParallelConfig
 
     p = group.size()

@@ -150,7 +150,7 @@ def gathered(locals_, shardings):
 
 
 def counts_by_kind(counts):
-    """What CommDebugMode counted, as {"all_reduce": 1, ..}."""
+    """The counts of CommDebugMode, as {"all_reduce": 1, ..}."""
     by_kind = {}
     for op, times in counts.get_comm_counts().items():
         plain = str(op).replace("_", "")

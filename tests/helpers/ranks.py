@@ -38,7 +38,7 @@ _ENVIRONMENT = {
 }
 _GRACE_SECONDS = 1.0  # for the other ranks to tell their own error, once one has failed
 # Each group of gloo has a thread that wakes up a hundred times a second: 2 ms of processor time, of some 80 for a fork
-_MOST_GROUP_SECONDS = 40
+_MAX_GROUP_SECONDS = 40
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -103,7 +103,7 @@ def close_costly() -> None:
     """Ends the pools whose idle threads have cost more than new processes would. For the time between two tests: what
     a test keeps in its workers stays there."""
     for pool in list(_pools.values()):
-        if pool.idle_group_seconds() > _MOST_GROUP_SECONDS:
+        if pool.idle_group_seconds() > _MAX_GROUP_SECONDS:
             _pools.pop(pool.p).close()
 
 

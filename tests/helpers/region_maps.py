@@ -77,7 +77,7 @@ class Case:
 
 
 def lengths(n, p):
-    """How torch.tensor_split cuts n."""
+    """The sizes of torch.tensor_split of n."""
     return [n // p + (rank < n % p) for rank in range(p)]
 
 

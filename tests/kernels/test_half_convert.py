@@ -35,7 +35,7 @@ FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared"
 
 
 def runs(level: str) -> bool:
-    """Whether this machine has the instructions of the level."""
+    """True if this machine has the instructions of the level."""
     needed = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}.get(level)
     return needed is None or needed in Path("/proc/cpuinfo").read_text().split()
 

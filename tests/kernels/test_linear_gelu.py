@@ -183,7 +183,7 @@ def test_cuda_graph():
 
 
 def _cublaslt_headers() -> Path | None:
-    """Of a CUDA toolkit, or of the wheels that torch's CUDA builds bring."""
+    """The headers of a CUDA toolkit, or of the wheels that torch's CUDA builds bring."""
     import_path = Path(torch.__file__).parent.parent / "nvidia"
     folders = [*sorted(import_path.glob("*/include")), Path("/usr/local/cuda/include")]
     complete = [f for f in folders if all((f / name).exists() for name in ("cublasLt.h", "driver_types.h"))]

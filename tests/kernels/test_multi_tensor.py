@@ -64,7 +64,7 @@ def test_a_scale_of_one_changes_no_bit(dtype, device):
 
 
 def test_storage_offsets_change_nothing(device):
-    """What is added to what depends on lengths alone, not on addresses."""
+    """The order of additions depends on lengths alone, not on addresses."""
     for dtype in DTYPES:
         x = torch.randn(20000, device=device).to(dtype)
         norms = []

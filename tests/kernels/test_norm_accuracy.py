@@ -46,6 +46,6 @@ def test_nan_and_infinity_stay_in_their_row(dtype, norm, device):
 
 @pytest.mark.parametrize("n", [1, 3, 100, 512, 5000, 20000])
 def test_a_constant_row(n, device):
-    """What the sum rounds off the mean is found by the pass that sums the squares."""
+    """The pass that sums the squares finds what the sum rounds off the mean."""
     x, bias = torch.full((4, n), 0.7, device=device), torch.randn(n, device=device)
     assert torch.equal(_ops.layer_norm(x, None, bias, EPS), bias.expand(4, n))

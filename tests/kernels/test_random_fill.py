@@ -177,7 +177,7 @@ def truncated(n, low, high, device="cpu", mean=0.0, std=1.0, dtype=torch.float64
 
 @pytest.mark.parametrize("low, high", INTERVALS)
 def test_truncated_normal_is_the_quantile_of_the_uniform(low, high, device):
-    """Of the tail on the nearer side, by torch.special.ndtri in fp64: where its argument is rounded and its own error
+    """From the tail on the nearer side, by torch.special.ndtri in fp64: where its argument is rounded and its own error
     are small, within 1e-13 of max(1, |z|); a quantile moves by the error of the argument over the density."""
     n = 1 << 14
     z = truncated(n, low, high, device).cpu()
@@ -199,8 +199,8 @@ def test_truncated_normal_is_the_quantile_of_the_uniform(low, high, device):
     "low, high", [*INTERVALS, (30, 31), (36.9, 37.1), (-INF, -38), (40, INF), (1000, 1000.01), (-3e4, -2e4)]
 )
 def test_truncated_normal_distribution(low, high, device):
-    """Its distribution function, of its values, is uniform: KS at 1e-6; far out the tail is the exponential that it
-    becomes, rate about |bound|, of density ratio 1 + O(1 / bound^2), below what 2^16 draws tell."""
+    """By the probability integral transform its CDF values are uniform (KS test at 1e-6). Far out the tail is
+    exponential with rate |bound| up to O(1 / bound^2), which 2^16 draws cannot resolve."""
     n, mean, std = 1 << 16, 3.0, 0.25
     x = truncated(n, mean + std * low, mean + std * high, device, mean, std).cpu()
     z = (x - mean) / std

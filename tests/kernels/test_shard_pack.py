@@ -167,7 +167,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _exchanged(group, dim, sizes):
-    """What each region gives, eager by the primitives and watched by ATen's operators."""
+    """The results of each region, eager by the primitives and traced by ATen's operators."""
     rank, p = group.rank(), group.size()
     full = torch.arange(3.0 * sum(sizes) * 4).view(3, sum(sizes), 4).movedim(1, dim).contiguous()
     own = full.split(sizes, dim)[rank]

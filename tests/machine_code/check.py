@@ -83,7 +83,7 @@ def known_archs(nvcc: str) -> list[int]:
 
 
 def compile_header(nvcc: str, header: str, arch: int, instances: Iterable[Instance], csrc: Path = CSRC) -> list[Usage]:
-    """What ptxas says of the instances, all of them kernels of the header."""
+    """The report of ptxas on the instances, all of them kernels of the header."""
     threads = {str(i): i.threads for i in instances}
     kernels = ",\n    ".join(f"reinterpret_cast<const void*>(&{name})" for name in threads)
     with tempfile.TemporaryDirectory() as folder:

@@ -56,8 +56,8 @@ SHARED = [
     _bug(
         "chunks_copies_owner",
         "sharding.py",
-        "one.length, one.owned)",
-        "one.length, True)",
+        "part.length, part.owned)",
+        "part.length, True)",
         "Every holder owns the chunks of a copied KV head.",
         "test_chunks.py",
     ),

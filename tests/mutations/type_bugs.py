@@ -40,7 +40,7 @@ TYPE_BUGS = [
     Mutation(
         "returned_argument_gets_another_type",
         "tp_ext/debug/type_check.py",
-        "return y.view_as(y) if any(y is one for one in arguments) else y",
+        "return y.view_as(y) if any(y is argument for argument in arguments) else y",
         "return y",
         "An operator that returns its argument changes the type of the argument.",
         (f"{TESTS}::test_programs",),

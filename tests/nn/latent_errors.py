@@ -26,6 +26,7 @@ LATENT = [
     ("latent(g, scale=-1)", ValueError, "scale: -1 must be a positive"),
     ("latent(g, bias=3)", TypeError, "bias: 3 must be True or False"),
     ("latent(g, norm_eps='small')", TypeError, "eps: 'small' must be a number"),
+    ("latent(g).kv_a_proj_with_mqa(ones(()))", ValueError, r"x: shape \(\) must end in in_features = 8"),
     ("latent(g)(ones(1, 4, 7))", ValueError, r"x: shape \(1, 4, 7\) must end in in_features = 8"),
     ("latent(g, q_lora_rank=3)(ones(1, 4, 8).double())", TypeError, "x: dtype torch.float64 must be that of weight"),
     ("latent(g)(ones(4, 8))", ValueError, r"x: shape \(4, 8\).*exactly one of batch_size = None"),

@@ -1,4 +1,4 @@
-"""ParallelAttention against attention written out head by head (reference.py): output and all gradients.
+"""ParallelAttention against attention written out head by head (helpers/oracle.py): output and all gradients.
 
 Bounds are relative to the largest element; in fp64 1e-10, thousands of times the rounding of sums this short and far
 below any real error.

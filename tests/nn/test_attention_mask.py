@@ -1,5 +1,5 @@
-"""ParallelAttention(attn_mask=): against attention head by head (reference.py) and torch's own function; all gradients,
-those of the mask among them. Bounds as in test_attention.py.
+"""ParallelAttention(attn_mask=): against attention head by head (helpers/oracle.py) and torch's own function, with
+all gradients, those of the mask among them. Bounds as in test_attention.py.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""KVCache: attention step by step is attention over the whole text, written out head by head (reference.py).
+"""KVCache: attention step by step is attention over the whole text, written out head by head (helpers/oracle.py).
 
 Bounds are relative to the largest element: 1e-12 in fp64, a hundred times the rounding of sums this short.
 """

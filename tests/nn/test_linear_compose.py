@@ -267,5 +267,5 @@ def _clones(group, kind, sp):
 
 @BOTH
 def test_nothing_is_copied(kind, sp):
-    """What a rank sends is contiguous already, and its own to overwrite."""
+    """The data that a rank sends are contiguous already, and its own to overwrite."""
     assert ranks.run(_clones, 2, kind, sp) == [[], []]

@@ -61,7 +61,7 @@ def _sent(run):
     return sum(event.name.startswith("gloo:") for event in profile.events())
 
 
-def _in_pieces(group, kind, sp, leading):
+def _in_chunks(group, kind, sp, leading):
     whole, found = _layer(group, kind, sp), []
     x, dy = _data(whole, group, leading)
     want = _step(whole, x, dy)
@@ -85,7 +85,7 @@ def _in_pieces(group, kind, sp, leading):
 @BOTH
 def test_the_same_in_chunks(kind, sp, p, leading):
     """y and all gradients; with a weight, a bias or an input that is not trained; uneven tokens and features."""
-    for found in ranks.run(_in_pieces, p, kind, sp, leading):
+    for found in ranks.run(_in_chunks, p, kind, sp, leading):
         assert found == [True] * 12
 
 
@@ -154,10 +154,10 @@ def _modules(group):
         y = mlp(attention(x, batch_size=9, total_tokens=TOKENS), TOKENS)
         sent = _sent(lambda y=y: y.sin().sum().backward())
         results.append((sent, [y, x.grad, *(p.grad for m in (mlp, attention) for p in m.parameters())]))
-    (sent, want), (sent_in_pieces, got) = results
+    (sent, want), (sent_in_chunks, got) = results
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    return sent_in_pieces - sent
+    return sent_in_chunks - sent
 
 
 def test_mlp_and_attention_have_the_option():

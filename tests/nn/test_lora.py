@@ -73,7 +73,7 @@ def _layer(group, case, sp, **lora):
 
 
 def _own(layer, case, group, x, dy):
-    """What this rank is given of the dense layer's input and of its output's gradient."""
+    """This rank's shards of the dense layer's input and of its output's gradient."""
     x = x if layer.scatters else own_input(x, layer.base_layer, group)
     dy = dy if layer.gathers else own_output(dy, layer.base_layer, group)
     return x.clone().requires_grad_(), dy

@@ -38,7 +38,7 @@ def _close(got, want):
 
 
 def _in_one(layer, x, sp=False):
-    """Whether a call of the layer is one operator: it runs no module inside."""
+    """True if a call of the layer is one operator: it runs no module inside."""
     with torch.profiler.profile() as profile:
         layer(x, TOKENS if sp else None)
     return any(event.name == "tp_ext::parallel_mlp" for event in profile.events())
@@ -160,7 +160,7 @@ def test_main_grad(sp, p):
 # Communication, other uses
 
 
-def _talk(group, sp):
+def _communicate(group, sp):
     counts = []
     for gemm_epilogue in (True, False):
         layer, x, y = _mlp(group, sp=sp, gemm_epilogue=gemm_epilogue), _input(group, sp), []
@@ -172,7 +172,7 @@ def _talk(group, sp):
 @SP
 def test_collectives(sp):
     """Those of the two linears, forward and backward."""
-    for counts in ranks.run(_talk, 2, sp):
+    for counts in ranks.run(_communicate, 2, sp):
         assert counts[:2] == counts[2:] and all(counts)
 
 
@@ -231,7 +231,7 @@ def _hooked(group):
     _close(layer(x), want[0])  # adapters start as nothing
 
 
-def test_parts_that_somebody_watches_are_called():
+def test_parts_with_hooks_are_called():
     """With a hook of any kind on a linear, without its bias, or with another module there: as without the option."""
     ranks.run(_hooked, 2)
 

@@ -1,4 +1,4 @@
-"""RotaryEmbedding(scaling=): against the formulas of the papers (reference.py) and Hugging Face's own functions."""
+"""RotaryEmbedding(scaling=): against formulas of the papers (helpers/oracle.py) and Hugging Face's own functions."""
 
 import copy
 import pickle

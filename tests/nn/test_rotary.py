@@ -1,4 +1,4 @@
-"""RotaryEmbedding against complex numbers (reference.py). The kernel itself: kernels/test_rope.py."""
+"""RotaryEmbedding against complex numbers (helpers/oracle.py). The kernel itself: kernels/test_rope.py."""
 
 from itertools import pairwise
 

@@ -147,7 +147,7 @@ def test_every_option_is_drawn(values, options, allowed, p):
 
 
 def test_rows_and_draws_are_independent():
-    """Of equal rows and of repeated draws every pair agrees as often as two dice do: 0.25, 40,000 pairs."""
+    """Every pair of equal rows and of repeated draws agrees as often as two dice do: 0.25, 40,000 pairs."""
     drawn, _ = _draw(None, torch.cat([torch.zeros(40_000, 4), torch.full((40_000, V - 4), -99.0)], 1), None, {}, 2)
     for a, b in ((drawn[0], drawn[1]), (drawn[0, :-1], drawn[0, 1:]), (drawn[0, :-4], drawn[0, 4:])):
         assert abs((a == b).double().mean() - 0.25) < 6 * (0.25 * 0.75 / len(a)) ** 0.5

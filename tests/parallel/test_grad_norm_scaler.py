@@ -17,7 +17,7 @@ pytestmark = pytest.mark.core
 
 
 def _step(group, overflowing, data):
-    """Whether anything changed in a step where a shard on rank `overflowing` has an infinite gradient; the scale."""
+    """Returns whether a step with an infinite gradient of a shard on rank `overflowing` changed anything; the scale."""
     mesh = init_device_mesh("cpu", (data, group.size() // data), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
     model = nn.Sequential(

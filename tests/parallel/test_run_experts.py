@@ -179,7 +179,7 @@ def _no_data_axis(group):
     tp_ext.parallelize(layer, mesh, loss=loss_over(None), zero=2)
 
 
-def test_fsdp_needs_a_data_axis_beside_that_of_experts():
+def test_fsdp_needs_a_data_axis_other_than_that_of_experts():
     match = "zero: 2 and 3 need a mesh with the axis 'dp' or 'cp', of any number of ranks"
     ranks.run_raises(_no_data_axis, 2, ValueError, match, in_turns=False)
 

@@ -136,6 +136,22 @@ def test_tests_that_are_named_are_there(page):
     assert named <= _all_tests(), named - _all_tests()
 
 
+def test_index_leads_to_every_page():
+    """By links; pages of the API by those of its own index."""
+    reached, front = set(), {ROOT / "docs" / "index.md"}
+    while front:
+        reached |= front
+        targets = ((page, link) for page in front for link in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text()))
+        front = {(page.parent / link).resolve() for page, link in targets if page.name == "index.md"} - reached
+    assert set(PAGES) - reached == set()
+
+
+def test_readme_is_short():
+    """Words of the rendered page: links without targets, tables without bars, no marks of headings and blocks."""
+    text = re.sub(r"\]\([^)]*\)", "]", PAGES[0].read_text())
+    assert len(re.sub(r"^[`#-]+|\||---", " ", text, flags=re.M).split()) <= 1200
+
+
 @EVERY
 def test_links_within_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -1,5 +1,5 @@
 """Bad input at every public entry point: all ranks raise the same error, each on its own, before anything is sent, and
-the message names the argument, its value and the rule. p = 2. (More of regions in test_region_modes.py.)
+the message names the argument, its value and the rule. p = 2. (More of regions in tests/test_regions_errors.py.)
 """
 
 import types

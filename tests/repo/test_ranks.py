@@ -65,7 +65,7 @@ def _with_groups(group, count):
 
 def test_workers_end_between_tests_once_the_threads_of_their_groups_cost_more_than_new_ones(monkeypatch):
     ranks.close()
-    monkeypatch.setattr(ranks, "_MOST_GROUP_SECONDS", 0)
+    monkeypatch.setattr(ranks, "_MAX_GROUP_SECONDS", 0)
     workers = ranks.run(_with_groups, 2, 0)
     ranks.close_costly()
     assert ranks.run(_with_groups, 2, 9) == workers  # in use, with one group

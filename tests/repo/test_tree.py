@@ -107,6 +107,18 @@ def test_python_imports_go_down():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/develop/design.md"])
+def test_pages_give_the_order(page):
+    folders = [", ".join(sorted(name or "tp_ext" for name in names)) for names in ORDER[1:-1]]
+    assert f"`{' <- '.join(folders)}`" in (ROOT / page).read_text()
+
+
+def test_design_describes_every_folder():
+    page = (ROOT / "docs" / "develop" / "design.md").read_text()
+    described = re.findall(r"^tp_ext/(\w+)/ +\S", page, re.M)
+    assert sorted(described) == sorted(init.parent.name for init in (ROOT / "tp_ext").glob("*/__init__.py"))
+
+
 def test_imports_have_no_cycle():
     graph = graphlib.TopologicalSorter({name: imported_modules(file) for name, file in MODULES.items()})
     assert set(graph.static_order()) == set(MODULES)  # raises CycleError
@@ -288,7 +300,7 @@ def test_kernels_have_one_name(files):
         assert any(name == k or name.startswith(k + "_") for k in kernels), path(file)
 
 
-def test_pieces_of_training_have_a_line_in_the_guide():
+def test_parts_of_training_have_a_line_in_the_guide():
     page = (ROOT / "docs" / "guide" / "training.md").read_text()
     for file in (ROOT / "tests" / "training").glob("test_*.py"):
         assert f"{path(file)}::" in page, file.name

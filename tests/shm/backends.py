@@ -97,7 +97,7 @@ def collective(name: str, group: Any, p: int, one: int) -> Callable:
 
 @dataclass
 class Outcome:
-    """What became of a rank: what fn returned, or the type name and message of what it raised, or how it died."""
+    """The end of a rank: the result of fn, or the type name and message of its exception, or the way it died."""
 
     value: Any = None
     error: str | None = None
@@ -142,7 +142,7 @@ def launch(fn: Callable, p: int, *args: Any, timeout: float = 60, environment: A
 
 
 def results(outcomes: list[Outcome]) -> list:
-    """What each rank returned; the first rank that did not, or did not end well, is an error."""
+    """The results of the ranks; the first rank that failed, or did not end well, is an error."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}: {outcome.error} {outcome.message}\n{outcome.traceback}"
         assert outcome.exitcode == 0, f"rank {rank} ended with {outcome.exitcode}"

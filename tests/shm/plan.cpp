@@ -109,7 +109,7 @@ class Follower {
         b->out.resize(b->in.size());
         if (in_place) b->out = b->in;
         const void* in = in_place ? b->out.data() : b->in.data();
-        if (elements.bytes() <= std::min(AllReduce::kMostBytes, member.slot_bytes()))
+        if (elements.bytes() <= std::min(AllReduce::kMaxBytes, member.slot_bytes()))
           return start(std::make_unique<AllReduce>(member, in, b->out.data(), elements), b);
         return start(std::make_unique<ChunkedAllReduce>(member, in, b->out.data(), elements), b);
       }

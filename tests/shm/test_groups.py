@@ -203,7 +203,7 @@ def _mixed(rank, p, folder):
     return _sum(None, rank + 1), _sum(gloo, 1)  # a rank that left without a call might leave another connecting
 
 
-def test_beside_another_backend_in_one_group():
+def test_with_another_backend_in_one_group():
     assert results(launch(_mixed, 2)) == [(3.0, 2.0)] * 2
 
 

@@ -25,7 +25,7 @@ OPERATIONS = {
 
 
 def _inputs(operation, p, shape, dtype, salt):
-    """Of an average the sums are multiples of p: exact, whether one divides or multiplies by 1 / p."""
+    """The sums of an average are multiples of p: exact, whether one divides or multiplies by 1 / p."""
     xs = of_all(p, shape, dtype, salt)
     return [x * p for x in xs] if operation == "avg" else xs
 

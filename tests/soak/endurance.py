@@ -48,7 +48,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def held() -> dict[str, int]:
-    """What this process holds now."""
+    """The resources that this process holds now."""
     gc.collect()
     mallinfo = ctypes.CDLL(None).mallinfo2  # glibc 2.33
     mallinfo.restype = _Mallinfo
@@ -107,7 +107,7 @@ def train(group: Group, steps: int, leak: str | None = None, warm_up: int = WARM
 
 
 def findings(grown: dict[str, int], steps: int) -> list[str]:
-    """What has grown by more than its limit."""
+    """The resources that have grown by more than their limits."""
     return [
         f"{name}: {by} more after {steps} steps, where {LIMITS[name]} are allowed"
         for name, by in grown.items()

@@ -3,7 +3,7 @@ traffic, one rank late. Afterwards nothing is left: no name in /dev/shm, no desc
 
     .venv/bin/python -m tests.soak.shm_groups --rounds 3000 --ranks 2,3 --seed 1
 
-Its short form is in test_soak_shm.py.
+Its short form is in test_shm.py.
 """
 
 import argparse

@@ -57,7 +57,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Operation:
-    """What all ranks agree on."""
+    """The facts that all ranks agree on."""
 
     number: int
     kind: str

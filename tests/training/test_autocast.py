@@ -84,7 +84,7 @@ class Reference(nn.Module):
         return self._linear(y.transpose(1, 2).reshape(BATCH * SEQ, -1), "o_proj/")
 
 
-def _twin_step(name, low):
+def _reference_step(name, low):
     reference = Reference(name)
     x = own_input(name, reference, None, False, torch.float32)
     with torch.autocast("cpu", low):
@@ -110,7 +110,7 @@ def test_dtypes_and_values_of_torchs_modules(p, sp, low):
     here and there at other places: at most (p + 12) half units of the largest value."""
     for name in WITH_REFERENCE:
         bound = (p + 12) * LOW[low] / 2
-        assert_parity(_autocast_step, name, p, sp, _twin_step(name, low), bound, low)
+        assert_parity(_autocast_step, name, p, sp, _reference_step(name, low), bound, low)
 
 
 @pytest.mark.thinned(1)

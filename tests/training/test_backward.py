@@ -225,7 +225,7 @@ def _second(group, sp, name):
 
 @BOTH
 def test_second_derivatives_exist_or_are_refused(sp):
-    """Their values: test_linear_modes.py and test_region_modes.py."""
+    """Their values: nn/test_linear_compose.py and test_regions.py."""
     for name, refused in SECOND.items():
         if refused is None:
             assert all(g.isfinite().all() and g.any() for gs in ranks.run(_second, 2, sp, name) for g in gs), name

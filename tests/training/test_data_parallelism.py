@@ -74,8 +74,8 @@ def batch(step, micro, part):
 
 
 def train(model, optimizer, tp, parts, over):
-    """The losses of the microbatches, the same on all ranks, and how often each of a step's reduced gradients over the
-    data axis."""
+    """Returns the losses of the microbatches, the same on all ranks, and, for each microbatch, the number of reductions
+    over the data axis."""
     losses, reduced = [], [0] * MICRO
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -132,7 +132,7 @@ def _groups(group, sp):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [2, 4])
-def test_parameter_groups_schedules_and_layers_thawed_later(p, sp):
+def test_parameter_groups_schedules_and_layers_unfrozen_later(p, sp):
     want = _groups(None, False)
     for got in ranks.run(_groups, p, sp):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

@@ -187,7 +187,7 @@ def test_parametrizations_of_the_whole_matrix_are_refused(kind, wrap):
 
 
 def _replicated(group, sp):
-    """Of what is not sharded anything may be made: a norm's weight."""
+    """Replicated parameters may be parametrized in any way: a norm's weight."""
     norm = build("rms_norm", group, sp)
     parametrize.register_parametrization(norm, "weight", Scaled().double())
     outcome("rms_norm", norm, group, sp)

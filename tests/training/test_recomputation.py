@@ -88,7 +88,7 @@ def test_preserve_rng_state_replays_the_masks(sp):
 
 
 class _Counter(TorchDispatchMode):
-    """How often each operator of a kind ran. CommDebugMode of torch 2.11 cannot follow modules through checkpoints."""
+    """Calls of each operator of a kind. CommDebugMode of torch 2.11 cannot follow modules through checkpoints."""
 
     def __init__(self, kind):
         super().__init__()

@@ -21,7 +21,7 @@ def moe_sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sorts the slots by expert, and within an expert by token and choice.
 
     Args:
-        experts: ``[tokens, choices]``, int64: of each slot, -1 for none.
+        experts: ``[tokens, choices]``, int64: the expert of each slot; -1: dropped.
 
     Returns rows, ``[tokens, choices]``, and counts, ``[num_experts]``, the number of rows of each expert: expert e has
     those from ``sum(counts[:e])`` on. No gradient; on CUDA no host synchronisation.

@@ -14,7 +14,7 @@ from tp_ext.auto.plans import Plan
 from tp_ext.mesh_program.partition_spec import P
 
 
-def check_model(model: Any) -> None:
+def check_planned_model(model: Any) -> None:
     """Raises TypeError unless it is a module."""
     if not isinstance(model, nn.Module):
         found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -31,7 +31,7 @@ def check_example(example: Any) -> None:
         raise TypeError(f"example: the key {wrong[0]!r} must be the name of an argument of forward")
 
 
-def check_options(
+def check_plan_options(
     p: Any,
     hints: Any,
     rules: Any,
@@ -56,6 +56,7 @@ def check_options(
     for pattern, value in (hints or {}).items():
         if not isinstance(value, P) and value not in ("whole", "sharded"):
             raise ValueError(f"hints: {pattern!r} is {value!r} and must be 'whole', 'sharded' or a P")
+    # A misspelled operator would leave its rule unused, silently
     for operator, line in (rules or {}).items():
         if not isinstance(line, str):
             raise TypeError(f"rules: {operator!r} is {line!r} and must be a line of notation, such as 'b h, h -> b h'")
@@ -77,7 +78,7 @@ def check_apply(plan: Any, model: Any, verify: Any, example: Any) -> None:
     """Raises TypeError or ValueError unless ``apply`` takes these arguments."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: {type(plan).__name__} must be a Plan, of tp_ext.auto.plan or Plan.load")
-    check_model(model)
+    check_planned_model(model)
     check_bools(verify=verify)
     if verify and example is None:
         raise ValueError("example: None must be the arguments of forward, for verify=True")

@@ -21,7 +21,7 @@ from tp_ext.auto.rules import LOOK_UPS
 from tp_ext.sharding import Part, Sharding
 
 SMALL_TABLE = 0.01  # of all parameters: an embedding below costs more in its all-reduce than its bytes are worth
-MOST_BRANCHES = 1000  # of the search among candidates that exclude each other
+MAX_BRANCHES = 1000  # of the search among candidates that exclude each other
 
 
 @dataclass
@@ -258,7 +258,7 @@ def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[
     for i in members:
         if not excluded[i].intersection(greedy):
             greedy.append(i)
-    left = MOST_BRANCHES
+    left = MAX_BRANCHES
 
     def total(chosen: Iterable[int]) -> float:
         return sum(weight[i] for i in chosen)

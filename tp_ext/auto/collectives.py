@@ -15,7 +15,7 @@ from tp_ext.auto.record import Record, tensors
 from tp_ext.auto.tokens import TokenFlow
 
 
-class State(Protocol):
+class PlannedState(Protocol):
     """The decisions of a round, for the collectives that follow from them."""
 
     roles: dict[str, str]
@@ -27,7 +27,7 @@ class State(Protocol):
     def flow(self) -> Flow: ...
 
 
-def collectives_of(record: Record, p: int, state: State, activations: bool = False) -> list[Collective]:
+def collectives_of(record: Record, p: int, state: PlannedState, activations: bool = False) -> list[Collective]:
     """The collectives of one forward and backward at the sizes of the example, in the order of the record; or those
     of ``activations`` only."""
     if p == 1:
@@ -53,7 +53,7 @@ def collectives_of(record: Record, p: int, state: State, activations: bool = Fal
             if carries(record, tensor, state.heads_atoms):
                 found.append(Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor)))
     outputs = dict(tensors(record.output))
-    found += [Collective("all-gather", "", "forward", _bytes(outputs[one.path])) for one in state.flow.gathers]
+    found += [Collective("all-gather", "", "forward", _bytes(outputs[gather.path])) for gather in state.flow.gathers]
     entered = set()  # a tensor that is several arguments of a module is summed once
     for copy, tensor in zip(state.flow.copies, state.flow.copied, strict=True):
         if copy.kind == "argument" and (copy.module, id(tensor)) in entered:
@@ -64,7 +64,7 @@ def collectives_of(record: Record, p: int, state: State, activations: bool = Fal
     return found + collectives_of_tokens(record, state, activations)
 
 
-def collectives_of_tokens(record: Record, state: State, activations: bool) -> list[Collective]:
+def collectives_of_tokens(record: Record, state: PlannedState, activations: bool) -> list[Collective]:
     found: list[Collective] = []
     for one, tensor in state.tokens.calls() if state.tokens else ():
         forward, backward = {
@@ -88,7 +88,7 @@ def collectives_of_tokens(record: Record, state: State, activations: bool) -> li
 
 def on_the_wire(collectives: Sequence[Collective]) -> int:
     """Twice the tensor for an all-reduce, once for its halves; in units of (p - 1) / p bytes."""
-    return sum(one.bytes * (2 if one.kind == "all-reduce" else 1) for one in collectives)
+    return sum(collective.bytes * (2 if collective.kind == "all-reduce" else 1) for collective in collectives)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -192,7 +192,7 @@ def split_off(dim: Dim, minor: int, reason: Reason) -> tuple[Dim, Dim] | None:
     return (head, tail) if minor == 1 else None
 
 
-MOST_EQUAL_PARTS = 64  # of a pinned slowest atom: beyond, shards would be many short slices
+MAX_EQUAL_PARTS = 64  # of a pinned slowest atom: beyond, shards would be many short slices
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def majors(dim: Iterable[Atom]) -> Iterator[Major]:
         return
     first, rest = found[0], found[1:]
     if first.parts is None:
-        inner = list(majors(rest)) if first.pinned and first.size <= MOST_EQUAL_PARTS else []
+        inner = list(majors(rest)) if first.pinned and first.size <= MAX_EQUAL_PARTS else []
         if inner and not any(major.atom.pinned for major in inner):
             yield from inner * first.size
         else:

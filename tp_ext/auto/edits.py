@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tp_ext.sharding import Part, Sharding
 
-Path = tuple[str | int, ...]
+LeafPath = tuple[str | int, ...]
 """Keys that lead to a tensor in nested arguments ``(args, kwargs)`` or results of a forward; () is the result
 itself."""
 
@@ -28,7 +28,7 @@ class Copy:
 
     kind: str
     module: str
-    path: Path
+    path: LeafPath
     span: tuple[int, int, int] | None = None
     divided: bool = False
     tokens: bool = False
@@ -51,7 +51,7 @@ class Tokens:
     kind: str
     module: str
     at: str
-    path: Path
+    path: LeafPath
     dim: int
 
 
@@ -60,7 +60,7 @@ class Sum:
     """An output of a module that is partial: forward sums it (:func:`tp_ext.reduce_from_region`)."""
 
     module: str
-    path: Path
+    path: LeafPath
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Slice:
     """An argument of a module that has a sharded dim and is computed outside of it: sliced on its way in."""
 
     module: str
-    path: Path
+    path: LeafPath
     dim: int
     factor: Factor
 
@@ -117,7 +117,7 @@ class Gather:
     """An output of the model that has a sharded dim, such as attention weights: all-gathered, its gradient sliced
     (:func:`tp_ext.gather_from_region`)."""
 
-    path: Path
+    path: LeafPath
     sharding: Sharding
 
 

@@ -50,7 +50,7 @@ from tp_ext.sharding import Layout
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
          "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
 
-MOST_WHOLE = 0.1  # of the bytes of matrices, without a warning
+MAX_REPLICATED_SHARE = 0.1  # of the bytes of matrices, without a warning
 
 
 def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, example: Any = None) -> nn.Module:
@@ -91,7 +91,7 @@ def _whole_matrices(plan: Plan) -> str:
     matrices = {name: size for name, size in sizes.items() if len(plan.shapes[name]) > 1}
     whole = [n for n in matrices if n not in plan.shardings and not plan.whole[n].startswith("dim 0: hints")]
     share = sum(matrices[name] for name in whole) / max(sum(matrices.values()), 1)
-    if plan.p == 1 or share <= MOST_WHOLE:
+    if plan.p == 1 or share <= MAX_REPLICATED_SHARE:
         return ""
     first = max(whole, key=lambda name: matrices[name])
     text = f"model: {share:.0%} of the bytes of its matrices stay whole on every rank"
@@ -124,7 +124,7 @@ def apply_quietly(
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """In place of a method of transformers that would write the shards of a rank."""
+    """Replaces a method of transformers that would write the shards of a rank."""
     raise RuntimeError("save_pretrained: the model is sharded; call tp_ext.huggingface.save_pretrained(model, path)")
 
 
@@ -196,10 +196,10 @@ class _Applied:
         self.new: dict[int, nn.Parameter] = {}  # by id of the full one, so that tied ones stay tied
         self.entered_copied: dict[str, list[str]] = {}  # module -> parameters with rows that other ranks hold
         self.tokens = TokenLengths(group) if plan.tokens else None
-        self.scattered = {one.module: one.dim for one in plan.tokens if one.kind == "reduce_scatter"}
+        self.scattered = {edit.module: edit.dim for edit in plan.tokens if edit.kind == "reduce_scatter"}
 
     def apply(self) -> None:
-        own_input = {one.module for one in self.plan.copies if self.sums_own_input(one)}
+        own_input = {copy.module for copy in self.plan.copies if self.sums_own_input(copy)}
         for name, role in self.plan.roles.items():
             if isinstance(self.model.get_submodule(name), nn.Linear):
                 self.replace_linear(name, role, name in own_input)
@@ -233,7 +233,7 @@ class _Applied:
             CalledForward(self.model.get_submodule(name)).install()
 
     def apply_alone(self) -> None:
-        """What one rank needs: its linear layers take adapters, its masks are those of every number of ranks."""
+        """Applies the part of a plan that one rank needs: linears for adapters, masks of any number of ranks."""
         for name, role in self.plan.roles.items():
             self.shard_attention(name) if role == "attention" else self.replace_linear(name, role, False)
         register_draws(self.model, self.plan.draws, self.group, None)
@@ -262,8 +262,8 @@ class _Applied:
                 self.model.set_submodule(other, layer)
 
     def fuse_norms(self) -> None:
-        """Replaces the RMS norms of replicated rows, whose weight has a complete gradient as it is."""
-        entered = {one.module for one in self.plan.copies if one.kind == "parameter"}
+        """Replaces RMS norms on replicated tokens; their weights need no gradient sum."""
+        entered = {copy.module for copy in self.plan.copies if copy.kind == "parameter"}
         for name, module in list(self.model.named_modules()):
             is_whole = name not in entered and f"{name}.weight" in self.plan.whole
             if is_whole and (norm := fused_norm(module)):
@@ -333,12 +333,12 @@ class _Applied:
                 continue
             model.get_submodule(sum_.module).register_forward_hook(SumOutput(sum_.path, group), with_kwargs=True)
         arguments_of: dict[tuple[str, bool], list[Any]] = {}
-        for one in plan.copies:
-            if one.kind == "output":
-                hook = CopyOutput(one.path, one.span, group, self.tokens if one.tokens else None)
-                model.get_submodule(one.module).register_forward_hook(hook, with_kwargs=True)
-            elif one.kind == "argument" and one.module not in own_input:
-                arguments_of.setdefault((one.module, one.tokens), []).append(one.path)
+        for copy in plan.copies:
+            if copy.kind == "output":
+                hook = CopyOutput(copy.path, copy.span, group, self.tokens if copy.tokens else None)
+                model.get_submodule(copy.module).register_forward_hook(hook, with_kwargs=True)
+            elif copy.kind == "argument" and copy.module not in own_input:
+                arguments_of.setdefault((copy.module, copy.tokens), []).append(copy.path)
         for (name, tokens), paths in arguments_of.items():
             copies = CopyArguments(paths, group, self.tokens if tokens else None)
             model.get_submodule(name).register_forward_pre_hook(copies, with_kwargs=True)
@@ -361,37 +361,37 @@ class _Applied:
             return
         self.model.register_forward_pre_hook(BeginForward(self.tokens), prepend=True)
         kept: dict[str, list[Any]] = {}
-        for one in self.plan.tokens:
-            if one.kind == "keep":
-                kept.setdefault(one.module, []).append(one.path)
+        for edit in self.plan.tokens:
+            if edit.kind == "keep":
+                kept.setdefault(edit.module, []).append(edit.path)
         for name, paths in kept.items():
             keep = KeepTokens(paths, self.tokens)
             self.model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
-        for one in self.plan.tokens:
-            if one.at == "argument" and one.kind != "keep":
-                boundary = ArgumentBoundary(TokenBoundary(one.kind, one.path, one.dim, self.tokens))
-                self.model.get_submodule(one.module).register_forward_pre_hook(boundary, with_kwargs=True)
+        for edit in self.plan.tokens:
+            if edit.at == "argument" and edit.kind != "keep":
+                boundary = ArgumentBoundary(TokenBoundary(edit.kind, edit.path, edit.dim, self.tokens))
+                self.model.get_submodule(edit.module).register_forward_pre_hook(boundary, with_kwargs=True)
 
     def end_tokens(self) -> None:
         """The scatters of results, without those of layers that scatter their sums themselves."""
-        for one in self.plan.tokens:
-            if self.tokens is not None and one.at == "output" and one.module not in self.plan.roles:
-                boundary = TokenBoundary(one.kind, one.path, one.dim, self.tokens)
-                self.model.get_submodule(one.module).register_forward_hook(boundary)
+        for edit in self.plan.tokens:
+            if self.tokens is not None and edit.at == "output" and edit.module not in self.plan.roles:
+                boundary = TokenBoundary(edit.kind, edit.path, edit.dim, self.tokens)
+                self.model.get_submodule(edit.module).register_forward_hook(boundary)
 
     def enter_parameters(self) -> None:
         entering: dict[str, EnterParameters] = {}
-        for one in self.plan.copies:
-            if one.kind == "parameter":
-                hook = entering.setdefault(one.module, EnterParameters(self.group, tokens=self.tokens))
-                hook.divided[str(one.path[0])] = one.divided
-                if one.tokens:
-                    hook.on_tokens.add(str(one.path[0]))
+        for copy in self.plan.copies:
+            if copy.kind == "parameter":
+                hook = entering.setdefault(copy.module, EnterParameters(self.group, tokens=self.tokens))
+                hook.divided[str(copy.path[0])] = copy.divided
+                if copy.tokens:
+                    hook.on_tokens.add(str(copy.path[0]))
         for owner, names in self.entered_copied.items():
             hook = entering.setdefault(owner, EnterParameters(self.group))
             for own in names:
                 sharding = self.plan.shardings[f"{owner}.{own}"]
-                rows = sharding.copied_pieces(self.group.rank, self.group.size)
+                rows = sharding.copied_rows(self.group.rank, self.group.size)
                 assert rows is not None
                 hook.copied[own] = sharding.dim, rows
         for name, hook in entering.items():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tp_ext.auto.choose import Decision, carries
 from tp_ext.auto.dims import Atom, contains
-from tp_ext.auto.edits import Copy, Gather, Path, Slice, Sum
+from tp_ext.auto.edits import Copy, Gather, LeafPath, Slice, Sum
 from tp_ext.auto.partial_sums import PartialSums
 from tp_ext.auto.problems import Problem
 from tp_ext.auto.record import Call, Record, Step, tensors
@@ -42,7 +42,7 @@ class Flow:
     sums: list[Sum] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
-    refused_inputs: list[Path] = field(default_factory=list)  # those whose gradient would stay partial
+    refused_inputs: list[LeafPath] = field(default_factory=list)  # those whose gradient would stay partial
     buffers: dict[str, list[Sharding]] = field(default_factory=dict)
     local: set[int] = field(default_factory=set)  # ids of tensors whose sharded dims have local lengths
     copied: list[Tensor] = field(default_factory=list)  # the tensors of ``copies``
@@ -99,8 +99,8 @@ class Finder:
         # Those of inputs, too: a model may be a part of a larger one
         self.differentiable = record.differentiable | record.from_inputs
         self.flow = Flow()
-        self.calls_with: dict[int, list[tuple[Call, Path]]] = {}
-        self.returned_by: dict[int, list[tuple[Call, Path]]] = {}
+        self.calls_with: dict[int, list[tuple[Call, LeafPath]]] = {}
+        self.returned_by: dict[int, list[tuple[Call, LeafPath]]] = {}
         self.number_of_calls: dict[str, int] = {}
         for call in record.calls:
             self.number_of_calls[call.module] = self.number_of_calls.get(call.module, 0) + 1
@@ -171,7 +171,8 @@ class Finder:
         return own.union(*(types for _, types in self.used.get(id(tensor), ())))
 
     def backward_types(self) -> None:
-        """One pass from the loss back: when the operator that made a tensor is reached, all its uses have been seen."""
+        """Derives the types of gradients in one pass from the loss back, in which all uses of a tensor come before the
+        operator that made it."""
         record = self.record
         for step in reversed(record.steps):
             types: Types = NOTHING
@@ -189,6 +190,7 @@ class Finder:
                         own = self.tokens is not None and step.place in self.tokens.steps
                         found = {step.place} if own else set[int]().union(*self.shards_after(step))
                         self.shard_steps.setdefault(id(tensor), set()).update(found)
+        # No operator made these: they are settled after all of their uses
         leaves = [*record.parameters, *(id(t) for _, t in record.inputs)]
         for id_ in leaves:
             sharded = id_ in record.parameters and record.parameters[id_][0] in self.cut
@@ -386,7 +388,8 @@ class Finder:
     # ------------------------------------------------------------ a second computation, as a check
 
     def check(self) -> None:
-        """Derives the types of gradients again, given the sums: each is where all is partial, and nothing stays so."""
+        """Recomputes the types of gradients with the sums in place. Every sum must stand where the whole gradient is
+        partial, and no gradient may remain partial."""
         record, found = self.record, dict.fromkeys(self.outputs, COMPLETED)
         spans: dict[int, list[tuple[int, int]]] = {}
         for id_, start, stop in self.summed:

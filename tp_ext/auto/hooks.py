@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.auto.edits import Path, Slice
+from tp_ext.auto.edits import LeafPath, Slice
 from tp_ext.auto.localize import replaced, replaced_argument
 from tp_ext.auto.token_hooks import TokenLengths
 from tp_ext.group import ParallelGroup
@@ -25,7 +25,7 @@ class CopyOutput:
     """Sums the gradient of an output of the module, or of a span of one dim of it; with ``tokens`` only while they are
     sharded."""
 
-    path: Path
+    path: LeafPath
     span: tuple[int, int, int] | None
     group: ParallelGroup
     tokens: TokenLengths | None = None
@@ -48,7 +48,7 @@ class CopyOutput:
 class CopyArguments:
     """Sums the gradients of arguments of the module; with ``tokens`` only while they are sharded."""
 
-    paths: list[Path]
+    paths: list[LeafPath]
     group: ParallelGroup
     tokens: TokenLengths | None = None
     is_needed_in_stages = True
@@ -91,7 +91,7 @@ class SliceArgument:
 class SumOutput:
     """Sums a partial output of the module over the ranks."""
 
-    path: Path
+    path: LeafPath
     group: ParallelGroup
     is_needed_in_stages = True
 
@@ -103,7 +103,7 @@ class SumOutput:
 class GatherOutput:
     """Gathers an output of the model that has a sharded dim."""
 
-    path: Path
+    path: LeafPath
     sharding: Sharding
     group: ParallelGroup
     is_needed_in_stages = True

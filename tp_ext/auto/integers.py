@@ -19,9 +19,9 @@ from tp_ext.auto.edits import SizeCall
 from tp_ext.auto.known_integers import known_integers
 from tp_ext.auto.localize import Localized, MismatchError, Patches, compare
 
-MOST_TOGETHER = 6  # integers of one set, each in all modules of a class
-MOST_RUNS = 150
-MOST_RUNS_FOR_SIZES = 50  # where sizes can be changed instead
+MAX_TOGETHER = 6  # integers of one set, each in all modules of a class
+MAX_RUNS = 150
+MAX_RUNS_FOR_SIZES = 50  # where sizes can be changed instead
 
 SizesByModule = dict[str, list[SizeCall]]
 Key = frozenset[tuple[str, str, int]]
@@ -57,10 +57,8 @@ class Search:
         before: what another rank has; its modules and integers are tried first, so that ranks have the same.
     """
 
-    def __init__(
-        self, localized: Localized, rank: int, before: Local | None = None, most_runs: int = MOST_RUNS
-    ) -> None:
-        self.localized, self.rank, self.before, self.most_runs = localized, rank, before, most_runs
+    def __init__(self, localized: Localized, rank: int, before: Local | None = None, max_runs: int = MAX_RUNS) -> None:
+        self.localized, self.rank, self.before, self.max_runs = localized, rank, before, max_runs
         self.lines = localized.lines()
         self.wanted, self.known = localized.expected(rank), known_integers(localized, rank)
         self.values_of_decisions: dict[tuple[int, ...], dict[int, list[int]]] = {}
@@ -104,7 +102,7 @@ class Search:
 
         def push(state: _Seen) -> None:
             number = sum(map(len, _attributes(state.patches).values()))
-            if number < MOST_TOGETHER:
+            if number < MAX_TOGETHER:
                 entry = (state.score(self.changed), number, next(order), state, self.trials(state))
                 heapq.heappush(heap, entry)
 
@@ -121,13 +119,13 @@ class Search:
             push(child)
             best = min(best, child, key=lambda one: one.score(self.changed))
         if best.mismatch is not None and self.is_over(best):
-            text = f"{best.mismatch.text}; no integers found in {self.most_runs} runs"
+            text = f"{best.mismatch.text}; no integers found in {self.max_runs} runs"
             best.mismatch = MismatchError(best.mismatch.module, text, best.mismatch.at)
         return best
 
     def is_over(self, best: _Seen) -> bool:
-        most = MOST_RUNS_FOR_SIZES if best.mismatch is None else MOST_RUNS
-        return self.localized.runs - self.first > min(most, self.most_runs)
+        most = MAX_RUNS_FOR_SIZES if best.mismatch is None else MAX_RUNS
+        return self.localized.runs - self.first > min(most, self.max_runs)
 
     def observed(self, patches: Patches) -> _Seen:
         key = _key(patches)
@@ -210,7 +208,7 @@ class Search:
             own = dict(integers(module)).get(attribute)
             options = self.values(name, of_its_own=True).get(own, []) if own is not None else []
             if own is not None and (options or name == holder):
-                same = [one for one in options if one * value == new * own]
+                same = [option for option in options if option * value == new * own]
                 local = new if name == holder else (same or options)[0]
                 changed.setdefault(name, {}).setdefault(attribute, (own, local))
         return changed

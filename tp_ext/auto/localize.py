@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tp_ext.auto.choose import Decision, local_length
 from tp_ext.auto.dims import Atom, atoms
-from tp_ext.auto.edits import Path, SizeCall, Slice, Tokens
+from tp_ext.auto.edits import LeafPath, SizeCall, Slice, Tokens
 from tp_ext.auto.multi_head import forward_on_fakes
 from tp_ext.auto.reasons import failure_of
 from tp_ext.auto.record import Record
@@ -37,7 +37,7 @@ VIEW_CALLS = {
     "__getitem__", "expand", "reshape", "view", "unsqueeze", "squeeze", "contiguous", "transpose",
     "repeat_interleave", "to", "flatten", "type_as", "clone", "repeat",
 }  # fmt: skip
-MOST_VIEWS = 8
+MAX_VIEWS = 8
 
 ADVICE = (
     "sizes that the code takes from a replicated input, or writes as numbers, are not those of a rank: write -1, or an "
@@ -109,7 +109,7 @@ class Localized:
     def local_values(self, rank: int, decisions: Sequence[Decision]) -> dict[int, list[int]]:
         """Lengths of products of atoms -> their lengths on a rank, for those that have an atom of these decisions."""
         every, found = self.sizes(rank), dict[int, set[int]]()
-        sizes = {atom: every[atom] for one in decisions for atom in one.sharded if atom in every}
+        sizes = {atom: every[atom] for decision in decisions for atom in decision.sharded if atom in every}
         seen: set[tuple[int, ...]] = set()
         for dims in list(self.record.dims.values()):
             for dim in dims:
@@ -172,7 +172,7 @@ class Localized:
             yield shapes
 
     def lines(self) -> list[str]:
-        """Where the calls of :meth:`expected` are in the user's source."""
+        """The lines of the user's source with the calls of :meth:`expected`."""
         return [self.record.lines[i] for i, _ in self.numbered_calls()]
 
     def observer(self, rank: int) -> Observer:
@@ -288,7 +288,7 @@ class _LocalTokens:
             return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])
 
 
-def argument_path(module: nn.Module, args: Any, kwargs: Any, path: Path) -> Path | None:
+def argument_path(module: nn.Module, args: Any, kwargs: Any, path: LeafPath) -> LeafPath | None:
     """The path of an argument in this call, which passes by name what the example passes by position, or the reverse.
 
     Returns None if the call leaves the argument to its default.
@@ -303,7 +303,7 @@ def argument_path(module: nn.Module, args: Any, kwargs: Any, path: Path) -> Path
 
 
 def replaced_argument(
-    module: nn.Module, args: Any, kwargs: Any, path: Path, function: Callable[[Tensor], Tensor]
+    module: nn.Module, args: Any, kwargs: Any, path: LeafPath, function: Callable[[Tensor], Tensor]
 ) -> tuple[Any, Any]:
     """The arguments of a call with the function of the tensor at a path of the plan, if the call has it."""
     found = argument_path(module, args, kwargs, path)
@@ -311,7 +311,7 @@ def replaced_argument(
     return both if found is None else replaced(both, found, function)
 
 
-def replaced(value: Any, path: Path, function: Callable[[Tensor], Tensor]) -> Any:
+def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -> Any:
     """Returns a nested structure with the function of the tensor at a path; what is on the path is copied."""
     if not path:
         return function(value)
@@ -373,7 +373,7 @@ def _views_before(calls: Sequence[PythonCall], start: int, other: PythonCall) ->
     module, name, _ = calls[start]
     if name not in VIEW_CALLS:
         return 0
-    for number in range(1, MOST_VIEWS + 1):
+    for number in range(1, MAX_VIEWS + 1):
         if start + number >= len(calls):
             return 0
         last = calls[start + number - 1]

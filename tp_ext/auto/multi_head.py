@@ -68,6 +68,7 @@ def multi_head_attention(record: Any, args: Sequence[Any], kwargs: Mapping[str, 
     last = [projection] if bias is None else [bias, projection]
     option = next((NEED_ALL_HEADS[name] for name in NEED_ALL_HEADS if _is_set(call[name])), "")
     owner = record.parameters.get(id(projection), ("", None))[0].rpartition(".")[0]
+    # Options that need all heads, and a projection that no module holds: without a rule, all dims are whole
     if option or not owner:
         extra = [call[name] for name in NEED_ALL_HEADS if isinstance(call[name], Tensor)]
         results = [t for t in (output, averaged) if t is not None]
@@ -77,6 +78,7 @@ def multi_head_attention(record: Any, args: Sequence[Any], kwargs: Mapping[str, 
         record.add(op)
         return
     batch, length = ([query.shape[1]] if query.dim() == 3 else []), query.shape[0]
+    # Stand for tensors inside of torch's function, which is not traced; making them is no step of the model
     record.paused = True
     mixed = query.new_empty(length, *batch, projection.shape[1])
     scores = query.new_empty(*batch, heads, length, key.shape[0])

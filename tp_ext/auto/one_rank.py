@@ -40,7 +40,7 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
         whole={name: "p = 1" for name in plan.shapes if name not in shardings},
         collectives=[],
         proofs=[],
-        outputs=[replace(one, local=one.shape, state="replicated") for one in plan.outputs],
+        outputs=[replace(output, local=output.shape, state="replicated") for output in plan.outputs],
         tokens=[],
         whole_tokens={},
     )
@@ -48,6 +48,6 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
 
 def whole_draws(draws: list[Draw]) -> list[Draw]:
     """The draws of replicated tensors in place of those of shards: one of each kind of call of a module."""
-    always = {one.module for one in draws if one.always}
-    found = {(one.module, one.call): Draw(one.module, one.call, always=one.module in always) for one in draws}
+    always = {draw.module for draw in draws if draw.always}
+    found = {(draw.module, draw.call): Draw(draw.module, draw.call, always=draw.module in always) for draw in draws}
     return list(found.values())

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tp_ext.auto.dims import Atom, contains
-from tp_ext.auto.edits import Path
+from tp_ext.auto.edits import LeafPath
 from tp_ext.auto.problems import Problem
 from tp_ext.auto.record import Call, Record, Step
 from tp_ext.auto.rules import LOOK_UPS
@@ -32,7 +32,7 @@ WRITES = {
     "copy": (0, 1), "index_add": (0, 3), "scatter_add": (0, 3), "index_copy": (0, 3), "scatter": (0, 3),
     "index_put": (0, 2), "slice_scatter": (0, 1), "select_scatter": (0, 1),
 }  # fmt: skip
-MOST_ARGUMENTS = {"slice_scatter": 6, "select_scatter": 4, "copy": 3, "index_put": 4}  # else 4: no reduction
+MAX_ARGUMENTS = {"slice_scatter": 6, "select_scatter": 4, "copy": 3, "index_put": 4}  # else 4: no reduction
 ZEROS = {"zeros", "zeros_like", "new_zeros", "zero"}
 
 
@@ -161,13 +161,15 @@ class PartialSums:
 
     def check_outputs(self) -> None:
         """Partial sums leave their module by its outputs, in every call of it, and by no attribute."""
+        # What an attribute keeps is reported here, and not again as what never leaves
         left = {self.partial[id_] for id_ in self.partial if id_ in self.record.stored}
         for id_, module in self.partial.items():
             if id_ in self.record.stored:
                 tensors_ = [t for t in self.record.kept if id(t) == id_][:1]
                 where = self.record.stored[id_] or "the model"
                 self.problem(module, f"an attribute of {where} keeps partial sums of {module or 'the model'}", tensors_)
-        calls: dict[tuple[str, Path], list[bool]] = {}
+        # A module sums an output in all of its calls or in none
+        calls: dict[tuple[str, LeafPath], list[bool]] = {}
         for call in self.record.calls:
             for path, tensor in call.outputs:
                 calls.setdefault((call.module, path), []).append(self.partial.get(id(tensor)) == call.module)
@@ -192,7 +194,7 @@ def stays_partial(finder: PartialSums, step: Step, inside: list[Tensor]) -> bool
     name, partial = base_name(step), finder.partial
     if not all(t.is_floating_point() or t.is_complex() for t in step.outputs):
         return False  # a conversion to integers rounds
-    if name in WRITES and step.kwargs.get("reduce") is None and len(step.args) <= MOST_ARGUMENTS.get(name, 4):
+    if name in WRITES and step.kwargs.get("reduce") is None and len(step.args) <= MAX_ARGUMENTS.get(name, 4):
         return _write_stays_partial(finder, step, *WRITES[name])
     if name in UNARY:
         return id(step.inputs[0]) in partial and len(inside) == 1

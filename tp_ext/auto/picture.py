@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
@@ -27,7 +27,7 @@ WIDTHS = {"parameter": 3.4, "module": 3.2, "output": 3.4}
 ROW = 0.62  # inches
 
 
-class Plan(Protocol):
+class ShownPlan(Protocol):
     """The attributes of a :class:`tp_ext.auto.Plan` that a picture shows."""
 
     p: int
@@ -71,11 +71,11 @@ def outputs_of(
     return found
 
 
-def layer_of(plan: Plan) -> str:
+def layer_of(plan: ShownPlan) -> str:
     """The first of the largest group of modules that are called in turn, ``model.layers.0``; else the model, ``""``."""
     lists: dict[str, set[str]] = {}
-    for one in plan.outputs:
-        parts = one.module.split(".")
+    for output in plan.outputs:
+        parts = output.module.split(".")
         for i, part in enumerate(parts[:-1]):
             if part.isdigit():
                 lists.setdefault(".".join(parts[:i]), set()).add(part)
@@ -86,13 +86,15 @@ def layer_of(plan: Plan) -> str:
     return f"{around}.{first}" if around else first
 
 
-def draw(plan: Plan, path: str | FilePath, module: str | None) -> None:
+def draw(plan: ShownPlan, path: str | Path, module: str | None) -> None:
     """See :meth:`tp_ext.auto.Plan.draw`."""
-    path = FilePath(path)
+    path = Path(path)
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"path: {str(path)!r} must end in .png or .svg")
     name = layer_of(plan) if module is None else module
-    inside = [one for one in plan.outputs if not name or one.module == name or one.module.startswith(name + ".")]
+    inside = [
+        output for output in plan.outputs if not name or output.module == name or output.module.startswith(name + ".")
+    ]
     if not inside:
         raise ValueError(f"module: {name!r} must be a module that the plan's example calls")
     try:
@@ -126,7 +128,7 @@ def draw(plan: Plan, path: str | FilePath, module: str | None) -> None:
         figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _rows(plan: Plan, outputs: Sequence[Output]) -> list[dict[str, Any]]:
+def _rows(plan: ShownPlan, outputs: Sequence[Output]) -> list[dict[str, Any]]:
     """Modules with their parameters, and the collectives before and after them."""
     rows: list[dict[str, Any]] = []
     open_: list[Output] = []
@@ -164,7 +166,7 @@ def _name(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _parameter(plan: Plan, name: str) -> tuple[str, str]:
+def _parameter(plan: ShownPlan, name: str) -> tuple[str, str]:
     """A line about a parameter, and its state."""
     shape, sharding = plan.shapes[name], plan.shardings.get(name)
     text = f"{_name(name)} {_size(shape)}"

@@ -44,9 +44,9 @@ def undrawable(record: Record, decisions: Sequence[Decision], p: int, local: set
     """Returns problems of random calls whose masks cannot be those of the full tensor, at the lengths of each run."""
     found = _Found(record, decisions, p, local, None)
     return [
-        Problem(one.module, f"{one.name} masks a dim that has a sharded factor between lengths of the example")
-        for one in record.random_calls
-        if (draw := found.draw(one)).dim is not None and draw.factor is None
+        Problem(call.module, f"{call.name} masks a dim that has a sharded factor between lengths of the example")
+        for call in record.random_calls
+        if (draw := found.draw(call)).dim is not None and draw.factor is None
     ]
 
 

@@ -1,4 +1,5 @@
-"""From a model and an example to a plan: trace, decide, prove by shapes and by values."""
+"""Derives a plan from a model and an example: traces it, chooses what to shard, places the collectives, and proves the
+result by shapes and by values. What cannot be proven stays replicated."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tp_ext.auto.argument_checks import check_example, check_model, check_options
+from tp_ext.auto.argument_checks import check_example, check_plan_options, check_planned_model
 from tp_ext.auto.execute import apply_quietly
 from tp_ext.auto.hints import check_hints, hint_of
 from tp_ext.auto.plans import Plan
@@ -75,9 +76,9 @@ def plan(
             weights that stay whole; with ``sequence_parallel=True``, a model in which no activation can be sharded on
             its tokens. TypeError: an argument of another type.
     """
-    check_model(model)
+    check_planned_model(model)
     check_example(example)
-    check_options(p, hints, rules, memory_budget, sequence_parallel, strict, prove, budget)
+    check_plan_options(p, hints, rules, memory_budget, sequence_parallel, strict, prove, budget)
     own = {name: from_notation(line) for name, line in (rules or {}).items()}
     hints = dict(hints or {})
     check_hints(model, hints)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from tp_ext.auto.edits import (
     Draw,
     Factor,
     Gather,
+    LeafPath,
     Output,
-    Path,
     SizeCall,
     Slice,
     Sum,
@@ -81,7 +81,7 @@ class Plan:
     shapes: dict[str, tuple[int, ...]]
     example: Any = None
     proof: str = "shapes"
-    refused_inputs: list[Path] = field(default_factory=list)
+    refused_inputs: list[LeafPath] = field(default_factory=list)
     rules: dict[str, str] = field(default_factory=dict)
     proofs: list[str] = field(default_factory=list)
     bytes_of_element: dict[str, int] = field(default_factory=dict)
@@ -99,25 +99,26 @@ class Plan:
     def _json(self) -> str:
         return json.dumps({"version": VERSION, **_plain(self)}, indent=1)
 
-    def save(self, path: str | FilePath) -> None:
+    def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        FilePath(path).write_text(self._json())
+        Path(path).write_text(self._json())
 
     @classmethod
-    def load(cls, path: str | FilePath) -> Plan:
+    def load(cls, path: str | Path) -> Plan:
         """Reads a plan that :meth:`save` wrote.
 
         Raises:
             ValueError: the file is no plan, or one of another version. OSError: it cannot be read.
         """
         try:
-            data = json.loads(FilePath(path).read_text())
+            data = json.loads(Path(path).read_text())
         except ValueError as error:
             raise ValueError(f"path: {path} must be a plan in JSON: {error}") from None
         if not isinstance(data, dict) or data.pop("version", None) != VERSION:
             raise ValueError(f"path: {path} must be a plan of version {VERSION}")
         if missing := sorted({one.name for one in dataclasses.fields(cls)} ^ set(data)):
             raise ValueError(f"path: {path} must have the fields of a plan, and differs in {missing[0]!r}")
+        # JSON has no tuples: a plan that was read must equal the one that was saved
         data["shardings"] = {name: _sharding(one) for name, one in data["shardings"].items()}
         data["buffers"] = {name: [_sharding(one) for one in found] for name, found in data["buffers"].items()}
         data["copies"] = [
@@ -136,7 +137,7 @@ class Plan:
             for module, changes in data["patches"].items()
         }
         data["sizes"] = {
-            module: [[SizeCall(one["name"], tuple(map(tuple, one["changes"]))) for one in calls] for calls in ranks]
+            module: [[SizeCall(call["name"], tuple(map(tuple, call["changes"]))) for call in calls] for calls in ranks]
             for module, ranks in data["sizes"].items()
         }
         data["tokens"] = [Tokens(**{**one, "path": tuple(one["path"])}) for one in data["tokens"]]
@@ -156,7 +157,7 @@ class Plan:
         """
         if name in self.whole_tokens:
             return f"the result of {name} has all tokens: {self.whole_tokens[name]}"
-        if any(one.kind == "reduce_scatter" and one.module == name for one in self.tokens):
+        if any(edit.kind == "reduce_scatter" and edit.module == name for edit in self.tokens):
             return f"the result of {name} is sharded on its tokens"
         if name in self.whole:
             return f"{name} is whole: {self.whole[name]}"
@@ -193,6 +194,7 @@ class Plan:
                 if "rowwise" in style
                 else None
             )
+            # transformers names modules from the base model on, ours may have its prefix
             found = next((mine[name] for name in mine if name == pattern or name.endswith("." + pattern)), None)
             if role is not None and found != role:
                 differences.append(f"{pattern}: {style} there, {found or 'whole'} here")
@@ -203,8 +205,8 @@ class Plan:
 
     def _tokens_text(self) -> str:
         names: dict[str, dict[str, None]] = {}
-        for one in self.tokens:
-            names.setdefault(one.kind, {})[_folded(one.module) or "the model"] = None
+        for edit in self.tokens:
+            names.setdefault(edit.kind, {})[_folded(edit.module) or "the model"] = None
         what = {
             "reduce_scatter": "reduce-scatter after", "scatter": "slice at", "all_gather": "all-gather at",
             "gather": "all-gather for replicated work at",
@@ -212,7 +214,7 @@ class Plan:
         found = [f"{text} {', '.join(names[kind])}" for kind, text in what.items() if kind in names]
         return "sequence parallel: " + ("; ".join(found) or "nothing")
 
-    def draw(self, path: str | FilePath, module: str | None = None) -> None:
+    def draw(self, path: str | Path, module: str | None = None) -> None:
         """Draws a module: its parameters, its modules in the order of their calls with their results, each sharded,
         partial or replicated by colour, and the collectives between them.
 
@@ -243,6 +245,7 @@ class Plan:
         folded: dict[str, list[str]] = {}
         for name in self.shapes:
             folded.setdefault(_folded(name), []).append(name)
+        # Parameters whose names differ in the numbers of layers alone share a row
         for pattern, names in folded.items():
             name = names[0]
             times = f" (x{len(names)})" if len(names) > 1 else ""
@@ -263,12 +266,13 @@ class Plan:
                     "",
                 )
             )
+        # Reasons are last, and long: they get no width
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
         ]
-        forward = [one for one in self.collectives if one.direction == "forward"]
-        backward = [one for one in self.collectives if one.direction == "backward"]
+        forward = [collective for collective in self.collectives if collective.direction == "forward"]
+        backward = [collective for collective in self.collectives if collective.direction == "backward"]
         lines.append("")
         lines.append(
             f"p = {self.p}: parameters {_size(self.parameter_bytes())} -> {_size(self.parameter_bytes(0))} per rank; "

@@ -1,4 +1,4 @@
-"""What forbids a sharding."""
+"""Reasons that forbid a sharding."""
 
 from __future__ import annotations
 

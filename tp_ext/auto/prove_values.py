@@ -31,7 +31,7 @@ from tp_ext.auto.trace import arguments
 from tp_ext.nn.layouts import layouts_of
 from tp_ext.simulation import simulate
 
-MOST_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
+MAX_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
 FEW = 64  # tokens with which the example is run as it is
 KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
@@ -51,7 +51,7 @@ class UnprovenError(Exception):
 
 @dataclass
 class Run:
-    """What one forward, and backward, of a model gave.
+    """The outputs, gradients and buffers of one run of a model.
 
     Attributes:
         outputs: the tensors by their path, and the numbers. gradients: those of inputs, ``input 0``, and parameters by
@@ -214,6 +214,7 @@ def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any
     with torch.enable_grad() if backward else torch.no_grad():  # a model may take another path without gradients
         result = gather(model(*args, **kwargs))
         outputs = {".".join(map(str, path)): t for path, t in tensors(result)}
+        # Random weights: under a plain sum elements that change places, or biases that cancel, would pass
         generator = torch.Generator().manual_seed(2)
         # Random: a mean or a sum of squares would be constant behind a norm, and its gradients rounding noise. In fp64
         # and by name, so that outputs of another dtype or order get the same
@@ -244,7 +245,7 @@ def full_logits(result: Any) -> Any:
 
 
 def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: float) -> tuple[float, str]:
-    """How much a tensor differs, relative to its largest element; infinite where one is missing."""
+    """The difference of a tensor relative to its largest element; infinite where one is missing."""
     if wanted is None or got is None:
         present = got if wanted is None else wanted
         return (float("inf") if present is not None and present.any() else 0.0), name

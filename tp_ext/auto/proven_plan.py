@@ -13,7 +13,7 @@ from tp_ext.auto.one_rank import for_one_rank
 from tp_ext.auto.plans import Plan
 from tp_ext.auto.problems import TOKENS, kind_of
 from tp_ext.auto.prove_values import (
-    MOST_RANKS,
+    MAX_RANKS,
     Apply,
     DifferentValuesError,
     UnprovenError,
@@ -76,13 +76,13 @@ class Prover:
         Raises:
             UnprovenError: the model has no form that fits the budget, or does not run with fewer layers.
         """
-        p = min(found.p, MOST_RANKS)
+        p = min(found.p, MAX_RANKS)
         for kept in (2, 1):
             reduced = shortened(model, kept)
             if bytes_of(reduced, torch.float32) <= budget:
                 return p, reduced, self._runnable(reduced, example, p)
         # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
-        copies = any(part.copies > 1 for one in found.shardings.values() for part in one.parts)
+        copies = any(part.copies > 1 for sharding in found.shardings.values() for part in sharding.parts)
         for kept in (2, 1):
             reduced = shortened(model, kept)
             short = self._runnable(reduced, example, p)
@@ -126,7 +126,7 @@ class Prover:
         text = self._tried(only, plan=plan if self.is_all else None)
         if not text:
             return {}
-        sources = {kind_of(one.module) for one in plan.tokens if one.kind == "reduce_scatter"}
+        sources = {kind_of(edit.module) for edit in plan.tokens if edit.kind == "reduce_scatter"}
         if sources and not self._tried(only, dict.fromkeys(sources, text)):
             reason = f"values differ when it is sharded on its tokens: {text}"
             wrong = {s for s in sources if self._tried(only, dict.fromkeys(sources - {s}, text))}

@@ -37,7 +37,7 @@ class _Running:
         ] = {}  # of those among them whose draws only the place distinguishes: the number in the plan
 
     def again(self) -> _Running:
-        """As it is now, for a recomputation of what comes next."""
+        """Returns a copy of the present state, with which the next draws can be recomputed."""
         copy = _Running(self.begun, None, self.draws, self.next)
         copy.calls = dict(self.calls)
         return copy
@@ -266,7 +266,7 @@ class BeginDraws:
         self.alike = {
             caller
             for caller, calls in self.by_call.items()
-            if _look_alike([draw for one in calls for draw in one], rank)
+            if _look_alike([draw for call in calls for draw in call], rank)
         }
 
     def __call__(self, module: nn.Module, args: Any) -> None:

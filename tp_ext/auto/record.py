@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tp_ext.auto import torch_rules as torch_rules  # registers the rules
 from tp_ext.auto.dims import Atom, Dim, Reason, pin
-from tp_ext.auto.edits import Path
+from tp_ext.auto.edits import LeafPath
 from tp_ext.auto.rules import Op
 from tp_ext.mesh_program.partition_spec import P
 
@@ -24,7 +24,7 @@ MEMORY_VIEWS = {
 WITHOUT_GRADIENT |= {"new_empty", "new_zeros", "new_full", "new_ones", "new_empty_strided", "new_tensor"}
 
 
-def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def tensors(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Tensor]]:
     """The tensors of a nested structure, each with the keys that lead to it."""
     if isinstance(value, Tensor):
         yield path, value
@@ -45,9 +45,9 @@ class Call:
     from ``first`` to ``last``, the ends excluded."""
 
     module: str
-    inputs: list[tuple[Path, Tensor]]
+    inputs: list[tuple[LeafPath, Tensor]]
     start: int
-    outputs: list[tuple[Path, Tensor]] = dataclasses.field(default_factory=list)
+    outputs: list[tuple[LeafPath, Tensor]] = dataclasses.field(default_factory=list)
     stop: int = sys.maxsize
     first: int = 0
     last: int = sys.maxsize
@@ -77,7 +77,7 @@ class Step:
 
     @property
     def line(self) -> str:
-        """Of the user's source."""
+        """The line of the user's source."""
         return self.reason.line
 
 
@@ -105,7 +105,7 @@ class Record:
         self.maker: dict[int, Step] = {}
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         self.buffers: dict[int, tuple[str, Tensor]] = {}
-        self.inputs: list[tuple[Path, Tensor]] = []
+        self.inputs: list[tuple[LeafPath, Tensor]] = []
         self.differentiable: set[int] = set()
         self.from_inputs: set[int] = set()  # those that have a gradient if the inputs have
         self.python_calls: list[tuple[str, str, list[Tensor]]] = []

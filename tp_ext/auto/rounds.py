@@ -32,10 +32,10 @@ from tp_ext.auto.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.sharding import Sharding, split_sizes
 
-MOST_ROUNDS = 40  # of leaving something whole and deciding again
+MAX_ROUNDS = 40  # each replicates one more parameter and decides again
 POSSIBLE = "possible"  # sequence_parallel of parts of a model: sharded tokens where they can be, no error if nowhere
 TABLE_ADVICE = "as a head, only an nn.Linear whose weight is this table (head.weight = table.weight) can be sharded"
-MOST_MORE = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
+MAX_GROWTH = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
 
 
 @dataclass
@@ -120,13 +120,13 @@ class Planner:
                 if problem is None and state.decisions:
                     self.localize(state)
             except MismatchError as mismatch:
-                if number >= MOST_ROUNDS or not self.leave_whole(state, mismatch):
+                if number >= MAX_ROUNDS or not self.leave_whole(state, mismatch):
                     self.leave_all(state, str(mismatch))
                 continue
             if problem is None:
                 self.check_constraints(state)
                 return self.finished(self.with_tokens(state) if self.sequence_parallel and self.p > 1 else state)
-            if number >= MOST_ROUNDS or not self.leave_whole_problems(state):
+            if number >= MAX_ROUNDS or not self.leave_whole_problems(state):
                 self.leave_all(state, problem.text)
         raise AssertionError
 
@@ -136,7 +136,7 @@ class Planner:
             self.why.setdefault(name, text)
 
     def check_constraints(self, state: State) -> None:
-        sharded = [atom for one in state.decisions for atom in one.sharded]
+        sharded = [atom for decision in state.decisions for atom in decision.sharded]
         for dim, reason in self.record.constraints if self.p > 1 else ():
             if any(contains(dim, atom) for atom in sharded):
                 continue
@@ -146,8 +146,8 @@ class Planner:
 
     def state(self) -> State:
         decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None) if self.p > 1 else []
-        cut = {name: one for one in decisions for name in one.parameters}
-        cuts = {name: found for one in decisions for name, found in one.parameters.items()}
+        cut = {name: decision for decision in decisions for name in decision.parameters}
+        cuts = {name: found for decision in decisions for name, found in decision.parameters.items()}
         roles = self.roles(cuts)
         outputs = {id(t) for _, t in tensors(self.record.output)}
         out = [t for t in self.record.kept if id(t) in outputs]
@@ -156,7 +156,9 @@ class Planner:
         # outputs with a sharded dim are gathered
         reached = {a for d in decisions for a in [d.atom] if any(carries(self.record, t, [a]) for t in out)}
         lost = {d.atom for d in decisions if any(contains(step.contracted, d.atom) for step in losses)}
-        heads_found = [one for one in decisions if one.atom in reached | lost and self.is_head(one, roles)]
+        heads_found = [
+            decision for decision in decisions if decision.atom in reached | lost and self.is_head(decision, roles)
+        ]
         heads_atoms = {atom for one in heads_found for atom in one.sharded}
         for one in decisions:
             for found in one.parameters.values() if one.atom in heads_atoms else ():
@@ -178,7 +180,7 @@ class Planner:
             if one.atom in lost - heads_atoms:
                 text = "its classes are features of other layers, too, and cannot be sharded in the loss"
                 flow.problems.append(Problem("", text, blame=frozenset(one.sharded)))
-        drawn = [one for one in decisions if one.atom not in heads_atoms]
+        drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
         flow.problems += undrawable(self.record, drawn, self.p, flow.local)
         return State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
 
@@ -244,14 +246,16 @@ class Planner:
         calls = self.localized(state).numbered_calls()
         results = calls[mismatch.at][1][2] if mismatch.at < len(calls) else []
         # What the call that differs has a sharded dim of; else what is near to its module, and last the heads
-        hit = [one for one in state.decisions if any(carries(self.record, t, one.sharded) for t in results)]
+        hit = [
+            decision for decision in state.decisions if any(carries(self.record, t, decision.sharded) for t in results)
+        ]
         if hit:
             return self.give_up(state, hit, mismatch)
         for prefix in [*(f"{block}." for block in reversed(list(blocks))), ""]:
             hit = [
-                one
-                for one in state.decisions
-                if one.atom not in state.heads_atoms and any(n.startswith(prefix) for n in one.parameters)
+                decision
+                for decision in state.decisions
+                if decision.atom not in state.heads_atoms and any(n.startswith(prefix) for n in decision.parameters)
             ]
             if hit:
                 break
@@ -264,7 +268,7 @@ class Planner:
         if inside and mismatch.module:
             kind = type(self.modules[mismatch.module])
             same = {f"{name}.{n}" for name, module in self.modules.items() if type(module) is kind for n in inside}
-            left += [one for one in state.decisions if same.intersection(one.parameters)]
+            left += [decision for decision in state.decisions if same.intersection(decision.parameters)]
         for one in left:
             for name in one.parameters:
                 is_table = state.roles.get(name.rpartition(".")[0]) == "vocab"
@@ -296,7 +300,7 @@ class Planner:
         proofs: dict[tuple[int, ...], str] = {}
         state.proofs.clear()
         for rank in range(self.p):
-            key = tuple(size for one in state.decisions for size in one.sizes(rank).values())
+            key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
             if key not in searched:
                 before = next(iter(searched.values()), None)
                 searched[key] = found = Search(localized, rank, before).find()
@@ -325,7 +329,7 @@ class Planner:
             reason = f"after {module}: {text}"
         else:
             before, after = (on_the_wire(collectives_of(self.record, self.p, one, True)) for one in (base, state))
-            if self.sequence_parallel in (True, POSSIBLE) or (after <= MOST_MORE * before and state.tokens.saved > 0):
+            if self.sequence_parallel in (True, POSSIBLE) or (after <= MAX_GROWTH * before and state.tokens.saved > 0):
                 return state
             reason = f"activations on the wire would grow from {before} to {after} bytes"
         if self.sequence_parallel is True:
@@ -334,7 +338,7 @@ class Planner:
 
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
         """Shards tokens; takes back, by ``bans``, what the flow of gradients or the proof refuses, and tries again."""
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
             if not tokens.sources:
                 return base
@@ -360,7 +364,7 @@ class Planner:
         localized, proofs = self.localized(state), dict[tuple[Any, ...], str]()
         lengths = {atom.size for _, atom in state.tokens.entries}
         for rank in range(self.p):
-            sizes = [size for one in state.decisions for size in one.sizes(rank).values()]
+            sizes = [size for decision in state.decisions for size in decision.sizes(rank).values()]
             key = (*sizes, *(split_sizes(n, self.p)[rank] for n in sorted(lengths)))
             if key not in proofs:
                 local = state.local[rank]
@@ -370,7 +374,8 @@ class Planner:
     # ------------------------------------------------------------ the result
 
     def finished(self, state: State) -> Plan:
-        self.together = [list(one.parameters) for one in state.decisions]
+        self.together = [list(decision.parameters) for decision in state.decisions]
+        # A tied parameter has the same sharding under all its names
         shardings = {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]}
         every = [name for name, _ in self.record.parameters.values()]
         return Plan(
@@ -404,7 +409,7 @@ class Planner:
 
     def outputs(self, state: State) -> list[Output]:
         summed = {one.module for one in state.flow.sums} | {n for n, role in state.roles.items() if role != "column"}
-        sizes = {atom: size for one in state.decisions for atom, size in one.sizes(0).items()}
+        sizes = {atom: size for decision in state.decisions for atom, size in decision.sizes(0).items()}
         found = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
         return found if state.tokens is None else [state.tokens.shown(self.record, one, self.p) for one in found]
 
@@ -417,5 +422,5 @@ class Planner:
         return reason_of(self.record, name, self.p, self.may_shard, state.cut, self.why)
 
     def draws(self, state: State) -> list[Draw]:
-        decisions = [one for one in state.decisions if one.atom not in state.heads_atoms]
+        decisions = [decision for decision in state.decisions if decision.atom not in state.heads_atoms]
         return draws_of(self.record, decisions, self.p, state.flow.local, state.tokens)

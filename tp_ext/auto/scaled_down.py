@@ -27,7 +27,7 @@ from tp_ext.auto.rounds import Planner
 
 NORMS = nn.LayerNorm, nn.RMSNorm
 LARGE = 1024  # elements of a dim that is not sharded, from which on it has fewer
-MOST_RUNS = 40  # of a search for integers
+MAX_RUNS = 40  # of a search for integers
 ROWS = 2 * FEW  # of a table, and classes: there is one for every position of a short example
 FEWER = 272, 16  # then the first such dim has this many, the next as many more: no usual size of a head
 
@@ -74,7 +74,9 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
     state = part.state()
     if state.flow.buffers or state.flow.slices or "attention" in state.roles.values():
         raise UnprovenError("buffers, constants or attention layers that are sharded have no smaller form")
-    tables = {one.atom for one in state.decisions if any(_is_table(part, name) for name in one.parameters)}
+    tables = {
+        decision.atom for decision in state.decisions if any(_is_table(part, name) for name in decision.parameters)
+    }
     tables |= state.heads_atoms
     units = _units(state.decisions, tables)
     others = _others(part, units)
@@ -85,7 +87,7 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
         changes |= {"local": set(part.record.dims)}  # nothing has its full length
         smaller = _Smaller(**{**vars(part.localized(state)), **changes})
         try:
-            found = Search(smaller, 0, most_runs=MOST_RUNS).find()
+            found = Search(smaller, 0, max_runs=MAX_RUNS).find()
         except MismatchError as mismatch:
             failed = f"with fewer units, {mismatch}"
             continue
@@ -103,11 +105,11 @@ def _units(decisions: Sequence[Decision], tables: Collection[Atom]) -> dict[Atom
     """Returns the numbers of units of sharded atoms that remain: two a rank, one more where ranks have unequal numbers.
 
     Atoms of different length keep different lengths: an integer of the code must have one meaning."""
-    lengths = sorted({one.sharded[-1].size for one in decisions})
+    lengths = sorted({decision.sharded[-1].size for decision in decisions})
     found: dict[Atom, int] = {}
-    for one in decisions:
-        target, ranks = one.sharded[-1], one.p if one.group is None else one.p // one.atom.size
-        least = -(-ROWS // ranks) if one.atom in tables else 2
+    for decision in decisions:
+        target, ranks = decision.sharded[-1], decision.p if decision.group is None else decision.p // decision.atom.size
+        least = -(-ROWS // ranks) if decision.atom in tables else 2
         few = ranks * (least + lengths.index(target.size)) + bool(target.size % ranks)
         found[target] = min(target.size, few)
     return found
@@ -172,7 +174,7 @@ def _shrink(model: nn.Module, shapes: Mapping[str, _Shape]) -> None:
 
 def _is_table(part: Planner, name: str) -> bool:
     owners = [part.modules[alias.rpartition(".")[0]] for alias in part.names[name]]
-    return any(isinstance(one, nn.Embedding | nn.EmbeddingBag) for one in owners)
+    return any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners)
 
 
 def _with_fewer_ids(example: Any, rows: int | None) -> Any:

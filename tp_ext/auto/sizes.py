@@ -41,7 +41,7 @@ def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes 
     if name not in SIZES or not args or not isinstance(args[0], Tensor):
         return None
     place, names = SIZES[name]
-    key = next((one for one in names if one in kwargs), None)
+    key = next((name for name in names if name in kwargs), None)
     if key is not None:
         value, end = kwargs[key], len(args)
     elif len(args) > place:

@@ -54,6 +54,7 @@ class Constants:
                 flow.buffers[name] = self.shardings(tensor, kept)
         local = {id_ for id_, (name, _) in record.parameters.items() if name in self.cut}
         local |= {id_ for id_, (name, _) in record.buffers.items() if name in flow.buffers}
+        # In the order of the steps: what is made of shards is known before it is used
         for step in record.steps:
             works = any(id(t) in local for t in step.inputs) or any(id(t) in self.partial for t in step.outputs)
             for tensor in step.inputs if works else ():
@@ -65,6 +66,7 @@ class Constants:
 
     def constant(self, step: Step, tensor: Tensor, local: set[int]) -> None:
         views, source, entered = [], tensor, None
+        # A slice is taken where a module gets the tensor, of which the operator may have a view
         while entered is None:
             found = (
                 (c, path)
@@ -77,6 +79,7 @@ class Constants:
                 break
             views.append(source)
             source = maker.inputs[0]
+        # Made inside of the module: its code must use local lengths itself, and its numbers must not depend on them
         if entered is None or id(source) not in self.sharded:
             if varying := self.varying(tensor, local):
                 blame = frozenset(atom for atom in self.atoms if carries(self.record, tensor, [atom]))
@@ -89,6 +92,7 @@ class Constants:
             found_slice = Slice(call.module, path, dim, factor)
             if found_slice not in self.flow.slices:
                 self.flow.slices.append(found_slice)
+        # Views that are made inside of the module are views of the slice
         local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
 
     def varying(self, tensor: Tensor, local: set[int]) -> str:

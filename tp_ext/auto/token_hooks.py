@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tp_ext import _ops
-from tp_ext.auto.edits import Path
+from tp_ext.auto.edits import LeafPath
 from tp_ext.auto.localize import argument_path, replaced, replaced_argument
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import split_sizes
 
-MOST_KNOWN = 4096  # storages, beyond which those that are gone are dropped
+MAX_KNOWN = 4096  # storages, beyond which those that are gone are dropped
 
 
 @dataclass
@@ -74,7 +74,7 @@ class TokenLengths:
 
     def remember(self, x: Tensor) -> None:
         storage = x.untyped_storage()
-        if len(self.known) > MOST_KNOWN:
+        if len(self.known) > MAX_KNOWN:
             self.known = {key: one for key, one in self.known.items() if not one[0].expired()}
         self.known[storage._cdata] = StorageWeakRef(storage), self.length
 
@@ -106,7 +106,7 @@ def _recall(lengths: TokenLengths, x: Tensor) -> None:
     lengths.length, lengths.backward = found[1], backward
 
 
-def _at(value: Any, path: Path) -> Any:
+def _at(value: Any, path: LeafPath) -> Any:
     for key in path:
         is_item = isinstance(value, list | tuple | Mapping)
         value = operator.getitem(value, key) if is_item else getattr(value, str(key))
@@ -142,7 +142,7 @@ class KeepTokens:
     """A forward pre-hook of a module with arguments that are sharded on their tokens: remembers their length, for a
     recomputation in backward."""
 
-    paths: list[Path]
+    paths: list[LeafPath]
     lengths: TokenLengths
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -166,7 +166,7 @@ class TokenBoundary:
     """
 
     kind: str
-    path: Path
+    path: LeafPath
     dim: int
     lengths: TokenLengths
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from tp_ext.auto.dims import Atom, atoms, contains
-from tp_ext.auto.edits import Path
+from tp_ext.auto.edits import LeafPath
 from tp_ext.auto.flow import PARTIAL, Finder
 from tp_ext.auto.record import Call, RandomCall, Record, Step
-from tp_ext.auto.tokens import END, Bans, Gather, Origin, Range, ScatterKey, TokenFlow, entries, latest
+from tp_ext.auto.tokens import END, Bans, Origin, Range, ScatterKey, TokenFlow, TokenGather, entries, latest
 
 RANDOM = {
     "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform_", "random_",
@@ -29,7 +29,7 @@ def find_tokens(
 
     Args:
         finder: the communication without, which has been found.
-        alternative: of the dims that may be the tokens' the how many-th, those first that operators mix the most.
+        alternative: index into the candidate token dims, ordered by how many operators mix them.
     """
     search = _Search(record, finder, roles, p, bans, alternative)
     search.run()
@@ -44,9 +44,9 @@ class _Search:
         self.alternative = alternative
         self.ranges: dict[int, list[Range]] = {}
         self.steps: dict[int, Atom] = {}  # place -> the atom of the tokens
-        self.gathers: list[Gather] = []
+        self.gathers: list[TokenGather] = []
         self.scatters: dict[ScatterKey, Range] = {}
-        self.source_paths: dict[str, list[Path]] = {}
+        self.source_paths: dict[str, list[LeafPath]] = {}
         self.why: dict[int, str] = {}  # why an operator needs all tokens, by place
         self.uses: dict[int, list[int]] = {}
         self.mixed: dict[Atom, int] = {}  # the number of operators that need the atom whole
@@ -68,10 +68,10 @@ class _Search:
     def draws_alike(self) -> bool:
         """Returns whether all calls of a module mask shards, or none does; else bans the shards."""
         found: dict[str, list[Range | None]] = {}
-        for one in self.record.random_calls:
-            whole = any(g.has_index(one.index) for g in self.gathers if g.range.tensor is one.masked)
-            ranges = [] if whole else self.ranges.get(id(one.masked), [])
-            found.setdefault(one.module, []).append(next((r for r in ranges if r.has_index(one.index)), None))
+        for call in self.record.random_calls:
+            whole = any(g.has_index(call.index) for g in self.gathers if g.range.tensor is call.masked)
+            ranges = [] if whole else self.ranges.get(id(call.masked), [])
+            found.setdefault(call.module, []).append(next((r for r in ranges if r.has_index(call.index)), None))
         mixed = [(m, r) for m, every in found.items() if None in every for r in every if r is not None]
         several = [(m, r) for m, r in mixed if self.finder.number_of_calls[m] > 1]
         for module, r in several:
@@ -81,9 +81,11 @@ class _Search:
     # ------------------------------------------------------------ sums that may be scattered
 
     def find_sources(self) -> list[Range]:
-        wanted: set[tuple[str, Path]] = {(name, ()) for name, role in self.roles.items() if role in ("row", "vocab")}
+        wanted: set[tuple[str, LeafPath]] = {
+            (name, ()) for name, role in self.roles.items() if role in ("row", "vocab")
+        }
         wanted |= {(one.module, one.path) for one in self.finder.flow.sums}
-        found: dict[str, list[tuple[Call, Path, Tensor]]] = {}
+        found: dict[str, list[tuple[Call, LeafPath, Tensor]]] = {}
         for call in self.record.calls:
             for path, tensor in call.outputs:
                 if (call.module, path) in wanted:
@@ -121,8 +123,7 @@ class _Search:
     # ------------------------------------------------------------ one attempt
 
     def attempt(self) -> bool:
-        """Follows the tokens from where they are sharded; returns whether all has its boundaries, else bans what has
-        not."""
+        """Propagates the sharded tokens. Returns True if every range has its boundaries; bans the others."""
         self.ranges, self.steps, self.why, self.gathers = {}, {}, {}, []
         for r in [*self.sources, *self.scatters.values()]:
             if r.origin.source not in self.bans.sources:
@@ -176,6 +177,7 @@ class _Search:
             return f"{where} needs all tokens", []
         if step.name in RANDOM:
             return f"{where} draws random numbers", []
+        # What is whole must be sliced on its way in, and every result must have the tokens as one dim
         wanted = []
         for tensor in [*step.inputs, *step.outputs]:
             dims = self.record.dims_of(tensor)
@@ -241,35 +243,39 @@ class _Search:
         places = [place for place in self.uses.get(id_, ()) if r.start <= place < r.stop]
         whole = [place for place in places if place not in self.steps]
         is_output = id_ in finder.outputs and r.stop == END
-        draws = [one for one in self.record.random_calls if id(one.masked) == id_ and r.has_index(one.index)]
-        draws = [one for one in draws if not self.may_draw(one, r)]
+        draws = [call for call in self.record.random_calls if id(call.masked) == id_ and r.has_index(call.index)]
+        draws = [draw for draw in draws if not self.may_draw(draw, r)]
+        # Nothing needs all tokens: done, unless a boundary slices a tensor that nothing uses
         if not whole and not is_output and not draws:
             return bool(places) or r.origin.step >= 0 or self.ban(r, "its tokens are not used")
         why = self.why.get(whole[0], "") if whole else "the model returns it"
         if draws:
             why = f"{draws[0].name} in {draws[0].module} draws for several calls"
+        # No use is on shards. Slicing was of no use; a result is gathered once, where its module returns it
         if len(whole) == len(places):
             if r.origin.step < 0:
                 return self.ban(r, why if WHOLE in why else f"{WHOLE}: {why}")
             call = self.returned_whole(r, whole, is_output)
-            if call is not None and all(one.index >= call.last for one in draws):
-                self.gathers.append(Gather(r, _kind(self.types(r, whole, is_output)), call, True))
+            if call is not None and all(draw.index >= call.last for draw in draws):
+                self.gathers.append(TokenGather(r, _kind(self.types(r, whole, is_output)), call, True))
                 return True
+        # A gather makes a copy: what is written to one does not reach the others
         if draws or any(any(t is r.tensor for t in self.record.steps[place].outputs) for place in whole):
             return self.ban(r, why if draws else f"{why}, and it is written in place")
         found = []
+        # Else a module gathers its argument, in one collective for all uses inside of the module
         while whole:
             call = next((c for c, _ in finder.calls_with.get(id_, ()) if self.may_gather(r, c, whole[0], whole)), None)
             if call is None:
                 why = self.why.get(whole[0], "")
                 return self.ban(r, why if NO_GATHER in why else why + NO_GATHER)
             inside = [place for place in places if call.start <= place < call.stop]
-            found.append(Gather(r, _kind(self.types(r, inside)), call))
+            found.append(TokenGather(r, _kind(self.types(r, inside)), call))
             whole = [place for place in whole if place not in inside]
         if is_output:
             if not self.entered(r, END):
                 return self.ban(r, "the model returns it after other tokens have been sharded")
-            found.append(Gather(r, "gather"))
+            found.append(TokenGather(r, "gather"))
         self.gathers += found
         return True
 

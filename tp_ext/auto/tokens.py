@@ -17,14 +17,14 @@ from torch import Tensor
 
 from tp_ext.auto.choose import local_length
 from tp_ext.auto.dims import Atom
-from tp_ext.auto.edits import Output, Path, Tokens
+from tp_ext.auto.edits import LeafPath, Output, Tokens
 from tp_ext.auto.problems import Problem
 from tp_ext.auto.record import Call, Record, tensors
 from tp_ext.sharding import split_sizes
 
 END = sys.maxsize
 
-ScatterKey = tuple[str, str, Path]  # module, "output" or "argument", path
+ScatterKey = tuple[str, str, LeafPath]  # module, "output" or "argument", path
 
 
 class Origin(NamedTuple):
@@ -70,7 +70,7 @@ class Range:
 
 
 @dataclass(eq=False)
-class Gather:
+class TokenGather:
     """The place where a tensor is whole again: in ``call``, or with ``after`` from its end on; None: in the caller."""
 
     range: Range
@@ -122,11 +122,11 @@ class TokenFlow:
         record: Record,
         steps: dict[int, Atom],
         ranges: dict[int, list[Range]],
-        gathers: Iterable[Gather],
-        source_paths: Mapping[str, list[Path]],
+        gathers: Iterable[TokenGather],
+        source_paths: Mapping[str, list[LeafPath]],
     ) -> None:
         self.steps, self.ranges = steps, ranges
-        self.gathers: dict[int, list[Gather]] = {}
+        self.gathers: dict[int, list[TokenGather]] = {}
         for gather in gathers:
             self.gathers.setdefault(id(gather.range.tensor), []).append(gather)
         self.entries = entries(ranges)
@@ -149,7 +149,7 @@ class TokenFlow:
         """The range of a use of a tensor, also where it has been gathered."""
         return next((r for r in self.ranges.get(id(tensor), ()) if r.start <= place < r.stop), None)
 
-    def gather_at(self, tensor: Tensor, place: int) -> Gather | None:
+    def gather_at(self, tensor: Tensor, place: int) -> TokenGather | None:
         return next((g for g in self.gathers.get(id(tensor), ()) if g.has_place(place)), None)
 
     def range_of_call(self, tensor: Tensor, index: int) -> Range | None:
@@ -166,7 +166,7 @@ class TokenFlow:
         if tokens not in self.edits:
             self.edits.append(tokens)
 
-    def _make_edits(self, record: Record, source_paths: Mapping[str, list[Path]]) -> None:
+    def _make_edits(self, record: Record, source_paths: Mapping[str, list[LeafPath]]) -> None:
         for ranges in self.ranges.values():
             for r in ranges:
                 if r.origin.source:
@@ -176,6 +176,7 @@ class TokenFlow:
                 elif r.origin.scatter is not None:
                     module, at, path = r.origin.scatter
                     self._put(Tokens("scatter", module, at, path, r.dim))
+        # A tensor may be in several places of an argument or output: each is gathered
         for gathers in self.gathers.values():
             for gather in gathers:
                 r, call = gather.range, gather.call
@@ -186,7 +187,8 @@ class TokenFlow:
                     if tensor is r.tensor:
                         name = "" if call is None else call.module
                         self._put(Tokens(gather.kind, name, at, path, r.dim))
-        kept: dict[tuple[str, Path], list[int | None]] = {}
+        # A recomputation in backward needs the full length of an argument that stays sharded
+        kept: dict[tuple[str, LeafPath], list[int | None]] = {}
         for call in record.calls:
             for path, tensor in call.inputs:
                 kept.setdefault((call.module, path), []).append(self._dim_in(tensor, call))
@@ -221,13 +223,13 @@ class TokenFlow:
 
     def calls(self) -> Iterator[tuple[Tokens, Tensor]]:
         """The boundaries, once for each call of their modules, with the tensor there."""
-        for one in self.edits:
-            if not one.module:
-                yield from ((one, tensor) for path, tensor in self._outputs if path == one.path)
+        for edit in self.edits:
+            if not edit.module:
+                yield from ((edit, tensor) for path, tensor in self._outputs if path == edit.path)
                 continue
-            for call in self._calls[one.module]:
-                found = call.outputs if one.at == "output" else call.inputs
-                yield from ((one, tensor) for path, tensor in found if path == one.path)
+            for call in self._calls[edit.module]:
+                found = call.outputs if edit.at == "output" else call.inputs
+                yield from ((edit, tensor) for path, tensor in found if path == edit.path)
 
     def seen_in(self, record: Record, call: Call, index: int) -> Iterator[Range]:
         """Yields the sharded tensors that the code of a module has seen before a call from Python: its arguments, its
@@ -240,6 +242,7 @@ class TokenFlow:
                     for place in self.steps
                     if call.start <= place < call.stop and any(tensor is t for t in record.steps[place].inputs)
                 )
+        # Calls that have returned before
         for inner in record.calls:
             if call.around(inner) and inner.last <= index and inner.module.rpartition(".")[0] == call.module:
                 yield from (r for _, t in inner.outputs if (r := self.range_in(t, inner)) is not None)

@@ -271,8 +271,10 @@ def reduction(op: Op) -> None:
     """The dims that an operator reduces, sorts or scans are whole; the others stay."""
     x = op.inputs[0]
     which = op.argument(REDUCTIONS[op.name], "dim")
+    # torch's default is the last dim
     if op.name in ("topk", "kthvalue", "sort", "argsort") and not isinstance(which, int):
         which = -1
+    # max(x, y) is elementwise
     if isinstance(which, Tensor) or (op.name in ("max", "min") and len(op.inputs) > 1):
         return pointwise(op)
     reduced = range(x.dim()) if which is None or which == [] else [which] if isinstance(which, int) else which
@@ -283,6 +285,7 @@ def reduction(op: Op) -> None:
         if result.dim() != x.dim():
             op.give([dim for i, dim in enumerate(dims) if i not in at], place)
             continue
+        # A dim of another length (topk) has other elements
         sizes = zip(dims, x.shape, result.shape, strict=True)
         op.give([dim if n == m else [Atom(m, op.reason)] for dim, n, m in sizes], place)
 

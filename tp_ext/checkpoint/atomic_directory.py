@@ -102,6 +102,7 @@ def _rename_to_free_path(staging: Path, target: Path) -> bool:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Exchanges two paths in one step; returns False if the system does not support it."""
+    # [Note: a new checkpoint is exchanged with the old one]
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tp_ext._object_collectives import exists
+from tp_ext._object_collectives import is_alive
 from tp_ext.checkpoint.save_plan import Payload
 
 
@@ -55,6 +55,7 @@ class _Last:
     save: RunningSave | None = None
 
 
+# [Note: asynchronous saves are a thread over our own save]
 def begin_save(path: str, act: Callable[[], None]) -> RunningSave:
     """Starts ``act`` in a thread; the last save must have ended."""
     _Last.save = RunningSave(path, act)
@@ -78,7 +79,7 @@ def wait_for_save_to(path: str) -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: the thread is the parent's, and nothing here would see it end."""
+    """Forgets the running save in a forked child: the thread is the parent's, and the child would never see it end."""
     _Last.save = None
 
 
@@ -106,7 +107,7 @@ def group_of_saves(process_group: ProcessGroup | None) -> ProcessGroup | None:
         return None
     over = dist.group.WORLD if process_group is None else process_group
     assert over is not None
-    for name in [name for name, (known, _) in _groups.items() if not exists(known)]:
+    for name in [name for name, (known, _) in _groups.items() if not is_alive(known)]:
         del _groups[name]
     found = _groups.get(over.group_name)
     if found is None:

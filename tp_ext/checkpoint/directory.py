@@ -40,6 +40,7 @@ from tp_ext.mesh import mesh_axes
 from tp_ext.nn.stages import Stages, joined
 
 
+# [Note: checkpoints are directories of torch.distributed.checkpoint]
 def save_checkpoint(
     path: str | os.PathLike[str],
     module: Stages,

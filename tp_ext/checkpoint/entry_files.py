@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _LARGEST_COPIED = 1 << 18  # bytes; of larger tensors the time of torch.save itself does not matter
-_LARGEST_SHARED = 1 << 16  # bytes of a value that are kept to the end of the file, lest they be written again
+_LARGEST_SHARED = 1 << 16  # bytes of a value that are kept to the end of the file, so that they are not written twice
 _EXACT = (int, bool, str, bytes, type(None))
 _IMMUTABLE = (*_EXACT, float, complex)
 
@@ -36,6 +36,7 @@ def saved_value(value: Any) -> bytes:
     return file.getvalue()
 
 
+# [Note: saves write DCP's format without DCP's planner]
 class SavedValues:
     """The bytes of values that are no tensors; equal immutable ones share one object."""
 
@@ -94,7 +95,7 @@ class EntryWriter:
             return Written(begin, self._file.tell() - begin)
         tensor = tensor.contiguous()
         if tensor.nbytes > _LARGEST_COPIED:
-            torch.save(_alone(tensor), self._file)
+            torch.save(_with_own_storage(tensor), self._file)
         else:
             self._write_small(tensor)
         return Written(begin, self._file.tell() - begin)
@@ -107,7 +108,7 @@ class EntryWriter:
         if isinstance(template, _Template):
             self._file.writelines(template.filled(_bytes_of(tensor)))
             return
-        content = saved_value(_alone(tensor))
+        content = saved_value(_with_own_storage(tensor))
         self._templates.setdefault(key, content)
         self._file.write(content)
 
@@ -147,10 +148,10 @@ def check_entry(file: int, begin: int, length: int) -> None:
     try:
         with zipfile.ZipFile(io.BufferedReader(_Range(file, begin, length), 1 << 16)) as archive:
             members = archive.infolist()
-            if any(one.compress_type != zipfile.ZIP_STORED for one in members):
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise ValueError("a member is compressed")
             # torch.serialization.set_crc32_options(False) writes zeros
-            wrong = archive.testzip() if any(one.CRC for one in members) else None
+            wrong = archive.testzip() if any(member.CRC for member in members) else None
     except Exception as error:  # zipfile has many for damaged headers
         raise ValueError(f"it is no whole archive: {error}") from error
     if wrong is not None:
@@ -189,16 +190,16 @@ def _template(content: bytes, size: int) -> _Template | None:
     begin = header + _LOCAL_NAME + sum(int.from_bytes(content[at : at + 2], "little") for at in (lengths, lengths + 2))
     end = begin + size
     entry = content.rfind(_DIRECTORY_ENTRY, end, content.rfind(name))
-    again = entry + _ENTRY_CHECKSUM
+    directory_checksum = entry + _ENTRY_CHECKSUM
     if (
         zlib.crc32(content[begin:end]) != found[0].CRC
         or content[end : end + 8] != _DESCRIPTOR + checksum
         or content[entry + _ENTRY_NAME :][: len(name)] != name
-        or content[again : again + 4] != checksum
+        or content[directory_checksum : directory_checksum + 4] != checksum
         or any(content[header + 14 : header + 18])  # the checksum is in the header, too
     ):
         return None
-    return _Template(content[:begin], content[end + 8 : again], content[again + 4 :])
+    return _Template(content[:begin], content[end + 8 : directory_checksum], content[directory_checksum + 4 :])
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -216,7 +217,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return bytes(_memory(tensor))
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _with_own_storage(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor as one with a storage of its own, in the same memory, which the caller keeps: of a
     view ``torch.save`` would write all of the storage."""
     return torch.frombuffer(_memory(tensor), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)

@@ -159,6 +159,7 @@ def without_data_axes(tensor: Tensor) -> Tensor:
     return moved.full_tensor()
 
 
+# [Note: full tensors go to rank 0 by a gather]
 def _gather_to_first(local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Tensor | None:
     """Gathers the elements that each rank owns to rank 0, padded to the largest number that a rank owns.
 
@@ -194,9 +195,9 @@ def _gather_to_first(local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Te
 def _owned_targets(full: Tensor, sharding: Sharding, rank: int, p: int) -> list[Tensor]:
     """Returns the views of the full tensor that hold the elements that the rank owns (:meth:`Sharding.owned`)."""
     return [
-        full.narrow(sharding.dim, one.full_start, one.length)
-        for one in sharding.local_parts(rank, p)
-        if one.owned and one.length
+        full.narrow(sharding.dim, part.full_start, part.length)
+        for part in sharding.local_parts(rank, p)
+        if part.owned and part.length
     ]
 
 
@@ -238,11 +239,13 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
     groups = [group for _, group in layout if group.size > 1]
     spanned = [set(dist.get_process_group_ranks(axis)) for axis in ranks.data_axes]
     parts = any(set(global_ranks(group.name)) < members for group in groups for members in spanned)
+    # A group within an axis: no group connects the first ranks of the smaller groups
     if parts or not all(map(ranks.groups.is_axis, groups)):
         whole = _broadcast(value, shape, local, broadcast_axes(ranks.stage_axes))
         return write_full(whole, local, layout)
     scattered = [process_group(group.name) for group in groups]
     members = [dist.get_process_group_ranks(axis) for axis in scattered]
+    # Axes that do not shard the tensor hold copies, which are made at last
     others = [axis for axis in ranks.stage_axes if dist.get_process_group_ranks(axis) not in members]
     along = list(broadcast_axes([*scattered, *others]))
     for sharding, group in layout:

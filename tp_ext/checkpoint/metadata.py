@@ -31,8 +31,8 @@ ChunkBounds = tuple[tuple[int, int], ...]
 """Begin and end of a chunk in each dim of its tensor."""
 
 _MARK = b"\ncrc32 "
-_MOST_DIMS = 64
-_MOST_CLASSES = 1000  # named by one pickle: each name creates a class, and pickle names each only once
+_MAX_DIMS = 64
+_MAX_CLASSES = 1000  # named by one pickle: each name creates a class, and pickle names each only once
 
 
 def with_checksum(content: bytes) -> bytes:
@@ -75,7 +75,7 @@ class _Record:
     """An object of a pickle as data: the name of its class, its arguments and its state. Replaces all classes."""
 
     def __new__(cls, *args: Any) -> "_Record":
-        if len(args) > _MOST_DIMS:
+        if len(args) > _MAX_DIMS:
             raise pickle.UnpicklingError(f".metadata: gives {cls.__name__} {len(args)} arguments")
         made = super().__new__(cls)
         made.args, made.state = args, {}
@@ -110,6 +110,7 @@ _KNOWN = {
 }
 
 
+# [Note: .metadata is not unpickled]
 class _Unpickler(pickle._Unpickler):
     """An unpickler that returns records, dtypes and plain values, and calls no class or function that a pickle names.
 
@@ -131,8 +132,8 @@ class _Unpickler(pickle._Unpickler):
             what = f"{_brief.repr(module)[1:-1]}.{_brief.repr(name)[1:-1]}"
             raise pickle.UnpicklingError(f".metadata: {what} is not of a checkpoint's metadata; not loaded")
         self.classes += 1
-        if self.classes > _MOST_CLASSES:
-            raise pickle.UnpicklingError(f".metadata: names more than {_MOST_CLASSES} classes")
+        if self.classes > _MAX_CLASSES:
+            raise pickle.UnpicklingError(f".metadata: names more than {_MAX_CLASSES} classes")
         return type(name, (_Record,), {})  # a new class each time: a pickle may also write to the classes it names
 
     def _set_item(self) -> None:
@@ -195,7 +196,7 @@ def _typed(value: Any, kind: type) -> Any:
 
 def _size(record: Any) -> torch.Size:
     _state(record, "Size")
-    if len(record.args) != 1 or not isinstance(record.args[0], tuple | list) or len(record.args[0]) > _MOST_DIMS:
+    if len(record.args) != 1 or not isinstance(record.args[0], tuple | list) or len(record.args[0]) > _MAX_DIMS:
         _malformed(f"{_brief.repr(record.args)} must be a size")
     return torch.Size([_typed(n, int) for n in record.args[0]])
 
@@ -235,7 +236,7 @@ def _entry(key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadat
             _malformed(f"{key} has shape {tuple(size)}, a chunk of it reaches beyond: {tuple(offsets)}, {tuple(sizes)}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
         bounds.append(extent)
-    volume, held = prod(size), sum(prod(stop - start for start, stop in one) for one in bounds)
+    volume, held = prod(size), sum(prod(stop - start for start, stop in bound) for bound in bounds)
     if volume != held:
         _malformed(f"{key} has {volume} elements, its chunks {held}")
     if volume >= 1 << 63:

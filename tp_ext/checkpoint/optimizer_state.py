@@ -44,6 +44,7 @@ class HeldState:
         self.group: ProcessGroup | None = None
         kind = type(optimizer)
         # By name, since importing torch.distributed.optim would cost every user time
+        # [Note: the state of ZeRO-1 is read from its inner optimizers]
         if any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__):
             inner = getattr(optimizer, "optim", None)
             if not isinstance(inner, Optimizer):
@@ -88,7 +89,7 @@ class HeldState:
         rank = self.group.rank()
         mine = [{key: _described(value, rank) for key, value in state.items()} for state in states]
         reports = all_gather_objects(mine, self.group)
-        return [next((one[i] for one in reports if one[i]), {}) for i in range(len(mine))]
+        return [next((report[i] for report in reports if report[i]), {}) for i in range(len(mine))]
 
     def fetch(self, param: Tensor, key: str, value: Any) -> Any:
         """Returns a value of :meth:`described`, a tensor in place of a :class:`HeldTensor`.

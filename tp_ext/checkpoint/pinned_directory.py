@@ -10,7 +10,7 @@ from typing import BinaryIO, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-_MOST_OPEN = 256  # files of one directory that are kept open
+_MAX_OPEN = 256  # files of one directory that are kept open
 
 
 def open_regular(path: str | os.PathLike[str], directory: int | None = None) -> BinaryIO:
@@ -22,11 +22,12 @@ def open_regular(path: str | os.PathLike[str], directory: int | None = None) -> 
     return open(descriptor, "rb")
 
 
+# [Note: a reader holds a directory, a saver holds a lock]
 class PinnedDirectory(FileSystem):
     """A directory that is opened once, as a file system for the readers of torch.distributed.checkpoint.
 
     All files are opened through its descriptor, so they belong to this directory even if another one replaces it at the
-    path. The first ``_MOST_OPEN`` stay open until it is closed, so that on a local file system they can be read after
+    path. The first ``_MAX_OPEN`` stay open until it is closed, so that on a local file system they can be read after
     they were removed.
     """
 
@@ -54,7 +55,7 @@ class PinnedDirectory(FileSystem):
         file = self._files.get(name)
         if file is None:
             file = open_regular(name, self._descriptor)
-            if len(self._files) >= _MOST_OPEN:
+            if len(self._files) >= _MAX_OPEN:
                 with file:
                     yield file
                 return

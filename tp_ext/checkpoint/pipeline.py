@@ -67,6 +67,7 @@ def whole_entries(
         tensor = None
         if isinstance(entry.value, Tensor):
             tensor = WholeTensor((ranks.stage,), entry.shape, entry.value.dtype, entry.value.device.type)
+        # Entries of one tensor are tied: the first name is that of all
         tied = first.setdefault(id(entry.value), name)
         value = entry.value if entry.extra and with_extra else None
         own[name] = WholeEntry((ranks.stage,), tensor, tied, entry.copy_of, entry.extra, value)
@@ -81,6 +82,7 @@ def whole_entries(
             found[name] = _merged(one, other) if other.copy_of == name else _merged(other, one)
     for name, one in found.items():
         original = found.get(one.copy_of)
+        # Without a pipeline the other stages are not known: a copy has its own name
         if not one.copy_of or original is one or (original is None and ranks.pipeline is None):
             continue
         if original is None or not one.tensor or not original.tensor or original.tensor.shape != one.tensor.shape:

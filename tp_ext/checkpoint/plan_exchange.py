@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tp_ext._object_collectives import call_and_combine, exists
+from tp_ext._object_collectives import call_and_combine, is_alive
 from tp_ext.checkpoint.save_plan import GlobalPlan, RankPlan
 
-_MOST_KEPT = 100_000  # entries of all ranks, which the first one keeps between saves: 110 MB
+_MAX_KEPT = 100_000  # entries of all ranks, which the first one keeps between saves: 110 MB
 
 
 class _Agreed(NamedTuple):
@@ -39,7 +39,7 @@ def exchange_plans(
     """
     group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
     name = "" if group is None else group.group_name
-    for destroyed in [known for known, one in _last.items() if not exists(one.group)]:
+    for destroyed in [known for known, one in _last.items() if not is_alive(one.group)]:
         del _last[destroyed]
     last = _last.pop(name, None)
     own: list[RankPlan] = []
@@ -54,9 +54,9 @@ def exchange_plans(
             made.append((last.plans, last.whole))
             return [(None, True)] * len(found)
         plans = [last.plans[rank] if one is None and last else one for rank, one in enumerate(found)]
-        known = [one for one in plans if one is not None]
+        known = [plan for plan in plans if plan is not None]
         made.append((known, GlobalPlan(known)))
-        kept = sum(len(plan.entries) for plan in known) <= _MOST_KEPT
+        kept = sum(len(plan.entries) for plan in known) <= _MAX_KEPT
         return [(indices, kept) for indices in made[0][1].assigned]
 
     assigned, kept = call_and_combine(process_group, act, combine)

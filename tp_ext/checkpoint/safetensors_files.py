@@ -89,6 +89,7 @@ class Export:
                 names = [f"{self.target.stem}{tag}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
                 self.names = names if self.old.isdisjoint(names) else self.names
 
+    # [Note: a job's store remembers which rank exported where]
     def _refuse_another_stage(self) -> None:
         """Raises if another rank of this job has exported other tensors here: stages of a pipeline would replace each
         other's. A job's store knows the rank of the last export to a path."""
@@ -106,6 +107,7 @@ class Export:
                     "the stages of a pipeline go into one export by mesh="
                 )
 
+    # [Note: we write safetensors files ourselves]
     def write(self, number: int, tensors: Iterable[Tensor | None]) -> None:
         """Writes one file: the length of the head, the head, and the tensors one after the other."""
         entries, at = {}, 0

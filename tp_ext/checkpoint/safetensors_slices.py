@@ -137,7 +137,7 @@ class JoinedTensor:
     def __init__(self, parts: Sequence[SlicedTensor | JoinedTensor], *, stacked: bool = False) -> None:
         self._parts, self._stacked = parts, stacked
         shapes: list[torch.Size] = [part.shape for part in parts]
-        joined = (len(parts), *shapes[0]) if stacked else (sum(one[0] for one in shapes), *shapes[0][1:])
+        joined = (len(parts), *shapes[0]) if stacked else (sum(shape[0] for shape in shapes), *shapes[0][1:])
         self.shape: torch.Size = torch.Size(joined)
 
     @property

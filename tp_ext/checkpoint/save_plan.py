@@ -31,7 +31,7 @@ from tp_ext.checkpoint.metadata import overlapping
 from tp_ext.checkpoint.pipeline import check_unique
 from tp_ext.chunks import chunks_of
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 class PlannedChunk(NamedTuple):
@@ -55,7 +55,7 @@ class RankPlan(NamedTuple):
     """
 
     entries: list[PlannedChunk | str]
-    paths: dict[str, Path]
+    paths: dict[str, KeyPath]
     names: list[str]
     stage: int
 
@@ -85,10 +85,10 @@ def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPl
 _LEAVES = Tensor, float, int, type(None), str  # found faster than that a value is no Mapping
 
 
-def _flattened(state: StateDict) -> tuple[StateDict, dict[str, Path]]:
+def _flattened(state: StateDict) -> tuple[StateDict, dict[str, KeyPath]]:
     """Returns torch's ``flatten_state_dict``, which looks for tensors in each entry."""
     flat: StateDict = {}
-    paths: dict[str, Path] = {}
+    paths: dict[str, KeyPath] = {}
     for section, entries in state.items():
         for name, value in entries.items():
             if not isinstance(value, _LEAVES) and isinstance(value, list | tuple | Mapping):
@@ -182,7 +182,7 @@ class GlobalPlan:
         return content
 
     def _metadata(self, written: Sequence[Sequence[Written]], files: Sequence[str], save_id: str) -> Metadata:
-        paths: dict[str, Path] = {}
+        paths: dict[str, KeyPath] = {}
         for plan in reversed(self._plans):
             paths.update(plan.paths)
         stored: dict[MetadataIndex, _StorageInfo] = {}

@@ -85,14 +85,14 @@ def sharded_state(module: nn.Module, optimizer: Optimizer | None, over: MeshAxes
         held = HeldState(optimizer)
         state["optimizer"] = saved = {}
         params = optimized_params(module, optimizer, groups)
-        originals = {one.name for one in params if not one.copy}
-        for one in params:
-            if one.copy and one.name in originals:  # both are on this rank
+        originals = {param.name for param in params if not param.copy}
+        for param in params:
+            if param.copy and param.name in originals:  # both are on this rank
                 continue
-            for key, value in one.options.items():
-                saved[f"param_groups.{one.name}.{key}"] = value
-            for key, value in held.of(one.param).items():
-                saved[f"state.{one.name}.{key}"] = shard_optimizer_state(key, value, one, chunks)
+            for key, value in param.options.items():
+                saved[f"param_groups.{param.name}.{key}"] = value
+            for key, value in held.of(param.param).items():
+                saved[f"state.{param.name}.{key}"] = shard_optimizer_state(key, value, param, chunks)
     return state, names
 
 
@@ -107,7 +107,7 @@ _Place = tuple[tuple[int, ...], torch.Size, int, bool]  # offsets, sizes, begin 
 
 
 class LocalChunks:
-    """Chunks of many tensors: those of two tensors of one layout, shape and strides are at the same places."""
+    """Caches where chunks lie: tensors of equal layout, shape and strides are chunked alike."""
 
     def __init__(self, groups: ModelGroups) -> None:
         self._groups = groups

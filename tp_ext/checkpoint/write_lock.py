@@ -118,7 +118,7 @@ class WriteLock:
         self._descriptor = None
 
     def leave_to_parent(self) -> None:
-        """In a forked child: closes the descriptor, with which the child would hold the lock of a killed parent."""
+        """Closes the descriptor in a forked child, which would hold the lock of a killed parent by it."""
         if self._descriptor is not None and self._close is not None and self._close.detach():
             os.close(self._descriptor)  # without unlocking it, which would be for the parent, too
             self._descriptor = None

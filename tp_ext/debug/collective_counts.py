@@ -71,7 +71,7 @@ class CollectiveCounts:
 
     @property
     def rows(self) -> tuple[CollectiveCount, ...]:
-        """One row for each group, kind and size, in order of first occurrence."""
+        """The rows of the table: one for each group, kind and size, in order of first occurrence."""
         return tuple(self._read())
 
     @property

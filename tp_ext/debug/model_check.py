@@ -39,7 +39,7 @@ from tp_ext.nn.tied import copies_in
 from tp_ext.outside.optimizers import find_beyond_elements
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 
-Batch = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
+BatchTensors = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
 
 EXPLAINED = 8
 """The number of differing tensors whose values are exchanged; the others are only named."""
@@ -51,7 +51,7 @@ def check(
     group: Group = NOT_GIVEN,
     mesh: DeviceMesh | None = None,
     optimizer: Optimizer | None = None,
-    batch: Batch = None,
+    batch: BatchTensors = None,
 ) -> None:
     """Raises if :func:`findings` finds anything.
 
@@ -69,7 +69,7 @@ def findings(
     group: Group = NOT_GIVEN,
     mesh: DeviceMesh | None = None,
     optimizer: Optimizer | None = None,
-    batch: Batch = None,
+    batch: BatchTensors = None,
 ) -> list[str]:
     """Returns mistakes of the model over the ranks of its groups, a sentence each; the same list on every rank.
 
@@ -188,7 +188,9 @@ def _over_stages(model: nn.Module, pipeline: ProcessGroup) -> list[str]:
     return found
 
 
-def _findings_over(group: str, model: nn.Module, alone: list[str], options: dict[str, str], batch: Batch) -> list[str]:
+def _findings_over(
+    group: str, model: nn.Module, alone: list[str], options: dict[str, str], batch: BatchTensors
+) -> list[str]:
     """Returns the findings of one group, ``alone`` those of this rank without communication among them; ``options`` of
     the optimizer must be the same on all ranks."""
     table = compared_tensors(model, group)
@@ -201,11 +203,12 @@ def _findings_over(group: str, model: nn.Module, alone: list[str], options: dict
     held = dict(zip(tensors, tensor_digests(tensors.values()), strict=True))
     facts_here = _facts(model, table, _is_sharded_over(model, group)) | dict.fromkeys(given, "given") | options
     mine = _Report(alone, facts_here, _slices(table, group), held)
+    # [Note: check exchanges checksums, once]
     reports = all_gather_objects(mine, process_group(group))
-    all_held = [one.held for one in reports]
-    facts = [one.facts for one in reports]
-    found = _merge_local_findings([one.alone for one in reports]) + _disagreements(facts) + _same_slices(reports)
-    known = set.intersection(*(set(one) for one in facts))  # tensors that only some ranks have are in the facts
+    all_held = [report.held for report in reports]
+    facts = [report.facts for report in reports]
+    found = _merge_local_findings([report.alone for report in reports]) + _disagreements(facts) + _same_slices(reports)
+    known = set.intersection(*(set(fact) for fact in facts))  # tensors that only some ranks have are in the facts
     absent = describe_missing(all_held)
     found += [sentence for sentence in absent if sentence.split(":")[0].removesuffix(".grad") in known]
     different = differing_keys(all_held)
@@ -213,7 +216,7 @@ def _findings_over(group: str, model: nn.Module, alone: list[str], options: dict
     return found + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
 
 
-def _tensors(name: str, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+def _tensors(name: str, batch: BatchTensors) -> Iterator[tuple[str, Tensor]]:
     if isinstance(batch, Tensor):
         yield name, batch
     elif isinstance(batch, Mapping):
@@ -247,7 +250,7 @@ def _has_other_tokens(model: nn.Module, group: str) -> bool:
     """Returns whether the ranks of the group have different tokens: it is that of experts."""
     ranks = global_ranks(group)
     experts = (module.expert_group for module in _layers(model) if module.expert_group is not None)
-    return any(global_ranks(one.name) == ranks for one in experts if one.size > 1)
+    return any(global_ranks(expert.name) == ranks for expert in experts if expert.size > 1)
 
 
 class _Report(NamedTuple):
@@ -345,19 +348,19 @@ def _varies_along_each_dim(tensor: Tensor) -> bool:
     return all(bool((tensor != tensor.narrow(dim, 0, 1)).any()) for dim, n in enumerate(tensor.shape) if n > 1)
 
 
-def _merge_local_findings(sentences: list[list[str]]) -> list[str]:
-    found = []
-    for sentence in dict.fromkeys(s for one in sentences for s in one):
-        ranks = [rank for rank, one in enumerate(sentences) if sentence in one]
-        found.append(sentence if len(ranks) == len(sentences) else f"on ranks {ranks}: {sentence}")
-    return found
+def _merge_local_findings(of_ranks: list[list[str]]) -> list[str]:
+    merged = []
+    for sentence in dict.fromkeys(sentence for sentences in of_ranks for sentence in sentences):
+        ranks = [rank for rank, sentences in enumerate(of_ranks) if sentence in sentences]
+        merged.append(sentence if len(ranks) == len(of_ranks) else f"on ranks {ranks}: {sentence}")
+    return merged
 
 
 def _disagreements(facts: list[dict[str, str]]) -> list[str]:
     """Returns a sentence for each disagreement; names with the same one share a sentence."""
     names: dict[tuple[str, ...], list[str]] = {}
-    for name in dict.fromkeys(name for one in facts for name in one):
-        values = tuple(one.get(name, "missing") for one in facts)
+    for name in dict.fromkeys(name for fact in facts for name in fact):
+        values = tuple(fact.get(name, "missing") for fact in facts)
         if len(set(values)) > 1:
             names.setdefault(values, []).append(name)
     found = []

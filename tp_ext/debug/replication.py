@@ -116,8 +116,8 @@ def parts_of_shard(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> Ite
     if tensor.dim() <= sharding.dim or tensor.shape[sharding.dim] != sharding.local_size(rank, p):
         return
     whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-    for one in sharding.local_parts(rank, p):
-        yield whole.narrow(sharding.dim, one.local_start, one.length)
+    for part in sharding.local_parts(rank, p):
+        yield whole.narrow(sharding.dim, part.local_start, part.length)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

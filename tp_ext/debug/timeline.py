@@ -227,7 +227,7 @@ def spans_of_trace(trace: dict[str, Any], calls: Iterable[Call]) -> list[Span]:
     else:
         spans = [*phases, *_collectives_of_host(events, calls)]
     zero = trace.get("baseTimeNanoseconds", 0) / 1e9
-    scaled = [one._replace(begin=zero + one.begin / 1e6, end=zero + one.end / 1e6) for one in spans]
+    scaled = [span._replace(begin=zero + span.begin / 1e6, end=zero + span.end / 1e6) for span in spans]
     return sorted(scaled, key=lambda span: (span.begin, -span.end))
 
 
@@ -261,7 +261,7 @@ def _collectives_of_host(events: list[Event], calls: Iterable[Call]) -> Iterator
             begin, end = _times(event)
             # gloo's work begins when a thread takes it; its reduce-scatter is an all-reduce
             kinds = (kind, "all_reduce") if kind == "reduce_scatter" else (kind,)
-            work = next((one for one in works if one[0] >= begin and one[2] in kinds), None)
+            work = next((work for work in works if work[0] >= begin and work[2] in kinds), None)
             if work is not None:
                 works.remove(work)
             yield Span(COMMUNICATION, kind, begin, end if work is None else max(end, work[1]), payload)

@@ -98,7 +98,7 @@ def _assert_parameter_types(module: nn.Module) -> None:
     """Gives all parameters and buffers types by their layouts, on the current mesh."""
     spmd = _spmd_types()
     groups = [one for part in module.modules() for one in _groups_of(part)]
-    own = {spmd.MeshAxis.of(process_group(name)) for name in dict.fromkeys(one.name for one in groups) if name}
+    own = {spmd.MeshAxis.of(process_group(name)) for name in dict.fromkeys(group.name for group in groups) if name}
     outside = dict.fromkeys(spmd.current_mesh() or (), spmd.R)
     for prefix, part in module.named_modules():
         layouts = layouts_of(part)
@@ -114,6 +114,7 @@ def _assert_parameter_types(module: nn.Module) -> None:
             for sharding, group in layouts.get(name, ()):
                 if group.size > 1:
                     spec[sharding.dim] = (*spec[sharding.dim], process_group(group.name))
+            # The layers sum gradients of replicated parameters over their own groups: invariant there
             held = {axis: spmd.I if axis in own and tensor.requires_grad else t for axis, t in outside.items()}
             for axis in {spmd.MeshAxis.of(group) for entry in spec for group in entry}:
                 held[axis] = spmd.V
@@ -156,7 +157,7 @@ class _Rules(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 y = func(*arguments)
                 # An operator may return its argument, which keeps its own type
-                return y.view_as(y) if any(y is one for one in arguments) else y
+                return y.view_as(y) if any(y is argument for argument in arguments) else y
 
         return self._spmd.rules.run_typecheck(operator, compute, bound.args)
 

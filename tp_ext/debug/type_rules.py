@@ -220,7 +220,7 @@ def _row(x: Typed, weight: Typed, bias: Typed | None, group: str, activations: s
 
 def ignored(*tensors: Tensor | None) -> None:
     """Says that the type of the result does not depend on those of ``tensors``."""
-    rules.ignore(*(one for one in tensors if one is not None))
+    rules.ignore(*(tensor for tensor in tensors if tensor is not None))
 
 
 @rule

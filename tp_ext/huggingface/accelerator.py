@@ -160,7 +160,7 @@ def _own_values(accelerator: Any, values: Any, use_gather_object: bool = False) 
 def _those(model: nn.Module, parameters: Iterable[Tensor] | Tensor) -> Any:
     """The model, if these are all of its parameters, which it can then look up; or they themselves."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return model if {id(one) for one in listed} >= {id(one) for one in model.parameters()} else listed
+    return model if {id(one) for one in listed} >= {id(parameter) for parameter in model.parameters()} else listed
 
 
 def _refused(name: str, advice: str) -> Any:

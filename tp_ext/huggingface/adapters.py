@@ -154,6 +154,7 @@ def _config_of(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = repr(config.get("peft_type")) if isinstance(config, dict) else type(config).__name__
         raise ValueError(f"path: {str(file)!r} must be of peft_type 'LORA', not {kind}")
+    # An option of a newer PEFT may change what an adapter computes: only those without effect pass
     for name, value in config.items():
         if name not in WITHOUT_EFFECT and value and not (name == "bias" and value == "none"):
             raise ValueError(f"path: {str(file)!r} has {name} = {value!r}, which must not be set")
@@ -182,6 +183,7 @@ def _checked(model: nn.Module, tensors: dict[str, SlicedTensor], config: dict[st
     names = sorted({name[: -len(FACTORS[0])] for name in tensors})
     modules = dict(model.named_modules(remove_duplicate=False))
     present = {name for name, layer in modules.items() if isinstance(layer, LoRALinear)}
+    # Adapters that the file lacks would keep their initial weights, silently
     if not names or (present and present != set(names)):
         raise ValueError(
             f"path: {str(path)!r} has adapters of {names} and must have those of {sorted(present) or 'a layer'}"

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 
 @dataclass
-class Group:
+class TensorGroup:
     """Tensors on one side and what they become on the other.
 
     Attributes:
@@ -48,7 +48,9 @@ class Group:
         }
 
 
-def groups_to_load(model: transformers.PreTrainedModel, files: Mapping[str, Tensor]) -> tuple[list[Group], list[Any]]:
+def groups_to_load(
+    model: transformers.PreTrainedModel, files: Mapping[str, Tensor]
+) -> tuple[list[TensorGroup], list[Any]]:
     """Groups the tensors of files by what they become in the model.
 
     Args:
@@ -60,18 +62,19 @@ def groups_to_load(model: transformers.PreTrainedModel, files: Mapping[str, Tens
     mapping = get_model_conversion_mapping(model)
     renamings = [one for one in mapping if isinstance(one, core.WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, core.WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     own = dict.fromkeys(model.state_dict())
     wanted = {name: torch.empty(0) for name in own}
-    found: dict[str, Group] = {}
+    found: dict[str, TensorGroup] = {}
     for name in sorted(files, key=core.dot_natural_key):
         target, pattern = core.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        # A renaming for other classes: the model has the name of the file
         if target not in wanted and name in wanted:
             target, pattern = core.rename_source_key(name, [], [], model.base_model_prefix, wanted)
         if pattern is None:
-            found.setdefault(f"{target}\0{name}", Group([name], {target: files[name]}))
+            found.setdefault(f"{target}\0{name}", TensorGroup([name], {target: files[name]}))
             continue
-        group = found.setdefault(target, Group([], transform=of_pattern[pattern], _first=target))
+        group = found.setdefault(target, TensorGroup([], transform=of_pattern[pattern], _first=target))
         group.sources.append(name)
         group._patterns.append(pattern)
     for group in found.values():
@@ -80,7 +83,7 @@ def groups_to_load(model: transformers.PreTrainedModel, files: Mapping[str, Tens
     return list(found.values()), [one for one in mapping if one.was_used()]
 
 
-def groups_to_save(model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[Group]:
+def groups_to_save(model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[TensorGroup]:
     """Groups the tensors of a model by what they become in files: those of ``PreTrainedModel.save_pretrained``.
 
     Args:
@@ -93,15 +96,17 @@ def groups_to_save(model: transformers.PreTrainedModel, tensors: Mapping[str, Te
     reverse = [one.reverse_transform() for one in (conversions or [])[::-1]]
     renamings = [one for one in reverse if isinstance(one, core.WeightRenaming)]
     converters = [one for one in reverse if isinstance(one, core.WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    found: dict[str, Group] = {}
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, TensorGroup] = {}
     for name in tensors if conversions is None else sorted(tensors, key=core.dot_natural_key):
         target, pattern = core.apply_converters(name, converters)
         if pattern is None:
             target = core.apply_renamings(name, renamings)
-            found[f"{target}\0{name}"] = Group([name], {target: tensors[name]})
+            found[f"{target}\0{name}"] = TensorGroup([name], {target: tensors[name]})
             continue
-        group = found.setdefault(target, Group([], transform=of_pattern[pattern], _first=target, _renamings=renamings))
+        group = found.setdefault(
+            target, TensorGroup([], transform=of_pattern[pattern], _first=target, _renamings=renamings)
+        )
         group.sources.append(name)
         group._patterns.append(pattern)
     for group in found.values():

@@ -24,8 +24,7 @@ from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.safetensors_files import open_export
 from tp_ext.checkpoint.safetensors_slices import SlicedTensor
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
-from tp_ext.huggingface.conversion import Group as Tensors
-from tp_ext.huggingface.conversion import groups_to_load
+from tp_ext.huggingface.conversion import TensorGroup, groups_to_load
 from tp_ext.huggingface.examples import example_of
 from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import compute, generator_states
@@ -164,9 +163,13 @@ def _prepared(
     overrides: Mapping[str, Any],
     strict: bool,
     states: list[Tensor],
-) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[Tensors], SimpleNamespace]:
-    """The model on meta, with what no file has; all tensors of the files; how these make those of the model; and the
-    names that are in one of both only."""
+) -> tuple[transformers.PreTrainedModel, dict[str, SlicedTensor], list[TensorGroup], SimpleNamespace]:
+    """Builds the model on meta.
+
+    Returns:
+        The model, in which tensors that no file has are initialised; the tensors of the files; the conversions from
+        tensors of the files to those of the model; the names that only one of both has.
+    """
     cls = _class_of(path, model_class)
     config, unused = cls.config_class.from_pretrained(
         str(path), local_files_only=True, return_unused_kwargs=True, **overrides
@@ -177,7 +180,7 @@ def _prepared(
         raise ValueError(f"path: {str(path)!r} has quantized weights, and must be saved without quantization")
     files = _tensors_of(path, opened)
     if dtype is None:
-        dtype = config.dtype or next((one.dtype for one in files.values() if one.dtype.is_floating_point), None)
+        dtype = config.dtype or next((file.dtype for file in files.values() if file.dtype.is_floating_point), None)
     with torch.device("meta"):
         model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)
@@ -259,7 +262,7 @@ def _cast_to_float(model: transformers.PreTrainedModel, dtype: torch.dtype | Non
 
 def _matched(
     model: transformers.PreTrainedModel,
-    groups: list[Tensors],
+    groups: list[TensorGroup],
     path: Path,
     shapes: Mapping[str, torch.Size],
     strict: bool = True,
@@ -272,6 +275,7 @@ def _matched(
     """
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
     made = {name: tensor for group in groups for name, tensor in group.targets.items()}
+    # Files have a tied tensor under one of its names: under the others it is not missing
     held = {id(own[name]) for name in made if name in own}
     left = SimpleNamespace(
         missing_keys={name for name, tensor in own.items() if name not in made and id(tensor) not in held},
@@ -337,12 +341,12 @@ def _read(
     model: transformers.PreTrainedModel,
     entries: Mapping[str, StateEntry],
     files: Mapping[str, SlicedTensor],
-    groups: list[Tensors],
+    groups: list[TensorGroup],
 ) -> None:
     """Reads this rank's slices; for tensors that are converted, all of them."""
     read: dict[int, str] = {}
     for group in groups:
-        for name, tensor in _made(model, files, group):
+        for name, tensor in _converted_tensors(model, files, group):
             entry = entries[name]
             first = read.setdefault(id(entry.value), name)
             if first == name:
@@ -353,8 +357,8 @@ def _read(
                     raise ValueError(f"path: {first!r} and {name!r} are one tensor in the model and must be equal")
 
 
-def _made(
-    model: transformers.PreTrainedModel, files: Mapping[str, SlicedTensor], group: Tensors
+def _converted_tensors(
+    model: transformers.PreTrainedModel, files: Mapping[str, SlicedTensor], group: TensorGroup
 ) -> Iterator[tuple[str, Tensor | SlicedTensor]]:
     """The tensors of the model that a group makes; in a file where nothing is converted."""
     if not group.targets:  # that the class ignores

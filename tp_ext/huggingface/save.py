@@ -68,8 +68,8 @@ def save_pretrained(
         if name not in ignored and not one.extra
     }
     groups = groups_to_save(model, remove_tied_weights_from_state_dict(full, model))
-    group_of = {name: one for one in groups for name in one.targets}
-    shapes = {name: tensor for one in groups for name, tensor in one.targets.items()}
+    group_of = {name: group for group in groups for name in group.targets}
+    shapes = {name: tensor for group in groups for name, tensor in group.targets.items()}
 
     def gathered(shard: FileEntries) -> Iterator[Tensor | None]:
         made: dict[str, Tensor | None] = {}  # a group that the next file needs as well is gathered again
@@ -78,13 +78,13 @@ def save_pretrained(
             if name not in made:
                 found = group_of[name]
                 sources = [
-                    gather_whole(_whole(full[one], ranks), entries[one], ranks, rank0_only=True)
-                    for one in found.sources
+                    gather_whole(_whole(full[source], ranks), entries[source], ranks, rank0_only=True)
+                    for source in found.sources
                 ]
                 made |= dict.fromkeys(found.targets)
                 try:
                     if ranks.first and failure is None:
-                        made |= found.convert(model, [one for one in sources if one is not None])
+                        made |= found.convert(model, [source for source in sources if source is not None])
                 except Exception as error:  # raised when the other ranks have sent all of this file
                     failure = error
                 del sources

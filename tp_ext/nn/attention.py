@@ -317,6 +317,7 @@ class ParallelAttention(SelfAttention):
         """Returns q, k, v ``[*lead, heads_local, head_dim]``, normalised, rotated; lead: (batch, seq) or (tokens,)."""
         nq, nkv = self.num_heads_local, self.num_kv_heads_local
         heads = rows.view(*lead, nq + 2 * nkv, self.head_dim)
+        # [Note: q and k are rotated as one tensor]
         together = self.rope is not None and self.q_norm is None  # q and k adjacent: one kernel rotates both
         *rotating, v = heads.split((nq + nkv, nkv) if together else (nq, nkv, nkv), -2)
         if self.q_norm is not None and self.k_norm is not None:

@@ -44,7 +44,7 @@ class SumWithGradient(torch.autograd.Function):
     that differentiate the same sum; they add up the gradients of what they share."""
 
     @staticmethod
-    def forward(value: Tensor, own: Tensor, group: str) -> Tensor:
+    def forward(value: Tensor, own: Tensor, group: str) -> Tensor:  # group: read by the rule of debug.typecheck
         return value.view_as(value)
 
     @staticmethod

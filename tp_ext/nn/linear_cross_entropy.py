@@ -53,7 +53,7 @@ def linear_cross_entropy(
         main_grad: as the ``main_grad`` of :class:`ColumnParallelLinear` with ``grad_accumulation_fusion``: the gradient
             of ``weight`` is added to it.
 
-    Range: of fp16, ``mean`` and ``sum`` compute a row's gradient of the sum times 256, in fp16: it overflows beyond
+    Range: of fp16, ``mean`` and ``sum`` scale a row's gradient of the sum by 256, in fp16: it overflows beyond
     255, also where the mean would not. ``reduction="none"`` and the loss of logits have the whole range of the type.
 
     Memory: a chunk's logits, x by chunks under SP, and the gradients; between forward and backward the gradients (of

@@ -35,6 +35,7 @@ from tp_ext.random import Constant, torch_linear_init
 from tp_ext.sharding import Sharding
 
 
+# [Note: adapters consist of our layers]
 class LoRALinear(ParallelModule):
     """Replacement of a column or row linear by one with an adapter: y = base(x) + (alpha / r) B(A(dropout(x))).
 
@@ -186,7 +187,7 @@ class LoRALinear(ParallelModule):
 
 def _split_parts(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> tuple[Tensor, ...]:
     """Returns views of the rank's share of each part of a local tensor."""
-    lengths = [one.length + one.padding for one in sharding.local_parts(rank, p)]
+    lengths = [part.length + part.padding for part in sharding.local_parts(rank, p)]
     return tensor.split(lengths, sharding.dim)
 
 

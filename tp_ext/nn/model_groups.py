@@ -90,7 +90,7 @@ class ModelGroups(NamedTuple):
         return shape, chunks
 
 
-def groups_of(groups: Iterable[ParallelGroup]) -> ModelGroups:
+def axes_of_groups(groups: Iterable[ParallelGroup]) -> ModelGroups:
     """Returns the axes of which these are the groups.
 
     Raises:
@@ -103,7 +103,7 @@ def groups_of(groups: Iterable[ParallelGroup]) -> ModelGroups:
         if plain.size > 1 and plain.name not in names:
             names[plain.name] = tuple(global_ranks(plain.name))
             ranks.setdefault(names[plain.name], plain)
-    largest = [one for one in ranks if not any(set(one) < set(other) for other in ranks)]
+    largest = [rank for rank in ranks if not any(set(rank) < set(other) for other in ranks)]
     for i, one in enumerate(largest):
         for other in largest[:i]:
             if len(set(one) & set(other)) > 1:
@@ -129,21 +129,21 @@ def model_groups(model: nn.Module, given: MeshAxes | None = None) -> ModelGroups
         TypeError: the group is none of the accepted kinds.
     """
     layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
-    found = groups_of(groups_in_use(model))
+    found = axes_of_groups(groups_in_use(model))
     if given is None or given.group is NOT_GIVEN:
         return found
     group, named = parallel_group(given.group).plain(), given.named
     ranks = tuple(global_ranks(group.name))
     theirs = {tuple(global_ranks(name)) for name in found.within} - {tuple(global_ranks(given.ep.name))}
     if theirs and ranks not in theirs:
-        names = " or ".join(_shown(one) for one in sorted(theirs))
+        names = " or ".join(_shown(members) for members in sorted(theirs))
         raise ValueError(
             f"{named}: {_shown(ranks)} must be that of the model's layers, {names}; without {named.split('[')[0]}= it "
             "is taken from them"
         )
     if not theirs and len(ranks) > 1 and any(any(layer.tp_layouts.values()) for layer in layers):
         raise ValueError(f"{named}: {_shown(ranks)} must be that of the model's layers, which were made without one")
-    return (found if theirs else groups_of([group, *groups_in_use(model)]))._replace(default=group)
+    return (found if theirs else axes_of_groups([group, *groups_in_use(model)]))._replace(default=group)
 
 
 def groups_in_use(model: nn.Module) -> Iterator[ParallelGroup]:

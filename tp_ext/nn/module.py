@@ -139,7 +139,7 @@ class ParallelModule(nn.Module):
     def _copied_rows_of(self, name: str, layout: Layout) -> CopiedRows | None:
         """Returns the rows of a parameter of this layout that other ranks hold, too."""
         for sharding, group in layout:
-            copied = sharding.copied_pieces(group.rank, group.size) if group.size > 1 else None
+            copied = sharding.copied_rows(group.rank, group.size) if group.size > 1 else None
             if copied is not None:
                 alone = [other.dim for other, _ in layout].count(sharding.dim) == 1
                 if group.name != self.tp_group.name or not alone:

@@ -1,4 +1,8 @@
-"""The mixture-of-experts layer: a router, experts over two groups of ranks, shared experts."""
+"""The mixture-of-experts layer: a router, experts over two groups of ranks, shared experts.
+
+Letters of shapes: T tokens of this rank, under SP of all ranks of ``group`` once they enter the experts; D hidden; K
+the choices of a token, ``top_k``; E experts; R rows of the experts of this rank, one for each choice of them.
+"""
 
 from typing import Any, Self
 
@@ -199,7 +203,7 @@ class ParallelMoE(LayerOverData):
         _refuse_transforms(x)
         if isinstance(x, FakeTensor) and not torch.compiler.is_compiling():
             return x + self.router.weight.new_zeros(()).to(x.dtype)  # a pipeline asks for the shape; rows are data
-        tokens = x.reshape(-1, self.hidden_size)
+        tokens = x.reshape(-1, self.hidden_size)  # [T, D]
         sizes, first, total = self._places(x, tokens.shape[0], total_tokens)
         sequences = self._sequences(x, batch_size, total)
         routed = self.router(tokens, sequences, first, total)
@@ -208,12 +212,12 @@ class ParallelMoE(LayerOverData):
             tokens = AttachedLoss.apply(tokens, losses.total, self.attach_loss)
             losses = losses._replace(total=losses.total.detach())
         self._last = _LastLosses(losses)  # a new one: copies on fake tensors, of a pipeline, share the old one
-        experts, weights, entering = self._enter(tokens, routed, sizes)
+        experts, weights, entering = self._enter(tokens, routed, sizes)  # [T, K], [T, K], [T, D]
         if self.capacity is not None:
             experts = drop_over_capacity(
                 experts, weights, self.num_experts, self.capacity, self.drop_order, self.data_ranks
             )
-        y = self._computed(entering, experts, weights)
+        y = self._computed(entering, experts, weights)  # [T, D]
         if self.sequence_parallel:
             y = _ops.reduce_scatter_region(y, self.tp_group.name, 0, sizes)
         else:
@@ -232,7 +236,7 @@ class ParallelMoE(LayerOverData):
         if self.shared is not None and can_overlap(self.shared):
             y = routed_and_shared(exchange, self.experts, self.shared, x, weights)
         else:
-            rows, _ = exchange.dispatch(x)
+            rows, _ = exchange.dispatch(x)  # [R, D]
             y, _ = exchange.combine(self.experts(rows, exchange.counts), weights)
         return y.to(x.dtype)
 
@@ -243,7 +247,7 @@ class ParallelMoE(LayerOverData):
             weights = _ops.copy_to_region(routed.weights, name)
             return routed.experts, weights, _ops.copy_to_region(x, name)
         # Experts are exact in fp32 up to 2^24
-        packed = torch.cat([routed.weights, routed.experts.to(routed.weights.dtype)], 1)
+        packed = torch.cat([routed.weights, routed.experts.to(routed.weights.dtype)], 1)  # [T, 2 K]
         packed = _ops.all_gather_region(packed, name, 0, sizes)
         weights, experts = packed[:, :k], packed[:, k:].detach().long()
         return experts, weights, _ops.all_gather_region(x, name, 0, sizes)

@@ -1,4 +1,4 @@
-"""Linear layer whose weight every rank holds whole: the narrow factor of a product of two linears."""
+"""Linear layer with a replicated weight, used for low-rank factors (LoRA's A, MLA's latents)."""
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ class ReplicatedLinear(ParallelModule):
             total_tokens: accepted as by the other linears, and not used.
             has_own_tokens: x has this rank's tokens only, in any dim: gradients are summed over the ranks, as under SP.
         """
-        if x.shape[-1] != self.in_features:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x: dtype {x.dtype} must be that of weight, {self.weight.dtype}")

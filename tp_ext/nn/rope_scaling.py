@@ -15,7 +15,8 @@ KEYS: dict[str, dict[str, bool]] = {
     "llama3": {**_FACTOR, **_CONTEXT, "low_freq_factor": True, "high_freq_factor": True},
     "yarn": {**_FACTOR, **_CONTEXT, **dict.fromkeys(_OPTIONAL, False)},
 }
-MOST = 512  # rotated features, since their frequencies are an argument of the kernel
+# [Note: frequencies of a scaled RoPE are arguments of the call]
+MAX_ROTARY_DIM = 512  # rotated features, since their frequencies are an argument of the kernel
 _LEAST = {"factor": 1, "original_max_position_embeddings": 1, "mscale": 0, "mscale_all_dim": 0}  # the others: > 0
 
 
@@ -74,6 +75,7 @@ class RopeScaling:
     def __init__(self, scaling: Mapping[str, Any], rotary_dim: int, base: float) -> None:
         elsewhere = ("rope_theta", "partial_rotary_factor")
         given = {key: value for key, value in scaling.items() if value is not None and key not in elsewhere}
+        # Older configurations have "type", newer ones "rope_type", some both
         kinds = [given.pop(key) for key in ("rope_type", "type") if key in given]
         if not kinds or any(not isinstance(k, str) or k not in KEYS or k != kinds[0] for k in kinds):
             raise ValueError(f"scaling: rope_type {' and '.join(map(repr, kinds)) or None} must be one of {list(KEYS)}")
@@ -100,10 +102,11 @@ class RopeScaling:
                 f"scaling: low_freq_factor {given['low_freq_factor']} must be less than high_freq_factor "
                 f"{given['high_freq_factor']}"
             )
+        # yarn divides by the logarithm of the base, ntk and dynamic by rotary_dim - 2
         if self.kind == "yarn" and not base > 1:
             raise ValueError(f"base: {base} must be greater than 1 with rope_type 'yarn'")
-        if rotary_dim > MOST:
-            raise ValueError(f"rotary_dim: {rotary_dim} must be at most {MOST} with scaling")
+        if rotary_dim > MAX_ROTARY_DIM:
+            raise ValueError(f"rotary_dim: {rotary_dim} must be at most {MAX_ROTARY_DIM} with scaling")
         if self.kind in ("ntk", "dynamic") and rotary_dim <= 2:
             raise ValueError(f"scaling: rope_type {self.kind!r} must have rotary_dim = {rotary_dim} of at least 4")
         self.options, self.rotary_dim, self.base = given, rotary_dim, base

@@ -12,6 +12,7 @@ from tp_ext.nn.module import check_positive
 from tp_ext.nn.rope_scaling import RopeScaling, base_and_rotary_dim
 
 
+# [Note: RoPE has no buffer]
 class RotaryEmbedding(nn.Module):
     """Rotary embedding: rotates pairs of features by position * base^(-2 i / rotary_dim); pair i is features
     (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if ``interleaved``.

@@ -1,5 +1,8 @@
 """The router of an expert layer: scores of the experts for each token, the top k of them with weights, and losses that
-balance the experts."""
+balance the experts.
+
+Letters of shapes: T tokens of this rank, E experts, K the choices of a token, G groups of experts, S sequences.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,10 +179,10 @@ class Router(ParallelModule):
         config = self.config
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
-            logits = F.linear(x.to(wide), self.parameter("weight").to(wide))
+            logits = F.linear(x.to(wide), self.parameter("weight").to(wide))  # [T, E]
             scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
-            experts = self._choose(scores.detach())
-            weights = scores.gather(-1, experts)
+            experts = self._choose(scores.detach())  # [T, K]
+            weights = scores.gather(-1, experts)  # [T, K]
             if config.normalize:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             if config.scaling != 1:
@@ -198,8 +201,8 @@ class Router(ParallelModule):
         if self.e_score_correction_bias is not None:
             choice = choice + self.e_score_correction_bias.to(scores.dtype)
         if config.top_groups < config.num_groups:
-            grouped = choice.unflatten(-1, (config.num_groups, -1))
-            largest = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
+            grouped = choice.unflatten(-1, (config.num_groups, -1))  # [T, G, E / G]
+            largest = grouped.sort(-1, descending=True).values[..., :2].sum(-1)  # [T, G]
             best = largest.sort(dim=-1, descending=True, stable=True).indices[..., : config.top_groups]
             allowed = torch.zeros_like(largest, dtype=torch.bool).scatter_(-1, best, True)
             choice = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
@@ -222,12 +225,12 @@ class Router(ParallelModule):
         if config.balance_over == "sequence" and config.balance_loss:
             length = tokens // sequences  # of this rank's part of each, under context parallelism
             index = (first_token + torch.arange(experts.shape[0], device=experts.device)) // max(length, 1)
-            slots = (index[:, None] * n + experts).flatten()
+            slots = (index[:, None] * n + experts).flatten()  # [T K], in [0, S E)
             counts = own.new_zeros(sequences * n).scatter_add(0, slots, torch.ones_like(slots, dtype=own.dtype))
             counts = torch.cat([self._over_tp(counts), own[:1] + length])
             counts = self.data_ranks.sum_over_context(counts)
             whole = counts[-1].clamp(min=1)
-            share = counts[:-1].view(sequences, n) / (whole * self.top_k)
+            share = counts[:-1].view(sequences, n) / (whole * self.top_k)  # [S, E]
             balance = n / whole * (probability.double() * share[index]).sum()
             first = self.data_ranks.context.rank == 0 and (self.tp_group.rank == 0 or not self.sequence_parallel)
             sequences_here = sequences if first else 0
@@ -235,8 +238,8 @@ class Router(ParallelModule):
             known = self._over_all(torch.stack(here))
             everyone, balances = known[2].clamp(min=1), known[3]
             return self._combined(balance / balances, squares / everyone, known[0] / balances, known[1] / everyone)
-        sums = probability.double().sum(0)
-        counted = self._count(experts).double()
+        sums = probability.double().sum(0)  # [E]
+        counted = self._count(experts).double()  # [E]
         tokens_here = own[:1] + experts.shape[0]
         known = self._over_all(torch.cat([counted, sums.detach(), squares.detach()[None], tokens_here]))
         everyone = known[-1].clamp(min=1)

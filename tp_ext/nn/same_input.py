@@ -60,7 +60,7 @@ def compare_input(name: str, given: Tensor, group: ParallelGroup) -> None:
         return
     rule = "must be the same on all ranks of a tensor-parallel group, which read one batch"
     shapes = [[n for n in one[:8] if n >= 0] for one in everyone]
-    if any(one != shapes[0] for one in shapes):
+    if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{name}: {rule}; the shapes are {shapes}, p = {group.size}")
     flat = _all_gather_values(values.flatten(), ranks)
     others = [rank for rank in range(group.size) if everyone[rank] != everyone[0]]

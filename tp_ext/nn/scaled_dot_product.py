@@ -71,6 +71,7 @@ def attention(
         dropout: probability, with torch's masks. drop: dropout of the weights ``[batch, heads, n, n]``.
     """
     n, gqa = q.shape[2], q.shape[1] != k.shape[1]
+    # [Note: a sliding window is computed in blocks of queries]
     window = sliding_window if sliding_window is not None and sliding_window < n else None
     explicit = softcap is not None or drop is not None
     if not explicit and mask is None and window is None:

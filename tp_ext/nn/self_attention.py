@@ -164,8 +164,11 @@ class SelfAttention(ParallelModule):
         """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None."""
         starts = [0] if lengths is None else [0, *accumulate(lengths)][:-1]
         exact = exact or self.exact_dropout or self.softcap is not None
-        by_name = self.training and self.dropout and exact and starts and draws_by_name(self, q.device)
-        return sequence_seeds(self, q, starts, unit if lengths is None else 0) if by_name else [None] * len(starts)
+        if not (self.training and self.dropout and exact) or not starts:
+            return [None] * len(starts)
+        if not draws_by_name(self, q.device):
+            return [None] * len(starts)
+        return sequence_seeds(self, q, starts, unit if lengths is None else 0)
 
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
         """Computes attention within each packed sequence: q, k, v ``[tokens, heads_local, ..]`` -> ``[tokens, ..]``."""

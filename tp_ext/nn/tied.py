@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 
+# [Note: the copy of a tied weight says of what it is a copy]
 def declare_tied(stage: nn.Module, copies: Mapping[str, str]) -> None:
     """Declares that parameters of a stage are copies of parameters of another stage, kept equal by the training: those
     of an LM head on the last stage, ``{"head.weight": "embedding.weight"}``, whose embedding is on the first.

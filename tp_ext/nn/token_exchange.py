@@ -2,12 +2,14 @@
 
 ::
 
-    tokens [T, hidden]                      of this rank
-      permute by expert                     [kept slots, hidden]: consecutive rows for each expert, so for each rank
-      all-to-all                            [rows, hidden]: from rank 0, 1, .., each part in the order of experts
-      permute by expert                     [rows, hidden]: consecutive rows for each expert of this rank
+    tokens [T, D]                           of this rank
+      permute by expert                     [kept slots, D]: consecutive rows for each expert, so for each rank
+      all-to-all                            [R, D]: from rank 0, 1, .., each part in the order of experts
+      permute by expert                     [R, D]: consecutive rows for each expert of this rank
     experts
       the inverse of each step, the last one with the weights of the choices, summed for each token
+
+Letters of shapes: T tokens of this rank, D hidden, K the choices of a token, E experts, R rows of this rank's experts.
 
 The numbers of rows are data. Each rank needs them as Python integers, for the sizes of the all-to-all and of the GEMMs:
 one all-gather of the counts and one copy to the host per forward, at which the host waits for the device.
@@ -35,9 +37,9 @@ class TokenExchange(NamedTuple):
 
     Attributes:
         group: the expert group.
-        rows: ``[tokens, top_k]``: the row of a slot in the order of experts, -1 for a dropped one.
+        rows: ``[T, K]``: the row of a slot in the order of experts, -1 for a dropped one.
         sent, received: numbers of rows to and from each rank.
-        received_rows: ``[rows, 1]``: where a received row goes in the order of this rank's experts; None at one rank,
+        received_rows: ``[R, 1]``: where a received row goes in the order of this rank's experts; None at one rank,
             where all rows are in that order.
         counts: rows of each expert of this rank.
     """
@@ -50,7 +52,7 @@ class TokenExchange(NamedTuple):
     counts: list[int]
 
     def dispatch(self, x: Tensor, during: Linear | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns the rows of this rank's experts, in their order, from the tokens ``[tokens, hidden]``, and the result
+        """Returns the rows of this rank's experts, in their order, from the tokens ``[T, D]``, and the result
         of the linear.
 
         Communicates: one all-to-all forward, one backward; both during the GEMMs of the linear.
@@ -61,7 +63,7 @@ class TokenExchange(NamedTuple):
         return rows, computed
 
     def combine(self, y: Tensor, weights: Tensor, during: Linear | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns ``[tokens, hidden]``, the sum over a token's choices of weight times the expert's row of y, and the
+        """Returns ``[T, D]``, the sum over a token's choices of weight times the expert's row of y, and the
         result of the linear.
 
         Communicates: as :meth:`dispatch`.
@@ -81,7 +83,7 @@ class TokenExchange(NamedTuple):
 
 
 def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGroup) -> TokenExchange:
-    """Returns the exchange of slots ``experts`` ``[tokens, top_k]``, with -1 for dropped ones.
+    """Returns the exchange of slots ``experts`` ``[T, K]``, with -1 for dropped ones.
 
     Args:
         expert_counts: the number of experts of each rank of the group.
@@ -89,11 +91,11 @@ def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGrou
     Communicates: one all-gather of the number of slots for each expert. The host waits for the device.
     """
     num_experts = sum(expert_counts)
-    rows, counted = _ops.moe_sort(experts, num_experts)
+    rows, counted = _ops.moe_sort(experts, num_experts)  # [T, K], [E]
     if group.size == 1:
         counts: list[int] = counted.tolist()
         return TokenExchange(group, rows, [sum(counts)], [sum(counts)], None, counts)
-    table = _ops.all_gather_region(counted[None], group.name, 0, None)  # [ranks, experts]
+    table = _ops.all_gather_region(counted[None], group.name, 0, None)  # [ranks, E]
     first = sum(expert_counts[: group.rank])
     own = slice(first, first + expert_counts[group.rank])
     on_host: list[list[int]] = table.tolist()
@@ -101,7 +103,7 @@ def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGrou
     received = [sum(line[own]) for line in on_host]
     counts = [sum(column) for column in zip(*(line[own] for line in on_host), strict=True)]
     local = torch.arange(len(counts), device=rows.device).repeat(group.size)
-    of_row = local.repeat_interleave(table[:, own].flatten(), output_size=sum(received))
+    of_row = local.repeat_interleave(table[:, own].flatten(), output_size=sum(received))  # [R]
     received_rows, _ = _ops.moe_sort(of_row[:, None], len(counts))
     return TokenExchange(group, rows, sent, received, received_rows, counts)
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 _ALIGNMENT = 8  # bytes: of the widest dtype
 
 
-class Axes(NamedTuple):
+class RankAxes(NamedTuple):
     """The axes of the ranks that share work. A rank's number has the coordinate of the first axis as its fastest digit.
 
     Attributes:
@@ -91,7 +91,7 @@ class Exchange:
         device: on which the ranks communicate.
     """
 
-    def __init__(self, items: Sequence[Item], axes: Axes, device: torch.device) -> None:
+    def __init__(self, items: Sequence[Item], axes: RankAxes, device: torch.device) -> None:
         self.items, self.device = items, device
         self.rank = axes.rank
         here = axes.place(self.rank)

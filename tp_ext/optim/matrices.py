@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
         return tensor
 
 
-class Held(NamedTuple):
+class HeldChunk(NamedTuple):
     """A chunk that a rank holds.
 
     Attributes:
@@ -53,7 +53,7 @@ class Held(NamedTuple):
 
 
 class ShardOf(NamedTuple):
-    """A rank's shard of a parameter, as the ranks tell each other.
+    """Description of a rank's shard that ranks exchange.
 
     Attributes:
         shape: that of the full tensor.
@@ -63,7 +63,7 @@ class ShardOf(NamedTuple):
 
     shape: tuple[int, ...]
     matrices: tuple[Chunk, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldChunk, ...]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def shard_of(param: Tensor, layout: Layout) -> ShardOf:
     held = []
     for offsets, view, owned in chunks:
         start = start_of(view, local)
-        held.append(Held(Chunk(offsets, tuple(view.shape)), start, owned))
+        held.append(HeldChunk(Chunk(offsets, tuple(view.shape)), start, owned))
     return ShardOf(tuple(shape), tuple(_matrices(shape, layout)), tuple(held))
 
 

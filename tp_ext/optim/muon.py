@@ -19,10 +19,10 @@ from tp_ext._arguments import check_bools, check_numbers
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.stages import Stages
-from tp_ext.optim.exchange import Axes
+from tp_ext.optim.exchange import RankAxes
 from tp_ext.optim.matrices import ShardOf, local_tensor, shard_of
 from tp_ext.optim.parameters import Placed
-from tp_ext.optim.work import Bucket, Plan, buckets, find_matrices
+from tp_ext.optim.work import Bucket, MuonOptions, buckets, find_matrices
 
 _RATES = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _FORMS = ("auto", "gather", "gram")
@@ -103,7 +103,7 @@ class Muon(Optimizer):
         self._ns_dtype, self._form, self._bucket_bytes = ns_dtype, form, int(bucket_cap_mb * 2**20)
         self._placed = Placed(model, group, mesh)
         self._key: tuple[int, ...] | None = None
-        self._axes: tuple[int, Axes, torch.device] | None = None
+        self._axes: tuple[int, RankAxes, torch.device] | None = None
         self._buckets: list[Bucket] = []
         defaults = {
             "lr": lr,
@@ -218,7 +218,7 @@ class Muon(Optimizer):
         keys = [key]
         for group in axes.groups:
             keys = [one for of_rank in all_gather_objects(keys, group) for one in of_rank]
-        some = min(number for one in keys for number in one if any(number not in other for other in keys))
+        some = min(number for key in keys for number in key if any(number not in other for other in keys))
         have = [rank for rank, one in enumerate(keys) if some in one]
         raise ValueError(
             f"params: the parameters with gradients must be the same on all ranks; parameter {some} has one on {have} "
@@ -240,11 +240,11 @@ class Muon(Optimizer):
         axes, device = self._placed.ranks((param for param, _, _ in matrices), (layout for _, layout in found))
         shards = [shard_of(param, layout) for (param, _, _), (_, layout) in zip(matrices, found, strict=True)]
         reports = _shards_of_all(shards, axes)
-        plan = Plan(axes, device, self._ns_dtype, self._form, self._bucket_bytes)
+        work_options = MuonOptions(axes, device, self._ns_dtype, self._form, self._bucket_bytes)
         steps = [options["ns_steps"] for _, options, _ in matrices]
         return [
-            Bucket(assigned, shards, plan)
-            for assigned in buckets(find_matrices(reports, [name for name, _ in found]), steps, plan)
+            Bucket(assigned, shards, work_options)
+            for assigned in buckets(find_matrices(reports, [name for name, _ in found]), steps, work_options)
         ]
 
     def _step_adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -307,7 +307,7 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"betas: {options['betas']!r} must be two numbers in [0, 1)")
 
 
-def _shards_of_all(shards: list[ShardOf], axes: Axes) -> list[list[ShardOf]]:
+def _shards_of_all(shards: list[ShardOf], axes: RankAxes) -> list[list[ShardOf]]:
     """Returns the shards of all ranks, in the order of their numbers.
 
     Communicates: one exchange of objects over each axis.

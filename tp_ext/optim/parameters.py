@@ -14,7 +14,7 @@ from tp_ext.group import NOT_GIVEN, Group, parallel_group
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
 from tp_ext.nn.fqn import layouts, resolve_fqn
 from tp_ext.nn.stages import Stages, joined
-from tp_ext.optim.exchange import Axes
+from tp_ext.optim.exchange import RankAxes
 from tp_ext.sharding import Layout
 
 _NOT_HIDDEN = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, VocabParallelLMHead, _ConvNd)
@@ -66,7 +66,7 @@ class Placed:
             layout = Layout((sharding, parallel_group(self._group)))
         return name, layout or Layout()
 
-    def ranks(self, params: Iterable[Tensor], found: Iterable[Layout]) -> tuple[Axes, torch.device]:
+    def ranks(self, params: Iterable[Tensor], found: Iterable[Layout]) -> tuple[RankAxes, torch.device]:
         """Returns the axes of the ranks that hold these parameters, and the device on which they communicate."""
         if self.model is not None:
             return _axes(ranks_of(self.model, self._group, self._mesh))
@@ -77,7 +77,7 @@ class Placed:
         return _axes(ranks_of(carrier, NOT_GIVEN, self._mesh))
 
 
-def _axes(ranks: Ranks) -> tuple[Axes, torch.device]:
+def _axes(ranks: Ranks) -> tuple[RankAxes, torch.device]:
     """Returns the largest axes: a data axis may span the expert group."""
     members = [set(dist.get_process_group_ranks(group)) for group in ranks.stage_axes]
     groups = [
@@ -85,7 +85,7 @@ def _axes(ranks: Ranks) -> tuple[Axes, torch.device]:
         for group, own in zip(ranks.stage_axes, members, strict=True)
         if len(own) > 1 and not any(own < other for other in members)
     ]
-    return Axes(tuple(groups)), ranks.device
+    return RankAxes(tuple(groups)), ranks.device
 
 
 def split_parameters(model: Stages) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -109,6 +109,7 @@ def split_parameters(model: Stages) -> tuple[list[nn.Parameter], list[nn.Paramet
         raise TypeError(f"model: {model!r} must be a module, or a list of the stages that this rank holds")
     whole = joined(model)
     outside: set[Tensor] = set()
+    # By identity: a weight that is tied to an embedding or a head is none of a hidden layer
     for module in whole.modules():
         heads: list[nn.Module] = [module] if isinstance(module, _NOT_HIDDEN) else []
         if callable(find := getattr(module, "get_output_embeddings", None)):

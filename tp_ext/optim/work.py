@@ -1,4 +1,7 @@
-"""The work of a step of Muon: which rank orthogonalizes which matrix, and what the ranks exchange for it."""
+"""The work of a step of Muon: which rank orthogonalizes which matrix, and what the ranks exchange for it.
+
+Letters of shapes: a matrix is [m, n]; s = min(m, n) is the side of its Gram matrix and of the factor of its result.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_ext.optim.exchange import Axes, Exchange, Item
-from tp_ext.optim.matrices import Chunk, Held, ShardOf
+from tp_ext.optim.exchange import Exchange, Item, RankAxes
+from tp_ext.optim.matrices import Chunk, HeldChunk, ShardOf
 from tp_ext.optim.newton_schulz import (
     adjusted_lr,
     cost,
@@ -19,8 +22,8 @@ from tp_ext.optim.newton_schulz import (
 )
 
 
-class Plan(NamedTuple):
-    """The options of a plan.
+class MuonOptions(NamedTuple):
+    """The options by which the ranks share the work.
 
     Attributes:
         axes: the axes of the ranks that share the work.
@@ -30,7 +33,7 @@ class Plan(NamedTuple):
         bucket_bytes: the bytes of matrices that are exchanged at a time.
     """
 
-    axes: Axes
+    axes: RankAxes
     device: torch.device
     dtype: torch.dtype
     form: str
@@ -90,8 +93,8 @@ def find_matrices(reports: Sequence[Sequence[ShardOf]], names: Sequence[str]) ->
             rank.
     """
     for rank, shards in enumerate(reports):
-        kinds = [(one.shape, one.matrices) for one in shards]
-        if kinds != (first := [(one.shape, one.matrices) for one in reports[0]]):
+        kinds = [(shard.shape, shard.matrices) for shard in shards]
+        if kinds != (first := [(shard.shape, shard.matrices) for shard in reports[0]]):
             raise ValueError(
                 f"params: the parameters with gradients must be the same on all ranks; the first has "
                 f"{len(first)} of shapes {[shape for shape, _ in first]}, rank {rank} has {len(kinds)} of shapes "
@@ -104,24 +107,29 @@ def find_matrices(reports: Sequence[Sequence[ShardOf]], names: Sequence[str]) ->
             holders: dict[Chunk, list[int]] = {}
             for rank, shards in enumerate(reports):
                 for held in shards[index].held:
+                    # A matrix is a part of a parameter (q of q | k | v), a rank's chunk a part of both
                     if common := held.chunk.within(chunk):
                         holders.setdefault(common, []).append(rank)
                         if held.owned:
                             sources.setdefault(common, []).append(rank)
-            if (numel := sum(one.numel for one in sources)) != chunk.numel:
+            # Sources alone, without copies: their sizes add up to the matrix
+            if (numel := sum(source.numel for source in sources)) != chunk.numel:
                 raise ValueError(
                     f"params: {names[index]} of full shape {first_shard.shape}: the ranks must hold each of the "
                     f"{chunk.numel} elements of {tuple(chunk.sizes)} at {tuple(chunk.offsets)}, and hold {numel}"
                 )
             found.append(
                 Matrix(
-                    index, chunk, {b: tuple(r) for b, r in sources.items()}, {b: tuple(r) for b, r in holders.items()}
+                    index,
+                    chunk,
+                    {source: tuple(ranks) for source, ranks in sources.items()},
+                    {part: tuple(ranks) for part, ranks in holders.items()},
                 )
             )
     return found
 
 
-def buckets(matrices: Sequence[Matrix], steps: Sequence[int], plan: Plan) -> Iterator[list[Assigned]]:
+def buckets(matrices: Sequence[Matrix], steps: Sequence[int], options: MuonOptions) -> Iterator[list[Assigned]]:
     """Yields the matrices with their owners, in buckets of at least ``bucket_bytes``; the same on every rank.
 
     In each bucket the matrix that costs most goes first, to the candidate with the least work so far.
@@ -129,39 +137,41 @@ def buckets(matrices: Sequence[Matrix], steps: Sequence[int], plan: Plan) -> Ite
     bucket: list[Matrix] = []
     for index, matrix in enumerate(matrices):
         bucket.append(matrix)
-        full = sum(one.chunk.numel for one in bucket) * plan.dtype.itemsize >= plan.bucket_bytes
+        full = sum(matrix.chunk.numel for matrix in bucket) * options.dtype.itemsize >= options.bucket_bytes
         if full or index == len(matrices) - 1:
-            yield _assigned(bucket, steps, plan)
+            yield _assigned(bucket, steps, options)
             bucket = []
 
 
-def _assigned(bucket: Sequence[Matrix], steps: Sequence[int], plan: Plan) -> list[Assigned]:
-    load = [0] * plan.axes.ranks
-    made: dict[int, Assigned] = {}
-    dearest = sorted(range(len(bucket)), key=lambda i: (-cost(bucket[i].shape, steps[bucket[i].param], False), i))
-    for index in dearest:
+def _assigned(bucket: Sequence[Matrix], steps: Sequence[int], options: MuonOptions) -> list[Assigned]:
+    load = [0] * options.axes.ranks
+    tasks: dict[int, Assigned] = {}
+    by_cost = sorted(range(len(bucket)), key=lambda i: (-cost(bucket[i].shape, steps[bucket[i].param], False), i))
+    for index in by_cost:
         matrix = bucket[index]
         owner = min(matrix.candidates(), key=lambda rank: (load[rank], rank))
-        made[index] = one = _with_owner(matrix, owner, plan)
-        load[owner] += cost(matrix.shape, steps[matrix.param], one.gram)
-    return [made[index] for index in range(len(bucket))]
+        tasks[index] = task = _with_owner(matrix, owner, options)
+        load[owner] += cost(matrix.shape, steps[matrix.param], task.gram)
+    return [tasks[index] for index in range(len(bucket))]
 
 
-def _with_owner(matrix: Matrix, owner: int, plan: Plan) -> Assigned:
+def _with_owner(matrix: Matrix, owner: int, options: MuonOptions) -> Assigned:
     if owner in matrix.holders.get(matrix.chunk, ()):
         return Assigned(matrix, owner, False, {matrix.chunk: owner})
     senders = {
-        chunk: min(ranks, key=lambda rank: (plan.axes.distance(rank, owner), rank))
+        chunk: min(ranks, key=lambda rank: (options.axes.distance(rank, owner), rank))
         for chunk, ranks in matrix.sources.items()
     }
     short = min(matrix.shape)
-    whole = all(chunk.sizes[-1 if matrix.tall else -2] == short for chunk in (*matrix.sources, *matrix.holders))
+    has_full_side = all(chunk.sizes[-1 if matrix.tall else -2] == short for chunk in (*matrix.sources, *matrix.holders))
     others = {rank for ranks in matrix.holders.values() for rank in ranks} - {owner}
-    of_gram = short**2 * gram_dtype(plan.dtype).itemsize * (len({*senders.values()} - {owner}) + len(others))
+    of_gram = short**2 * gram_dtype(options.dtype).itemsize * (len({*senders.values()} - {owner}) + len(others))
     numbers = [chunk.numel for chunk, rank in senders.items() if rank != owner]
     numbers += [chunk.numel for chunk, ranks in matrix.holders.items() for rank in ranks if rank != owner]
-    smaller = of_gram < sum(numbers) * plan.dtype.itemsize
-    return Assigned(matrix, owner, whole and (plan.form == "gram" or (plan.form == "auto" and smaller)), senders)
+    smaller = of_gram < sum(numbers) * options.dtype.itemsize
+    return Assigned(
+        matrix, owner, has_full_side and (options.form == "gram" or (options.form == "auto" and smaller)), senders
+    )
 
 
 class Sent(NamedTuple):
@@ -178,124 +188,132 @@ class Bucket:
     Args:
         assigned: the matrices, the same list on every rank.
         shards: this rank's shard of each parameter.
-        plan: the options.
+        options: those by which the ranks share the work.
 
     Attributes:
         params: the indices of their parameters.
     """
 
-    def __init__(self, assigned: Sequence[Assigned], shards: Sequence[ShardOf], plan: Plan) -> None:
-        self.assigned, self.plan = assigned, plan
-        self.rank = plan.axes.rank
-        self.params = sorted({one.matrix.param for one in assigned})
-        self.own: list[dict[Chunk, Held]] = []  # this rank's chunks of each matrix
-        for one in assigned:
-            held = shards[one.matrix.param].held
-            self.own.append({common: h for h in held if (common := h.chunk.within(one.matrix.chunk))})
+    def __init__(self, assigned: Sequence[Assigned], shards: Sequence[ShardOf], options: MuonOptions) -> None:
+        self.assigned, self.options = assigned, options
+        self.rank = options.axes.rank
+        self.params = sorted({task.matrix.param for task in assigned})
+        self.own: list[dict[Chunk, HeldChunk]] = []  # this rank's chunks of each matrix
+        for task in assigned:
+            held = shards[task.matrix.param].held
+            self.own.append({common: h for h in held if (common := h.chunk.within(task.matrix.chunk))})
         self.collected: list[Sent] = []
         self.distributed: list[Sent] = []
         to_owner: list[Item] = []
         from_owner: list[Item] = []
-        for index, one in enumerate(assigned):
-            square = (min(one.matrix.shape),) * 2
-            if one.gram:
-                wide = gram_dtype(plan.dtype)
-                holders = {rank for ranks in one.matrix.holders.values() for rank in ranks}
-                for rank in sorted({*one.senders.values()}):
-                    to_owner.append(Item(rank, (one.owner,), square, wide))
+        for index, task in enumerate(assigned):
+            square = (min(task.matrix.shape),) * 2
+            if task.gram:
+                wide = gram_dtype(options.dtype)
+                holders = {rank for ranks in task.matrix.holders.values() for rank in ranks}
+                for rank in sorted({*task.senders.values()}):
+                    to_owner.append(Item(rank, (task.owner,), square, wide))
                     self.collected.append(Sent(index, None))
-                from_owner.append(Item(one.owner, tuple(sorted(holders)), square, wide))
+                from_owner.append(Item(task.owner, tuple(sorted(holders)), square, wide))
                 self.distributed.append(Sent(index, None))
                 continue
-            for chunk, rank in one.senders.items():
-                to_owner.append(Item(rank, (one.owner,), chunk.sizes, plan.dtype))
+            for chunk, rank in task.senders.items():
+                to_owner.append(Item(rank, (task.owner,), chunk.sizes, options.dtype))
                 self.collected.append(Sent(index, chunk))
-            for chunk, ranks in one.matrix.holders.items():
-                from_owner.append(Item(one.owner, ranks, chunk.sizes, plan.dtype))
+            for chunk, ranks in task.matrix.holders.items():
+                from_owner.append(Item(task.owner, ranks, chunk.sizes, options.dtype))
                 self.distributed.append(Sent(index, chunk))
-        self.collect = Exchange(to_owner, plan.axes, plan.device)
-        self.distribute = Exchange(from_owner, plan.axes, plan.device)
+        self.collect = Exchange(to_owner, options.axes, options.device)
+        self.distribute = Exchange(from_owner, options.axes, options.device)
 
     def step(
-        self, params: Sequence[Tensor], updates: Mapping[int, Tensor], options: Sequence[Mapping[str, Any]]
+        self, params: Sequence[Tensor], updates: Mapping[int, Tensor], param_options: Sequence[Mapping[str, Any]]
     ) -> None:
         """Subtracts from the local parameters the orthogonalized matrices times the learning rates.
 
         Args:
             params: this rank's local parameters.
             updates: the matrices to orthogonalize, as this rank holds them, by parameter.
-            options: of each parameter.
+            param_options: of each parameter.
 
         Communicates: an all-to-all of matrices or Gram matrices to their owners, along each axis over which ranks hold
         different shards or replicas; another of the results.
         """
-        given = {
+        contributions = {
             index: self._contribution(sent, updates)
             for index, sent in enumerate(self.collected)
             if self.collect.items[index].source == self.rank
         }
-        results = self._results(self.collect(given), options)
-        given = {}
+        results = self._results(self.collect(contributions), param_options)
+        shares = {}
         for index, sent in enumerate(self.distributed):
             if self.distribute.items[index].source == self.rank:
                 result, origin = results[sent.matrix], self.assigned[sent.matrix].matrix.chunk.offsets
-                given[index] = result if sent.chunk is None else sent.chunk.view(result, origin)
-        for index, tensor in self.distribute(given).items():
+                shares[index] = result if sent.chunk is None else sent.chunk.view(result, origin)
+        for index, tensor in self.distribute(shares).items():
             sent = self.distributed[index]
-            one = self.assigned[sent.matrix]
-            of = options[one.matrix.param]
-            lr = adjusted_lr(of["lr"], of["adjust_lr_fn"], *one.matrix.shape)
+            task = self.assigned[sent.matrix]
+            group = param_options[task.matrix.param]
+            lr = adjusted_lr(group["lr"], group["adjust_lr_fn"], *task.matrix.shape)
             for chunk, held in self.own[sent.matrix].items():
                 if sent.chunk not in (None, chunk):
                     continue
                 value = tensor
-                if one.gram:
-                    block = _view(updates[one.matrix.param], chunk, held).flatten(0, -2)
-                    block = block.to(self.plan.device, gram_dtype(self.plan.dtype))
-                    value = times_factor(block, tensor, one.matrix.tall).view(chunk.sizes)
-                _view(params[one.matrix.param], chunk, held).add_(value.to(params[one.matrix.param].device), alpha=-lr)
+                if task.gram:
+                    block = _view(updates[task.matrix.param], chunk, held).flatten(0, -2)
+                    block = block.to(self.options.device, gram_dtype(self.options.dtype))
+                    value = times_factor(block, tensor, task.matrix.tall).view(chunk.sizes)
+                _view(params[task.matrix.param], chunk, held).add_(
+                    value.to(params[task.matrix.param].device), alpha=-lr
+                )
 
     def _contribution(self, sent: Sent, updates: Mapping[int, Tensor]) -> Tensor:
         """Returns what this rank sends to the owner of a matrix."""
-        one = self.assigned[sent.matrix]
-        update, own = updates[one.matrix.param], self.own[sent.matrix]
+        task = self.assigned[sent.matrix]
+        update, own = updates[task.matrix.param], self.own[sent.matrix]
         if sent.chunk is not None:
-            return _view(update, sent.chunk, own[sent.chunk]).to(self.plan.device, self.plan.dtype)
+            return _view(update, sent.chunk, own[sent.chunk]).to(self.options.device, self.options.dtype)
         total: Tensor | None = None
-        for chunk in (chunk for chunk, rank in one.senders.items() if rank == self.rank):
-            block = _view(update, chunk, own[chunk]).flatten(0, -2).to(self.plan.device, gram_dtype(self.plan.dtype))
-            gram = gram_matrix(block, one.matrix.tall)
+        for chunk in (chunk for chunk, rank in task.senders.items() if rank == self.rank):
+            block = (
+                _view(update, chunk, own[chunk]).flatten(0, -2).to(self.options.device, gram_dtype(self.options.dtype))
+            )
+            gram = gram_matrix(block, task.matrix.tall)
             total = gram if total is None else total + gram
         assert total is not None
         return total
 
-    def _results(self, collected: Mapping[int, Tensor], options: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+    def _results(
+        self, collected: Mapping[int, Tensor], param_options: Sequence[Mapping[str, Any]]
+    ) -> dict[int, Tensor]:
         """Returns the orthogonalized matrices, or factors, of which this rank is the owner, by their index."""
-        wholes: dict[int, Tensor] = {}
+        assembled: dict[int, Tensor] = {}
         for index, tensor in collected.items():  # in the order of the items, so that sums do not depend on the rank
             sent = self.collected[index]
-            one = self.assigned[sent.matrix]
+            task = self.assigned[sent.matrix]
             if sent.chunk is None:
-                wholes[sent.matrix] = wholes[sent.matrix] + tensor if sent.matrix in wholes else tensor
+                assembled[sent.matrix] = assembled[sent.matrix] + tensor if sent.matrix in assembled else tensor
                 continue
-            if sent.matrix not in wholes:
-                wholes[sent.matrix] = torch.empty(
-                    one.matrix.chunk.sizes, dtype=self.plan.dtype, device=self.plan.device
+            if sent.matrix not in assembled:
+                assembled[sent.matrix] = torch.empty(
+                    task.matrix.chunk.sizes, dtype=self.options.dtype, device=self.options.device
                 )
-            sent.chunk.view(wholes[sent.matrix], one.matrix.chunk.offsets).copy_(tensor)
+            sent.chunk.view(assembled[sent.matrix], task.matrix.chunk.offsets).copy_(tensor)
         results = {}
-        for index, whole in wholes.items():
-            one = self.assigned[index]
-            of = options[one.matrix.param]
-            how = of["ns_coefficients"], of["ns_steps"], of["eps"]
-            if one.gram:
-                results[index] = gram_factor(whole, *how)
+        for index, matrix in assembled.items():
+            task = self.assigned[index]
+            group = param_options[task.matrix.param]
+            coefficients = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            if task.gram:
+                results[index] = gram_factor(matrix, *coefficients)
             else:
-                results[index] = orthogonalized(whole.view(one.matrix.shape), *how).view(one.matrix.chunk.sizes)
+                results[index] = orthogonalized(matrix.view(task.matrix.shape), *coefficients).view(
+                    task.matrix.chunk.sizes
+                )
         return results
 
 
-def _view(local: Tensor, chunk: Chunk, held: Held) -> Tensor:
+def _view(local: Tensor, chunk: Chunk, held: HeldChunk) -> Tensor:
     """Returns the chunk ``chunk`` of a local tensor, within one that the rank holds."""
     origin = [start - local for start, local in zip(held.chunk.offsets, held.local, strict=True)]
     return chunk.view(local, origin)

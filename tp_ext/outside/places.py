@@ -19,6 +19,7 @@ from tp_ext.sharding import Layout
 Numbers = tuple[int, ...]
 
 
+# [Note: values of torch's state dicts are ordinary tensors with attributes]
 class Place(NamedTuple):
     """The chunks of a full tensor that a local one holds, in the words of torch's ``CheckpointableTensor``.
 

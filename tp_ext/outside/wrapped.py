@@ -68,6 +68,7 @@ class Wrapped(NamedTuple):
 _CHECKPOINT = "tp_ext.save_checkpoint, tp_ext.load_checkpoint, tp_ext.full_state_dict"
 _NORM = "norm_type=2.0, error_if_nonfinite=False, foreach=None"
 
+# [Note: functions of torch without a hook are wrapped, in one list]
 WRAPPED = [
     Wrapped(
         clip_grad,

@@ -56,7 +56,10 @@ class DataMesh:
         modules = list(modules)
         experts = self._expert_parameters(modules)
         own = {id(param) for param in experts}
-        average_over([one for module in modules for one in module.parameters() if id(one) not in own], self.whole)
+        average_over(
+            [parameter for module in modules for parameter in module.parameters() if id(parameter) not in own],
+            self.whole,
+        )
         average_over(experts, self.experts)
 
     def average_expert_gradients(self, module: nn.Module) -> None:

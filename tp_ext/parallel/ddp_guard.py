@@ -83,6 +83,7 @@ def refuse_mixed_ddp(module: nn.Module, name: str, child: nn.Module | None) -> N
         raise ValueError(f"process_group: DistributedDataParallel over {sentence}")
 
 
+# [Note: one global hook of torch.nn]
 register_module_module_registration_hook(refuse_mixed_ddp)
 
 

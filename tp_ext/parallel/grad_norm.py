@@ -16,7 +16,7 @@ from tp_ext._build import load
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
 from tp_ext.mesh import MeshAxes, mesh_axes
 from tp_ext.nn.fqn import layouts
-from tp_ext.nn.model_groups import ModelGroups, groups_of, model_groups
+from tp_ext.nn.model_groups import ModelGroups, axes_of_groups, model_groups
 from tp_ext.nn.stages import Stages, joined
 from tp_ext.nn.tied import copies_in
 from tp_ext.sharding import Layout
@@ -104,7 +104,7 @@ def norm_of_rows(
     """
     if max_norm is not None:
         max_norm = _checked_max(max_norm)
-    groups = groups_of(group for _, layout, _ in rows for _, group in layout)
+    groups = axes_of_groups(group for _, layout, _ in rows for _, group in layout)
     _refuse_tangents(rows)
     exact = _norm(rows, float(norm_type), groups, (), set(), foreach)
     if max_norm is None:
@@ -194,7 +194,7 @@ def _norm(
     skipped: set[int],
     foreach: bool | None,
 ) -> Tensor:
-    """Computes the norm in fp64, the same on all ranks, without the parameters of these ids."""
+    """Returns the fp64 norm, equal on all ranks; ``skipped``: ids of parameters that do not count."""
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
     tp = _axes([axis.name for axis in groups.axes])
@@ -282,7 +282,7 @@ def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> T
         # Detached: get_total_norm knows a parameter's own .grad, and would sum over the ranks (tp_ext/outside)
         return torch.nn.utils.get_total_norm([t.detach() for t in tensors if t.numel()], norm_type, foreach=foreach)
     squares = [_ops.multi_tensor_squared_norm(there) for there in devices.values()]
-    return sum((one.to(squares[0].device) for one in squares[1:]), squares[0]).sqrt()
+    return sum((square.to(squares[0].device) for square in squares[1:]), squares[0]).sqrt()
 
 
 def _clip(tensors: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None) -> None:
@@ -326,6 +326,7 @@ def _listed(groups: Groups) -> Sequence[Group]:
     return [groups] if groups is None or isinstance(groups, str | ProcessGroup | DeviceMesh) else groups
 
 
+# [Note: the norm needs no list of axes]
 def _axes(groups: Sequence[Group]) -> dict[tuple[int, ...], str]:
     """Returns the groups' names by their ranks: groups of the same ranks are one axis, and a single rank is none."""
     names = [group_name(group) for group in groups]
@@ -365,7 +366,7 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[GradientRow]
         if not isinstance(param, Tensor):
             raise TypeError(f"parameters_or_module: {param!r} must be a module, a parameter or several")
     known = [_layout_of_bare(param, group) for param in params]
-    groups = groups_of([over, *(axis for layout in known for _, axis in layout or ())])
+    groups = axes_of_groups([over, *(axis for layout in known for _, axis in layout or ())])
     for param, found in zip(params, known, strict=True):
         if found is None and groups.axes:  # a shard would count as replicated: a norm too small, on no rank an error
             raise ValueError(

@@ -18,15 +18,13 @@ from tp_ext.nn.names import name_modules, reset_parameters
 from tp_ext.parallel.average_gradients import expert_modules
 from tp_ext.parallel.pipeline_clock import Clock, TimedStage
 from tp_ext.parallel.pipeline_loss import StepLoss
-from tp_ext.parallel.pipeline_parts import Parts, PipelinePart, elements, keywords_of, parts_of
+from tp_ext.parallel.pipeline_parts import ModelParts, PipelinePart, elements, keywords_of, parts_of
 from tp_ext.parallel.pipeline_schedules import (
     check_meta,
     check_microbatches,
     check_model,
     known_schedule,
-)
-from tp_ext.parallel.pipeline_schedules import (
-    stages_per_rank as number_per_rank,
+    number_of_stages_per_rank,
 )
 from tp_ext.parallel.pipeline_shapes import Precision, ShapeModel
 from tp_ext.parallel.pipeline_split import Split, split_blocks
@@ -139,7 +137,7 @@ def pipeline_stages(
     known = known_schedule(schedule)
     group = process_group(mesh)
     ranks, rank = group.size(), group.rank()
-    per_rank = number_per_rank(known, stages_per_rank)
+    per_rank = number_of_stages_per_rank(known, stages_per_rank)
     number = ranks * per_rank
     check_microbatches(known, microbatches, ranks, number)
     if not isinstance(model, nn.Module):
@@ -155,37 +153,39 @@ def pipeline_stages(
     if options:
         check_shards(model)
     counts = split_blocks(split, len(parts.blocks), number, lambda: _sizes(parts))
-    every = [PipelinePart(own, model.training) for own in parts.of_stages(counts)]
-    tied = find_tied(model, every)
+    modules_of_stages = [PipelinePart(part, model.training) for part in parts.of_stages(counts)]
+    tied = find_tied(model, modules_of_stages)
     if options:
-        _check_sharding(every, [part.name for part in parts.blocks])
+        _check_sharding(modules_of_stages, [part.name for part in parts.blocks])
         _check_axis(options["mesh"], group)
         _check_expert_mesh(model, options)
 
+    # All checks have passed: from here on the model changes
     name_modules(model)
-    where = _device(model, mesh, device)
+    stage_device = _device(model, mesh, device)
     policy = options.get("mp_policy")
     ignored = frozenset(map(id, options.get("ignored_params") or ()))
     precision = Precision(getattr(policy, "param_dtype", None), getattr(policy, "output_dtype", None), ignored)
-    shapes = ShapeModel(every, where, precision)
-    held = {stage: every[stage] for stage in known.stages_of(rank, ranks, per_rank)}
-    rank_of = {stage: one for one in range(ranks) for stage in known.stages_of(one, ranks, per_rank)}
-    copies = TiedWeights(tied, held, rank_of, group)
+    # Before FSDP2 shards the parameters
+    shapes = ShapeModel(modules_of_stages, stage_device, precision)
+    own_stages = {stage: modules_of_stages[stage] for stage in known.stages_of(rank, ranks, per_rank)}
+    owner_of = {stage: owner for owner in range(ranks) for stage in known.stages_of(owner, ranks, per_rank)}
+    copies = TiedWeights(tied, own_stages, owner_of, group)
     copies.separate()
-    for stage in held.values():
-        materialise(stage, where, init, [cast(nn.Module, part.function) for part in parts.blocks], options)
+    for stage in own_stages.values():
+        materialise(stage, stage_device, init, [cast(nn.Module, part.function) for part in parts.blocks], options)
         if known.splits:
             uncoalesce_gradients(stage)
     copies.equalise()
-    clock = Clock(where)
-    made = _schedule(known.torch_class, held, number, microbatches, step_loss, where, group, clock)
-    torch_stages = [made._stage] if per_rank == 1 and not known.looped else made._stages
+    clock = Clock(stage_device)
+    pipeline = _schedule(known.torch_class, own_stages, number, microbatches, step_loss, stage_device, group, clock)
+    torch_stages = [pipeline._stage] if per_rank == 1 and not known.looped else pipeline._stages
     setup = PipelineSetup(
         known,
         group,
-        where,
-        held,
-        rank_of,
+        stage_device,
+        own_stages,
+        owner_of,
         torch_stages,
         step_loss,
         clock,
@@ -195,16 +195,16 @@ def pipeline_stages(
         bool(options),
         context or _no_context,
     )
-    made.set_up(setup, shapes)
+    pipeline.set_up(setup, shapes)
     note_parallelized(model)
-    return made
+    return pipeline
 
 
 def _no_context(step: int, microbatch: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _sizes(parts: Parts) -> list[float]:
+def _sizes(parts: ModelParts) -> list[float]:
     return [
         sum(map(elements, parts.first)),
         *map(elements, parts.blocks),
@@ -367,6 +367,7 @@ def _schedule(
         with clock.busy("forward: loss"):
             return loss(*args, **options)
 
+    # [Note: a pipeline's schedule is torch's own, made a subclass]
     made = type(kind.__name__, (PipelineSteps, kind), {"__doc__": PipelineSteps.__doc__})
     single = issubclass(kind, torch.distributed.pipelining.schedules.PipelineScheduleSingle)
     return made(stages[0] if single else stages, microbatches, loss_fn=timed_loss, scale_grads=False)

@@ -133,10 +133,10 @@ class TimedStage(PipelineStage):
 
     def _check_outputs(self, results: tuple[Any, ...]) -> None:
         outputs = [one for one in results if isinstance(one, Tensor)]
-        found = [(list(one.shape), one.dtype) for one in outputs]
+        found = [(list(output.shape), output.dtype) for output in outputs]
         want = [(list(one.shape), one.dtype) for one in self._stage_meta.outputs or ()]
         static = self._inference_mode == _utils.InferenceMode.STATIC
-        if any(isinstance(one, FakeTensor) for one in outputs) or (static and found != want):
+        if any(isinstance(output, FakeTensor) for output in outputs) or (static and found != want):
             raise RuntimeError(
                 f"model: the outputs of stage {self.stage_index}, {found}, must be those of the call on fake tensors, "
                 f"{want}, and no fake ones; a forward must not depend on anything but its arguments and the module"

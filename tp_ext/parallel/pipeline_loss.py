@@ -1,6 +1,4 @@
-"""The loss of a pipeline's step: that of each microbatch, weighted so that the gradients add up to those of the
-batch.
-"""
+"""Weights the loss of each microbatch so that the gradients of a step sum to those of the batch."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tp_ext.nn.fqn import layouts
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """A module or a function that is applied to the result of the part before it.
 
     Attributes:
@@ -32,18 +32,18 @@ class ReadParameterError(ValueError):
     """A function among the parts reads a parameter."""
 
 
-class Parts(NamedTuple):
+class ModelParts(NamedTuple):
     """The parts of a model: those before the blocks, the blocks, those after them."""
 
-    first: list[Part]
-    blocks: list[Part]
-    last: list[Part]
+    first: list[ModelPart]
+    blocks: list[ModelPart]
+    last: list[ModelPart]
 
     @property
-    def all(self) -> list[Part]:
+    def all(self) -> list[ModelPart]:
         return [*self.first, *self.blocks, *self.last]
 
-    def of_stages(self, counts: Sequence[int]) -> list[list[Part]]:
+    def of_stages(self, counts: Sequence[int]) -> list[list[ModelPart]]:
         """Returns the parts of each stage, from the number of blocks of each."""
         stages, begin = [], 0
         for count in counts:
@@ -54,7 +54,7 @@ class Parts(NamedTuple):
         return stages
 
 
-def parts_of(model: nn.Module) -> Parts:
+def parts_of(model: nn.Module) -> ModelParts:
     """Returns the parts of a model, by its ``pipeline_parts()``; those of an ``nn.Sequential`` are all blocks.
 
     Raises:
@@ -72,14 +72,14 @@ def parts_of(model: nn.Module) -> Parts:
             "the blocks, and what comes after, or be an nn.Sequential"
         )
     names = {id(module): name for name, module in model.named_modules()}
-    parts = Parts(*([_part(one, names) for one in _listed(given)] for given in (first, blocks, last)))
+    parts = ModelParts(*([_part(one, names) for one in _listed(given)] for given in (first, blocks, last)))
     if not parts.blocks:
         raise ValueError(f"model: {type(model).__name__} must have blocks")
     _check_coverage(model, parts)
     return parts
 
 
-def keywords_of(parts: Parts) -> frozenset[str] | None:
+def keywords_of(parts: ModelParts) -> frozenset[str] | None:
     """Returns the names of the optional arguments that some part takes; None if one takes any."""
     found: frozenset[str] = frozenset()
     for part in parts.all:
@@ -102,7 +102,7 @@ class PipelinePart(nn.Module):
         training: the mode of this module and of the containers of the parts, which keep their own.
     """
 
-    def __init__(self, parts: Iterable[Part], training: bool = True) -> None:
+    def __init__(self, parts: Iterable[ModelPart], training: bool = True) -> None:
         super().__init__()
         self.training = training
         self._called = False
@@ -161,7 +161,7 @@ def _refuse(name: str, read: Iterable[Any]) -> None:
             )
 
 
-def elements(part: Part) -> int:
+def elements(part: ModelPart) -> int:
     """Returns the number of elements of the full parameters of a part: the same on every rank."""
     if not isinstance(part.function, nn.Module):
         return 0
@@ -177,17 +177,17 @@ def _listed(given: Any) -> list[Any]:
     return list(given.values()) if isinstance(given, nn.ModuleDict) else [given]
 
 
-def _part(given: Any, names: dict[int, str]) -> Part:
+def _part(given: Any, names: dict[int, str]) -> ModelPart:
     if isinstance(given, nn.Module):
         if id(given) not in names or not names[id(given)]:
             raise ValueError(
                 f"model: the part {type(given).__name__} must be a module inside of the model; list the modules "
                 "themselves"
             )
-        return Part(names[id(given)], given, _keywords(given))
+        return ModelPart(names[id(given)], given, _keywords(given))
     if not callable(given):
         raise TypeError(f"model: the part {given!r} must be a module or a function of the activations")
-    return Part("", given, _keywords(given))
+    return ModelPart("", given, _keywords(given))
 
 
 def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
@@ -199,10 +199,12 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
         parameters = list(inspect.signature(called).parameters.values())
     except ValueError:  # a built-in one, such as torch.flatten
         return frozenset()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    named = {one.name for one in parameters[1:] if one.kind is not one.VAR_POSITIONAL}
-    return frozenset(named | {one.name for one in parameters[:1] if one.kind is one.KEYWORD_ONLY})
+    named = {parameter.name for parameter in parameters[1:] if parameter.kind is not parameter.VAR_POSITIONAL}
+    return frozenset(
+        named | {parameter.name for parameter in parameters[:1] if parameter.kind is parameter.KEYWORD_ONLY}
+    )
 
 
 def _wrapped(function: Callable[..., Any]) -> nn.Module | None:
@@ -214,7 +216,7 @@ def _wrapped(function: Callable[..., Any]) -> nn.Module | None:
     return None
 
 
-def _check_coverage(model: nn.Module, parts: Parts) -> None:
+def _check_coverage(model: nn.Module, parts: ModelParts) -> None:
     """Raises ValueError unless each module with tensors is in one part: one in none has no stage, one inside of another
     part would run twice."""
     seen: dict[int, str] = {}

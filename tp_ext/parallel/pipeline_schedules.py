@@ -91,7 +91,7 @@ def known_schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
-def stages_per_rank(schedule: Schedule, given: int | None) -> int:
+def number_of_stages_per_rank(schedule: Schedule, given: int | None) -> int:
     """Returns the number of stages of each rank.
 
     Raises:
@@ -175,8 +175,9 @@ def check_meta(parts: Sequence[nn.Module], init: Any) -> None:
     params = {param.is_meta for part in parts for param in part.parameters()}
     if len(params) > 1:
         raise ValueError("model: its parameters must be all on meta or none of them")
+    # A function of the user's may initialise any module: nothing can be checked
     own_init = init is not None and init is not reset_parameters
-    for module in {id(one): one for part in parts for one in part.modules()}.values():
+    for module in {id(module): module for part in parts for module in part.modules()}.values():
         tensors = [*module._parameters.items(), *module._buffers.items()]
         on_meta = [name for name, tensor in tensors if tensor is not None and tensor.is_meta]
         if on_meta and False in params:

@@ -1,4 +1,4 @@
-"""Where the running code is: which rank of which simulation, if any."""
+"""The rank, and the simulation, that the running code belongs to, if any."""
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar

@@ -121,7 +121,7 @@ def _of_rank(place: Place | None, module: str, hidden: Any) -> Any:
 
 @contextlib.contextmanager
 def own_generators() -> Iterator[None]:
-    """In the block functions of ``random`` and ``numpy.random`` draw from generators of the rank that calls them."""
+    """Lets functions of ``random`` and ``numpy.random`` draw from generators of the rank that calls them."""
     replaced: list[tuple[ModuleType, str, Any]] = []
     for module, hidden in _hidden_generators():
         for name, function in list(vars(module).items()):

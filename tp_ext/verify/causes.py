@@ -21,6 +21,7 @@ def of_activation(wrong: Comparison, bound: float, in_train_only: bool = False) 
     Args:
         in_train_only: the same module is right in eval mode.
     """
+    # Hypotheses from the most to the least specific: the first that fits is reported
     if wrong.full is None or wrong.placement is None:
         shapes = [tuple(local.shape) for local in wrong.locals]
         full = None if wrong.full is None else tuple(wrong.full.shape)
@@ -36,6 +37,7 @@ def of_activation(wrong: Comparison, bound: float, in_train_only: bool = False) 
     if replicated and not in_train_only:
         if _same(wrong.full, sum_of(wrong.locals), bound):
             return "a partial sum is used as a whole: the sum of the ranks' values is the right one"
+        # A bias that each rank adds is in the sum p times, the same on all rows
         rest = sum_of(wrong.locals) - wrong.full
         if not _equal(wrong.locals) and _constant_over_rows(rest):
             return "a partial sum is used as a whole: the sum of the ranks' values is the right one but for a bias"
@@ -72,6 +74,7 @@ def of_gradient(full: Tensor | None, locals_: Sequence[Tensor | None], layouts: 
     expected = [layout.shard(full) for layout in layouts]
     if any(local.shape != right.shape for local, right in zip(present, expected, strict=True)):
         return f"shapes {[tuple(local.shape) for local in present]} are not those of the layout: a local size is wrong"
+    # Elements that several ranks hold, copies and replicated parameters, have gradients that are sums
     copied = any(part.copies > 1 for layout in layouts for entry, _ in layout for part in entry.parts)
     parts = [_spread(local, layout, full) for local, layout in zip(present, layouts, strict=True)]
     return _of_sums(full, present, expected, parts if copied or not any(layouts) else [], bound, "gradient")

@@ -13,7 +13,7 @@ Parts = tuple[tuple[Part, ...], tuple[Part, ...]]
 
 
 class Placement(NamedTuple):
-    """How the ranks hold a full activation.
+    """The distribution of a full activation over the ranks.
 
     Attributes:
         p: the number of ranks.

@@ -102,6 +102,7 @@ class Trace:
             owners = [self._last_call(owner) for owner in reference.owners.get(name, [])]
             calls = [call for call in owners if call is not None]
             blamed = [call for call in calls if self._first_wrong(gets[id(call)])]
+            # The module gets right gradients of its outputs: it computes the wrong one
             if calls and not blamed:
                 placed.append((max(call.end for call in calls), name, Place(calls[0].name)))
             else:

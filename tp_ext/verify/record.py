@@ -64,7 +64,7 @@ class Progress:
 
 @dataclass
 class Outcome:
-    """What one rank has computed."""
+    """The results of one rank."""
 
     rank: int
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Outcome:
 
 @dataclass
 class Task:
-    """What the ranks are to run, and what they share while they do.
+    """The run that is compared, and the objects that its ranks share.
 
     Attributes:
         arguments: args and kwargs of forward.

@@ -7,7 +7,7 @@
 namespace tp_ext::shm {
 namespace {
 
-constexpr int64_t kMostBytes = int64_t(1) << 62;  // so that the number of steps cannot overflow
+constexpr int64_t kMaxBytes = int64_t(1) << 62;  // so that the number of steps cannot overflow
 
 }  // namespace
 
@@ -127,7 +127,7 @@ void AllToAll::read(int64_t step) {
     for (int rank = 0; rank < member_.ranks(); ++rank) {
       for (int to = 0; to < member_.ranks(); ++to) {
         const auto bytes = read_once<int64_t>(of(0, rank) + to * sizeof(int64_t));
-        if (bytes < 0 || bytes > kMostBytes)
+        if (bytes < 0 || bytes > kMaxBytes)
           damaged("a size in an all_to_all", rank, static_cast<uint64_t>(bytes));
         if (to == own && bytes != out_bytes_[rank])
           throw Failure("all_to_all: rank " + std::to_string(rank) + " sends " +

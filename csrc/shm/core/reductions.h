@@ -25,7 +25,7 @@ struct Elements {
 // in -> out on all ranks, combined; may be the same memory. At most one slot.
 class AllReduce : public SteppedCollective {
  public:
-  static constexpr int64_t kMostBytes = 64 << 10;  // above, ChunkedAllReduce is faster
+  static constexpr int64_t kMaxBytes = 64 << 10;  // above, ChunkedAllReduce is faster
   AllReduce(const Member& member, const void* in, void* out, const Elements& elements);
 
  protected:
