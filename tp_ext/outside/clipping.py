@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tp_ext.nn.fqn import live_shards
+from tp_ext.nn.fqn import layouts_by_id, live_shards
 from tp_ext.nn.layouts import Carriers
 from tp_ext.parallel.grad_norm import GradientRow, gradient_terms, norm_of_rows
 from tp_ext.sharding import Layout
@@ -63,7 +63,7 @@ def clip_grad_norm_(
     ids = tuple(map(id, listed))
     if ids in _Unsharded.known(Carriers.changes):
         return torchs(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    known = {id(param): layout for param, layout in live_shards()}
+    known = layouts_by_id(listed)
     if known.keys().isdisjoint(ids):
         _Unsharded.add(ids, listed)
         return torchs(params, max_norm, norm_type, error_if_nonfinite, foreach)

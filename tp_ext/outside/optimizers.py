@@ -24,8 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tp_ext.nn.fqn import layouts
-from tp_ext.nn.layouts import carried_layouts
+from tp_ext.nn.fqn import layouts, layouts_by_id
 from tp_ext.sharding import Layout
 
 _FAMILIES = re.compile(r"lbfgs|muon|adafactor|lamb(?!da)|lars|shampoo|soap|prodigy|dadapt", re.IGNORECASE)
@@ -90,8 +89,8 @@ def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @torch.compiler.disable
 def _look_at(optimizer: Optimizer, with_closure: bool) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    carried = carried_layouts(params)
-    found = _sharded((f"a parameter of shape {tuple(p.shape)}", carried[id(p)]) for p in params if id(p) in carried)
+    known = layouts_by_id(params)
+    found = _sharded((f"a parameter of shape {tuple(p.shape)}", known[id(p)]) for p in params if id(p) in known)
     if found is not None:
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing else may run now; its first step outside of a graph is checked

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch.distributed._state_dict_utils as copies
-import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.default_planner as planner
 import torch.distributed.checkpoint.state_dict as states
 from torch import nn
@@ -165,15 +164,14 @@ WRAPPED = [
             ("_load_optim_state_dict", "model, optimizers, state_dict, info", distributed_checkpoint.load_optimizers),
         )
     ),
-]
-if not hasattr(dcp, "CheckpointableTensor"):
-    WRAPPED += [
+    *(
         Wrapped(planner, f"create_default_local_{name}_plan", parameters, ours, _CHECKPOINT, always=True)
         for name, parameters, ours in (
-            ("save", "state_dict, is_coordinator", distributed_checkpoint.refuse_save),
-            ("load", "state_dict, metadata, strict=True", distributed_checkpoint.refuse_load),
+            ("save", "state_dict, is_coordinator", distributed_checkpoint.save_plan),
+            ("load", "state_dict, metadata, strict=True", distributed_checkpoint.load_plan),
         )
-    ]
+    ),
+]
 
 
 def parameters_of(function: Callable[..., Any]) -> str:
