@@ -20,14 +20,14 @@ class Carriers:
         padded: those without a shard that hold padding, which is not in the full tensor either.
         exist: whether there ever was one. A bool, which traced code can read.
         changes: how often such a module has got a layout or a parameter, as far as they say so.
-        at_first: is called once, with the first module.
+        at_each: is called when a module has been added.
     """
 
     modules: ClassVar["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
     padded: ClassVar["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
     exist: ClassVar[bool] = False
     changes: ClassVar[int] = 0
-    at_first: ClassVar[Callable[[], None] | None] = None
+    at_each: ClassVar[Callable[[], None] | None] = None
 
     @classmethod
     def add(cls, module: nn.Module, table: dict[str, Layout]) -> None:
@@ -39,9 +39,9 @@ class Carriers:
         else:
             cls.modules.add(module)
             cls.changes += 1
-            first, cls.exist = not cls.exist, True
-            if first and cls.at_first is not None:
-                cls.at_first()
+            cls.exist = True
+            if cls.at_each is not None:
+                cls.at_each()
 
 
 def is_sharded(layout: Layout) -> bool:

@@ -7,8 +7,9 @@ With ``TP_EXT_WRAP_TORCH=0`` in the environment nothing is wrapped; then the fir
 import functools
 import inspect
 import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import safetensors.torch
@@ -35,6 +36,7 @@ from tp_ext.outside import (
     scaling,
     state_dicts,
 )
+from tp_ext.outside.trainers import TRAINERS
 
 SWITCH = "TP_EXT_WRAP_TORCH"
 
@@ -174,6 +176,9 @@ WRAPPED = [
 ]
 
 
+_wrapped_trainers: set[type] = set()
+
+
 def parameters_of(function: Callable[..., Any]) -> str:
     """Returns the parameters of a function as in :attr:`Wrapped.parameters`."""
     plain = [one.replace(annotation=inspect.Parameter.empty) for one in inspect.signature(function).parameters.values()]
@@ -183,10 +188,28 @@ def parameters_of(function: Callable[..., Any]) -> str:
 def install() -> None:
     """Wraps all of :data:`WRAPPED`, or none if the environment says so."""
     if os.environ.get(SWITCH, "1") == "0":
-        Carriers.at_first = _warn
+        Carriers.at_each = _warn
         return
     for one in WRAPPED:
         _wrap(one)
+    Carriers.at_each = _wrap_trainers
+
+
+def imported_trainers() -> Iterator[Wrapped]:
+    """Yields those of :data:`TRAINERS` that this process has imported."""
+    for module, holder, name, parameters, ours in TRAINERS:
+        found = getattr(sys.modules.get(module), holder, None)
+        if found is not None:
+            yield Wrapped(
+                found, name, parameters, ours, "tp_ext.lightning.TensorParallelStrategy, tp_ext.huggingface.prepare"
+            )
+
+
+def _wrap_trainers() -> None:
+    for one in imported_trainers():
+        if one.holder not in _wrapped_trainers:
+            _wrapped_trainers.add(one.holder)
+            _wrap(one)
 
 
 def _wrap(one: Wrapped) -> None:
@@ -217,6 +240,7 @@ def _passing(one: Wrapped, torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn() -> None:
+    Carriers.at_each = None
     calls = "; ".join(f"{one.title}: {one.instead}" for one in WRAPPED)
     warnings.warn(
         f"{SWITCH}=0: these functions of torch take this rank's shard for the whole; call instead: {calls}",
