@@ -268,10 +268,12 @@ def _step(optimizer: Optimizer, params: list[nn.Parameter], grads: list[Tensor],
     """Makes a step with these gradients, without hooks; also with a closure where the optimizer asks for one."""
     step = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    before = [param.detach().clone() for param in params]
 
     def closure() -> Any:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()
+        """Where the optimizer has moved within its step, gradients are others, as for one that looks ahead."""
+        for param, grad, start in zip(params, grads, before, strict=True):
+            param.grad = grad * (1 + 30 * (param.detach() - start))
         return grads[0].new_ones(())
 
     closure()
