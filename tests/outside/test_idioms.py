@@ -319,6 +319,11 @@ def schedule_free(model):
     _train(model, ScheduleFree(model.parameters()))
 
 
+def extragradient(model):
+    """SAM's two gradients, without a norm: of single elements."""
+    _sam(model, lambda params: 1.0)
+
+
 def exported(model):
     model.eval()
     return torch.export.export(model, (X,)).module()(X)
@@ -378,6 +383,7 @@ RIGHT = [
     new_parameters_by_conversion,
     lookahead,
     schedule_free,
+    extragradient,
     exported,
 ]
 # Where the shard's own numbers come out, and nothing can see it: by the calls of the guide

@@ -9,6 +9,7 @@ the optimizer on small tensors and on their halves (:func:`runs_elementwise`).
 import copy
 import functools
 import inspect
+import itertools
 import math
 import random
 import re
@@ -32,6 +33,7 @@ _SHAPES = ((4, 6), (6, 4))  # even sides, to be halved
 _MOST_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 _found: dict[tuple[str, str, int, bool], bool | None] = {}
+_functions = itertools.count()
 
 
 def accept(optimizer: Optimizer) -> Optimizer:
@@ -148,6 +150,8 @@ def _described(optimizer: Optimizer) -> str:
             own.append(f"{key}={value!r}")
         elif isinstance(value, Optimizer):
             own.append(_described(value))
+        elif callable(value) and not hasattr(type(optimizer), key):  # schedulers replace methods
+            own.append(f"{key}: function {next(_functions)}")  # each is another, and may not be kept alive
     return "; ".join(own)
 
 
