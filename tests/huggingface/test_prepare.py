@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+import warnings
 
 import pytest
 import torch
@@ -198,3 +199,21 @@ def plain(group, evaluation, folder):
             return group.rank(), str(error)
         assert group.rank() != 0, "the process that writes is refused"
         return group.rank(), None
+
+
+def loaders(group):
+    """A loader that is prepared alone, and one with the model."""
+    batches = DataLoader(range(8), batch_size=2)
+    with accelerator(group) as own:
+        model = build(group, 2)
+        with pytest.warns(UserWarning, match="other batches .* tp_ext.huggingface.prepare"):
+            made = own.prepare(batches)
+        assert own.prepare(made) is made
+    with accelerator(group) as own, warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*batches")
+        return [one.tolist() for one in made], [one.tolist() for one in prepare(own, model, batches)[1]]
+
+
+def test_a_loader_that_is_prepared_alone():
+    (first, same), (second, again) = run(loaders, 2)
+    assert first != second and same == again == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -29,6 +29,8 @@ class Module(lightning.LightningModule):
             return
         mesh = self.device_mesh
         group = None if mesh is None else mesh[self.axis]
+        if mesh is None and torch.distributed.is_initialized():  # under a strategy that makes no mesh
+            group = torch.distributed.group.WORLD
         with torch.device("meta") if self.meta else contextlib.nullcontext():
             self.model = nn.Sequential(
                 nn.Linear(4, 6),
@@ -69,7 +71,7 @@ def loader(data_size, data_rank=None):
     return DataLoader(rows, batch_size=8 // data_size, sampler=sampler)
 
 
-def fit(group, sizes, root, *, strategy=TensorParallelStrategy, save=True, ckpt=None, epochs=2, **options):
+def fit(group, sizes, root, *, strategy=TensorParallelStrategy, save=True, ckpt=None, epochs=2, seed=3, **options):
     """Trains on the ranks of a pool, or without a group; returns losses, metrics and the path of the checkpoint."""
     module_options = {name: options.pop(name) for name in ("hidden", "fsdp", "meta", "axis") if name in options}
     settings = {**QUIET, "accelerator": "cpu", "max_epochs": epochs, "default_root_dir": root, **options}
@@ -81,7 +83,7 @@ def fit(group, sizes, root, *, strategy=TensorParallelStrategy, save=True, ckpt=
     where = torchrun.variables(group.rank(), group.size()) if group is not None else contextlib.nullcontext()
     with where, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lightning.seed_everything(3, verbose=False)
+        lightning.seed_everything(seed if seed is not None else 3 + group.rank(), verbose=False)
         module = Module(**module_options)
         kept = ModelCheckpoint(root, filename="last", enable_version_counter=False)
         trainer = lightning.Trainer(callbacks=[kept], **settings)

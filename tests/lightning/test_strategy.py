@@ -1,9 +1,13 @@
 """TensorParallelStrategy: losses and metrics are those of the same module without ranks; checkpoints fit any sizes."""
 
+import lightning.fabric.strategies as fabric
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed import DeviceMesh
 
+import tp_ext
 from tests.helpers.ranks import run, run_raises
 from tests.lightning.modules import Module, fit
 
@@ -107,3 +111,48 @@ def test_wrong_checkpoints(save, tmp_path):
     if save:
         (tmp_path / "first" / "last.ckpt" / "meta.pt").unlink()
         run_raises(fit, 2, ValueError, "was not written to its end", *args, ckpt=path, in_turns=False)
+
+
+def _replicas(data_size, tensor_size, **options):
+    return DDPStrategy()
+
+
+@pytest.mark.parametrize("sizes, options", [((1, 2), {}), ((2, 2), {"fsdp": True})], ids=str)
+def test_lightnings_own_strategy_is_right(sizes, options, tmp_path):
+    want = fit(None, None, tmp_path / "dense", **OPTIONS)
+    got = run(fit, sizes[0] * sizes[1], sizes, tmp_path / "x", strategy=ModelParallelStrategy, **OPTIONS, **options)
+    for losses, metrics, _ in got:  # it takes the mean over all ranks, and sums each row for each of them
+        assert metrics["val"] == pytest.approx(want[1]["val"], abs=1e-5)
+        assert losses == pytest.approx(want[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "strategy, sizes, options, match",
+    [
+        (ModelParallelStrategy, (2, 2), {}, "averages no gradients over .* = 2, and 'model.0.weight' is not under"),
+        (ModelParallelStrategy, (1, 2), {"seed": None}, "'model.0.weight' must be the same on the tensor-parallel"),
+        (ModelParallelStrategy, (2, 1), {"axis": "data_parallel"}, "is sharded over ranks .* must be over the tensor"),
+        (_replicas, (1, 2), {}, "DDPStrategy takes each process for a data-parallel rank, and 'model.1.weight' is"),
+    ],
+    ids=["gradients", "weights", "group", "DDP"],
+)
+def test_lightnings_own_strategies_are_refused(strategy, sizes, options, match, tmp_path):
+    run_raises(
+        fit, sizes[0] * sizes[1], ValueError, match, sizes, tmp_path, strategy=strategy, in_turns=False, **options
+    )
+
+
+def _fabric(group):
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    kind = type("OnCPU", (fabric.ModelParallelStrategy,), {"root_device": torch.device("cpu")})
+    strategy = kind(lambda model, mesh: model)
+    strategy._device_mesh = mesh
+    layer = tp_ext.ColumnParallelLinear(4, 4, group=mesh["tensor_parallel"])
+    dense = nn.Linear(4, 4)
+    assert strategy.setup_module(dense) is dense
+    strategy.setup_module(layer)
+
+
+def test_fabric_is_refused():
+    match = "averages no gradients over .* 'weight' is not under fully_shard: call fully_shard"
+    run_raises(_fabric, 4, ValueError, match, in_turns=False)

@@ -181,6 +181,12 @@ def test_options_are_those_of_the_optimizer():
             return param.grad / (param.grad.norm() if self.bound > 1 else 1)
 
     assert [beyond_elements(Switched(_params(), bound=bound)) for bound in (1.0, 2.0, 1.0)] == ["", "Switched", ""]
+
+    class Given(Own):
+        def direction(self, param, params):
+            return param.grad / self.bound(param.grad)
+
+    assert [beyond_elements(Given(_params(), bound=bound)) for bound in (torch.abs, torch.norm)] == ["", "Given"]
     groups = [{"params": _params(), "lr": 0.1}, {"params": _params(), "lr": 0.2, "weight_decay": 1.0}]
     assert beyond_elements(torch.optim.SGD(groups)) == ""
 

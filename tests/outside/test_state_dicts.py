@@ -3,6 +3,7 @@ place."""
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ from torch.distributed.tensor import DTensor
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.data_parallel import mesh, wrap
-from tp_ext.outside.distributed_checkpoint import refuse_load, refuse_save
-from tp_ext.outside.places import Place, found_place, put_place
+from tp_ext.outside.places import found_place
 
 
 def _net(group, seed=1):
@@ -293,16 +293,92 @@ def test_stages_of_a_pipeline(tmp_path):
         )
 
 
-def test_torch_without_places_is_refused():
-    """Before torch 2.15 its planner would take a shard for the whole."""
-    value = torch.zeros(2)
-    for refuse, name, instead in ((refuse_save, "save", "save_checkpoint"), (refuse_load, "load", "load_checkpoint")):
-        assert refuse(lambda state, *rest: sorted(state), {"b": value.clone(), "a": 1}, None) == ["a", "b"]
-        shard = value.clone()
-        put_place(shard, Place((4,), ((0,),), ((0,),), ((2,),), "rank 0 of 2"))
-        text = rf"'b' is the shard of rank 0 of 2, which dcp.{name} .*: take tp_ext.{instead}, or torch 2.15"
-        with pytest.raises(RuntimeError, match=text):
-            refuse(lambda state, *rest: sorted(state), {"b": shard}, None)
+def _to_old_torch(rank, group, folder, kind):
+    """Saves and loads by torch before 2.15, which does not know places; both raise, and nothing is written."""
+    model = _net(group)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}[kind]
+    errors = []
+    for call in (dcp.save, dcp.load):
+        try:
+            call({kind: state, "number": 1}, checkpoint_id=folder, no_dist=True)
+        except dcp.api.CheckpointException as error:
+            errors += map(str, (one[0] for one in error.failures.values()))
+    return errors
+
+
+@pytest.mark.parametrize(("kind", "name"), [("model", "model.1.weight"), ("optimizer", "optimizer.state.2.exp_avg")])
+def test_torch_without_places_is_refused(tmp_path, monkeypatch, kind, name):
+    """Its planner would take a shard for the whole. In one process it saves and loads as ever."""
+    monkeypatch.delattr(dcp, "CheckpointableTensor", raising=False)
+    folder = str(tmp_path / "a")
+    assert tp_ext.debug.simulate(_to_old_torch, 1, folder, kind) == [[]]
+    for rank, (save, load) in enumerate(tp_ext.debug.simulate(_to_old_torch, 2, folder, kind)):
+        for text, call in ((save, "save"), (load, "load")):
+            assert text.startswith(f"state_dict: '{name}' is the shard of rank {rank} of 2, which dcp.{call} of torch")
+            assert text.endswith(f": take tp_ext.{call}_checkpoint, or torch 2.15")
+
+
+class Sharded(nn.Module):
+    """Declares shardings, and no group."""
+
+    def __init__(self, group, rows=6):
+        super().__init__()
+        cut = tp_ext.Sharding(0, [rows])
+        self.weight = nn.Parameter(cut.shard(torch.arange(float(rows)), group.rank(), group.size()))
+        self.register_buffer("seen", -self.weight.detach().clone())
+        self.tp_shardings = {"weight": cut, "seen": cut}
+
+
+def _shardings_alone(group, folder):
+    """Next to a layer of ours, whose group it is, and by itself."""
+    model = nn.Sequential(tp_ext.ColumnParallelLinear(4, 8, group=group), Sharded(group))
+    state, moments = get_state_dict(model, torch.optim.Adam(model.parameters()))
+    dcp.save({"m": state, "o": moments}, checkpoint_id=folder)
+    other = nn.Sequential(tp_ext.ColumnParallelLinear(4, 8, group=group), Sharded(group))
+    other[1].weight.data.zero_()
+    other.load_state_dict(_read(_saved(state)))
+    assert torch.equal(other[1].weight, model[1].weight)
+    for call, name in ((dcp.save, "save"), (dcp.load, "load")):
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            call({"m": model[1].state_dict()}, checkpoint_id=folder)
+        text = (
+            rf"'m.weight' is a shard of a tensor of shape \(6,\) by tp_shardings, which name no group, and dcp.{name} "
+        )
+        for error, _ in caught.value.failures.values():
+            assert re.search(text + rf"cannot know its place: .* take tp_ext.{name}_checkpoint with group=", str(error))
+    assert len(caught.value.failures) == 2
+
+
+def test_modules_with_shardings_alone(tmp_path):
+    ranks.run(_shardings_alone, 2, str(tmp_path / "a"))
+    state = {
+        "m": {"1.weight": torch.zeros(6), "1.seen": torch.zeros(6)},
+        "o": {"state.1.weight.exp_avg": torch.ones(6)},
+    }
+    dcp.load(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert torch.equal(state["m"]["1.weight"], torch.arange(6.0))
+    assert torch.equal(state["m"]["1.seen"], -torch.arange(6.0))
+
+
+def _padded(group):
+    """At one tensor-parallel rank a row is padding, which the unsharded table does not have."""
+    axes = mesh(2, 1)
+    table = tp_ext.VocabParallelEmbedding(5, 4, pad_to_multiple_of=8, group=axes["tp"])
+    fully_shard(table, mesh=axes["dp"])
+    optimizer = torch.optim.Adam(table.parameters())
+    table(torch.arange(5)).sum().backward()
+    optimizer.step()
+    return found_place(optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_padding_under_fsdp2():
+    """Of an optimizer's state dict, without the model."""
+    first, second = ranks.run(_padded, 2)
+    assert first.chunks[:2] == ((5, 4), ((0, 0),)) and first.local_sizes == ((4, 4),)
+    assert second.chunks[:2] == ((5, 4), ((4, 0),)) and second.local_sizes == ((1, 4),)
 
 
 def _wrapped(group):

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tp_ext.outside.trainers import TRAINERS
 from tp_ext.outside.wrapped import SWITCH, WRAPPED, parameters_of
 
 pytestmark = pytest.mark.core
@@ -21,6 +22,12 @@ def test_signatures_are_those_of_this_torch(one):
     names = [name.split("=")[0] for name in one.parameters.split(", ")]
     if not any(kind in str(ours) for kind in ("*args", "**kwargs")):
         assert [parameter.name for parameter in ours][2:] == names[1:]
+
+
+@pytest.mark.parametrize("one", TRAINERS, ids=lambda one: f"{one[0]}.{one[2]}")
+def test_signatures_are_those_of_these_trainers(one):
+    module, holder, name, parameters, _ = one
+    assert parameters_of(vars(getattr(pytest.importorskip(module), holder))[name]) == parameters
 
 
 OFF = """

@@ -14,6 +14,9 @@ from tests.helpers.paths import ROOT
 PAGE = ROOT / "docs" / "guide" / "troubleshooting.md"
 # A heading is a message in backticks, ` .. ` standing for values; (torch) after it: the message is torch's
 MESSAGES = re.findall(r"^### `(.+)`( \(torch\))?$", PAGE.read_text(), re.M)
+# Of a section with a table, its first column
+TABLE = PAGE.read_text().partition("\n## Torch's functions and trainers\n")[2].partition("\n## ")[0]
+MESSAGES += [(one, "") for row in re.findall(r"^\| (`.+?) \|", TABLE, re.M) for one in re.findall(r"`([^`]+)`", row)]
 
 
 def _joined(node):

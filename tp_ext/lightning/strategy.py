@@ -58,6 +58,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
             not whole, or of another model. On all ranks, and nothing has changed.
     """
 
+    averages_gradients = True  # for tp_ext.outside.trainers, which checks Lightning's own strategies
     _synchronise, _seed = True, -1
 
     def setup_environment(self) -> None:

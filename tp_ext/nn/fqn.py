@@ -1,7 +1,7 @@
 """Resolution of fully qualified names: the module that owns a parameter, through any wrappers, and its layout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -42,17 +42,31 @@ def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
         yield name, layout[0][0] if layout else None
 
 
-def live_shards() -> Iterator[tuple[Tensor, Layout]]:
+def layouts_by_id(params: Iterable[Tensor], padded: bool = False) -> dict[int, Layout]:
+    """Returns the layouts of all live shards by the ``id`` of the parameter (:func:`live_shards`), and those that
+    ``params`` carry: their module may be gone while an optimizer holds them."""
+    carried = {id(param): param.tp_layout for param in params if hasattr(param, "tp_layout")}
+    found = {key: layout for key, layout in carried.items() if padded or is_sharded(layout)}
+    return found | {id(param): layout for param, layout in live_shards(padded)}
+
+
+def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
     """Yields the parameters of live modules that are shards, and their layouts; of what a parametrization or pruning
     computes, the tensors that it is computed from.
+
+    For functions of torch that are given parameters, or an optimizer, and no model. Attributes of a parameter would not
+    do: FSDP2, ``deepcopy`` and ``to_empty`` drop them.
+
+    Args:
+        padded: those that hold padding, too, at one rank.
 
     Raises:
         ValueError: see :func:`resolve_fqn`.
     """
-    for module in list(Carriers.modules):
+    for module in [*Carriers.modules, *(Carriers.padded if padded else ())]:
         params = module._parameters
         for name, layout in layouts_of(module).items():
-            if not is_sharded(layout):
+            if not (padded or is_sharded(layout)):
                 continue
             param = params.get(name)
             if param is not None:
@@ -61,7 +75,7 @@ def live_shards() -> Iterator[tuple[Tensor, Layout]]:
                 for key, stored in module.named_parameters():
                     if key.startswith(f"parametrizations.{name}.") or _unpruned(key) == name:
                         found = resolve_fqn(module, key).layout
-                        if is_sharded(found):
+                        if padded or is_sharded(found):
                             yield stored, found
 
 

@@ -2,11 +2,10 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import Layout, Sharding
@@ -18,25 +17,31 @@ class Carriers:
 
     Attributes:
         modules: these modules.
+        padded: those without a shard that hold padding, which is not in the full tensor either.
         exist: whether there ever was one. A bool, which traced code can read.
         changes: how often such a module has got a layout or a parameter, as far as they say so.
-        at_first: is called once, with the first module.
+        at_each: is called when a module has been added.
     """
 
     modules: ClassVar["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
+    padded: ClassVar["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
     exist: ClassVar[bool] = False
     changes: ClassVar[int] = 0
-    at_first: ClassVar[Callable[[], None] | None] = None
+    at_each: ClassVar[Callable[[], None] | None] = None
 
     @classmethod
-    def add(cls, module: nn.Module) -> None:
-        """Adds a module that has a table of layouts, unless all groups are of one rank."""
-        if any(is_sharded(layout) for layout in layouts_of(module).values()):
+    def add(cls, module: nn.Module, table: dict[str, Layout]) -> None:
+        """Adds a module with its table of layouts, unless all groups are of one rank and nothing is padded."""
+        layouts = table.values()
+        if not any(map(is_sharded, layouts)):
+            if any(part.padding for layout in layouts for sharding, _ in layout for part in sharding.parts):
+                cls.padded.add(module)
+        else:
             cls.modules.add(module)
             cls.changes += 1
-            first, cls.exist = not cls.exist, True
-            if first and cls.at_first is not None:
-                cls.at_first()
+            cls.exist = True
+            if cls.at_each is not None:
+                cls.at_each()
 
 
 def is_sharded(layout: Layout) -> bool:
@@ -90,9 +95,7 @@ class _DeclaredLayouts(dict[str, Layout]):
         module = memo.get(id(self.module and self.module()))  # deepcopy notes the new module before its attributes
         if isinstance(module, nn.Module):
             copied.module = weakref.ref(module)
-            if any(map(is_sharded, copied.values())):
-                Carriers.modules.add(module)
-                Carriers.changes += 1
+            Carriers.add(module, copied)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,27 +105,12 @@ class _DeclaredLayouts(dict[str, Layout]):
 def mirror_layouts(module: nn.Module) -> None:
     """Sets ``tp_layout`` and ``tp_sharding`` on the module's parameters, for users who inspect them, and adds the
     module to :class:`Carriers`."""
-    Carriers.add(module)
+    Carriers.add(module, layouts_of(module))
     for name, layout in layouts_of(module).items():
         param = module._parameters.get(name)  # not getattr, which computes a parametrized one
         if param is not None:
             param.tp_layout = layout  # type: ignore[attr-defined]
             param.tp_sharding = layout[0][0] if layout else None  # type: ignore[attr-defined]
-
-
-def carried_layouts(params: Iterable[Tensor]) -> dict[int, Layout]:
-    """Returns the layouts of parameters of live modules, by ``id``; without a model, so that functions which are given
-    an optimizer alone can ask. FSDP2's parameters carry none: they are looked for in the modules.
-    """
-    given = list(params)
-    found = {id(param): param.tp_layout for param in given if hasattr(param, "tp_layout")}
-    if any(isinstance(param, DTensor) and id(param) not in found for param in given):
-        held = {id(param) for param in given}
-        for module in list(Carriers.modules):
-            for name, layout in layouts_of(module).items():
-                if (own := id(module._parameters.get(name))) in held:
-                    found.setdefault(own, layout)
-    return found
 
 
 def declare_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> None:

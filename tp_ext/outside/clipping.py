@@ -3,13 +3,14 @@
 A parameter is found among those of live modules by its identity, and a gradient by that of a parameter's ``.grad``.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tp_ext.nn.fqn import live_shards
+from tp_ext.nn.fqn import layouts_by_id, live_shards
 from tp_ext.nn.layouts import Carriers
 from tp_ext.parallel.grad_norm import GradientRow, gradient_terms, norm_of_rows
 from tp_ext.sharding import Layout
@@ -30,17 +31,22 @@ class _Unsharded:
     changes: ClassVar[int] = 0
 
     @classmethod
-    def known(cls, changes: int) -> dict[tuple[int, ...], list[Any]]:
-        """Returns the lists, of which none is left if modules have changed."""
+    def add(cls, ids: tuple[int, ...], params: Iterable[Tensor], changes: int) -> None:
+        """Adds a list; removes all others if modules have changed."""
         if changes != cls.changes:
             cls.lists.clear()
             cls.changes = changes
-        return cls.lists
-
-    @classmethod
-    def add(cls, ids: tuple[int, ...], params: Iterable[Tensor]) -> None:
-        """Adds a list."""
         cls.lists[ids] = [weakref.ref(param, lambda _: cls.lists.pop(ids, None)) for param in params]
+
+
+class _Here(threading.local):
+    """Of a thread: whether it clips what is no shard. Torch's function then calls ``get_total_norm``, which would ask
+    for all shards of the process once more."""
+
+    unsharded = False
+
+
+_here = _Here()
 
 
 def clip_grad_norm_(
@@ -56,19 +62,25 @@ def clip_grad_norm_(
     Communicates and raises as :func:`tp_ext.clip_grad_norm_`. What is no shard counts once.
     """
     params: Any = parameters
-    if not isinstance(parameters, Tensor | list | tuple):
-        # An iterator would be used up. Torch warns of an empty generator: it gets that itself
-        params = list(parameters) or parameters
-    listed: Any = [params] if isinstance(params, Tensor) else params
+    listed: Any = parameters
+    if type(parameters) is not list:
+        if isinstance(parameters, Tensor):
+            listed = [parameters]
+        else:
+            # An iterator would be used up. Torch warns of an empty generator: it gets that itself
+            listed = params = list(parameters) or parameters
     ids = tuple(map(id, listed))
-    if ids in _Unsharded.known(Carriers.changes):
+    if _Unsharded.changes != Carriers.changes or ids not in _Unsharded.lists:
+        known = layouts_by_id(listed)
+        if not known.keys().isdisjoint(ids):
+            rows = [(param, known.get(id(param), _REPLICATED), gradient_terms(param)) for param in listed]
+            return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach, max_norm=max_norm)
+        _Unsharded.add(ids, listed, Carriers.changes)
+    _here.unsharded = True
+    try:
         return torchs(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    known = {id(param): layout for param, layout in live_shards()}
-    if known.keys().isdisjoint(ids):
-        _Unsharded.add(ids, listed)
-        return torchs(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    rows = [(param, known.get(id(param), _REPLICATED), gradient_terms(param)) for param in listed]
-    return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach, max_norm=max_norm)
+    finally:
+        _here.unsharded = False
 
 
 def get_total_norm(
@@ -82,6 +94,8 @@ def get_total_norm(
 
     Communicates and raises as :func:`tp_ext.grad_norm`.
     """
+    if _here.unsharded:
+        return torchs(tensors, norm_type, error_if_nonfinite, foreach)
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     known: dict[int, GradientRow] = {}
     for param, layout in live_shards():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as states
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -22,7 +23,7 @@ from tp_ext.checkpoint.full_optimizer import full_optimizer_state_dict, load_ful
 from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.nn.fqn import resolve_optimizer
 from tp_ext.nn.model_groups import model_groups
-from tp_ext.outside.places import found_place, held_by, is_placed, put_place
+from tp_ext.outside.places import UNKNOWN, found_place, held_by, is_placed, put_place
 from tp_ext.outside.state_dicts import has_place, layouts_in_use
 
 Function = Callable[..., Any]
@@ -140,21 +141,28 @@ def load_optimizers(
     return None
 
 
-def refuse_save(original: Function, state_dict: Mapping[str, Any], *args: Any) -> Any:
-    """The plan of ``dcp.save`` of torch before 2.15, which would save each shard as the whole tensor."""
-    _refuse(state_dict, "dcp.save", "tp_ext.save_checkpoint")
+def save_plan(original: Function, state_dict: Mapping[str, Any], *args: Any) -> Any:
+    """The plan of ``dcp.save``. Raises RuntimeError if it would save a shard as the whole tensor."""
+    _check_places(state_dict, "dcp.save", "tp_ext.save_checkpoint")
     return original(state_dict, *args)
 
 
-def refuse_load(original: Function, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+def load_plan(original: Function, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
     """The same of ``dcp.load``."""
-    _refuse(state_dict, "dcp.load", "tp_ext.load_checkpoint")
+    _check_places(state_dict, "dcp.load", "tp_ext.load_checkpoint")
     return original(state_dict, *args, **options)
 
 
-def _refuse(state_dict: Mapping[str, Any], name: str, instead: str) -> None:
+def _check_places(state_dict: Mapping[str, Any], name: str, instead: str) -> None:
     for key, value in state_dict.items():
-        if (place := found_place(value)) is not None:
+        place = found_place(value)
+        if place is not None and place.held_by == UNKNOWN:
+            raise RuntimeError(
+                f"state_dict: {key!r} is a shard of a tensor of shape {place.global_shape} by tp_shardings, which name "
+                f"no group, and {name} cannot know its place: declare it by tp_ext.declare_layouts, or take {instead} "
+                "with group="
+            )
+        if place is not None and not hasattr(dcp, "CheckpointableTensor"):  # torch before 2.15
             raise RuntimeError(
                 f"state_dict: {key!r} is the shard of {place.held_by}, which {name} of torch {torch.__version__} "
                 f"would take for the whole tensor: take {instead}, or torch 2.15"

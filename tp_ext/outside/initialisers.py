@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tp_ext.nn.fqn import live_shards
+from tp_ext.nn.fqn import layouts_by_id
 from tp_ext.nn.layouts import is_sharded
 from tp_ext.sharding import Layout
 
@@ -17,7 +17,7 @@ def _layout(tensor: Tensor) -> Layout | None:
     parameters of FSDP2, which have none, are looked up."""
     layout: Layout | None = getattr(tensor, "tp_layout", None)
     if layout is None and isinstance(tensor, DTensor):
-        layout = next((one for param, one in live_shards() if param is tensor), None)
+        layout = layouts_by_id(()).get(id(tensor))
     return layout if layout is not None and is_sharded(layout) else None
 
 

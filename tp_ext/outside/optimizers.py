@@ -9,6 +9,7 @@ the optimizer on small tensors and on their halves (:func:`runs_elementwise`).
 import copy
 import functools
 import inspect
+import itertools
 import math
 import random
 import re
@@ -24,8 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tp_ext.nn.fqn import layouts
-from tp_ext.nn.layouts import carried_layouts
+from tp_ext.nn.fqn import layouts, layouts_by_id
 from tp_ext.sharding import Layout
 
 _FAMILIES = re.compile(r"lbfgs|muon|adafactor|lamb(?!da)|lars|shampoo|soap|prodigy|dadapt", re.IGNORECASE)
@@ -33,6 +33,7 @@ _SHAPES = ((4, 6), (6, 4))  # even sides, to be halved
 _MOST_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 _found: dict[tuple[str, str, int, bool], bool | None] = {}
+_functions = itertools.count()
 
 
 def accept(optimizer: Optimizer) -> Optimizer:
@@ -90,8 +91,8 @@ def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @torch.compiler.disable
 def _look_at(optimizer: Optimizer, with_closure: bool) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    carried = carried_layouts(params)
-    found = _sharded((f"a parameter of shape {tuple(p.shape)}", carried[id(p)]) for p in params if id(p) in carried)
+    known = layouts_by_id(params)
+    found = _sharded((f"a parameter of shape {tuple(p.shape)}", known[id(p)]) for p in params if id(p) in known)
     if found is not None:
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing else may run now; its first step outside of a graph is checked
@@ -149,6 +150,8 @@ def _described(optimizer: Optimizer) -> str:
             own.append(f"{key}={value!r}")
         elif isinstance(value, Optimizer):
             own.append(_described(value))
+        elif callable(value) and not hasattr(type(optimizer), key):  # schedulers replace methods
+            own.append(f"{key}: function {next(_functions)}")  # each is another, and may not be kept alive
     return "; ".join(own)
 
 
@@ -269,10 +272,12 @@ def _step(optimizer: Optimizer, params: list[nn.Parameter], grads: list[Tensor],
     """Makes a step with these gradients, without hooks; also with a closure where the optimizer asks for one."""
     step = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    before = [param.detach().clone() for param in params]
 
     def closure() -> Any:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()
+        """Where the optimizer has moved within its step, gradients are others, as for one that looks ahead."""
+        for param, grad, start in zip(params, grads, before, strict=True):
+            param.grad = grad * (1 + 30 * (param.detach() - start))
         return grads[0].new_ones(())
 
     closure()

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tp_ext.chunks import mesh_position, start_of
+from tp_ext.group import ALONE, ParallelGroup
 from tp_ext.nn.fqn import resolve_fqn
 from tp_ext.nn.layouts import layouts_of
 from tp_ext.sharding import Layout
 
 Numbers = tuple[int, ...]
+UNKNOWN = "a rank of a group that is not known"
 
 
 # [Note: values of torch's state dicts are ordinary tensors with attributes]
@@ -27,7 +29,7 @@ class Place(NamedTuple):
         global_shape: that of the full tensor. global_offsets, local_offsets, local_sizes: of each chunk, its first
         index in the full and in the local tensor, and
             its shape. No chunk contains padding.
-        held_by: the rank that holds it, in words.
+        held_by: the rank that holds it, in words; :data:`UNKNOWN`, and no chunks, if the group is not known.
     """
 
     global_shape: Numbers
@@ -55,6 +57,10 @@ def place_of(tensor: Tensor, layout: Layout) -> Place:
         ValueError: the tensor has another length than the layout gives this rank.
     """
     local = local_of(tensor)
+    if len(layout) == 1 and layout[0][1] is ALONE:
+        full = layout.full_shape(tensor.shape)  # of a module with tp_shardings alone
+        if layout.local_shape(full) != tensor.shape:
+            return Place(tuple(full), (), (), (), UNKNOWN)
     shape, chunks = layout.local_chunks(tensor)
     if not shape.numel():  # of an empty tensor every rank has all
         nothing = ((0,) * len(shape),)
@@ -114,14 +120,19 @@ class Held(NamedTuple):
     layout: Layout
 
 
-def held_by(module: nn.Module) -> Iterator[Held]:
+def declares_shardings_alone(module: nn.Module) -> bool:
+    """Returns whether the module has ``tp_shardings``, which name no group, in place of layouts."""
+    return "tp_shardings" in module.__dict__ and "tp_layouts" not in module.__dict__
+
+
+def held_by(module: nn.Module, group: ParallelGroup = ALONE) -> Iterator[Held]:
     """Yields the tensors of a module that may be given a place: those of a module with layouts, with what its
-    parametrizations store, and DTensors of others."""
+    parametrizations store, and DTensors of others. ``group`` is that of ``tp_shardings``."""
     own = [(name, one) for table in (module._parameters, module._buffers) for name, one in table.items()]
-    layouts = layouts_of(module)
+    layouts = layouts_of(module) or declares_shardings_alone(module)
     if layouts and (computed := module._modules.get("parametrizations")) is not None:
         named: Iterable[tuple[str, Tensor]] = [*computed.named_parameters(), *computed.named_buffers()]
         own += [(f"parametrizations.{name}", one) for name, one in named]
     for name, one in own:
         if one is not None and (layouts or isinstance(one, DTensor)):
-            yield Held(name, one, resolve_fqn(module, name).layout if layouts else Layout())
+            yield Held(name, one, resolve_fqn(module, name, group).layout if layouts else Layout())

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ext.group import global_ranks, process_group
-from tp_ext.nn.fqn import live_shards
+from tp_ext.nn.fqn import layouts_by_id
 
 Flags = dict[torch.device, Tensor]
 
@@ -29,8 +29,8 @@ def unscale_grads_(
     the meshes of FSDP2, since torch reduces over the first of several meshes alone.
     """
     found = torchs(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-    known = {id(param): layout for param, layout in live_shards()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    known = layouts_by_id(params)
     axes = {
         tuple(global_ranks(group.name)): process_group(group.name)
         for param in params

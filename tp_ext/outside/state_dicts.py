@@ -15,8 +15,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ext.nn.layouts import carried_layouts, layouts_of, mirror_layouts
-from tp_ext.outside.places import Place, found_place, held_by, is_placed, local_of, place_of, put_place
+from tp_ext.group import ALONE
+from tp_ext.nn.fqn import layouts_by_id
+from tp_ext.nn.layouts import layouts_of, mirror_layouts
+from tp_ext.nn.model_groups import model_groups
+from tp_ext.outside.places import (
+    Place,
+    declares_shardings_alone,
+    found_place,
+    held_by,
+    is_placed,
+    local_of,
+    place_of,
+    put_place,
+)
 from tp_ext.sharding import Layout
 
 Function = Callable[..., Any]
@@ -39,13 +51,22 @@ def module_state_dict(original: Function, self: nn.Module, *args: Any, **options
         return state
     prefix = options.get("prefix", args[1] if len(args) > 1 else "")
     for name, live, layout in held_by(self):
-        value = state.get(prefix + name)
-        if isinstance(value, Tensor) and value is not live and is_placed(live, layout):
-            state[prefix + name] = made = _placed_value(value, live, layout)
-            metadata = getattr(state, "_metadata", {}).get(prefix[:-1])
-            if metadata is not None:
-                metadata.setdefault(_METADATA, {})[name] = (tuple(made.shape), *(found_place(made) or ()))
+        _place(state, prefix + name, prefix[:-1], name, live, layout)
+    if options.get("destination", args[0] if args else None) is None and _lacks_group(self):
+        # Of tp_shardings the group is that of the other layers, which this outermost call sees
+        for one in _entries(self):
+            _place(state, prefix + one.key, (prefix + one.module).rstrip("."), one.name, one.live, one.layout)
     return state
+
+
+def _place(state: Any, key: str, module: str, name: str, live: Tensor, layout: Layout) -> None:
+    """Puts the place of a tensor on the value of a state dict, and in the metadata of its module."""
+    value = state.get(key)
+    if isinstance(value, Tensor) and value is not live and is_placed(live, layout):
+        state[key] = made = _placed_value(value, live, layout)
+        metadata = getattr(state, "_metadata", {}).get(module)
+        if metadata is not None:
+            metadata.setdefault(_METADATA, {})[name] = (tuple(made.shape), *(found_place(made) or ()))
 
 
 def module_load_state_dict(original: Function, self: nn.Module, state_dict: Any, *args: Any, **options: Any) -> Any:
@@ -58,6 +79,10 @@ def module_load_state_dict(original: Function, self: nn.Module, state_dict: Any,
     return result
 
 
+def _lacks_group(root: nn.Module) -> bool:
+    return any(map(declares_shardings_alone, root.modules()))
+
+
 class _Entry(NamedTuple):
     key: str
     module: str
@@ -67,9 +92,10 @@ class _Entry(NamedTuple):
 
 
 def _entries(root: nn.Module) -> Iterator[_Entry]:
+    group = model_groups(root).default if _lacks_group(root) else ALONE
     for path, module in root.named_modules(remove_duplicate=False):
         prefix = f"{path}.".replace(_CHECKPOINTED, "") if path else ""
-        for name, live, layout in held_by(module):
+        for name, live, layout in held_by(module, group):
             yield _Entry(prefix + name, path, name, live, layout)
 
 
@@ -119,7 +145,8 @@ def _checked(key: str, value: Tensor, given: Place, live: Tensor, layout: Layout
 
 
 def _layouts_of_params(optimizer: Optimizer) -> dict[int, Layout]:
-    return {**carried_layouts(p for group in optimizer.param_groups for p in group["params"]), **layouts_in_use}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return layouts_by_id(params, padded=True) | layouts_in_use
 
 
 def has_place(value: Any, param: Tensor) -> bool:

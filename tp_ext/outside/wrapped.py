@@ -7,13 +7,13 @@ With ``TP_EXT_WRAP_TORCH=0`` in the environment nothing is wrapped; then the fir
 import functools
 import inspect
 import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch.distributed._state_dict_utils as copies
-import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.default_planner as planner
 import torch.distributed.checkpoint.state_dict as states
 from torch import nn
@@ -36,6 +36,7 @@ from tp_ext.outside import (
     scaling,
     state_dicts,
 )
+from tp_ext.outside.trainers import TRAINERS
 
 SWITCH = "TP_EXT_WRAP_TORCH"
 
@@ -166,15 +167,17 @@ WRAPPED = [
             ("_load_optim_state_dict", "model, optimizers, state_dict, info", distributed_checkpoint.load_optimizers),
         )
     ),
-]
-if not hasattr(dcp, "CheckpointableTensor"):
-    WRAPPED += [
+    *(
         Wrapped(planner, f"create_default_local_{name}_plan", parameters, ours, _CHECKPOINT, always=True)
         for name, parameters, ours in (
-            ("save", "state_dict, is_coordinator", distributed_checkpoint.refuse_save),
-            ("load", "state_dict, metadata, strict=True", distributed_checkpoint.refuse_load),
+            ("save", "state_dict, is_coordinator", distributed_checkpoint.save_plan),
+            ("load", "state_dict, metadata, strict=True", distributed_checkpoint.load_plan),
         )
-    ]
+    ),
+]
+
+
+_wrapped_trainers: set[type] = set()
 
 
 def parameters_of(function: Callable[..., Any]) -> str:
@@ -186,10 +189,28 @@ def parameters_of(function: Callable[..., Any]) -> str:
 def install() -> None:
     """Wraps all of :data:`WRAPPED`, or none if the environment says so."""
     if os.environ.get(SWITCH, "1") == "0":
-        Carriers.at_first = _warn
+        Carriers.at_each = _warn
         return
     for one in WRAPPED:
         _wrap(one)
+    Carriers.at_each = _wrap_trainers
+
+
+def imported_trainers() -> Iterator[Wrapped]:
+    """Yields those of :data:`TRAINERS` that this process has imported."""
+    for module, holder, name, parameters, ours in TRAINERS:
+        found = getattr(sys.modules.get(module), holder, None)
+        if found is not None:
+            yield Wrapped(
+                found, name, parameters, ours, "tp_ext.lightning.TensorParallelStrategy, tp_ext.huggingface.prepare"
+            )
+
+
+def _wrap_trainers() -> None:
+    for one in imported_trainers():
+        if one.holder not in _wrapped_trainers:
+            _wrapped_trainers.add(one.holder)
+            _wrap(one)
 
 
 def _wrap(one: Wrapped) -> None:
@@ -220,6 +241,7 @@ def _passing(one: Wrapped, torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn() -> None:
+    Carriers.at_each = None
     calls = "; ".join(f"{one.title}: {one.instead}" for one in WRAPPED)
     warnings.warn(
         f"{SWITCH}=0: these functions of torch take this rank's shard for the whole; call instead: {calls}",

@@ -1,0 +1,148 @@
+"""Strategies of Lightning and loaders of accelerate around sharded layers: right, or refused with what to take instead.
+
+Nothing here imports them: their methods are wrapped when a layer is sharded in a process that has imported them.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tp_ext._checksum import bits_of, checksum
+from tp_ext._object_collectives import all_gather_objects
+from tp_ext.group import global_ranks
+from tp_ext.nn.fqn import layouts
+from tp_ext.nn.layouts import Carriers
+from tp_ext.outside.places import local_of
+from tp_ext.parallel.replicas import check_layers, sharded_over
+
+_INSTEAD = "take tp_ext.lightning.TensorParallelStrategy"
+
+
+def set_up_replicas(theirs: Callable[..., Any], strategy: Any, trainer: Any) -> Any:
+    """Sets up a strategy that takes each process for a data-parallel rank, as Lightning does.
+
+    Raises:
+        ValueError: a layer is sharded over several of them.
+    """
+    for ranks, name in sharded_over(strategy.model).items():
+        raise ValueError(
+            f"strategy: {type(strategy).__name__} takes each process for a data-parallel rank, and {name!r} is sharded "
+            f"over ranks {list(ranks)}: {_INSTEAD}"
+        )
+    return theirs(strategy, trainer)
+
+
+def set_up_mesh(theirs: Callable[..., Any], strategy: Any, trainer: Any) -> Any:
+    """Sets up Lightning's ``ModelParallelStrategy``. It averages no gradients and draws no weights: FSDP2 and
+    equal seeds must do so.
+
+    Communicates, if a layer is sharded: 8 bytes and the name of each replicated parameter over the tensor-parallel
+    ranks.
+
+    Raises:
+        ValueError: layers are sharded over other ranks than those of its mesh; gradients would differ along the data
+            axis, or weights differ on the tensor-parallel ranks.
+    """
+    model: nn.Module = strategy.model
+    if getattr(strategy, "averages_gradients", False) or not sharded_over(model):  # the former: ours
+        return theirs(strategy, trainer)
+    mesh: DeviceMesh = strategy.device_mesh
+    check_layers(model, mesh["tensor_parallel"], mesh["data_parallel"])
+    _check_averaged(model, mesh, strategy, f"{_INSTEAD}, or fully_shard(.., mesh=device_mesh['data_parallel'])")
+    made = theirs(strategy, trainer)
+    _check_replicated(strategy.model, mesh["tensor_parallel"])
+    return made
+
+
+def set_up_module(theirs: Callable[..., nn.Module], strategy: Any, module: nn.Module) -> nn.Module:
+    """The same of Lightning Fabric, for one module."""
+    made = theirs(strategy, module)
+    if sharded_over(made):
+        _check_averaged(
+            made, strategy.device_mesh, strategy, "call fully_shard(.., mesh=mesh['data_parallel']) in parallelize_fn"
+        )
+    return made
+
+
+def _check_averaged(model: nn.Module, mesh: DeviceMesh, strategy: Any, instead: str) -> None:
+    data = mesh["data_parallel"]
+    for name, param in model.named_parameters() if data.size() > 1 else ():
+        if param.requires_grad and not isinstance(param, DTensor):
+            raise ValueError(
+                f"strategy: {type(strategy).__name__} averages no gradients over data_parallel_size = {data.size()}, "
+                f"and {name!r} is not under fully_shard: {instead}"
+            )
+
+
+def _check_replicated(model: nn.Module, axis: DeviceMesh) -> None:
+    ranks, params = global_ranks(axis), dict(model.named_parameters())
+    mine = {
+        name: checksum(bits_of(local_of(params[name])))[0].item()
+        for name, layout in layouts(model)
+        if all(global_ranks(group.name) != ranks for _, group in layout)
+    }
+    held = all_gather_objects(mine, axis.get_group())
+    for name in mine:
+        if any(one[name] != mine[name] for one in held):
+            raise ValueError(
+                f"model: {name!r} must be the same on the tensor-parallel ranks {ranks}, and differs: call "
+                f"lightning.seed_everything before the model is made, or {_INSTEAD}"
+            )
+
+
+def prepare_data_loader(
+    theirs: Callable[..., Any],
+    accelerator: Any,
+    data_loader: Any,
+    device_placement: Any = None,
+    slice_fn_for_dispatch: Any = None,
+) -> Any:
+    """Prepares a loader as ``Accelerator.prepare_data_loader``, and warns if ranks that share a layer would get other
+    batches. Not an error: the loader may be for another model, which nothing shows, and an old model, which keeps its
+    layers alive until it is collected, is not there on all ranks alike."""
+    prepared = getattr(data_loader, "_is_accelerate_prepared", False)
+    if not prepared and accelerator.num_processes > 1 and getattr(accelerator.parallelism_config, "tp_size", 1) == 1:
+        for module in list(Carriers.modules)[:1]:
+            warnings.warn(
+                f"accelerate gives each of the {accelerator.num_processes} processes other batches of this loader, and "
+                f"{type(module).__name__} is sharded over several of them, which must have the same: prepare model and "
+                "loader together, by tp_ext.huggingface.prepare",
+                stacklevel=3,
+            )
+    return theirs(accelerator, data_loader, device_placement, slice_fn_for_dispatch)
+
+
+# Module, class, method, its parameters, ours: wrapped when a layer is sharded, if the module has been imported by then
+TRAINERS: list[tuple[str, str, str, str, Callable[..., Any]]] = [
+    *(
+        (f"{root}.strategies.{module}", f"{kind}Strategy", "setup", "self, trainer", ours)
+        for root in ("lightning.pytorch", "pytorch_lightning")
+        for module, kind, ours in (
+            ("model_parallel", "ModelParallel", set_up_mesh),
+            ("ddp", "DDP", set_up_replicas),
+            ("fsdp", "FSDP", set_up_replicas),
+            ("deepspeed", "DeepSpeed", set_up_replicas),
+        )
+    ),
+    *(
+        (
+            f"{root}.strategies.model_parallel",
+            "ModelParallelStrategy",
+            "setup_module",
+            "self, module",
+            set_up_module,
+        )
+        for root in ("lightning.fabric", "lightning_fabric")
+    ),
+    (
+        "accelerate.accelerator",
+        "Accelerator",
+        "prepare_data_loader",
+        "self, data_loader, device_placement=None, slice_fn_for_dispatch=None",
+        prepare_data_loader,
+    ),
+]
