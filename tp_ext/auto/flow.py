@@ -21,7 +21,7 @@ from tp_ext.auto.dims import Atom, contains
 from tp_ext.auto.edits import Copy, Gather, LeafPath, Slice, Sum
 from tp_ext.auto.partial_sums import PartialSums
 from tp_ext.auto.problems import Problem
-from tp_ext.auto.record import Call, Record, Step, tensors
+from tp_ext.auto.record import Call, Record, Step, span_start, tensors
 from tp_ext.auto.sliced_constants import VIEWS, Constants
 from tp_ext.sharding import Sharding
 
@@ -244,9 +244,9 @@ class Finder:
     def settle(self, tensor: Tensor) -> Types:
         """Returns the type of the gradient that flows on to what made the tensor, after sums placed here."""
         types, id_ = self.type_now(tensor), id(tensor)
+        only_partial, tokens = types in SUMMED, SHARDS in types
         if not types & {PARTIAL, SHARDS} or id_ in self.sharded:
             return types
-        only_partial, tokens = types in SUMMED, SHARDS in types
         if id_ in self.record.parameters:
             name = self.record.parameters[id_][0]
             module, _, own = name.rpartition(".")
@@ -287,7 +287,7 @@ class Finder:
             return types  # a part of a sharded dim that all ranks hold: its weight's gradient is summed
         if maker.name in SPLITS:
             source = maker.inputs[0]
-            dim, start = _span_start(maker, tensor)
+            dim, start = span_start(maker, tensor)
             if self.place_at_output(id_, source, (dim - source.dim(), start, start + tensor.shape[dim])):
                 return COMPLETED
         if self.tokens is not None and maker.place in self.tokens.steps:
@@ -305,14 +305,14 @@ class Finder:
 
     def unwanted(self) -> set[Copy]:
         """The sums at modules that are called several times which some call must not make: its gradient there is
-        complete, or is summed elsewhere."""
+        complete, sharded, or summed elsewhere."""
         found: set[Copy] = set()
         for copy, orders in self.placed.items():
             for call in self.record.calls if self.number_of_calls[copy.module] > 1 else ():
                 if call.module != copy.module or call.order in orders:
                     continue
                 at = dict(call.outputs if copy.kind == "output" else call.inputs).get(copy.path)
-                if at is not None and (self.used.get(id(at)) or id(at) in self.outputs):
+                if at is not None and (self.used.get(id(at)) or id(at) in self.outputs or id(at) in self.sharded):
                     found.add(copy)
         return found
 
@@ -435,19 +435,3 @@ class Finder:
                 text = f"{name} has a sharded dim and is not sharded"
                 carried = (one for one in self.chosen if carries(record, tensor, one.sharded))
                 self.flow.problems += [Problem(next(iter(one.parameters)), text) for one in carried]
-
-
-def _span_start(step: Step, tensor: Tensor) -> tuple[int, int]:
-    """The dim along which an operator splits its input, and where in it one of its results starts."""
-    source = step.inputs[0]
-    if step.name == "slice":
-        dim = (step.args[1] if len(step.args) > 1 else 0) % source.dim()
-        start = (step.args[2] or 0) if len(step.args) > 2 else 0
-        return dim, start + source.shape[dim] if start < 0 else start
-    dim = (step.args[2] if len(step.args) > 2 else 0) % source.dim()
-    start = 0
-    for result in step.outputs:
-        if result is tensor:
-            break
-        start += result.shape[dim]
-    return dim, start

@@ -196,3 +196,19 @@ def source_line() -> str:
             return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def span_start(step: Step, tensor: Tensor) -> tuple[int, int]:
+    """The dim along which an operator splits its input, and where in it one of its results starts."""
+    source = step.inputs[0]
+    if step.name == "slice":
+        dim = (step.args[1] if len(step.args) > 1 else 0) % source.dim()
+        start = (step.args[2] or 0) if len(step.args) > 2 else 0
+        return dim, start + source.shape[dim] if start < 0 else start
+    dim = (step.args[2] if len(step.args) > 2 else 0) % source.dim()
+    start = 0
+    for result in step.outputs:
+        if result is tensor:
+            break
+        start += result.shape[dim]
+    return dim, start

@@ -30,7 +30,7 @@ from tp_ext.sharding import Layout
 
 _FAMILIES = re.compile(r"lbfgs|muon|adafactor|lamb(?!da)|lars|shampoo|soap|prodigy|dadapt", re.IGNORECASE)
 _SHAPES = ((4, 6), (6, 4))  # even sides, to be halved
-_MOST_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
+_MAX_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 _found: dict[tuple[str, str, int, bool], bool | None] = {}
 _functions = itertools.count()
@@ -252,7 +252,7 @@ def _copy(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[list[
         one for other in leaves if isinstance(other, Optimizer) for one in tree_leaves(list(other.state.values()))
     ]
     tensors = [one for one in leaves if isinstance(one, Tensor) and id(one) not in memo]
-    if sum(tensor.numel() for tensor in tensors) > _MOST_COPIED:
+    if sum(tensor.numel() for tensor in tensors) > _MAX_COPIED:
         raise ValueError("too much to be copied")
     made: Optimizer = kind.__new__(kind)
     made.__setstate__({**copy.deepcopy(kept, memo), "state": defaultdict(dict), "param_groups": param_groups})

@@ -173,3 +173,21 @@ class Excitation(nn.Module):
 
 
 add("written_Excitation", Excitation, "a sum is written in place, then used by sharded work", images, share=0.9)
+
+
+class OneActivation(nn.Module):
+    """One activation module for sharded features and for a sum: a sum of gradients at it would serve one of them."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.up2, self.down2 = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.act = nn.SiLU(inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.down(self.act(self.up(x))))
+        return self.down2(self.act(self.up2(y)))
+
+
+for inplace in (False, True):
+    add(f"one_activation_{inplace}", lambda inplace=inplace: OneActivation(inplace), "called three times", share=0.8)
