@@ -14,9 +14,9 @@ from tp_ext import shm as shm
 from tp_ext import symmetric_memory as symmetric_memory
 from tp_ext._build import __version__, build_info
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
+from tp_ext.checkpoint.files.reader import CheckpointReader
 from tp_ext.checkpoint.full import full_state_dict, load_full_state_dict
 from tp_ext.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
-from tp_ext.checkpoint.reader import CheckpointReader
 from tp_ext.checkpoint.safetensors import load_safetensors, save_safetensors
 from tp_ext.checkpoint.sharded import sharded_state_dict
 from tp_ext.checkpoint.sharded_load import load_sharded_state_dict
@@ -38,28 +38,28 @@ from tp_ext.mesh_program.collectives import (
 )
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.mesh_program.spmd import spmd
-from tp_ext.nn.attention import ParallelAttention
-from tp_ext.nn.coalesce import coalesce_gradients, uncoalesce_gradients
+from tp_ext.model.coalesce import coalesce_gradients, uncoalesce_gradients
+from tp_ext.model.fqn import layouts, shardings
+from tp_ext.model.layouts import declare_layouts
+from tp_ext.model.module import ParallelModule
+from tp_ext.model.names import name_modules, reset_parameters
+from tp_ext.model.tied import declare_tied
+from tp_ext.nn.attention.attention import ParallelAttention
+from tp_ext.nn.attention.kv_cache import KVCache
+from tp_ext.nn.attention.latent_attention import ParallelLatentAttention
+from tp_ext.nn.attention.latent_kv_cache import LatentKVCache
+from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.dropout import Dropout, dropout
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
-from tp_ext.nn.fqn import layouts, shardings
-from tp_ext.nn.kv_cache import KVCache
-from tp_ext.nn.latent_attention import ParallelLatentAttention
-from tp_ext.nn.latent_kv_cache import LatentKVCache
-from tp_ext.nn.layouts import declare_layouts
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.linear_cross_entropy import linear_cross_entropy
 from tp_ext.nn.lora import LoRALinear, add_lora, merge_lora
 from tp_ext.nn.loss import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from tp_ext.nn.mlp import ParallelMLP
-from tp_ext.nn.module import ParallelModule
-from tp_ext.nn.moe import ParallelMoE, router_loss
-from tp_ext.nn.names import name_modules, reset_parameters
+from tp_ext.nn.moe.moe import ParallelMoE, router_loss
+from tp_ext.nn.moe.router import RouterConfig
 from tp_ext.nn.norm import LayerNorm, RMSNorm
-from tp_ext.nn.rotary import RotaryEmbedding
-from tp_ext.nn.router import RouterConfig
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
-from tp_ext.nn.tied import declare_tied
 from tp_ext.parallel.grad_norm import clip_grad_norm_, grad_norm
 from tp_ext.parallel.run import parallelize
 from tp_ext.random import manual_seed

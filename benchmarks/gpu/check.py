@@ -35,7 +35,7 @@ OWN_STAGES = {  # stage -> its files; those with CUDA tests that are not here sh
     "graphs": [
         "tests/cuda/test_capture.py",
         "tests/conformance/test_51_capture.py",
-        "tests/nn/test_kv_cache_graphs.py",
+        "tests/nn/attention/test_kv_cache_graphs.py",
     ],
     "execution": ["tests/cuda/test_execution.py"],
     "large tensors": ["tests/cuda/test_large.py"],

@@ -19,7 +19,7 @@ import tp_ext
 from benchmarks.lib import interleave, report
 from benchmarks.lib.harness import TOLERANCE
 from benchmarks.lib.report import Record
-from tp_ext.nn.context_attention import CONTEXTS, context_attention
+from tp_ext.nn.attention.context_attention import CONTEXTS, context_attention
 
 RANKS = 2
 

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import tp_ext
-from tp_ext.nn.context_attention import context_attention
+from tp_ext.nn.attention.context_attention import context_attention
 
 Times = dict[str, dict[int, list[float]]]  # ms, by case and number of chunks
 Span = tuple[str, float, float]  # what, when it began and ended, in ms

@@ -17,7 +17,7 @@ from tests.helpers import ranks
 from tests.helpers.ranks import run_raises
 from tests.helpers.simulated import run
 from tp_ext import auto
-from tp_ext.auto.logits import ShardedLogits
+from tp_ext.auto.modules.logits import ShardedLogits
 from tp_ext.group import parallel_group
 
 close = {"rtol": 1e-11, "atol": 1e-12}

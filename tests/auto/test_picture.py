@@ -6,7 +6,7 @@ import pytest
 
 from tests.auto.architectures import build
 from tp_ext import auto
-from tp_ext.auto.picture import COLOURS
+from tp_ext.auto.search.picture import COLOURS
 
 
 @pytest.fixture(scope="module")

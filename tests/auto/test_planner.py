@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.auto.architectures import build
 from tp_ext import P, Part, Sharding, auto
-from tp_ext.auto.choose import heaviest
-from tp_ext.auto.dims import atoms
+from tp_ext.auto.record.dims import atoms
+from tp_ext.auto.search.choose import heaviest
 
 WIDTH, HEADS, INNER, VOCAB = 64, 4, 112, 96
 

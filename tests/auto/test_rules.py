@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tp_ext.auto.dims import Atom, Dim, atoms, contains, majors
-from tp_ext.auto.record import Record, Step, tensors
-from tp_ext.auto.rules import from_notation
-from tp_ext.auto.trace import trace
+from tp_ext.auto.record.dims import Atom, Dim, atoms, contains, majors
+from tp_ext.auto.record.record import Record, Step, tensors
+from tp_ext.auto.record.rules import from_notation
+from tp_ext.auto.record.trace import trace
 
 P = 2
 Function = Callable[..., Any]

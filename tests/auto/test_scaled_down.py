@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tp_ext import auto
-from tp_ext.auto import scaled_down
+from tp_ext.auto.proof import scaled_down
 
 HIDDEN, HEADS, KV, HEAD, INNER, VOCAB = 1024, 16, 4, 32, 2816, 6000
 IDS = torch.tensor([[1, 5999, 7, 300, 2, 4000]])

@@ -16,7 +16,7 @@ from tests.auto.users_files import caches, llama2c, mingpt, nanogpt, widths
 from tests.helpers import ranks
 from tests.helpers.simulated import run
 from tp_ext import auto
-from tp_ext.auto.unchanged import unchanged
+from tp_ext.auto.record.unchanged import unchanged
 
 LEAST = 0.9  # of the elements of matrices
 

@@ -13,7 +13,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.models import assert_same, model_and_optimizer, train
 from tp_ext.checkpoint import directory
-from tp_ext.checkpoint.write_lock import WriteLock
+from tp_ext.checkpoint.files.write_lock import WriteLock
 
 pytestmark = pytest.mark.core
 

@@ -12,7 +12,7 @@ import torch
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.numbered import build, fill
-from tp_ext.checkpoint import atomic_directory
+from tp_ext.checkpoint.files import atomic_directory
 
 STEPS = 1000
 

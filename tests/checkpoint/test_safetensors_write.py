@@ -22,8 +22,9 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.models import model_and_optimizer
 from tests.helpers.peak_memory import Peak
-from tp_ext.checkpoint import safetensors_files, safetensors_slices
-from tp_ext.checkpoint.write_lock import WriteLock
+from tp_ext.checkpoint import safetensors_files
+from tp_ext.checkpoint.files import safetensors_slices
+from tp_ext.checkpoint.files.write_lock import WriteLock
 
 pytestmark = pytest.mark.core
 

@@ -4,7 +4,7 @@ import pickle
 
 import torch
 
-from tp_ext.checkpoint.entry_files import Written
+from tp_ext.checkpoint.files.entry_files import Written
 from tp_ext.checkpoint.save_plan import GlobalPlan, PlannedChunk, RankPlan
 
 FILES = ["__0_0.distcp", "__1_0.distcp"]

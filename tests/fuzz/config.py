@@ -3,7 +3,7 @@
 import random
 
 import tp_ext
-from tp_ext.nn.attention import head_parts
+from tp_ext.nn.attention.attention import head_parts
 from tp_ext.nn.embedding import vocab_sharding
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu")

@@ -15,7 +15,7 @@ from tests.fuzz import plain
 from tests.fuzz.model import make, shape_of
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
-from tp_ext.nn.experts import ParallelExperts
+from tp_ext.nn.moe.experts import ParallelExperts
 from tp_ext.parallel import average_gradients
 
 SIZES = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (2, 2), (1, 4)]  # ep, tp

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tp_ext import _ops
-from tp_ext.nn.attention import ParallelAttention
-from tp_ext.nn.model_groups import ModelGroups
-from tp_ext.nn.module import ParallelModule
+from tp_ext.model.model_groups import ModelGroups
+from tp_ext.model.module import ParallelModule
+from tp_ext.nn.attention.attention import ParallelAttention
 from tp_ext.sharding import Layout
 
 

@@ -6,7 +6,7 @@ import functools
 import pytest
 
 from tests.fuzz import expert_models
-from tp_ext.nn.experts import ParallelExperts
+from tp_ext.nn.moe.experts import ParallelExperts
 
 MANY = 100
 

@@ -24,7 +24,7 @@ from tests.huggingface.test_composition import (
     trained,
 )
 from tp_ext import auto
-from tp_ext.parallel.pipeline_steps import PipelineShapeWarning
+from tp_ext.parallel.pipeline.steps import PipelineShapeWarning
 
 MICROBATCHES = 2
 

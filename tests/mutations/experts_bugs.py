@@ -10,7 +10,7 @@ STEPS = "parallel/test_average_gradients.py::test_three_steps"
 EXPERTS_BUGS = [
     _bug(
         "experts_gradient_scale",
-        "nn/experts.py",
+        "nn/moe/experts.py",
         'self.gradient_scale = 1 / ep.size if gradient_reduction == "mean" else 1.0',
         "self.gradient_scale = 1.0",
         "Experts' gradients are sums over the expert group where all others are means.",
@@ -18,7 +18,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "experts_down_bias_on_every_rank",
-        "nn/expert_gradients.py",
+        "nn/moe/expert_gradients.py",
         "return y + added if first else y.view_as(y)",
         "return y + added",
         "Every tensor-parallel rank adds the bias.",
@@ -26,7 +26,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "router_ties",
-        "nn/router.py",
+        "nn/moe/router.py",
         "return choice.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k].contiguous()",
         "return choice.sort(dim=-1, stable=True).indices.flip(-1)[..., : self.top_k].contiguous()",
         "Of experts with equal scores the last one comes first.",
@@ -34,7 +34,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "router_loss_of_the_rank",
-        "nn/router.py",
+        "nn/moe/router.py",
         "return self.data_ranks.sum(self._over_tp(x))",
         "return self._over_tp(x)",
         "The losses are those of the rank's own tokens.",
@@ -42,7 +42,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "router_weights_not_copied",
-        "nn/moe.py",
+        "nn/moe/moe.py",
         "weights = _ops.copy_to_region(routed.weights, name)",
         "weights = routed.weights",
         "The router's gradient is that of one rank's experts.",
@@ -50,7 +50,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "capacity_of_the_rank",
-        "nn/expert_capacity.py",
+        "nn/moe/expert_capacity.py",
         "+ table[: ranks.rank].sum(0)[flat]",
         "",
         "The position in an expert's queue does not count the tokens of other ranks.",
@@ -58,7 +58,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "shared_output_bias_unsummed",
-        "nn/moe.py",
+        "nn/moe/moe.py",
         'bias = self.shared.down.parameter("bias")',
         "bias = self.shared.down.bias",
         "Under sequence parallelism the gradient of the shared experts' bias is that of the rank's tokens.",
@@ -66,7 +66,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "shared_input_not_copied",
-        "nn/moe.py",
+        "nn/moe/moe.py",
         "y = routed_and_shared(exchange, self.experts, self.shared, x, weights)",
         "y = routed_and_shared(exchange, self.experts, self.shared, x.detach(), weights)",
         "The gradient of the input has no part of the shared experts.",
@@ -74,7 +74,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "exchange_order_of_arrival",
-        "nn/token_exchange.py",
+        "nn/moe/token_exchange.py",
         "of_row = local.repeat_interleave(table[:, own].flatten(), output_size=sum(received))",
         "of_row = local.repeat_interleave(table[:, own].T.flatten(), output_size=sum(received))",
         "Rows are taken to arrive in the order of experts.",

@@ -47,7 +47,7 @@ SHARED = [
     ),
     _bug(
         "chunks_replicated_owner",
-        "nn/model_groups.py",
+        "model/model_groups.py",
         "else axis.rank == 0):",
         "else True):",
         "Every rank owns a replicated tensor, so a checkpoint holds it p times.",
@@ -95,7 +95,7 @@ SHARED = [
     ),
     _bug(
         "group_within_an_axis",
-        "nn/model_groups.py",
+        "model/model_groups.py",
         "index, largest[index][0] in members",
         "index, True",
         "Every group within an axis owns its shards.",
@@ -170,7 +170,7 @@ SHARED = [
 LAYERS = [
     _bug(
         "replicated_parameter_not_summed",
-        "nn/module.py",
+        "model/module.py",
         "return _ops.copy_to_region(given, group.name)",
         "return given",
         "Under SP the gradient of a norm's weight is that of this rank's tokens alone.",
@@ -178,7 +178,7 @@ LAYERS = [
     ),
     _bug(
         "copies_not_summed",
-        "nn/module.py",
+        "model/module.py",
         'return _ops.copy_pieces_to_region(self._entering(name, given), group.name, *own["_copied"][name])',
         "return self._entering(name, given)",
         "The gradient of a copied KV head is that of this rank's query heads alone.",
@@ -186,7 +186,7 @@ LAYERS = [
     ),
     _bug(
         "mask_first_head",
-        "nn/self_attention.py",
+        "nn/attention/self_attention.py",
         "mask.narrow(1, self.first_head_local, self.num_heads_local)",
         "mask.narrow(1, 0, self.num_heads_local)",
         "Every rank takes the mask of the first heads.",
@@ -194,7 +194,7 @@ LAYERS = [
     ),
     _bug(
         "exact_dropout_first_head",
-        "nn/self_attention.py",
+        "nn/attention/self_attention.py",
         "heads = self.num_heads, self.first_head_local",
         "heads = self.num_heads, 0",
         "Every rank takes the dropout mask of the first heads.",
@@ -202,7 +202,7 @@ LAYERS = [
     ),
     _bug(
         "head_norm_not_summed",
-        "nn/attention.py",
+        "nn/attention/attention.py",
         'options["sequence_parallel"] = True',
         'options["sequence_parallel"] = sequence_parallel',
         "Without SP the gradients of the norms of q and k miss the other ranks' heads.",
@@ -210,7 +210,7 @@ LAYERS = [
     ),
     _bug(
         "shared_key_not_summed",
-        "nn/latent_attention.py",
+        "nn/attention/latent_attention.py",
         "return _ops.copy_to_region(x, group)",
         "return x",
         "Of latent attention's RoPE key, which all heads share, a rank has the gradient of its own heads alone.",
@@ -218,7 +218,7 @@ LAYERS = [
     ),
     _bug(
         "latent_scale_without_yarn",
-        "nn/latent_attention.py",
+        "nn/attention/latent_attention.py",
         "(1.0 if scaling is None else scaling.score_factor)",
         "1.0",
         "DeepSeek's factor of the scores under YaRN is missing.",
@@ -226,7 +226,7 @@ LAYERS = [
     ),
     _bug(
         "absorbed_scale",
-        "nn/latent_attention.py",
+        "nn/attention/latent_attention.py",
         "attention_by_kv_head(q, kept, kept[..., :rank], seen, self.scale)",
         "attention_by_kv_head(q, kept, kept[..., :rank], seen, None)",
         "Decoding in the latents' space scales the scores by their width.",
@@ -282,7 +282,7 @@ LAYERS = [
     ),
     _bug(
         "weight_seed_without_parameter",
-        "nn/names.py",
+        "model/names.py",
         "name = copies.get(id(param), _full(module, local))",
         "name = _full(module, local)",
         "A copy of a tied weight on another stage starts with other values.",
@@ -290,7 +290,7 @@ LAYERS = [
     ),
     _bug(
         "cache_window",
-        "nn/token_cache.py",
+        "nn/attention/token_cache.py",
         "self._length + 1 - sliding_window",
         "self._length - sliding_window",
         "A query attends to one key too many of a cache with a sliding window.",
@@ -298,7 +298,7 @@ LAYERS = [
     ),
     _bug(
         "cache_padding_positions",
-        "nn/token_cache.py",
+        "nn/attention/token_cache.py",
         "(slots - self.padding[:, None]).clamp_min(0) if self._padded else slots",
         "slots",
         "Padding on the left shifts the positions of a prompt.",
@@ -306,7 +306,7 @@ LAYERS = [
     ),
     _bug(
         "cache_not_cleared",
-        "nn/token_cache.py",
+        "nn/attention/token_cache.py",
         "buffer.zero_()",
         "pass",
         "A NaN of the last text passes the mask of a static cache.",
@@ -379,7 +379,7 @@ LAYERS = [
     ),
     _bug(
         "coalesce_stays_entered",
-        "nn/coalesce.py",
+        "model/coalesce.py",
         "layer._coalesced.pop(name, None)",
         "pass",
         "Later calls of a layer use a parameter that entered in an earlier forward.",
@@ -387,7 +387,7 @@ LAYERS = [
     ),
     _bug(
         "window_too_wide",
-        "nn/scaled_dot_product.py",
+        "nn/attention/scaled_dot_product.py",
         "seen = j > i - sliding_window",
         "seen = j >= i - sliding_window",
         "A sliding window shows one key too many.",
@@ -396,7 +396,7 @@ LAYERS = [
     ),
     _bug(
         "packed_positions",
-        "nn/rotary.py",
+        "nn/attention/rotary.py",
         "torch.cat([torch.arange(n, device=device) for n in lengths])",
         "torch.arange(sum(lengths), device=device) % max(lengths)",
         "Positions of packed sequences do not restart with each sequence.",

@@ -50,7 +50,7 @@ PARALLEL_BUGS = [
     ),
     _bug(
         "mean_of_means",
-        "parallel/pipeline_loss.py",
+        "parallel/step_loss.py",
         "return value * (self._ranks / self.total).to(value.dtype)",
         "return value / len(value.reshape(1)) / self._microbatches",
         "Losses are weighted by microbatch, not by token.",
@@ -58,7 +58,7 @@ PARALLEL_BUGS = [
     ),
     _bug(
         "tied_gradient_of_one_stage",
-        "parallel/pipeline_tied.py",
+        "parallel/pipeline/tied.py",
         "total += found[rank]",
         "pass",
         "A weight tied over two stages has the gradient of the first alone.",
@@ -66,7 +66,7 @@ PARALLEL_BUGS = [
     ),
     _bug(
         "backward_in_halves_behind_a_frozen_stage",
-        "parallel/pipeline_clock.py",
+        "parallel/pipeline/clock.py",
         "if not any(one.requires_grad for one in inputs):",
         "if False:",
         "The second half finds no gradients of weights behind an input that needs none.",

@@ -24,7 +24,7 @@ PIPELINE_BUGS = [
     ),
     _bug(
         "tied_original_is_a_copy",
-        "nn/tied.py",
+        "model/tied.py",
         "found.pop(id(param), None)  # the original itself",
         "pass",
         "A stage that holds both ends has no original.",
@@ -40,7 +40,7 @@ PIPELINE_BUGS = [
     ),
     _bug(
         "stages_with_one_tensor_twice",
-        "nn/stages.py",
+        "model/stages.py",
         "if tensors.setdefault(key, tensor) is not tensor:",
         "if False:",
         "Of two tensors with one name the first is saved.",

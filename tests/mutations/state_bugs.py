@@ -47,7 +47,7 @@ STATE_BUGS = [
     ),
     _bug(
         "file_sizes_unchecked",
-        "checkpoint/reader.py",
+        "checkpoint/files/reader.py",
         "if (size := directory.size(name)) < end:",
         "if (size := directory.size(name)) < 0:",
         "A file that is cut short is found only when half of the model is loaded.",
@@ -71,7 +71,7 @@ STATE_BUGS = [
     ),
     _bug(
         "backup_not_restored",
-        "checkpoint/atomic_directory.py",
+        "checkpoint/files/atomic_directory.py",
         "backup.rename(target)\n",
         "pass\n",
         "After a kill between two renames the last checkpoint is removed.",
@@ -79,7 +79,7 @@ STATE_BUGS = [
     ),
     _bug(
         "old_checkpoint_stays",
-        "checkpoint/atomic_directory.py",
+        "checkpoint/files/atomic_directory.py",
         "    if old is not None:\n        remove_directory(old, target)",
         "    if old is not None:\n        pass",
         "The replaced checkpoint stays on disk.",
@@ -136,7 +136,7 @@ STATE_BUGS = [
     ),
     _bug(
         "fork_unlocks",
-        "checkpoint/write_lock.py",
+        "checkpoint/files/write_lock.py",
         "self._close.detach():",
         "self._close() is None:",
         "A forked child releases the lock of its parent.",
@@ -216,7 +216,7 @@ STATE_BUGS = [
     ),
     _bug(
         "experts_read_from_the_first",
-        "checkpoint/safetensors_slices.py",
+        "checkpoint/files/safetensors_slices.py",
         "read[row] = self._parts[index][where[1:]]",
         "read[row] = self._parts[row][where[1:]]",
         "A rank reads the first experts of a file and not its own.",
@@ -224,7 +224,7 @@ STATE_BUGS = [
     ),
     _bug(
         "experts_read_whole",
-        "checkpoint/safetensors_slices.py",
+        "checkpoint/files/safetensors_slices.py",
         "part[(slice(start, stop), *where[1:])]",
         "part[tuple(map(slice, part.shape))][(slice(start, stop), *where[1:])]",
         "A rank reads the matrices of its experts whole and not its shards of them.",

@@ -63,7 +63,7 @@ TWO_AXES_BUGS = [
     ),
     Mutation(
         "replicated_and_sharded_again",
-        "tp_ext/nn/module.py",
+        "tp_ext/model/module.py",
         "return len(self.tp_layouts.get(name, ())) == (name in self._gathered)",
         "return len(self.tp_layouts.get(name, ())) == 0",
         "The gradient of a norm weight under sequence parallelism is not summed over the group if it is sharded again.",

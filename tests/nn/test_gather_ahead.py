@@ -7,8 +7,8 @@ import torch
 
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
-from tests.nn.test_module_two_axes import CLOSE
-from tests.nn.test_module_two_axes import _mlp as mlp_of
+from tests.model.test_module_two_axes import CLOSE
+from tests.model.test_module_two_axes import _mlp as mlp_of
 
 
 def _write_data(weight):

@@ -12,7 +12,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 from tests.helpers.vocabulary import close, dense
-from tests.parallel.test_pipeline_stages import GPT, KEYWORDS, TOKENS, VOCAB, batch, staged
+from tests.parallel.pipeline.test_stages import GPT, KEYWORDS, TOKENS, VOCAB, batch, staged
 
 HIDDEN = 6
 

@@ -10,7 +10,7 @@ from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 from tests.helpers.right_and_wrong import check
 from tp_ext import ParallelMoE, RouterConfig
-from tp_ext.nn.experts import ParallelExperts
+from tp_ext.nn.moe.experts import ParallelExperts
 
 FP64 = {"dtype": torch.float64}
 NAMES = ("ep", "tp")

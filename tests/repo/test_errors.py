@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tp_ext
 from tests.helpers import ranks
 from tests.mesh_program.errors import PROGRAMS, mapped
-from tests.nn.latent_errors import LATENT, latent
+from tests.nn.attention.latent_errors import LATENT, latent
 
 ids, sp = tensor([0, 1, 2, 3]), {"sequence_parallel": True}
 

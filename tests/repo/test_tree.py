@@ -23,30 +23,18 @@ ORDER = [
     {"_version", "_build"},
     {"_ops"},
     {""},
-    {"nn"},
-    {"checkpoint", "parallel", "mesh_program"},
+    {"model"},
+    {"nn", "checkpoint", "parallel", "mesh_program"},
     {"outside", "simulation"},
     {"auto", "debug", "optim"},
     {"huggingface", "lightning", "verify"},
     {"__init__"},
 ]
-# These folders work on modules and their shardings, and import no layer
-COMPOSITION = {"checkpoint", "parallel", "outside", "debug"}
-NOT_LAYERS = {
-    f"tp_ext.nn.{name}"
-    for name in (
-        "coalesce",
-        "data_ranks",
-        "expert_gradients",
-        "fqn",
-        "layouts",
-        "model_groups",
-        "module",
-        "names",
-        "same_input",
-        "stages",
-        "tied",
-    )
+# The rooms of a folder, likewise; "" stands for its own modules
+ROOMS = {
+    "auto": [{"record"}, {"search"}, {"modules"}, {"proof"}, {""}],
+    "checkpoint": [{"files"}, {""}],
+    "nn": [{""}, {"attention", "moe"}],
 }
 
 
@@ -86,6 +74,12 @@ def level(name):
     return places[0] if places else -1 if rest else ORDER.index({""})
 
 
+def place(name):
+    """The folder of a module and the room in it; "" for its own modules."""
+    parts = name.split(".")[1:] if MODULES[name].name != "__init__.py" else [*name.split(".")[1:], "__init__"]
+    return (parts[0] if len(parts) > 1 else "", parts[1] if len(parts) > 2 else "")
+
+
 def path(file):
     return str(file.relative_to(ROOT))
 
@@ -95,11 +89,12 @@ def wrong_imports(file):
     if level(name) < 0:
         yield f"say in ORDER where the folder of {name} belongs"
     for other in imported_modules(file):
-        if level(other) >= level(name) and MODULES[other].parent != file.parent:
+        (top, room), (top_of_other, room_of_other) = place(name), place(other)
+        if level(other) >= level(name) and top != top_of_other:
             yield f"{name} imports {other}, which is not below it"
-        is_layer = other.startswith("tp_ext.nn.") and other not in NOT_LAYERS
-        if is_layer and not COMPOSITION.isdisjoint(name.split(".")[1:2]):
-            yield f"{name} imports the layer {other}"
+        floor = {room: i for i, rooms in enumerate(ROOMS.get(top, ())) for room in rooms}
+        if top == top_of_other and room != room_of_other and floor and floor[room_of_other] >= floor[room]:
+            yield f"{name} imports {other}, whose room is not below its own"
 
 
 def test_python_imports_go_down():
@@ -281,7 +276,20 @@ def test_every_operator_is_complete():
 # Names and sizes
 
 
-@pytest.mark.parametrize("name", ["", "nn", "checkpoint", "parallel", "debug", "verify"])
+FOLDERS = (
+    "",
+    "model",
+    "nn",
+    "nn/attention",
+    "nn/moe",
+    "checkpoint",
+    "checkpoint/files",
+    "parallel",
+    "parallel/pipeline",
+)
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, "debug", "verify"])
 def test_tests_mirror_the_package(name):
     """tests/nn/test_x_more.py tests tp_ext/nn/x.py."""
     known = {file.stem for file in PACKAGE if file.parent == ROOT / "tp_ext" / name}

@@ -169,7 +169,7 @@ def limit(setting):
         raise OSError(errno.ENOLCK, "No locks available")
 
     if not setting.exchange:
-        from tp_ext.checkpoint import atomic_directory
+        from tp_ext.checkpoint.files import atomic_directory
 
         atomic_directory._exchange = lambda a, b: False
     if not setting.flock:

@@ -5,7 +5,7 @@ import fcntl
 import pytest
 
 from tests.soak import checkpoints
-from tp_ext.checkpoint import atomic_directory
+from tp_ext.checkpoint.files import atomic_directory
 
 
 @pytest.mark.timeout(600)  # seconds, but for a machine that starves its 5 processes

@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers import ranks
 from tests.soak import malformed
-from tp_ext.checkpoint import metadata
+from tp_ext.checkpoint.files import metadata
 
 pytestmark = pytest.mark.core
 

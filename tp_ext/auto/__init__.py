@@ -1,9 +1,9 @@
 """Tensor parallelism of unchanged models: a plan derived from one run on fake tensors, and its execution."""
 
-from tp_ext.auto.constraints import constraint
-from tp_ext.auto.edits import Collective, Copy, Draw, Output, Slice, Sum, Tokens
 from tp_ext.auto.execute import apply
 from tp_ext.auto.planner import plan
-from tp_ext.auto.plans import Plan
+from tp_ext.auto.record.constraints import constraint
+from tp_ext.auto.record.edits import Collective, Copy, Draw, Output, Slice, Sum, Tokens
+from tp_ext.auto.search.plans import Plan
 
 __all__ = ["Collective", "Copy", "Draw", "Output", "Plan", "Slice", "Sum", "Tokens", "apply", "constraint", "plan"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tp_ext._arguments import check_bools
-from tp_ext.auto.plans import Plan
+from tp_ext.auto.search.plans import Plan
 from tp_ext.mesh_program.partition_spec import P
 
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext._object_collectives import all_gather_objects
-from tp_ext.auto.copies import copied
-from tp_ext.auto.one_rank import whole_draws
-from tp_ext.auto.plans import Plan
-from tp_ext.auto.random_draws import register_draws
-from tp_ext.auto.record import tensors
-from tp_ext.auto.trace import arguments
+from tp_ext.auto.modules.random_draws import register_draws
+from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.one_rank import whole_draws
+from tp_ext.auto.record.record import tensors
+from tp_ext.auto.record.trace import arguments
+from tp_ext.auto.search.plans import Plan
 from tp_ext.group import Group, parallel_group, process_group
-from tp_ext.nn.layouts import layouts_of
+from tp_ext.model.layouts import layouts_of
 
 # Relative, of verify: sums have another order. Models in fp64 convert to fp32 inside
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}

@@ -13,10 +13,8 @@ from torch import nn
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply
 from tp_ext.auto.check_applied import compare_with, reference_of
-from tp_ext.auto.edits import Copy, SizeCall
-from tp_ext.auto.forwards import CalledForward
 from tp_ext.auto.guard import Guard, structure_of
-from tp_ext.auto.hooks import (
+from tp_ext.auto.modules.hooks import (
     CopyArguments,
     CopyOutput,
     EnterParameters,
@@ -26,15 +24,11 @@ from tp_ext.auto.hooks import (
     SumOutput,
     refuse_adapters,
 )
-from tp_ext.auto.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, shard_embedding
-from tp_ext.auto.localize import Localized, MismatchError, digest, is_conv1d, patch
-from tp_ext.auto.logits import FullLogits, ShardLogits
-from tp_ext.auto.multi_head import WEIGHTS, refuse_fused_paths, shard_attention
-from tp_ext.auto.norms import fused_norm
-from tp_ext.auto.plans import Plan, example_for
-from tp_ext.auto.random_draws import register_draws
-from tp_ext.auto.sizes import SizedForward
-from tp_ext.auto.token_hooks import (
+from tp_ext.auto.modules.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, shard_embedding
+from tp_ext.auto.modules.logits import FullLogits, ShardLogits
+from tp_ext.auto.modules.norms import fused_norm
+from tp_ext.auto.modules.random_draws import register_draws
+from tp_ext.auto.modules.token_hooks import (
     ArgumentBoundary,
     BeginForward,
     EndForward,
@@ -42,8 +36,14 @@ from tp_ext.auto.token_hooks import (
     TokenBoundary,
     TokenLengths,
 )
+from tp_ext.auto.record.edits import Copy, SizeCall
+from tp_ext.auto.record.forwards import CalledForward
+from tp_ext.auto.record.multi_head import WEIGHTS, refuse_fused_paths, shard_attention
+from tp_ext.auto.search.localize import Localized, MismatchError, digest, is_conv1d, patch
+from tp_ext.auto.search.plans import Plan, example_for
+from tp_ext.auto.search.sizes import SizedForward
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
-from tp_ext.nn.layouts import declare_layouts, layouts_of
+from tp_ext.model.layouts import declare_layouts, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.sharding import Layout
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tp_ext.auto.copies import copied
-from tp_ext.auto.edits import Slice
-from tp_ext.auto.plans import Plan, example_for
-from tp_ext.auto.prove_values import Apply, UnprovenError
-from tp_ext.auto.proven_plan import BUDGET, prover_of
-from tp_ext.auto.reasons import traced
-from tp_ext.auto.rounds import Planner
-from tp_ext.auto.rules import from_notation
-from tp_ext.auto.trace import arguments, trace
+from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.prove_values import Apply, UnprovenError
+from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
+from tp_ext.auto.record.edits import Slice
+from tp_ext.auto.record.rules import from_notation
+from tp_ext.auto.record.trace import arguments, trace
+from tp_ext.auto.search.plans import Plan, example_for
+from tp_ext.auto.search.reasons import traced
+from tp_ext.auto.search.rounds import Planner
 
 
 def structure_of(model: nn.Module) -> nn.Module:

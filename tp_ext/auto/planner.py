@@ -10,15 +10,15 @@ from torch import nn
 
 from tp_ext.auto.argument_checks import check_example, check_plan_options, check_planned_model
 from tp_ext.auto.execute import apply_quietly
-from tp_ext.auto.hints import check_hints, hint_of
-from tp_ext.auto.plans import Plan
-from tp_ext.auto.problems import TOKENS, kind_of
-from tp_ext.auto.prove_values import UnprovenError
-from tp_ext.auto.proven_plan import BUDGET, alone, prover_of
-from tp_ext.auto.reasons import traced
-from tp_ext.auto.rounds import Planner
-from tp_ext.auto.rules import Rule, from_notation
-from tp_ext.auto.unchanged import unchanged
+from tp_ext.auto.proof.prove_values import UnprovenError
+from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
+from tp_ext.auto.record.rules import Rule, from_notation
+from tp_ext.auto.record.unchanged import unchanged
+from tp_ext.auto.search.hints import check_hints, hint_of
+from tp_ext.auto.search.plans import Plan
+from tp_ext.auto.search.problems import TOKENS, kind_of
+from tp_ext.auto.search.reasons import traced
+from tp_ext.auto.search.rounds import Planner
 from tp_ext.mesh_program.partition_spec import P
 
 LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
@@ -51,7 +51,7 @@ def plan(
         p: number of ranks.
         hints: pattern of names of modules or parameters -> ``"whole"``, ``"sharded"``, or the :class:`~tp_ext.P` of a
             parameter, such as ``P("tp", None)``. Of several patterns that fit, the longest counts.
-        rules: ``"ns::op"`` -> a line of notation (:mod:`tp_ext.auto.rules`), for operators of your own.
+        rules: ``"ns::op"`` -> a line of notation (:mod:`tp_ext.auto.record.rules`), for operators of your own.
         memory_budget: bytes of parameters that a rank may hold.
         sequence_parallel: whether activations between the sharded blocks are sharded on their tokens, where every
             operator there treats these one by one: True: wherever that is possible, and an error if it is nowhere;

@@ -17,27 +17,27 @@ from torch.optim import Optimizer
 
 from tp_ext._arguments import check_bools
 from tp_ext._object_collectives import call_and_combine, call_and_gather
-from tp_ext.checkpoint.atomic_directory import (
+from tp_ext.checkpoint.background import begin_save, copy_to_host, group_of_saves, wait_for_last_save, wait_for_save_to
+from tp_ext.checkpoint.entries import StateDict
+from tp_ext.checkpoint.files.atomic_directory import (
     finish_interrupted_swap,
     remove_directory,
     staging_path,
     swap_in,
     sync_to_disk,
 )
-from tp_ext.checkpoint.background import begin_save, copy_to_host, group_of_saves, wait_for_last_save, wait_for_save_to
-from tp_ext.checkpoint.entries import StateDict
-from tp_ext.checkpoint.entry_files import EntryWriter, Written
-from tp_ext.checkpoint.metadata import with_checksum
+from tp_ext.checkpoint.files.entry_files import EntryWriter, Written
+from tp_ext.checkpoint.files.metadata import with_checksum
+from tp_ext.checkpoint.files.reader import EXTRA, METADATA, CheckpointReader
+from tp_ext.checkpoint.files.write_lock import WriteLock, check_lock_timeout
 from tp_ext.checkpoint.optimizer_state import check_optimizer
 from tp_ext.checkpoint.plan_exchange import exchange_plans
-from tp_ext.checkpoint.reader import EXTRA, METADATA, CheckpointReader
 from tp_ext.checkpoint.save_plan import GlobalPlan, Payload, RankPlan, plan_of_rank
 from tp_ext.checkpoint.sharded import sharded_state
 from tp_ext.checkpoint.sharded_load import load_from
-from tp_ext.checkpoint.write_lock import WriteLock, check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
-from tp_ext.nn.stages import Stages, joined
+from tp_ext.model.stages import Stages, joined
 
 
 # [Note: checkpoints are directories of torch.distributed.checkpoint]

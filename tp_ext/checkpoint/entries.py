@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.group import ParallelGroup
-from tp_ext.nn.fqn import resolve_fqn
-from tp_ext.nn.tied import copies_in
+from tp_ext.model.fqn import resolve_fqn
+from tp_ext.model.tied import copies_in
 from tp_ext.sharding import Layout
 
 StateDict = dict[str, Any]

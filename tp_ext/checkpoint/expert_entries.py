@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tp_ext.checkpoint.entries import StateEntry
 from tp_ext.checkpoint.expert_names import PublishedEntry
+from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
 from tp_ext.checkpoint.gather import Ranks, as_bytes, gather_full, gather_shards, without_data_axes
-from tp_ext.checkpoint.safetensors_slices import JoinedTensor, SlicedTensor
 from tp_ext.group import ALONE, ParallelGroup, process_group
 from tp_ext.sharding import Layout, Sharding
 

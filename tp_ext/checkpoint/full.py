@@ -14,7 +14,7 @@ from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.gather import check_one_mesh, ranks_of, scatter_full, write_full
 from tp_ext.checkpoint.pipeline import WholeEntry, gather_whole, to_stages, whole_entries
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.stages import Stages, joined
+from tp_ext.model.stages import Stages, joined
 
 
 def full_state_dict(

@@ -15,8 +15,8 @@ from tp_ext.checkpoint.gather import Ranks, check_one_mesh, gather_full, ranks_o
 from tp_ext.checkpoint.optimizer_state import HeldState, HeldTensor, check_class, copy_of_state
 from tp_ext.checkpoint.pipeline import WholeTensor, from_stage, over_stages, to_stages
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.fqn import ResolvedParameter, resolve_optimizer
-from tp_ext.nn.stages import Stages, joined
+from tp_ext.model.fqn import ResolvedParameter, resolve_optimizer
+from tp_ext.model.stages import Stages, joined
 from tp_ext.sharding import Layout
 
 

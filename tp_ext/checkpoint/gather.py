@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext import _ops
 from tp_ext._object_collectives import broadcast_axes
-from tp_ext.checkpoint.safetensors_slices import JoinedTensor, SlicedTensor
+from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
 from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
 from tp_ext.mesh import mesh_axes
-from tp_ext.nn.model_groups import ModelGroups, model_groups
+from tp_ext.model.model_groups import ModelGroups, model_groups
 from tp_ext.sharding import Layout, Sharding
 
 

@@ -17,6 +17,8 @@ from tp_ext._object_collectives import call_and_gather, true_on_any_rank
 from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.expert_entries import ExpertGather, join_published
 from tp_ext.checkpoint.expert_names import PublishedEntry, check_family, published_entries
+from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
+from tp_ext.checkpoint.files.write_lock import check_lock_timeout
 from tp_ext.checkpoint.gather import Ranks, chunk_slices, ranks_of, write_full
 from tp_ext.checkpoint.pipeline import WholeTensor, from_stage, gather_whole, whole_entries
 from tp_ext.checkpoint.safetensors_files import (
@@ -26,11 +28,9 @@ from tp_ext.checkpoint.safetensors_files import (
     open_export,
     split_into_files,
 )
-from tp_ext.checkpoint.safetensors_slices import JoinedTensor, SlicedTensor
-from tp_ext.checkpoint.write_lock import check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.module import check_positive
-from tp_ext.nn.stages import Stages, joined
+from tp_ext.model.module import check_positive
+from tp_ext.model.stages import Stages, joined
 
 
 def save_safetensors(

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tp_ext.checkpoint.pinned_directory import open_regular
+from tp_ext.checkpoint.files.pinned_directory import open_regular
+from tp_ext.checkpoint.files.safetensors_slices import DTYPES, SafetensorsFile, SlicedTensor
+from tp_ext.checkpoint.files.write_lock import WriteLock
 from tp_ext.checkpoint.pipeline import WholeTensor
-from tp_ext.checkpoint.safetensors_slices import DTYPES, SafetensorsFile, SlicedTensor
-from tp_ext.checkpoint.write_lock import WriteLock
 
 _LARGEST_INDEX = 1 << 26  # bytes: some 500,000 entries
 

@@ -15,9 +15,9 @@ from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.chunks import LocalChunk
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import MeshAxes, mesh_axes
-from tp_ext.nn.fqn import resolve_optimizer
-from tp_ext.nn.model_groups import ModelGroups, model_groups
-from tp_ext.nn.stages import Stages, joined
+from tp_ext.model.fqn import resolve_optimizer
+from tp_ext.model.model_groups import ModelGroups, model_groups
+from tp_ext.model.stages import Stages, joined
 from tp_ext.sharding import Layout
 
 

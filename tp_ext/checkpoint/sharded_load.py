@@ -23,8 +23,8 @@ from tp_ext._object_collectives import (
 )
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.entries import StateDict, state_entries
+from tp_ext.checkpoint.files.reader import PlainPlanner
 from tp_ext.checkpoint.optimizer_state import HeldState, check_class, check_optimizer, copy_of_state
-from tp_ext.checkpoint.reader import PlainPlanner
 from tp_ext.checkpoint.sharded import (
     LocalChunks,
     OptimizedParameter,
@@ -34,8 +34,8 @@ from tp_ext.checkpoint.sharded import (
 )
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import MeshAxes, mesh_axes
-from tp_ext.nn.model_groups import model_groups
-from tp_ext.nn.stages import Stages, joined
+from tp_ext.model.model_groups import model_groups
+from tp_ext.model.stages import Stages, joined
 
 T = TypeVar("T")
 _ATTEMPTS = 20  # to read one checkpoint while others replace it

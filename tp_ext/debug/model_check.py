@@ -31,11 +31,11 @@ from tp_ext.debug.replication import (
 )
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
 from tp_ext.mesh import mesh_axes
-from tp_ext.nn.fqn import resolve_fqn
-from tp_ext.nn.model_groups import groups_in_use, model_groups
-from tp_ext.nn.module import ParallelModule
-from tp_ext.nn.stages import Stages, joined
-from tp_ext.nn.tied import copies_in
+from tp_ext.model.fqn import resolve_fqn
+from tp_ext.model.model_groups import groups_in_use, model_groups
+from tp_ext.model.module import ParallelModule
+from tp_ext.model.stages import Stages, joined
+from tp_ext.model.tied import copies_in
 from tp_ext.outside.optimizers import find_beyond_elements
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 

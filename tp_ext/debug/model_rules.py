@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from tp_ext.debug.replication import local_tensor
-from tp_ext.nn.module import ParallelModule
+from tp_ext.model.module import ParallelModule
 
 
 def misplaced(model: nn.Module) -> Iterator[str]:

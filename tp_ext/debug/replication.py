@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import Group, global_ranks, parallel_group, process_group
-from tp_ext.nn.fqn import resolve_fqn
-from tp_ext.nn.module import ParallelModule
+from tp_ext.model.fqn import resolve_fqn
+from tp_ext.model.module import ParallelModule
 from tp_ext.parallel.ddp_guard import layers_by_tensor_id, mesh_ranks
 from tp_ext.sharding import Layout, Sharding
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from tp_ext._arguments import check_bools
 from tp_ext._ops.binding import declarations, overload_of
 from tp_ext.group import Group, parallel_group, process_group
-from tp_ext.nn.layouts import layouts_of
-from tp_ext.nn.module import ParallelModule
+from tp_ext.model.layouts import layouts_of
+from tp_ext.model.module import ParallelModule
 
 # Methods that compute nothing: a program may call them before it gives a tensor its type
 _QUERIES = {"__get__", "__len__", "dim", "is_floating_point", "numel", "size", "stride"}

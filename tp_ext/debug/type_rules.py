@@ -27,7 +27,7 @@ from spmd_types import I, P, R, S, V, rules
 from torch import Tensor
 
 from tp_ext.group import process_group
-from tp_ext.nn.same_input import compare_input
+from tp_ext.model.same_input import compare_input
 from tp_ext.random import OwnRandomNumbers, draw_seed
 from tp_ext.random_scope import rows_seed, sequence_seeds
 

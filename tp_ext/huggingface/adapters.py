@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.checkpoint.entries import state_entries
+from tp_ext.checkpoint.files.pinned_directory import open_regular
+from tp_ext.checkpoint.files.safetensors_slices import SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.gather import Ranks, ranks_of, write_full
-from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
 from tp_ext.checkpoint.safetensors import write_files
-from tp_ext.checkpoint.safetensors_slices import SafetensorsFile, SlicedTensor
 from tp_ext.group import NOT_GIVEN
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.lora import LoRALinear, add_lora

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tp_ext.context_layout import ContextLayout
-from tp_ext.nn.context_attention import CONTEXTS, AttentionOptions, check_context, context_attention
+from tp_ext.nn.attention.context_attention import CONTEXTS, AttentionOptions, check_context, context_attention
 
 IGNORED = -100  # a label without a loss
 REFUSED = ("position_bias", "s_aux", "cache")  # arguments of attention that it does not know
@@ -41,7 +41,7 @@ def context_parallel(model: transformers.PreTrainedModel, *, context: str = "rin
     Returns:
         The model. Its forward takes what :func:`context_inputs` returns, and neither masks nor caches.
 
-    Communicates nothing; forward and backward as :func:`tp_ext.nn.context_attention.context_attention`.
+    Communicates nothing; forward and backward as :func:`tp_ext.nn.attention.context_attention.context_attention`.
 
     Raises:
         TypeError: no model of transformers. ValueError: an unknown ``context``; a model whose attention or rotary

@@ -19,10 +19,10 @@ from torch.distributed import DeviceMesh
 from tp_ext import auto
 from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
 from tp_ext.checkpoint.entries import StateEntry, state_entries
+from tp_ext.checkpoint.files.pinned_directory import open_regular
+from tp_ext.checkpoint.files.safetensors_slices import SlicedTensor
 from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
-from tp_ext.checkpoint.pinned_directory import open_regular
 from tp_ext.checkpoint.safetensors_files import open_export
-from tp_ext.checkpoint.safetensors_slices import SlicedTensor
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
 from tp_ext.huggingface.conversion import TensorGroup, groups_to_load
 from tp_ext.huggingface.examples import example_of

@@ -16,11 +16,11 @@ from torch.distributed import DeviceMesh
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from tp_ext.checkpoint.entries import state_entries
+from tp_ext.checkpoint.files.write_lock import check_lock_timeout
 from tp_ext.checkpoint.gather import Ranks, ranks_of
 from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
 from tp_ext.checkpoint.safetensors import write_files
 from tp_ext.checkpoint.safetensors_files import FileEntries
-from tp_ext.checkpoint.write_lock import check_lock_timeout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.huggingface.conversion import groups_to_save
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.checkpoint.full import load_full_state_dict
 from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict
-from tp_ext.nn.fqn import resolve_optimizer
-from tp_ext.nn.model_groups import model_groups
+from tp_ext.model.fqn import resolve_optimizer
+from tp_ext.model.model_groups import model_groups
 from tp_ext.outside.places import found_place
 
 META = "meta.pt"  # what is no tensor of model and optimizers; written last

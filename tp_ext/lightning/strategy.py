@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from tp_ext.lightning.checkpoints import META, load_checkpoint
-from tp_ext.nn.names import reset_parameters
+from tp_ext.model.names import reset_parameters
 from tp_ext.parallel.average_gradients import average_gradients
-from tp_ext.parallel.pipeline import materialise
+from tp_ext.parallel.pipeline.stages import materialise
 from tp_ext.parallel.replicas import check_layers, copy_from_first
 from tp_ext.random import manual_seed
 

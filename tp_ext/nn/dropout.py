@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, layer_group
-from tp_ext.nn.module import ParallelModule, check_positive, refuse_group
+from tp_ext.model.module import ParallelModule, check_positive, refuse_group
 from tp_ext.random import draw_seed
 from tp_ext.random_scope import draws_by_name, rows_are_listed, rows_seed
 from tp_ext.sharding import split_sizes

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.model.same_input import DebugMode, compare_input
 from tp_ext.nn.linear_cross_entropy import linear_cross_entropy
 from tp_ext.nn.loss import vocab_parallel_cross_entropy
-from tp_ext.nn.module import ParallelModule, check_flags, check_positive
 from tp_ext.nn.parallel_linear import check_one_axis_options, linear_2d, main_grad_of
-from tp_ext.nn.same_input import DebugMode, compare_input
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from tp_ext.random import Init, Normal, torch_linear_init
 from tp_ext.sharding import Part, Sharding

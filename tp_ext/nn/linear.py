@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.module import check_flags, check_positive
+from tp_ext.model.module import check_flags, check_positive
 from tp_ext.nn.parallel_linear import ParallelLinear, linear_2d, linear_sharding, operands
 from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding

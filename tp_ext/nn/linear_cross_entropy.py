@@ -4,8 +4,8 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import Group, parallel_group
+from tp_ext.model.same_input import DebugMode, compare_input
 from tp_ext.nn.loss import axes_of_mean, global_mean, vocab_columns
-from tp_ext.nn.same_input import DebugMode, compare_input
 from tp_ext.sharding import split_sizes
 
 

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tp_ext.model.module import ParallelModule, check_positive
+from tp_ext.model.names import name_modules
 from tp_ext.nn.dropout import layer_dropout
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from tp_ext.nn.module import ParallelModule, check_positive
-from tp_ext.nn.names import name_modules
 from tp_ext.nn.replicated_linear import ReplicatedLinear
 from tp_ext.random import Constant, torch_linear_init
 from tp_ext.sharding import Sharding

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS, data_axes
-from tp_ext.nn.module import check_positive
-from tp_ext.nn.same_input import DebugMode, compare_input
+from tp_ext.model.module import check_positive
+from tp_ext.model.same_input import DebugMode, compare_input
 from tp_ext.sharding import split_sizes
 
 REDUCTIONS = ("none", "mean", "sum")

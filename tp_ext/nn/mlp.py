@@ -8,8 +8,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.model.module import ParallelModule, check_flags, check_positive
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from tp_ext.nn.module import ParallelModule, check_flags, check_positive
 from tp_ext.nn.parallel_linear import check_one_axis_options, operands
 from tp_ext.random import Init
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.module import ParallelModule, check_epsilon, check_flags, refuse_group
+from tp_ext.model.module import ParallelModule, check_epsilon, check_flags, refuse_group
 from tp_ext.random import Constant
 from tp_ext.sharding import Sharding
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.model.module import ParallelModule, check_flags
 from tp_ext.nn.gather_ahead import find_forward
-from tp_ext.nn.module import ParallelModule, check_flags
 from tp_ext.random import Init, torch_linear_init
 from tp_ext.sharding import Part, Sharding
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.group import Group
-from tp_ext.nn.module import ParallelModule, check_flags
+from tp_ext.model.module import ParallelModule, check_flags
 from tp_ext.nn.parallel_linear import accumulated, main_grad_of
 from tp_ext.random import Init, torch_linear_init
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import Group, ParallelGroup, parallel_group
+from tp_ext.model.module import check_positive
 from tp_ext.nn.loss import vocab_columns
-from tp_ext.nn.module import check_positive
 from tp_ext.random import draw_seed
 from tp_ext.regions import all_gather_region, gather_from_region
 from tp_ext.sharding import split_sizes

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from tp_ext._arguments import check_bools, check_numbers
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.nn.stages import Stages
+from tp_ext.model.stages import Stages
 from tp_ext.optim.exchange import RankAxes
 from tp_ext.optim.matrices import ShardOf, local_tensor, shard_of
 from tp_ext.optim.parameters import Placed

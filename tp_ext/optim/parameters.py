@@ -11,9 +11,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from tp_ext.checkpoint.gather import Ranks, ranks_of
 from tp_ext.group import NOT_GIVEN, Group, parallel_group
+from tp_ext.model.fqn import layouts, resolve_fqn
+from tp_ext.model.stages import Stages, joined
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
-from tp_ext.nn.fqn import layouts, resolve_fqn
-from tp_ext.nn.stages import Stages, joined
 from tp_ext.optim.exchange import RankAxes
 from tp_ext.sharding import Layout
 

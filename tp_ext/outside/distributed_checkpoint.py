@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from tp_ext.checkpoint.full import full_state_dict, load_full_state_dict
 from tp_ext.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from tp_ext.checkpoint.optimizer_state import HeldState
-from tp_ext.nn.fqn import resolve_optimizer
-from tp_ext.nn.model_groups import model_groups
+from tp_ext.model.fqn import resolve_optimizer
+from tp_ext.model.model_groups import model_groups
 from tp_ext.outside.places import UNKNOWN, found_place, held_by, is_placed, put_place
 from tp_ext.outside.state_dicts import has_place, layouts_in_use
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ext.group import ALONE
-from tp_ext.nn.fqn import layouts_by_id
-from tp_ext.nn.layouts import layouts_of, mirror_layouts
-from tp_ext.nn.model_groups import model_groups
+from tp_ext.model.fqn import layouts_by_id
+from tp_ext.model.layouts import layouts_of, mirror_layouts
+from tp_ext.model.model_groups import model_groups
 from tp_ext.outside.places import (
     Place,
     declares_shardings_alone,

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import global_ranks
-from tp_ext.nn.fqn import layouts
-from tp_ext.nn.layouts import Carriers
+from tp_ext.model.fqn import layouts
+from tp_ext.model.layouts import Carriers
 from tp_ext.outside.places import local_of
 from tp_ext.parallel.replicas import check_layers, sharded_over
 

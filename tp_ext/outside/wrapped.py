@@ -26,7 +26,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
-from tp_ext.nn.layouts import Carriers
+from tp_ext.model.layouts import Carriers
 from tp_ext.outside import (
     clipping,
     distributed_checkpoint,

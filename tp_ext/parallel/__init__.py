@@ -3,8 +3,8 @@ data axes, and the guard against data parallelism over TP ranks."""
 
 from tp_ext.parallel.average_gradients import average_gradients, expert_modules, ignore_experts
 from tp_ext.parallel.gradient_sum import sum_gradients
-from tp_ext.parallel.pipeline import pipeline_stages
-from tp_ext.parallel.pipeline_steps import PipelineShapeWarning
+from tp_ext.parallel.pipeline.stages import pipeline_stages
+from tp_ext.parallel.pipeline.steps import PipelineShapeWarning
 from tp_ext.parallel.run import ParallelRun
 
 __all__ = [

@@ -7,8 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext.group import Group, ParallelGroup, global_ranks
 from tp_ext.mesh import data_axes
-from tp_ext.nn.fqn import layouts
-from tp_ext.nn.module import ParallelModule
+from tp_ext.model.fqn import layouts
+from tp_ext.model.module import ParallelModule
 from tp_ext.parallel.gradient_sum import average_over
 from tp_ext.sharding import Layout
 

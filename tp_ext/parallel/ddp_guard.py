@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext.group import global_ranks
-from tp_ext.nn.fqn import layouts
-from tp_ext.nn.module import ParallelModule
+from tp_ext.model.fqn import layouts
+from tp_ext.model.module import ParallelModule
 from tp_ext.sharding import Layout
 
 

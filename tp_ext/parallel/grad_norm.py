@@ -15,10 +15,10 @@ from tp_ext import _ops
 from tp_ext._build import load
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
 from tp_ext.mesh import MeshAxes, mesh_axes
-from tp_ext.nn.fqn import layouts
-from tp_ext.nn.model_groups import ModelGroups, axes_of_groups, model_groups
-from tp_ext.nn.stages import Stages, joined
-from tp_ext.nn.tied import copies_in
+from tp_ext.model.fqn import layouts
+from tp_ext.model.model_groups import ModelGroups, axes_of_groups, model_groups
+from tp_ext.model.stages import Stages, joined
+from tp_ext.model.tied import copies_in
 from tp_ext.sharding import Layout
 
 Given = Stages | Iterable[Tensor] | Tensor

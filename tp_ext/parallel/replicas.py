@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tp_ext.group import Group, global_ranks, parallel_group, process_group
-from tp_ext.nn.fqn import layouts
+from tp_ext.model.fqn import layouts
 
 
 def sharded_over(model: nn.Module) -> dict[tuple[int, ...], str]:

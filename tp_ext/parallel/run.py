@@ -17,15 +17,14 @@ from torch.utils._pytree import tree_leaves
 from tp_ext._arguments import check_bools
 from tp_ext.group import NOT_GIVEN
 from tp_ext.mesh import mesh_axes
-from tp_ext.nn.names import name_modules, reset_parameters
+from tp_ext.model.names import name_modules, reset_parameters
 from tp_ext.parallel.average_gradients import ignore_experts
 from tp_ext.parallel.block_wrappers import blocks_of, wrap_blocks
 from tp_ext.parallel.data_mesh import DataMesh
 from tp_ext.parallel.ddp_guard import check_axes
 from tp_ext.parallel.grad_norm import clip_grad_norm_
-from tp_ext.parallel.pipeline import check_shards, materialise, pipeline_stages
-from tp_ext.parallel.pipeline_loss import StepLoss, one_element
-from tp_ext.parallel.pipeline_steps import reshard
+from tp_ext.parallel.pipeline.stages import check_shards, materialise, pipeline_stages
+from tp_ext.parallel.pipeline.steps import reshard
 from tp_ext.parallel.run_checks import (
     check_model_is_new,
     check_options,
@@ -35,6 +34,7 @@ from tp_ext.parallel.run_checks import (
 )
 from tp_ext.parallel.run_experts import attach_router_losses, check_experts
 from tp_ext.parallel.step_inputs import StepInputs, on_all_data_ranks
+from tp_ext.parallel.step_loss import StepLoss, one_element
 from tp_ext.random import manual_seed
 
 

@@ -13,9 +13,9 @@ from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import global_ranks
 from tp_ext.mesh import DATA_AXES
-from tp_ext.nn.fqn import resolve_fqn
+from tp_ext.model.fqn import resolve_fqn
 from tp_ext.parallel.block_wrappers import RECOMPUTE
-from tp_ext.parallel.pipeline_schedules import check_schedule
+from tp_ext.parallel.pipeline.schedules import check_schedule
 
 AUTOCAST = (None, torch.bfloat16, torch.float16)
 

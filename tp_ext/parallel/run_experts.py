@@ -8,7 +8,7 @@ from torch.distributed import DeviceMesh
 
 from tp_ext.group import NOT_GIVEN, ParallelGroup, global_ranks
 from tp_ext.mesh import mesh_axes
-from tp_ext.nn.data_ranks import LayerOverData
+from tp_ext.model.data_ranks import LayerOverData
 from tp_ext.parallel.average_gradients import expert_modules
 
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tp_ext.checkpoint.entries import state_entries
 from tp_ext.debug.collective_counts import count_collectives
 from tp_ext.group import parallel_group
-from tp_ext.nn.fqn import resolve_fqn
+from tp_ext.model.fqn import resolve_fqn
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
 from tp_ext.verify.compare import Parts, Placement, compare, placements

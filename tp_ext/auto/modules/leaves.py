@@ -1,0 +1,198 @@
+"""Modules that take the place of leaves of an unchanged model: linear layers, ``Conv1D``, embeddings and
+bags of these."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tp_ext import _ops
+from tp_ext.auto.modules.token_hooks import TokenLengths
+from tp_ext.group import ParallelGroup
+from tp_ext.model.layouts import declare_layouts
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.parallel_linear import operands
+from tp_ext.sharding import Layout, Sharding
+
+
+class EnteredColumnLinear(ColumnParallelLinear):
+    """A column-parallel linear layer whose input's gradient is summed elsewhere, once for all layers that use it.
+
+    Shapes: x ``[.., in]`` -> ``[.., out_local]``. Communicates nothing itself.
+    """
+
+    input_gradient_is_summed_elsewhere = True
+
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+        """Computes y = x W_local^T + b_local."""
+        weight, bias, _ = operands(self, self.__dict__, weight, self._copied)
+        if bias is not None and bias.size(0) != weight.size(0):
+            raise ValueError(f"bias: shape {tuple(bias.shape)} must be [{weight.size(0)}], this rank's shard")
+        return F.linear(x, weight, bias)
+
+
+class RowTokensLinear(RowParallelLinear):
+    """A row-parallel linear layer whose result is sharded on a dim of tokens, while tokens are sharded.
+
+    Shapes: x ``[.., in_local]`` -> ``[.., out]``, this rank's slice of dim ``tp_tokens_dim``; else the full one.
+    Communicates: forward, one reduce-scatter of y; backward, one all-gather of dy and one all-reduce of db; else as
+    its base.
+    """
+
+    tp_tokens: TokenLengths
+    tp_tokens_dim: int
+
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+        """Computes y."""
+        sizes = self.tp_tokens.enter(x.shape[self.tp_tokens_dim])
+        if sizes is None:
+            y: Tensor = super().forward(x, weight=weight)
+            return y
+        weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
+        return _scattered_sum(F.linear(x, weight), bias, self.tp_group.name, self.tp_tokens_dim, sizes)
+
+
+def _scattered_sum(y: Tensor, bias: Tensor | None, group: str, dim: int, sizes: list[int]) -> Tensor:
+    """This rank's slice of the sum of y over the ranks, plus the bias."""
+    y = _ops.reduce_scatter_region(y, group, dim, sizes)
+    return y if bias is None else y + _ops.copy_to_region(bias, group)
+
+
+class RowConv1D(nn.Module):
+    """The ``Conv1D`` of transformers with sharded input features: y = sum over ranks of x_local W_local, + b.
+
+    Shapes: weight ``[in_local, out]``; x ``[.., in_local]`` -> y ``[.., out]``, replicated; with ``tp_tokens`` this
+    rank's slice of dim ``tp_tokens_dim``.
+    Communicates: forward, one all-reduce of y; with ``tp_tokens`` as :class:`RowTokensLinear`.
+
+    Args:
+        dense: the unsharded layer, whose parameters are taken.
+        weight: this rank's shard of its weight.
+        sharding: of the weight, on dim 0.
+    """
+
+    tp_tokens: TokenLengths | None = None
+    tp_tokens_dim: int = 0
+
+    def __init__(self, dense: nn.Module, weight: nn.Parameter, sharding: Sharding, group: ParallelGroup) -> None:
+        super().__init__()
+        self.nf = dense.nf
+        self.weight = weight
+        self.register_parameter("bias", dense._parameters.get("bias"))
+        self.tp_group = group
+        declare_layouts(self, {"weight": Layout((sharding, group))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes y."""
+        name = self.tp_group.name
+        bias = self._parameters["bias"]
+        sizes = None if self.tp_tokens is None else self.tp_tokens.enter(x.shape[self.tp_tokens_dim])
+        if sizes is not None:
+            return _scattered_sum(x @ self.weight, bias, name, self.tp_tokens_dim, sizes)
+        return _ops.row_parallel_linear(x, self.weight.t(), bias, name, False, None, None, 1, True)
+
+
+class _RowsOfTable(nn.Module):
+    """A table whose rows are sharded.
+
+    Never constructed: it becomes a base of an existing table's class, below what that class adds.
+    """
+
+    tp_group: ParallelGroup
+    first_row: int
+    local_rows: int
+    tp_tokens: TokenLengths | None = None
+    tp_tokens_dim: int = 0
+
+    def wrong_rows(self, weight: Tensor) -> ValueError:
+        """Returns the error that the weight has not this rank's rows: another tensor has taken its place."""
+        return ValueError(f"weight: {weight.size(0)} rows must be {self.local_rows}, this rank's of the table")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (type(self).__bases__[0],), self.__getstate__()
+
+
+class VocabLookup(_RowsOfTable, nn.Embedding):
+    """The look-up of an embedding whose rows are sharded: zeros for rows of other ranks, then one all-reduce."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the rows of the full table, ``[*input.shape, embedding_dim]``, or a slice of these."""
+        sizes = None if self.tp_tokens is None else self.tp_tokens.enter(input.shape[self.tp_tokens_dim])
+        group = self.tp_group.name if sizes is None else ""
+        weight = self.weight
+        if weight.size(0) != self.local_rows:
+            raise self.wrong_rows(weight)
+        y: Tensor = _ops.vocab_parallel_embedding(
+            input, weight, group, self.first_row, self.local_rows, self.num_embeddings, False, None
+        )
+        if self.padding_idx is not None:  # its row has no gradient
+            y = torch.where((input == self.padding_idx)[..., None], y.detach(), y)
+        return y if sizes is None else _ops.reduce_scatter_region(y, self.tp_group.name, self.tp_tokens_dim, sizes)
+
+
+class VocabBag(_RowsOfTable, nn.EmbeddingBag):
+    """Sums or means of bags of rows of a table whose rows are sharded: those of this rank's rows, then one all-reduce.
+
+    Shapes: input ``[bags, n]`` or ``[n]`` with offsets, per_sample_weights as input -> ``[bags, embedding_dim]``, or
+    this rank's slice of the bags. Communicates also, for gradients of per_sample_weights, one all-reduce in backward.
+    """
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Returns the bags of the full table.
+
+        Raises:
+            IndexError: on CPU, before the first collective: an index that is no row.
+        """
+        if input.device.type == "cpu" and ((input < 0) | (input >= self.num_embeddings)).any():
+            raise IndexError(f"input: every index must be in [0, {self.num_embeddings})")
+        if self.weight.size(0) != self.local_rows:
+            raise self.wrong_rows(self.weight)
+        local, kept = input - self.first_row, torch.ones_like(input, dtype=torch.bool)
+        if self.padding_idx is not None:
+            kept = input != self.padding_idx
+        mine = kept & (local >= 0) & (local < self.local_rows)
+        weights = mine.to(self.weight.dtype)
+        if per_sample_weights is not None:
+            weights = weights * _ops.copy_to_region(per_sample_weights, self.tp_group.name)
+        y = self.bags(local.where(mine, 0), self.weight, offsets, weights)
+        if self.mode == "mean":
+            ones = self.weight.new_ones(1, 1)
+            y = y / self.bags(input.new_zeros(input.shape), ones, offsets, kept.to(y.dtype)).clamp(min=1)
+        sizes = None if self.tp_tokens is None else self.tp_tokens.enter(y.shape[self.tp_tokens_dim])
+        if sizes is None:
+            return _ops.reduce_from_region(y, self.tp_group.name)
+        return _ops.reduce_scatter_region(y, self.tp_group.name, self.tp_tokens_dim, sizes)
+
+    def bags(self, rows: Tensor, table: Tensor, offsets: Tensor | None, weights: Tensor) -> Tensor:
+        """Weighted sums of rows of a table."""
+        last = self.include_last_offset
+        return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=last)
+
+
+LOOKUPS: dict[type[nn.Module], type[_RowsOfTable]] = {nn.Embedding: VocabLookup, nn.EmbeddingBag: VocabBag}
+TABLES: dict[type[nn.Module], type[nn.Module]] = {lookup: table for table, lookup in LOOKUPS.items()}
+
+
+@functools.cache
+def _with_lookup(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a table's class with the look-up of shards below it; one for each class."""
+    lookup = next(LOOKUPS[table] for table in LOOKUPS if issubclass(cls, table))
+    base = (lookup,) if cls in LOOKUPS else (cls, lookup)
+    return type(cls.__name__, base, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _empty(base: type[nn.Module]) -> nn.Module:
+    cls = _with_lookup(TABLES.get(base, base))  # type: ignore[arg-type]
+    return cls.__new__(cls)
+
+
+def shard_embedding(module: nn.Module, sharding: Sharding, group: ParallelGroup) -> None:
+    """Makes an embedding, whose weight is a shard already, look up rows of the full table."""
+    (rows,) = sharding.slices(group.rank, group.size)
+    module.__class__ = _with_lookup(type(module))  # type: ignore[arg-type]
+    module.tp_group = group  # type: ignore[assignment]
+    module.first_row, module.local_rows = rows.start, rows.stop - rows.start

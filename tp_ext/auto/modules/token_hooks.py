@@ -1,0 +1,202 @@
+"""Hooks of sequence parallelism: where tensors become sharded on their tokens, and whole again, while a model runs.
+
+Whether tokens are sharded is decided in each forward, by what is the same on all ranks: gradients are recorded, and
+there are at least p tokens. So a model that generates text token by token computes as without sequence parallelism. The
+length of the tokens is that of the run; p need not divide it. Recomputation in backward (gradient checkpointing) finds
+the length by the arguments, which are those of the forward."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tp_ext import _ops
+from tp_ext.auto.record.edits import LeafPath
+from tp_ext.auto.search.localize import argument_path, replaced, replaced_argument
+from tp_ext.group import ParallelGroup
+from tp_ext.sharding import split_sizes
+
+MAX_KNOWN = 4096  # storages, beyond which those that are gone are dropped
+
+
+@dataclass
+class TokenLengths:
+    """The full length of the tokens that were sharded last, for all hooks of a model.
+
+    Attributes:
+        length: None: they are whole. forwards: of the model that run now. records: the running one records gradients.
+        backward: the one in which a recomputation last set the length.
+        known: storage of an argument -> the length of its tokens.
+    """
+
+    group: ParallelGroup
+    length: int | None = None
+    forwards: int = 0
+    records: bool = False
+    backward: int = -1
+    known: dict[int, tuple[StorageWeakRef, int | None]] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "length": None, "forwards": 0, "records": False, "backward": -1, "known": {}}
+
+    def enter(self, length: int) -> list[int] | None:
+        """Begins to shard tokens of a full length; returns the lengths on the ranks, None: they stay whole."""
+        shards = self.records
+        if not self.forwards:
+            self.backward = _backward()
+            shards = self.backward >= 0
+        self.length = length if shards and length >= self.group.size else None
+        return self.sizes()
+
+    def sizes(self) -> list[int] | None:
+        """Returns the lengths on the ranks of the tokens that were sharded last, None: they are whole."""
+        return None if self.length is None else split_sizes(self.length, self.group.size)
+
+    def sizes_of(self, x: Tensor, dim: int) -> list[int] | None:
+        """Returns :meth:`sizes` for a tensor that is sharded unless its tokens are whole.
+
+        Raises:
+            RuntimeError: it is not as long as this rank's shard.
+        """
+        sizes = self.sizes()
+        if sizes is not None and x.shape[dim] != sizes[self.group.rank]:
+            raise RuntimeError(
+                f"sequence parallelism: a tensor has {x.shape[dim]} tokens on rank {self.group.rank} and must have "
+                f"{sizes[self.group.rank]}, its share of {self.length}"
+            )
+        return sizes
+
+    def remember(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if len(self.known) > MAX_KNOWN:
+            self.known = {key: one for key, one in self.known.items() if not one[0].expired()}
+        self.known[storage._cdata] = StorageWeakRef(storage), self.length
+
+    def recall(self, x: Tensor) -> None:
+        """Sets the length of the tokens of an argument of a module that runs outside of a forward of the model."""
+        _recall(self, x)
+
+
+@torch.compiler.disable
+def _backward() -> int:
+    """Returns the id of the backward that runs now, -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+@torch.compiler.disable
+def _recall(lengths: TokenLengths, x: Tensor) -> None:
+    backward = _backward()
+    if backward < 0:
+        lengths.length = None  # a module called by itself has whole arguments
+        return
+    found = lengths.known.get(x.untyped_storage()._cdata)
+    if found is None or found[0].expired():
+        if lengths.backward == backward:
+            return  # computed by the recomputation itself
+        raise RuntimeError(
+            "sequence parallelism: a module is recomputed in backward from arguments that its forward did not have; "
+            "compile what contains the checkpoint, or nothing, and keep its arguments where they are"
+        )
+    lengths.length, lengths.backward = found[1], backward
+
+
+def _at(value: Any, path: LeafPath) -> Any:
+    for key in path:
+        is_item = isinstance(value, list | tuple | Mapping)
+        value = operator.getitem(value, key) if is_item else getattr(value, str(key))
+    return value
+
+
+@dataclass
+class BeginForward:
+    """A forward pre-hook of the model, without which a stage of a pipeline would keep all tokens, silently."""
+
+    lengths: TokenLengths
+    is_needed_in_stages = True
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        lengths = self.lengths
+        if lengths.forwards == 0:
+            lengths.length, lengths.records = None, torch.is_grad_enabled()
+        lengths.forwards += 1
+
+
+@dataclass
+class EndForward:
+    """The forward hook that ends :class:`BeginForward`, also after an exception."""
+
+    lengths: TokenLengths
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.lengths.forwards = max(0, self.lengths.forwards - 1)
+
+
+@dataclass
+class KeepTokens:
+    """A forward pre-hook of a module with arguments that are sharded on their tokens: remembers their length, for a
+    recomputation in backward."""
+
+    paths: list[LeafPath]
+    lengths: TokenLengths
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for path in self.paths:
+            found = argument_path(module, args, kwargs, path)
+            if found is None:
+                continue
+            x = _at((args, kwargs), found)
+            if self.lengths.forwards == 0:
+                self.lengths.recall(x)
+            elif not torch.compiler.is_compiling():
+                self.lengths.remember(x)
+
+
+@dataclass
+class TokenBoundary:
+    """A forward hook: a result becomes sharded on its tokens, or whole again.
+
+    Attributes:
+        kind: as in :class:`tp_ext.auto.Tokens`.
+    """
+
+    kind: str
+    path: LeafPath
+    dim: int
+    lengths: TokenLengths
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return replaced(output, self.path, self.converted)
+
+    def converted(self, x: Tensor) -> Tensor:
+        name, dim, kind = self.lengths.group.name, self.dim, self.kind
+        if kind == "reduce_scatter":
+            sizes = self.lengths.enter(x.shape[dim])
+            if sizes is None:
+                return _ops.reduce_from_region(x, name)
+            return _ops.reduce_scatter_region(x, name, dim, sizes)
+        if kind == "scatter":
+            sizes = self.lengths.enter(x.shape[dim])
+            return x if sizes is None else _ops.scatter_to_region(x, name, dim, sizes)
+        sizes = self.lengths.sizes_of(x, dim)
+        if kind == "all_gather":
+            if sizes is None:
+                return _ops.copy_to_region(x, name)
+            return _ops.all_gather_region(x, name, dim, sizes)
+        return x if sizes is None else _ops.gather_from_region(x, name, dim, sizes)
+
+
+@dataclass
+class ArgumentBoundary:
+    """A forward pre-hook: :class:`TokenBoundary` of an argument."""
+
+    boundary: TokenBoundary
+    is_of_input = True  # an adapter would get the argument without it
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return replaced_argument(module, args, kwargs, self.boundary.path, self.boundary.converted)

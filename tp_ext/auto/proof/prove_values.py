@@ -1,0 +1,359 @@
+"""The proof by values: a model with its repeated layers taken once is sharded and run, all ranks in this process, and
+compared with the unsharded one.
+
+The proof of shapes (:mod:`tp_ext.auto.search.localize`) cannot see a number that is wrong with every shape right: a
+mean over a local length, a constant added by every rank. Here outputs, the gradients of inputs and of every parameter,
+and buffers are compared, in train and eval mode, with gradients on and off, at two sizes of batch, and the reason of
+what differs is a kind of weights that stays whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+import tp_ext.random as tp_random
+from tp_ext.auto.modules.logits import ShardedLogits
+from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.record.record import tensors
+from tp_ext.auto.record.trace import arguments
+from tp_ext.auto.search.localize import replaced
+from tp_ext.auto.search.plans import Plan
+from tp_ext.model.layouts import layouts_of
+from tp_ext.simulation import simulate
+
+MAX_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
+FEW = 64  # tokens with which the example is run as it is
+KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
+BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
+ENUMERATES = re.compile(r"(^|_)(i|n|idx|id|index|layer|number|depth|name)($|_)")  # attributes that number layers
+
+
+Apply = Callable[[Plan, nn.Module, Any], Any]
+
+
+class DifferentValuesError(Exception):
+    """A tensor of the sharded model that is not that of the unsharded one."""
+
+
+class UnprovenError(Exception):
+    """Why a model could not be run."""
+
+
+@dataclass
+class Run:
+    """The outputs, gradients and buffers of one run of a model.
+
+    Attributes:
+        outputs: the tensors by their path, and the numbers. gradients: those of inputs, ``input 0``, and parameters by
+        name. buffers: the floating-point ones after it, by name.
+    """
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+# ---------------------------------------------------------------- a smaller model
+
+
+def held(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a model."""
+    every = [t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())]
+    return [t for t in every if t is not None]
+
+
+def shortened(model: nn.Module, kept: int = KEPT) -> nn.Module:
+    """A copy without the weights, in which lists of layers have the first ``kept`` of each kind."""
+    copy = copied(model, {id(t): t for t in held(model)})
+    for module in list(copy.modules()):
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        seen: dict[str, int] = {}
+        for name, child in list(module._modules.items()):
+            kind = _kind(child) if child is not None else ""
+            seen[kind] = seen.get(kind, 0) + 1
+            if child is not None and seen[kind] > kept and any(True for _ in child.parameters()):
+                del module._modules[name]  # the others keep their names
+    return copy
+
+
+def _kind(layer: nn.Module) -> str:
+    """Classes, shapes and settings of a layer, without the numbers of layers."""
+    rows = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and not ENUMERATES.search(key)
+        }
+        shapes = {key: tuple(t.shape) for key, t in module._parameters.items() if t is not None}
+        rows.append((name, type(module).__qualname__, sorted(settings.items()), shapes))
+    return repr(rows)
+
+
+def bytes_of(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """Bytes of the parameters, in a floating-point type."""
+    size = {None: 0, torch.float64: 8, torch.float32: 4}.get(dtype, 0)
+    return sum(t.numel() * (size if size and t.is_floating_point() else t.element_size()) for t in model.parameters())
+
+
+def filled(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Gives a model random weights in place, of a floating-point type; buffers keep their values, if they have any."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[int, Any] = {}
+    noise = torch.randn(min(1 << 20, max([p.numel() for p in model.parameters()], default=1)) + 7, generator=generator)
+    for module in model.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                if id(tensor) not in made:
+                    value = _weight(tensor, noise, dtype)
+                    made[id(tensor)] = tensor, nn.Parameter(value, requires_grad=tensor.requires_grad)
+                module._parameters[name] = made[id(tensor)][1]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in made:
+                    made[id(buffer)] = buffer, _value(buffer, generator, dtype, is_buffer=True)
+                module._buffers[name] = made[id(buffer)][1]
+        # Tensors that modules hold as plain attributes
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not name.startswith("_") and value.is_floating_point():
+                vars(module)[name] = value.to(_target(value, dtype))
+
+
+def _target(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _weight(tensor: Tensor, noise: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Random numbers: repeated noise, which costs a copy; of matrices so small that sums keep their size."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().clone()
+    flat = torch.empty(tensor.numel(), dtype=_target(tensor, dtype))
+    for start in range(0, flat.numel(), noise.numel()):
+        flat[start : start + noise.numel()] = noise[: flat.numel() - start]
+    value = flat.view(tensor.shape)
+    # No vector is zero or one: both hide errors
+    return value.mul_(tensor.shape[-1] ** -0.5) if tensor.dim() > 1 else value.mul_(0.2).add_(0.7)
+
+
+def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None, is_buffer: bool = False) -> Tensor:
+    """The value of a buffer or an argument; one on meta, or an argument of zeros, gets a random one."""
+    if not tensor.is_meta and (
+        is_buffer or tensor.dtype == torch.bool or bool(tensor.any())
+    ):  # zeros stand for any values, and hide errors
+        return tensor.detach().to(_target(tensor, dtype), copy=True)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.randn(tensor.shape, generator=generator, dtype=_target(tensor, dtype))
+    if tensor.dtype == torch.bool:
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
+    return torch.randint(0, 2, tensor.shape, generator=generator, dtype=tensor.dtype)
+
+
+def examples(example: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Any]]:
+    """The example with values, and one with a row more in its batch."""
+    generator = torch.Generator().manual_seed(1)
+
+    def value(x: Any) -> Any:
+        return _value(x, generator, dtype) if isinstance(x, Tensor) else x
+
+    first = tree_map(value, arguments(example))
+    yield "the example", first
+    batch = next((t.shape[0] for _, t in tensors(first) if t.dim() > 1), None)
+
+    def longer(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch:
+            return torch.cat([x, x[:1]])
+        return x
+
+    if batch is not None:
+        yield "another batch", tree_map(longer, first)
+
+
+def few_tokens(example: Any, p: int) -> Any:
+    """The example with a batch of at most 2 and at most 2 p + 3 tokens, if its first tensor of integers has both."""
+    args, kwargs = arguments(example)
+    ids = next((t for _, t in tensors((args, kwargs)) if t.dim() == 2 and not t.is_floating_point()), None)
+    if ids is None or ids.numel() <= FEW:
+        return example
+    lengths = {ids.shape[0]: min(2, ids.shape[0]), ids.shape[1]: min(2 * p + 3, ids.shape[1])}
+
+    def shorter(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        for dim, size in enumerate(x.shape[:2] if x.dim() < 4 else x.shape):
+            x = x.narrow(dim, 0, lengths.get(size, size))
+        return x
+
+    short = tree_map(shorter, (args, kwargs))
+    return {**short[1]} if isinstance(example, Mapping) else short[0]
+
+
+# ---------------------------------------------------------------- runs
+
+
+def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any] = lambda x: x) -> Run:
+    """Runs a model once; the loss is a product of its outputs with random numbers."""
+    # Copies: a model may write to its inputs, and both runs must get the same
+    args, kwargs = tree_map(
+        lambda x: x.detach().clone().requires_grad_(backward and x.is_floating_point()) if isinstance(x, Tensor) else x,
+        call,
+    )
+    for parameter in model.parameters():
+        parameter.grad = None  # of the run before; it would be added to
+    tp_random.manual_seed(0)
+    with torch.enable_grad() if backward else torch.no_grad():  # a model may take another path without gradients
+        result = gather(model(*args, **kwargs))
+        outputs = {".".join(map(str, path)): t for path, t in tensors(result)}
+        # Random weights: under a plain sum elements that change places, or biases that cancel, would pass
+        generator = torch.Generator().manual_seed(2)
+        # Random: a mean or a sum of squares would be constant behind a norm, and its gradients rounding noise. In fp64
+        # and by name, so that outputs of another dtype or order get the same
+        weights = {name: torch.randn(t.shape, generator=generator, dtype=torch.float64) for name, t in outputs.items()}
+        terms = [(t * weights[name].to(t.dtype)).sum() for name, t in outputs.items() if t.requires_grad]
+        # A number that the model returns was computed from local lengths as likely as a tensor was
+        numbers = [leaf for leaf in tree_leaves(result) if isinstance(leaf, int | float)]
+        outputs |= {f"number {i}": torch.tensor(float(number)) for i, number in enumerate(numbers)}
+        if backward and terms:  # a model may return nothing that depends on a parameter
+            torch.stack([term.double() for term in terms]).sum().backward()
+    gradients = {f"input {i}": t.grad for i, (_, t) in enumerate(tensors((args, kwargs))) if t.grad is not None}
+    gradients |= {
+        name: p.grad.to_dense() if p.grad.is_sparse else p.grad  # of an embedding; comparisons take dense ones
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    # Statistics that forward updates; counters of steps are equal anyway
+    buffers = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
+    return Run({name: t.detach() for name, t in outputs.items()}, gradients, buffers)
+
+
+def full_logits(result: Any) -> Any:
+    """Outputs with logits of all columns, for a comparison."""
+    for path, found in list(tensors(result)):
+        if isinstance(found, ShardedLogits):
+            result = replaced(result, path, ShardedLogits.full)  # type: ignore[arg-type]
+    return result
+
+
+def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: float) -> tuple[float, str]:
+    """The difference of a tensor relative to its largest element; infinite where one is missing."""
+    if wanted is None or got is None:
+        present = got if wanted is None else wanted
+        return (float("inf") if present is not None and present.any() else 0.0), name
+    if wanted.shape != got.shape:
+        return float("inf"), name
+    if not wanted.numel():
+        return 0.0, name
+    wanted, got = (t.double() if not t.is_complex() else torch.view_as_real(t).double() for t in (wanted, got))
+    error, largest = (wanted - got).abs().max().item(), wanted.abs().max().item()
+    if not math.isfinite(error + largest):
+        both = torch.isfinite(wanted)
+        if not torch.equal(both, torch.isfinite(got)):
+            return float("inf"), name
+        error, largest = (t[both].abs().max().item() if both.any() else 0.0 for t in (wanted - got, wanted))
+    return error / max(largest, scale, 1e-30), name
+
+
+def compare(wanted: Run, got: Run, layouts: Mapping[str, Any]) -> tuple[float, str]:
+    """The largest difference of two runs, and the tensor's name; shards are compared with slices."""
+    rows = []
+    for kind in ("outputs", "gradients", "buffers"):
+        left, right = getattr(wanted, kind), getattr(got, kind)
+        scale = 1e-3 * max((t.abs().max().item() for t in left.values() if t.numel()), default=0.0)
+        for name in {**left, **right}:
+            full = left.get(name)
+            if full is not None and name in layouts and kind != "outputs":
+                full = layouts[name].shard(full)
+            what = {"outputs": f"the output {name}".rstrip(), "gradients": f"the gradient of {name}"}.get(kind, name)
+            rows.append(_difference(what, full, right.get(name), scale if kind == "gradients" else 0.0))
+    return max(rows, key=lambda row: row[0], default=(0.0, ""))
+
+
+def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torch.dtype | None, apply: Apply) -> None:
+    """Runs a model with weights on all ranks of a plan, in this process, next to the same model on one rank.
+
+    Args:
+        whole: the plan of one rank, whose draws are those of every number of ranks.
+
+    Raises:
+        DifferentValuesError: a tensor differs. UnprovenError: the unsharded model does not run.
+    """
+    # Its shapes have been proven, in the types that the model has; calls that the example lacks are the user's
+    plan = dataclasses.replace(plan, proofs=[], example=None)
+    bound = BOUNDS.get(dtype or torch.float32, 5e-2)
+    calls = list(examples(example, dtype))
+    modes = [(training, backward) for training in (True, False) for backward in (True, False)]
+
+    def runs(rank: int, group: Any, plan: Plan) -> tuple[list[Run], dict[str, Any]]:
+        model = copied(reduced)
+        apply(plan, model, group)
+        return [_in_mode(model, call, *mode) for _, call in calls for mode in modes], layouts(model)
+
+    with torch.random.fork_rng(devices=[]), _no_garbage():
+        try:
+            wanted = _reference(reduced, whole, calls, modes, apply)
+        except Exception as error:
+            raise UnprovenError(f"{type(error).__name__}: {str(error)[:200]}") from error
+        calls = [call for call, runs_ in zip(calls, wanted, strict=True) if runs_]
+        wanted = [runs_ for runs_ in wanted if runs_]
+        try:
+            ranks = simulate(runs, plan.p, plan)
+        except RuntimeError as error:
+            raise DifferentValuesError(str(error)) from error
+    for rank, (found, of_rank) in enumerate(ranks):
+        flat = [one for runs_ in wanted for one in runs_]
+        for expected, got in zip(flat, found, strict=True):
+            size, name = compare(expected, got, of_rank)
+            if not size <= bound:
+                raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}")
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Fills memory that an operator leaves as it is, such as rows after the last group of a grouped product, alike."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any, apply: Apply) -> list[list[Run]]:
+    """The runs of the unsharded model; none for calls after the first that it does not accept."""
+
+    def runs(rank: int, group: Any) -> list[list[Run]]:
+        model = copied(reduced)
+        apply(whole, model, group)
+        return [[_in_mode(model, call, *mode) for mode in modes] for _, call in calls]
+
+    try:
+        return simulate(runs, 1)[0]
+    except RuntimeError:
+        if len(calls) == 1:
+            raise
+    return [*_reference(reduced, whole, calls[:1], modes, apply), []]  # the other call is one that it does not accept
+
+
+def _in_mode(model: nn.Module, call: Any, training: bool, backward: bool) -> Run:
+    return run(model.train(training), call, backward, full_logits)
+
+
+def layouts(model: nn.Module) -> dict[str, Any]:
+    """The layouts of parameters and buffers by their names."""
+    return {
+        f"{name}.{own}" if name else own: layout
+        for name, module in model.named_modules(remove_duplicate=False)
+        for own, layout in layouts_of(module).items()
+    }

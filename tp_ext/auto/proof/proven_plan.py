@@ -1,0 +1,201 @@
+"""The search for the weights by which the values of a plan differ: they stay whole, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.one_rank import for_one_rank
+from tp_ext.auto.proof.prove_values import (
+    MAX_RANKS,
+    Apply,
+    DifferentValuesError,
+    UnprovenError,
+    bytes_of,
+    few_tokens,
+    filled,
+    held,
+    prove,
+    shortened,
+)
+from tp_ext.auto.proof.scaled_down import scaled_down
+from tp_ext.auto.record.record import tensors
+from tp_ext.auto.record.rules import Rule
+from tp_ext.auto.record.trace import trace
+from tp_ext.auto.search.plans import Plan
+from tp_ext.auto.search.problems import TOKENS, kind_of
+from tp_ext.auto.search.reasons import traced
+from tp_ext.auto.search.rounds import POSSIBLE, Planner
+
+
+class PlannerOf(Protocol):
+    """Makes the planner of a model for p ranks, in which only these parameters may be sharded, each on its dim."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        example: Any,
+        p: int,
+        only: Mapping[str, int],
+        whole_tokens: Mapping[str, str] | None = None,
+    ) -> Planner: ...
+
+
+BUDGET = 2**30  # bytes of parameters
+TYPES = (torch.float64, torch.float32)
+
+
+class Prover:
+    """The proof by values of one model.
+
+    Args:
+        found: the plan to prove.
+        planner_of: makes planners of parts of the model.
+        budget: bytes of parameters with which the model may be run.
+        apply: carries a plan out (:func:`tp_ext.auto.execute.apply_quietly`).
+    """
+
+    def __init__(
+        self, model: nn.Module, example: Any, found: Plan, planner_of: PlannerOf, budget: float, apply: Apply
+    ) -> None:
+        self.planner_of, self.apply = planner_of, apply
+        self.p, self.reduced, self.example = self._reduced(model, example, found, budget)
+        # Grouped products of torch exist for some types only: None leaves those of the model
+        self.dtypes = [*(t for t in TYPES if bytes_of(self.reduced, t) <= budget), None]
+        same_model = len(list(self.reduced.modules())) == len(list(model.modules()))
+        self.is_all = same_model and self.p == found.p and self.example is example
+        self.modules = dict(self.reduced.named_modules(remove_duplicate=False))
+
+    def _reduced(self, model: nn.Module, example: Any, found: Plan, budget: float) -> tuple[int, nn.Module, Any]:
+        """Ranks, model and example to run: with two layers of each kind, else one, else with fewer heads and features.
+
+        Raises:
+            UnprovenError: the model has no form that fits the budget, or does not run with fewer layers.
+        """
+        p = min(found.p, MAX_RANKS)
+        for kept in (2, 1):
+            reduced = shortened(model, kept)
+            if bytes_of(reduced, torch.float32) <= budget:
+                return p, reduced, self._runnable(reduced, example, p)
+        # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
+        copies = any(part.copies > 1 for sharding in found.shardings.values() for part in sharding.parts)
+        for kept in (2, 1):
+            reduced = shortened(model, kept)
+            short = self._runnable(reduced, example, p)
+            for ranks in [p] if copies or p <= 4 else [p, 4]:
+                smaller, ids = scaled_down(self.planner_of(reduced, short, ranks, self._only(reduced, found)))
+                if bytes_of(smaller, torch.float32) <= budget:
+                    return ranks, smaller, self._runnable(smaller, ids, ranks)
+        least = bytes_of(smaller, torch.float32) / 2**20
+        raise UnprovenError(f"one layer of each kind, with fewer heads, has {least:.0f} MiB, more than budget")
+
+    def _only(self, reduced: nn.Module, found: Plan) -> dict[str, int]:
+        """The parameters of the reduced model that a plan shards, with the dim."""
+        dims = {name: sharding.dim for name, sharding in found.shardings.items()}
+        return {name: dims[name] for name, _ in reduced.named_parameters(remove_duplicate=False) if name in dims}
+
+    def _runnable(self, reduced: nn.Module, example: Any, p: int) -> Any:
+        """The example, with few tokens if it has many and that runs.
+
+        Raises:
+            UnprovenError: the model with fewer layers does not run.
+        """
+        short = few_tokens(example, p)
+        lengths = [[t.shape for _, t in tensors(one)] for one in (short, example)]
+        for candidate in [short, example] if lengths[0] != lengths[1] else [example]:
+            try:
+                trace(reduced, candidate, operators=False)
+                return candidate
+            except Exception as error:  # of the model's own code
+                failed = error
+        raise UnprovenError(f"with fewer layers, {type(failed).__name__}: {failed}")
+
+    def differences(self, plan: Plan) -> dict[str, Any]:
+        """The kinds of parameters, by :func:`kind_of`, by which values differ under a plan, with the reason; {}: none.
+
+        Under ``TOKENS``: the kinds of modules whose sums must not be scattered over the tokens, with the reason.
+
+        Raises:
+            UnprovenError: the model does not run.
+        """
+        only = self._only(self.reduced, plan)
+        text = self._tried(only, plan=plan if self.is_all else None)
+        if not text:
+            return {}
+        sources = {kind_of(edit.module) for edit in plan.tokens if edit.kind == "reduce_scatter"}
+        if sources and not self._tried(only, dict.fromkeys(sources, text)):
+            reason = f"values differ when it is sharded on its tokens: {text}"
+            wrong = {s for s in sources if self._tried(only, dict.fromkeys(sources - {s}, text))}
+            return {TOKENS: dict.fromkeys(wrong or sources, reason)}
+        # Each group of weights that are sharded together alone: which of them is wrong
+        found: dict[str, str] = {}
+        for group in self._groups(only):
+            if reason := self._tried({name: only[name] for name in group}):
+                found.update(dict.fromkeys(map(kind_of, group), f"values differ when it is sharded: {reason}"))
+        return found or dict.fromkeys(map(kind_of, only), f"values differ: {text}")
+
+    def _groups(self, only: Mapping[str, int]) -> list[list[str]]:
+        """The kinds of parameters that one decision shards; those of equal layers together."""
+        part = self.planner_of(self.reduced, self.example, self.p, only)
+        part.decide()
+        joined: dict[str, set[str]] = {}
+        for group in part.together:
+            kinds = {kind_of(name) for name in group}
+            for other in [joined[k] for k in kinds if k in joined]:
+                kinds |= other
+            joined.update(dict.fromkeys(kinds, kinds))
+        groups = {id(kinds): kinds for kinds in joined.values()}.values()
+        return [[name for name in only if kind_of(name) in kinds] for kinds in groups]
+
+    def _tried(
+        self, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None, plan: Plan | None = None
+    ) -> str:
+        """Runs the model with these parameters sharded; returns the difference, or "" if there is none."""
+        if plan is None:
+            plan = self.planner_of(self.reduced, self.example, self.p, only, whole_tokens).decide()
+        if not plan.shardings:
+            return ""
+        whole = for_one_rank(plan, self.modules)
+        failed: Exception | None = None
+        for dtype in self.dtypes:
+            try:
+                running = copied(self.reduced, {id(t): t for t in held(self.reduced)})
+                filled(running, dtype)
+                prove(running, plan, whole, self.example, dtype, self.apply)
+                return ""
+            except DifferentValuesError as error:
+                return str(error)
+            except UnprovenError as error:
+                failed = error
+        assert failed is not None
+        raise failed
+
+
+def prover_of(planner: Planner, found: Plan, rules: Mapping[str, Rule], budget: float, apply: Apply) -> Prover:
+    """The proof by values of what a planner found."""
+
+    def planner_of(
+        model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
+    ) -> Planner:
+        record = traced(model, example, rules)
+        tokens = POSSIBLE if planner.proves_tokens else False
+        part = Planner(model, example, p, record, {}, None, tokens, only)
+        part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
+        return part
+
+    return Prover(planner.model, planner.example, found, planner_of, budget, apply)
+
+
+def alone(planner: Planner) -> Plan:
+    """The plan of one rank: that of two without its shards, if there is one."""
+    try:
+        two = Planner(
+            planner.model, planner.example, 2, planner.record, planner.hints, None, False, planner.only
+        ).decide()
+    except ValueError:
+        two = planner.decide()
+    return for_one_rank(two, planner.modules)

@@ -1,0 +1,70 @@
+"""Forwards of modules: those that a model's code calls by name, ``self.attention.forward(x)``, past their hooks; which
+are torch's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+class CalledForward:
+    """A module's ``forward`` in the instance, by which a direct call goes through ``module()`` and runs the hooks.
+
+    It is an object of a class that knows the module, no bound method, so that the module can be copied and pickled."""
+
+    def __init__(self, module: nn.Module, direct: Callable[[], None] | None = None) -> None:
+        self.module, self.direct = module, direct  # direct: called at each direct call
+        self.own = vars(module).get("forward")
+        self.entered = False  # by module(), whose hooks have run
+
+    def install(self) -> None:
+        self.module.register_forward_pre_hook(Enter(self), prepend=True)
+        self.module.register_forward_hook(Leave(self), always_call=True)
+        self.module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.entered:
+            if self.direct is not None:
+                self.direct()
+            return self.module(*args, **kwargs)
+        self.entered = False
+        return run_forward(self.module, self.own, *args, **kwargs)
+
+
+def run_forward(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """Calls the forward that an instance has of its own, else that of its class."""
+    return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+@dataclass
+class Enter:
+    """A forward pre-hook: what forward is called with next has come through ``module()``."""
+
+    forward: CalledForward
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.forward.entered = True
+
+
+@dataclass
+class Leave:
+    """The forward hook that undoes :class:`Enter` where another hook has raised before forward."""
+
+    forward: CalledForward
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.forward.entered = False
+
+
+def looks_up(module: nn.Module) -> bool:
+    """True if the forward of an embedding, or of bags of one, is torch's, or calls it by ``super()``."""
+    forward = type(module).forward
+    if isinstance(module, nn.EmbeddingBag):
+        return forward is nn.EmbeddingBag.forward
+    return isinstance(module, nn.Embedding) and (
+        forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
+    )

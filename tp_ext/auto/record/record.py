@@ -1,0 +1,213 @@
+"""The record of one run of a model on fakes: its operators with the dims of their tensors, and calls of modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tp_ext.auto.record.dims import Atom, Dim, Reason, pin
+from tp_ext.auto.record.edits import LeafPath
+from tp_ext.auto.record.rules import Op
+from tp_ext.mesh_program.partition_spec import P
+
+WITHOUT_GRADIENT = {"detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "empty_like", "full_like"}
+MEMORY_VIEWS = {
+    "view", "_unsafe_view", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "alias",
+    "detach", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "unfold", "diagonal", "as_strided",
+    "view_as_real", "view_as_complex",
+}  # results share the memory of the first argument  # fmt: skip
+WITHOUT_GRADIENT |= {"new_empty", "new_zeros", "new_full", "new_ones", "new_empty_strided", "new_tensor"}
+
+
+def tensors(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Tensor]]:
+    """The tensors of a nested structure, each with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from tensors(inner, (*path, key))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from tensors(inner, (*path, i))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name, None), (*path, field.name))
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a module: its tensors in and out, the operators from ``start`` to ``stop``, and the calls from Python
+    from ``first`` to ``last``, the ends excluded."""
+
+    module: str
+    inputs: list[tuple[LeafPath, Tensor]]
+    start: int
+    outputs: list[tuple[LeafPath, Tensor]] = dataclasses.field(default_factory=list)
+    stop: int = sys.maxsize
+    first: int = 0
+    last: int = sys.maxsize
+    order: int = 0  # among all calls, and one more than that of the last call inside of it
+    end: int = sys.maxsize
+    training: bool = False
+    caller: Call | None = None
+
+    def around(self, other: Call) -> bool:
+        return self.order < other.order < self.end
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """An operator that ran, in the module ``module``."""
+
+    place: int
+    name: str
+    module: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    contracted: Dim
+    reason: Reason  # with the atoms that the operator needs whole
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_loss: bool = False
+
+    @property
+    def line(self) -> str:
+        """The line of the user's source."""
+        return self.reason.line
+
+
+@dataclasses.dataclass(eq=False)
+class RandomCall:
+    """A call of ``F.dropout`` or attention, which may draw a mask of the dims of ``masked``."""
+
+    module: str
+    name: str
+    masked: Tensor
+    place: int
+    index: int  # among the calls from Python
+    call: Call  # of the module
+    always: bool  # it draws although the module is in eval mode
+
+
+class Record:
+    """Record of one run of a model. Tensors are fakes, kept alive so that their ids stay theirs."""
+
+    def __init__(self) -> None:
+        self.dims: dict[int, list[Dim]] = {}
+        self.kept: list[Tensor] = []
+        self.steps: list[Step] = []
+        self.calls: list[Call] = []
+        self.maker: dict[int, Step] = {}
+        self.parameters: dict[int, tuple[str, Tensor]] = {}
+        self.buffers: dict[int, tuple[str, Tensor]] = {}
+        self.inputs: list[tuple[LeafPath, Tensor]] = []
+        self.differentiable: set[int] = set()
+        self.from_inputs: set[int] = set()  # those that have a gradient if the inputs have
+        self.python_calls: list[tuple[str, str, list[Tensor]]] = []
+        self.lines: list[str] = []  # of the user's source, of each call from Python; only with operators
+        self.random_calls: list[RandomCall] = []
+        self.constraints: list[tuple[Dim, Reason]] = []  # dims that must be sharded
+        self.factories: dict[int, str] = {}  # id of a tensor made of no other -> the operator
+        self.writes: dict[int, list[Step]] = {}  # id of a tensor with memory of its own -> operators that write into it
+        self.functions: dict[int, str] = {}  # id of a result of Python's autograd.Function, or one with a hook -> which
+        self.stored: dict[int, str] = {}  # id of a tensor that an attribute of a module holds at the end -> the module
+        self.problems: list[tuple[str, str]] = []  # modules whose code cannot be sharded, with the reason
+        self.direct: list[str] = []  # modules whose forward code calls by name, past their hooks
+        self.output: Any = None
+        self.modules = [""]  # those whose forward runs now
+        self.running: list[Call] = []  # their calls
+        self.paused = False
+        self.is_examined = False  # a backward runs, whose operators pin dims and are no steps
+
+    def dims_of(self, tensor: Tensor) -> list[Dim]:
+        found = self.dims.get(id(tensor))
+        if found is None:
+            found = [[Atom(n)] for n in tensor.shape]
+            self.put(tensor, found)
+        return found
+
+    def root_of(self, tensor: Tensor) -> Tensor:
+        """The tensor whose memory a view shares, as far as the record knows."""
+        while id(tensor) in self.maker and self.maker[id(tensor)].name in MEMORY_VIEWS:
+            tensor = self.maker[id(tensor)].inputs[0]
+        return tensor
+
+    def put(self, tensor: Tensor, dims: list[Dim]) -> None:
+        self.dims[id(tensor)] = dims
+        self.kept.append(tensor)
+
+    def add(self, op: Op, is_loss: bool = False) -> None:
+        """Adds an operator whose rule has been applied."""
+        for tensor in op.outputs:
+            self.dims_of(tensor)
+        step = Step(
+            len(self.steps),
+            op.name,
+            self.modules[-1],
+            op.inputs,
+            op.outputs,
+            op.contracted,
+            op.reason,
+            op.args,
+            op.kwargs,
+            is_loss,
+        )
+        self.steps.append(step)
+        for tensor in op.outputs:
+            if any(tensor is t for t in op.inputs):
+                self.writes.setdefault(id(self.root_of(tensor)), []).append(step)
+        self.kept += op.inputs
+        for reached in (self.differentiable, self.from_inputs) if op.name not in WITHOUT_GRADIENT else ():
+            if any(id(t) in reached for t in op.inputs):
+                reached |= {id(t) for t in op.outputs if t.is_floating_point() or t.is_complex()}
+        for tensor in op.outputs:
+            self.maker.setdefault(id(tensor), step)
+
+    def draw(self, name: str, masked: Tensor, draws: bool) -> None:
+        """Adds a random call of the module that runs."""
+        call = self.running[-1]
+        place, index = len(self.steps), len(self.python_calls) - 1
+        self.random_calls.append(RandomCall(call.module, name, masked, place, index, call, draws and not call.training))
+
+    def constrain(self, tensor: Tensor, spec: P) -> None:
+        """Adds a constraint of the model's code: dims without an axis are pinned."""
+        reason = self.reason(f"constraint {spec}")
+        for i, dim in enumerate(self.dims_of(tensor)):
+            if i < len(spec.dims) and spec.dims[i]:
+                self.constraints.append((dim, reason))
+            else:
+                pin(dim, reason)
+
+    def reason(self, what: str) -> Reason:
+        return Reason(what, self.modules[-1], source_line())
+
+
+def source_line() -> str:
+    """The line of code that runs now, outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and "/tp_ext/auto/" not in name and not name.startswith("<"):
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def span_start(step: Step, tensor: Tensor) -> tuple[int, int]:
+    """The dim along which an operator splits its input, and where in it one of its results starts."""
+    source = step.inputs[0]
+    if step.name == "slice":
+        dim = (step.args[1] if len(step.args) > 1 else 0) % source.dim()
+        start = (step.args[2] or 0) if len(step.args) > 2 else 0
+        return dim, start + source.shape[dim] if start < 0 else start
+    dim = (step.args[2] if len(step.args) > 2 else 0) % source.dim()
+    start = 0
+    for result in step.outputs:
+        if result is tensor:
+            break
+        start += result.shape[dim]
+    return dim, start

@@ -1,0 +1,270 @@
+"""One run of a model on fake tensors: its operators with the dims of their tensors, calls of modules, calls from
+Python.
+
+The model is not touched and may be on meta: parameters and buffers are replaced by fakes. A dispatch mode sees
+operators; a function mode sees the calls of the model's own code, and keeps attention, cross entropy and dropout
+whole."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from tp_ext.auto.record.constraints import running
+from tp_ext.auto.record.dims import Reason, pin
+from tp_ext.auto.record.forwards import CalledForward
+from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
+from tp_ext.auto.record.multi_head import plain_paths
+from tp_ext.auto.record.record import (
+    Call,
+    Record,
+    source_line,
+    tensors,  # registers the rules
+)
+from tp_ext.auto.record.rules import Op, Rule, draws_random_numbers, no_rule, rule_of
+from tp_ext.auto.record.unchanged import unchanged
+from tp_ext.auto.record.whole_calls import SHOWN, WHOLE
+
+FAKES = (
+    "torch._subclasses", "torch._prims", "torch._refs", "torch._meta", "torch._decomp", "torch.utils._python", __name__,
+    "tp_ext.auto.record.rules",
+)  # fmt: skip
+
+
+class _Operators(TorchDispatchMode):
+    """Applies the rule of every operator."""
+
+    def __init__(self, record: Record, rules: Mapping[str, Rule]) -> None:
+        super().__init__()
+        self.record, self.rules = record, rules
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        record = self.record
+        if not record.paused:
+            inputs = [t for _, t in tensors([list(args), kwargs])]
+            outputs = [t for _, t in tensors(result)]
+            if outputs and not inputs:  # a factory: its dims are new ones
+                record.factories.update((id(t), func._schema.name.rpartition("::")[2]) for t in outputs)
+                record.kept += outputs
+            if outputs and (inputs or draws_random_numbers(func)):
+                namespace, name = func._schema.name.split("::")
+                reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
+                op = Op(name, args, kwargs, inputs, outputs, record, reason)
+                try:
+                    rule_of(func, self.rules)(op)
+                except (AttributeError, IndexError, KeyError, TypeError):  # arguments that the rule does not know
+                    no_rule(op)
+                if record.is_examined:
+                    pin(op.contracted, reason)
+                    for tensor in outputs:
+                        record.dims_of(tensor)
+                    record.kept += [*inputs, *outputs]
+                elif inputs:
+                    record.add(op)
+        return result
+
+
+def _is_of_fakes(caller: Any) -> bool:
+    """True for a call that torch makes to compute with fakes; code that enters an operator past Python, as
+    TorchScript's does, leaves the function mode active there."""
+    frame = caller
+    while frame.f_globals.get("__name__") in ("torch._ops", "tp_ext.auto.search.sizes"):  # which hand a call on
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).startswith(FAKES)
+
+
+class _Calls(TorchFunctionMode):
+    """Records the calls from Python, and keeps those whole whose operators would have dims in common with nothing."""
+
+    def __init__(self, record: Record, operators: bool) -> None:
+        super().__init__()
+        self.record, self.operators = record, operators
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        record = self.record
+        if _is_of_fakes(sys._getframe(1)):
+            return func(*args, **kwargs)
+        whole = WHOLE.get(func)
+        if not record.paused and not record.is_examined and (answer := of_call(record, func, args)) is not None:
+            return answer
+        if record.paused or record.is_examined or whole is None:
+            result = func(*args, **kwargs)
+            if not record.paused and not record.is_examined:
+                self.log(func, result)
+            return result
+        record.paused = True
+        try:
+            result = func(*args, **kwargs)
+            seen = [result, *SHOWN[func](args, kwargs)] if func in SHOWN else result
+        finally:
+            record.paused = False
+        self.log(func, seen)
+        if self.operators:
+            whole(record, args, kwargs, seen)
+        return result
+
+    def log(self, func: Any, result: Any) -> None:
+        found = [t for _, t in tensors(result)]
+        if found:
+            self.record.python_calls.append((self.record.modules[-1], getattr(func, "__name__", str(func)), found))
+            self.record.lines.append(source_line() if self.operators else "")
+            self.record.kept += found
+
+
+def _watch(model: nn.Module, record: Record) -> None:
+    """Records calls of modules, by hooks and forwards that :func:`unchanged` removes again."""
+    running = record.running
+
+    def watch(name: str, module: nn.Module) -> None:
+        hooked = take_backward_hooks(record, name, module)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            call = Call(name, list(tensors((args, kwargs))), len(record.steps))
+            call.first, call.order = len(record.python_calls), len(record.calls)
+            call.training, call.caller = module.training, running[-1] if running else None
+            record.calls.append(call)
+            running.append(call)
+            record.modules.append(name)
+            record.kept += [t for _, t in call.inputs]
+
+        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            call = running.pop()
+            call.outputs, call.stop = list(tensors(result)), len(record.steps)
+            call.last, call.end = len(record.python_calls), len(record.calls)
+            record.modules.pop()
+            record.kept += [t for _, t in call.outputs]
+            if hooked:  # its results' gradients are completed where they are used
+                record.functions.update((id(t), hooked) for _, t in call.outputs)
+
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(after, with_kwargs=True)
+
+    def called(name: str) -> None:
+        if name not in record.direct:
+            record.direct.append(name)
+
+    for name, module in model.named_modules():
+        watch(name, module)
+        if name and not isinstance(module, torch.jit.ScriptModule):
+            CalledForward(module, functools.partial(called, name)).install()
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments that an example means.
+
+    Raises:
+        TypeError: it is neither a dict nor a tuple.
+    """
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple):
+        return example, {}
+    raise TypeError(f"example: {type(example).__name__} must be a dict of keyword arguments or a tuple of arguments")
+
+
+def trace(
+    model: nn.Module,
+    example: Any,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    rules: Mapping[str, Rule] | None = None,
+    record: Record | None = None,
+    operators: bool = True,
+    grad: bool = True,
+    mode: TorchFunctionMode | None = None,
+) -> Record:
+    """Runs a model once on fakes and returns the record.
+
+    Args:
+        shapes: local shapes of parameters and buffers by name, in place of their own.
+        record: written to, so that the caller has what an exception leaves of it.
+        grad: run as in training: code that asks finds gradients enabled.
+        operators: False: only calls from Python and of modules are recorded, faster.
+        mode: sees the calls from Python before they are recorded, and may change them.
+    """
+    record = Record() if record is None else record
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
+
+    def fake(value: Any, shape: Sequence[int] | None = None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in made:
+            if shape is None or tuple(shape) == tuple(value.shape):
+                fake_tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            else:
+                fake_tensor = torch.empty(tuple(shape), dtype=value.dtype)
+            made[id(value)] = fake_tensor, value
+        return made[id(value)][0]
+
+    # A module under two names once, and no ties added: functional_call would leave fakes in it
+    named = [
+        (f"{name}.{own}" if name else own, tensor)
+        for name, module in model.named_modules()
+        for own, tensor in [*module._parameters.items(), *module._buffers.items()]
+        if tensor is not None
+    ]
+    with fakes:
+        state = {name: fake(tensor, (shapes or {}).get(name)) for name, tensor in named}
+        args, kwargs = tree_map(fake, arguments(example))
+    for name, parameter in named:
+        if not isinstance(parameter, nn.Parameter):
+            continue
+        record.parameters.setdefault(id(state[name]), (name, state[name]))
+        pin_hooked(record, name, parameter, state[name])
+        if parameter.requires_grad:
+            record.differentiable.add(id(state[name]))
+    record.buffers = {id(state[name]): (name, state[name]) for name, _ in model.named_buffers() if name in state}
+    record.inputs = list(tensors((args, kwargs)))
+    record.from_inputs = {id(t) for _, t in record.inputs if t.is_floating_point() or t.is_complex()}
+    record.differentiable |= {id(made[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
+    for path, tensor in record.inputs:
+        for dim in record.dims_of(tensor):
+            pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
+    modes: list[Any] = [
+        torch.enable_grad() if grad else torch.no_grad(),
+        watched_gradients(record, tensors),
+        fakes,
+        _Calls(record, operators),
+    ]
+    if operators:
+        modes.append(_Operators(record, rules or {}))
+    if mode is not None:
+        modes.append(mode)
+    with unchanged(model), contextlib.ExitStack() as stack:
+        _watch(model, record)
+        stack.enter_context(plain_paths())
+        for entered in modes:
+            stack.enter_context(entered)
+        if operators:
+            stack.callback(running.reset, running.set(record))
+        record.output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+        for name, module in model.named_modules():
+            kept = {
+                key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")
+            }
+            record.stored.update((id(t), name) for _, t in tensors(kept))
+    if operators:
+        pin_unused(record)
+    return record
+
+
+def pin_unused(record: Record) -> None:
+    """Keeps parameters whole that the example does not use: nothing is known of what another call does with them."""
+    used = {id(t) for step in record.steps for t in step.inputs}
+    for id_, (_, parameter) in record.parameters.items():
+        for dim in record.dims_of(parameter) if id_ not in used else ():
+            pin(dim, Reason("the example, which does not use it: plan with one that does"))

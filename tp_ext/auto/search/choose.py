@@ -1,0 +1,299 @@
+"""Exact choice of the sharded atoms among those that nothing pins.
+
+A candidate is an atom that is the slowest of a dim of a parameter, or of most parts of one: the dim can be sharded
+by it. One candidate shards many parameters: all those in which its atom occurs. No parameter is sharded twice, so
+that candidates that share one exclude each other; of every set of such candidates those are chosen that leave the
+fewest bytes on a rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tp_ext.auto.record.dims import Atom, Dim, Major, atoms, contains, majors
+from tp_ext.auto.record.edits import Factor
+from tp_ext.auto.record.record import Record
+from tp_ext.auto.record.rules import LOOK_UPS
+from tp_ext.sharding import Part, Sharding
+
+SMALL_TABLE = 0.01  # of all parameters: an embedding below costs more in its all-reduce than its bytes are worth
+MAX_BRANCHES = 1000  # of the search among candidates that exclude each other
+
+
+@dataclass
+class Cut:
+    """A parameter as one decision shards it."""
+
+    id: int
+    tensor: Tensor
+    sharding: Sharding
+
+
+@dataclass(eq=False)
+class Decision:
+    """An atom to be sharded over p ranks, and the parameters that it shards, by name.
+
+    ``group``: the atom sharded further where ``atom`` has fewer elements than ranks: the query heads of each KV head.
+    """
+
+    atom: Atom
+    p: int
+    group: Atom | None = None
+    parameters: dict[str, Cut] = field(default_factory=dict)
+
+    @property
+    def sharded(self) -> list[Atom]:
+        return [self.atom] if self.group is None else [self.atom, self.group]
+
+    def sizes(self, rank: int) -> dict[Atom, int]:
+        """Lengths of the sharded atoms on a rank."""
+        if self.group is None:
+            return {self.atom: self.atom.size // self.p + (rank < self.atom.size % self.p)}
+        holders = self.p // self.atom.size
+        return {self.atom: 1, self.group: self.group.size // holders + (rank % holders < self.group.size % holders)}
+
+    def parts(self, dim: Dim) -> list[Part] | None:
+        """The parts of a dim, sharded by this atom; None if it does not occur as the slowest of any."""
+        found = list(majors(dim))
+        if not any(major.atom is self.atom for major in found):
+            return None
+        return [self._part(major) for major in found]
+
+    def _part(self, major: Major) -> Part:
+        size = major.atom.size * major.unit
+        if major.atom is not self.atom:  # a part that all ranks hold: k and v of multi-query attention
+            return Part(size, unit=size, copies=self.p)
+        if self.group is None:
+            return Part(size, unit=major.unit)
+        if major.inner and major.inner[0] is self.group:
+            return Part(size, unit=major.unit // self.group.size, groups=self.atom.size)
+        return Part(size, unit=major.unit, copies=self.p // self.atom.size)
+
+    def factor(self, dim: Dim, constant: set[Atom]) -> Factor | None:
+        """The factor of an activation's dim that has the sharded atom, which the model determines; the others are
+        lengths of the run. None if these lie on both sides of it, or the atom is not the slowest of the factor.
+
+        Args:
+            constant: atoms whose lengths are the model's.
+        """
+        found = atoms(dim)
+        first = next((i for i, one in enumerate(found) if contains([one], self.atom)), len(found))
+        last = next((i for i in range(len(found), first, -1) if i - 1 == first or found[i - 1] in constant), first)
+        parts = self.parts(found[first:last])
+        varies = any(atom not in constant for atom in found[first + 1 : last])
+        if parts is None or varies or (first > 0 and last < len(found)):
+            return None
+        return Factor(tuple(parts), is_minor=last == len(found))
+
+    def saved(self) -> float:
+        """Elements that a rank does not hold."""
+        return sum(cut.tensor.numel() for cut in self.parameters.values()) * (1 - 1 / self.p)
+
+
+def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> list[Decision]:
+    """All candidates, with the parameters that each would shard; ``may_shard(name, dim)``: whether hints allow it."""
+    found: dict[Atom, Decision] = {}
+    by_atom = _majors_by_atom(record)
+    for id_, (name, tensor) in record.parameters.items():
+        for dim, label in enumerate(record.dims_of(tensor)):
+            for major in majors(label) if may_shard(name, dim) else ():
+                decision = found.get(major.atom) or _decision(major.atom, p, by_atom)
+                if decision is None:
+                    continue
+                found[major.atom] = decision
+                parts = decision.parts(label)
+                if parts and name not in decision.parameters:
+                    decision.parameters[name] = Cut(id_, tensor, Sharding(dim, parts))
+    for decision in found.values():
+        for name, cut in list(decision.parameters.items()):
+            if 2 * sum(part.size for part in cut.sharding.parts if part.copies < p) < cut.sharding.size:
+                del decision.parameters[name]  # most of it would be on every rank
+    where = _occurrences(record)
+    return [decision for decision in found.values() if decision.parameters and _is_consistent(decision, where)]
+
+
+def _is_consistent(decision: Decision, where: Mapping[Atom, set[tuple[int, int]]]) -> bool:
+    """True if the decision shards every parameter that has its atoms, each on the one dim that has them."""
+    sharded = {(cut.id, cut.sharding.dim) for cut in decision.parameters.values()}
+    return all(where[atom] <= sharded for atom in decision.sharded if atom in where)
+
+
+def _occurrences(record: Record) -> dict[Atom, set[tuple[int, int]]]:
+    """The (id, dim) of parameters that have each atom, in any place."""
+    found: dict[Atom, set[tuple[int, int]]] = {}
+
+    def add(label: Dim, place: tuple[int, int]) -> None:
+        for atom in atoms(label):
+            found.setdefault(atom, set()).add(place)
+            for part in atom.parts or ():
+                add(part, place)
+
+    for id_, (_, tensor) in record.parameters.items():
+        for dim, label in enumerate(record.dims_of(tensor)):
+            add(label, (id_, dim))
+    return found
+
+
+def constant_atoms(record: Record, buffers: bool = True) -> set[Atom]:
+    """The atoms whose lengths are the model's: those of parameters, and buffers, without those of inputs."""
+    found: set[Atom] = set()
+
+    def add(label: Dim, into: set[Atom]) -> None:
+        for atom in atoms(label):
+            into.add(atom)
+            for part in atom.parts or ():
+                add(part, into)
+
+    inputs: set[Atom] = set()
+    for _, tensor in [*record.parameters.values(), *(record.buffers.values() if buffers else ())]:
+        for label in record.dims_of(tensor):
+            add(label, found)
+    for _, tensor in record.inputs:
+        for label in record.dims_of(tensor):
+            add(label, inputs)
+    return found - inputs
+
+
+def _majors_by_atom(record: Record) -> dict[Atom, list[Major]]:
+    found: dict[Atom, list[Major]] = {}
+    for _, tensor in record.parameters.values():
+        for label in record.dims_of(tensor):
+            for major in majors(label):
+                found.setdefault(major.atom, []).append(major)
+    return found
+
+
+def _decision(atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]]) -> Decision | None:
+    """The decision to shard an atom; None if it is pinned, or has fewer elements than ranks and no group to shard."""
+    if atom.pinned:
+        return None
+    if atom.size >= p:
+        return Decision(atom, p)
+    if atom.size == 1 or p % atom.size:
+        return None
+    for major in by_atom[atom]:
+        if major.inner and not major.inner[0].pinned and major.inner[0].size * atom.size >= p:
+            return Decision(atom, p, major.inner[0])
+    return None
+
+
+def choose(
+    record: Record,
+    p: int,
+    may_shard: Callable[[str, int], bool],
+    memory_budget: float | None = None,
+    small_tables_whole: bool = True,
+) -> list[Decision]:
+    """Chooses the decisions that leave the fewest bytes on a rank, no parameter sharded twice.
+
+    Tables of embeddings below 1 % of all parameters stay whole, unless the memory budget needs them, or on request.
+
+    Raises:
+        ValueError: more bytes of parameters than ``memory_budget`` stay on a rank.
+    """
+    every = decisions(record, p, may_shard)
+    total = sum(tensor.numel() for _, tensor in record.parameters.values())
+    tables = {id(step.inputs[0]) for step in record.steps if step.name in LOOK_UPS}
+
+    def is_small_table(decision: Decision) -> bool:
+        only = all(cut.id in tables and cut.sharding.dim == 0 for cut in decision.parameters.values())
+        return small_tables_whole and only and decision.saved() < SMALL_TABLE * total
+
+    chosen = list(_independent([one for one in every if not is_small_table(one)]))
+    if memory_budget is not None and _bytes_left(record, chosen) > memory_budget:
+        chosen = list(_independent(every))
+        left = _bytes_left(record, chosen)
+        if left > memory_budget:
+            raise ValueError(
+                f"memory_budget: {memory_budget:.0f} bytes must be at least {left:.0f}, the parameters of a rank at "
+                f"p = {p} with everything sharded that can be"
+            )
+    return chosen
+
+
+def _bytes_left(record: Record, chosen: Iterable[Decision]) -> float:
+    total = sum(tensor.numel() * tensor.element_size() for _, tensor in record.parameters.values())
+    for decision in chosen:
+        for cut in decision.parameters.values():
+            local = math.prod(cut.sharding.local_shape(cut.tensor.shape, 0, decision.p))
+            total -= (cut.tensor.numel() - local) * cut.tensor.element_size()
+    return total
+
+
+def _independent(candidates: list[Decision]) -> Iterable[Decision]:
+    """The set of greatest weight in which no two candidates share a parameter, component by component."""
+    candidates = sorted(candidates, key=lambda one: -one.saved())  # stable: the order of the parameters decides ties
+    uses: dict[int, list[int]] = {}
+    for i, decision in enumerate(candidates):
+        for cut in decision.parameters.values():
+            uses.setdefault(cut.id, []).append(i)
+    joined = list(range(len(candidates)))
+
+    def root(i: int) -> int:
+        while joined[i] != i:
+            joined[i] = joined[joined[i]]
+            i = joined[i]
+        return i
+
+    excluded: dict[int, set[int]] = {i: set() for i in range(len(candidates))}
+    for sharing in uses.values():
+        for a, b in itertools.combinations(sharing, 2):
+            joined[max(root(a), root(b))] = min(root(a), root(b))
+            excluded[a].add(b)
+            excluded[b].add(a)
+    components: dict[int, list[int]] = {}
+    for i in range(len(candidates)):
+        components.setdefault(root(i), []).append(i)
+    for members in components.values():
+        yield from (candidates[i] for i in heaviest(members, excluded, [one.saved() for one in candidates]))
+
+
+def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[float]) -> list[int]:
+    """The independent set of greatest weight in a component; the greedy one where it is as good, or the search ends."""
+    greedy: list[int] = []
+    for i in members:
+        if not excluded[i].intersection(greedy):
+            greedy.append(i)
+    left = MAX_BRANCHES
+
+    def total(chosen: Iterable[int]) -> float:
+        return sum(weight[i] for i in chosen)
+
+    def best(allowed: frozenset[int]) -> list[int]:
+        """With and without the candidate that excludes most others: what is left falls apart, so this is fast for
+        chains and for stars such as the channels of a residual stream."""
+        nonlocal left
+        degree = {i: len(excluded[i] & allowed) for i in sorted(allowed)}
+        free = [i for i, others in degree.items() if not others]
+        if len(free) == len(degree) or left <= 0:
+            return free
+        left -= 1
+        hub = max(degree, key=lambda i: degree[i])
+        rest = allowed.difference(free, [hub])
+        return free + max(best(rest), [hub, *best(rest - excluded[hub])], key=total)
+
+    found = best(frozenset(members)) if len(members) > 1 else greedy
+    return sorted(found) if total(found) > total(greedy) else greedy
+
+
+def carries(record: Record, tensor: Tensor, sharded: Iterable[Atom]) -> bool:
+    """True if a tensor has one of these atoms in a dim."""
+    labels = record.dims.get(id(tensor), ())
+    return any(contains(label, atom) for label in labels for atom in sharded)
+
+
+def local_length(dim: Dim, sizes: Mapping[Atom, int]) -> int:
+    """The length of a dim on a rank, of which the sharded atoms have these sizes."""
+    length = 1
+    for atom in atoms(dim):
+        if atom in sizes:
+            length *= sizes[atom]
+        elif atom.parts is not None:
+            length *= sum(local_length(part, sizes) for part in atom.parts)
+        else:
+            length *= atom.size
+    return length

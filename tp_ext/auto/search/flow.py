@@ -1,0 +1,437 @@
+"""Communication of a plan: types of tensors and of their gradients, and the boundaries at which both are completed.
+
+A tensor is sharded (it has a sharded atom), partial (its sum over the ranks is the tensor), or replicated. A
+contraction of a sharded atom makes its result partial; linear operators keep it so until an output of the module,
+where it is summed. The gradient of a replicated tensor is partial where sharded work uses it. It is summed where the
+whole gradient is partial and forward code need not change: at a parameter, at an output of a module, or at an
+argument of a module all of whose uses of it are sharded. Elsewhere partial gradients flow on to what the tensor was
+made of. The sums are the f and g of Megatron-LM (arXiv:1909.08053, section 3), here derived."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from tp_ext.auto.record.dims import Atom, contains
+from tp_ext.auto.record.edits import Copy, Gather, LeafPath, Slice, Sum
+from tp_ext.auto.record.record import Call, Record, Step, span_start, tensors
+from tp_ext.auto.search.choose import Decision, carries
+from tp_ext.auto.search.partial_sums import PartialSums
+from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.sliced_constants import VIEWS, Constants
+from tp_ext.sharding import Sharding
+
+SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
+COMPLETE, PARTIAL = "complete", "partial"  # types of gradients
+SHARDS = "of shards"  # partial while tokens are sharded, else complete
+Types = frozenset[str]
+NOTHING: Types = frozenset()
+COMPLETED: Types = frozenset({COMPLETE})
+SUMMED = (frozenset({PARTIAL}), frozenset({SHARDS}))  # one of these may be summed: all of it, or none
+
+
+@dataclass
+class Flow:
+    """Communication of a plan, with the problems that forbid it."""
+
+    copies: list[Copy] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+    gathers: list[Gather] = field(default_factory=list)
+    refused_inputs: list[LeafPath] = field(default_factory=list)  # those whose gradient would stay partial
+    buffers: dict[str, list[Sharding]] = field(default_factory=dict)
+    local: set[int] = field(default_factory=set)  # ids of tensors whose sharded dims have local lengths
+    copied: list[Tensor] = field(default_factory=list)  # the tensors of ``copies``
+    problems: list[Problem] = field(default_factory=list)
+
+
+class Gathered(Protocol):
+    """A boundary at which shards of tokens become whole."""
+
+    kind: str
+
+
+class Sharded(Protocol):
+    """The tensors that are sharded on their tokens (:mod:`tp_ext.auto.search.tokens`)."""
+
+    steps: dict[int, Atom]
+
+    def range_at(self, tensor: Tensor, place: int) -> object | None: ...
+
+    def gather_at(self, tensor: Tensor, place: int) -> Gathered | None: ...
+
+    def entered_before(self, place: int, atom: Atom) -> bool: ...
+
+
+class Finder:
+    """Finds where gradients and partial results are summed, and which constants are sliced.
+
+    Args:
+        roles: ``"column"``, ``"row"`` or ``"vocab"`` of modules that are replaced.
+        whole_heads: atoms that reach the loss or an output, where tensors have their full shape for the model's code.
+        cut: the decision of each sharded parameter.
+        tokens: what is sharded on its tokens.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        chosen: list[Decision],
+        roles: Mapping[str, str],
+        whole_heads: set[Atom],
+        cut: Mapping[str, Decision],
+        tokens: Sharded | None = None,
+        banned: frozenset[Copy] = frozenset(),
+    ) -> None:
+        self.tokens = tokens
+        self.record, self.chosen, self.roles, self.whole_heads, self.cut = record, chosen, roles, whole_heads, cut
+        self.atoms = [atom for decision in chosen for atom in decision.sharded]
+        self.by_id = {id(t): t for t in record.kept}
+        self.sharded = {i for i, t in self.by_id.items() if carries(record, t, self.atoms)}
+        self.sums = PartialSums(record, self.atoms, roles, self.sharded)
+        self.partial = self.sums.partial
+        self.outputs = {id(t) for _, t in tensors(record.output)}
+        self.inputs = {id(t): path for path, t in record.inputs if t.is_floating_point() or t.is_complex()}
+        # Those of inputs, too: a model may be a part of a larger one
+        self.differentiable = record.differentiable | record.from_inputs
+        self.flow = Flow()
+        self.calls_with: dict[int, list[tuple[Call, LeafPath]]] = {}
+        self.returned_by: dict[int, list[tuple[Call, LeafPath]]] = {}
+        self.number_of_calls: dict[str, int] = {}
+        for call in record.calls:
+            self.number_of_calls[call.module] = self.number_of_calls.get(call.module, 0) + 1
+            for path, tensor in call.inputs:
+                self.calls_with.setdefault(id(tensor), []).append((call, path))
+            for path, tensor in call.outputs:
+                self.returned_by.setdefault(id(tensor), []).append((call, path))
+        self.used: dict[int, list[tuple[int, Types]]] = {}  # types of a tensor's gradient by the operators that use it
+        self.shard_steps: dict[int, set[int]] = {}  # operators on shards that make a tensor's gradient one of shards
+        self.summed: dict[tuple[int, int, int], list[Copy]] = {}  # by (id, first and last operator) of the uses
+        self.placed: dict[Copy, set[int]] = {}  # the calls, by their order, at which a sum was placed
+        self.banned = banned  # sums that not every call of their module wants
+
+    def find(self) -> Flow:
+        self.sums.find()
+        self.flow.problems += self.sums.problems
+        for call in self.record.calls:
+            for path, tensor in call.outputs:
+                output = Sum(call.module, path)
+                if self.partial.get(id(tensor)) == call.module and output not in self.flow.sums:
+                    self.flow.sums.append(output)
+        self.gathers_of_outputs()
+        self.working = [self.works_sharded(step) for step in self.record.steps]
+        self.backward_types()
+        self.check()
+        Constants(self).find()
+        for (id_, _, _), copies in self.summed.items():
+            new = [copy for copy in copies if copy not in self.flow.copies]
+            self.flow.copies += new
+            self.flow.copied += [self.by_id[id_]] * len(new)
+        return self.flow
+
+    def problem(self, name: str, text: str, tensor: Tensor | None = None, uses: Iterable[int] | None = None) -> None:
+        """Adds a problem, of some uses of a tensor, by default of all whose gradients are partial."""
+        places = self.shard_steps.get(id(tensor), set()) if tensor is not None else set()
+        if uses is None:
+            uses = [place for place, types in self.used.get(id(tensor), ()) if PARTIAL in types]
+        self.flow.problems.append(Problem(name, text, tuple(sorted(places)), self.blamed(uses)))
+
+    def gathers_of_outputs(self) -> None:
+        """The outputs of the model that have a sharded dim, but for logits, which keep their full shape."""
+        for path, tensor in tensors(self.record.output):
+            for dim, label in enumerate(self.record.dims_of(tensor) if id(tensor) in self.sharded else ()):
+                for decision in self.chosen:
+                    if decision.atom in self.whole_heads or not contains(label, decision.atom):
+                        continue
+                    parts = decision.parts(label)
+                    if parts is None:
+                        text = f"dim {dim} of the output {'.'.join(map(str, path))} has a sharded factor inside"
+                        blame = frozenset(decision.sharded)
+                        self.flow.problems.append(Problem("", text, blame=blame))
+                    else:
+                        self.flow.gathers.append(Gather(path, Sharding(dim, parts)))
+
+    def is_partial_in(self, tensor: Tensor, step: Step) -> bool:
+        """True if a tensor is partial for an operator; outside of the module that made it so it has been summed."""
+        return self.sums.is_inside(step, tensor)
+
+    def works_sharded(self, step: Step) -> bool:
+        if any(id(tensor) in self.sharded or self.is_partial_in(tensor, step) for tensor in step.outputs):
+            return True
+        return not step.is_loss and self.sums.contracts(step) and self.roles.get(step.module) not in ("row", "vocab")
+
+    # ------------------------------------------------------------ backward
+
+    def type_now(self, tensor: Tensor) -> Types:
+        own = COMPLETED if id(tensor) in self.outputs else NOTHING
+        return own.union(*(types for _, types in self.used.get(id(tensor), ())))
+
+    def backward_types(self) -> None:
+        """Derives the types of gradients in one pass from the loss back, in which all uses of a tensor come before the
+        operator that made it."""
+        record = self.record
+        for step in reversed(record.steps):
+            types: Types = NOTHING
+            for tensor in step.outputs:
+                if id(tensor) in self.differentiable:
+                    in_place = any(tensor is t for t in step.inputs)
+                    types |= self.settle_written(tensor, step.place) if in_place else self.settle(tensor)
+            for tensor in step.inputs:
+                if any(tensor is t for t in step.outputs):
+                    continue
+                given = self.converted(step, tensor, self.given(step, tensor, types))
+                if given and id(tensor) in self.differentiable and id(tensor) not in self.sharded:
+                    self.used.setdefault(id(tensor), []).append((step.place, given))
+                    if SHARDS in given:
+                        own = self.tokens is not None and step.place in self.tokens.steps
+                        found = {step.place} if own else set[int]().union(*self.shards_after(step))
+                        self.shard_steps.setdefault(id(tensor), set()).update(found)
+        # No operator made these: they are settled after all of their uses
+        leaves = [*record.parameters, *(id(t) for _, t in record.inputs)]
+        for id_ in leaves:
+            sharded = id_ in record.parameters and record.parameters[id_][0] in self.cut
+            if id_ in self.used and not sharded:
+                self.settle(self.by_id[id_])
+
+    def shards_after(self, step: Step) -> list[set[int]]:
+        return [self.shard_steps.get(id(tensor), set()) for tensor in step.outputs]
+
+    def given(self, step: Step, tensor: Tensor, types: Types) -> Types:
+        """The type of the gradient that an operator gives one of its inputs."""
+        if step.is_loss:
+            return COMPLETED
+        if self.tokens is not None and step.place in self.tokens.steps:
+            return frozenset({SHARDS})
+        if step.name.startswith("addmm") and self.roles.get(step.module) == "row" and tensor is step.inputs[0]:
+            return types  # the bias, added once
+        if not self.working[step.place]:
+            return types
+        return NOTHING if self.is_partial_in(tensor, step) else frozenset({PARTIAL})
+
+    def converted(self, step: Step, tensor: Tensor, given: Types) -> Types:
+        """The type of a gradient before the boundary at which a tensor is sharded on its tokens, or gathered.
+
+        That of shards is complete: slices of the whole one, which a slice at a boundary gathers.
+        """
+        if self.tokens is None or not given or self.tokens.range_at(tensor, step.place) is None:
+            return given
+        gather = self.tokens.gather_at(tensor, step.place)
+        if step.place not in self.tokens.steps:
+            if gather is not None and gather.kind == "gather":
+                return given  # as of a replicated tensor
+            if gather is None or given != {PARTIAL}:
+                text = f"tokens are gathered for {sorted(given)} gradients in {step.reason}"
+                self.flow.problems.append(Problem(step.module, text, tuple(self.tokens.steps)))
+        return COMPLETED
+
+    def settle_written(self, tensor: Tensor, place: int) -> Types:
+        """The type of the gradient of what an operator wrote into a tensor: that of the uses after it.
+
+        Where only some of these are sharded, their sums must stand at arguments after the operator, for it hands the
+        gradient on to its other inputs: ``y += x`` with ``y`` used by a sharded and by a replicated layer.
+        """
+        id_, types = id(tensor), self.type_now(tensor)
+        if types & {PARTIAL, SHARDS} and types not in SUMMED and id_ not in self.sharded:
+            rest = {use for use, _ in self.place_at_arguments(id_, place)}
+            self.used[id_] = [(use, given if use in rest else COMPLETED) for use, given in self.used[id_]]
+            types = self.type_now(tensor)
+        return types
+
+    def settle(self, tensor: Tensor) -> Types:
+        """Returns the type of the gradient that flows on to what made the tensor, after sums placed here."""
+        types, id_ = self.type_now(tensor), id(tensor)
+        only_partial, tokens = types in SUMMED, SHARDS in types
+        if not types & {PARTIAL, SHARDS} or id_ in self.sharded:
+            return types
+        if id_ in self.record.parameters:
+            name = self.record.parameters[id_][0]
+            module, _, own = name.rpartition(".")
+            users = {self.record.steps[place].module for place, _ in self.used[id_]}
+            if any(user != module and not user.startswith(module + ".") for user in users if module):
+                self.problem(name, f"{name} is read outside of {module}, by {sorted(users)}", tensor)
+            elif tokens and not self.are_known(tensor, [c.start for c in self.record.calls if c.module == module]):
+                self.problem(name, f"{name} is read by {module}, which begins before tokens are sharded", tensor)
+            elif only_partial:
+                self.place(id_, Copy("parameter", module, (own,), divided=name in self.sums.divided, tokens=tokens))
+            else:
+                self.problem(name, f"{name} is used by sharded and by replicated work", tensor)
+            return COMPLETED
+        if only_partial and self.place_at_output(id_, tensor, None):
+            return COMPLETED
+        rest = self.place_at_arguments(id_)
+        if not rest:
+            return COMPLETED
+        maker = self.record.maker.get(id_)
+        user, places = self.record.steps[rest[0][0]], [place for place, _ in rest]
+        if maker is None:
+            text = f"the gradient of an input is partial in {user.name} ({user.line})"
+            if id_ in self.inputs and id_ not in self.record.differentiable:
+                self.flow.refused_inputs.append(self.inputs[id_])  # an error where it comes with a gradient
+            else:
+                self.problem(user.module, text, tensor, places)
+            return COMPLETED
+        if id_ in self.record.functions:
+            text = f"{self.record.functions[id_]} ({maker.line}) has a partial gradient: it is used by {user.reason}"
+            self.problem(maker.module, text, tensor, places)
+            return COMPLETED
+        if not only_partial:
+            uses = f"is used by sharded ({user.name}, {user.line}) and by replicated work"
+            text = f"the result of {maker.name} ({maker.line}) {uses}, and no boundary of a module lies between"
+            self.problem(maker.module or user.module, text, tensor, places)
+            return COMPLETED
+        if maker.name in VIEWS and id(maker.inputs[0]) in self.sharded:
+            return types  # a part of a sharded dim that all ranks hold: its weight's gradient is summed
+        if maker.name in SPLITS:
+            source = maker.inputs[0]
+            dim, start = span_start(maker, tensor)
+            if self.place_at_output(id_, source, (dim - source.dim(), start, start + tensor.shape[dim])):
+                return COMPLETED
+        if self.tokens is not None and maker.place in self.tokens.steps:
+            text = f"the gradient of gathered tokens of {maker.reason} stays partial in {user.reason}"
+            self.flow.problems.append(Problem(maker.module, text, (maker.place,)))
+        return types
+
+    def are_known(self, tensor: Tensor, places: list[int]) -> bool:
+        """True if the tokens that the uses of a tensor have sharded are known where a boundary begins."""
+        tokens = self.tokens
+        if tokens is None:
+            return False
+        shards = {tokens.steps[place] for place in self.shard_steps.get(id(tensor), ())}
+        return all(tokens.entered_before(place, atom) for place in places for atom in shards)
+
+    def unwanted(self) -> set[Copy]:
+        """The sums at modules that are called several times which some call must not make: its gradient there is
+        complete, sharded, or summed elsewhere."""
+        found: set[Copy] = set()
+        for copy, orders in self.placed.items():
+            for call in self.record.calls if self.number_of_calls[copy.module] > 1 else ():
+                if call.module != copy.module or call.order in orders:
+                    continue
+                at = dict(call.outputs if copy.kind == "output" else call.inputs).get(copy.path)
+                if at is not None and (self.used.get(id(at)) or id(at) in self.outputs or id(at) in self.sharded):
+                    found.add(copy)
+        return found
+
+    def blamed(self, places: Iterable[int]) -> frozenset[Atom]:
+        """The sharded atoms by which the gradients that these operators give their inputs are partial."""
+        found: set[Atom] = set()
+        seen: set[int] = set()
+        left = list(places)
+        while left:
+            place = left.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            step = self.record.steps[place]
+            if self.working[place]:
+                every = [*step.inputs, *step.outputs]
+                found.update(a for a in self.atoms if contains(step.contracted, a))
+                found.update(
+                    a for t in every if id(t) in self.sharded for a in self.atoms if carries(self.record, t, [a])
+                )
+                found.update(a for t in every for a in self.sums.blame.get(id(t), ()))
+            else:
+                left += [use for t in step.outputs for use, types in self.used.get(id(t), ()) if PARTIAL in types]
+        return frozenset(found)
+
+    def place(self, id_: int, copy: Copy, start: int = 0, stop: int = sys.maxsize) -> None:
+        self.summed.setdefault((id_, start, stop), []).append(copy)
+
+    def place_at_output(self, id_: int, source: Tensor, span: tuple[int, int, int] | None) -> bool:
+        found = self.returned_by.get(id(source))
+        if not found or id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
+            return False
+        call, path = found[-1]
+        tokens = SHARDS in self.type_now(self.by_id[id_])
+        copy = Copy("output", call.module, path, span, tokens=tokens)
+        if copy in self.banned or (tokens and not self.are_known(self.by_id[id_], [call.stop])):
+            return False
+        self.placed.setdefault(copy, set()).add(call.order)
+        self.place(id_, copy)
+        return True
+
+    def place_at_arguments(self, id_: int, after: int = -1) -> list[tuple[int, Types]]:
+        """Sums gradients at arguments of modules that use the tensor in sharded work only, and begin after an operator;
+        returns the other uses."""
+        left = [use for use in self.used.get(id_, ()) if use[1] & {PARTIAL, SHARDS}]
+        rest: list[tuple[int, Types]] = []
+        while left:
+            at = left[0][0]
+            call = next((c for c, _ in self.calls_with.get(id_, ()) if self.may_sum_argument(id_, c, at, after)), None)
+            if call is None:
+                rest.append(left.pop(0))
+                continue
+            tokens = SHARDS in left[0][1]
+            for path in (path for other, path in self.calls_with[id_] if other is call):
+                copy = Copy("argument", call.module, path, tokens=tokens)
+                self.placed.setdefault(copy, set()).add(call.order)
+                self.place(id_, copy, call.start, call.stop)
+            left = [use for use in left if not call.start <= use[0] < call.stop]
+        return rest
+
+    def may_sum_argument(self, id_: int, call: Call, at: int, after: int) -> bool:
+        if not after < call.start <= at < call.stop or any(
+            Copy("argument", call.module, path, tokens=tokens) in self.banned
+            for other, path in self.calls_with[id_]
+            for tokens in (False, True)
+            if other is call
+        ):
+            return False
+        inside = {types for place, types in self.used[id_] if call.start <= place < call.stop}
+        known = not any(SHARDS in types for types in inside) or self.are_known(self.by_id[id_], [call.start])
+        return len(inside) == 1 and inside <= set(SUMMED) and known
+
+    # ------------------------------------------------------------ a second computation, as a check
+
+    def check(self) -> None:
+        """Recomputes the types of gradients with the sums in place. Every sum must stand where the whole gradient is
+        partial, and no gradient may remain partial."""
+        record, found = self.record, dict.fromkeys(self.outputs, COMPLETED)
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for id_, start, stop in self.summed:
+            spans.setdefault(id_, []).append((start, stop))
+        under: dict[tuple[int, int, int], Types] = dict.fromkeys(self.summed, NOTHING)
+        # For tensors written in place, the types with the place from which on they are summed: a sum at an argument of
+        # a later module counts, one at the end of the module does not, as it comes after the operator that writes
+        written: dict[int, list[tuple[Types, int]]] = {id_: [(types, sys.maxsize)] for id_, types in found.items()}
+        for step in reversed(record.steps):
+            types = NOTHING
+            for tensor in step.outputs:
+                if any(tensor is t for t in step.inputs):
+                    uses = written.get(id(tensor), ())
+                    types = types.union(*(COMPLETED if summed > step.place else given for given, summed in uses))
+                else:
+                    types |= found.get(id(tensor), NOTHING)
+            if self.working[step.place]:
+                types = frozenset({PARTIAL})
+            for tensor in step.inputs:
+                id_ = id(tensor)
+                if id_ not in self.differentiable or id_ in self.sharded or any(tensor is t for t in step.outputs):
+                    continue
+                if self.is_partial_in(tensor, step):
+                    continue
+                given = self.converted(step, tensor, self.given(step, tensor, types))
+                unsummed, summed = given, -1
+                for start, stop in spans.get(id_, ()):
+                    if start <= step.place < stop:
+                        under[id_, start, stop] |= given
+                        given, summed = (COMPLETED, max(summed, start)) if given else (given, summed)
+                written.setdefault(id_, []).append((unsummed, summed))
+                found[id_] = found.get(id_, NOTHING) | given
+        for key, types in under.items():
+            copy = self.summed[key][0]
+            if types != {SHARDS if copy.tokens else PARTIAL} or (key[0] in self.outputs and key[1] == 0):
+                self.problem(copy.module, f"the gradient of an {copy.kind} of {copy.module} is {sorted(types)}")
+        for id_, (name, tensor) in record.parameters.items():
+            if name in self.cut:
+                continue
+            if found.get(id_, NOTHING) & {PARTIAL, SHARDS}:
+                self.problem(name, f"the gradient of {name} stays partial")
+            if id_ in self.sharded:
+                text = f"{name} has a sharded dim and is not sharded"
+                carried = (one for one in self.chosen if carries(record, tensor, one.sharded))
+                self.flow.problems += [Problem(next(iter(one.parameters)), text) for one in carried]

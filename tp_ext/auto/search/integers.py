@@ -1,0 +1,261 @@
+"""The search for integers that modules hold and that must be local, and for calls whose sizes must be changed instead.
+
+A run of the local model in which all sizes are made right says how many of the code's own were wrong, over the whole
+forward. Integers are tried one after the other, depth first: one that leaves fewer wrong sizes is kept and others are
+tried with it; a set that leads nowhere is left for the next best. Classes of modules for which no set makes all sizes
+right have their sizes changed call by call (:mod:`tp_ext.auto.search.sizes`)."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tp_ext.auto.record.edits import SizeCall
+from tp_ext.auto.search.known_integers import known_integers
+from tp_ext.auto.search.localize import Localized, MismatchError, Patches, compare
+
+MAX_TOGETHER = 6  # integers of one set, each in all modules of a class
+MAX_RUNS = 150
+MAX_RUNS_FOR_SIZES = 50  # where sizes can be changed instead
+
+SizesByModule = dict[str, list[SizeCall]]
+Key = frozenset[tuple[str, str, int]]
+
+
+@dataclass
+class Local:
+    """The code of a rank: integers, and sizes of calls."""
+
+    patches: Patches = field(default_factory=dict)
+    sizes: SizesByModule = field(default_factory=dict)
+
+
+@dataclass
+class _Seen:
+    """A run of the local model with some integers, all sizes made right."""
+
+    patches: Patches
+    left: int  # calls that were not reached
+    mismatch: MismatchError | None
+    wrong: dict[str, int]  # module -> sizes that its code gives wrong
+    sizes: SizesByModule
+
+    def score(self, changed: set[str]) -> tuple[int, int]:
+        """Calls that were not reached, and sizes that are wrong in modules whose sizes are not changed."""
+        return self.left, sum(number for name, number in self.wrong.items() if name not in changed)
+
+
+class Search:
+    """Searches for one rank.
+
+    Args:
+        before: what another rank has; its modules and integers are tried first, so that ranks have the same.
+    """
+
+    def __init__(self, localized: Localized, rank: int, before: Local | None = None, max_runs: int = MAX_RUNS) -> None:
+        self.localized, self.rank, self.before, self.max_runs = localized, rank, before, max_runs
+        self.lines = localized.lines()
+        self.wanted, self.known = localized.expected(rank), known_integers(localized, rank)
+        self.values_of_decisions: dict[tuple[int, ...], dict[int, list[int]]] = {}
+        self.seen: dict[Key, _Seen] = {}
+        self.changed = set(before.sizes) if before is not None else set()
+        self.first = localized.runs
+
+    def find(self) -> Local:
+        """Returns what must be local.
+
+        Raises:
+            MismatchError: there is nothing with which all calls agree.
+        """
+        start = self.observed(self.known)
+        for patches in self.as_before():
+            start = min(start, self.observed(patches), key=lambda one: one.score(self.changed))
+        while True:
+            best = self.best_from(start)
+            if best.score(self.changed) == (0, 0):
+                break
+            if best.mismatch is not None:
+                raise best.mismatch
+            kinds = {type(self.localized.model.get_submodule(n)) for n in best.wrong if n not in self.changed}
+            kind = next(iter(sorted(kinds, key=lambda one: one.__qualname__)))
+            wrong = [n for n in best.wrong if type(self.localized.model.get_submodule(n)) is kind]
+            if missing := [n for n in wrong if n not in best.sizes]:
+                raise MismatchError(missing[0], "its calls have other sizes each time that it is called")
+            self.changed.update(wrong)
+        best = self.without_needless(best)
+        found = Local(best.patches, {name: best.sizes[name] for name in sorted(self.changed & set(best.sizes))})
+        calls, raised = self.localized.run(self.rank, found.patches, found.sizes)
+        _, mismatch = compare(self.wanted, calls, raised, self.lines)
+        if mismatch is not None:
+            raise mismatch
+        return found
+
+    def best_from(self, start: _Seen) -> _Seen:
+        """The first set with nothing wrong; else the best that was seen."""
+        order = itertools.count()
+        heap: list[tuple[tuple[int, int], int, int, _Seen, Iterator[Patches]]] = []
+
+        def push(state: _Seen) -> None:
+            number = sum(map(len, _attributes(state.patches).values()))
+            if number < MAX_TOGETHER:
+                entry = (state.score(self.changed), number, next(order), state, self.trials(state))
+                heapq.heappush(heap, entry)
+
+        push(start)
+        best, tried = start, {_key(start.patches)}
+        while heap and best.score(self.changed) != (0, 0) and not self.is_over(best):
+            trials = heap[0][-1]
+            patches = next((one for one in trials if _key(one) not in tried), None)
+            if patches is None:
+                heapq.heappop(heap)
+                continue
+            tried.add(_key(patches))
+            child = self.observed(patches)
+            push(child)
+            best = min(best, child, key=lambda one: one.score(self.changed))
+        if best.mismatch is not None and self.is_over(best):
+            text = f"{best.mismatch.text}; no integers found in {self.max_runs} runs"
+            best.mismatch = MismatchError(best.mismatch.module, text, best.mismatch.at)
+        return best
+
+    def is_over(self, best: _Seen) -> bool:
+        most = MAX_RUNS_FOR_SIZES if best.mismatch is None else MAX_RUNS
+        return self.localized.runs - self.first > min(most, self.max_runs)
+
+    def observed(self, patches: Patches) -> _Seen:
+        key = _key(patches)
+        if key not in self.seen:
+            observer = self.localized.observer(self.rank)
+            calls, raised = self.localized.run(self.rank, patches, observer=observer)
+            reached, mismatch = compare(self.wanted, calls, raised, self.lines)
+            left = 0 if mismatch is None else max(1, len(self.wanted) - reached)
+            self.seen[key] = _Seen(patches, left, mismatch, observer.wrong(), observer.planned())
+        return self.seen[key]
+
+    def without_needless(self, best: _Seen) -> _Seen:
+        """Leaves out the integers without which as much is right: those of modules whose sizes are changed."""
+        for name, attribute in sorted((n, a) for n in self.changed & set(best.patches) for a in best.patches[n]):
+            if attribute not in best.patches.get(name, {}):
+                continue
+            kind = type(self.localized.model.get_submodule(name))
+            less = {
+                n: {a: v for a, v in found.items() if a != attribute or not isinstance(self.module(n), kind)}
+                for n, found in best.patches.items()
+            }
+            other = self.observed({n: found for n, found in less.items() if found})
+            if other.score(self.changed) == (0, 0) and all(name in other.sizes for name in other.wrong):
+                best = other
+        return best
+
+    def module(self, name: str) -> nn.Module:
+        return self.localized.model.get_submodule(name)
+
+    def values(self, name: str, of_its_own: bool = False) -> dict[int, list[int]]:
+        """Lengths -> local lengths, by what is sharded of a module; else, unless ``of_its_own``, of those around it.
+
+        Another module's 6 may become 3 where this one's becomes 4."""
+        every = self.localized.decisions
+        inside = [one for one in every if any(not name or n.startswith(f"{name}.") for n in one.parameters)]
+        if not inside:
+            return {} if of_its_own or not name else self.values(name.rpartition(".")[0])
+        key = tuple(map(id, inside))
+        if key not in self.values_of_decisions:
+            self.values_of_decisions[key] = self.localized.local_values(self.rank, inside)
+        return self.values_of_decisions[key]
+
+    # ------------------------------------------------------------ candidates
+
+    def as_before(self) -> Iterator[Patches]:
+        """The integers of another rank, with each of the values that they may have on this one."""
+        before = self.before.patches if self.before is not None else {}
+        pairs = [(n, a, old) for n, found in before.items() for a, (old, _) in found.items()]
+        triples = [(n, a, old) for n, a, old in pairs if a not in self.known.get(n, {})]
+        kinds = sorted({(a, old, tuple(self.values(n).get(old, [old]))) for n, a, old in triples})
+        for new in itertools.islice(itertools.product(*(options for _, _, options in kinds)), 8) if kinds else ():
+            value = dict(zip(kinds, new, strict=True))
+            patches: Patches = {n: dict(found) for n, found in self.known.items()}
+            for n, a, old in triples:
+                patches.setdefault(n, {})[a] = old, value[a, old, tuple(self.values(n).get(old, [old]))]
+            yield patches
+
+    def trials(self, state: _Seen) -> Iterator[Patches]:
+        """Sets with one integer more: of the first module that has something wrong, or of the modules around it, and of
+        all of their class."""
+        wrong = [n for n in state.wrong if n not in self.changed]
+        name = state.mismatch.module if state.mismatch is not None else wrong[0] if wrong else None
+        if name is None:
+            return
+        around = [name, *(name.rsplit(".", k)[0] for k in (1, 2) if name.count(".") >= k), *([""] if name else [])]
+        for holder in around:
+            done = state.patches.get(holder, {})
+            for attribute, value in integers(self.module(holder)):
+                for new in self.values(holder).get(value, ()) if attribute not in done else ():
+                    yield self.with_integer(state.patches, holder, attribute, value, new)
+
+    def with_integer(self, patches: Patches, holder: str, attribute: str, value: int, new: int) -> Patches:
+        """Patches with an integer more. Modules of the same class have other widths: each has its own number there, and
+        those that are whole keep it."""
+        kind = type(self.module(holder))
+        changed = {name: dict(found) for name, found in patches.items()}
+        for name, module in self.localized.model.named_modules():
+            if type(module) is not kind:
+                continue
+            own = dict(integers(module)).get(attribute)
+            options = self.values(name, of_its_own=True).get(own, []) if own is not None else []
+            if own is not None and (options or name == holder):
+                same = [option for option in options if option * value == new * own]
+                local = new if name == holder else (same or options)[0]
+                changed.setdefault(name, {}).setdefault(attribute, (own, local))
+        return changed
+
+
+def integers(module: nn.Module) -> list[tuple[str, int]]:
+    """Integers that a module holds, and those of its config or of another plain object of them."""
+    own = [(name, value) for name, value in vars(module).items() if type(value) is int]
+    holders = [(name, value) for name, value in vars(module).items() if _is_config(value)]
+    return own + [(f"{c}.{name}", v) for c, config in holders for name, v in vars(config).items() if type(v) is int]
+
+
+def _is_config(value: Any) -> bool:
+    kind = type(value)
+    if isinstance(value, nn.Module | type) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    return kind.__name__.endswith("Config") or not (callable(value) or kind.__module__.startswith(("torch", "tp_ext")))
+
+
+def _attributes(patches: Patches) -> dict[str, list[str]]:
+    """The attributes set, by the first module that has each."""
+    found: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for name, changes in patches.items():
+        found[name] = [attribute for attribute in changes if attribute not in seen]
+        seen.update(changes)
+    return found
+
+
+def _key(patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> Key:
+    return frozenset((n, a, new) for n, changes in patches.items() for a, (_, new) in changes.items())
+
+
+def merged(by_rank: Mapping[int, Patches]) -> dict[str, dict[str, tuple[int, int | tuple[int, ...]]]]:
+    """Patches of all ranks: one number where it is the same on all, else one for each rank."""
+    merged: dict[str, dict[str, tuple[int, int | tuple[int, ...]]]] = {}
+    for module, changes in by_rank.get(0, {}).items():
+        for attribute, (old, _) in changes.items():
+            new = tuple(by_rank[rank][module][attribute][1] for rank in sorted(by_rank))
+            merged.setdefault(module, {})[attribute] = old, new[0] if len(set(new)) == 1 else new
+    return merged
+
+
+def merged_sizes(by_rank: Sequence[SizesByModule]) -> dict[str, list[list[SizeCall]]]:
+    """Sizes of all ranks: one list where it is the same on all, else one for each rank."""
+    found: dict[str, list[list[SizeCall]]] = {}
+    for module in dict.fromkeys(name for sizes in by_rank for name in sizes):
+        lists = [sizes.get(module, []) for sizes in by_rank]
+        found[module] = lists[:1] if all(one == lists[0] for one in lists) else lists
+    return found

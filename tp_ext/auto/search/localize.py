@@ -1,0 +1,395 @@
+"""The local model on fakes: integers that its code reads, and the proof that every call has the local shapes of the
+plan.
+
+Forward code computes shapes from integers that modules hold (``num_heads``, ``split_size``), or reads of their
+config. On a rank some must be smaller. They are found (:mod:`tp_ext.auto.search.integers`) by running the model with
+local shapes and no weights, and comparing its calls from Python, one by one, with those of the unsharded model: the
+result of each must have the local lengths of its dims. A model whose calls all agree computes local shards; that it
+runs without an exception would prove nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tp_ext.auto.record.dims import Atom, atoms
+from tp_ext.auto.record.edits import LeafPath, SizeCall, Slice, Tokens
+from tp_ext.auto.record.multi_head import forward_on_fakes
+from tp_ext.auto.record.record import Record
+from tp_ext.auto.record.trace import trace
+from tp_ext.auto.record.unchanged import unchanged
+from tp_ext.auto.search.choose import Decision, local_length
+from tp_ext.auto.search.reasons import failure_of
+from tp_ext.auto.search.sizes import Observer, SizedForward
+from tp_ext.auto.search.tokens import TokenFlow
+from tp_ext.sharding import Sharding, split_sizes
+
+VIEW_CALLS = {
+    "__getitem__", "expand", "reshape", "view", "unsqueeze", "squeeze", "contiguous", "transpose",
+    "repeat_interleave", "to", "flatten", "type_as", "clone", "repeat",
+}  # fmt: skip
+MAX_VIEWS = 8
+
+ADVICE = (
+    "sizes that the code takes from a replicated input, or writes as numbers, are not those of a rank: write -1, or an "
+    "integer of the module"
+)
+BRANCHES = "code that branches on a length has another one there: let it branch on a switch of the module"
+PythonCall = tuple[str, str, list[tuple[int, ...]]]  # module, function, shapes of the result
+Shapes = dict[str, tuple[int, ...]]
+PatchesOf = Mapping[str, Mapping[str, tuple[int, int]]]
+SizesOf = Mapping[str, Sequence[SizeCall]]  # module -> its calls with sizes
+Patches = dict[str, dict[str, tuple[int, int]]]  # module -> {attribute or config.attribute: (full, local)}
+
+
+class MismatchError(Exception):
+    """A call of the local model whose shapes are not those of the plan; ``at``: its place among the wanted ones."""
+
+    def __init__(self, module: str, text: str, at: int = 0) -> None:
+        super().__init__(f"{module or 'the model'}: {text}")
+        self.module, self.text, self.at = module, text, at
+
+
+@dataclass
+class Localized:
+    """Parts of the local model of a rank."""
+
+    model: nn.Module
+    example: Any
+    p: int
+    roles: Mapping[str, str]
+    heads: Sequence[str]
+    shardings: Mapping[str, Sharding]  # of parameters, by all their names
+    buffers: Mapping[str, Sequence[Sharding]]
+    slices: Sequence[Slice]
+    tokens: Sequence[Tokens]
+    # What the calls must be; not needed to see what they are
+    record: Record = field(default_factory=Record)
+    decisions: Sequence[Decision] = ()
+    heads_atoms: set[Atom] = field(default_factory=set)  # those of logits, which have their full shape for the code
+    local: set[int] = field(default_factory=set)
+    token_flow: TokenFlow | None = None
+    runs: int = 0
+
+    def sizes(self, rank: int) -> dict[Atom, int]:
+        """Local lengths of the sharded atoms."""
+        found: dict[Atom, int] = {}
+        for decision in self.decisions:
+            found.update(decision.sizes(rank))
+        return {atom: size for atom, size in found.items() if atom not in self.heads_atoms}
+
+    def expected(self, rank: int) -> list[PythonCall]:
+        """The calls from Python of the unsharded model, with local shapes."""
+        record, sizes, tokens = self.record, self.sizes(rank), self.token_flow
+
+        def shape(tensor: Tensor, index: int) -> tuple[int, ...]:
+            if id(tensor) in self.local:
+                return tuple(local_length(dim, sizes) for dim in record.dims_of(tensor))
+            lengths = list(tensor.shape)
+            if tokens is not None and (found := tokens.range_of_call(tensor, index)) is not None:
+                of_tokens = {found.atom: split_sizes(found.atom.size, self.p)[rank]}
+                lengths[found.dim] = local_length(record.dims_of(tensor)[found.dim], of_tokens)
+            return tuple(lengths)
+
+        return [(m, name, [shape(t, i) for t in found]) for i, (m, name, found) in self.numbered_calls()]
+
+    def numbered_calls(self) -> list[tuple[int, tuple[str, str, list[Tensor]]]]:
+        """The calls from Python of the unsharded model outside of layers, with their places among all."""
+        return [(i, call) for i, call in enumerate(self.record.python_calls) if call[0] not in self.roles]
+
+    def local_values(self, rank: int, decisions: Sequence[Decision]) -> dict[int, list[int]]:
+        """Lengths of products of atoms -> their lengths on a rank, for those that have an atom of these decisions."""
+        every, found = self.sizes(rank), dict[int, set[int]]()
+        sizes = {atom: every[atom] for decision in decisions for atom in decision.sharded if atom in every}
+        seen: set[tuple[int, ...]] = set()
+        for dims in list(self.record.dims.values()):
+            for dim in dims:
+                factors = atoms(dim)
+                key = tuple(map(id, factors))
+                if key in seen:
+                    continue
+                seen.add(key)
+                for start in range(len(factors)):
+                    full = local = 1
+                    for atom in factors[start:]:
+                        full *= atom.size
+                        local *= local_length([atom], sizes)
+                        if full != local:
+                            found.setdefault(full, set()).add(local)
+        return {full: sorted(local) for full, local in found.items()}
+
+    @contextlib.contextmanager
+    def local_model(self, rank: int, patches: PatchesOf, sizes: SizesOf) -> Iterator[Shapes]:
+        """Makes the model that of a rank, in place, and yields the local shapes of its parameters and buffers; puts
+        everything back at the end.
+
+        A copy would not do: functions in a model that refer to its modules would refer to the originals."""
+        model, p = self.model, self.p
+        state = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        shapes = {n: tuple(s.local_shape(state[n].shape, rank, p)) for n, s in self.shardings.items()}
+        for name, shardings in self.buffers.items():
+            shape = state[name].shape
+            for sharding in shardings:
+                shape = sharding.local_shape(shape, rank, p)
+            shapes[name] = tuple(shape)
+        with unchanged(model):
+            for name in self.heads:
+                features = state[f"{name}.weight"].shape[1 if is_conv1d(model.get_submodule(name)) else 0]
+                model.get_submodule(name).forward = _LogitsOf(features)
+            for name, role in self.roles.items():
+                module = model.get_submodule(name)
+                if role == "column" and is_conv1d(module):
+                    module.nf = shapes[f"{name}.weight"][1]  # type: ignore[assignment]
+                elif role == "vocab":
+                    module.padding_idx = None  # type: ignore[assignment]  # may be the row of another rank
+                elif role == "attention":
+                    module.forward = forward_on_fakes(module)
+            for found in self.slices:
+                sliced = _Sliced(found, rank, p)
+                model.get_submodule(found.module).register_forward_pre_hook(sliced, with_kwargs=True)
+            lengths: list[int] = []
+            for tokens in self.tokens:
+                hook, module = _LocalTokens(tokens, rank, p, lengths), model.get_submodule(tokens.module)
+                if tokens.at == "argument":
+                    module.register_forward_pre_hook(hook.of_arguments, with_kwargs=True)
+                else:
+                    module.register_forward_hook(hook.of_output)
+            patch(model, patches)
+            for name, calls in sizes.items():
+                SizedForward(model.get_submodule(name), name, calls).install()
+            yield shapes
+
+    def lines(self) -> list[str]:
+        """The lines of the user's source with the calls of :meth:`expected`."""
+        return [self.record.lines[i] for i, _ in self.numbered_calls()]
+
+    def observer(self, rank: int) -> Observer:
+        """A mode for :meth:`run` that makes all sizes right, and notes which were not."""
+        wanted: dict[str, list[tuple[str, list[tuple[int, ...]]]]] = {}
+        for module, name, shapes in self.expected(rank):
+            wanted.setdefault(module, []).append((name, shapes))
+        return Observer(wanted, self.roles)
+
+    def run(
+        self, rank: int, patches: PatchesOf, sizes: SizesOf | None = None, observer: Observer | None = None
+    ) -> tuple[list[PythonCall], MismatchError | None]:
+        """Runs the local model with these integers and sizes; returns its calls, and what it raised."""
+        self.runs += 1
+        record, raised = Record(), None
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        logger.disabled = True  # it would log each exception of wrong shapes, which are what is looked for
+        if observer is not None:
+            observer.record = record
+        try:
+            with self.local_model(rank, patches, sizes or {}) as shapes:
+                trace(self.model, self.example, shapes=shapes, record=record, operators=False, mode=observer)
+        except Exception as error:
+            raised = MismatchError(record.modules[-1], f"{failure_of(error)}; {ADVICE}")
+        finally:
+            logger.disabled = False
+        calls = [
+            (m, name, [tuple(t.shape) for t in found]) for m, name, found in record.python_calls if m not in self.roles
+        ]
+        return calls, raised
+
+    def checked(self, rank: int, patches: PatchesOf, sizes: SizesOf) -> list[PythonCall]:
+        """Returns the calls of the local model.
+
+        Raises:
+            MismatchError: they are not those of the plan.
+        """
+        calls, raised = self.run(rank, patches, sizes)
+        _, mismatch = compare(self.expected(rank), calls, raised, self.lines())
+        if mismatch is not None:
+            raise mismatch
+        return calls
+
+    def calls(self, rank: int, patches: PatchesOf, sizes: SizesOf) -> list[PythonCall]:
+        """Returns the calls of the local model.
+
+        Raises:
+            MismatchError: its code raised an exception.
+        """
+        calls, raised = self.run(rank, patches, sizes)
+        if raised is not None:
+            raise raised
+        return calls
+
+
+def digest(calls: Sequence[PythonCall]) -> str:
+    """A hash of calls from Python and their shapes, in any order: code that iterates over a set has another in each
+    process."""
+    return hashlib.sha256("\n".join(sorted(map(repr, calls))).encode()).hexdigest()
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True if a module is the ``Conv1D`` of transformers: a linear layer with weight ``[in, out]``."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+class _LogitsOf:
+    """In place of the forward of a head: its output has the full vocabulary for the model's code."""
+
+    def __init__(self, features: int) -> None:
+        self.features = features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], self.features)
+
+
+class _Sliced:
+    """Slices an argument; the proof does not see its calls."""
+
+    def __init__(self, found: Slice, rank: int, p: int) -> None:
+        self.found, self.rank, self.p = found, rank, p
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            dim, factor = self.found.dim, self.found.factor
+            size = factor.local_size(self.rank, self.p)
+            return replaced_argument(
+                module, args, kwargs, self.found.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
+            )
+
+
+class _LocalTokens:
+    """A boundary of sharded tokens, on fakes: only shapes change, by calls that the proof does not see."""
+
+    def __init__(self, tokens: Tokens, rank: int, p: int, lengths: list[int]) -> None:
+        self.tokens, self.rank, self.p = tokens, rank, p
+        self.lengths = lengths  # that of the tokens sharded last; shared by all boundaries
+
+    def of_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return replaced_argument(module, args, kwargs, self.tokens.path, self.converted)
+
+    def of_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return replaced(output, self.tokens.path, self.converted)
+
+    def converted(self, x: Tensor) -> Tensor:
+        dim = self.tokens.dim
+        with torch._C.DisableTorchFunction():
+            if self.tokens.kind in ("reduce_scatter", "scatter"):
+                self.lengths[:] = [x.shape[dim]]
+                return x.narrow(dim, 0, split_sizes(x.shape[dim], self.p)[self.rank])
+            if self.tokens.kind == "keep":
+                return x
+            return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])
+
+
+def argument_path(module: nn.Module, args: Any, kwargs: Any, path: LeafPath) -> LeafPath | None:
+    """The path of an argument in this call, which passes by name what the example passes by position, or the reverse.
+
+    Returns None if the call leaves the argument to its default.
+    """
+    key, rest = path[1], path[2:]
+    if key in kwargs if isinstance(key, str) else key < len(args):
+        return path
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    if isinstance(key, str):
+        return (0, names.index(key), *rest) if key in names[: len(args)] else None
+    return (1, names[key], *rest) if key < len(names) and names[key] in kwargs else None
+
+
+def replaced_argument(
+    module: nn.Module, args: Any, kwargs: Any, path: LeafPath, function: Callable[[Tensor], Tensor]
+) -> tuple[Any, Any]:
+    """The arguments of a call with the function of the tensor at a path of the plan, if the call has it."""
+    found = argument_path(module, args, kwargs, path)
+    both: tuple[Any, Any] = args, kwargs
+    return both if found is None else replaced(both, found, function)
+
+
+def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a nested structure with the function of the tensor at a path; what is on the path is copied."""
+    if not path:
+        return function(value)
+    key, rest = path[0], path[1:]
+    if isinstance(value, tuple):
+        items = [replaced(item, rest, function) if i == key else item for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    changed = copy.copy(value)
+    if isinstance(changed, list | Mapping):
+        changed[key] = replaced(value[key], rest, function)  # type: ignore[index]
+    else:
+        setattr(changed, str(key), replaced(getattr(value, str(key)), rest, function))
+    return changed
+
+
+def compare(
+    wanted: Sequence[PythonCall], got: Sequence[PythonCall], raised: MismatchError | None, lines: Sequence[str] = ()
+) -> tuple[int, MismatchError | None]:
+    """Returns how many wanted calls the local model made, and the first that differs.
+
+    ``lines``: of the user's source, where each wanted call is.
+
+    Code branches on sizes: ``repeat_kv`` of one repetition returns at once. So either side may have some more calls
+    that are only views, where the next call agrees again."""
+    i = j = 0
+    while i < len(wanted) and j < len(got):
+        want, have = wanted[i], got[j]
+        if want != have:
+            if skip := _views_before(wanted, i, have):
+                i += skip
+            elif skip := _views_before(got, j, want):
+                j += skip
+            elif want[:2] != have[:2]:
+                text = (
+                    f"{_shown(want, lines, i)} is not called next on a rank, but {have[1]} in {have[0] or 'the model'}"
+                )
+                return i, MismatchError(want[0], f"{text}; {BRANCHES}", i)
+            else:
+                text = f"{_shown(want, lines, i)} has shapes {have[2]} locally and must have {want[2]}"
+                return i, MismatchError(want[0], text, i)
+            continue
+        i, j = i + 1, j + 1
+    if raised is not None:
+        raised.at = i
+        return i, raised
+    if i < len(wanted):
+        return i, MismatchError(wanted[i][0], f"{_shown(wanted[i], lines, i)} is not called on a rank; {BRANCHES}", i)
+    if j < len(got):
+        return i, MismatchError(got[j][0], f"{got[j][1]} is called on a rank in addition; {BRANCHES}", i)
+    return i + 1, None
+
+
+def _shown(call: PythonCall, lines: Sequence[str], i: int) -> str:
+    return f"{call[1]} ({lines[i]})" if i < len(lines) and lines[i] else call[1]
+
+
+def _views_before(calls: Sequence[PythonCall], start: int, other: PythonCall) -> int:
+    """The number of calls from ``start`` that are views in one module and lead to a call like the other; 0: none do."""
+    module, name, _ = calls[start]
+    if name not in VIEW_CALLS:
+        return 0
+    for number in range(1, MAX_VIEWS + 1):
+        if start + number >= len(calls):
+            return 0
+        last = calls[start + number - 1]
+        if last[0] != module or last[1] not in VIEW_CALLS:
+            return 0
+        if calls[start + number] == other:
+            return number
+    return 0
+
+
+def patch(model: nn.Module, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
+    """Sets integers of modules; those of a config on a copy of the module's own."""
+    for name, changes in patches.items():
+        module = model.get_submodule(name)
+        for holder in {attribute.partition(".")[0] for attribute in changes if "." in attribute}:
+            module.__dict__[holder] = copy.copy(getattr(module, holder))
+        for attribute, (_, new) in changes.items():
+            holder, _, own = attribute.rpartition(".")
+            (getattr(module, holder) if holder else module).__dict__[own] = new

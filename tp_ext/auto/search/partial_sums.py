@@ -1,0 +1,266 @@
+"""Partial sums, tensors whose sum over the ranks is a tensor of the model, followed through operators linear in them.
+
+An operator keeps its result partial if it is linear in its partial arguments and nothing is added to them that every
+rank would add. Which arguments these are depends on the operator: a padding of zeros is linear and one of ones is not,
+``index_add`` is linear in its base and its source together. Names alone do not decide."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tp_ext.auto.record.dims import Atom, contains
+from tp_ext.auto.record.edits import LeafPath
+from tp_ext.auto.record.record import Call, Record, Step
+from tp_ext.auto.record.rules import LOOK_UPS
+from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.sliced_constants import VIEWS
+
+# Linear in their first tensor, with any other arguments: indices, dims, lengths
+UNARY = VIEWS | {
+    "neg", "sum", "mean", "index", "gather", "index_select", "contiguous", "cumsum", "flip", "roll", "positive",
+    "narrow", "unfold", "diagonal", "repeat_interleave", "_conj", "view_as_real", "view_as_complex", "detach", "tril",
+    "triu",
+}  # fmt: skip
+PRODUCTS = {"mul", "mm", "bmm", "mv", "dot"}
+ADDED_FIRST = ("addmm", "baddbmm", "addbmm")
+# Operators that write a source into a base: name -> places of base and source
+WRITES = {
+    "copy": (0, 1), "index_add": (0, 3), "scatter_add": (0, 3), "index_copy": (0, 3), "scatter": (0, 3),
+    "index_put": (0, 2), "slice_scatter": (0, 1), "select_scatter": (0, 1),
+}  # fmt: skip
+MAX_ARGUMENTS = {"slice_scatter": 6, "select_scatter": 4, "copy": 3, "index_put": 4}  # else 4: no reduction
+ZEROS = {"zeros", "zeros_like", "new_zeros", "zero"}
+
+
+class PartialSums:
+    """The partial tensors of a record, found by one pass over its operators.
+
+    Attributes:
+        partial: id -> module in which the tensor became partial; outside of it the tensor has been summed.
+        divided: names of parameters that every rank adds to partial sums: used as 1/p of themselves.
+        problems: why some sharding must be given up.
+
+    Args:
+        sharded: ids of the tensors that have a sharded dim. roles: of modules that are replaced by layers.
+    """
+
+    def __init__(self, record: Record, chosen: list[Atom], roles: Mapping[str, str], sharded: set[int]) -> None:
+        self.record, self.atoms, self.roles, self.sharded = record, chosen, roles, sharded
+        self.partial: dict[int, str] = {}
+        self.blame: dict[int, frozenset[Atom]] = {}  # the contracted atoms by which a tensor is partial
+        self.divided: dict[str, set[int]] = {}  # with the operators that add it
+        self.problems: list[Problem] = []
+        self.stop: dict[int, int] = {}  # id -> the end of the call in which the tensor is partial
+        self.calls: dict[str, list[Call]] = {}
+        for call in record.calls:
+            self.calls.setdefault(call.module, []).append(call)
+        self.aliases: dict[int, set[int]] = {}  # id of a tensor with memory of its own -> ids of its views
+        for step in record.steps:
+            if step.name in VIEWS:
+                for tensor in step.outputs:
+                    self.aliases.setdefault(id(record.root_of(tensor)), set()).add(id(tensor))
+
+    def find(self) -> None:
+        for step in self.record.steps:
+            if step.is_loss:
+                self.of_loss(step)
+            elif self.contracts(step):
+                self.contracted(step)
+            elif any(id(t) in self.partial for t in step.inputs):
+                self.used(step)
+        self.check_divided()
+        self.check_outputs()
+
+    def contracts(self, step: Step) -> bool:
+        return any(contains(step.contracted, atom) for atom in self.atoms)
+
+    def problem(self, name: str, text: str, tensors: Iterable[Tensor] = ()) -> None:
+        blame = frozenset[Atom]().union(*(self.blame.get(id(t), frozenset()) for t in tensors))
+        self.problems.append(Problem(name, text, blame=blame))
+
+    def is_inside(self, step: Step, tensor: Tensor) -> bool:
+        """True if an operator runs in the module in which a tensor is partial."""
+        return id(tensor) in self.partial and step.place < self.stop[id(tensor)]
+
+    def mark(self, ids: Iterable[int], module: str, place: int, blame: frozenset[Atom]) -> None:
+        """Makes tensors partial up to the end of the call of the module that runs at ``place``."""
+        stop = next((c.stop for c in self.calls.get(module, ()) if c.start <= place < c.stop), sys.maxsize)
+        for id_ in ids:
+            self.partial[id_], self.blame[id_], self.stop[id_] = module, blame, stop
+
+    def of_loss(self, step: Step) -> None:
+        for tensor in step.inputs:
+            if self.is_inside(step, tensor):
+                self.problem(self.partial[id(tensor)], f"partial sums enter {step.reason}", [tensor])
+
+    def contracted(self, step: Step) -> None:
+        """An operator that sums over a sharded atom: its result is partial, unless its layer sums it."""
+        if self.roles.get(step.module) in ("row", "vocab"):
+            return
+        atoms_ = frozenset(atom for atom in self.atoms if contains(step.contracted, atom))
+        self.blame.update((id(t), atoms_) for t in step.outputs)
+        if step.name in LOOK_UPS:  # ids of other ranks' rows
+            where = step.module or "the model"
+            text = f"rows are looked up in {where} ({step.line}), by no forward of nn.Embedding"
+            self.problem(step.module, text, step.outputs)
+        self.mark(map(id, step.outputs), step.module, step.place, atoms_)
+        added = step.inputs[:1] if step.name in ADDED_FIRST else []
+        added = step.inputs[2:] if step.name == "convolution" else added
+        if added and not self.add_once(step, added):
+            text = f"{step.name} in {step.module or 'the model'} adds a replicated tensor to partial sums"
+            self.problem(step.module, text, step.outputs)
+        factors = [t for t in step.inputs if self.is_inside(step, t) and not any(t is a for a in added)]
+        if factors or any(id(t) in self.sharded for t in step.outputs):
+            # The ranks' terms would be products of sums, or belong to slices of their own
+            self.problem(step.module, f"{step.reason} sums over two sharded factors", [*step.outputs, *factors])
+
+    def used(self, step: Step) -> None:
+        """An operator with partial arguments."""
+        inside = [t for t in step.inputs if self.is_inside(step, t)]
+        if not inside:
+            return  # summed at the module's output
+        module = self.partial[id(inside[0])]
+        blame = frozenset[Atom]().union(*(self.blame[id(t)] for t in inside))
+        if not stays_partial(self, step, inside):
+            where = module or "the model"
+            self.problem(module, f"partial sums of {where} enter {step.name} ({step.line}) before it ends", inside)
+        elif any(id(t) in self.sharded for t in step.outputs):
+            self.problem(module, f"partial sums meet a sharded dim in {step.reason}", inside)
+        else:
+            written = [t for t in step.outputs if any(t is x for x in step.inputs)]
+            roots = {id(self.record.root_of(t)) for t in written}  # and the other views of memory that was written
+            ids = {id(t) for t in step.outputs}.union(roots, *(self.aliases.get(root, ()) for root in roots))
+            self.mark(ids, module, step.place, blame)
+
+    def add_once(self, step: Step, added: list[Tensor]) -> bool:
+        """Marks parameters that every rank adds to partial sums: divided by p. False if one is no parameter."""
+        names = [added_parameter(self.record, tensor) for tensor in added]
+        for name in names:
+            if name is not None:
+                self.divided.setdefault(name, set()).add(step.place)
+        return None not in names
+
+    def check_divided(self) -> None:
+        """A parameter is divided for all of its module's code, so that no other operator may use it."""
+        for name, places in self.divided.items():
+            for step in uses_of(self.record, name):
+                if step.place not in places:
+                    blame = frozenset[Atom]().union(
+                        *(
+                            self.blame.get(id(t), frozenset())
+                            for place in places
+                            for t in self.record.steps[place].outputs
+                        )
+                    )
+                    text = f"{name} is added to partial sums, and used by {step.reason} too"
+                    self.problems.append(Problem(name.rpartition(".")[0], text, blame=blame))
+
+    def check_outputs(self) -> None:
+        """Partial sums leave their module by its outputs, in every call of it, and by no attribute."""
+        # What an attribute keeps is reported here, and not again as what never leaves
+        left = {self.partial[id_] for id_ in self.partial if id_ in self.record.stored}
+        for id_, module in self.partial.items():
+            if id_ in self.record.stored:
+                tensors_ = [t for t in self.record.kept if id(t) == id_][:1]
+                where = self.record.stored[id_] or "the model"
+                self.problem(module, f"an attribute of {where} keeps partial sums of {module or 'the model'}", tensors_)
+        # A module sums an output in all of its calls or in none
+        calls: dict[tuple[str, LeafPath], list[bool]] = {}
+        for call in self.record.calls:
+            for path, tensor in call.outputs:
+                calls.setdefault((call.module, path), []).append(self.partial.get(id(tensor)) == call.module)
+        sums = {key for key, partial in calls.items() if any(partial)}
+        for (module, _), partial in calls.items():
+            if any(partial) and not all(partial):
+                blame = [t for c in self.record.calls if c.module == module for _, t in c.outputs]
+                self.problem(module, f"an output of {module or 'the model'} is partial in some calls only", blame)
+        for module in sorted(set(self.partial.values()) - {module for module, _ in sums} - left):
+            tensors_ = [t for t in self.record.kept if self.partial.get(id(t)) == module]
+            self.problem(module, f"partial sums inside {module or 'the model'} never leave it as an output", tensors_)
+
+
+def base_name(step: Step) -> str:
+    """The operator's name without the underscore of its in-place form."""
+    return step.name.removesuffix("_")
+
+
+def stays_partial(finder: PartialSums, step: Step, inside: list[Tensor]) -> bool:
+    """True if an operator's result is a partial sum: linear in the partial tensors ``inside``, which it has as
+    arguments, and nothing added to them that is on every rank."""
+    name, partial = base_name(step), finder.partial
+    if not all(t.is_floating_point() or t.is_complex() for t in step.outputs):
+        return False  # a conversion to integers rounds
+    if name in WRITES and step.kwargs.get("reduce") is None and len(step.args) <= MAX_ARGUMENTS.get(name, 4):
+        return _write_stays_partial(finder, step, *WRITES[name])
+    if name in UNARY:
+        return id(step.inputs[0]) in partial and len(inside) == 1
+    if name in PRODUCTS:
+        return len(inside) == 1
+    if name == "div":
+        return len(inside) == 1 and id(step.inputs[0]) in partial and step.kwargs.get("rounding_mode") is None
+    if name in ("constant_pad_nd", "masked_fill"):
+        filled = _argument(step, 2, "value", 0)
+        return len(inside) == 1 and not isinstance(filled, Tensor) and filled == 0
+    if name in ("cat", "stack"):
+        return len(inside) == len(step.inputs)
+    if name in ("add", "sub", "rsub"):
+        numbers = [a for a in step.args[:2] if not isinstance(a, Tensor) and a != 0]
+        others = [t for t in step.inputs if id(t) not in partial]
+        # What p ranks add is added p times; a parameter can be divided by p first, a number of the code cannot
+        return not numbers and finder.add_once(step, others)
+    return False
+
+
+def _write_stays_partial(finder: PartialSums, step: Step, base: int, source: int) -> bool:
+    """True if an operator writes partial sums into partial sums, or into zeros, which are the sum of zeros."""
+    target, value = (step.args[i] if len(step.args) > i else None for i in (base, source))
+    if not isinstance(target, Tensor) or not isinstance(value, Tensor) or id(value) not in finder.partial:
+        return False
+    covers = base_name(step) == "copy" and not is_view(finder.record, target)
+    return covers or id(target) in finder.partial or is_zero(finder.record, target, step.place)
+
+
+def is_view(record: Record, tensor: Tensor) -> bool:
+    """True if an operator that only moves elements made a tensor."""
+    maker = record.maker.get(id(tensor))
+    return maker is not None and maker.name in VIEWS
+
+
+def is_zero(record: Record, tensor: Tensor, place: int) -> bool:
+    """True if a tensor was made of zeros and nothing has written into it before an operator."""
+    root = record.root_of(tensor)
+    name = record.factories.get(id(root)) or (record.maker[id(root)].name if id(root) in record.maker else "")
+    if name.removesuffix("_") not in ZEROS:
+        return False
+    return not any(written.place < place for written in record.writes.get(id(root), ()))
+
+
+def _argument(step: Step, place: int, name: str, default: Any) -> Any:
+    return step.args[place] if len(step.args) > place else step.kwargs.get(name, default)
+
+
+def added_parameter(record: Record, tensor: Tensor) -> str | None:
+    """The name of the parameter of which a tensor is a view, or a product with numbers; None if it is none."""
+    while id(tensor) not in record.parameters:
+        maker = record.maker.get(id(tensor))
+        if maker is None or not (maker.name in VIEWS or (maker.name in ("mul", "neg") and len(maker.inputs) == 1)):
+            return None
+        tensor = maker.inputs[0]
+    return record.parameters[id(tensor)][0]
+
+
+def uses_of(record: Record, name: str) -> list[Step]:
+    """The operators that use a parameter, or a view of it."""
+    ids = {id_ for id_, (own, _) in record.parameters.items() if own == name}
+    found = []
+    for step in record.steps:
+        if any(id(t) in ids for t in step.inputs):
+            if step.name in VIEWS or (step.name in ("mul", "neg") and len(step.inputs) == 1):
+                ids |= {id(t) for t in step.outputs}
+            else:
+                found.append(step)
+    return found

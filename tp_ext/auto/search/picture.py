@@ -1,0 +1,211 @@
+"""A picture of a layer as a plan shards it: modules in the order of their calls, and what is communicated between."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from tp_ext.auto.record.dims import Atom
+from tp_ext.auto.record.edits import Copy, Output, Tokens
+from tp_ext.auto.record.record import Call, Record
+from tp_ext.auto.search.choose import local_length
+from tp_ext.sharding import Sharding
+
+COLOURS = {"sharded": "#8ecae6", "partial": "#ffb703", "replicated": "#e5e5e5"}
+COLLECTIVE = "#c1121f"
+TOKENS = {
+    "reduce_scatter": "reduce-scatter of the sum over tokens, forward; all-gather, backward",
+    "scatter": "slice of the tokens, forward; all-gather of its gradient, backward",
+    "all_gather": "all-gather of the tokens, forward; reduce-scatter of its gradient, backward",
+    "gather": "all-gather of the tokens, forward; slice of its gradient, backward",
+}
+WIDTHS = {"parameter": 3.4, "module": 3.2, "output": 3.4}
+ROW = 0.62  # inches
+
+
+class ShownPlan(Protocol):
+    """The attributes of a :class:`tp_ext.auto.Plan` that a picture shows."""
+
+    p: int
+    shapes: dict[str, tuple[int, ...]]
+    shardings: dict[str, Sharding]
+    copies: list[Copy]
+    tokens: list[Tokens]
+    outputs: list[Output]
+
+
+def outputs_of(
+    record: Record,
+    modules: Mapping[str, nn.Module],
+    local: set[int],
+    summed: set[str],
+    sharded: set[str],
+    sizes: Mapping[Atom, int],
+) -> list[Output]:
+    """The results of the modules, in the order of their first calls.
+
+    Args:
+        local: ids of tensors that have local lengths. summed: modules whose result is partial. sharded: modules whose
+            result is sharded though the model's code sees its full shape.
+        sizes: local lengths of the sharded atoms on rank 0.
+    """
+    calls: dict[str, Call] = {}
+    for call in record.calls:
+        calls.setdefault(call.module, call)
+    found = []
+    for call in sorted(calls.values(), key=lambda one: (one.start, -one.stop)):
+        tensors = [tensor for _, tensor in call.outputs]
+        if not call.module or not tensors:
+            continue
+        tensor, name = tensors[0], call.module
+        is_local = id(tensor) in local or name in sharded
+        lengths = [local_length(dim, sizes) for dim in record.dims_of(tensor)] if is_local else tensor.shape
+        state = "partial" if name in summed else "sharded" if is_local else "replicated"
+        is_leaf = not any(other != name and other.startswith(name + ".") for other in calls)
+        kind = type(modules[name]).__name__
+        found.append(Output(name, kind, is_leaf, tuple(tensor.shape), tuple(lengths), state))
+    return found
+
+
+def layer_of(plan: ShownPlan) -> str:
+    """The first of the largest group of modules that are called in turn, ``model.layers.0``; else the model, ``""``."""
+    lists: dict[str, set[str]] = {}
+    for output in plan.outputs:
+        parts = output.module.split(".")
+        for i, part in enumerate(parts[:-1]):
+            if part.isdigit():
+                lists.setdefault(".".join(parts[:i]), set()).add(part)
+    if not lists:
+        return ""
+    around = max(lists, key=lambda name: (len(lists[name]), -len(name)))
+    first = min(lists[around], key=int)
+    return f"{around}.{first}" if around else first
+
+
+def draw(plan: ShownPlan, path: str | Path, module: str | None) -> None:
+    """See :meth:`tp_ext.auto.Plan.draw`."""
+    path = Path(path)
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"path: {str(path)!r} must end in .png or .svg")
+    name = layer_of(plan) if module is None else module
+    inside = [
+        output for output in plan.outputs if not name or output.module == name or output.module.startswith(name + ".")
+    ]
+    if not inside:
+        raise ValueError(f"module: {name!r} must be a module that the plan's example calls")
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+        figures = importlib.import_module("matplotlib.figure")
+        patches = importlib.import_module("matplotlib.patches")
+    except ImportError as error:
+        raise ImportError("draw: matplotlib must be installed: pip install matplotlib") from error
+    rows = _rows(plan, inside)
+    width = sum(WIDTHS.values()) + 0.6
+    figure = figures.Figure(figsize=(width, ROW * (len(rows) + 2.6)))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(-(len(rows) + 1.2), 1.4)
+    axes.axis("off")
+    depth = name.count(".") + 1 if name else 0
+    title = f"{name or 'the model'} on p = {plan.p} ranks: full size -> size on a rank"
+    axes.text(0.2, 0.95, title, fontsize=11, weight="bold", va="center")
+    left = 0.2
+    for heading, column in zip(("parameters", "modules, in order of calls", "results"), WIDTHS.values(), strict=True):
+        axes.text(left + 0.05, 0.3, heading, fontsize=9, style="italic", va="center")
+        left += column
+    for number, row in enumerate(rows):
+        _draw_row(axes, patches, row, -number - 0.5, depth, name)
+    for number, (state, colour) in enumerate(COLOURS.items()):
+        left, bottom = 0.2 + number * 2.2, -(len(rows) + 0.9)
+        axes.add_patch(patches.Rectangle((left, bottom), 0.3, 0.4, facecolor=colour, edgecolor="black", lw=0.6))
+        axes.text(left + 0.4, bottom + 0.2, state, fontsize=9, va="center")
+    axes.text(6.8, -(len(rows) + 0.7), "communication", color=COLLECTIVE, fontsize=9, va="center")
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tp_ext"}):  # the same file each time
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _rows(plan: ShownPlan, outputs: Sequence[Output]) -> list[dict[str, Any]]:
+    """Modules with their parameters, and the collectives before and after them."""
+    rows: list[dict[str, Any]] = []
+    open_: list[Output] = []
+
+    def close(until: str) -> None:
+        while open_ and not until.startswith(open_[-1].module + "."):
+            after(open_.pop())
+
+    def boundaries(one: Output, at: str) -> None:
+        for tokens in plan.tokens:
+            if (tokens.module, tokens.at) == (one.module, at) and tokens.kind in TOKENS:
+                rows.append({"text": f"{TOKENS[tokens.kind]}: {_name(one.module)}"})
+
+    def after(one: Output) -> None:
+        boundaries(one, "output")
+        if one.state == "partial" and one.module not in scattered:
+            rows.append({"text": f"all-reduce of the sum over ranks, forward: {_name(one.module)}"})
+        if any(copy.kind == "output" and copy.module == one.module for copy in plan.copies):
+            rows.append({"text": f"all-reduce of its gradient, backward: {_name(one.module)}"})
+
+    scattered = {tokens.module for tokens in plan.tokens if tokens.kind == "reduce_scatter"}
+    for one in outputs:
+        close(one.module)
+        boundaries(one, "argument")
+        if any(copy.kind == "argument" and copy.module == one.module for copy in plan.copies):
+            rows.append({"text": f"all-reduce of the input's gradient, backward: {_name(one.module)}"})
+        own = [name for name in plan.shapes if name.rpartition(".")[0] == one.module]
+        rows.append({"output": one, "parameters": [_parameter(plan, name) for name in own]})
+        open_.append(one)
+    close("")
+    return rows
+
+
+def _name(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _parameter(plan: ShownPlan, name: str) -> tuple[str, str]:
+    """A line about a parameter, and its state."""
+    shape, sharding = plan.shapes[name], plan.shardings.get(name)
+    text = f"{_name(name)} {_size(shape)}"
+    if sharding is None:
+        return text, "replicated"
+    return f"{text} -> {_size(tuple(sharding.local_shape(shape, 0, plan.p)))}", "sharded"
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "1"
+
+
+def _draw_row(axes: Any, patches: Any, row: dict[str, Any], y: float, depth: int, layer: str) -> None:
+    def cell(column: str, text: str, state: str, indent: float = 0.0) -> None:
+        left = 0.2 + sum(width for name, width in list(WIDTHS.items())[: list(WIDTHS).index(column)])
+        place = (left + indent, y - 0.36)
+        width = WIDTHS[column] - 0.2 - indent
+        axes.add_patch(patches.Rectangle(place, width, 0.72, facecolor=COLOURS[state], edgecolor="black", lw=0.6))
+        axes.text(left + indent + width / 2, y, text, fontsize=8, ha="center", va="center")
+
+    if "text" in row:
+        end = sum(WIDTHS.values()) + 0.2
+        axes.plot([0.2, end], [y, y], color=COLLECTIVE, lw=1.2, zorder=0)
+        axes.text(
+            end / 2, y, row["text"], fontsize=8, color=COLLECTIVE, ha="center", va="center",
+            bbox={"facecolor": "white", "edgecolor": COLLECTIVE, "boxstyle": "round,pad=0.25"},
+        )  # fmt: skip
+        return
+    one: Output = row["output"]
+    level = one.module.count(".") + 1 - depth if one.module != layer else 0
+    left = 0.2 + WIDTHS["parameter"]
+    label = one.module.removeprefix(layer).removeprefix(".") or _name(one.module)
+    axes.text(
+        left + 0.05 + 0.12 * max(0, level - 1), y, f"{_name(label)}: {one.kind}", fontsize=8, va="center",
+        weight="normal" if one.is_leaf else "bold",
+    )  # fmt: skip
+    if row["parameters"]:
+        texts, states = zip(*row["parameters"], strict=True)
+        cell("parameter", "\n".join(texts[:2]), "sharded" if "sharded" in states else "replicated")
+    if one.is_leaf:
+        local = "" if one.local == one.shape else f" -> {_size(one.local)}"
+        cell("output", _size(one.shape) + local, one.state)

@@ -1,0 +1,84 @@
+"""The random calls of a traced model, with the dim along which what they mask is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tp_ext.auto.record.dims import Atom, atoms, contains
+from tp_ext.auto.record.edits import Draw
+from tp_ext.auto.record.record import Call, RandomCall, Record
+from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
+from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.tokens import TokenFlow
+
+
+def draws_of(
+    record: Record, decisions: Sequence[Decision], p: int, local: set[int], tokens: TokenFlow | None
+) -> list[Draw]:
+    """Returns the draws of each module: those of one of its calls if all draw alike, else those of all."""
+    found = _Found(record, decisions, p, local, tokens)
+    by_module: dict[str, dict[Call, list[Draw]]] = {}
+    for one in record.random_calls:
+        by_module.setdefault(one.module, {}).setdefault(one.call, []).append(found.draw(one))
+    draws: list[Draw] = []
+    for calls in by_module.values():
+        first, *others = calls.values()
+        if all(other == first for other in others):
+            draws += first
+            continue
+        for call, of_call in calls.items():
+            caller = call.caller.module if call.caller is not None else None
+            number = _number(record, call)
+            draws += [replace(draw, caller=caller, number=number) for draw in of_call]
+    return draws
+
+
+def _number(record: Record, call: Call) -> int:
+    """The place of a call among those that its caller's call makes of the module."""
+    before = record.calls[: call.order]
+    return sum(one.module == call.module and one.caller is call.caller for one in before)
+
+
+def undrawable(record: Record, decisions: Sequence[Decision], p: int, local: set[int]) -> list[Problem]:
+    """Returns problems of random calls whose masks cannot be those of the full tensor, at the lengths of each run."""
+    found = _Found(record, decisions, p, local, None)
+    return [
+        Problem(call.module, f"{call.name} masks a dim that has a sharded factor between lengths of the example")
+        for call in record.random_calls
+        if (draw := found.draw(call)).dim is not None and draw.factor is None
+    ]
+
+
+class _Found:
+    def __init__(
+        self, record: Record, decisions: Sequence[Decision], p: int, local: set[int], tokens: TokenFlow | None
+    ) -> None:
+        self.record, self.decisions, self.p, self.local, self.tokens = record, decisions, p, local, tokens
+        self.constant, self.fixed = constant_atoms(record), constant_atoms(record, buffers=False)
+        for step in record.steps:
+            if step.name in ("mm", "addmm"):  # the features of an input, which a weight fixes
+                self.fixed |= set(atoms(step.contracted))
+        self.sizes: list[dict[Atom, int]] = [{} for _ in range(p)]
+        for decision in decisions:
+            for rank, sizes in enumerate(self.sizes):
+                sizes.update(decision.sizes(rank))
+
+    def draw(self, one: RandomCall) -> Draw:
+        dim, factor = None, None
+        for i, label in enumerate(self.record.dims_of(one.masked) if id(one.masked) in self.local else ()):
+            for decision in self.decisions:
+                if any(contains(label, atom) for atom in decision.sharded):
+                    dim, factor = i, decision.factor(label, self.constant)
+        tokens = self.tokens.range_of_call(one.masked, one.index) if self.tokens else None
+        dim = dim if tokens is None else tokens.dim
+        shape = tuple(self.lengths(one, i, tokens is not None and i == dim) for i in range(one.masked.dim()))
+        return Draw(one.module, one.name, dim, factor, tokens is not None, shape, one.always)
+
+    def lengths(self, one: RandomCall, i: int, varies: bool) -> tuple[int, ...] | None:
+        """The lengths of a dim on the ranks; None if a run may have others."""
+        label, is_local = atoms(self.record.dims_of(one.masked)[i]), id(one.masked) in self.local
+        is_attention = one.name != "dropout" and i >= one.masked.dim() - 2  # of the weights: lengths of tokens
+        if varies or is_attention or not label or any(atom not in self.fixed for atom in label):
+            return None
+        return tuple(local_length(label, sizes if is_local else {}) for sizes in self.sizes)

@@ -1,0 +1,386 @@
+"""A plan: how each parameter is sharded, what is communicated where, and why the rest is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from tp_ext.auto.record.edits import (
+    Collective,
+    Copy,
+    Draw,
+    Factor,
+    Gather,
+    LeafPath,
+    Output,
+    SizeCall,
+    Slice,
+    Sum,
+    Tokens,
+)
+from tp_ext.auto.search import picture
+from tp_ext.sharding import Part, Sharding
+
+VERSION = 4
+
+
+@dataclass
+class Plan:
+    """The sharding of a model over p ranks: plain data, the same on every rank, made by :func:`tp_ext.auto.plan`.
+
+    Attributes:
+        p: number of ranks. shardings: name of a parameter -> :class:`~tp_ext.Sharding`; each name of a tied one. whole:
+        name of a parameter that is not sharded -> the reason, with operator, module and line of source. collectives:
+        those of one forward and backward at the sizes of the example, :class:`~tp_ext.auto.Collective`. patches: module
+        -> {attribute: (old, new)}, integers that its code reads; ``config.x`` is one of its own copy of a
+            config; new is a tuple with one for each rank where ranks differ.
+        roles: module that is replaced by a layer -> ``"column"``, ``"row"`` or ``"vocab"``.
+        heads: the modules among them whose output is sharded over the vocabulary.
+        tied: the names of each sharded parameter that has several.
+        copies, sums, slices, gathers, draws, buffers: what happens at boundaries of modules
+            (:mod:`tp_ext.auto.record.edits`).
+        shapes: name of a parameter -> its full shape.
+        example: the example's structure, tensors as shape and dtype; None if it holds other objects.
+        proof: ``"values"``: the sharded model was run and compared; ``"shapes"``: only its shapes are proven, with the
+            reason.
+        refused_inputs: arguments whose gradient would be a rank's part: they must not require one.
+        rules: those given to :func:`tp_ext.auto.plan`.
+        proofs: for each rank, a hash of the calls of the local model on fakes, with their shapes.
+        bytes_of_element: name of a parameter -> bytes of an element, once for tied ones.
+        outputs: the results of the modules, in the order of their first calls.
+        tokens: boundaries of modules at which tensors become sharded on their tokens, or whole again; empty without
+            sequence parallelism.
+        whole_tokens: module whose sum over the ranks stays an all-reduce under sequence parallelism -> the reason.
+        sizes: module -> its calls with sizes as arguments, of which some are changed while it runs
+            (:class:`~tp_ext.auto.record.edits.SizeCall`): one list for all ranks, or one for each.
+        direct: modules whose ``forward`` the model's code calls by name; the hooks of the plan run then, too.
+    """
+
+    p: int
+    shardings: dict[str, Sharding]
+    tied: list[list[str]]
+    roles: dict[str, str]
+    heads: list[str]
+    buffers: dict[str, list[Sharding]]
+    copies: list[Copy]
+    sums: list[Sum]
+    slices: list[Slice]
+    gathers: list[Gather]
+    draws: list[Draw]
+    patches: dict[str, dict[str, tuple[int, int | tuple[int, ...]]]]
+    whole: dict[str, str]
+    collectives: list[Collective]
+    shapes: dict[str, tuple[int, ...]]
+    example: Any = None
+    proof: str = "shapes"
+    refused_inputs: list[LeafPath] = field(default_factory=list)
+    rules: dict[str, str] = field(default_factory=dict)
+    proofs: list[str] = field(default_factory=list)
+    bytes_of_element: dict[str, int] = field(default_factory=dict)
+    outputs: list[Output] = field(default_factory=list)
+    tokens: list[Tokens] = field(default_factory=list)
+    whole_tokens: dict[str, str] = field(default_factory=dict)
+    direct: list[str] = field(default_factory=list)
+    sizes: dict[str, list[list[SizeCall]]] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that the plan does; ranks compare it before they carry it out."""
+        return hashlib.sha256(self._json().encode()).hexdigest()
+
+    def _json(self) -> str:
+        return json.dumps({"version": VERSION, **_plain(self)}, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(self._json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan that :meth:`save` wrote.
+
+        Raises:
+            ValueError: the file is no plan, or one of another version. OSError: it cannot be read.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"path: {path} must be a plan in JSON: {error}") from None
+        if not isinstance(data, dict) or data.pop("version", None) != VERSION:
+            raise ValueError(f"path: {path} must be a plan of version {VERSION}")
+        if missing := sorted({one.name for one in dataclasses.fields(cls)} ^ set(data)):
+            raise ValueError(f"path: {path} must have the fields of a plan, and differs in {missing[0]!r}")
+        # JSON has no tuples: a plan that was read must equal the one that was saved
+        data["shardings"] = {name: _sharding(one) for name, one in data["shardings"].items()}
+        data["buffers"] = {name: [_sharding(one) for one in found] for name, found in data["buffers"].items()}
+        data["copies"] = [
+            Copy(**{**one, "path": tuple(one["path"]), "span": None if one["span"] is None else tuple(one["span"])})
+            for one in data["copies"]
+        ]
+        data["sums"] = [Sum(one["module"], tuple(one["path"])) for one in data["sums"]]
+        data["slices"] = [
+            Slice(one["module"], tuple(one["path"]), one["dim"], _factor(one["factor"])) for one in data["slices"]
+        ]
+        data["gathers"] = [Gather(tuple(one["path"]), _sharding(one["sharding"])) for one in data["gathers"]]
+        data["refused_inputs"] = [tuple(path) for path in data["refused_inputs"]]
+        data["draws"] = [_draw(one) for one in data["draws"]]
+        data["patches"] = {
+            module: {a: (old, tuple(new) if isinstance(new, list) else new) for a, (old, new) in changes.items()}
+            for module, changes in data["patches"].items()
+        }
+        data["sizes"] = {
+            module: [[SizeCall(call["name"], tuple(map(tuple, call["changes"]))) for call in calls] for calls in ranks]
+            for module, ranks in data["sizes"].items()
+        }
+        data["tokens"] = [Tokens(**{**one, "path": tuple(one["path"])}) for one in data["tokens"]]
+        data["collectives"] = [Collective(**one) for one in data["collectives"]]
+        data["outputs"] = [
+            Output(**{**one, "shape": tuple(one["shape"]), "local": tuple(one["local"])}) for one in data["outputs"]
+        ]
+        data["shapes"] = {name: tuple(shape) for name, shape in data["shapes"].items()}
+        return cls(**data)
+
+    def why(self, name: str) -> str:
+        """Returns why a parameter is sharded as it is, or whole; or, of a module that sums over the ranks, whether its
+        result is sharded on its tokens.
+
+        Raises:
+            ValueError: there is no such parameter, and no such module.
+        """
+        if name in self.whole_tokens:
+            return f"the result of {name} has all tokens: {self.whole_tokens[name]}"
+        if any(edit.kind == "reduce_scatter" and edit.module == name for edit in self.tokens):
+            return f"the result of {name} is sharded on its tokens"
+        if name in self.whole:
+            return f"{name} is whole: {self.whole[name]}"
+        if name not in self.shardings:
+            raise ValueError(f"name: {name!r} must be a parameter of the planned model")
+        one = self.shardings[name]
+        local = one.local_sizes(self.p)
+        lengths = str(local[0]) if len(set(local)) == 1 else str(local)
+        parts = ", ".join(_part_text(part) for part in one.parts)
+        role = self.roles.get(name.rpartition(".")[0], "sharded in place")
+        return f"{name} {self.shapes[name]} is sharded on dim {one.dim}, in {parts}: {lengths} per rank ({role})"
+
+    def compare(self, tp_plan: dict[str, str]) -> list[str]:
+        """Returns the differences to a ``tp_plan`` of transformers: patterns of modules -> ``"colwise"``,
+        ``"rowwise"``, ...
+
+        A pattern of either that has no counterpart in the other is a difference, too; names are compared without the
+        prefix of the base model.
+
+        Raises:
+            TypeError: no dict.
+        """
+        if not isinstance(tp_plan, dict):
+            raise TypeError(f"tp_plan: {tp_plan!r} must be a dict; this model may have none")
+        mine = {_folded(name): role for name, role in self.roles.items()}
+        differences = []
+        for pattern, style in tp_plan.items():
+            role = (
+                "column"
+                if "colwise" in style
+                else "vocab"
+                if "embedding" in style
+                else "row"
+                if "rowwise" in style
+                else None
+            )
+            # transformers names modules from the base model on, ours may have its prefix
+            found = next((mine[name] for name in mine if name == pattern or name.endswith("." + pattern)), None)
+            if role is not None and found != role:
+                differences.append(f"{pattern}: {style} there, {found or 'whole'} here")
+        for name, role in mine.items():
+            if not any(name == pattern or name.endswith("." + pattern) for pattern in tp_plan):
+                differences.append(f"{name}: not in the other, {role} here")
+        return differences
+
+    def _tokens_text(self) -> str:
+        names: dict[str, dict[str, None]] = {}
+        for edit in self.tokens:
+            names.setdefault(edit.kind, {})[_folded(edit.module) or "the model"] = None
+        what = {
+            "reduce_scatter": "reduce-scatter after", "scatter": "slice at", "all_gather": "all-gather at",
+            "gather": "all-gather for replicated work at",
+        }  # fmt: skip
+        found = [f"{text} {', '.join(names[kind])}" for kind, text in what.items() if kind in names]
+        return "sequence parallel: " + ("; ".join(found) or "nothing")
+
+    def draw(self, path: str | Path, module: str | None = None) -> None:
+        """Draws a module: its parameters, its modules in the order of their calls with their results, each sharded,
+        partial or replicated by colour, and the collectives between them.
+
+        Args:
+            path: a file ``*.png`` or ``*.svg``. Needs matplotlib.
+            module: name of a module; default: the first of the largest list of layers, else the model.
+
+        Raises:
+            ValueError: another suffix; a module that the example does not call. ImportError: no matplotlib.
+        """
+        picture.draw(self, path, module)
+
+    def parameter_bytes(self, rank: int | None = None) -> int:
+        """Returns the bytes of all parameters, of the full model or of a rank."""
+        total = 0
+        for name, size in self.bytes_of_element.items():
+            shape = self.shapes[name]
+            if rank is not None and name in self.shardings:
+                shape = tuple(self.shardings[name].local_shape(shape, rank, self.p))
+            for n in shape:
+                size *= n
+            total += size
+        return total
+
+    def __str__(self) -> str:
+        """The table: one row for equal parameters of all layers, then the totals."""
+        rows = [("parameter", "shape", "sharded", "per rank", "layer", "reason")]
+        folded: dict[str, list[str]] = {}
+        for name in self.shapes:
+            folded.setdefault(_folded(name), []).append(name)
+        # Parameters whose names differ in the numbers of layers alone share a row
+        for pattern, names in folded.items():
+            name = names[0]
+            times = f" (x{len(names)})" if len(names) > 1 else ""
+            one = self.shardings.get(name)
+            shape = " x ".join(map(str, self.shapes[name]))
+            if one is None:
+                rows.append((pattern + times, shape, "-", shape, "", self.whole[name]))
+                continue
+            local = " x ".join(map(str, one.local_shape(self.shapes[name], 0, self.p)))
+            parts = " | ".join(_part_text(part) for part in one.parts)
+            rows.append(
+                (
+                    pattern + times,
+                    shape,
+                    f"dim {one.dim}: {parts}",
+                    local,
+                    self.roles.get(name.rpartition(".")[0], ""),
+                    "",
+                )
+            )
+        # Reasons are last, and long: they get no width
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
+        ]
+        forward = [collective for collective in self.collectives if collective.direction == "forward"]
+        backward = [collective for collective in self.collectives if collective.direction == "backward"]
+        lines.append("")
+        lines.append(
+            f"p = {self.p}: parameters {_size(self.parameter_bytes())} -> {_size(self.parameter_bytes(0))} per rank; "
+            f"collectives at the sizes of the example: {len(forward)} forward "
+            f"({_size(sum(c.bytes for c in forward))}), "
+            f"{len(backward)} backward ({_size(sum(c.bytes for c in backward))})"
+        )
+        if self.shardings:
+            lines.append(f"proven by {self.proof}")
+        if self.tokens or self.whole_tokens:
+            lines.append(self._tokens_text())
+        for text, names in _by_text({_folded(name): why for name, why in self.whole_tokens.items()}).items():
+            lines.append(f"all tokens in the result of {', '.join(names)}: {text}")
+        for module, changes in _fold_values(self.patches).items():
+            lines.append(
+                f"patched in {module}: " + ", ".join(f"{a} {old} -> {new}" for a, (old, new) in changes.items())
+            )
+        if self.sizes:
+            sized = dict.fromkeys(_folded(name) or "the model" for name in self.sizes)
+            lines.append(f"sizes of views changed in each call of {', '.join(sized)}")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _by_text(reasons: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, text in reasons.items():
+        found.setdefault(text, []).append(name)
+    return found
+
+
+def described(example: Any) -> Any:
+    """An example as JSON holds it; None if it has other objects than tensors, numbers and text in dicts, lists and
+    tuples."""
+    if isinstance(example, Tensor):
+        return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch.")}
+    if isinstance(example, dict):
+        items = {key: described(value) for key, value in example.items()}
+        return None if None in items.values() else {"dict": items}
+    if isinstance(example, list | tuple):
+        found = [described(value) for value in example]
+        return None if None in found else {type(example).__name__: found}
+    return {"value": example} if example is None or type(example) in (int, float, str, bool) else None
+
+
+def undescribed(data: Any) -> Any:
+    """The example of a description, its tensors on meta."""
+    if "shape" in data:
+        return torch.empty(data["shape"], dtype=getattr(torch, data["dtype"]), device="meta")
+    if "dict" in data:
+        return {key: undescribed(value) for key, value in data["dict"].items()}
+    if "list" in data or "tuple" in data:
+        found = [undescribed(value) for value in data.get("list", data.get("tuple"))]
+        return found if "list" in data else tuple(found)
+    return data["value"]
+
+
+def example_for(plan: Plan, model: nn.Module) -> Any:
+    """The plan's example on meta; its floating-point tensors have the type that the model's parameters have now.
+
+    A model is often converted after it was planned, and its images or features with it.
+    """
+    floats = ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and n in plan.bytes_of_element)
+    name, parameter = next(floats, ("", None))
+
+    def convert(x: Any) -> Any:
+        planned = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize == plan.bytes_of_element.get(name)
+        return x.to(parameter.dtype) if planned and parameter is not None else x
+
+    return tree_map(convert, undescribed(plan.example))
+
+
+def _plain(plan: Plan) -> dict[str, Any]:
+    return dataclasses.asdict(plan)
+
+
+def _sharding(data: dict[str, Any]) -> Sharding:
+    return Sharding(data["dim"], [Part(**part) for part in data["parts"]])
+
+
+def _factor(data: dict[str, Any]) -> Factor:
+    return Factor(tuple(Part(**part) for part in data["parts"]), data["is_minor"])
+
+
+def _draw(data: dict[str, Any]) -> Draw:
+    factor = data["factor"] and _factor(data["factor"])
+    shape = data["shape"] and tuple(n and tuple(n) for n in data["shape"])
+    return Draw(**{**data, "factor": factor, "shape": shape})
+
+
+def _part_text(part: Part) -> str:
+    text = str(part.size) if part.unit == 1 else f"{part.size} by {part.unit}"
+    text += f", each on {part.copies} ranks" if part.copies > 1 else ""
+    return text + (f", in {part.groups} groups" if part.groups > 1 else "")
+
+
+def _folded(name: str) -> str:
+    """A name with its numbers as ``*``: that of the same parameter in every layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _fold_values(patches: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {_folded(module): changes for module, changes in patches.items()}
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    raise AssertionError

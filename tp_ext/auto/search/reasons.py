@@ -1,0 +1,143 @@
+"""Why parameters stay whole, and why a forward fails on fake tensors, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from tp_ext.auto.record.dims import Major, contains, majors
+from tp_ext.auto.record.record import Record
+from tp_ext.auto.record.rules import Rule
+from tp_ext.auto.record.trace import trace
+from tp_ext.auto.search.choose import decisions
+
+OWN = str(Path(__file__).parent)
+
+
+def reason_of(
+    record: Record,
+    name: str,
+    p: int,
+    may_shard: Callable[[str, int], bool],
+    sharded: Container[str] = (),
+    why: Mapping[str, str] | None = None,
+) -> str:
+    """Why a parameter stays whole: for each dim the operator that pins it, the lengths that p exceeds, or the parameter
+    that it goes with.
+
+    Args:
+        sharded: names of the parameters that are sharded. why: reasons of those that were left whole before.
+    """
+    tensor = next(t for n, t in record.parameters.values() if n == name)
+    reasons = []
+    for dim, label in enumerate(record.dims_of(tensor)):
+        what = f"dim {dim} ({tensor.shape[dim]})"
+        found = list(majors(label))
+        if not may_shard(name, dim):
+            reasons.append(f"dim {dim}: hints")
+        elif pinned := next((major.atom.pinned for major in found if major.atom.pinned), None):
+            reasons.append(f"{what} is pinned by {pinned}")
+        elif found and (short := _too_short(record, found, p)):
+            reasons.append(f"{what} is {_product(found)}: p = {p} must be {short}")
+        elif found:
+            reasons.append(f"{what}: {_not_chosen(record, name, found, p, may_shard, sharded, why or {})}")
+    return "; ".join(reasons) or "it has one element"
+
+
+def _not_chosen(
+    record: Record,
+    name: str,
+    found: list[Major],
+    p: int,
+    may_shard: Callable[[str, int], bool],
+    sharded: Container[str],
+    why: Mapping[str, str],
+) -> str:
+    """Why a dim that nothing pins is whole."""
+    own = {major.atom for major in found}
+    for one in decisions(record, p, may_shard):
+        if one.atom in own and name in one.parameters:
+            taken = next((other for other in one.parameters if other in sharded), None)
+            if taken is None:
+                return "it is a table below 1 % of all parameters, and its all-reduce would cost more than its bytes"
+            return f"sharding {taken} on another dim leaves fewer bytes on a rank"
+    for other, tensor in record.parameters.values():
+        if other != name and any(contains(label, atom) for label in record.dims_of(tensor) for atom in own):
+            if other in why:
+                return f"it goes with {other}, which is whole: {why[other]}"
+            return f"its factor is in {other}, too, where it cannot be sharded"
+    return "its factor is in several dims, or most of it would be on every rank"
+
+
+def _too_short(record: Record, found: list[Major], p: int) -> str:
+    """The numbers of ranks over which a dim can be sharded, if p is none of them."""
+    atom = min((major.atom for major in found), key=lambda one: one.size)
+    if atom.size >= p:
+        return ""
+    groups = 1
+    for _, tensor in record.parameters.values():
+        for major in (one for label in record.dims_of(tensor) for one in majors(label) if one.atom is atom):
+            if len(major.inner) > 1 and not major.inner[0].pinned:  # query heads of a KV head, then their features
+                groups = max(groups, major.inner[0].size)
+    allowed = f"at most {atom.size}"
+    if atom.size == 1 or groups == 1:
+        return allowed
+    most = atom.size * groups
+    return "" if p % atom.size == 0 and p <= most else f"{allowed}, or a multiple of {atom.size} up to {most}"
+
+
+def _product(found: list[Major]) -> str:
+    """The product of a dim, or of each of its parts."""
+    texts = [f"{major.atom.size} x {major.unit}" for major in found]
+    if len(texts) == 1 or len(set(texts)) > 1:
+        return " | ".join(texts)
+    return f"{len(texts)} parts of {texts[0]}"
+
+
+def traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record:
+    """Returns the record of a model.
+
+    Raises:
+        ValueError: its forward branches on values of tensors, or fails.
+    """
+    record = Record()
+    try:
+        return trace(model, example, rules=rules, record=record)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        kind = "branches on" if isinstance(error, DataDependentOutputException) else "computes lengths from"
+        raise ValueError(
+            f"model: forward {kind} values of tensors, by {error.func} in {record.modules[-1] or 'the model'}"
+            f"{line_of(error)}; it must not: pass arguments with which that code does not run, or rewrite it"
+        ) from error
+    except Exception as error:
+        if _is_own(error):
+            raise
+        where = record.modules[-1] or "the model"
+        raise ValueError(f"example: forward fails on fake tensors like it, in {where}: {failure_of(error)}") from error
+
+
+def _is_own(error: Exception) -> bool:
+    """True if the last of the Python code that raised an exception is of this package: rules, hints, constraints."""
+    last = extract_tb(error.__traceback__)[-1].filename
+    return last.startswith(OWN) and not last.endswith("trace.py")
+
+
+def line_of(error: Exception) -> str:
+    """The line of the user's code at which a forward raised an exception, with a space before it."""
+    outside = [frame for frame in extract_tb(error.__traceback__) if not _is_of_torch(frame.filename)]
+    return f" at {outside[-1].filename.rpartition('/')[2]}:{outside[-1].lineno}" if outside else ""
+
+
+def _is_of_torch(file: str) -> bool:
+    return "/torch/" in file or file.startswith((OWN, "<"))
+
+
+def failure_of(error: Exception) -> str:
+    """The exception that a forward raised, and its line."""
+    first = next(iter(str(error).splitlines()), "")[:300]
+    return f"{type(error).__name__}{line_of(error)}: {first}"

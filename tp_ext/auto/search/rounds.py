@@ -1,0 +1,426 @@
+"""The rounds of a plan: decide, find where to communicate, prove on fakes, leave whole what cannot be, decide again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from tp_ext.auto.record.dims import Atom, atoms, contains, length
+from tp_ext.auto.record.edits import Copy, Draw, Output
+from tp_ext.auto.record.forwards import looks_up
+from tp_ext.auto.record.multi_head import WEIGHTS, attends
+from tp_ext.auto.record.record import Record, tensors
+from tp_ext.auto.record.rules import LOOK_UPS
+from tp_ext.auto.search.choose import Cut, Decision, carries, choose
+from tp_ext.auto.search.collectives import collectives_of, on_the_wire
+from tp_ext.auto.search.flow import Finder, Flow
+from tp_ext.auto.search.hints import hint_of
+from tp_ext.auto.search.integers import Local, Search, merged, merged_sizes
+from tp_ext.auto.search.localize import Localized, MismatchError, digest, is_conv1d
+from tp_ext.auto.search.picture import outputs_of
+from tp_ext.auto.search.planned_draws import draws_of, undrawable
+from tp_ext.auto.search.plans import Plan, described
+from tp_ext.auto.search.problems import Problem, kind_of
+from tp_ext.auto.search.reasons import reason_of
+from tp_ext.auto.search.sliced_constants import VIEWS
+from tp_ext.auto.search.token_search import find_tokens
+from tp_ext.auto.search.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
+from tp_ext.mesh_program.partition_spec import P
+from tp_ext.sharding import Sharding, split_sizes
+
+MAX_ROUNDS = 40  # each replicates one more parameter and decides again
+POSSIBLE = "possible"  # sequence_parallel of parts of a model: sharded tokens where they can be, no error if nowhere
+TABLE_ADVICE = "as a head, only an nn.Linear whose weight is this table (head.weight = table.weight) can be sharded"
+MAX_GROWTH = 1.05  # bytes of activations on the wire, of those without sequence parallelism, that "auto" accepts
+
+
+@dataclass
+class State:
+    """One round: decisions and what follows of them."""
+
+    decisions: list[Decision]
+    cut: dict[str, Decision]
+    cuts: dict[str, Cut]
+    roles: dict[str, str]
+    heads: list[str]
+    heads_atoms: set[Atom]
+    finder: Finder
+    local: dict[int, Local] = field(default_factory=dict)  # integers and sizes, by rank
+    proofs: list[str] = field(default_factory=list)  # by rank
+    tokens: TokenFlow | None = None
+    whole_tokens: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def flow(self) -> Flow:
+        return self.finder.flow
+
+
+class Planner:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        p: int,
+        record: Record,
+        hints: Mapping[str, str | P],
+        budget: float | None,
+        sequence_parallel: bool | str,
+        only: Mapping[str, int] | None = None,
+    ) -> None:
+        self.only = only  # the parameters that may be sharded, with the dim; None: all
+        self.whole_tokens: dict[str, str] = {}  # kinds of modules whose sums the proof by values leaves whole
+        self.proves_tokens = bool(sequence_parallel)
+        self.together: list[list[str]] = []  # those that the last plan shards by one decision
+        self.model, self.example, self.p = model, example, p
+        self.record, self.hints, self.budget = record, hints, budget
+        self.sequence_parallel = sequence_parallel
+        self.why: dict[str, str] = {}  # parameters that a round left whole, with the reason
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        names: dict[int, list[str]] = {}
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+        self.names = {group[0]: group for group in names.values()}  # all names of a parameter, by its first
+        self.used_in = self._used_in()
+
+    def _used_in(self) -> dict[int, set[str]]:
+        """The modules that multiply or look up each parameter, by id."""
+        record, found = self.record, dict[int, set[str]]()
+        for step in record.steps:
+            if step.name not in {"mm", "addmm", "bmm", *LOOK_UPS}:
+                continue
+            for tensor in step.inputs:
+                while id(tensor) in record.maker and record.maker[id(tensor)].name in VIEWS:
+                    tensor = record.maker[id(tensor)].inputs[0]
+                if id(tensor) in record.parameters:
+                    found.setdefault(id(tensor), set()).add(step.module)
+        return found
+
+    def may_shard(self, name: str, dim: int) -> bool:
+        """True if hints, and the rounds before, allow a parameter to be sharded on a dim."""
+        if name in self.why or (self.only is not None and self.only.get(name) != dim):
+            return False
+        for alias in self.names[name]:
+            hint = hint_of(self.hints, alias)
+            if hint == "whole" or (isinstance(hint, P) and not (dim < len(hint.dims) and hint.dims[dim])):
+                return False
+        return True
+
+    # ------------------------------------------------------------ rounds
+
+    def decide(self) -> Plan:
+        """Decides; leaves whole what the flow or the proof refuses, with the reason, and decides again."""
+        for number in itertools.count():
+            state = self.state()
+            try:
+                problem = next(iter(state.flow.problems), None)
+                if problem is None and state.decisions:
+                    self.localize(state)
+            except MismatchError as mismatch:
+                if number >= MAX_ROUNDS or not self.leave_whole(state, mismatch):
+                    self.leave_all(state, str(mismatch))
+                continue
+            if problem is None:
+                self.check_constraints(state)
+                return self.finished(self.with_tokens(state) if self.sequence_parallel and self.p > 1 else state)
+            if number >= MAX_ROUNDS or not self.leave_whole_problems(state):
+                self.leave_all(state, problem.text)
+        raise AssertionError
+
+    def leave_all(self, state: State, text: str) -> None:
+        """Leaves everything whole: nothing smaller could be blamed, or the search takes too long."""
+        for name in state.cut:
+            self.why.setdefault(name, text)
+
+    def check_constraints(self, state: State) -> None:
+        sharded = [atom for decision in state.decisions for atom in decision.sharded]
+        for dim, reason in self.record.constraints if self.p > 1 else ():
+            if any(contains(dim, atom) for atom in sharded):
+                continue
+            pinned = next((atom.pinned for atom in atoms(dim) if atom.pinned), None)
+            why = f"it is pinned by {pinned}" if pinned else "no parameter that has it is sharded"
+            raise ValueError(f"{reason}: a dim of {length(dim)} cannot be sharded: {why}")
+
+    def state(self) -> State:
+        decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None) if self.p > 1 else []
+        cut = {name: decision for decision in decisions for name in decision.parameters}
+        cuts = {name: found for decision in decisions for name, found in decision.parameters.items()}
+        roles = self.roles(cuts)
+        outputs = {id(t) for _, t in tensors(self.record.output)}
+        out = [t for t in self.record.kept if id(t) in outputs]
+        losses = [step for step in self.record.steps if step.is_loss]
+        # Logits keep their full shape for the model's code, so only columns that follow each other can be heads; other
+        # outputs with a sharded dim are gathered
+        reached = {a for d in decisions for a in [d.atom] if any(carries(self.record, t, [a]) for t in out)}
+        lost = {d.atom for d in decisions if any(contains(step.contracted, d.atom) for step in losses)}
+        heads_found = [
+            decision for decision in decisions if decision.atom in reached | lost and self.is_head(decision, roles)
+        ]
+        heads_atoms = {atom for one in heads_found for atom in one.sharded}
+        for one in decisions:
+            for found in one.parameters.values() if one.atom in heads_atoms else ():
+                found.sharding = Sharding(found.sharding.dim, [found.sharding.size])
+        heads = [
+            alias.rpartition(".")[0]
+            for name, one in cut.items()
+            for alias in self.names[name]
+            if one.atom in heads_atoms and roles.get(alias.rpartition(".")[0]) == "column" and alias.endswith(".weight")
+        ]
+        finder = self.finder(decisions, roles, heads_atoms, cut)
+        flow = finder.flow
+        for name, found in cuts.items():
+            is_row = any(roles.get(alias.rpartition(".")[0]) == "row" for alias in self.names[name])
+            if is_row and name.endswith(".weight") and any(part.copies > 1 for part in found.sharding.parts):
+                flow.problems.append(Problem(name, f"some of the input features of {name} would be on every rank"))
+        flow.problems += [Problem(name, text) for name, text in self.record.problems if self.parameters_in(cut, name)]
+        for one in decisions:
+            if one.atom in lost - heads_atoms:
+                text = "its classes are features of other layers, too, and cannot be sharded in the loss"
+                flow.problems.append(Problem("", text, blame=frozenset(one.sharded)))
+        drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
+        flow.problems += undrawable(self.record, drawn, self.p, flow.local)
+        return State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
+
+    def parameters_in(self, cut: Mapping[str, Any], name: str) -> list[str]:
+        return [n for n in cut if not name or n.startswith(f"{name}.")]
+
+    def is_head(self, decision: Decision, roles: Mapping[str, str]) -> bool:
+        """True if a decision shards heads, and embeddings tied to them, and nothing else."""
+        owners = [[alias.rpartition(".")[0] for alias in self.names[name]] for name in decision.parameters]
+        return all(any(roles.get(owner) in ("column", "vocab") for owner in of_one) for of_one in owners)
+
+    def finder(self, decisions: list[Decision], roles: dict[str, str], heads: set[Atom], cut: Any) -> Finder:
+        """The communication of these decisions; sums that not every call of their module wants are placed elsewhere."""
+        banned: frozenset[Copy] = frozenset()
+        while True:
+            finder = Finder(self.record, decisions, roles, heads, cut, banned=banned)
+            finder.find()
+            unwanted = finder.unwanted()
+            if not unwanted:
+                return finder
+            banned |= unwanted
+
+    def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
+        """Modules that layers replace, with their roles: linear layers and embeddings that use their own weight."""
+        roles: dict[str, str] = {}
+        for name, found in cuts.items():
+            for alias in self.names[name]:
+                owner, _, own = alias.rpartition(".")
+                module, dim = self.modules[owner], found.sharding.dim
+                if own in WEIGHTS and attends(module):
+                    roles[owner] = "attention"
+                if own != "weight" or owner not in self.used_in.get(found.id, ()):
+                    continue
+                if type(module).forward is nn.Linear.forward:  # a subclass with its own keeps it, sharded in place
+                    roles[owner] = "column" if dim == 0 else "row"
+                elif is_conv1d(module):
+                    roles[owner] = "column" if dim == 1 else "row"
+                elif dim == 0 and looks_up(module):
+                    roles[owner] = "vocab"
+        return roles
+
+    def leave_whole_problems(self, state: State) -> bool:
+        dropped: dict[str, str] = {}
+        # The others may follow from those whose cause is known: they are seen again in the next round
+        known = [problem for problem in state.flow.problems if problem.blame]
+        for problem in known or state.flow.problems:
+            names = [n for n, one in state.cut.items() if problem.blame.intersection(one.sharded)]
+            if not names and problem.name:
+                names = [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")]
+            if not names and "." in problem.name:
+                around = problem.name.rpartition(".")[0]
+                names = [n for n in state.cut if n.startswith(around + ".")]
+            for name in names or (list(state.cut) if not problem.name else []):
+                dropped.setdefault(name, problem.text)
+        for name, text in dropped.items():
+            for other in state.cut[name].parameters:
+                self.why.setdefault(other, text)
+        return bool(dropped)
+
+    def leave_whole(self, state: State, mismatch: MismatchError) -> bool:
+        """Leaves whole the decisions of the module, or of the nearest around it, and of all modules of its class."""
+        blocks = itertools.accumulate(mismatch.module.split("."), "{}.{}".format) if mismatch.module else ()
+        calls = self.localized(state).numbered_calls()
+        results = calls[mismatch.at][1][2] if mismatch.at < len(calls) else []
+        # What the call that differs has a sharded dim of; else what is near to its module, and last the heads
+        hit = [
+            decision for decision in state.decisions if any(carries(self.record, t, decision.sharded) for t in results)
+        ]
+        if hit:
+            return self.give_up(state, hit, mismatch)
+        for prefix in [*(f"{block}." for block in reversed(list(blocks))), ""]:
+            hit = [
+                decision
+                for decision in state.decisions
+                if decision.atom not in state.heads_atoms and any(n.startswith(prefix) for n in decision.parameters)
+            ]
+            if hit:
+                break
+        return self.give_up(state, hit or state.decisions, mismatch)
+
+    def give_up(self, state: State, hit: list[Decision], mismatch: MismatchError) -> bool:
+        """Leaves decisions whole, and those of all modules of the class of the one that differs."""
+        left, own = list(hit), f"{mismatch.module}."
+        inside = {n.removeprefix(own) for one in hit for n in one.parameters if n.startswith(own)}
+        if inside and mismatch.module:
+            kind = type(self.modules[mismatch.module])
+            same = {f"{name}.{n}" for name, module in self.modules.items() if type(module) is kind for n in inside}
+            left += [decision for decision in state.decisions if same.intersection(decision.parameters)]
+        for one in left:
+            for name in one.parameters:
+                is_table = state.roles.get(name.rpartition(".")[0]) == "vocab"
+                self.why.setdefault(name, f"{mismatch}; {TABLE_ADVICE}" if is_table else str(mismatch))
+        return True
+
+    def localized(self, state: State) -> Localized:
+        return Localized(
+            self.model,
+            self.example,
+            self.p,
+            state.roles,
+            state.heads,
+            {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]},
+            state.flow.buffers,
+            state.flow.slices,
+            state.tokens.edits if state.tokens else [],
+            self.record,
+            state.decisions,
+            state.heads_atoms,
+            state.flow.local,
+            state.tokens,
+        )
+
+    def localize(self, state: State) -> None:
+        """Finds the integers of every rank; ranks with the same local lengths share them."""
+        localized = self.localized(state)
+        searched: dict[tuple[int, ...], Local] = {}
+        proofs: dict[tuple[int, ...], str] = {}
+        state.proofs.clear()
+        for rank in range(self.p):
+            key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
+            if key not in searched:
+                before = next(iter(searched.values()), None)
+                searched[key] = found = Search(localized, rank, before).find()
+                proofs[key] = digest(localized.calls(rank, found.patches, found.sizes))
+            state.local[rank] = searched[key]
+            state.proofs.append(proofs[key])
+        kinds = {str({m: sorted(changes) for m, changes in found.patches.items()}) for found in searched.values()}
+        if len(kinds) > 1:
+            module = next(iter(next(found.patches for found in searched.values() if found.patches)), "")
+            raise MismatchError(module, f"ranks differ in the integers that must be local: {sorted(kinds)}")
+
+    # ------------------------------------------------------------ sequence parallelism
+
+    def with_tokens(self, base: State) -> State:
+        """The state with activations sharded on their tokens; the same one if ``"auto"`` finds that not worth it."""
+        whole = {name: self.whole_tokens[kind_of(name)] for name in self.modules if kind_of(name) in self.whole_tokens}
+        bans = Bans(sources=dict(whole))
+        state = self.try_tokens(base, bans, 0)
+        if state.tokens is None:  # along the dim that operators mix the most; else along another
+            other = Bans(sources=dict(whole))
+            state = self.try_tokens(base, other, 1)
+            bans = bans if state.tokens is None else other
+        state = replace(state, whole_tokens=dict(bans.sources))
+        if state.tokens is None:
+            module, text = next(iter(bans.sources.items()), ("the model", "no layer sums over the ranks"))
+            reason = f"after {module}: {text}"
+        else:
+            before, after = (on_the_wire(collectives_of(self.record, self.p, one, True)) for one in (base, state))
+            if self.sequence_parallel in (True, POSSIBLE) or (after <= MAX_GROWTH * before and state.tokens.saved > 0):
+                return state
+            reason = f"activations on the wire would grow from {before} to {after} bytes"
+        if self.sequence_parallel is True:
+            raise ValueError(f"sequence_parallel: True must be possible somewhere, and is not: {reason}")
+        return replace(base, whole_tokens=dict(bans.sources) if state.tokens is None else {"the model": reason})
+
+    def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
+        """Shards tokens; takes back, by ``bans``, what the flow of gradients or the proof refuses, and tries again."""
+        for _ in range(MAX_ROUNDS):
+            tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
+            if not tokens.sources:
+                return base
+            finder = Finder(self.record, base.decisions, base.roles, base.heads_atoms, base.cut, tokens)
+            if finder.find().problems:
+                ban_problems(finder.flow.problems, tokens, bans)
+                continue
+            state = replace(base, finder=finder, tokens=tokens, proofs=[])
+            try:
+                self.prove(state)
+            except MismatchError as mismatch:
+                places = [i for i, _ in self.localized(state).numbered_calls()]
+                index = places[mismatch.at] if mismatch.at < len(places) else len(self.record.python_calls)
+                kinds = {name: type(module).__qualname__ for name, module in self.modules.items()}
+                ban_mismatch(self.record, tokens, mismatch.module, index, str(mismatch), kinds, bans)
+                continue
+            return state
+        return base
+
+    def prove(self, state: State) -> None:
+        """Proves the shapes of a state whose integers have been found."""
+        assert state.tokens is not None
+        localized, proofs = self.localized(state), dict[tuple[Any, ...], str]()
+        lengths = {atom.size for _, atom in state.tokens.entries}
+        for rank in range(self.p):
+            sizes = [size for decision in state.decisions for size in decision.sizes(rank).values()]
+            key = (*sizes, *(split_sizes(n, self.p)[rank] for n in sorted(lengths)))
+            if key not in proofs:
+                local = state.local[rank]
+                proofs[key] = digest(localized.checked(rank, local.patches, local.sizes))
+            state.proofs.append(proofs[key])
+
+    # ------------------------------------------------------------ the result
+
+    def finished(self, state: State) -> Plan:
+        self.together = [list(decision.parameters) for decision in state.decisions]
+        # A tied parameter has the same sharding under all its names
+        shardings = {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]}
+        every = [name for name, _ in self.record.parameters.values()]
+        return Plan(
+            p=self.p,
+            shardings=shardings,
+            tied=[group for name, group in self.names.items() if len(group) > 1 and name in state.cut],
+            roles=state.roles,
+            heads=state.heads,
+            buffers=state.flow.buffers,
+            copies=state.flow.copies,
+            sums=state.flow.sums,
+            slices=state.flow.slices,
+            gathers=state.flow.gathers,
+            refused_inputs=state.flow.refused_inputs,
+            draws=self.draws(state),
+            patches=merged({rank: local.patches for rank, local in state.local.items()}),
+            sizes=merged_sizes([state.local[rank].sizes for rank in sorted(state.local)]),
+            whole={
+                alias: self.reason(name, state) for name in every if name not in state.cut for alias in self.names[name]
+            },
+            collectives=collectives_of(self.record, self.p, state),
+            shapes={a: tuple(t.shape) for n, t in self.record.parameters.values() for a in self.names[n]},
+            example=described(self.example),
+            proofs=state.proofs,
+            bytes_of_element={n: t.element_size() for n, t in self.record.parameters.values()},
+            outputs=self.outputs(state),
+            tokens=state.tokens.edits if state.tokens else [],
+            whole_tokens=state.whole_tokens,
+            direct=self.record.direct,
+        )
+
+    def outputs(self, state: State) -> list[Output]:
+        summed = {one.module for one in state.flow.sums} | {n for n, role in state.roles.items() if role != "column"}
+        sizes = {atom: size for decision in state.decisions for atom, size in decision.sizes(0).items()}
+        found = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
+        return found if state.tokens is None else [state.tokens.shown(self.record, one, self.p) for one in found]
+
+    def reason(self, name: str, state: State) -> str:
+        """Why a parameter stays whole."""
+        if self.p == 1:
+            return "p = 1"
+        if name in self.why:
+            return self.why[name]
+        return reason_of(self.record, name, self.p, self.may_shard, state.cut, self.why)
+
+    def draws(self, state: State) -> list[Draw]:
+        decisions = [decision for decision in state.decisions if decision.atom not in state.heads_atoms]
+        return draws_of(self.record, decisions, self.p, state.flow.local, state.tokens)

@@ -1,0 +1,257 @@
+"""Sizes that forward code passes to views, made those of a rank while it runs.
+
+Where code takes sizes from a replicated input, ``B, T, C = x.shape``, or writes them as numbers, no integer of a module
+can be set. The calls of a module that have sizes as arguments are then planned one by one, in their order: which of the
+sizes are changed, and from what to what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tp_ext.auto.record.edits import SizeCall
+from tp_ext.auto.record.forwards import run_forward
+
+# Function -> the place and the names of its sizes among the arguments
+SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "view": (1, ("size",)), "reshape": (1, ("shape",)), "expand": (1, ("size",)), "unflatten": (2, ("sizes",)),
+    "split": (1, ("split_size_or_sections", "split_size")), "split_with_sizes": (1, ("split_sizes",)),
+}  # fmt: skip
+
+
+@dataclass
+class Sizes:
+    """The sizes among the arguments of a call."""
+
+    values: list[int]
+    rebuilt: Callable[[Sequence[int]], tuple[tuple[Any, ...], dict[str, Any]]]  # the arguments with other sizes
+
+    def changed(self, changes: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.rebuilt([changes.get(i, value) for i, value in enumerate(self.values)])
+
+
+def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes | None:
+    """The sizes that a function is called with; None: it is another function, or they are no integers."""
+    if name not in SIZES or not args or not isinstance(args[0], Tensor):
+        return None
+    place, names = SIZES[name]
+    key = next((name for name in names if name in kwargs), None)
+    if key is not None:
+        value, end = kwargs[key], len(args)
+    elif len(args) > place:
+        value, end = args[place], place + 1
+        if name in ("view", "reshape", "expand") and type(value) is int:
+            value, end = tuple(args[place:]), len(args)
+    else:
+        return None
+    values = [value] if type(value) is int else list(value) if isinstance(value, list | tuple) else []
+    if not values or not all(type(one) is int for one in values):
+        return None
+
+    def rebuilt(new: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        sizes = new[0] if type(value) is int else list(new)
+        if key is not None:
+            return args, {**kwargs, key: sizes}
+        return (*args[:place], sizes, *args[end:]), kwargs
+
+    return Sizes(values, rebuilt)
+
+
+class Called(Protocol):
+    """A call of a module."""
+
+    module: str
+
+
+class Running(Protocol):
+    """The record of a run: the modules whose forward runs now, and all calls so far."""
+
+    modules: list[str]
+
+    @property
+    def calls(self) -> Sequence[Called]: ...
+
+
+class Observer(TorchFunctionMode):
+    """Runs the local model with the sizes of the plan, and notes which sizes of the code they replace.
+
+    Args:
+        wanted: module -> its calls with sizes in the unsharded model, each with the local shapes of its results.
+        ignored: modules whose calls stay as they are.
+    """
+
+    def __init__(
+        self,
+        wanted: Mapping[str, Sequence[tuple[str, Sequence[tuple[int, ...]]]]],
+        ignored: Mapping[str, str],
+    ) -> None:
+        super().__init__()
+        self.wanted, self.ignored = wanted, ignored
+        self.record: Running | None = None  # of the run
+        self.next: dict[str, int] = {}
+        self.calls: dict[str, dict[int, list[SizeCall]]] = {}  # module -> its call -> calls with sizes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        sizes = sizes_of(name, args, kwargs)
+        module = self.record.modules[-1] if self.record is not None else ""
+        if sizes is None or module in self.ignored:
+            return func(*args, **kwargs)
+        changes: dict[int, int] = {}
+        shapes = self.matching(module, name, args, sizes)
+        if shapes is not None and not _gives(func, args, kwargs, shapes):
+            wanted = _wanted(name, args, kwargs, sizes, shapes)
+            pairs = enumerate(zip(sizes.values, wanted, strict=True))
+            changes = {i: new for i, (old, new) in pairs if old not in (new, -1)}
+        found = SizeCall(name, tuple((i, sizes.values[i], new) for i, new in changes.items()))
+        number = sum(call.module == module for call in self.record.calls) if self.record is not None else 0
+        self.calls.setdefault(module, {}).setdefault(number, []).append(found)
+        if changes:
+            args, kwargs = sizes.changed(changes)
+        return func(*args, **kwargs)
+
+    def matching(self, module: str, name: str, args: tuple[Any, ...], sizes: Sizes) -> Sequence[tuple[int, ...]] | None:
+        """The wanted results of a call: those of the next one in the module that it can be; branches skip some."""
+        wanted = self.wanted.get(module, ())
+        for i in range(self.next.get(module, 0), len(wanted)):
+            other, shapes = wanted[i]
+            elements = sum(torch.Size(shape).numel() for shape in shapes)
+            if name == other and (name == "expand" or elements == args[0].numel()):
+                fits = len(sizes.values) == len(shapes[0]) if name in ("view", "reshape", "expand") else True
+                if fits and (name != "split_with_sizes" or len(shapes) == len(sizes.values)):
+                    self.next[module] = i + 1
+                    return shapes
+        return None
+
+    def planned(self) -> dict[str, list[SizeCall]]:
+        """The calls of each module in which sizes were changed; without modules whose calls differ in them."""
+        found = {name: list(calls.values()) for name, calls in self.calls.items()}
+        return {n: c[0] for n, c in found.items() if any(one.changes for one in c[0]) and all(c[0] == x for x in c)}
+
+    def wrong(self) -> dict[str, int]:
+        """The number of sizes that were changed, by module."""
+        found = {n: sum(len(one.changes) for c in calls.values() for one in c) for n, calls in self.calls.items()}
+        return {name: number for name, number in found.items() if number}
+
+
+def _gives(func: Any, args: Any, kwargs: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """True if a call as it is has results of these shapes."""
+    with torch._C.DisableTorchFunction():
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            return False
+    return [tuple(one.shape) for one in ([result] if isinstance(result, Tensor) else result)] == list(shapes)
+
+
+def _wanted(name: str, args: Any, kwargs: Any, sizes: Sizes, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """The sizes with which a call has results of these shapes; those given, if there are none."""
+    number = len(sizes.values)
+    if name.startswith("split"):
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        lengths = [shape[dim] for shape in shapes]
+        return lengths[:number] if number in (1, len(lengths)) else sizes.values
+    if name == "unflatten":
+        dim = args[1] % args[0].dim()
+        return list(shapes[0][dim : dim + number])
+    return list(shapes[0])
+
+
+def changes_of(ranks: Sequence[Sequence[SizeCall]]) -> list[list[tuple[str, list[tuple[int, Fraction]]]]]:
+    """The changes of a module's calls, by rank, at any batch: the share of each size that stays."""
+    return [
+        [(c.name, [(i, Fraction(local, given)) for i, given, local in c.changes]) for c in calls] for calls in ranks
+    ]
+
+
+class _Rewriting(TorchFunctionMode):
+    """Changes the sizes of one forward as planned."""
+
+    def __init__(self, name: str, calls: Sequence[SizeCall]) -> None:
+        super().__init__()
+        self.name, self.calls = name, calls
+        self.next = self.paused = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        sizes = None if self.paused else sizes_of(name, args, kwargs)
+        if sizes is None:
+            return func(*args, **kwargs)
+        call = self.calls[self.next] if self.next < len(self.calls) else None
+        if call is None or call.name != name:
+            self.refuse(name, "no such call" if call is None else call.name)
+        self.next += 1
+        changes: dict[int, int] = {}
+        for place, given, local in call.changes:  # type: ignore[union-attr]
+            size = sizes.values[place] if place < len(sizes.values) else -1
+            # A size with the batch in it, batch * heads, is another one in each run
+            if size <= 0 or size * local % given:
+                self.refuse(f"{name} with the size {size}", f"a multiple of {given}")
+            changes[place] = size * local // given
+        if changes:
+            args, kwargs = sizes.changed(changes)
+        return func(*args, **kwargs)
+
+    def refuse(self, call: str, planned: str) -> None:
+        raise RuntimeError(
+            f"{self.name or 'the model'}: forward calls {call} where its plan has {planned}; sizes are changed in the "
+            f"branches that the example takes: plan with arguments, and in a mode, that take this one"
+        )
+
+
+class SizedForward:
+    """A module's ``forward`` in the instance, in which sizes are changed as planned; other modules are left alone."""
+
+    def __init__(self, module: nn.Module, name: str, calls: Sequence[SizeCall]) -> None:
+        self.module, self.name, self.calls = module, name, calls
+        self.own = vars(module).get("forward")
+        self.running: list[_Rewriting] = []
+
+    def install(self) -> None:
+        for inner in self.module.modules():
+            if inner is not self.module:
+                inner.register_forward_pre_hook(Pause(self), prepend=True)
+                inner.register_forward_hook(Resume(self), always_call=True)
+        self.module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = _Rewriting(self.name, self.calls)
+        self.running.append(mode)
+        try:
+            with mode:
+                result = run_forward(self.module, self.own, *args, **kwargs)
+        finally:
+            self.running.pop()
+        if mode.next != len(self.calls):
+            mode.refuse("nothing", self.calls[mode.next].name)
+        return result
+
+
+@dataclass
+class Pause:
+    """A forward pre-hook of a module inside of one whose sizes are changed."""
+
+    forward: SizedForward
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for mode in self.forward.running[-1:]:
+            mode.paused += 1
+
+
+@dataclass
+class Resume:
+    """The forward hook that undoes :class:`Pause`."""
+
+    forward: SizedForward
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        for mode in self.forward.running[-1:]:
+            mode.paused -= 1

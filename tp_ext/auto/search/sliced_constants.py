@@ -1,0 +1,142 @@
+"""Tensors with a sharded dim that are made of no sharded parameter: which are sliced, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tp_ext.auto.record.dims import Atom, contains
+from tp_ext.auto.record.edits import Factor, Slice
+from tp_ext.auto.record.record import Step
+from tp_ext.auto.search.choose import carries, constant_atoms
+from tp_ext.auto.search.problems import Problem
+from tp_ext.sharding import Sharding
+
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
+    "alias", "clone", "_to_copy", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "repeat",
+}  # fmt: skip
+
+
+UNIFORM = {"zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"}
+
+
+class Constants:
+    """The constants of a flow, written to it: ``buffers``, ``slices``, ``local``.
+
+    Args:
+        finder: the ``Finder`` of :mod:`tp_ext.auto.search.flow` that has found the sharded tensors.
+    """
+
+    def __init__(self, finder: Any) -> None:
+        self.finder = finder
+        self.record, self.flow, self.atoms, self.whole_heads = (
+            finder.record,
+            finder.flow,
+            finder.atoms,
+            finder.whole_heads,
+        )
+        self.by_id, self.cut, self.partial, self.sharded = finder.by_id, finder.cut, finder.partial, finder.sharded
+        self.fixed = constant_atoms(finder.record)
+        self.calls_with, self.chosen, self.problem = finder.calls_with, finder.chosen, finder.problem
+
+    def find(self) -> None:
+        """Finds tensors with a sharded dim that are not made of sharded parameters, such as one slope per head (ALiBi).
+
+        One that is computed outside of a module and used in it is sliced on its way in; one that is made next to
+        sharded work must be local already, which the comparison of shapes proves.
+        """
+        record, flow = self.record, self.flow
+        kept = [atom for atom in self.atoms if atom not in self.whole_heads]
+        for id_, (name, tensor) in record.buffers.items():
+            if id_ in self.by_id and carries(record, tensor, kept):
+                flow.buffers[name] = self.shardings(tensor, kept)
+        local = {id_ for id_, (name, _) in record.parameters.items() if name in self.cut}
+        local |= {id_ for id_, (name, _) in record.buffers.items() if name in flow.buffers}
+        # In the order of the steps: what is made of shards is known before it is used
+        for step in record.steps:
+            works = any(id(t) in local for t in step.inputs) or any(id(t) in self.partial for t in step.outputs)
+            for tensor in step.inputs if works else ():
+                if id(tensor) in self.sharded and id(tensor) not in local and id(tensor) not in record.parameters:
+                    self.constant(step, tensor, local)
+            if any(id(t) in local for t in step.inputs) or works:
+                local |= {id(t) for t in step.outputs if id(t) in self.sharded}
+        flow.local = local
+
+    def constant(self, step: Step, tensor: Tensor, local: set[int]) -> None:
+        views, source, entered = [], tensor, None
+        # A slice is taken where a module gets the tensor, of which the operator may have a view
+        while entered is None:
+            found = (
+                (c, path)
+                for c, path in self.calls_with.get(id(source), ())
+                if c.start <= step.place < c.stop and c.module
+            )
+            entered = next(found, None)
+            maker = self.record.maker.get(id(source))
+            if entered is not None or maker is None or maker.name not in VIEWS:
+                break
+            views.append(source)
+            source = maker.inputs[0]
+        # Made inside of the module: its code must use local lengths itself, and its numbers must not depend on them
+        if entered is None or id(source) not in self.sharded:
+            if varying := self.varying(tensor, local):
+                blame = frozenset(atom for atom in self.atoms if carries(self.record, tensor, [atom]))
+                text = f"{step.reason} has numbers that depend on the length of a sharded dim, by {varying}"
+                self.flow.problems.append(Problem(step.module, text, blame=blame))
+            local.add(id(tensor))
+            return
+        call, path = entered
+        for dim, factor in self.factors(source):
+            found_slice = Slice(call.module, path, dim, factor)
+            if found_slice not in self.flow.slices:
+                self.flow.slices.append(found_slice)
+        # Views that are made inside of the module are views of the slice
+        local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
+
+    def varying(self, tensor: Tensor, local: set[int]) -> str:
+        """The operator that made a tensor, or what it is made of, with numbers that vary along its dims: those of a
+        shorter one are not its slice; "": all are the same, or come from shards."""
+        left, seen = [tensor], set[int]()
+        while left:
+            source = left.pop()
+            if id(source) in seen or id(source) in local or not carries(self.record, source, self.atoms):
+                continue
+            seen.add(id(source))
+            maker = self.record.maker.get(id(source))
+            if maker is None or not maker.inputs:
+                name = self.record.factories.get(id(source), "a tensor made of numbers")
+                if name.removesuffix("_like") not in UNIFORM:
+                    return name
+            elif maker.name.removesuffix("_like").removeprefix("new_") not in UNIFORM:
+                left += maker.inputs
+        return ""
+
+    def factors(self, tensor: Tensor) -> list[tuple[int, Factor]]:
+        """The sharded dims of an argument, whose other factors are those of a run: batch x heads."""
+        found = []
+        for dim, label in enumerate(self.record.dims_of(tensor)):
+            for decision in self.chosen:
+                if decision.atom in self.atoms and contains(label, decision.atom):
+                    factor = decision.factor(label, self.fixed)
+                    if factor is None:
+                        text = f"dim {dim} of a constant of shape {tuple(tensor.shape)} has a sharded factor between"
+                        self.problem("", f"{text} lengths of the example")
+                    else:
+                        found.append((dim, factor))
+        return found
+
+    def shardings(self, tensor: Tensor, sharded: list[Atom]) -> list[Sharding]:
+        found = []
+        for dim, label in enumerate(self.record.dims_of(tensor)):
+            for decision in self.chosen:
+                if decision.atom in sharded and contains(label, decision.atom):
+                    parts = decision.parts(label)
+                    if parts is None:
+                        self.problem(
+                            "", f"a constant of shape {tuple(tensor.shape)} has a sharded factor inside dim {dim}"
+                        )
+                    else:
+                        found.append(Sharding(dim, parts))
+        return found

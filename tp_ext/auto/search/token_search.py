@@ -1,0 +1,340 @@
+"""The search for what may be sharded on its tokens: one attempt after the other, each without what the last
+one found to have no boundary at which to slice or to gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from tp_ext.auto.record.dims import Atom, atoms, contains
+from tp_ext.auto.record.edits import LeafPath
+from tp_ext.auto.record.record import Call, RandomCall, Record, Step
+from tp_ext.auto.search.flow import PARTIAL, Finder
+from tp_ext.auto.search.tokens import END, Bans, Origin, Range, ScatterKey, TokenFlow, TokenGather, entries, latest
+
+RANDOM = {
+    "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform_", "random_",
+    "exponential_", "geometric_", "log_normal_", "cauchy_", "native_dropout", "multinomial", "rrelu_with_noise",
+}  # fmt: skip
+ATTENTION = "scaled_dot_product_attention"
+WHOLE = "it is used whole at once"
+NO_GATHER = ", and no boundary at which to gather them lies before it"
+
+
+def find_tokens(
+    record: Record, finder: Finder, roles: Mapping[str, str], p: int, bans: Bans, alternative: int = 0
+) -> TokenFlow:
+    """Finds what may be sharded on its tokens; what may not is added to ``bans``, with the reason.
+
+    Args:
+        finder: the communication without, which has been found.
+        alternative: index into the candidate token dims, ordered by how many operators mix them.
+    """
+    search = _Search(record, finder, roles, p, bans, alternative)
+    search.run()
+    return TokenFlow(record, search.steps, search.ranges, search.gathers, search.source_paths)
+
+
+class _Search:
+    def __init__(
+        self, record: Record, finder: Finder, roles: Mapping[str, str], p: int, bans: Bans, alternative: int
+    ) -> None:
+        self.record, self.finder, self.roles, self.p, self.bans = record, finder, roles, p, bans
+        self.alternative = alternative
+        self.ranges: dict[int, list[Range]] = {}
+        self.steps: dict[int, Atom] = {}  # place -> the atom of the tokens
+        self.gathers: list[TokenGather] = []
+        self.scatters: dict[ScatterKey, Range] = {}
+        self.source_paths: dict[str, list[LeafPath]] = {}
+        self.why: dict[int, str] = {}  # why an operator needs all tokens, by place
+        self.uses: dict[int, list[int]] = {}
+        self.mixed: dict[Atom, int] = {}  # the number of operators that need the atom whole
+        for step in record.steps:
+            for id_ in {id(t) for t in step.inputs}:
+                self.uses.setdefault(id_, []).append(step.place)
+            for atom in set(atoms([*step.reason.pinned, *step.contracted])):
+                self.mixed[atom] = self.mixed.get(atom, 0) + 1
+        self.fixed: set[Atom] = set(finder.atoms)
+        for _, tensor in record.parameters.values():
+            for label in record.dims_of(tensor):
+                self.fixed |= set(atoms(label))
+        self.sources = self.find_sources()
+
+    def run(self) -> None:
+        while not (self.attempt() and self.has_sources_everywhere() and self.draws_alike()):
+            pass
+
+    def draws_alike(self) -> bool:
+        """Returns whether all calls of a module mask shards, or none does; else bans the shards."""
+        found: dict[str, list[Range | None]] = {}
+        for call in self.record.random_calls:
+            whole = any(g.has_index(call.index) for g in self.gathers if g.range.tensor is call.masked)
+            ranges = [] if whole else self.ranges.get(id(call.masked), [])
+            found.setdefault(call.module, []).append(next((r for r in ranges if r.has_index(call.index)), None))
+        mixed = [(m, r) for m, every in found.items() if None in every for r in every if r is not None]
+        several = [(m, r) for m, r in mixed if self.finder.number_of_calls[m] > 1]
+        for module, r in several:
+            self.ban(r, f"dropout in {module} draws for several calls")
+        return not several
+
+    # ------------------------------------------------------------ sums that may be scattered
+
+    def find_sources(self) -> list[Range]:
+        wanted: set[tuple[str, LeafPath]] = {
+            (name, ()) for name, role in self.roles.items() if role in ("row", "vocab")
+        }
+        wanted |= {(one.module, one.path) for one in self.finder.flow.sums}
+        found: dict[str, list[tuple[Call, LeafPath, Tensor]]] = {}
+        for call in self.record.calls:
+            for path, tensor in call.outputs:
+                if (call.module, path) in wanted:
+                    found.setdefault(call.module, []).append((call, path, tensor))
+        ranges = []
+        for module, results in found.items():
+            own, dims = [], set()
+            for call, _, tensor in results:
+                choice = self.choice(tensor)
+                if choice is not None:
+                    own.append(Range(tensor, choice[1], choice[0], Origin(source=module), call))
+                    dims.add(choice[0])
+            if len(own) < len(results) or len(dims) > 1:
+                text = f"its result of shape {tuple(results[0][2].shape)} has no dim of {self.p} or more tokens"
+                self.bans.sources.setdefault(module, text)
+                continue
+            ranges += own
+            self.source_paths[module] = list(dict.fromkeys(path for _, path, _ in results))
+        return ranges
+
+    def choice(self, tensor: Tensor) -> tuple[int, Atom] | None:
+        """The dim of the tokens, and its atom: of several that which the most operators mix."""
+        found = [
+            (dim, label[0])
+            for dim, label in enumerate(map(atoms, self.record.dims_of(tensor)))
+            if len(label) == 1 and label[0].size >= self.p and not self.is_fixed(label[0])
+        ]
+        found.sort(key=lambda one: (-self.mixed.get(one[1], 0), -one[0]))
+        return found[min(self.alternative, len(found) - 1)] if found else None
+
+    def is_fixed(self, atom: Atom) -> bool:
+        """Returns whether an atom is of a dim of parameters."""
+        return atom in self.fixed or any(self.is_fixed(one) for part in atom.parts or () for one in atoms(part))
+
+    # ------------------------------------------------------------ one attempt
+
+    def attempt(self) -> bool:
+        """Propagates the sharded tokens. Returns True if every range has its boundaries; bans the others."""
+        self.ranges, self.steps, self.why, self.gathers = {}, {}, {}, []
+        for r in [*self.sources, *self.scatters.values()]:
+            if r.origin.source not in self.bans.sources:
+                self.ranges.setdefault(id(r.tensor), []).append(r)
+        needs: list[tuple[Tensor, int, Step]] = []
+        for step in self.record.steps:
+            near = [self.range_at(t, step.place) for t in step.inputs]
+            shards = {id(r.tensor): r for r in near if r is not None}
+            if not shards:
+                continue
+            reason, wanted = self.needs_all(step, shards)
+            if reason:
+                self.why[step.place] = reason
+                continue
+            atom = next(iter(shards.values())).atom
+            self.steps[step.place] = atom
+            needs += [(tensor, dim, step) for tensor, dim in wanted]
+            for tensor in step.outputs:
+                if not any(tensor is t for t in step.inputs):
+                    dim = self.dim_of(tensor, atom)
+                    assert dim is not None
+                    made = Range(tensor, atom, dim, Origin(step=step.place))
+                    self.ranges.setdefault(id(tensor), []).append(made)
+        if needs:
+            for tensor, dim, step in needs:
+                self.scatter(tensor, dim, step)
+            return False
+        self.events = entries(self.ranges)
+        gathered = [self.gather(r) for ranges in self.ranges.values() for r in ranges]  # each may add a ban
+        return all(gathered)
+
+    def range_at(self, tensor: Tensor, place: int) -> Range | None:
+        return next((r for r in self.ranges.get(id(tensor), ()) if r.start <= place < r.stop), None)
+
+    def dim_of(self, tensor: Tensor, atom: Atom) -> int | None:
+        found = [i for i, label in enumerate(self.record.dims_of(tensor)) if atom in atoms(label)]
+        return found[0] if len(found) == 1 else None
+
+    def needs_all(self, step: Step, shards: Mapping[int, Range]) -> tuple[str, list[tuple[Tensor, int]]]:
+        """Why an operator cannot work on shards of tokens; or "", and the tensors that must be sliced for it, with the
+        dims."""
+        atom, *others = {r.atom for r in shards.values()}
+        where, finder = str(step.reason), self.finder
+        if step.place in self.bans.steps:
+            return self.bans.steps[step.place], []
+        if finder.working[step.place] or step.module in self.roles or step.is_loss:
+            return f"{where} is sharded work", []
+        if any(finder.is_partial_in(t, step) for t in [*step.inputs, *step.outputs]):
+            return f"{where} works on partial sums", []
+        if others or step.name == ATTENTION or atom in atoms([*step.reason.pinned, *step.contracted]):
+            return f"{where} needs all tokens", []
+        if step.name in RANDOM:
+            return f"{where} draws random numbers", []
+        # What is whole must be sliced on its way in, and every result must have the tokens as one dim
+        wanted = []
+        for tensor in [*step.inputs, *step.outputs]:
+            dims = self.record.dims_of(tensor)
+            own = [i for i, label in enumerate(dims) if contains(label, atom)]
+            is_output = any(tensor is t for t in step.outputs)
+            if is_output and id(tensor) not in shards and any(tensor is t for t in step.inputs):
+                return f"{where} writes shards into a whole tensor", []
+            if len(own) > 1 or (own and atom not in atoms(dims[own[0]])) or (is_output and not own):
+                return f"{where} has a result without the dim of tokens, or with several", []
+            if own and not is_output and id(tensor) not in shards and self.range_at(tensor, step.place) is None:
+                if len(atoms(dims[own[0]])) > 1:
+                    return f"{where} uses a whole tensor with tokens inside of a dim", []
+                wanted.append((tensor, own[0]))
+        return "", wanted
+
+    # ------------------------------------------------------------ boundaries
+
+    def scatter(self, tensor: Tensor, dim: int, step: Step) -> None:
+        """Slices a whole tensor at a boundary before an operator that uses shards with it, or bans the operator."""
+        if self.range_at(tensor, step.place) is not None:
+            return  # by an earlier operator's boundary
+        finder, place, atom = self.finder, step.place, self.steps[step.place]
+        once = finder.number_of_calls
+        found: list[tuple[ScatterKey, Call, bool]] = []
+        for call, path in finder.calls_with.get(id(tensor), ()):
+            kept = not any(t is tensor for _, t in call.outputs)
+            if call.module and once[call.module] == 1 and call.start <= place < call.stop and kept:
+                found.append(((call.module, "argument", path), call, True))
+        for call, path in reversed(finder.returned_by.get(id(tensor), ())):
+            is_sum = self.roles.get(call.module) in ("row", "vocab")
+            if call.module and once[call.module] == 1 and call.stop <= place and not is_sum:
+                here = ((call.module, "output", path), call, False)
+                local = all(use in self.steps for use in self.uses[id(tensor)] if use >= call.stop)
+                found.insert(0, here) if local else found.append(here)
+                break
+        for key, call, inside in found:
+            if key not in self.bans.scatters:
+                r = Range(tensor, atom, dim, Origin(scatter=key), call, inside)
+                self.scatters[key] = r
+                self.ranges.setdefault(id(tensor), []).append(r)
+                return
+        maker = self.record.maker.get(id(tensor))
+        what = "a parameter or input" if maker is None else f"the result of {maker.reason}"
+        self.bans.steps[place] = (
+            f"{step.reason} uses shards of tokens with {what}, and no boundary at which to slice that lies between"
+        )
+
+    def ban(self, r: Range, reason: str) -> bool:
+        self.bans.add(r.origin, reason)
+        if r.origin.scatter is not None:
+            self.scatters.pop(r.origin.scatter, None)
+        return False
+
+    def types(self, r: Range, places: Iterable[int], complete: bool = False) -> set[str]:
+        wanted = set(places)
+        found = {t for place, types in self.finder.used.get(id(r.tensor), ()) if place in wanted for t in types}
+        return found | ({"complete"} if complete else set())
+
+    def gather(self, r: Range) -> bool:
+        """Finds the boundaries at which a tensor becomes whole for the operators that need it; False: bans its origin,
+        for want of one."""
+        finder, id_ = self.finder, id(r.tensor)
+        places = [place for place in self.uses.get(id_, ()) if r.start <= place < r.stop]
+        whole = [place for place in places if place not in self.steps]
+        is_output = id_ in finder.outputs and r.stop == END
+        draws = [call for call in self.record.random_calls if id(call.masked) == id_ and r.has_index(call.index)]
+        draws = [draw for draw in draws if not self.may_draw(draw, r)]
+        # Nothing needs all tokens: done, unless a boundary slices a tensor that nothing uses
+        if not whole and not is_output and not draws:
+            return bool(places) or r.origin.step >= 0 or self.ban(r, "its tokens are not used")
+        why = self.why.get(whole[0], "") if whole else "the model returns it"
+        if draws:
+            why = f"{draws[0].name} in {draws[0].module} draws for several calls"
+        # No use is on shards. Slicing was of no use; a result is gathered once, where its module returns it
+        if len(whole) == len(places):
+            if r.origin.step < 0:
+                return self.ban(r, why if WHOLE in why else f"{WHOLE}: {why}")
+            call = self.returned_whole(r, whole, is_output)
+            if call is not None and all(draw.index >= call.last for draw in draws):
+                self.gathers.append(TokenGather(r, _kind(self.types(r, whole, is_output)), call, True))
+                return True
+        # A gather makes a copy: what is written to one does not reach the others
+        if draws or any(any(t is r.tensor for t in self.record.steps[place].outputs) for place in whole):
+            return self.ban(r, why if draws else f"{why}, and it is written in place")
+        found = []
+        # Else a module gathers its argument, in one collective for all uses inside of the module
+        while whole:
+            call = next((c for c, _ in finder.calls_with.get(id_, ()) if self.may_gather(r, c, whole[0], whole)), None)
+            if call is None:
+                why = self.why.get(whole[0], "")
+                return self.ban(r, why if NO_GATHER in why else why + NO_GATHER)
+            inside = [place for place in places if call.start <= place < call.stop]
+            found.append(TokenGather(r, _kind(self.types(r, inside)), call))
+            whole = [place for place in whole if place not in inside]
+        if is_output:
+            if not self.entered(r, END):
+                return self.ban(r, "the model returns it after other tokens have been sharded")
+            found.append(TokenGather(r, "gather"))
+        self.gathers += found
+        return True
+
+    def may_draw(self, one: RandomCall, r: Range) -> bool:
+        """Returns whether the mask that a call draws can be that of shards: a module has one plan for all its calls."""
+        same = all(
+            any(other.dim == r.dim and other.has_index(call.index) for other in self.ranges.get(id(call.masked), ()))
+            for call in self.record.random_calls
+            if call.module == one.module and self.finder.number_of_calls[one.module] > 1
+        )
+        return same and latest(self.events, one.place) is r.atom
+
+    def returned_whole(self, r: Range, whole: list[int], is_output: bool) -> Call | None:
+        """The call that made a tensor all of whose uses are whole ones after it."""
+        found = (
+            c
+            for c, _ in reversed(self.finder.returned_by.get(id(r.tensor), ()))
+            if not any(t is r.tensor for _, t in c.inputs)
+        )
+        call = next(found, None)
+        if call is None or not call.module or any(place < call.stop for place in whole):
+            return None
+        return call if self.finder.number_of_calls[call.module] == 1 and self.entered(r, call.stop) else None
+
+    def may_gather(self, r: Range, call: Call, at: int, whole: list[int]) -> bool:
+        if not call.module or not call.start <= at < call.stop or self.finder.number_of_calls[call.module] > 1:
+            return False
+        if r.entered is call or not r.has_call(call) or any(t is r.tensor for _, t in call.outputs):
+            return False
+        inside = [place for place in self.uses[id(r.tensor)] if call.start <= place < call.stop]
+        return set(inside) <= set(whole) and len(self.types(r, inside)) <= 1 and self.entered(r, call.start)
+
+    def entered(self, r: Range, place: int) -> bool:
+        """Returns whether the tokens sharded last before a boundary are the tensor's, so that their length is known."""
+        return latest(self.events, place) is r.atom
+
+    def has_sources_everywhere(self) -> bool:
+        """Returns whether every connected set of shards has a sum that is scattered; else bans the slices there, which
+        would only communicate."""
+        groups: dict[Range, Range] = {}
+
+        def root(r: Range) -> Range:
+            while groups.setdefault(r, r) is not r:
+                r = groups[r]
+            return r
+
+        for place in self.steps:
+            step = self.record.steps[place]
+            near = [self.range_at(t, place) for t in step.inputs]
+            near += [self.ranges[id(t)][-1] for t in step.outputs if id(t) in self.ranges]
+            first, *others = [r for r in near if r is not None]
+            for other in others:
+                groups[root(other)] = root(first)
+        fed = {root(r) for ranges in self.ranges.values() for r in ranges if r.origin.source}
+        alone = [r for r in self.scatters.values() if root(r) not in fed]
+        for r in alone:
+            self.ban(r, "no sum over ranks is scattered next to it")
+        return not alone
+
+
+def _kind(types: set[str]) -> str:
+    return "all_gather" if types == {PARTIAL} else "gather"

@@ -1,0 +1,1 @@
+"""Files of checkpoints: atomic and exclusive writes, checksums, reading."""

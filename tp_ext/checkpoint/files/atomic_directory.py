@@ -1,0 +1,114 @@
+"""Atomic replacement of a directory by a new one: a kill at any moment leaves one of the two complete.
+
+Only the process that holds the path's :class:`tp_ext.checkpoint.files.write_lock.WriteLock` may use it: then the
+writers of all directories that :func:`finish_interrupted_swap` removes have ended.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux, fcntl.h and linux/fs.h
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST)
+
+
+def staging_path(target: Path) -> Path:
+    """Returns a new name next to ``target``, under which the new directory is written before the swap."""
+    return _hidden_path(target, "saving")
+
+
+def backup_path(target: Path) -> Path:
+    """Returns the old directory's name during a swap, on file systems that cannot exchange two directories."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def finish_interrupted_swap(target: Path) -> None:
+    """Completes a swap that a kill interrupted: restores the old directory if ``target`` is missing, and removes
+    leftovers."""
+    backup = backup_path(target)
+    if backup.exists() and not target.exists():
+        backup.rename(target)
+    ours = re.compile(rf"\.{re.escape(target.name)}(\.[0-9a-f]{{8}})?\.(saving|removing|replaced)")
+    for name in os.listdir(target.parent):
+        if ours.fullmatch(name):
+            remove_directory(target.with_name(name), target)
+
+
+def swap_in(staging: Path, target: Path) -> None:
+    """Moves ``staging`` to ``target`` and removes the old directory. The new names are on disk when it returns.
+
+    The two are exchanged in one step (``renameat2``) where the file system supports it; else the old one is renamed to
+    ``backup_path(target)`` first, and for a moment nothing exists at ``target``.
+    """
+    sync_to_disk(staging)
+    old = None
+    if not _rename_to_free_path(staging, target):
+        if _exchange(staging, target):
+            old = staging
+        else:
+            old = backup_path(target)
+            remove_directory(old, target)
+            target.rename(old)
+            try:
+                staging.rename(target)
+            except OSError:
+                old.rename(target)
+                raise
+    sync_to_disk(target.parent)
+    if old is not None:
+        remove_directory(old, target)
+
+
+def remove_directory(path: Path, target: Path) -> None:
+    """Removes a directory next to ``target`` as far as possible: files that another host has open may stay a while.
+
+    It is renamed first, so that a partial directory is never found or moved to ``target``.
+    """
+    condemned = _hidden_path(target, "removing")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(condemned)
+        shutil.rmtree(condemned, ignore_errors=True)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Waits until the content of the file, or the names in the directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hidden_path(target: Path, purpose: str) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{purpose}")
+
+
+def _rename_to_free_path(staging: Path, target: Path) -> bool:
+    """Renames ``staging`` if nothing, or an empty directory, is at ``target``; returns whether it did."""
+    try:
+        staging.rename(target)
+    except OSError as error:
+        if error.errno in _OCCUPIED:
+            return False
+        raise
+    return True
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchanges two paths in one step; returns False if the system does not support it."""
+    # [Note: a new checkpoint is exchanged with the old one]
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(b))

@@ -1,0 +1,193 @@
+"""Base class of the self-attention layers: their input, its sequences and positions, masks, and attention of one rank's
+heads."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_ext import _ops
+from tp_ext._arguments import check_tensor
+from tp_ext.group import Group
+from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.nn.attention.rotary import RotaryEmbedding, packed_positions, sequence_lengths
+from tp_ext.nn.attention.scaled_dot_product import attention, dropout_by_index
+from tp_ext.nn.attention.token_cache import TokenCache
+from tp_ext.random import OwnRandomNumbers, draw_seed
+from tp_ext.random_scope import draws_by_name, sequence_seeds
+
+
+class SelfAttention(ParallelModule):
+    """Self-attention with sharded heads. A subclass computes q, k and v of its heads, and sets ``num_heads``,
+    ``first_head_local`` and ``num_heads_local``.
+
+    Args:
+        causal, rope, scale, sliding_window, softcap, dropout, exact_dropout: as :class:`tp_ext.ParallelAttention`.
+        options: of :class:`ParallelModule`.
+
+    Raises:
+        ValueError: ``dropout`` is no probability below 1; ``scale`` or ``softcap`` is not positive.
+    """
+
+    num_heads: int
+    first_head_local: int
+    num_heads_local: int
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        causal: bool,
+        rope: RotaryEmbedding | None,
+        scale: float | None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        dropout: float,
+        exact_dropout: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(group, **options)
+        check_flags(causal=causal)
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout: {dropout!r} must be a probability, in [0, 1)")
+        for name, value in (("scale", scale), ("softcap", softcap)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ValueError(f"{name}: {value!r} must be a positive finite number, or None")
+        if sliding_window is not None:
+            check_positive(sliding_window=sliding_window)
+        self.causal, self.rope = causal, rope
+        self.scale, self.sliding_window, self.softcap = scale, sliding_window, softcap
+        self.dropout, self.exact_dropout = dropout, exact_dropout
+
+    def _sequences(
+        self,
+        x: Tensor,
+        batch_size: int | None,
+        cu_seqlens: Tensor | Sequence[int] | None,
+        total_tokens: int | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
+    ) -> tuple[int, int, list[int] | None]:
+        """Returns the number of sequences and their length, and for packed ones the lengths: all checks of the input
+        that need no cache."""
+        self._check_layout(x, batch_size, cu_seqlens)
+        tokens = self._tokens(x, total_tokens)
+        lengths = None if cu_seqlens is None else sequence_lengths(cu_seqlens, tokens)
+        if batch_size is not None and tokens % batch_size:
+            raise ValueError(f"batch_size: {batch_size} must divide the number of tokens, {tokens}")
+        batch, seq = x.shape[:2] if x.dim() == 3 else (batch_size or 1, tokens // (batch_size or 1))
+        if cos_sin is not None:
+            self._check_tables(cos_sin[0], tokens if lengths is not None else seq, tokens)
+        return batch, seq, lengths
+
+    def _tokens(self, x: Tensor, total_tokens: int | None) -> int:
+        """Returns the number of tokens of all ranks together."""
+        if not self.sequence_parallel:
+            return x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
+        sizes = self.token_sizes(total_tokens, x)
+        return x.shape[0] * self.tp_group.size if sizes is None else sum(sizes)
+
+    def _check_layout(self, x: Tensor, batch_size: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> None:
+        check_tensor(x=x)
+        given = (batch_size is not None) + (cu_seqlens is not None)
+        if x.dim() == 3 and given == 0 and not self.sequence_parallel:
+            return
+        if x.dim() != 2 or given != 1:
+            local, whole = "[tokens_local, hidden] under sequence_parallel", "[batch, seq, hidden], or [tokens, hidden]"
+            allowed = local if self.sequence_parallel else whole
+            raise ValueError(
+                f"x: shape {tuple(x.shape)} must be {allowed}, the 2-D one with exactly one of batch_size = "
+                f"{batch_size} and cu_seqlens = {cu_seqlens}"
+            )
+        if batch_size is not None:
+            check_positive(batch_size=batch_size)
+
+    def _check_tables(self, cos: Tensor, seq: int, tokens: int) -> None:
+        if self.rope is None:
+            raise ValueError("cos_sin: must not be given to a layer without rope")
+        if cos.shape[0] not in (seq, tokens):
+            raise ValueError(f"cos_sin: {cos.shape[0]} rows must be one for each of {seq} positions or {tokens} tokens")
+
+    def _check_mask(self, mask: Tensor, batch: int, seq: int, lengths: list[int] | None, keys: int) -> None:
+        if lengths is not None:
+            raise ValueError("attn_mask: must not be combined with cu_seqlens; pad the sequences, and mask the padding")
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            what = f"dtype {mask.dtype}" if isinstance(mask, Tensor) else repr(mask)
+            raise TypeError(
+                f"attn_mask: {what} must be a tensor, bool (True: may attend) or floating (added to scores)"
+            )
+        full = (batch, self.num_heads, seq, keys)
+        if mask.dim() > 4 or any(n not in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False)):
+            raise ValueError(
+                f"attn_mask: shape {tuple(mask.shape)} must be broadcastable to [batch, num_heads (of all ranks), "
+                f"queries, keys] = {list(full)}"
+            )
+
+    def _mask_local(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the mask of this rank's heads, 4-D, bool or of ``dtype``."""
+        if mask.requires_grad:
+            mask = _ops.copy_to_region(mask, self.tp_group.name)
+        mask = mask[(None,) * (4 - mask.dim())]
+        if mask.shape[1] > 1:
+            mask = mask.narrow(1, self.first_head_local, self.num_heads_local)
+        return mask if mask.dtype == torch.bool else mask.to(dtype)
+
+    def _check_cached_call(self, lengths: list[int] | None) -> None:
+        """Raises a ValueError if this layer must not attend to a cache."""
+        if lengths is not None:
+            raise ValueError("cache: must not be combined with cu_seqlens; pad prompts on the left: reset(padding=)")
+        if not self.causal:
+            raise ValueError("cache: causal=False must not be combined with it: what is cached would see later tokens")
+        if self.rope is not None and self.rope.scaling is not None and self.rope.scaling.dynamic:
+            raise ValueError(
+                "cache: must not be combined with dynamic RoPE scaling, which rotates earlier keys anew when the text "
+                "grows; use rope_type 'ntk' with the factor of the longest text"
+            )
+        if self.training and self.dropout:
+            raise ValueError(f"cache: must not be combined with dropout = {self.dropout} in training mode; call eval()")
+
+    @staticmethod
+    def _tables(
+        rope: RotaryEmbedding, rows: Tensor, seq: int, lengths: list[int] | None, cache: TokenCache | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns cosine and sine, a row per position, and each token's row if positions differ between sequences."""
+        positions = None
+        if lengths is not None:
+            seq, positions = max(lengths), packed_positions(lengths, rows.device)
+        places = torch.arange(seq, device=rows.device) if cache is None else cache.positions(seq).flatten()
+        return *rope.cos_sin(places, rows.dtype, length=seq), positions
+
+    def _mask_seeds(self, q: Tensor, lengths: Sequence[int] | None, unit: int = 1, exact: bool = False) -> Any:
+        """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None."""
+        starts = [0] if lengths is None else [0, *accumulate(lengths)][:-1]
+        exact = exact or self.exact_dropout or self.softcap is not None
+        if not (self.training and self.dropout and exact) or not starts:
+            return [None] * len(starts)
+        if not draws_by_name(self, q.device):
+            return [None] * len(starts)
+        return sequence_seeds(self, q, starts, unit if lengths is None else 0)
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+        """Computes attention within each packed sequence: q, k, v ``[tokens, heads_local, ..]`` -> ``[tokens, ..]``."""
+        seeds = self._mask_seeds(q, lengths)
+        sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), seeds, strict=True)
+        return torch.cat([self._attend(a[None], b[None], c[None], None, seed)[0] for a, b, c, seed in sequences])
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seed: Any = None) -> Tensor:
+        """Computes attention of q, k, v ``[batch, seq, heads_local, head_dim]`` -> ``[.., heads_local, v_dim]``."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        options = (mask, self.causal, self.scale, self.sliding_window, self.softcap)
+        if dropout and (self.exact_dropout or self.softcap is not None):
+            heads = self.num_heads, self.first_head_local
+            seed = draw_seed(q.device) if seed is None else seed
+            y = attention(q, k, v, *options, drop=lambda w: dropout_by_index(w, seed, dropout, *heads))
+        elif dropout:
+            with OwnRandomNumbers(self.tp_group.rank, q.device):
+                y = attention(q, k, v, *options, dropout=dropout)
+        else:
+            y = attention(q, k, v, *options)
+        return y.transpose(1, 2)

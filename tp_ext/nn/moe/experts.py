@@ -1,0 +1,148 @@
+"""The experts of an expert layer: feed-forward blocks of one shape, their weights stacked, sharded over two groups."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_ext import _ops
+from tp_ext.group import Group, ParallelGroup, parallel_group
+from tp_ext.mesh import GRADIENT_REDUCTIONS
+from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS
+from tp_ext.nn.moe.expert_gradients import AddedOnce, ScaledGradient
+from tp_ext.nn.parallel_linear import main_grad_of
+from tp_ext.random import Init, torch_linear_init
+from tp_ext.sharding import Layout, Sharding, split_sizes
+
+
+class ParallelExperts(ParallelModule):
+    """Feed-forward blocks y = act(x W_up,e^T + b_up,e) W_down,e^T + b_down,e, of which each row of x has one, e.
+
+    Gated: y = (act(x W_gate,e^T) * (x W_up,e^T)) W_down,e^T, with biases as :class:`ParallelMLP`. The experts are
+    sharded over ``expert_group`` as by ``torch.tensor_split``, the ffn features of each over ``group``.
+
+    Shapes: x ``[rows, hidden]``, in the order of this rank's experts -> y the same, partial sums over ``group``.
+    ``up_weight`` ``[experts_local, ffn_local, hidden]``, gated ``[experts_local, 2 ffn_local, hidden]`` (gate | up);
+    ``down_weight`` ``[experts_local, hidden, ffn_local]``; with bias ``up_bias`` ``[experts_local, ffn_local]`` and
+    ``down_bias`` ``[experts_local, hidden]``, which the first rank of ``group`` adds.
+
+    Communicates nothing. The gradient of an expert without rows is zero.
+
+    Args:
+        gradient_reduction: how data parallelism combines the gradients of the ranks of ``expert_group`` for the
+            parameters that they share. An expert's gradient is here the sum over those ranks, whose tokens it saw;
+            with ``"mean"`` it is divided by their number, so that it is the mean like all the others.
+        grad_accumulation_fusion: backward adds the gradients of both weights to their ``main_grad``, as
+            :class:`tp_ext.ColumnParallelLinear`; those of experts without rows are left as they are.
+        others: as :class:`tp_ext.ParallelMoE`.
+    """
+
+    output_is_partial = True
+    expert_group: ParallelGroup
+    up_bias: torch.nn.Parameter | None
+    down_bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        expert_group: Group = None,
+        group: Group,
+        gradient_reduction: str = "mean",
+        grad_accumulation_fusion: bool = False,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_experts=num_experts)
+        check_flags(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
+        self.grad_accumulation_fusion = grad_accumulation_fusion
+        if activation not in ACTIVATIONS + GATED_ACTIVATIONS:
+            raise ValueError(f"activation: {activation!r} must be one of {ACTIVATIONS + GATED_ACTIVATIONS}")
+        if gradient_reduction not in GRADIENT_REDUCTIONS:
+            raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+        self.expert_group = parallel_group(expert_group)
+        ep = self.expert_group
+        if num_experts < ep.size:
+            raise ValueError(f"num_experts: {num_experts} must be at least the {ep.size} ranks of expert_group")
+        self.num_experts, self.activation, self.gated = num_experts, activation, activation in GATED_ACTIVATIONS
+        self.expert_counts = split_sizes(num_experts, ep.size)
+        self.gradient_scale = 1 / ep.size if gradient_reduction == "mean" else 1.0
+        parts = (ffn_hidden_size,) * (2 if self.gated else 1)
+        experts, features = (Sharding(0, (num_experts,)), ep), self.tp_group
+        up, down = torch_linear_init(hidden_size), torch_linear_init(ffn_hidden_size)
+
+        def add(name: str, shape: tuple[int, ...], default: Init, *sharded: Any) -> None:
+            layout = Layout(experts, *sharded)
+            chosen = init if init is not None and name.endswith("weight") else default
+            self.add_parameter(name, (num_experts, *shape), chosen, sharding=layout, device=device, dtype=dtype)
+
+        add("up_weight", (sum(parts), hidden_size), up, (Sharding(1, parts), features))
+        add("down_weight", (hidden_size, ffn_hidden_size), down, (Sharding(2, (ffn_hidden_size,)), features))
+        if bias:
+            add("up_bias", (sum(parts),), up, (Sharding(1, parts), features))
+            add("down_bias", (hidden_size,), down)
+        else:
+            self.register_parameter("up_bias", None)
+            self.register_parameter("down_bias", None)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Computes y of the rows of this rank's experts, ``counts[e]`` consecutive ones for each.
+
+        Raises:
+            ValueError: a parameter is not of the shape of this rank's shard.
+        """
+        try:
+            return self._of_rows(x, counts)
+        except (RuntimeError, ValueError):
+            self._check_shapes()  # names the parameter that does not fit, if it is one
+            raise
+
+    def _of_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        up_bias, down_bias = self._bias("up_bias"), self._bias("down_bias")
+        if up_bias is not None and not up_bias.size(0) == down_bias.size(0) == len(counts):
+            self._check_shapes()  # rows of all experts would be taken for those of this rank's
+        activate = _ops.gated_act if self.gated else _ops.bias_act
+        h = self._linear(x, "up_weight", counts)
+        of_row = _experts_of_rows(counts, x.device) if up_bias is not None else None
+        if up_bias is not None:
+            h = h + up_bias[of_row].to(h.dtype)
+        y = self._linear(activate(h, None, self.activation), "down_weight", counts)
+        if down_bias is not None:
+            y = AddedOnce.apply(y, down_bias[of_row].to(y.dtype), self.tp_group.rank == 0)
+        return y
+
+    def _check_shapes(self) -> None:
+        for name in self.tp_layouts:
+            shape, own = self.parameter(name).shape, self.local_shape(name)
+            if shape != own:
+                raise ValueError(f"{name}: shape {tuple(shape)} must be {tuple(own)}, this rank's shard")
+
+    def _linear(self, x: Tensor, name: str, counts: Sequence[int]) -> Tensor:
+        weight = self.parameter(name)
+        main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
+        return _ops.grouped_linear(x, weight, counts, main_grad, self.gradient_scale)
+
+    def _bias(self, name: str) -> Any:
+        value = self.parameter(name)
+        if value is None or self.gradient_scale == 1 or not (torch.is_grad_enabled() and value.requires_grad):
+            return value
+        return ScaledGradient.apply(value, self.gradient_scale)
+
+    def extra_repr(self) -> str:
+        ep = self.expert_group
+        return f"num_experts={self.num_experts}, ep={ep.size}, ep_rank={ep.rank}, {self.parallel_repr()}"
+
+
+def _experts_of_rows(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Returns the expert of each row."""
+    return torch.arange(len(counts), device=device).repeat_interleave(
+        torch.tensor(counts, device=device), output_size=sum(counts)
+    )

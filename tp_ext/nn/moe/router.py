@@ -1,0 +1,300 @@
+"""The router of an expert layer: scores of the experts for each token, the top k of them with weights, and losses that
+balance the experts.
+
+Letters of shapes: T tokens of this rank, E experts, K the choices of a token, G groups of experts, S sequences.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tp_ext._arguments import check_numbers
+from tp_ext.group import Group
+from tp_ext.mesh import GRADIENT_REDUCTIONS
+from tp_ext.model.data_ranks import DataRanks, sum_of_constants
+from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.nn.moe.expert_gradients import SumWithGradient
+from tp_ext.random import Init, torch_linear_init
+
+SCORES = ("softmax", "sigmoid")
+BALANCE_OVER = ("batch", "sequence")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The rule by which tokens choose experts. With logits l = x W^T of a token, in fp32 (fp64 of an fp64 layer):
+
+    ::
+
+        s = softmax(l) or sigmoid(l)               scores
+        I = the top_k experts of largest s + b     b: correction bias, 0 without it
+        w_i = scaling * s_i / sum of s over I      for i in I; without normalize w_i = scaling * s_i
+
+    Of equal s + b the expert with the lower index comes first. With ``num_groups`` > 1 the experts are that many
+    consecutive groups of equal size; a token chooses among those of its ``top_groups`` groups whose two largest s + b
+    have the largest sum (DeepSeek-AI, "DeepSeek-V3", arXiv:2412.19437, section 2.1.2). Mixtral and Qwen3-MoE are the
+    defaults; DeepSeek-V3 is ``RouterConfig("sigmoid", scaling=2.5, num_groups=8, top_groups=4, correction_bias=True)``.
+
+    The losses, with P_te = s_te / sum over e of s_te, T tokens, E experts, and f_e the share of the T top_k choices
+    that fell on e, a number without gradient:
+
+    ::
+
+        balance = E * sum over e of f_e * mean over t of P_te     (Fedus et al., "Switch", arXiv:2101.03961, eq. 4)
+        z       = mean over t of logsumexp(l_t)^2                 (Zoph et al., "ST-MoE", arXiv:2202.08906, eq. 5)
+
+    T tokens are those of the batch on all data ranks, f_e and the mean being global, not means of the ranks' losses;
+    with ``balance_over="sequence"`` the balance loss is that of each sequence, and their mean is taken (DeepSeek-V3,
+    eq. 17). It is 1 for experts that are used equally. ``load_balancing_loss_func`` of transformers is top_k times it.
+
+    Attributes:
+        scores: ``"softmax"`` or ``"sigmoid"``.
+        normalize: weights of a token sum to ``scaling``.
+        scaling: factor of the weights.
+        num_groups, top_groups: groups of experts, and of how many of them a token chooses.
+        correction_bias: adds the buffer ``e_score_correction_bias`` to the scores for the choice alone; it is not
+            trained by gradient but by :meth:`Router.update_correction_bias`.
+        balance_loss, z_loss: coefficients of the losses; a loss with coefficient 0 is not computed.
+        balance_over: ``"batch"`` or ``"sequence"``.
+
+    Raises:
+        ValueError: a name that is none of those, a number out of its range.
+    """
+
+    scores: str = "softmax"
+    normalize: bool = True
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    correction_bias: bool = False
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    balance_over: str = "batch"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("scores", SCORES), ("balance_over", BALANCE_OVER)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: {getattr(self, name)!r} must be one of {allowed}")
+        check_flags(normalize=self.normalize, correction_bias=self.correction_bias)
+        check_positive(num_groups=self.num_groups, top_groups=self.top_groups)
+        for name in ("scaling", "balance_loss", "z_loss"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+                raise ValueError(f"{name}: {value!r} must be a number of at least 0")
+        if self.top_groups > self.num_groups:
+            raise ValueError(f"top_groups: {self.top_groups} must be at most num_groups = {self.num_groups}")
+
+
+class RouterLosses(NamedTuple):
+    """The losses of a router, 0-d, the same on all ranks.
+
+    Attributes:
+        total: the sum of the losses times their coefficients, to be added to the loss of the model.
+        balance, z: the losses themselves, without gradient; None if the coefficient is 0.
+    """
+
+    total: Tensor
+    balance: Tensor | None
+    z: Tensor | None
+
+
+class Routed(NamedTuple):
+    """The choices of the tokens.
+
+    Attributes:
+        experts: ``[tokens, top_k]``, int64, in order of s + b.
+        weights: ``[tokens, top_k]``.
+        losses: None if all coefficients are 0.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    losses: RouterLosses | None
+
+
+class Router(ParallelModule):
+    """Chooses ``top_k`` of ``num_experts`` experts for each token, by a :class:`RouterConfig`.
+
+    Shapes: x ``[tokens, hidden]`` -> :class:`Routed`. ``weight`` ``[num_experts, hidden]``, replicated over all ranks.
+
+    Communicates: with a loss, one all-reduce of 2 num_experts + 2 numbers over each axis of the data ranks, forward
+    (``balance_over="sequence"``: of a few numbers). SP: also over ``group``, and backward sums the gradient of
+    ``weight`` over it.
+
+    Attributes:
+        tokens_per_expert: ``[num_experts]``, int64, this rank's choices in training forwards since the last
+            :meth:`update_correction_bias`. No buffer, since it differs on ranks and DDP broadcasts buffers. A
+            recomputed forward counts once more.
+    """
+
+    weight: torch.nn.Parameter
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        config: RouterConfig,
+        *,
+        group: Group,
+        data_ranks: DataRanks,
+        gradient_reduction: str = "mean",
+        sequence_parallel: bool = False,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, sequence_parallel=sequence_parallel)
+        check_positive(hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
+        if not isinstance(config, RouterConfig):
+            raise TypeError(f"router: {config!r} must be a RouterConfig")
+        if gradient_reduction not in GRADIENT_REDUCTIONS:
+            raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+        if num_experts % config.num_groups:
+            raise ValueError(f"num_groups: {config.num_groups} must divide num_experts = {num_experts}")
+        choices = num_experts // config.num_groups * config.top_groups
+        if top_k > choices:
+            raise ValueError(f"top_k: {top_k} must be at most the {choices} experts that a token chooses from")
+        self.num_experts, self.top_k, self.config = num_experts, top_k, config
+        self.data_ranks, self.gradient_reduction = data_ranks, gradient_reduction
+        init = torch_linear_init(hidden_size) if init is None else init
+        self.add_parameter("weight", (num_experts, hidden_size), init, device=device, dtype=dtype)
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if config.correction_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def forward(self, x: Tensor, sequences: int = 1, first_token: int = 0, total_tokens: int | None = None) -> Routed:
+        """Routes tokens.
+
+        Args:
+            x: ``[tokens, hidden]``.
+            sequences: the number of sequences, of equal length, for ``balance_over="sequence"``.
+            first_token, total_tokens: under SP, the index of this rank's first token, and the number of all.
+        """
+        config = self.config
+        with torch.autocast(x.device.type, enabled=False):
+            wide = torch.promote_types(x.dtype, torch.float32)
+            logits = F.linear(x.to(wide), self.parameter("weight").to(wide))  # [T, E]
+            scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
+            experts = self._choose(scores.detach())  # [T, K]
+            weights = scores.gather(-1, experts)  # [T, K]
+            if config.normalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            if config.scaling != 1:
+                weights = weights * config.scaling
+            if self.training:
+                self.tokens_per_expert = self.tokens_per_expert.to(x.device) + self._count(experts)
+            losses = None
+            if config.balance_loss or config.z_loss:
+                total_tokens = x.shape[0] if total_tokens is None else total_tokens
+                losses = self._losses(logits, scores, experts, sequences, first_token, total_tokens)
+        return Routed(experts, weights, losses)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Returns the chosen experts; by a stable sort, since ties must not depend on other tokens or the device."""
+        config, choice = self.config, scores
+        if self.e_score_correction_bias is not None:
+            choice = choice + self.e_score_correction_bias.to(scores.dtype)
+        if config.top_groups < config.num_groups:
+            grouped = choice.unflatten(-1, (config.num_groups, -1))  # [T, G, E / G]
+            largest = grouped.sort(-1, descending=True).values[..., :2].sum(-1)  # [T, G]
+            best = largest.sort(dim=-1, descending=True, stable=True).indices[..., : config.top_groups]
+            allowed = torch.zeros_like(largest, dtype=torch.bool).scatter_(-1, best, True)
+            choice = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
+        return choice.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k].contiguous()
+
+    def _count(self, experts: Tensor) -> Tensor:
+        """Returns the number of choices of each expert; integers, which may be added in any order."""
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=experts.device)
+        return counts.scatter_add(0, experts.flatten(), torch.ones_like(experts.flatten()))
+
+    def _losses(
+        self, logits: Tensor, scores: Tensor, experts: Tensor, sequences: int, first_token: int, tokens: int
+    ) -> RouterLosses:
+        """Computes the losses in fp64. Each is a sum over tokens with coefficients that are known to all ranks; a rank
+        differentiates its own terms."""
+        config, n = self.config, self.num_experts
+        own = scores.new_zeros(2, dtype=torch.float64)
+        probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+        squares = logits.logsumexp(-1).double().square().sum() if config.z_loss else own[1]
+        if config.balance_over == "sequence" and config.balance_loss:
+            length = tokens // sequences  # of this rank's part of each, under context parallelism
+            index = (first_token + torch.arange(experts.shape[0], device=experts.device)) // max(length, 1)
+            slots = (index[:, None] * n + experts).flatten()  # [T K], in [0, S E)
+            counts = own.new_zeros(sequences * n).scatter_add(0, slots, torch.ones_like(slots, dtype=own.dtype))
+            counts = torch.cat([self._over_tp(counts), own[:1] + length])
+            counts = self.data_ranks.sum_over_context(counts)
+            whole = counts[-1].clamp(min=1)
+            share = counts[:-1].view(sequences, n) / (whole * self.top_k)  # [S, E]
+            balance = n / whole * (probability.double() * share[index]).sum()
+            first = self.data_ranks.context.rank == 0 and (self.tp_group.rank == 0 or not self.sequence_parallel)
+            sequences_here = sequences if first else 0
+            here = [balance.detach(), squares.detach(), own[0] + experts.shape[0], own[0] + sequences_here]
+            known = self._over_all(torch.stack(here))
+            everyone, balances = known[2].clamp(min=1), known[3]
+            return self._combined(balance / balances, squares / everyone, known[0] / balances, known[1] / everyone)
+        sums = probability.double().sum(0)  # [E]
+        counted = self._count(experts).double()  # [E]
+        tokens_here = own[:1] + experts.shape[0]
+        known = self._over_all(torch.cat([counted, sums.detach(), squares.detach()[None], tokens_here]))
+        everyone = known[-1].clamp(min=1)
+        factor = n / self.top_k / everyone.square() * known[:n]
+        return self._combined(
+            (factor * sums).sum(), squares / everyone, (factor * known[n : 2 * n]).sum(), known[-2] / everyone
+        )
+
+    def _combined(self, balance: Tensor, z: Tensor, balance_value: Tensor, z_value: Tensor) -> RouterLosses:
+        """Returns the losses of these values whose gradients are those of this rank's terms."""
+        config = self.config
+        ranks = self.data_ranks.size if self.gradient_reduction == "mean" else 1
+        own = ranks * (config.balance_loss * balance + config.z_loss * z)
+        value = config.balance_loss * balance_value + config.z_loss * z_value
+        tokens = self.tp_group.name if self.sequence_parallel else ""
+        total = SumWithGradient.apply(value, own, tokens).to(torch.promote_types(self.weight.dtype, torch.float32))
+        return RouterLosses(
+            total,
+            balance_value.detach() if config.balance_loss else None,
+            z_value.detach() if config.z_loss else None,
+        )
+
+    def _over_tp(self, x: Tensor) -> Tensor:
+        """Returns the sum over the ranks that have other tokens of the same sequences; without a gradient."""
+        return sum_of_constants(x, self.tp_group) if self.sequence_parallel else x
+
+    def _over_all(self, x: Tensor) -> Tensor:
+        return self.data_ranks.sum(self._over_tp(x))
+
+    @torch.no_grad()
+    def update_correction_bias(self, rate: float) -> None:
+        """Adds ``rate`` to the bias of experts that had fewer choices than the mean since the last update, and
+        subtracts it from that of experts that had more (Wang et al., "Auxiliary-loss-free load balancing",
+        arXiv:2408.15664, algorithm 1). To be called after each optimizer step, by all ranks.
+
+        Communicates: one all-reduce of num_experts numbers over each axis of the data ranks; under SP over ``group``.
+
+        Raises:
+            ValueError: the router has no correction bias; ``rate`` is not finite. TypeError: it is no number.
+        """
+        check_numbers(rate=rate)
+        if self.e_score_correction_bias is None:
+            raise ValueError("update_correction_bias: the router must have RouterConfig(correction_bias=True)")
+        counts = self._over_all(self.tokens_per_expert.to(self.e_score_correction_bias.device).double())
+        self.e_score_correction_bias += rate * (counts.mean() - counts).sign().to(self.e_score_correction_bias.dtype)
+        self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves or casts the layer; the correction bias stays in fp32: a step of 0.001 is less than half precision
+        resolves."""
+        wide = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if wide is not None and (moved := self.e_score_correction_bias) is not None and moved.itemsize < wide.itemsize:
+            self.e_score_correction_bias = wide.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, top_k={self.top_k}, {self.config}"

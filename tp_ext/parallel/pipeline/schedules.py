@@ -1,0 +1,202 @@
+"""The schedules of torch.distributed.pipelining: which stages each rank has, and what cannot be combined with them."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
+
+from tp_ext.model.names import reset_parameters
+from tp_ext.parallel.pipeline.parts import compiled_modules
+
+OLDEST_TORCH = (2, 15)
+
+
+class Schedule(NamedTuple):
+    """A schedule of torch.
+
+    Attributes:
+        name: its name for :func:`tp_ext.parallel.pipeline_stages`; that of torch's class without "Schedule".
+        looped: whether a rank may have several stages.
+        v: whether a rank has one stage of the first half and its mirror image, in a V; always two.
+        splits: whether it computes the gradients of weights apart from those of activations.
+        rounds: whether the microbatches must be a multiple of the number of rounds.
+        at_least_stages: whether it needs at least one microbatch per stage.
+    """
+
+    name: str
+    looped: bool = False
+    v: bool = False
+    splits: bool = False
+    rounds: bool = False
+    at_least_stages: bool = False
+
+    @property
+    def torch_class(self) -> type[Any]:
+        found: type[Any] = getattr(schedules, f"Schedule{self.name}")
+        return found
+
+    def bubble(self, ranks: int, microbatches: int, per_rank: int) -> float | None:
+        """Returns the idle share for stages of equal cost, (p - 1) / (m v + p - 1); None if the gradients of weights
+        fill idle time, for which there is no such formula."""
+        return None if self.splits else (ranks - 1) / (microbatches * per_rank + ranks - 1)
+
+    def stages_of(self, rank: int, ranks: int, per_rank: int) -> list[int]:
+        """Returns the stages of a rank."""
+        if self.v:
+            return [rank, 2 * ranks - 1 - rank]
+        return list(range(rank, ranks * per_rank, ranks))
+
+
+SCHEDULES = {
+    one.name: one
+    for one in (
+        Schedule("GPipe"),
+        Schedule("1F1B", at_least_stages=True),
+        Schedule("LoopedBFS", looped=True),
+        Schedule("Interleaved1F1B", looped=True, rounds=True),
+        Schedule("InterleavedZeroBubble", looped=True, rounds=True, splits=True),
+        Schedule("ZBVZeroBubble", v=True, splits=True),
+        Schedule("DualPipeV", v=True, splits=True, at_least_stages=True),
+    )
+}
+
+
+def check_schedule(name: object) -> None:
+    """Raises TypeError if ``name`` is no string, ValueError if no schedule has it."""
+    if not isinstance(name, str):
+        raise TypeError(f"schedule: {name!r} must be a name, one of {list(SCHEDULES)}")
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule: {name!r} must be one of {list(SCHEDULES)}")
+
+
+def known_schedule(name: str) -> Schedule:
+    """Returns the schedule of a name.
+
+    Raises:
+        TypeError, ValueError: see :func:`check_schedule`. RuntimeError: a torch that lacks what the stages need.
+    """
+    check_schedule(name)
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release < OLDEST_TORCH:
+        raise RuntimeError(
+            f"torch: {torch.__version__} must be at least 2.15 for pipeline_stages; older ones have no forward context "
+            "of a stage, and their backward in halves computes shared nodes twice"
+        )
+    return SCHEDULES[name]
+
+
+def number_of_stages_per_rank(schedule: Schedule, given: int | None) -> int:
+    """Returns the number of stages of each rank.
+
+    Raises:
+        ValueError: not the number that the schedule has.
+    """
+    fixed = 2 if schedule.v else None if schedule.looped else 1
+    if given is None:
+        return fixed or 2
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1 or (fixed is not None and given != fixed):
+        rule = f"{fixed} with {schedule.name}" if fixed else "a positive integer"
+        raise ValueError(f"stages_per_rank: {given!r} must be {rule}")
+    return given
+
+
+def check_microbatches(schedule: Schedule, microbatches: int, ranks: int, stages: int) -> None:
+    """Raises ValueError if the schedule cannot run this number of microbatches."""
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ValueError(f"microbatches: {microbatches!r} must be a positive integer")
+    if schedule.at_least_stages and microbatches < stages:
+        raise ValueError(
+            f"microbatches: {microbatches} must be at least the number of stages, {stages}, with {schedule.name}"
+        )
+    if schedule.rounds and microbatches % max(1, microbatches // ranks):
+        raise ValueError(
+            f"microbatches: {microbatches} must be a multiple of {microbatches // ranks}, the number of rounds of "
+            f"{schedule.name} over {ranks} ranks; multiples of {ranks} are"
+        )
+
+
+def check_model(schedule: Schedule, model: nn.Module, parts: Sequence[nn.Module], init: Any) -> None:
+    """Raises ValueError if parts of the model cannot be in a stage, or not under a schedule that splits the
+    backward.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            "model: must not be sharded by fully_shard yet; pass fsdp=, which keeps the parameters after forward, "
+            "since resharding them loses gradients under schedules that split the backward"
+        )
+    check_meta(parts, init)
+    if not schedule.splits:
+        return
+    refuse = functools.partial(_refuse, schedule)
+    for part in parts:
+        if compiled := compiled_modules(part):
+            refuse(f"{compiled[0]!r} is compiled", "compiled code cannot run its backward in halves")
+        for name, module in part.named_modules():
+            if isinstance(module, CheckpointWrapper) or _is_checkpointed(module):
+                refuse_recomputation(schedule, name or type(module).__name__)
+    check_hooks(schedule, parts)
+
+
+def check_hooks(schedule: Schedule, parts: Sequence[nn.Module]) -> None:
+    """Raises ValueError if a parameter has a hook that a schedule that splits the backward would not call."""
+    if not schedule.splits:
+        return
+    for part in parts:
+        for name, param in part.named_parameters():
+            if getattr(param, "_post_accumulate_grad_hooks", None):
+                _refuse(
+                    schedule,
+                    f"the parameter {name!r} has a post-accumulate-grad hook (as for main_grad, or an optimizer in "
+                    "backward)",
+                    "the gradients of weights are not accumulated by autograd there, so it would not be called; layers "
+                    "with grad_accumulation_fusion need no hook",
+                )
+
+
+def refuse_recomputation(schedule: Schedule, where: str) -> None:
+    """Raises the error of recomputation under a schedule that splits the backward."""
+    _refuse(
+        schedule,
+        f"{where!r} recomputes its activations (torch.utils.checkpoint)",
+        "each half of a backward would recompute them, the second once for each group of weights",
+    )
+
+
+def check_meta(parts: Sequence[nn.Module], init: Any) -> None:
+    """Raises ValueError if a tensor on meta would not get its value: from ``init``, or where that is None or
+    :func:`tp_ext.reset_parameters` from ``reset_parameters()`` of its module.
+    """
+    params = {param.is_meta for part in parts for param in part.parameters()}
+    if len(params) > 1:
+        raise ValueError("model: its parameters must be all on meta or none of them")
+    # A function of the user's may initialise any module: nothing can be checked
+    own_init = init is not None and init is not reset_parameters
+    for module in {id(module): module for part in parts for module in part.modules()}.values():
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        on_meta = [name for name, tensor in tensors if tensor is not None and tensor.is_meta]
+        if on_meta and False in params:
+            raise ValueError(
+                f"model: the buffer {on_meta[0]!r} of {type(module).__name__} must not be on meta, since the "
+                "parameters are not"
+            )
+        resets = ["reset_parameters"] if init is None else ["reset_parameters", "_reset_parameters"]
+        if on_meta and not own_init and not any(callable(getattr(module, name, None)) for name in resets):
+            raise ValueError(
+                f"init: must be {'given' if init is None else 'a function of your own'} for a model on meta in which "
+                f"{type(module).__name__} has parameters or buffers, but no reset_parameters()"
+            )
+
+
+def _refuse(schedule: Schedule, what: str, why: str) -> None:
+    raise ValueError(f"model: {what}, and must not with {schedule.name}, which splits the backward: {why}")
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Returns whether torch.distributed._composable.checkpoint was applied to the module."""
+    return "checkpoint" in (_get_registry(module) or {})

@@ -1,0 +1,373 @@
+"""Pipelines: the stages of a model over the ranks of a pipeline, under a schedule of torch.distributed.pipelining."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
+from tp_ext.model.coalesce import uncoalesce_gradients
+from tp_ext.model.fqn import layouts
+from tp_ext.model.names import name_modules, reset_parameters
+from tp_ext.parallel.average_gradients import expert_modules
+from tp_ext.parallel.pipeline.clock import Clock, TimedStage
+from tp_ext.parallel.pipeline.parts import ModelParts, PipelinePart, elements, keywords_of, parts_of
+from tp_ext.parallel.pipeline.schedules import (
+    check_meta,
+    check_microbatches,
+    check_model,
+    known_schedule,
+    number_of_stages_per_rank,
+)
+from tp_ext.parallel.pipeline.shapes import Precision, ShapeModel
+from tp_ext.parallel.pipeline.split import Split, split_blocks
+from tp_ext.parallel.pipeline.steps import PipelineSetup, PipelineSteps
+from tp_ext.parallel.pipeline.tied import TiedWeights, find_tied, retied
+from tp_ext.parallel.run_checks import check_model_is_new, note_parallelized
+from tp_ext.parallel.step_loss import StepLoss
+
+Fsdp = None | DeviceMesh | Mapping[str, Any]
+
+
+def pipeline_stages(
+    model: nn.Module,
+    mesh: Group,
+    *,
+    schedule: str = "1F1B",
+    microbatches: int,
+    loss: Callable[..., Tensor],
+    split: Split = None,
+    fsdp: Fsdp = None,
+    stages_per_rank: int | None = None,
+    count: Callable[[Tensor], Tensor | int] | None = None,
+    mean_over: Group | list[Group] = None,
+    gradient_reduction: str = "mean",
+    context: Callable[[int, int], AbstractContextManager[Any]] | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Makes the stages of a model over the ranks of a pipeline, and a schedule of ``torch.distributed.pipelining`` that
+    runs them.
+
+    ::
+
+        schedule = tp_ext.parallel.pipeline_stages(model, mesh["pp"], microbatches=8, loss=loss)
+        optimizer = torch.optim.AdamW(schedule.parameters())
+        for ids, target in batches:
+            schedule.step(ids, target=target, return_outputs=False)
+            tp_ext.clip_grad_norm_(schedule.stages, 1.0, mesh=mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The gradients of a step are those of the same batch in one process: of the mean of ``loss`` over the microbatches,
+    or, with ``count``, of the sum of ``loss`` divided by the number of tokens, however unevenly the microbatches have
+    them.
+
+    The result is torch's schedule (``isinstance(schedule, torch.distributed.pipelining.Schedule1F1B)``) with, in
+    addition: ``stages``, the modules of this rank's stages, which functions of whole models take as their module, and
+    whose parameters have the names of the whole model; ``parameters()``; ``losses``, ``loss`` and ``bubble`` of the
+    last step, ``ideal_bubble``; ``next_step``. Its ``step`` takes inputs and target on every rank, and uses them where
+    they belong. No forward runs but those of the microbatches: shapes between stages come from one call of the model on
+    fake tensors.
+
+    The blocks are those of ``model.pipeline_parts()``, which returns ``(first, blocks, last)``: what comes before the
+    blocks, a list of the blocks, and what comes after; ``first`` and ``last`` are a module, a function without
+    parameters, a list of both, or None. The parts are applied one after the other, each to the result of the one before
+    (a tuple: several arguments). All parts of an ``nn.Sequential`` are blocks. The stages have the modules of ``model``
+    itself, which is not to be used any more.
+
+    A weight that is tied over stages is a copy on each of them (:func:`tp_ext.declare_tied`); ``step`` sums its
+    gradients.
+
+    Args:
+        model: the whole model, unsharded along the pipeline; its layers may have a tensor-parallel and a context group.
+            On meta, only the stages of this rank get memory.
+        mesh: the pipeline, ``mesh["pp"]``.
+        schedule: ``"GPipe"``, ``"1F1B"``, ``"LoopedBFS"``, ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``,
+            ``"ZBVZeroBubble"`` or ``"DualPipeV"``. The last three split the backward: gradients of weights are then not
+            coalesced (:func:`tp_ext.uncoalesce_gradients`).
+        microbatches: number of slices of a batch along dim 0.
+        loss: ``loss(output, target)`` of a microbatch, a mean; with ``count`` a sum.
+        split: how blocks are assigned to stages, at least one each: None, the same number; ``"parameters"``, by the
+            number of their full parameters, those of the first and last part included; a list of the numbers of blocks
+            of the stages; or a list of costs, of the blocks or of first part, blocks and last part.
+        fsdp: a mesh along which FSDP2 shards the parameters, ``mesh["dp"]``, or options of ``fully_shard`` with it:
+            each block, and the rest of each stage. An option ``expert_mesh`` is the mesh of the experts of
+            :class:`tp_ext.ParallelMoE`, without the axis that shards them. Parameters are kept after forward, since
+            resharding them loses gradients under schedules that split the backward.
+        stages_per_rank: default 2 for schedules with several stages on a rank.
+        count: the number of tokens of a target, such as ``lambda target: (target != -100).sum()``.
+        mean_over: the ranks that have other tokens of the same step, as in ``vocab_parallel_cross_entropy``; with
+            ``count``.
+        gradient_reduction: how data parallelism combines their gradients: ``"mean"`` (FSDP2, DDP) or ``"sum"``, with
+            ``count``.
+        context: ``context(step, microbatch)`` returns a context manager around the forward of each microbatch, for
+            random numbers that are those of the model in one process. Steps are counted by ``schedule.next_step``.
+        init: initialises a stage of a model on meta, in place; default: ``reset_parameters()`` of each of its modules.
+            Buffers that are not on meta keep their values.
+        device: default: that of the parameters, or for a model on meta the current device of the kind of ``mesh``.
+
+    Communicates: one message for each copy of a tied weight. A step: messages between neighbouring stages, twice the
+    gradient of each tied weight; in the first step two exchanges of objects over the pipeline, of shapes.
+
+    Raises:
+        TypeError: a model without parts; a loss, context or init that is no function; a schedule that is no name.
+        ValueError: an unknown schedule or a number of microbatches or stages that it cannot run; fewer blocks than
+            stages, another split; a tensor of the model in no part, a module in two stages; a model that is already
+            sharded by ``fully_shard``, or parallelized; a tensor on meta that would get no value; with ``fsdp``, a
+            weight tied between two blocks of one stage, or of which some rank has no element, or the pipeline's axis,
+            or a mesh over which experts are sharded already.
+            Under a schedule that splits the backward: compiled modules, recomputation, parameters with
+            post-accumulate-grad hooks.
+        RuntimeError: torch older than 2.15.
+
+    Warns:
+        PipelineShapeWarning: in the first step: the model cannot be called on fake tensors.
+
+    Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "Megatron-LM", arXiv:2104.04473; Lamy-Poirier,
+    "Breadth-First Pipeline Parallelism", arXiv:2211.05953; Qi et al., "Zero Bubble Pipeline Parallelism",
+    arXiv:2401.10241; DeepSeek-AI, "DeepSeek-V3", arXiv:2412.19437.
+    """
+    known = known_schedule(schedule)
+    group = process_group(mesh)
+    ranks, rank = group.size(), group.rank()
+    per_rank = number_of_stages_per_rank(known, stages_per_rank)
+    number = ranks * per_rank
+    check_microbatches(known, microbatches, ranks, number)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    check_model_is_new(model)
+    for name, function, arguments in (("context", context, "the step and the microbatch"), ("init", init, "a module")):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}: {function!r} must be a function of {arguments}, or None")
+    step_loss = StepLoss(loss, microbatches, count, mean_over, gradient_reduction)
+    parts = parts_of(model)
+    check_model(known, model, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init)
+    options = _fsdp_options(fsdp)
+    if options:
+        check_shards(model)
+    counts = split_blocks(split, len(parts.blocks), number, lambda: _sizes(parts))
+    modules_of_stages = [PipelinePart(part, model.training) for part in parts.of_stages(counts)]
+    tied = find_tied(model, modules_of_stages)
+    if options:
+        _check_sharding(modules_of_stages, [part.name for part in parts.blocks])
+        _check_axis(options["mesh"], group)
+        _check_expert_mesh(model, options)
+
+    # All checks have passed: from here on the model changes
+    name_modules(model)
+    stage_device = _device(model, mesh, device)
+    policy = options.get("mp_policy")
+    ignored = frozenset(map(id, options.get("ignored_params") or ()))
+    precision = Precision(getattr(policy, "param_dtype", None), getattr(policy, "output_dtype", None), ignored)
+    # Before FSDP2 shards the parameters
+    shapes = ShapeModel(modules_of_stages, stage_device, precision)
+    own_stages = {stage: modules_of_stages[stage] for stage in known.stages_of(rank, ranks, per_rank)}
+    owner_of = {stage: owner for owner in range(ranks) for stage in known.stages_of(owner, ranks, per_rank)}
+    copies = TiedWeights(tied, own_stages, owner_of, group)
+    copies.separate()
+    for stage in own_stages.values():
+        materialise(stage, stage_device, init, [cast(nn.Module, part.function) for part in parts.blocks], options)
+        if known.splits:
+            uncoalesce_gradients(stage)
+    copies.equalise()
+    clock = Clock(stage_device)
+    pipeline = _schedule(known.torch_class, own_stages, number, microbatches, step_loss, stage_device, group, clock)
+    torch_stages = [pipeline._stage] if per_rank == 1 and not known.looped else pipeline._stages
+    setup = PipelineSetup(
+        known,
+        group,
+        stage_device,
+        own_stages,
+        owner_of,
+        torch_stages,
+        step_loss,
+        clock,
+        copies,
+        keywords_of(parts),
+        microbatches,
+        bool(options),
+        context or _no_context,
+    )
+    pipeline.set_up(setup, shapes)
+    note_parallelized(model)
+    return pipeline
+
+
+def _no_context(step: int, microbatch: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _sizes(parts: ModelParts) -> list[float]:
+    return [
+        sum(map(elements, parts.first)),
+        *map(elements, parts.blocks),
+        sum(map(elements, parts.last)),
+    ]
+
+
+def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
+    if fsdp is None:
+        return {}
+    options: dict[str, Any] = dict(fsdp) if isinstance(fsdp, Mapping) else {"mesh": fsdp}
+    if not isinstance(options.get("mesh"), DeviceMesh):
+        raise TypeError(f"fsdp: {fsdp!r} must be a mesh, or options of fully_shard with one as 'mesh'")
+    if options.setdefault("reshard_after_forward", False) is not False:
+        raise ValueError(
+            "fsdp: reshard_after_forward must be False: resharding communicates in each microbatch, and loses "
+            "gradients under schedules that split the backward"
+        )
+    return options
+
+
+def _device(model: nn.Module, mesh: Group, given: torch.device | str | None) -> torch.device:
+    devices = {param.device for param in model.parameters()} - {torch.device("meta")}
+    if given is not None:
+        found = torch.device(given)
+    elif devices:
+        found = next(iter(devices))
+    else:
+        kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if torch.cuda.is_available() else "cpu"
+        found = torch.device(kind)
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def materialise(
+    stage: nn.Module,
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None,
+    blocks: Sequence[nn.Module],
+    options: dict[str, Any],
+) -> None:
+    """Gives a stage that is on meta memory and values, and moves what is not on meta to the device; shards it by FSDP2,
+    each of the blocks in it and the rest, if there are options of ``fully_shard``.
+
+    Weights by name are drawn as shards; other initialisers need the full tensors of the stage.
+
+    Raises:
+        ValueError: see :func:`check_meta`.
+    """
+    if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
+        stage.to(device)
+        if options:
+            _shard(stage, blocks, options)
+        return
+    check_meta([stage], init)
+    if options and init is reset_parameters:
+        _shard(stage, blocks, options)
+    names: dict[int, list[str]] = {}
+    for name, param in stage.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+
+    def made(tensor: Tensor) -> Tensor:
+        own = torch.device("cpu") if offloads and isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=own) if tensor.is_meta else tensor.to(own)
+
+    stage._apply(made)
+    if init is not None:
+        init(stage)
+    else:
+        for module in stage.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+    retied(stage, list(names.values()))  # each has its own memory
+    if options and init is not reset_parameters:
+        _shard(stage, blocks, options)
+
+
+def check_shards(model: nn.Module) -> None:
+    """Raises ValueError if FSDP2 could not shard the model, since some rank has no element of a parameter."""
+    for name, layout in layouts(model):
+        for sharding, group in layout:
+            empty = [rank for rank in range(group.size) if sharding.local_size(rank, group.size) == 0]
+            if empty:
+                raise ValueError(
+                    f"model: {name!r} must have elements on all {group.size} ranks that share it, and has none on "
+                    f"{empty}: FSDP2 cannot shard an empty parameter"
+                )
+
+
+def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:
+    """Raises ValueError if a parameter is in two of the modules that FSDP2 shards on their own."""
+    for stage in stages:
+        own = dict(stage.named_modules())
+        units: dict[int, tuple[str, str]] = {}
+        for name, param in stage.named_parameters(remove_duplicate=False):
+            unit = next((block for block in blocks if block in own and name.startswith(f"{block}.")), "")
+            other = units.setdefault(id(param), (unit, name))
+            if other[0] != unit:
+                raise ValueError(
+                    f"fsdp: the parameter {name!r} must not be {other[1]!r}, too: blocks of one stage are sharded each "
+                    "on their own; tie weights of the first and last part, or of different stages"
+                )
+
+
+def _check_axis(mesh: DeviceMesh, pipeline: ProcessGroup) -> None:
+    """Raises ValueError if other ranks of the pipeline, which have other parameters, are to shard this rank's."""
+    along = {rank for dim in range(mesh.ndim) for rank in global_ranks(mesh.get_group(dim))}
+    if along & set(global_ranks(pipeline)) - {dist.get_rank()}:
+        raise ValueError(f"fsdp: {mesh} must be a data-parallel axis, not that of the pipeline")
+
+
+def _check_expert_mesh(model: nn.Module, options: dict[str, Any]) -> None:
+    """Raises ValueError if FSDP2 is to shard experts over ranks that hold different experts."""
+    name = "expert_mesh" if "expert_mesh" in options else "mesh"
+    mesh = options[name]
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fsdp: expert_mesh {mesh!r} must be a mesh")
+    along = {rank for dim in range(mesh.ndim) for rank in global_ranks(mesh.get_group(dim))}
+    for module in expert_modules(model):
+        group = module.expert_group
+        assert isinstance(group, ParallelGroup)
+        shared = sorted(along & set(global_ranks(group.name)))
+        if len(shared) > 1:
+            raise ValueError(
+                f"fsdp: {name} holds the ranks {shared}, which have different experts; pass a mapping with the data "
+                "axes as 'mesh' and those without the expert group's as 'expert_mesh'"
+            )
+
+
+def _shard(model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
+    """Applies ``fully_shard`` to the experts and those of the blocks that are in the model, and to the model."""
+    expert_mesh = options.get("expert_mesh")
+    options = {name: value for name, value in options.items() if name != "expert_mesh"}
+    for experts in expert_modules(model) if expert_mesh is not None else ():
+        fully_shard(experts, **options | {"mesh": expert_mesh})
+    own = set(model.modules()) - {model}
+    for block in blocks:
+        if block in own:
+            fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _schedule(
+    kind: type[Any],
+    held: Mapping[int, nn.Module],
+    number: int,
+    microbatches: int,
+    loss: StepLoss,
+    device: torch.device,
+    group: ProcessGroup,
+    clock: Clock,
+) -> Any:
+    """Returns a schedule of torch's class, with :class:`PipelineSteps`."""
+    stages = [TimedStage(module, index, number, device, group=group, clock=clock) for index, module in held.items()]
+
+    def timed_loss(*args: Any, **options: Any) -> Tensor:
+        with clock.busy("forward: loss"):
+            return loss(*args, **options)
+
+    # [Note: a pipeline's schedule is torch's own, made a subclass]
+    made = type(kind.__name__, (PipelineSteps, kind), {"__doc__": PipelineSteps.__doc__})
+    single = issubclass(kind, torch.distributed.pipelining.schedules.PipelineScheduleSingle)
+    return made(stages[0] if single else stages, microbatches, loss_fn=timed_loss, scale_grads=False)
