@@ -31,9 +31,9 @@ def _run(p, out, *options):
 @pytest.mark.timeout(3600)
 def test_losses_norms_and_perplexity_of_two_ranks_are_those_of_one_which_two_can_resume(tmp_path):
     expected, perplexity = _run(1, tmp_path / "one")
-    resume = ("--resume", str(tmp_path / "one" / "checkpoint-2"))
-    for losses, own in (_run(2, tmp_path / "two"), _run(2, tmp_path / "resumed", *resume)):
-        assert len(losses) == 4 and own == pytest.approx(perplexity, rel=1e-3)
-        for pair, expected_pair in zip(losses, expected, strict=True):
-            assert pair == pytest.approx(expected_pair, rel=5e-3)
+    # Two ranks go on in the middle: the last two losses are theirs
+    losses, own = _run(2, tmp_path / "two", "--resume", str(tmp_path / "one" / "checkpoint-2"))
+    assert len(losses) == 4 and own == pytest.approx(perplexity, rel=1e-3)
+    for pair, expected_pair in zip(losses, expected, strict=True):
+        assert pair == pytest.approx(expected_pair, rel=5e-3)
     assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "two").config.vocab_size == 256

@@ -26,7 +26,7 @@ def check(config):
     ],
 )
 def test_a_training_of_few_steps_is_that_of_one_process(name, steps, blocks):
-    """The pipeline with a split backward over tp2 runs by default in test_pipeline_stages.py."""
+    """The pipeline with a split backward over tp2 runs by default in test_stages.py."""
     config = LISTED[name]
     check(config | {"steps": steps, "model": config["model"] | {"blocks": blocks}})
 

@@ -4,8 +4,8 @@ from tests.mutations.mutation import Mutation
 
 LAYOUT, FUNCTION, LAYER = (
     "test_context_layout.py",
-    "nn/test_context_attention.py",
-    "nn/test_attention_context.py",
+    "nn/attention/test_context_attention.py",
+    "nn/attention/test_attention_context.py",
 )
 
 CONTEXT_BUGS = [

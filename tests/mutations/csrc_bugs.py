@@ -91,7 +91,7 @@ REGIONS = [
         "full = comm::all_reduce_fresh(full, group);",
         "",
         "Gradients of copied KV heads are not summed.",
-        "nn/test_attention.py::test_output_and_all_gradients_are_those_of_dense_attention",
+        "nn/attention/test_attention.py::test_output_and_all_gradients_are_those_of_dense_attention",
     ),
     _bug(
         "coalesced_order",
@@ -99,7 +99,7 @@ REGIONS = [
         "start = start + length;",
         "",
         "Every coalesced tensor gets the sum of the first one.",
-        "nn/test_coalesce.py::test_gradients_are_those_without",
+        "model/test_coalesce.py::test_gradients_are_those_without",
     ),
     _bug(
         "matmul_2d_ring_forgets_the_others",

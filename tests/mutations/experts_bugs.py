@@ -3,8 +3,8 @@
 from tests.mutations.mutation import mutation_in
 
 _bug = mutation_in("tp_ext")
-RANDOM = "nn/test_moe.py::test_random_layers"
-COMPOSE = "nn/test_moe_compose.py"
+RANDOM = "nn/moe/test_moe.py::test_random_layers"
+COMPOSE = "nn/moe/test_moe_compose.py"
 STEPS = "parallel/test_average_gradients.py::test_three_steps"
 
 EXPERTS_BUGS = [

@@ -99,7 +99,7 @@ SHARED = [
         "index, largest[index][0] in members",
         "index, True",
         "Every group within an axis owns its shards.",
-        "nn/test_layouts.py::test_a_group_within_another",
+        "model/test_layouts.py::test_a_group_within_another",
     ),
     _bug(
         "chunks_intersection",
@@ -131,7 +131,7 @@ SHARED = [
         "self._seed = seed + rank",
         "self._seed = seed",
         "All ranks drop the same attention weights of different heads.",
-        "nn/test_attention_compose.py",
+        "nn/attention/test_attention_compose.py",
     ),
     _bug(
         "all_gather_is_gather",
@@ -182,7 +182,7 @@ LAYERS = [
         'return _ops.copy_pieces_to_region(self._entering(name, given), group.name, *own["_copied"][name])',
         "return self._entering(name, given)",
         "The gradient of a copied KV head is that of this rank's query heads alone.",
-        "nn/test_attention.py::test_output_and_all_gradients_are_those_of_dense_attention",
+        "nn/attention/test_attention.py::test_output_and_all_gradients_are_those_of_dense_attention",
     ),
     _bug(
         "mask_first_head",
@@ -190,7 +190,7 @@ LAYERS = [
         "mask.narrow(1, self.first_head_local, self.num_heads_local)",
         "mask.narrow(1, 0, self.num_heads_local)",
         "Every rank takes the mask of the first heads.",
-        "nn/test_attention_mask.py::test_output_and_all_gradients_are_those_of_dense_attention",
+        "nn/attention/test_attention_mask.py::test_output_and_all_gradients_are_those_of_dense_attention",
     ),
     _bug(
         "exact_dropout_first_head",
@@ -198,7 +198,7 @@ LAYERS = [
         "heads = self.num_heads, self.first_head_local",
         "heads = self.num_heads, 0",
         "Every rank takes the dropout mask of the first heads.",
-        "nn/test_attention_compose.py::test_exact_dropout_is_the_same_for_every_p",
+        "nn/attention/test_attention_compose.py::test_exact_dropout_is_the_same_for_every_p",
     ),
     _bug(
         "head_norm_not_summed",
@@ -206,7 +206,7 @@ LAYERS = [
         'options["sequence_parallel"] = True',
         'options["sequence_parallel"] = sequence_parallel',
         "Without SP the gradients of the norms of q and k miss the other ranks' heads.",
-        "nn/test_attention.py::test_output_and_all_gradients_are_those_of_dense_attention",
+        "nn/attention/test_attention.py::test_output_and_all_gradients_are_those_of_dense_attention",
     ),
     _bug(
         "shared_key_not_summed",
@@ -214,7 +214,7 @@ LAYERS = [
         "return _ops.copy_to_region(x, group)",
         "return x",
         "Of latent attention's RoPE key, which all heads share, a rank has the gradient of its own heads alone.",
-        "nn/test_latent_attention.py::test_output_and_all_gradients_are_those_of_the_formulas",
+        "nn/attention/test_latent_attention.py::test_output_and_all_gradients_are_those_of_the_formulas",
     ),
     _bug(
         "latent_scale_without_yarn",
@@ -222,7 +222,7 @@ LAYERS = [
         "(1.0 if scaling is None else scaling.score_factor)",
         "1.0",
         "DeepSeek's factor of the scores under YaRN is missing.",
-        "nn/test_latent_attention.py::test_output_and_all_gradients_are_those_of_the_formulas",
+        "nn/attention/test_latent_attention.py::test_output_and_all_gradients_are_those_of_the_formulas",
     ),
     _bug(
         "absorbed_scale",
@@ -230,7 +230,7 @@ LAYERS = [
         "attention_by_kv_head(q, kept, kept[..., :rank], seen, self.scale)",
         "attention_by_kv_head(q, kept, kept[..., :rank], seen, None)",
         "Decoding in the latents' space scales the scores by their width.",
-        "nn/test_latent_kv_cache.py::test_every_split_of_the_text_gives_the_full_forward",
+        "nn/attention/test_latent_kv_cache.py::test_every_split_of_the_text_gives_the_full_forward",
     ),
     _bug(
         "replicated_main_grad_not_summed",
@@ -238,7 +238,7 @@ LAYERS = [
         'self.parameter("weight", self._entering("weight", self.weight))',
         'self._entering("weight", self.weight)',
         "Under SP main_grad of a replicated linear has the gradient of this rank's tokens alone.",
-        "nn/test_latent_attention_compose.py::test_gradients_accumulated_in_main_grad",
+        "nn/attention/test_latent_attention_compose.py::test_gradients_accumulated_in_main_grad",
     ),
     _bug(
         "dropout_offset",
@@ -286,7 +286,7 @@ LAYERS = [
         "name = copies.get(id(param), _full(module, local))",
         "name = _full(module, local)",
         "A copy of a tied weight on another stage starts with other values.",
-        "nn/test_names.py::test_a_declared_copy_has_the_seed_of_the_original",
+        "model/test_names.py::test_a_declared_copy_has_the_seed_of_the_original",
     ),
     _bug(
         "cache_window",
@@ -294,7 +294,7 @@ LAYERS = [
         "self._length + 1 - sliding_window",
         "self._length - sliding_window",
         "A query attends to one key too many of a cache with a sliding window.",
-        "nn/test_kv_cache.py::test_every_split_of_the_text_gives_the_full_forward",
+        "nn/attention/test_kv_cache.py::test_every_split_of_the_text_gives_the_full_forward",
     ),
     _bug(
         "cache_padding_positions",
@@ -302,7 +302,7 @@ LAYERS = [
         "(slots - self.padding[:, None]).clamp_min(0) if self._padded else slots",
         "slots",
         "Padding on the left shifts the positions of a prompt.",
-        "nn/test_kv_cache.py::test_positions_are_counted_from_the_end_of_the_padding",
+        "nn/attention/test_kv_cache.py::test_positions_are_counted_from_the_end_of_the_padding",
     ),
     _bug(
         "cache_not_cleared",
@@ -310,7 +310,7 @@ LAYERS = [
         "buffer.zero_()",
         "pass",
         "A NaN of the last text passes the mask of a static cache.",
-        "nn/test_kv_cache.py::test_a_nan_of_the_last_text_does_not_get_through_the_mask",
+        "nn/attention/test_kv_cache.py::test_a_nan_of_the_last_text_does_not_get_through_the_mask",
     ),
     _bug(
         "argmax_local_id",
@@ -367,7 +367,7 @@ LAYERS = [
         "not coalesced,",
         "True,",
         "A row bias that coalesce_gradients sums is summed by the linear once more.",
-        "nn/test_coalesce.py::test_gradients_are_those_without",
+        "model/test_coalesce.py::test_gradients_are_those_without",
     ),
     _bug(
         "gathered_parts_order",
@@ -383,7 +383,7 @@ LAYERS = [
         "layer._coalesced.pop(name, None)",
         "pass",
         "Later calls of a layer use a parameter that entered in an earlier forward.",
-        "nn/test_coalesce_compose.py",
+        "model/test_coalesce_compose.py",
     ),
     _bug(
         "window_too_wide",
@@ -391,8 +391,8 @@ LAYERS = [
         "seen = j > i - sliding_window",
         "seen = j >= i - sliding_window",
         "A sliding window shows one key too many.",
-        "nn/test_scaled_dot_product.py",
-        "nn/test_attention.py",
+        "nn/attention/test_scaled_dot_product.py",
+        "nn/attention/test_attention.py",
     ),
     _bug(
         "packed_positions",
@@ -400,7 +400,7 @@ LAYERS = [
         "torch.cat([torch.arange(n, device=device) for n in lengths])",
         "torch.arange(sum(lengths), device=device) % max(lengths)",
         "Positions of packed sequences do not restart with each sequence.",
-        "nn/test_rotary.py::test_packed_and_batched_sequences_are_each_as_alone",
+        "nn/attention/test_rotary.py::test_packed_and_batched_sequences_are_each_as_alone",
     ),
 ]
 

@@ -5,7 +5,7 @@ from tests.mutations.mutation import mutation_in
 _bug = mutation_in("tp_ext")
 RUN = "parallel/test_run.py::test_training_is_that_of_one_process"
 RUN_EXPERTS = "parallel/test_run_experts.py::test_training_with_experts_is_that_of_one_process"
-STAGES = "parallel/test_pipeline_stages.py"
+STAGES = "parallel/pipeline/test_stages.py"
 
 PARALLEL_BUGS = [
     _bug(
@@ -70,7 +70,7 @@ PARALLEL_BUGS = [
         "if not any(one.requires_grad for one in inputs):",
         "if False:",
         "The second half finds no gradients of weights behind an input that needs none.",
-        "parallel/test_pipeline_steps.py::test_a_first_stage_without_gradients",
+        "parallel/pipeline/test_steps.py::test_a_first_stage_without_gradients",
     ),
     _bug(
         "one_mask_for_all_modules",

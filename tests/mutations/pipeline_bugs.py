@@ -28,7 +28,7 @@ PIPELINE_BUGS = [
         "found.pop(id(param), None)  # the original itself",
         "pass",
         "A stage that holds both ends has no original.",
-        "nn/test_stages.py::test_a_stage_that_holds_both_ends_has_the_original",
+        "model/test_stages.py::test_a_stage_that_holds_both_ends_has_the_original",
     ),
     _bug(
         "tied_copy_is_an_entry",
@@ -44,7 +44,7 @@ PIPELINE_BUGS = [
         "if tensors.setdefault(key, tensor) is not tensor:",
         "if False:",
         "Of two tensors with one name the first is saved.",
-        "nn/test_stages.py",
+        "model/test_stages.py",
     ),
     _bug(
         "stage_checks_its_own_names",

@@ -51,7 +51,7 @@ STATE_BUGS = [
         "if (size := directory.size(name)) < end:",
         "if (size := directory.size(name)) < 0:",
         "A file that is cut short is found only when half of the model is loaded.",
-        "checkpoint/test_reader.py::test_files_that_are_cut_short",
+        "checkpoint/files/test_reader.py::test_files_that_are_cut_short",
     ),
     _bug(
         "options_unchecked",
@@ -75,7 +75,7 @@ STATE_BUGS = [
         "backup.rename(target)\n",
         "pass\n",
         "After a kill between two renames the last checkpoint is removed.",
-        "checkpoint/test_atomic_directory.py::test_killed_before_any_step_the_old_or_the_new_one_is_found",
+        "checkpoint/files/test_atomic_directory.py::test_killed_before_any_step_the_old_or_the_new_one_is_found",
     ),
     _bug(
         "old_checkpoint_stays",
@@ -83,7 +83,7 @@ STATE_BUGS = [
         "    if old is not None:\n        remove_directory(old, target)",
         "    if old is not None:\n        pass",
         "The replaced checkpoint stays on disk.",
-        "checkpoint/test_atomic_directory.py::test_the_new_one_is_there_and_nothing_else",
+        "checkpoint/files/test_atomic_directory.py::test_the_new_one_is_there_and_nothing_else",
     ),
     _bug(
         "index_first",
@@ -140,7 +140,7 @@ STATE_BUGS = [
         "self._close.detach():",
         "self._close() is None:",
         "A forked child releases the lock of its parent.",
-        "checkpoint/test_write_lock.py::test_a_forked_child_does_not_unlock_it",
+        "checkpoint/files/test_write_lock.py::test_a_forked_child_does_not_unlock_it",
     ),
     _bug(
         "first_error_only_here",

@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation
 
-LAYERS, COMPOSED = "nn/test_module_two_axes.py", "nn/test_module_two_axes_compose.py"
+LAYERS, COMPOSED = "model/test_module_two_axes.py", "model/test_module_two_axes_compose.py"
 
 TWO_AXES_BUGS = [
     Mutation(

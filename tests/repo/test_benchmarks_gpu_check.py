@@ -193,7 +193,12 @@ def test_the_plan_leaves_no_cuda_test_and_no_kernel_out():
 
 def test_cuda_tests_are_found_by_their_marks():
     files = gpu_check.cuda_tests()
-    for name in ("kernels/test_norm", "conformance/test_51_capture", "nn/test_kv_cache_graphs", "cuda/test_execution"):
+    for name in (
+        "kernels/test_norm",
+        "conformance/test_51_capture",
+        "nn/attention/test_kv_cache_graphs",
+        "cuda/test_execution",
+    ):
         assert f"tests/{name}.py" in files
     assert "tests/test_sharding.py" not in files
 
