@@ -2,6 +2,7 @@
 
 import _thread
 import re
+import signal
 import threading
 import time
 
@@ -176,8 +177,16 @@ def test_errors_of_all_ranks_name_the_first():
     assert messages == {0: str(caught.value)}  # rank 2 had not begun
 
 
+@pytest.fixture
+def interruptible():
+    """A shell starts what it runs in the background with SIGINT ignored, and then Python interrupts nothing."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("nested", [False, True])
-def test_an_interrupt_ends_all_ranks(nested):
+def test_an_interrupt_ends_all_ranks(nested, interruptible):
     def loop(rank, group):
         if rank == 1:
             _thread.interrupt_main()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tp_ext.nn.attention.attention import scaled_dot_product
+from tp_ext.nn.attention import scaled_dot_product
 from tp_ext.nn.attention.scaled_dot_product import explicit_attention, visible
 
 pytestmark = pytest.mark.core

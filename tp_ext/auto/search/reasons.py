@@ -16,7 +16,7 @@ from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import trace
 from tp_ext.auto.search.choose import decisions
 
-OWN = str(Path(__file__).parent)
+OWN = str(Path(__file__).parents[1])
 
 
 def reason_of(
