@@ -13,8 +13,8 @@ from tests.auto.architectures import build
 from tests.auto.test_planner import Model
 from tests.helpers.one_plan import run
 from tp_ext import Part, Sharding, auto
-from tp_ext.auto.record.edits import Copy, Sum
 from tp_ext.auto.record import rules
+from tp_ext.auto.record.edits import Copy, Sum
 from tp_ext.auto.record.rules import Op, Rule
 from tp_ext.auto.search.plans import Plan
 
