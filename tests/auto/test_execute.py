@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.auto.test_planner import EXAMPLE, VOCAB, WIDTH, Block, Model
+from tests.auto.traps.run import TRAPS
 from tests.helpers import ranks
 from tests.helpers.ranks import run_raises
 from tests.helpers.simulated import run
@@ -360,6 +361,23 @@ def test_arguments_by_position_and_by_name(planned_by_name: bool, by_name: bool)
     plan = auto.plan(Patches().double(), {"x": x} if planned_by_name else (x,), 2)
     assert any(edit.kind == "argument" and not edit.module for edit in plan.copies)
     run(_called, 2, plan, by_name)
+
+
+def _evaluates(group: Any, plan: auto.Plan, planned: bool) -> None:
+    dense = TRAPS["written_ResNet"].make().double().train(not planned)
+    sharded = auto.apply(plan, copy.deepcopy(dense), group)
+    assert [module.training for module in sharded.modules()] == [module.training for module in dense.modules()]
+    for mode in (sharded.training, not sharded.training):
+        x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+        torch.testing.assert_close(sharded.train(mode)(x), dense.train(mode)(x), **close)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_plan_of_one_mode_serves_the_other(planned: bool) -> None:
+    """Batch norms make other calls in eval mode; the proof by values ran both."""
+    plan = auto.plan(TRAPS["written_ResNet"].make().double().train(planned), (torch.randn(3, 3, 8, 8).double(),), 2)
+    assert plan.shardings
+    run(_evaluates, 2, plan, planned)
 
 
 def _on_meta(group: Any) -> None:
