@@ -111,12 +111,11 @@ def _zero_bubble(group, undo):
     return "ran"
 
 
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="a stage of torch sends to its own rank, which gloo refused")
 def test_a_schedule_of_torch_that_splits_the_backward_is_named():
     found = ranks.run(_zero_bubble, 2, False)
     match = r"coalesce_gradients: must be undone, by tp_ext.uncoalesce_gradients\(stage\), for ScheduleZBVZeroBubble"
-    # A rank may find its neighbour gone before it comes to its own backward
-    assert any(re.search(match, one) for one in found), found
-    assert all(re.search(match, one) or "gloo" in one for one in found), found
+    assert all(re.search(match, one) for one in found), found
 
 
 def _net():
