@@ -297,6 +297,6 @@ def test_the_chosen_set_is_the_heaviest() -> None:
         weight = sorted((float(draw.randint(1, 9)) for _ in range(n)), reverse=True)
         subsets = itertools.chain.from_iterable(itertools.combinations(range(n), size) for size in range(n + 1))
         apart = [s for s in subsets if all(not excluded[i].intersection(s) for i in s)]
-        found = heaviest(list(range(n)), excluded, weight)
-        assert tuple(found) in apart
-        assert sum(weight[i] for i in found) == max(sum(weight[i] for i in s) for s in apart)
+        chosen = heaviest(list(range(n)), excluded, weight)
+        assert tuple(chosen) in apart
+        assert sum(weight[i] for i in chosen) == max(sum(weight[i] for i in s) for s in apart)

@@ -182,6 +182,8 @@ def _elsewhere(rank, group):
     prune.l1_unstructured(layer, "bias", 0.5)
     parametrizations.spectral_norm(other)
     prune.l1_unstructured(other, "bias", 1)
+    torch.testing.assert_close(torch.linalg.matrix_norm(other.weight, 2), torch.ones(()), rtol=0.1, atol=0)
+    assert [int((one.bias_mask == 0).sum()) for one in (layer, other)] == [layer.bias.numel() // 2, 1]
     parametrize.register_parametrization(tp_ext.RMSNorm(4, group=group), "weight", By(lambda own, w: w / w.norm()))
 
 

@@ -42,6 +42,7 @@ def loss_of(output: Any) -> Tensor:
 def compare_with(model: nn.Module, reference: nn.Module, example: Any, group: Group) -> None:
     """Raises the same ValueError on all ranks if a loss or a gradient differs from the unsharded model's."""
     args, kwargs = arguments(example)
+    # The caller's gradients are put back: the check must not change a training that goes on
     kept = {name: p.grad for name, p in model.named_parameters()}
     for one in (reference, model):
         one.zero_grad(set_to_none=True)
@@ -66,6 +67,7 @@ def compare_with(model: nn.Module, reference: nn.Module, example: Any, group: Gr
     worst = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-6), "the loss"
     for name, full in reference.named_parameters():
         own = shards[name].grad
+        # A gradient that one of the two lacks is an error of its own kind: it has no value to compare
         if full.grad is None or own is None:
             if (full.grad is None) != (own is None):
                 worst = max(worst, (float("inf"), name))

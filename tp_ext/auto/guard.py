@@ -23,6 +23,7 @@ from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
 from tp_ext.auto.record.edits import Slice
 from tp_ext.auto.record.rules import from_notation
 from tp_ext.auto.record.trace import arguments, trace
+from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.reasons import traced
 from tp_ext.auto.search.rounds import Planner
@@ -141,7 +142,7 @@ class Guard:
 
     def refuse_partial_gradients(self, args: Any, kwargs: Any) -> None:
         """Raises RuntimeError if an argument wants a gradient that would be this rank's part of it."""
-        names = list(inspect.signature(type(self.structure).forward).parameters)[1:]
+        names = argument_names(self.structure)
         named = named_arguments(self.structure, args, kwargs) or {}
         for place, key, *rest in self.plan.refused_inputs:
             name = names[int(key)] if place == 0 and int(key) < len(names) else str(key)
@@ -193,10 +194,11 @@ def lengths(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]
 def _by_name(structure: nn.Module, edit: Any) -> Any:
     """An edit of an argument of the model by its name: this call's example has names where the plan's may have none."""
     of_argument = isinstance(edit, Slice) or "argument" in (getattr(edit, "kind", ""), getattr(edit, "at", ""))
-    names = list(inspect.signature(type(structure).forward).parameters)[1:]
-    if edit.module or not of_argument or edit.path[0] or edit.path[1] >= len(names):
+    if edit.module or not of_argument or edit.path[0]:
         return edit
-    return dataclasses.replace(edit, path=(1, names[edit.path[1]], *edit.path[2:]))
+    names = argument_names(structure)
+    number = edit.path[1]
+    return dataclasses.replace(edit, path=(1, names[number], *edit.path[2:])) if number < len(names) else edit
 
 
 def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> str:

@@ -40,8 +40,8 @@ class _Unsharded:
 
 
 class _Here(threading.local):
-    """Of a thread: whether it clips what is no shard. Torch's function then calls ``get_total_norm``, which would ask
-    for all shards of the process once more."""
+    """A flag of each thread, set while torch clips parameters of which none is a shard. ``get_total_norm``, which torch
+    calls inside, then need not look for shards again."""
 
     unsharded = False
 

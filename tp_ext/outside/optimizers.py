@@ -208,7 +208,7 @@ def _compare(
             scale = 100.0 ** (step % 3 - 1)  # small and large: what clips only clips the latter
             given = [(scale * cut(grad)).to(device) for grad in grads[step % 3]]
             before = [param.detach().clone() for param in params]
-            _step(made, params, given, with_closure)
+            _step(made, params, before, given, with_closure)
             seen += [(param.detach() - old).cpu() for param, old in zip(params, before, strict=True)]
         return seen
 
@@ -268,14 +268,17 @@ def _build(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[list
     return made
 
 
-def _step(optimizer: Optimizer, params: list[nn.Parameter], grads: list[Tensor], with_closure: bool) -> None:
-    """Makes a step with these gradients, without hooks; also with a closure where the optimizer asks for one."""
+def _step(
+    optimizer: Optimizer, params: list[nn.Parameter], before: list[Tensor], grads: list[Tensor], with_closure: bool
+) -> None:
+    """Makes a step from the values ``before`` with these gradients, without hooks; also with a closure where the
+    optimizer asks for one."""
     step = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-    before = [param.detach().clone() for param in params]
 
     def closure() -> Any:
-        """Where the optimizer has moved within its step, gradients are others, as for one that looks ahead."""
+        """Sets gradients that depend on the parameters: an optimizer such as SAM moves them within its step, by a norm
+        that only other gradients there reveal."""
         for param, grad, start in zip(params, grads, before, strict=True):
             param.grad = grad * (1 + 30 * (param.detach() - start))
         return grads[0].new_ones(())

@@ -1,1 +1,1 @@
-"""What a plan places into a model: hooks, layers in place of leaves, sharded logits, random draws."""
+"""Modules and hooks that a plan puts into a model: sharded layers, sharded logits, random draws."""

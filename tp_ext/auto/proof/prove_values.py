@@ -214,10 +214,10 @@ def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any
     with torch.enable_grad() if backward else torch.no_grad():  # a model may take another path without gradients
         result = gather(model(*args, **kwargs))
         outputs = {".".join(map(str, path)): t for path, t in tensors(result)}
-        # Random weights: under a plain sum elements that change places, or biases that cancel, would pass
+        # Random: under a plain sum elements that change places would pass, and a mean or a sum of squares is constant
+        # behind a norm, its gradients rounding noise. In fp64 and by name, so that outputs of another dtype or order
+        # get the same
         generator = torch.Generator().manual_seed(2)
-        # Random: a mean or a sum of squares would be constant behind a norm, and its gradients rounding noise. In fp64
-        # and by name, so that outputs of another dtype or order get the same
         weights = {name: torch.randn(t.shape, generator=generator, dtype=torch.float64) for name, t in outputs.items()}
         terms = [(t * weights[name].to(t.dtype)).sum() for name, t in outputs.items() if t.requires_grad]
         # A number that the model returns was computed from local lengths as likely as a tensor was

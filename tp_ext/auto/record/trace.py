@@ -20,17 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tp_ext.auto.record import torch_rules as torch_rules  # registers the rules
 from tp_ext.auto.record.constraints import running
 from tp_ext.auto.record.dims import Reason, pin
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
 from tp_ext.auto.record.multi_head import plain_paths
-from tp_ext.auto.record.record import (
-    Call,
-    Record,
-    source_line,
-    tensors,  # registers the rules
-)
+from tp_ext.auto.record.record import Call, Record, source_line, tensors
 from tp_ext.auto.record.rules import Op, Rule, draws_random_numbers, no_rule, rule_of
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.record.whole_calls import SHOWN, WHOLE

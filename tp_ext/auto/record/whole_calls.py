@@ -12,10 +12,7 @@ from torch import Tensor
 from tp_ext.auto.record.channel_rules import group_norm
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.multi_head import multi_head_attention
-from tp_ext.auto.record.record import (
-    Record,
-    tensors,  # registers the rules
-)
+from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.rules import Op
 
 

@@ -276,8 +276,8 @@ def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[
         rest = allowed.difference(free, [hub])
         return free + max(best(rest), [hub, *best(rest - excluded[hub])], key=total)
 
-    found = best(frozenset(members)) if len(members) > 1 else greedy
-    return sorted(found) if total(found) > total(greedy) else greedy
+    chosen = best(frozenset(members))
+    return sorted(chosen) if total(chosen) > total(greedy) else greedy
 
 
 def carries(record: Record, tensor: Tensor, sharded: Iterable[Atom]) -> bool:

@@ -244,9 +244,9 @@ class Finder:
     def settle(self, tensor: Tensor) -> Types:
         """Returns the type of the gradient that flows on to what made the tensor, after sums placed here."""
         types, id_ = self.type_now(tensor), id(tensor)
-        only_partial, tokens = types in SUMMED, SHARDS in types
         if not types & {PARTIAL, SHARDS} or id_ in self.sharded:
             return types
+        only_partial, tokens = types in SUMMED, SHARDS in types
         if id_ in self.record.parameters:
             name = self.record.parameters[id_][0]
             module, _, own = name.rpartition(".")

@@ -288,6 +288,11 @@ class _LocalTokens:
             return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])
 
 
+def argument_names(module: nn.Module) -> list[str]:
+    """The names of the arguments of a module's forward, in order."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
 def argument_path(module: nn.Module, args: Any, kwargs: Any, path: LeafPath) -> LeafPath | None:
     """The path of an argument in this call, which passes by name what the example passes by position, or the reverse.
 
@@ -296,7 +301,7 @@ def argument_path(module: nn.Module, args: Any, kwargs: Any, path: LeafPath) -> 
     key, rest = path[1], path[2:]
     if key in kwargs if isinstance(key, str) else key < len(args):
         return path
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    names = argument_names(module)
     if isinstance(key, str):
         return (0, names.index(key), *rest) if key in names[: len(args)] else None
     return (1, names[key], *rest) if key < len(names) and names[key] in kwargs else None

@@ -335,14 +335,16 @@ def example_for(plan: Plan, model: nn.Module) -> Any:
 
     A model is often converted after it was planned, and its images or features with it.
     """
-    floats = ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and n in plan.bytes_of_element)
-    name, parameter = next(floats, ("", None))
+    example, planned = undescribed(plan.example), plan.bytes_of_element
+    types = [(planned[n], p.dtype) for n, p in model.named_parameters() if p.is_floating_point() and n in planned]
+    if not types:
+        return example
+    size, now = types[0]
 
     def convert(x: Any) -> Any:
-        planned = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize == plan.bytes_of_element.get(name)
-        return x.to(parameter.dtype) if planned and parameter is not None else x
+        return x.to(now) if isinstance(x, Tensor) and x.is_floating_point() and x.itemsize == size else x
 
-    return tree_map(convert, undescribed(plan.example))
+    return tree_map(convert, example)
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
