@@ -19,3 +19,16 @@ def step(module, x, cache):
 
 def in_steps(module, x, cache, split):
     return torch.cat([step(module, part, cache) for part in x.split(split, 1)], 1)
+
+
+def left_padded(module, texts, static):
+    """Prompts [seq, hidden] of different lengths in one batch, then two more tokens each; y without the padding."""
+    longest = max(map(len, texts)) - 2
+    padding = torch.tensor([longest - (len(text) - 2) for text in texts])
+    noise = [torch.randn(n, texts[0].shape[1], dtype=texts[0].dtype) for n in padding]
+    x = torch.stack([torch.cat([before, text]) for before, text in zip(noise, texts, strict=True)])
+    cache = module.new_cache(len(texts), longest + 2, static=static)
+    with torch.inference_mode():
+        y = in_steps(module, x, cache.reset(padding=padding), [longest - 1, 1, 2])
+    assert y.isfinite().all()  # padding too, or the next layer would spread it
+    return [row[n:] for row, n in zip(y, padding, strict=True)]

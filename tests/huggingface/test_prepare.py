@@ -204,14 +204,14 @@ def plain(group, evaluation, folder):
 def loaders(group):
     """A loader that is prepared alone, and one with the model."""
     batches = DataLoader(range(8), batch_size=2)
-    with accelerator(group) as own:
+    with accelerator(group) as accelerate:
         model = build(group, 2)
         with pytest.warns(UserWarning, match="other batches .* tp_ext.huggingface.prepare"):
-            made = own.prepare(batches)
-        assert own.prepare(made) is made
-    with accelerator(group) as own, warnings.catch_warnings():
+            alone = accelerate.prepare(batches)
+        assert accelerate.prepare(alone) is alone
+    with accelerator(group) as accelerate, warnings.catch_warnings():
         warnings.filterwarnings("error", ".*batches")
-        return [one.tolist() for one in made], [one.tolist() for one in prepare(own, model, batches)[1]]
+        return [batch.tolist() for batch in alone], [batch.tolist() for batch in prepare(accelerate, model, batches)[1]]
 
 
 def test_a_loader_that_is_prepared_alone():

@@ -79,7 +79,7 @@ def test_computes_the_gradients_that_are_asked_for(kind: str, adds: bool, device
 
 
 def test_output_mask(device: torch.device) -> None:
-    """A gradient has the same bits whatever else is computed."""
+    """The bits of a gradient do not depend on which other gradients are computed."""
     x, grad_sum, weight, bias = (t.detach() for t in inputs("layer", (70, 33), torch.float32, device))
     grad = torch.randn_like(x)
     _, mean, rstd = _ops.layer_norm_fwd(x, weight, bias, EPS)

@@ -85,8 +85,8 @@ def _in_chunks(group, kind, sp, leading):
 @BOTH
 def test_the_same_in_chunks(kind, sp, p, leading):
     """y and all gradients; with a weight, a bias or an input that is not trained; uneven tokens and features."""
-    for found in ranks.run(_in_chunks, p, kind, sp, leading):
-        assert found == [True] * 12
+    for equal in ranks.run(_in_chunks, p, kind, sp, leading):
+        assert equal == [True] * 12
 
 
 def _counts(group, kind, sp):

@@ -162,8 +162,8 @@ def ema_by_hand(model):
 def averaged_states(model):
     other = copy.deepcopy(model)
     _train(other, _adam(other))
-    mine, theirs = model.state_dict(), other.state_dict()
-    model.load_state_dict({name: (value + theirs[name]) / 2 for name, value in mine.items()})
+    before, trained = model.state_dict(), other.state_dict()
+    model.load_state_dict({name: (value + trained[name]) / 2 for name, value in before.items()})
 
 
 def stochastic_depth(model):
@@ -223,8 +223,8 @@ def gradients_of(model):
 
 def decay_groups(model):
     decayed = [param for name, param in model.named_parameters() if param.ndim > 1 and not name.endswith("bias")]
-    kept = [param for param in model.parameters() if all(param is not one for one in decayed)]
-    _train(model, torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": kept, "weight_decay": 0}]))
+    biases = [param for param in model.parameters() if all(param is not weight for weight in decayed)]
+    _train(model, torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": biases, "weight_decay": 0}]))
 
 
 def squares_in_the_loss(model):
@@ -244,8 +244,8 @@ def input_gradient_penalty(model):
 def recomputed(model):
     def loss(model):
         x = X.clone().requires_grad_()
-        made = torch.utils.checkpoint.checkpoint(model[:3], x, use_reentrant=False)
-        return torch.utils.checkpoint.checkpoint_sequential(model[3:], 2, made, use_reentrant=False).square().mean()
+        hidden = torch.utils.checkpoint.checkpoint(model[:3], x, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint_sequential(model[3:], 2, hidden, use_reentrant=False).square().mean()
 
     _train(model.eval(), _adam(model), loss=loss)
 

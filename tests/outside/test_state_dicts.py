@@ -305,7 +305,7 @@ def _to_old_torch(rank, group, folder, kind):
         try:
             call({kind: state, "number": 1}, checkpoint_id=folder, no_dist=True)
         except dcp.api.CheckpointException as error:
-            errors += map(str, (one[0] for one in error.failures.values()))
+            errors += (str(failure) for failure, _ in error.failures.values())
     return errors
 
 
@@ -375,7 +375,7 @@ def _padded(group):
 
 
 def test_padding_under_fsdp2():
-    """Of an optimizer's state dict, without the model."""
+    """The state dict of an optimizer alone, without the model."""
     first, second = ranks.run(_padded, 2)
     assert first.chunks[:2] == ((5, 4), ((0, 0),)) and first.local_sizes == ((4, 4),)
     assert second.chunks[:2] == ((5, 4), ((4, 0),)) and second.local_sizes == ((1, 4),)

@@ -16,7 +16,8 @@ PAGE = ROOT / "docs" / "guide" / "troubleshooting.md"
 MESSAGES = re.findall(r"^### `(.+)`( \(torch\))?$", PAGE.read_text(), re.M)
 # Of a section with a table, its first column
 TABLE = PAGE.read_text().partition("\n## Torch's functions and trainers\n")[2].partition("\n## ")[0]
-MESSAGES += [(one, "") for row in re.findall(r"^\| (`.+?) \|", TABLE, re.M) for one in re.findall(r"`([^`]+)`", row)]
+CELLS = re.findall(r"^\| (`.+?) \|", TABLE, re.M)
+MESSAGES += [(message, "") for cell in CELLS for message in re.findall(r"`([^`]+)`", cell)]
 
 
 def _joined(node):

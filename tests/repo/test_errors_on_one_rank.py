@@ -79,8 +79,8 @@ def _mapped(function, out_specs=X, argument=None):
 
     def call(group, bad):
         mesh = dist.init_device_mesh("cpu", (group.size(),), mesh_dim_names=("x",))
-        given = ones(2 * group.size(), 3) if argument is None else argument(bad)
-        tp_ext.spmd(mesh, in_specs=X, out_specs=out_specs)(lambda a: function(a, bad))(given)
+        full = ones(2 * group.size(), 3) if argument is None else argument(bad)
+        tp_ext.spmd(mesh, in_specs=X, out_specs=out_specs)(lambda a: function(a, bad))(full)
 
     return call
 
@@ -254,9 +254,9 @@ def _agreed(group, name):
 @pytest.mark.parametrize("name", AGREED)
 def test_what_the_ranks_agree_on(name, run):
     _, own, *others = AGREED[name]
-    found = run(_agreed, 3, name)
-    for rank, (message, seconds) in enumerate(found):
+    outcomes = run(_agreed, 3, name)
+    for rank, (message, seconds) in enumerate(outcomes):
         pattern = own if rank == BAD else (*others, own)[0]
         assert re.search(pattern, message), (rank, message)
         assert seconds < SECONDS
-    assert len({message.partition(":")[0] for message, _ in found}) == 1
+    assert len({message.partition(":")[0] for message, _ in outcomes}) == 1

@@ -39,9 +39,10 @@ def exchange_plans(
     """
     group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
     name = "" if group is None else group.group_name
+    # The name of a destroyed group may come again, for other ranks
     for destroyed in [known for known, one in _last.items() if not is_alive(one.group)]:
         del _last[destroyed]
-    last = _last.pop(name, None)
+    last = _last.pop(name, None)  # put back below if all has gone well: after an error plans are exchanged anew
     own: list[RankPlan] = []
     made: list[tuple[list[RankPlan], GlobalPlan]] = []
 
@@ -50,6 +51,7 @@ def exchange_plans(
         return None if last is not None and own[0] == last.own else own[0]
 
     def combine(found: list[RankPlan | None]) -> list[tuple[list[int] | None, bool]]:
+        # None of a rank: its plan is that of the last call, which the first rank has kept
         if last is not None and last.whole is not None and not any(found):
             made.append((last.plans, last.whole))
             return [(None, True)] * len(found)

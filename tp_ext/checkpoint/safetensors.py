@@ -90,6 +90,7 @@ def save_safetensors(
     if expert_names is not None:
         shapes = {name: one.tensor.shape for name, one in whole.items() if one.tensor}
         published = published_entries(shapes, expert_names, "expert_names")
+    # Every dtype is checked before the first tensor is gathered: an error must leave the old export, on all ranks
     written, parts = [], dict[str, tuple[str, PublishedEntry]]()
     for name, one in whole.items():
         tensor = check_dtype(name, one.tensor, one.value)
@@ -267,6 +268,7 @@ def _match_sources(
     def unmatched() -> tuple[set[str], set[str]]:
         sources.update(open_sources())
         lacking = _join_experts(sources, entries, expert_names, strict) if expert_names is not None else {}
+        # A file has a tied tensor once: under the name of the entry that it is tied to, or under another of its names
         for name, entry in entries.items():
             if entry.copy_of in sources:
                 sources.setdefault(name, sources[entry.copy_of])
@@ -276,6 +278,7 @@ def _match_sources(
         return set[str]().union(*(lacking.get(name, [name]) for name in missing)), unexpected
 
     reports = [unmatched()] if ranks.pipeline is None else call_and_gather(ranks.pipeline, unmatched)
+    # A stage lacks only entries of its own, and every stage sees all names of the files
     missing = sorted(set[str]().union(*(one for one, _ in reports)))
     unexpected = sorted(set[str].intersection(*(other for _, other in reports)))  # no stage takes it
     if strict and (missing or unexpected):

@@ -180,6 +180,7 @@ def record_timeline(process_group: ProcessGroup | None = None) -> Iterator[Timel
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     if not cuda:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports that there is no GPU
+    # Ranks that come later than others would show as time in the first collective
     if dist.is_initialized():
         dist.barrier(process_group)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]

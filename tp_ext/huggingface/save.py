@@ -61,6 +61,7 @@ def save_pretrained(
     check_lock_timeout(lock_timeout)
     ranks = ranks_of(model, group, mesh)
     entries = state_entries(model, ranks.groups.default)
+    # Meta tensors in place of the state dict: transformers decides by names, shapes and ties alone what files hold
     ignored = model._keys_to_ignore_on_save or ()
     full = {
         name: torch.empty(one.shape, dtype=one.value.dtype, device="meta")

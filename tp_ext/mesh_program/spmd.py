@@ -251,6 +251,7 @@ class _Leave(_Map):
         alone = torch.compiler.is_compiling() or (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         )
+        # Without an exchange the others learn nothing: traced code and captured graphs cannot read what they exchange
         if failure is not None and (alone or not axes):
             raise failure
         if not axes:

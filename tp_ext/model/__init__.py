@@ -1,1 +1,1 @@
-"""What a model of ours is: modules, layouts of their parameters, names, stages, tied weights, groups."""
+"""The description of a model: the base class of layers, layouts of parameters, names, stages, tied weights, groups."""

@@ -222,6 +222,7 @@ def add_lora(
         and isinstance(module, ColumnParallelLinear | RowParallelLinear)
         and any(_matches(name, pattern) for pattern in patterns)
     ]
+    # A misspelled pattern would leave its layers without an adapter, and frozen
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in chosen):
             kinds = ColumnParallelLinear | RowParallelLinear

@@ -113,9 +113,9 @@ def _tables(world: Any) -> list[dict[Any, Any]]:
 
 
 class _Torch:
-    """What is replaced in torch while simulations run. For a simulated rank the default group is ``world``, whose
-    number functions such as ``dist.get_rank(group)`` look up there, and new groups are of simulated ranks; for all
-    other code both are as before."""
+    """The functions of torch that are replaced while simulations run. A simulated rank sees ``world`` as its default
+    group, in which ``dist.get_rank(group)`` and others look up its number, and makes groups of simulated ranks. Other
+    code sees torch's own."""
 
     lock, simulations = threading.Lock(), 0
     default_group: Any = None

@@ -59,10 +59,12 @@ class Trace:
                 healed.append(call)
             if bad is None and not _as_many(call, peers):
                 bad = Comparison(None, None, [])
+            # Wrong outputs of wrong inputs have their cause elsewhere
             if bad is not None and not self._any_wrong(call.inputs, [peer.inputs for peer in peers]):
                 wrong.append((call, bad))
         wrong = [(call, bad) for call, bad in wrong if not any(call.within(around) for around in healed)]
         summed = [call for call, bad in wrong if self._summed_after(call, bad)]
+        # A module around one whose partial output is summed after it is not to blame for that one
         for call, bad in wrong:
             if not any(part.within(call) for part in summed):
                 return Place(call.name, bad)

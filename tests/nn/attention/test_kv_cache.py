@@ -11,7 +11,7 @@ import torch
 import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HIDDEN, KNOWN, fits, make
-from tests.helpers.cache_steps import in_steps
+from tests.helpers.cache_steps import in_steps, left_padded
 
 pytestmark = pytest.mark.core
 
@@ -80,16 +80,7 @@ def test_sequence_parallel_also_with_fewer_tokens_than_ranks(p, static):
 
 
 def _padded(group, options, state, texts, static):
-    """Prompts [seq, hidden] of different lengths in one batch, then two more tokens each."""
-    module = loaded(group, options, state)
-    longest = max(map(len, texts)) - 2
-    padding = torch.tensor([longest - (len(text) - 2) for text in texts])
-    x = torch.stack([torch.cat([torch.randn(n, HIDDEN).double(), t]) for n, t in zip(padding, texts, strict=True)])
-    cache = module.new_cache(len(texts), longest + 2, static=static)
-    with torch.inference_mode():
-        y = in_steps(module, x, cache.reset(padding=padding), [longest - 1, 1, 2])
-    assert y.isfinite().all()  # padding too, or the next layer would spread it
-    return [row[n:] for row, n in zip(y, padding, strict=True)]
+    return left_padded(loaded(group, options, state), texts, static)
 
 
 @pytest.mark.thinned

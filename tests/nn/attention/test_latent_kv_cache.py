@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tp_ext
 from tests.helpers import oracle, ranks
-from tests.helpers.cache_steps import in_steps
+from tests.helpers.cache_steps import in_steps, left_padded
 from tests.helpers.latent_cases import CASES, HIDDEN, SIZES, assert_near, known, make, reference
 
 pytestmark = pytest.mark.core
@@ -64,16 +64,7 @@ def test_every_split_of_the_text_gives_the_full_forward(name, p, sp, static):
 
 
 def _padded(group, options, state, texts, static):
-    """Prompts [seq, hidden] of different lengths in one batch, then two more tokens each."""
-    module = loaded(group, options, state)
-    longest = max(map(len, texts)) - 2
-    padding = torch.tensor([longest - (len(text) - 2) for text in texts])
-    x = torch.stack([torch.cat([torch.randn(n, HIDDEN).double(), t]) for n, t in zip(padding, texts, strict=True)])
-    cache = module.new_cache(len(texts), longest + 2, static=static)
-    with torch.inference_mode():
-        y = in_steps(module, x, cache.reset(padding=padding), [longest - 1, 1, 2])
-    assert y.isfinite().all()  # padding too, or the next layer would spread it
-    return [row[n:] for row, n in zip(y, padding, strict=True)]
+    return left_padded(loaded(group, options, state), texts, static)
 
 
 @STATIC

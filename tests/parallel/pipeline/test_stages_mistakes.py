@@ -111,7 +111,7 @@ def _zero_bubble(group, undo):
     return "ran"
 
 
-@pytest.mark.skipif(torch.__version__ < "2.15", reason="a stage of torch sends to its own rank, which gloo refused")
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="gloo: Pair is not connected, to the rank itself")
 def test_a_schedule_of_torch_that_splits_the_backward_is_named():
     found = ranks.run(_zero_bubble, 2, False)
     match = r"coalesce_gradients: must be undone, by tp_ext.uncoalesce_gradients\(stage\), for ScheduleZBVZeroBubble"
