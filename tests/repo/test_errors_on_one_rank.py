@@ -203,6 +203,33 @@ def _norm(group, bad):
     tp_ext.clip_grad_norm_(mlp, 1.0, group=group, error_if_nonfinite=True)
 
 
+class _Block(nn.Module):
+    def __init__(self, width=8, activation=nn.GELU):
+        super().__init__()
+        self.up, self.activation, self.down = nn.Linear(4, width), activation(), nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.down(self.activation(self.up(x)))
+
+
+PLANS = {}  # a simulated rank finds them made: torch 2.11 cannot record a model in a thread
+
+
+def _plan(hint=None):
+    if hint not in PLANS:  # functools.cache would be emptied by the recording
+        PLANS[hint] = tp_ext.auto.plan(_Block(), (ones(2, 4),), 3, hints={"up": hint} if hint else None)
+    return PLANS[hint]
+
+
+def _applied(group, hint=None, model=None):
+    tp_ext.auto.apply(_plan(hint), model or _Block(), group)
+
+
+def _pretrained(group, bad):
+    from_pretrained = pytest.importorskip("tp_ext.huggingface").from_pretrained
+    from_pretrained(f"/nowhere/{'y' if bad else 'x'}", group=group)
+
+
 FITS = rf"out_specs: the result on the rank at x = {BAD} must fit"
 EQUALLY_MANY = r"out_specs: the ranks' results must have equally many tensors, and have \[{}\]"
 AGREED = {  # the call; the message on the rank, and on the others, if it is another one
@@ -232,6 +259,19 @@ AGREED = {  # the call; the message on the rank, and on the others, if it is ano
         lambda g, bad: tp_ext.load_checkpoint(f"/nowhere/{g.rank() if bad else 'x'}", _column(g), group=g),
         "path: '/nowhere/.' must be a checkpoint",
     ),
+    "a plan": (
+        lambda g, bad: _applied(g, "whole" if bad else None),
+        "plan: that of rank 1 differs from that of rank 0",
+    ),
+    "a model of a plan": (
+        lambda g, bad: _applied(g, model=_Block(width=8 + bad)),
+        r"model: up.weight has shape \(9, 4\) and must have \(8, 4\)",
+    ),
+    "a module of a plan's model": (
+        lambda g, bad: _applied(g, model=_Block(activation=nn.ReLU if bad else nn.GELU)),
+        "model: ",
+    ),
+    "a pretrained model": (_pretrained, "/nowhere/[xy]"),
     "a model": (
         lambda g, bad: tp_ext.debug.check(_column(g, bias=not bad), group=g),
         "model",
@@ -253,6 +293,7 @@ def _agreed(group, name):
 @pytest.mark.parametrize("run", [simulated.run, ranks.run], ids=["simulated", "gloo"])
 @pytest.mark.parametrize("name", AGREED)
 def test_what_the_ranks_agree_on(name, run):
+    _plan(), _plan("whole")
     _, own, *others = AGREED[name]
     outcomes = run(_agreed, 3, name)
     for rank, (message, seconds) in enumerate(outcomes):
