@@ -300,3 +300,25 @@ def test_the_chosen_set_is_the_heaviest() -> None:
         chosen = heaviest(list(range(n)), excluded, weight)
         assert tuple(chosen) in apart
         assert sum(weight[i] for i in chosen) == max(sum(weight[i] for i in s) for s in apart)
+
+
+class Joined(nn.Module):
+    """A layer on features of which some are another layer's and the rest of the input."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layer: Any = nn.Linear if kind != "convolution" else lambda i, o: nn.Conv1d(i, o, 1)
+        self.up, self.down, self.kind = layer(4, 16), layer(20, 8), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        dim = -1 if self.kind != "convolution" else 1
+        joined = torch.cat((self.up(x).relu(), x), dim)
+        return F.linear(joined, self.down.weight * 2) if self.kind == "function" else self.down(joined)
+
+
+@pytest.mark.parametrize("kind", ["linear", "function", "convolution"])
+def test_a_sum_of_sharded_and_replicated_features_is_never_sharded(kind: str) -> None:
+    """The sum over the ranks would count the replicated features p times; the layer is sharded by its outputs."""
+    x = torch.randn(3, 4, 4)
+    plan = auto.plan(Joined(kind), (x,), 2, prove="shapes")
+    assert {name: plan.shardings[name].dim for name in plan.shardings if name.endswith("weight")} == {"down.weight": 0}

@@ -113,7 +113,18 @@ def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> 
             if 2 * sum(part.size for part in cut.sharding.parts if part.copies < p) < cut.sharding.size:
                 del decision.parameters[name]  # most of it would be on every rank
     where = _occurrences(record)
-    return [decision for decision in found.values() if decision.parameters and _is_consistent(decision, where)]
+    return [
+        decision
+        for decision in found.values()
+        if decision.parameters and _is_consistent(decision, where) and not _repeats_terms(decision, record)
+    ]
+
+
+def _repeats_terms(decision: Decision, record: Record) -> bool:
+    """True if an operator sums over a dim of which a part is sharded and the rest on every rank, as after ``cat`` of a
+    sharded and a replicated tensor: the sum over the ranks would have the terms of the rest p times."""
+    parts = [decision.parts(step.contracted) for step in record.steps if step.contracted]
+    return any(part.copies > 1 for each in parts if each for part in each)
 
 
 def _is_consistent(decision: Decision, where: Mapping[Atom, set[tuple[int, int]]]) -> bool:

@@ -70,7 +70,7 @@ def _not_chosen(
         if other != name and any(contains(label, atom) for label in record.dims_of(tensor) for atom in own):
             if other in why:
                 return f"it goes with {other}, which is whole: {why[other]}"
-            return f"its factor is in {other}, too, where it cannot be sharded"
+            return f"its factor is in {other}, too, where it cannot be sharded, or only in part"
     return "its factor is in several dims, or most of it would be on every rank"
 
 

@@ -171,10 +171,6 @@ class Planner:
         ]
         finder = self.finder(decisions, roles, heads_atoms, cut)
         flow = finder.flow
-        for name, found in cuts.items():
-            is_row = any(roles.get(alias.rpartition(".")[0]) == "row" for alias in self.names[name])
-            if is_row and name.endswith(".weight") and any(part.copies > 1 for part in found.sharding.parts):
-                flow.problems.append(Problem(name, f"some of the input features of {name} would be on every rank"))
         flow.problems += [Problem(name, text) for name, text in self.record.problems if self.parameters_in(cut, name)]
         for one in decisions:
             if one.atom in lost - heads_atoms:
