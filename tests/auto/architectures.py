@@ -179,7 +179,7 @@ def build(name: str, train: bool = False) -> tuple[nn.Module, dict[str, Tensor]]
         cls = CONFIG_MAPPING[config_name]
         config = cls(**_small(cls, own))
         for key in vars(config) if train else ():
-            if key in DROPOUTS:
+            if key in DROPOUTS and (name, key) != ("diffllama", "attention_dropout"):  # which its forward refuses
                 setattr(config, key, 0.1)
             elif key.endswith("layerdrop"):
                 setattr(config, key, 0.0)
