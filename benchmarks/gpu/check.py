@@ -3,14 +3,17 @@
     make gpu-check                     # with the environment that make sets up
     python -m benchmarks.gpu.check     # with the torch >= 2.11 of this python, pytest and a CUDA toolkit; no network
 
-Writes FOLDER/results.json after every stage and prints a table and the goals. Exit code: 0, 1 if a stage failed, 2 if
-there is no GPU. ``benchmarks.gpu.results`` makes the docs' table and plot from the file. ``--device cpu --quick`` is a
-dry run of all stages that work without a GPU.
+Every command is a process of its own with a deadline. FOLDER/results.json is written after each, FOLDER/log.txt has all
+output; at the end come a table and the goals. Exit code: 0, 1 if a stage failed, 2 if there is no GPU.
+``benchmarks.gpu.results`` makes the docs' table and plot from the file. ``--device cpu --quick`` is a dry run of all
+stages that work without a GPU.
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -18,19 +21,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from benchmarks.gpu.results import goals, print_report, read_rows
-from benchmarks.lib.jobs import ROOT, Command, Run, Stage
 from benchmarks.lib.report import stamp
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Seconds from the start by which each part has ended
 BUILD, CORRECT, TIMED = 300.0, 375.0, 535.0
 USUAL_BUILD = 120.0  # seconds that the others have less, where the library is built
-ONE_BENCHMARK = 75.0  # seconds for a script whose turn it is
+BENCHMARK = 75.0  # seconds for a script whose turn it is
+TAIL = 25  # lines of a command's output that the results keep when it fails
 OWN_STAGES = {  # stage -> its files; those with CUDA tests that are not here share "kernels"
     "graphs": [
         "tests/cuda/test_capture.py",
@@ -73,11 +83,6 @@ def benchmarks() -> list[Path]:
     return [script for script in scripts if uses_harness.search(script.read_text())]
 
 
-def module_of(script: Path) -> str:
-    """The name of a script for ``python -m``, from the root of the repository."""
-    return ".".join(script.relative_to(ROOT).with_suffix("").parts)
-
-
 def gpu() -> dict[str, str]:
     """Name, driver and architecture of the first GPU; empty if torch has none."""
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -108,13 +113,126 @@ def about(found: dict[str, str], cores: int) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Command:
+    """`cannot`: output of a failure that means that its tool does not work here: no failure of ours. `note`: why it is
+    not run."""
+
+    stage: str
+    name: str
+    argv: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cannot: str = ""
+    note: str = ""
+
+
+class Run:
+    """Runs commands and keeps their results. Deadlines are in seconds from the start of the run, so that what one part
+    leaves of its time is available to the next."""
+
+    def __init__(self, folder: Path, about: dict[str, Any]):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file, self.log = folder / "results.json", folder / "log.txt"
+        self.log.write_text("")
+        self.results: dict[str, Any] = {**about, "commands": []}
+        self._lock, self._start, self._running = threading.Lock(), time.monotonic(), set[subprocess.Popen]()
+        self.save()
+
+    def together(self, commands: Sequence[Command], cores: int, until: float) -> None:
+        """Runs as many commands at once as there are cores."""
+        pool = ThreadPoolExecutor(cores)
+        try:
+            list(pool.map(lambda command: self._finish(*self._begin(command), until), commands))
+        finally:  # interrupted: what runs is ended
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._stop()
+
+    def in_turn(self, commands: Sequence[Command], seconds: float, until: float) -> None:
+        """Starts all commands, each of which waits for a line of input, and gives it to one after the other."""
+        try:
+            for begun in [self._begin(command) for command in commands]:
+                self._finish(*begun, min(self._elapsed() + seconds, until))
+        finally:
+            self._stop()
+
+    def failed(self) -> list[str]:
+        """The stages of which a command failed."""
+        bad = (c["stage"] for c in self.results["commands"] if c["status"] in ("failed", "timed out"))
+        return list(dict.fromkeys(bad))
+
+    def save(self, **more: Any) -> None:
+        """Writes the results, and adds these to them."""
+        self.results |= {**more, "seconds": round(self._elapsed(), 1)}
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(self.results, indent=1) + "\n")
+        os.replace(new, self.file)
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def _begin(self, command: Command) -> tuple[Command, subprocess.Popen | None, IO[bytes]]:
+        output = tempfile.TemporaryFile()  # noqa: SIM115, closed when the command has ended
+        process, streams = None, {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
+        if not command.note:
+            environment = os.environ | command.environment
+            # A session of its own: its children end with it
+            process = subprocess.Popen(command.argv, cwd=ROOT, env=environment, start_new_session=True, **streams)
+            self._running.add(process)
+        return command, process, output
+
+    def _finish(self, command: Command, process: subprocess.Popen | None, output: IO[bytes], until: float) -> None:
+        began, code = self._elapsed(), None
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+                process.communicate(b"\n", timeout=max(0.0, until - began))
+            code = process.poll()
+            if code is None:
+                _kill(process)
+            self._running.discard(process)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+        output.close()
+        status = {None: "not run" if command.note else "timed out", 0: "passed"}.get(code, "failed")
+        if status == "failed" and command.cannot and re.search(command.cannot, text):
+            status = "unavailable"
+        seconds, counts = round(self._elapsed() - began, 1), counted(text)
+        result = {"stage": command.stage, "name": command.name, "status": status, "exit_code": code, **counts}
+        lines = [] if status in ("passed", "not run") else text.splitlines()[-TAIL:]
+        summary = f"{command.stage}, {command.name}: {status}, {seconds} s {command.note}{counts or ''}".rstrip()
+        with self._lock, self.log.open("a") as log:
+            log.write(f"\n=== {summary}\n{text}")
+            print("\n    ".join([summary, *lines[-3:]]), flush=True)
+            self.results["commands"].append(result | {"seconds": seconds, "note": command.note, "output": lines})
+            self.save()
+
+    def _stop(self) -> None:
+        for process in list(self._running):
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kills the command and its children, which are in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def counted(output: str) -> dict[str, int]:
+    """Pytest's counts of its tests; empty of other output."""
+    summaries = re.findall(r"^(?:=+ )?((?:\d+ \w+,? )+)in [\d.]+s", output, re.M)
+    if not summaries:
+        return {}
+    numbers = {name: int(number) for number, name in re.findall(r"(\d+) (\w+)", summaries[-1])}
+    errors = numbers.get("error", 0) + numbers.get("errors", 0)
+    return {name: numbers.get(name, 0) + errors * (name == "failed") for name in ("passed", "failed", "skipped")}
+
+
 class Plan:
-    """The stages of a run; `scratch` is for files that they pass on."""
+    """The commands of a run; `scratch` is for files that they pass on."""
 
     def __init__(self, args: argparse.Namespace, cores: int, arch: str, scratch: Path):
         self.args, self.cores, self.arch, self.scratch = args, cores, arch, scratch
-        earlier = USUAL_BUILD if args.built else 0.0
-        self.correct, self.timed_until = CORRECT - earlier, TIMED - earlier
+        self.scripts = [script for script in benchmarks() if re.search(args.benchmarks, script.stem)]
         folders = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")]
         self.environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, folders)),
@@ -126,46 +244,43 @@ class Plan:
             "TP_EXT_REQUIRE_CUDA": "1" if args.device == "cuda" else "0",
         }
 
-    def build(self) -> Stage:
-        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    def build(self) -> list[Command]:
         environment = {"TP_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": self.arch, "MAX_JOBS": str(self.cores)}
         note = "" if self.args.device == "cuda" else "nothing to build for a GPU"
         note = "--built" if self.args.built else note
-        return Stage("build", [Command("setup.py", command, environment)], BUILD, note=note)
+        argv = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        return [Command("build", "setup.py", argv, environment, note=note)]
 
-    def correctness(self) -> list[Stage]:
-        """The correctness stages side by side, the longest first."""
-        stages = [self._sanitizer("memcheck"), self._sanitizer("racecheck")]
-        for name, files in OWN_STAGES.items():
-            note = "needs a GPU" if self.args.device == "cpu" and name not in QUICK else ""
-            files = files[:1] if self.args.quick else files
-            stages.append(Stage(name, [self._pytest(name, files)], self.correct, note=note))
+    def correctness(self) -> list[Command]:
+        """The longest first."""
+        commands = [self._sanitizer("memcheck"), self._sanitizer("racecheck")]
+        for stage, files in OWN_STAGES.items():
+            note = "needs a GPU" if self.args.device == "cpu" and stage not in QUICK else ""
+            commands.append(self._pytest(stage, files[:1] if self.args.quick else files, note=note))
         own = {file for files in OWN_STAGES.values() for file in files}
         shared = [file for file in cuda_tests() if file not in own]
+        if self.args.quick:
+            shared = ["tests/kernels/test_norm.py"]
         shards = max(1, min(8, self.cores // 2))
-        if self.args.quick:
-            shared = [file for file in shared if file == "tests/kernels/test_norm.py"]
-        kernels = [self._pytest("kernels", shared, f"{i}/{shards}") for i in range(shards)]
-        checked = [self._benchmark(script, True) for script in self.scripts()]
-        return [*stages, Stage("kernels", kernels, self.correct), Stage("benchmarks, checked", checked, self.correct)]
+        commands += [self._pytest("kernels", shared, f"{i}/{shards}") for i in range(shards)]
+        return self._wanted([*commands, *(self._benchmark("benchmarks, checked", script) for script in self.scripts)])
 
-    def timed(self) -> Stage:
-        return Stage("benchmarks", [self._benchmark(f, False) for f in self.scripts()], self.timed_until, in_turn=True)
+    def timed(self) -> list[Command]:
+        return self._wanted([self._benchmark("benchmarks", script) for script in self.scripts])
 
-    def scripts(self) -> list[Path]:
-        return [script for script in benchmarks() if re.search(self.args.benchmarks, script.stem)]
+    def _wanted(self, commands: list[Command]) -> list[Command]:
+        return [command for command in commands if re.search(self.args.stages, command.stage)]
 
-    def _pytest(self, stage: str, files: list[str], shard: str = "") -> Command:
-        junit = self.scratch / f"{stage}-{shard}.xml".replace("/", "-")
-        argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", *files]
+    def _pytest(self, stage: str, files: list[str], shard: str = "", note: str = "") -> Command:
+        argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
         argv += ["-m", "cuda" if self.args.device == "cuda" else "not cuda"]
-        if self.args.quick:
-            argv += ["-k", QUICK.get(stage, "")]
+        argv += ["-k", QUICK.get(stage, "")] if self.args.quick else []
         if importlib.util.find_spec("pytest_timeout") is None:  # the settings name its option
             argv += ["-o", "addopts=-ra --strict-markers"]
-        return Command(shard or "pytest", argv, self.environment | ({"TP_EXT_SHARD": shard} if shard else {}), junit)
+        environment = self.environment | ({"TP_EXT_SHARD": shard} if shard else {})
+        return Command(stage, shard or "pytest", argv, environment, note=note)
 
-    def _sanitizer(self, tool: str) -> Stage:
+    def _sanitizer(self, tool: str) -> Command:
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
         places = os.pathsep.join([f"{home}/bin", f"{home}/compute-sanitizer", os.environ.get("PATH", "")])
         found = shutil.which("compute-sanitizer", path=places)
@@ -177,16 +292,17 @@ class Plan:
         argv = [found or "", *options, sys.executable, "-m", "tests.cuda.families", "--device", "cuda"]
         # Each tensor its own allocation, or what lies behind its end would be another's
         environment = self.environment | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        return Stage(tool, [Command(tool, argv, environment)], self.correct, note=note, cannot=NO_SANITIZER)
+        return Command(tool, tool, argv, environment, cannot=NO_SANITIZER, note=note)
 
-    def _benchmark(self, script: Path, only_checked: bool) -> Command:
+    def _benchmark(self, stage: str, script: Path) -> Command:
+        checked, quick = stage == "benchmarks, checked", self.args.quick
+        module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
         dtype = "bfloat16" if self.args.device == "cuda" else "float32"
-        argv = [sys.executable, "-m", module_of(script), "--device", self.args.device, "--dtype", dtype]
+        argv = [sys.executable, "-m", module, "--device", self.args.device, "--dtype", dtype]
         argv += ["--size", str(self.args.size)]
-        argv += ["--quick"] if only_checked or self.args.quick else ["--seconds", "0.25", "--threads", "1"]
-        if not only_checked:
-            argv += ["--wait-for-input", "--csv", str(self.scratch / "rows")]
-        return Command(script.stem.removeprefix("bench_"), argv, self.environment, None, ONE_BENCHMARK)
+        argv += ["--quick"] if checked or quick else ["--seconds", "0.25", "--threads", "1"]
+        argv += [] if checked else ["--wait-for-input", "--csv", str(self.scratch / "rows")]
+        return Command(stage, script.stem.removeprefix("bench_"), argv, self.environment)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -206,19 +322,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     cores = len(os.sched_getaffinity(0))
-    run = Run(args.out, about(found, cores), cores)
+    run = Run(args.out, about(found, cores))
     print(", ".join(f"{key} {value}" for key, value in run.results.items() if isinstance(value, str)), flush=True)
+    earlier = USUAL_BUILD if args.built else 0.0
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
         plan = Plan(args, cores, found.get("arch", ""), Path(scratch))
-        run.together([plan.build()])
+        run.together(plan.build(), 1, BUILD)
         if not run.failed():
-            run.together([stage for stage in plan.correctness() if re.search(args.stages, stage.name)])
-
-            def figures(results: dict[str, Any]) -> None:
-                results["rows"] = read_rows(Path(scratch) / "rows")
-                results["goals"] = goals(results["rows"])
-
-            run.together([stage for stage in [plan.timed()] if re.search(args.stages, stage.name)], figures)
+            run.together(plan.correctness(), cores, CORRECT - earlier)
+            run.in_turn(plan.timed(), BENCHMARK, TIMED - earlier)
+            rows = read_rows(Path(scratch) / "rows")
+            run.save(rows=rows, goals=goals(rows))
     print_report(run.results)
     print(f"{run.file}, all output in {run.log}")
     if failed := run.failed():

@@ -9,7 +9,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import tp_ext
+from tests.helpers.models import Block
 from tests.helpers.ranks import run
 from tp_ext.debug import count_collectives
 
@@ -25,20 +25,6 @@ pytestmark = pytest.mark.core
 HEADS, LORA = 12, 3
 AR, AG, RS = "all_reduce", "all_gather", "reduce_scatter"
 functional = torch.ops._c10d_functional
-
-
-class Block(nn.Module):
-    """Norm, attention, residual; norm, MLP 2h wide, residual; biases everywhere."""
-
-    def __init__(self, h, norm=tp_ext.RMSNorm, attention=(), **options):
-        super().__init__()
-        self.norms = nn.ModuleList(norm(h, **options) for _ in range(2))
-        self.attention = tp_ext.ParallelAttention(h, HEADS, **dict(attention), **options)
-        self.mlp = tp_ext.ParallelMLP(h, 2 * h, **options)
-
-    def forward(self, x, b, total):
-        x = x + self.attention(self.norms[0](x), batch_size=b, total_tokens=total)
-        return x + self.mlp(self.norms[1](x), total_tokens=total)
 
 
 def _policy(saved, ctx, op, *args, **kwargs):
@@ -63,10 +49,11 @@ RECOMPUTED = {
 }
 
 
-def _sent(group, sp, b, s, h, dtype, recomputed=None, training=True, lora=False, **options):
+def _sent(group, sp, b, s, h, dtype, recomputed=None, training=True, lora=False, attention=(), **options):
     """{(kind, bytes of each): number}, and the bytes on the wire, of one forward and backward."""
     p, tokens = group.size(), b * s
-    block = Block(h, group=group, sequence_parallel=sp, dtype=dtype, **options)
+    attention, mlp = {"num_heads": HEADS, **dict(attention)}, {"ffn_hidden_size": 2 * h}
+    block = Block(h, attention, mlp, group=group, sequence_parallel=sp, dtype=dtype, **options)
     if lora:
         tp_ext.add_lora(block, targets=["qkv", "out", "up", "down"], r=LORA, alpha=1)
     own = torch.empty(tokens, 0).tensor_split(p)[group.rank()].shape[0] if sp else tokens
@@ -74,8 +61,9 @@ def _sent(group, sp, b, s, h, dtype, recomputed=None, training=True, lora=False,
 
     def forward():
         if recomputed is None:
-            return block(x, b, tokens)
-        return checkpoint(block, x, b, tokens, **{"use_reentrant": False} | RECOMPUTED[recomputed])
+            return block(x, total_tokens=tokens, batch_size=b)
+        call = functools.partial(block, total_tokens=tokens, batch_size=b)
+        return checkpoint(call, x, **{"use_reentrant": False} | RECOMPUTED[recomputed])
 
     with torch.set_grad_enabled(training), count_collectives() as counts:
         y = forward()

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tp_ext
-from tests.helpers import ranks
+from tests.helpers import ranks, registry
 from tests.helpers.meshes import mesh_of
+from tests.helpers.registry.entries import FFN
 from tp_ext._ops.binding import declarations
 
 spmd = pytest.importorskip("spmd_types")
@@ -52,26 +53,35 @@ def _function(function, *args, **options):
     return lambda groups: lambda *inputs: function(*inputs, groups["group"], *args, **options)
 
 
-class Attention(tp_ext.ParallelAttention):
-    def __init__(self, kv_heads=2, **options):
-        super().__init__(H, 4, num_kv_heads=kv_heads, head_dim=2, qk_norm=True, rope=100.0, **options)
+def _small(case, sp):
+    """A case of the registry, as one of types."""
+    types = {"tokens": S(0) if sp else I, "features": S(1)}
+    inputs = _ids() if case.takes == "ids" else _x(types[case.takes], FFN if case.takes == "features" else H)
+    options = {"collectives": case.collectives[sp], "unseen": case.unseen if sp else (), "modes": (True, False)}
+    if not case.full_types:
+        options["modes"] = (True,)
+
+    def make(groups):
+        layer = case.make(sequence_parallel=sp, **groups)
+        return _Called(layer, {name: value for name, value in case.call.items() if name != "total_tokens"})
+
+    return Case(make, (inputs,), types[case.gives], **options)
+
+
+class _Called(nn.Module):
+    """A layer with keywords of its call."""
+
+    def __init__(self, layer, call):
+        super().__init__()
+        self.layer, self.call = layer, call
 
     def forward(self, x):
-        return super().forward(x, batch_size=2)
+        return self.layer(x, **self.call)
 
 
-class LatentAttention(tp_ext.ParallelLatentAttention):
-    def __init__(self, **options):
-        widths = {"kv_lora_rank": 6, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2}
-        super().__init__(H, 4, q_lora_rank=5, **widths, **options)
-
-    def forward(self, x):
-        return super().forward(x, batch_size=2)
-
-
-def _x(held):
+def _x(held, width=H):
     """An input of this type, the shards being halves."""
-    shape = [N, H]
+    shape = [N, width]
     if isinstance(held, spmd.Shard):
         shape[held.dim] //= 2
     return lambda: torch.randn(shape, requires_grad=True), held
@@ -140,24 +150,11 @@ ONE_AXIS = {
     "all_gather": Case(_function(tp_ext.all_gather_region), (_x(S(0)),), R, 1),
     "reduce_scatter": Case(_function(tp_ext.reduce_scatter_region), (_x(P),), S(0), 1),
     "all_to_all": Case(_function(tp_ext.all_to_all_region, 1, 0), (_x(S(0)),), S(1), 1, modes=(False,)),
-    "column": Case(_layer(tp_ext.ColumnParallelLinear, *LINEAR), (_x(I),), S(1), 1),
     "column, gathered": Case(_layer(tp_ext.ColumnParallelLinear, *LINEAR, gather_output=True), (_x(I),), I, 2),
-    "column, tokens": Case(_layer(tp_ext.ColumnParallelLinear, *LINEAR, **SP), (_x(S(0)),), S(1), 1),
-    "row": Case(_layer(tp_ext.RowParallelLinear, *LINEAR), (_x(S(1)),), I, 1),
     "row, scattered": Case(_layer(tp_ext.RowParallelLinear, *LINEAR, input_is_parallel=False), (_x(I),), I, 2),
-    "row, tokens": Case(_layer(tp_ext.RowParallelLinear, *LINEAR, **SP), (_x(S(1)),), S(0), 2),
-    "mlp": Case(_layer(tp_ext.ParallelMLP, *MLP), (_x(I),), I, 2),
     "mlp, one operator": Case(
         _layer(tp_ext.ParallelMLP, *MLP, activation="gelu_tanh", gemm_epilogue=True, **SP), (_x(S(0)),), S(0), 3
     ),
-    "embedding": Case(_layer(tp_ext.VocabParallelEmbedding, VOCABULARY, H), (_ids(),), I, 1),
-    "embedding, tokens": Case(_layer(tp_ext.VocabParallelEmbedding, VOCABULARY, H, **SP), (_ids(),), S(0), 1),
-    "attention": Case(_layer(Attention), (_x(I),), I, 4, modes=(True,)),
-    "attention, tokens": Case(_layer(Attention, **SP), (_x(S(0)),), S(0), 5, modes=(True,)),
-    "attention, kv copies": Case(_layer(Attention, 1), (_x(I),), I, 4, modes=(True,)),
-    "latent attention": Case(_layer(LatentAttention), (_x(I),), I, 4, modes=(True,)),
-    # Both a shard of tokens of the key that all heads share and the keys of this rank's heads are V
-    "latent attention, tokens": Case(_layer(LatentAttention, **SP), (_x(S(0)),), S(0), 8, modes=(True,), unseen=(5,)),
     "experts": Case(_layer(Experts), (_x(I),), I, 3, modes=(True,)),
     # Tokens of a shard are V, and so are rows and sums of a sharded ffn; without these three their numbers do not fit
     "experts, tokens": Case(_layer(Experts, **SP), (_x(S(0)),), S(0), 5, modes=(True,), unseen=(1, 2, 3)),
@@ -180,6 +177,12 @@ TWO_AXES = {
     "model": Case(
         lambda groups: _block(groups, tp_ext.LayerNorm, **HIDDEN), (_ids(), _ids()), I, 18, two=True, modes=(False,)
     ),
+}
+ONE_AXIS |= {
+    f"{name}{', tokens' * sp}": _small(case, sp)
+    for name, case in registry.CASES.items()
+    for sp in (False, True)
+    if case.collectives
 }
 CASES = {"one axis": ONE_AXIS, "two axes": TWO_AXES}
 COLLECTIVES = ("copied", "summed", "summed_and_scattered", "gathered", "scattered", "exchanged")

@@ -3,13 +3,15 @@
 The distinct storages that autograd saves are counted, whole, without those of the parameters.
 """
 
+import functools
+
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.models import Block
 
 pytestmark = pytest.mark.core
 
@@ -250,30 +252,16 @@ def test_autocast_adds_the_low_precision_copy_of_the_weights():
 # A transformer block as in Korthikanti et al. (arXiv:2205.05198), section 4
 
 
-class Block(nn.Module):
-    """LayerNorm, attention, dropout, residual; LayerNorm, GELU MLP 4h wide, dropout, residual; biases everywhere."""
-
-    def __init__(self, h, heads, **options):
-        super().__init__()
-        parallel = {name: options[name] for name in ("group", "sequence_parallel")}
-        self.norms = nn.ModuleList(tp_ext.LayerNorm(h, **options) for _ in range(2))
-        self.attention = tp_ext.ParallelAttention(h, heads, **options)
-        self.mlp = tp_ext.ParallelMLP(h, 4 * h, **options)
-        self.dropout = tp_ext.Dropout(0.1, **parallel)
-
-    def forward(self, x, batch_size):
-        x = self.dropout(self.attention(self.norms[0](x), batch_size=batch_size), residual=x)
-        return self.dropout(self.mlp(self.norms[1](x)), residual=x)
-
-
 WIDE, WIDE_HEADS = 512, 4  # heads of 128 as in the large models: what is not s b h is under 1 %
 
 
 def _block(group, sp, dtype, full):
-    block = Block(WIDE, WIDE_HEADS, group=group, sequence_parallel=sp, dtype=dtype)
+    """LayerNorm, attention, dropout, residual; LayerNorm, GELU MLP 4h wide, dropout, residual; biases everywhere."""
+    options = {"norm": tp_ext.LayerNorm, "dropout": 0.1, "group": group, "sequence_parallel": sp, "dtype": dtype}
+    block = Block(WIDE, {"num_heads": WIDE_HEADS}, {"ffn_hidden_size": 4 * WIDE}, **options)
     x = torch.randn(N // group.size() if sp else N, WIDE, dtype=dtype, requires_grad=True)
-    call = (lambda: checkpoint(block, x, B, use_reentrant=False)) if full else lambda: block(x, B)
-    return saved_bytes(call, block)
+    call = functools.partial(block, batch_size=B)
+    return saved_bytes(lambda: checkpoint(call, x, use_reentrant=False) if full else call(x), block)
 
 
 @EVERY

@@ -15,73 +15,38 @@ from tests.fuzz.compare import KIND, OWN
 from tests.fuzz.layouts import AXES
 from tests.helpers.dtypes import default_dtype
 from tests.helpers.meshes import mesh_of
+from tests.helpers.models import GPT, Block
 
 
-class Block(nn.Module):
-    def __init__(self, options, mesh, sp, context):
-        super().__init__()
-        tp, cp, ep, dp = (None if mesh is None else mesh[name] for name in ("tp", "cp", "ep", "dp"))
-        parallel, hidden = {"group": tp, "sequence_parallel": sp}, options["hidden"]
-        self.norms = nn.ModuleList(getattr(tp_ext, options["norm"])(hidden, **parallel) for _ in range(2))
-        same = ("head_dim", "bias", "qk_norm", "causal", "sliding_window")
-        self.attention = tp_ext.ParallelAttention(
-            hidden,
-            options["heads"],
-            num_kv_heads=options["kv_heads"],
-            rope=100.0 if options["rope"] else None,
-            dropout=options["attention_dropout"],
-            context_group=cp,
-            context=context,
-            **{name: options[name] for name in same},
-            **parallel,
-        )
-        same = {"activation": options["activation"], "bias": options["bias"], **parallel}
-        if options["experts"]:
-            router = tp_ext.RouterConfig(
-                balance_loss=options["balance_loss"], z_loss=options["z_loss"], balance_over="sequence"
-            )
-            routed = {name: options[name] for name in ("shared_experts", "capacity")}
-            routed |= {"router": router, "expert_group": ep, "data_groups": dp, "context_group": cp}
-            sizes = hidden, options["ffn"], options["experts"], options["top_k"]
-            self.mlp = tp_ext.ParallelMoE(*sizes, **routed, **same)
-        else:
-            self.mlp = tp_ext.ParallelMLP(hidden, options["ffn"], **same)
-        self.dropout = tp_ext.Dropout(options["dropout"], **parallel)
+def gpt(options, mesh=None, sp=False, context="ring", wide=False):
+    """The model of a configuration; wide: its activations are [batch, seq, hidden]."""
+    tp, cp, ep, dp = (None if mesh is None else mesh[name] for name in ("tp", "cp", "ep", "dp"))
+    norm, parallel = getattr(tp_ext, options["norm"]), {"group": tp, "sequence_parallel": sp}
+    same = ("head_dim", "bias", "qk_norm", "causal", "sliding_window")
+    attention = {name: options[name] for name in same} | {
+        "num_heads": options["heads"],
+        "num_kv_heads": options["kv_heads"],
+        "rope": 100.0 if options["rope"] else None,
+        "dropout": options["attention_dropout"],
+        "context_group": cp,
+        "context": context,
+    }
+    mlp = {"ffn_hidden_size": options["ffn"], "activation": options["activation"], "bias": options["bias"]}
+    if options["experts"]:
+        losses = {name: options[name] for name in ("balance_loss", "z_loss")}
+        mlp |= {name: options[name] for name in ("top_k", "shared_experts", "capacity")}
+        mlp |= {"num_experts": options["experts"], "expert_group": ep, "data_groups": dp, "context_group": cp}
+        mlp["router"] = tp_ext.RouterConfig(balance_over="sequence", **losses)
 
-    def forward(self, x, layout=None, batch_size=None, cu_seqlens=None, total_tokens=None):
-        where = {"batch_size": batch_size, "cu_seqlens": cu_seqlens, "total_tokens": total_tokens}
-        where = where if layout is None else {"layout": layout}
-        x = self.dropout(self.attention(self.norms[0](x), **where), residual=x, total_tokens=total_tokens)
-        rows = batch_size if layout is None else layout.batch
-        sequences = [rows] if isinstance(self.mlp, tp_ext.ParallelMoE) else []
-        y = self.mlp(self.norms[1](x), total_tokens, *sequences)
-        return self.dropout(y, residual=x, total_tokens=total_tokens)
+    def block():
+        return Block(options["hidden"], attention, mlp, norm=norm, dropout=options["dropout"], **parallel)
 
-
-class GPT(nn.Module):
-    def __init__(self, options, mesh=None, sp=False, context="ring", wide=False):
-        super().__init__()
-        tp = None if mesh is None else mesh["tp"]
-        parallel, hidden, vocab = {"group": tp, "sequence_parallel": sp}, options["hidden"], options["vocab"]
-        self.wide = wide
-        self.embedding = tp_ext.VocabParallelEmbedding(vocab, hidden, **parallel)
-        self.blocks = nn.ModuleList(Block(options, mesh, sp, context) for _ in range(options["blocks"]))
-        self.norm = getattr(tp_ext, options["norm"])(hidden, **parallel)
-        self.head = tp_ext.VocabParallelLMHead(hidden, vocab, **parallel)
-        if options["tied"]:
-            self.head.weight = self.embedding.weight
-        if options["frozen"]:
-            self.blocks[0].mlp.requires_grad_(False)
-            self.norm.requires_grad_(False)
-
-    def pipeline_parts(self):
-        return [self.embedding] if self.wide else [torch.flatten, self.embedding], self.blocks, [self.norm, self.head]
-
-    def forward(self, ids, total_tokens=None, **where):
-        x = self.embedding(ids if self.wide else ids.flatten())
-        for block in self.blocks:
-            x = block(x, total_tokens=total_tokens, **where)
-        return self.head(self.norm(x), total_tokens)
+    sizes = options["vocab"], options["hidden"], block, options["blocks"]
+    model = GPT(*sizes, norm=norm, tied=options["tied"], flat=not wide, **parallel)
+    if options["frozen"]:
+        model.blocks[0].mlp.requires_grad_(False)
+        model.norm.requires_grad_(False)
+    return model
 
 
 def row(config, step, number):
@@ -143,7 +108,7 @@ def train(group, config):
             tp_ext.manual_seed(config["seed"])
         with torch.device("meta") if layout["meta"] else contextlib.nullcontext():
             wide = layout["how"] == "wide"
-            model = GPT(config["model"], mesh, layout["sp"], layout["context"], wide)
+            model = gpt(config["model"], mesh, layout["sp"], layout["context"], wide)
         if not layout["meta"]:
             tp_ext.reset_parameters(model)
         cuts = [cut for name, cut in tp_ext.shardings(model) if cut is not None and ".experts." not in name]
@@ -174,7 +139,7 @@ def one_process(group, config):
     """The same of one process, without a layout."""
     with default_dtype(torch.float64):
         tp_ext.manual_seed(config["seed"])
-        model = GPT(config["model"])
+        model = gpt(config["model"])
         tp_ext.reset_parameters(model)
         optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
         found, batch, loss_fn = [], config["batch"], loss_of(config, None, "mean")

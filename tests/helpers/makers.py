@@ -1,4 +1,4 @@
-"""Every module, small, with its inputs and outputs, so that one test of a feature of torch covers them all.
+"""Every module of the registry, and models of them, with inputs and outputs: one test of a feature covers them all.
 
 Weights depend on the seed only, not on the number of ranks: the same case at p = 1 is the oracle. 6 tokens, 10 features
 of the linears, 13 words and, of the multi-query attention, the copied key and value heads are uneven or copied at most
@@ -6,33 +6,17 @@ p that are tested.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gpt import GPT, Block, GPTConfig
 from torch import Tensor, nn
 
-import tp_ext
-from tests.helpers import ranks
+from tests.helpers import ranks, registry
 from tests.helpers.models import RichBlock
 from tests.helpers.oracle import full_gradients, gradients, own_tokens
+from tests.helpers.registry.entries import BATCH, FFN, HIDDEN, SEQ, SEQUENCES, TOKENS, VOCAB, Case
 from tp_ext import Sharding
-
-HIDDEN, FFN, VOCAB, BATCH, SEQ = 8, 10, 13, 2, 3
-TOKENS = BATCH * SEQ
-
-
-@dataclass(frozen=True)
-class Case:
-    """make(**parallel) -> module; takes "tokens", "features" or "ids"; gives "tokens" or "features"; keywords of
-    forward; dropout: it draws masks."""
-
-    make: Callable[..., nn.Module]
-    takes: str = "tokens"
-    gives: str = "tokens"
-    call: tuple[tuple[str, int | None], ...] = (("total_tokens", TOKENS),)
-    dropout: bool = False
 
 
 def config(**options) -> GPTConfig:
@@ -44,37 +28,18 @@ def gpt(group, sequence_parallel=False, **options) -> GPT:
     return GPT(config(sequence_parallel=sequence_parallel, **options), group)
 
 
-def _attention(**options: Any) -> Callable[..., nn.Module]:
-    return lambda **parallel: tp_ext.ParallelAttention(HIDDEN, 4, rope=100.0, **options, **parallel)
+class _Model(Case):
+    """A model of layers: ``kind(group=, sequence_parallel=)``, the name of one of these functions."""
+
+    def make(self, kit: Any = None, **parallel: Any) -> nn.Module:
+        return _MODELS[self.kind](**parallel)
 
 
-def _latent(**parallel: Any) -> nn.Module:
-    sizes = {"kv_lora_rank": 6, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 3}
-    return tp_ext.ParallelLatentAttention(HIDDEN, 4, q_lora_rank=5, bias=True, **sizes, **parallel)
-
-
-_SEQUENCES = (("batch_size", BATCH), ("total_tokens", TOKENS))
-CASES = {
-    "column": Case(lambda **k: tp_ext.ColumnParallelLinear(HIDDEN, FFN, **k), gives="features"),
-    "row": Case(lambda **k: tp_ext.RowParallelLinear(FFN, HIDDEN, **k), takes="features"),
-    "mlp": Case(lambda **k: tp_ext.ParallelMLP(HIDDEN, FFN, **k)),
-    "mlp_gated": Case(lambda **k: tp_ext.ParallelMLP(HIDDEN, FFN, activation="swiglu", bias=False, **k)),
-    "attention": Case(_attention(), call=_SEQUENCES),
-    "attention_mqa": Case(_attention(num_kv_heads=1, qk_norm=True), call=_SEQUENCES),
-    "attention_dropout": Case(_attention(dropout=0.25), call=_SEQUENCES, dropout=True),
-    "latent_attention": Case(_latent, call=_SEQUENCES),
-    "embedding": Case(lambda **k: tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, **k), takes="ids", call=()),
-    "head": Case(lambda **k: tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, bias=True, **k), gives="features"),
-    "rms_norm": Case(lambda **k: tp_ext.RMSNorm(HIDDEN, **k), call=()),
-    "layer_norm": Case(lambda **k: tp_ext.LayerNorm(HIDDEN, **k), call=()),
-    "dropout": Case(lambda **k: tp_ext.Dropout(0.3, **k), dropout=True),
-    "block": Case(
-        lambda **k: Block(config(sequence_parallel=k["sequence_parallel"]), k["group"]),
-        call=_SEQUENCES,
-        dropout=True,
-    ),
-    "rich_block": Case(lambda **k: RichBlock(**k), call=(), dropout=True),
-    "gpt": Case(lambda **k: gpt(**k), takes="ids", gives="features", call=(), dropout=True),
+_MODELS = {"block": lambda group, **o: Block(config(**o), group), "rich_block": RichBlock, "gpt": gpt}
+CASES = registry.CASES | {
+    "block": _Model("block", call=SEQUENCES, dropout=True),
+    "rich_block": _Model("rich_block", call={}, dropout=True),
+    "gpt": _Model("gpt", takes="ids", gives="features", call={}, dropout=True),
 }
 
 
@@ -112,16 +77,16 @@ def own_input(name: str, module: nn.Module, group: Any, sp: bool, dtype: torch.d
 def own_upstream(name: str, module: nn.Module, group: Any, sp: bool, dtype: torch.dtype = torch.float64) -> Tensor:
     """The gradient at this rank's output."""
     generator = torch.Generator().manual_seed(13)
-    width = {"column": FFN, "head": VOCAB, "gpt": VOCAB}.get(name, HIDDEN)
+    features = _columns(module) if CASES[name].gives == "features" else None
+    width = HIDDEN if features is None else features.size
     dy = torch.randn(TOKENS, width, generator=generator, dtype=torch.float64).to(dtype)
-    if CASES[name].gives == "features":
-        return _columns(module).shard(dy, *_place(group))
+    if features is not None:
+        return features.shard(dy, *_place(group))
     return own_tokens(dy, group) if sp and group is not None else dy
 
 
 def caller(name: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
-    keywords = dict(CASES[name].call)
-    return lambda x: module(x, **keywords)
+    return lambda x: module(x, **CASES[name].call)
 
 
 def outcome(name: str, module: nn.Module, group: Any, sp: bool, call=None, seed: int = 14) -> list[Tensor | None]:

@@ -1,4 +1,8 @@
-"""One model with every kind of layer, its block alone, its optimizer and its training: for tests of whole models."""
+"""Models of the package's layers: a block and a GPT by options, and one with every kind of layer, its optimizer and
+its training."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -7,6 +11,76 @@ import tp_ext
 
 FP64 = {"dtype": torch.float64}
 OPTIONS = [{}, {"sequence_parallel": True}, {"pad": 4}]
+
+
+class Block(nn.Module):
+    """Norm, attention, dropout, residual; norm, MLP or experts, dropout, residual.
+
+    ``attention``: options of ParallelAttention; ``mlp``: those of ParallelMLP, or of ParallelMoE with ``num_experts``;
+    ``parallel``: those of every layer. The call of attention is ``where``, or a layout of sequences.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        attention: dict[str, Any],
+        mlp: dict[str, Any],
+        *,
+        norm: type[nn.Module] = tp_ext.RMSNorm,
+        dropout: float = 0.0,
+        **parallel: Any,
+    ):
+        super().__init__()
+        self.norms = nn.ModuleList(norm(hidden, **parallel) for _ in range(2))
+        self.attention = tp_ext.ParallelAttention(hidden, **attention, **parallel)
+        kind = tp_ext.ParallelMoE if "num_experts" in mlp else tp_ext.ParallelMLP
+        self.mlp = kind(hidden, **mlp, **parallel)
+        self.dropout = tp_ext.Dropout(dropout, **{name: parallel[name] for name in parallel if name != "dtype"})
+
+    def forward(self, x: Tensor, layout: Any = None, total_tokens: int | None = None, **where: Any) -> Tensor:
+        call = {"total_tokens": total_tokens, **where} if layout is None else {"layout": layout}
+        x = self.dropout(self.attention(self.norms[0](x), **call), residual=x, total_tokens=total_tokens)
+        sequences = {}
+        if isinstance(self.mlp, tp_ext.ParallelMoE):
+            sequences["batch_size"] = where.get("batch_size") if layout is None else layout.batch
+        y = self.mlp(self.norms[1](x), total_tokens=total_tokens, **sequences)
+        return self.dropout(y, residual=x, total_tokens=total_tokens)
+
+
+class GPT(nn.Module):
+    """Embedding, blocks, norm and head, which a pipeline may cut. ``block()`` makes a block; keywords of forward are
+    those of the blocks."""
+
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        block: Callable[[], nn.Module],
+        blocks: int = 2,
+        *,
+        norm: type[nn.Module] | None = tp_ext.RMSNorm,
+        tied: bool = True,
+        flat: bool = True,
+        **parallel: Any,
+    ):
+        super().__init__()
+        self.flat = flat
+        self.embedding = tp_ext.VocabParallelEmbedding(vocab, hidden, **parallel)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.norm = nn.Identity() if norm is None else norm(hidden, **parallel)
+        self.head = tp_ext.VocabParallelLMHead(hidden, vocab, **parallel)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def pipeline_parts(self) -> tuple[list[Any], nn.ModuleList, list[nn.Module]]:
+        return [torch.flatten, self.embedding] if self.flat else [self.embedding], self.blocks, [self.norm, self.head]
+
+    def forward(self, ids: Tensor, total_tokens: int | None = None, **call: Any) -> Tensor:
+        x = self.embedding(ids.flatten() if self.flat else ids)
+        call |= {} if total_tokens is None else {"total_tokens": total_tokens}
+        for block in self.blocks:
+            x = block(x, **call)
+        return self.head(self.norm(x), total_tokens=total_tokens)
 
 
 class RichBlock(nn.Module):
@@ -25,10 +99,10 @@ class RichBlock(nn.Module):
         self.mlp = tp_ext.ParallelMLP(8, ffn, activation=activation, **options)
         self.dropout = tp_ext.Dropout(dropout, **parallel)
 
-    def forward(self, x: Tensor, batch_size: int = 2, tokens: int = 6) -> Tensor:
-        attended = self.attention(self.norm1(x), batch_size=batch_size, total_tokens=tokens)
-        x = self.dropout(attended, residual=x, total_tokens=tokens)
-        return self.dropout(self.mlp(self.norm2(x), tokens), residual=x, total_tokens=tokens)
+    def forward(self, x: Tensor, batch_size: int = 2, total_tokens: int = 6) -> Tensor:
+        attended = self.attention(self.norm1(x), batch_size=batch_size, total_tokens=total_tokens)
+        x = self.dropout(attended, residual=x, total_tokens=total_tokens)
+        return self.dropout(self.mlp(self.norm2(x), total_tokens), residual=x, total_tokens=total_tokens)
 
 
 class Scale(nn.Module):

@@ -18,21 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import tp_ext
 
-LAYERS = (
-    tp_ext.ColumnParallelLinear,
-    tp_ext.RowParallelLinear,
-    tp_ext.ParallelMLP,
-    tp_ext.ParallelMoE,
-    tp_ext.ParallelAttention,
-    tp_ext.ParallelLatentAttention,
-    tp_ext.RMSNorm,
-    tp_ext.LayerNorm,
-    tp_ext.Dropout,
-    tp_ext.LoRALinear,
-    tp_ext.VocabParallelEmbedding,
-    tp_ext.VocabParallelLMHead,
-    tp_ext.VocabParallelCrossEntropy,
-)
+PUBLIC = [getattr(tp_ext, name) for name in tp_ext.__all__]
+MODULES = [each for each in PUBLIC if inspect.isclass(each) and issubclass(each, nn.Module)]
+LAYERS = [layer for layer in MODULES if layer.forward is not nn.Module.forward]
 _entered: list[nn.Module] = []
 
 

@@ -13,46 +13,18 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.dtypes import default_dtype
 from tests.helpers.meshes import mesh_of
+from tests.helpers.models import GPT, Block
 
 VOCAB, HIDDEN, BATCH, SEQ, STEPS = 13, 8, 4, 6, 2
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 
 
-class Block(nn.Module):
-    def __init__(self, mesh, sp):
-        super().__init__()
-        tp, cp = (mesh["tp"], mesh["cp"]) if mesh is not None else (None, None)
-        parallel = {"group": tp, "sequence_parallel": sp}
-        self.norms = nn.ModuleList(tp_ext.RMSNorm(HIDDEN, **parallel) for _ in range(2))
-        options = {"num_kv_heads": 1, "rope": 100.0, "dropout": 0.2, "context_group": cp}
-        self.attention = tp_ext.ParallelAttention(HIDDEN, 4, **options, **parallel)
-        self.mlp = tp_ext.ParallelMLP(HIDDEN, 10, **parallel)
-        self.dropout = tp_ext.Dropout(0.2, **parallel)
-
-    def forward(self, x, batch_size=None, layout=None):
-        where = {"batch_size": batch_size} if layout is None else {"layout": layout}
-        x = x + self.dropout(self.attention(self.norms[0](x), **where))
-        return x + self.dropout(self.mlp(self.norms[1](x)))
-
-
-class GPT(nn.Module):
-    def __init__(self, mesh=None, sp=False):
-        super().__init__()
-        parallel = {"group": None if mesh is None else mesh["tp"], "sequence_parallel": sp}
-        self.embedding = tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, **parallel)
-        self.blocks = nn.ModuleList(Block(mesh, sp) for _ in range(2))
-        self.norm = tp_ext.RMSNorm(HIDDEN, **parallel)
-        self.head = tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, **parallel)
-        self.head.weight = self.embedding.weight
-
-    def pipeline_parts(self):
-        return [torch.flatten, self.embedding], self.blocks, [self.norm, self.head]
-
-    def forward(self, ids, batch_size=None, layout=None):
-        x = self.embedding(ids.flatten())
-        for block in self.blocks:
-            x = block(x, batch_size=batch_size, layout=layout)
-        return self.head(self.norm(x))
+def gpt(mesh=None, sp=False):
+    tp, cp = (None, None) if mesh is None else (mesh["tp"], mesh["cp"])
+    parallel = {"group": tp, "sequence_parallel": sp}
+    attention = {"num_heads": 4, "num_kv_heads": 1, "rope": 100.0, "dropout": 0.2, "context_group": cp}
+    block = functools.partial(Block, HIDDEN, attention, {"ffn_hidden_size": 10}, dropout=0.2, **parallel)
+    return GPT(VOCAB, HIDDEN, block, **parallel)
 
 
 def batch(step, replica):
@@ -87,7 +59,7 @@ def trained(run, optimizer, steps, layout):
 def prepared(sizes, microbatches, sp, options):
     mesh = mesh_of(*sizes)
     with torch.device("meta"):
-        model = GPT(mesh, sp)
+        model = gpt(mesh, sp)
     options = {"loss": loss_over(mesh["tp"]), "seed": 5} | options
     run = tp_ext.parallelize(model, mesh, microbatches=microbatches, **options)
     layout = tp_ext.ContextLayout(batch=BATCH // microbatches, seq=SEQ, group=mesh["cp"])
@@ -99,14 +71,14 @@ def prepared(sizes, microbatches, sp, options):
 def one_process(data_size):
     """Losses, norms and parameters of training with the global batch."""
     tp_ext.manual_seed(5)
-    model = GPT()
+    model = gpt()
     tp_ext.reset_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     found = []
     for step in range(STEPS):
         ids, target = (torch.cat(both) for both in zip(*(batch(step, k) for k in range(data_size)), strict=True))
         with tp_ext.random.at(step, batch_offset=0, seq=SEQ):
-            loss = loss_over(None)(model(ids, len(ids)), target)
+            loss = loss_over(None)(model(ids, batch_size=len(ids)), target)
         loss.backward()
         found += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.3)]
         optimizer.step()
@@ -253,7 +225,7 @@ def _evaluates(group, sizes, microbatches, sp, options):
             if evaluated:
                 ids, target = (layout.shard(t, 1) for t in batch(1, run.data_rank))
                 keywords = {"layout": layout} if layout.group.size > 1 else {"batch_size": layout.batch}
-                model = GPT().eval()
+                model = gpt().eval()
                 model.load_state_dict(tp_ext.full_state_dict(run.state, mesh=mesh))
                 loss = run.evaluate(ids, target, **keywords)
                 modules = run.state if isinstance(run.state, list) else [run.state]
@@ -262,7 +234,7 @@ def _evaluates(group, sizes, microbatches, sp, options):
                     torch.cat(both) for both in zip(*(batch(1, k) for k in range(run.data_size)), strict=True)
                 )
                 with torch.no_grad():
-                    torch.testing.assert_close(loss, loss_over(None)(model(ids, len(ids)), target), **CLOSE)
+                    torch.testing.assert_close(loss, loss_over(None)(model(ids, batch_size=len(ids)), target), **CLOSE)
             with torch.no_grad():
                 for param in params:
                     param.mul_(0.5)  # the next step must gather them again
@@ -348,7 +320,7 @@ def test_wrong_layouts_are_refused(lengths, error, match):
 def _layers_on_another_axis(group, axis):
     mesh = mesh_of(1, 2, 1, 1)
     with torch.device("meta"):
-        model = GPT({"tp": mesh[axis], "cp": mesh["cp"]})
+        model = gpt({"tp": mesh[axis], "cp": mesh["cp"]})
     tp_ext.parallelize(model, mesh, loss=loss_over(None), zero=2)
 
 

@@ -1,5 +1,7 @@
 """parallelize of models with experts: training over all axes is that of one process, and wrong groups are refused."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.dtypes import default_dtype
 from tests.helpers.meshes import mesh_of
+from tests.helpers.models import GPT, Block
 
 NAMES = ("pp", "dp", "ep", "cp", "tp")
 VOCAB, HIDDEN, BATCH, SEQ, STEPS = 11, 8, 8, 7, 2
@@ -16,40 +19,14 @@ SEQUENCE = tp_ext.RouterConfig(balance_loss=0.5, z_loss=0.1, balance_over="seque
 WHOLE = tp_ext.RouterConfig(balance_loss=0.5, z_loss=0.1)
 
 
-class Block(nn.Module):
-    def __init__(self, mesh, router, sp, **options):
-        super().__init__()
-        tp, cp, ep, dp = (None,) * 4 if mesh is None else (mesh[name] for name in ("tp", "cp", "ep", "dp"))
-        parallel = {"group": tp, "sequence_parallel": sp}
-        self.norms = nn.ModuleList(tp_ext.RMSNorm(HIDDEN, **parallel) for _ in range(2))
-        self.attention = tp_ext.ParallelAttention(HIDDEN, 2, rope=100.0, context_group=cp, **parallel)
-        experts = {"expert_group": ep, "data_groups": dp, "context_group": cp, "router": router, "shared_experts": 1}
-        self.mlp = tp_ext.ParallelMoE(HIDDEN, 6, 5, 2, **parallel | experts | options)
-
-    def forward(self, x, batch_size=None, layout=None):
-        where = {"batch_size": batch_size} if layout is None else {"layout": layout}
-        x = x + self.attention(self.norms[0](x), **where)
-        sequences = batch_size if layout is None else layout.batch
-        return x + self.mlp(self.norms[1](x), batch_size=sequences)
-
-
-class GPT(nn.Module):
-    def __init__(self, mesh=None, router=SEQUENCE, sp=False, **options):
-        super().__init__()
-        parallel = {"group": None if mesh is None else mesh["tp"], "sequence_parallel": sp}
-        self.embedding = tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, **parallel)
-        self.blocks = nn.ModuleList(Block(mesh, router, sp, **options) for _ in range(2))
-        self.head = tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, **parallel)
-        self.head.weight = self.embedding.weight
-
-    def pipeline_parts(self):
-        return [torch.flatten, self.embedding], self.blocks, self.head
-
-    def forward(self, ids, batch_size=None, layout=None):
-        x = self.embedding(ids.flatten())
-        for block in self.blocks:
-            x = block(x, batch_size=batch_size, layout=layout)
-        return self.head(x)
+def gpt(mesh=None, router=SEQUENCE, sp=False, **options):
+    tp, cp, ep, dp = (None,) * 4 if mesh is None else (mesh[name] for name in ("tp", "cp", "ep", "dp"))
+    parallel = {"group": tp, "sequence_parallel": sp}
+    experts = {"expert_group": ep, "data_groups": dp, "context_group": cp, "router": router, "shared_experts": 1}
+    experts |= {"ffn_hidden_size": 6, "num_experts": 5, "top_k": 2, **options}
+    attention = {"num_heads": 2, "rope": 100.0, "context_group": cp}
+    block = functools.partial(Block, HIDDEN, attention, experts, **parallel)
+    return GPT(VOCAB, HIDDEN, block, norm=None, **parallel)
 
 
 def batch(step):
@@ -71,13 +48,13 @@ def loss_over(group):
 def one_process(router, **options):
     """Losses, norms and parameters of training with the whole batch, the losses of routers added by hand."""
     tp_ext.manual_seed(5)
-    model = GPT(router=router, **options)
+    model = gpt(router=router, **options)
     tp_ext.reset_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     found = []
     for step in range(STEPS):
         ids, target = batch(step)
-        loss = loss_over(None)(model(ids, BATCH), target) / (target != -100).sum()
+        loss = loss_over(None)(model(ids, batch_size=BATCH), target) / (target != -100).sum()
         (loss + tp_ext.router_loss(model)).backward()
         found += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.3)]
         optimizer.step()
@@ -89,7 +66,7 @@ def _trains(group, sizes, microbatches, router, sp, options, layer):
     with default_dtype(torch.float64):
         mesh = mesh_of(*sizes, names=NAMES)
         with torch.device("meta"):
-            model = GPT(mesh, router, sp, **layer)
+            model = gpt(mesh, router, sp, **layer)
         run = tp_ext.parallelize(
             model, mesh, microbatches=microbatches, loss=loss_over(mesh["tp"]), reduction="sum", seed=5, **options
         )

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.models import GPT
 from tests.helpers.right_and_wrong import check
 
 VOCAB, HIDDEN, BATCH, SEQ = 7, 4, 4, 3
@@ -23,24 +24,10 @@ class Residual(tp_ext.ParallelMLP):
         return x + super().forward(x)
 
 
-class Model(nn.Module):
+def gpt(group=None):
     """Embedding, blocks and a head that is tied to the embedding."""
-
-    def __init__(self, group=None):
-        super().__init__()
-        self.embedding = tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, group=group, **FP64)
-        self.blocks = nn.ModuleList(Residual(HIDDEN, 6, group=group, **FP64) for _ in range(4))
-        self.head = tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, group=group, **FP64)
-        self.head.weight = self.embedding.weight
-
-    def pipeline_parts(self):
-        return [torch.flatten, self.embedding], self.blocks, self.head
-
-    def forward(self, ids):
-        x = self.embedding(ids.flatten())
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    options = {"group": group, **FP64}
+    return GPT(VOCAB, HIDDEN, lambda: Residual(HIDDEN, 6, **options), 4, norm=None, **options)
 
 
 def loss(logits, target):
@@ -55,7 +42,7 @@ def batch(step=0, data=0):
 def prepared(sizes, **options):
     mesh = tp_ext.init_mesh("cpu", **sizes)
     with torch.device("meta"):
-        model = Model(mesh["tp"])
+        model = gpt(mesh["tp"])
     return mesh, tp_ext.parallelize(model, mesh, loss=loss, **{"seed": 5, "microbatches": 2} | options)
 
 
@@ -69,7 +56,7 @@ def full_gradients(run, mesh):
 
 def one_process(batches=()):
     tp_ext.manual_seed(5)
-    model = Model()
+    model = gpt()
     tp_ext.name_modules(model)
     tp_ext.reset_parameters(model)
     for ids, target in batches:
@@ -84,7 +71,7 @@ def _scaled_by_each_stage(group):
     ids, target = batch()
     run.step(ids, target)
     ours = full_gradients(run, mesh)
-    model = Model()
+    model = gpt()
     model.load_state_dict(state)
     for one, goal in zip(ids.chunk(2), target.chunk(2), strict=True):
         x = model.embedding(one.flatten())
@@ -169,7 +156,7 @@ def _tied_on_meta(group):
     run.step(*batch())
     ours = full_gradients(run, mesh)
     with torch.device("meta"):
-        model = Model()
+        model = gpt()
     model.to_empty(device="cpu")
     tied = model.head.weight is model.embedding.weight
     tp_ext.name_modules(model)

@@ -4,119 +4,99 @@ the goals say what was met."""
 import importlib.util
 import json
 import os
-import runpy
 import subprocess
 import sys
 import time
-from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.gpu import check as gpu_check
 from benchmarks.gpu import results as gpu_results
-from benchmarks.lib import jobs, report, timing
-from benchmarks.lib.jobs import ROOT, Command, Run, Stage
-from tests.helpers import ranks, torchrun
+from benchmarks.gpu.check import ROOT, Command, Run
+from benchmarks.lib import report, timing
 
 
 def python(name, code, **options):
-    return Command(name, [sys.executable, "-c", code], **options)
+    return Command("stage", name, [sys.executable, "-c", code], **options)
 
 
 def saved(folder):
     return json.loads((folder / "results.json").read_text())
 
 
-# Stages
+def statuses(folder):
+    return {command["name"]: command["status"] for command in saved(folder)["commands"]}
+
+
+# Commands
 
 
 def test_a_failure_or_hang_loses_no_other_result(tmp_path):
-    run = Run(tmp_path, {"commit": "abc"}, 4)
-    marker = tmp_path / "grandchild"
+    run, marker = Run(tmp_path, {"commit": "abc"}), tmp_path / "grandchild"
+    assert saved(tmp_path)["commands"] == []
     sleeper = f"import time; time.sleep(10); open({str(marker)!r}, 'w')"
     hangs = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {sleeper!r}]); time.sleep(60)"
-    stages = [
-        Stage("good", [python("one", "print('fine')"), python("two", "pass")], 60),
-        Stage("hangs", [python("h", hangs)], 1.5),
-        Stage("crashes", [python("c", "import os; print('so far', flush=True); os.abort()"), python("d", "pass")], 60),
-        Stage("fails", [python("f", "raise SystemExit(3)")], 60),
-        Stage("missing", [Command("m", ["/no/such/command"])], 60),
-        Stage(
-            "without tool", [python("t", "print('Device not supported'); raise SystemExit(1)")], 60, cannot="not supp"
-        ),
-        Stage("left out", [], 60, note="needs a GPU"),
-    ]
     began = time.monotonic()
-    run.together(stages)
+    run.together([python("hangs", hangs)], 1, 1.5)
+    commands = [
+        python("good", "print('fine')"),
+        python("crashes", "import os; print('so far', flush=True); os.abort()"),
+        python("fails", "raise SystemExit(3)"),
+        python("without tool", "print('Device not supported'); raise SystemExit(1)", cannot="not supp"),
+        python("left out", "", note="needs a GPU"),
+    ]
+    run.together(commands, 4, 60)
     assert time.monotonic() - began < 55  # less than what hangs would take, however busy the machine
-    results = saved(tmp_path)
-    status = {stage["name"]: stage["status"] for stage in results["stages"]}
-    assert status == {
-        "good": "passed",
-        "hangs": "timed out",
-        "crashes": "failed",
-        "fails": "failed",
-        "missing": "failed",
-        "without tool": "unavailable",
-        "left out": "not run",
-    }
-    assert sorted(run.failed()) == ["crashes", "fails", "hangs", "missing"]
-    commands = {c["name"]: c for stage in results["stages"] for c in stage["commands"]}
-    assert commands["c"]["exit_code"] < 0 and commands["c"]["output"] == ["so far"]
-    assert commands["f"]["exit_code"] == 3 and commands["d"]["status"] == "passed"
-    assert "/no/such/command" in commands["m"]["output"][0]
+    want = {"hangs": "timed out", "good": "passed", "crashes": "failed", "fails": "failed"}
+    assert statuses(tmp_path) == {**want, "without tool": "unavailable", "left out": "not run"}
+    assert run.failed() == ["stage"] and not list(tmp_path.glob("*.new"))
+    results = {command["name"]: command for command in saved(tmp_path)["commands"]}
+    assert results["crashes"]["exit_code"] < 0 and results["crashes"]["output"] == ["so far"]
+    assert results["fails"]["exit_code"] == 3 and results["good"]["output"] == []
     log = (tmp_path / "log.txt").read_text()
-    assert "=== good, one: passed" in log and "fine" in log
+    assert "=== stage, good: passed" in log and "fine" in log
     time.sleep(max(0.0, began + 14.0 - time.monotonic()))
     assert not marker.exists()  # what a hanging command had started is ended with it
 
 
-def test_results_are_there_after_every_stage_whatever_comes(tmp_path):
-    run = Run(tmp_path, {"commit": "abc"}, 2)
-    assert saved(tmp_path)["stages"] == []
-    run.together([Stage("first", [python("a", "pass")], 60)])
-    assert [stage["name"] for stage in saved(tmp_path)["stages"]] == ["first"]
+def test_an_interrupted_run_ends_its_commands(tmp_path, monkeypatch):
+    """And keeps the results of those that had ended."""
+    run, marker = Run(tmp_path, {}), tmp_path / "late"
+    run.together([python("first", "pass")], 1, 60)
+    monkeypatch.setattr(run, "_finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run.together([Stage("second", [python("b", "pass")], 60)], lambda results: 1 / 0)
-    assert [stage["name"] for stage in saved(tmp_path)["stages"]] == ["first", "second"]
-    assert not list(tmp_path.glob("*.new"))
+        run.together([python("second", f"import time; time.sleep(2); open({str(marker)!r}, 'w')")], 1, 60)
+    time.sleep(4)
+    assert not marker.exists() and statuses(tmp_path) == {"first": "passed"}
 
 
 def test_commands_in_turn_wait_for_the_previous_one(tmp_path):
     """One that hangs takes its own limit, the others have theirs; one that is gone before its turn is no obstacle."""
     said = "import sys, time; sys.stdin.readline(); print(time.time(), flush=True); {}; print(time.time())"
-    commands = [
-        python("one", said.format("time.sleep(0.3)"), seconds=20),
-        python("hangs", said.format("time.sleep(60)"), seconds=1),
-        python("gone", "raise SystemExit(1)", seconds=20),
-        python("two", said.format("time.sleep(0.3)"), seconds=20),
-    ]
-    run = Run(tmp_path, {}, 4)
-    run.together([Stage("timed", commands, 60, in_turn=True)])
-    (stage,) = saved(tmp_path)["stages"]
-    assert [c["status"] for c in stage["commands"]] == ["passed", "timed out", "failed", "passed"]
+    names = {"one": "time.sleep(0.3)", "hangs": "time.sleep(60)", "gone": "", "two": "time.sleep(0.3)"}
+    commands = [python(name, said.format(code) if code else "raise SystemExit(1)") for name, code in names.items()]
+    Run(tmp_path, {}).in_turn(commands, 5, 60)
+    assert statuses(tmp_path) == {"one": "passed", "hangs": "timed out", "gone": "failed", "two": "passed"}
     times = [
         float(word) for word in (tmp_path / "log.txt").read_text().split() if word.count(".") == 1 and len(word) > 12
     ]
     assert times == sorted(times) and len(times) == 5
 
 
-def test_tests_are_counted_and_named(tmp_path):
-    file, junit = tmp_path / "test_x.py", tmp_path / "x.xml"
+def test_tests_are_counted(tmp_path):
+    file = tmp_path / "test_x.py"
     file.write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip('why')\ndef test_c(): pass\n"
+        "def test_d(missing): pass\n"
     )
-    argv = [sys.executable, "-m", "pytest", "-q", f"--junitxml={junit}", "-c", os.devnull, str(file)]
-    run = Run(tmp_path, {}, 2)
-    run.together([Stage("tests", [Command("pytest", argv, junit=junit)], 60)])
-    (stage,) = saved(tmp_path)["stages"]
-    assert (stage["passed"], stage["failed"], stage["skipped"]) == (1, 1, 1) and stage["status"] == "failed"
-    (command,) = stage["commands"]
-    assert command["failures"] == ["test_x::test_b"] and command["skips"] == {"why": 1}
+    for quiet in ([], ["-q"]):
+        argv = [sys.executable, "-m", "pytest", *quiet, "-c", os.devnull, str(file)]
+        output = subprocess.run(argv, capture_output=True, text=True).stdout
+        assert gpu_check.counted(output) == {"passed": 1, "failed": 2, "skipped": 1}
+    assert gpu_check.counted("no tests here") == {}
 
 
 # Timing
@@ -166,29 +146,25 @@ def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path, capsys):
     assert "needs a CUDA GPU" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
-def planned(device="cuda", quick=False, cores=16):
-    args = SimpleNamespace(device=device, quick=quick, size=256, benchmarks="", built=False)
-    plan = gpu_check.Plan(args, cores, "9.0", Path("/scratch"))
-    return [plan.build(), *plan.correctness(), plan.timed()]
-
-
 def test_the_plan_leaves_no_cuda_test_and_no_kernel_out():
-    stages = {stage.name: stage for stage in planned()}
-    files = [word for stage in stages.values() for command in stage.commands for word in command.argv]
-    assert all((ROOT / word).exists() for word in files if word.startswith("tests/"))
-    modules = [word for word in files if word.startswith(("benchmarks.", "tests."))]
+    args = SimpleNamespace(device="cuda", quick=False, size=256, benchmarks="", built=False, stages="")
+    plan = gpu_check.Plan(args, 16, "9.0", Path("/scratch"))
+    (build,), commands = plan.build(), plan.correctness() + plan.timed()
+    stages = {stage: [c for c in commands if c.stage == stage] for stage in {c.stage for c in commands}}
+    words = [word for command in commands for word in command.argv]
+    assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+    modules = [word for word in words if word.startswith(("benchmarks.", "tests."))]
     assert len(modules) > 20 and all(importlib.util.find_spec(module) for module in modules)
     own = {file for each in gpu_check.OWN_STAGES.values() for file in each}
-    shared = set(stages["kernels"].commands[0].argv)
-    assert own <= set(gpu_check.cuda_tests()) <= own | shared
-    shards = {command.environment["TP_EXT_SHARD"] for command in stages["kernels"].commands}
-    assert shards == {f"{i}/8" for i in range(8)}
-    assert all(c.environment["TP_EXT_REQUIRE_CUDA"] == "1" for c in stages["kernels"].commands)
-    names = {command.name for command in stages["benchmarks"].commands}
+    assert own <= set(gpu_check.cuda_tests()) <= own | set(stages["kernels"][0].argv)
+    assert {c.environment["TP_EXT_SHARD"] for c in stages["kernels"]} == {f"{i}/8" for i in range(8)}
+    assert all(c.environment["TP_EXT_REQUIRE_CUDA"] == "1" for c in stages["kernels"])
+    names = {command.name for command in stages["benchmarks"]}
     assert {"bias_act", "norm", "vocab_cross_entropy"} <= names and "train" not in names
-    assert {command.name for command in stages["benchmarks, checked"].commands} == names
-    assert stages["build"].commands[0].environment["TORCH_CUDA_ARCH_LIST"] == "9.0"
-    assert max(stage.until for stage in stages.values()) <= 540
+    assert {command.name for command in stages["benchmarks, checked"]} == names
+    assert build.environment["TORCH_CUDA_ARCH_LIST"] == "9.0" and gpu_check.TIMED <= 540
+    args.stages = "graphs"
+    assert {command.stage for command in plan.correctness() + plan.timed()} == {"graphs"}
 
 
 def test_cuda_tests_are_found_by_their_marks():
@@ -203,64 +179,30 @@ def test_cuda_tests_are_found_by_their_marks():
     assert "tests/test_sharding.py" not in files
 
 
-FIELDS = {"commit", "gpu", "driver", "arch", "cpu", "cuda", "torch", "python", "cores", "date", "seconds", "stages"}
+FIELDS = {"commit", "gpu", "driver", "arch", "cpu", "cuda", "torch", "python", "cores", "date", "seconds", "commands"}
 ROW = {"kernel", "case", "pass", "shape", "dtype", "bytes", "ms", "gb_per_s", "copy_ms", "share_of_copy", "extra_bytes"}
 
 
-class _Forked(torchrun._Process):
-    """As much of subprocess.Popen as a stage uses, of ``python -m`` in a fork of the ranks' server: that has torch."""
-
-    def __init__(self, argv, cwd, env, stdin, stdout, **_):
-        assert argv[:2] == [sys.executable, "-m"]
-        reader, writer = ranks._context.Pipe(duplex=False)
-        files = reader, connection.Connection(os.dup(stdout.fileno()))
-        with mock.patch.dict(os.environ, ranks._ENVIRONMENT):
-            forkserver.ensure_running()
-        process = ranks._context.Process(target=_module, args=(argv[2:], str(cwd), env, *files))
-        process.start()
-        self.stdin = os.fdopen(os.dup(writer.fileno()), "wb") if stdin == subprocess.PIPE else None
-        for each in (*files, writer):
-            each.close()
-        super().__init__(process.pid, process)
-
-
-def _module(argv, folder, environment, stdin, stdout):
-    os.setsid()
-    os.chdir(folder)
-    os.dup2(stdin.fileno(), 0)
-    sys.stdin = open(0)  # noqa: SIM115
-    torchrun._redirect(stdout, stdout)
-    sys.argv = list(argv)
-    torchrun._program(lambda: runpy.run_module(argv[0], run_name="__main__", alter_sys=True), environment)
-
-
-@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "cold"])
-def test_a_dry_run_writes_every_field(cold, tmp_path, monkeypatch, capfd):
-    """In this process and forks of one, and in processes of their own, as a user starts it."""
+def test_a_dry_run_writes_every_field(tmp_path, monkeypatch):
     argv = ["--device", "cpu", "--quick", "--benchmarks", "rope", "--out", str(tmp_path)]
     argv += ["--stages", "^kernels|^benchmarks$|memcheck"]
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    if cold:
-        code = subprocess.run([sys.executable, "-m", gpu_check.__name__, *argv], timeout=250).returncode
-    else:
-        forks = SimpleNamespace(**vars(subprocess) | {"Popen": _Forked})
-        with mock.patch("signal.signal"), mock.patch.object(jobs, "subprocess", forks):  # SIGTERM is pytest's
-            code = gpu_check.main(argv)
-    printed = capfd.readouterr().out
-    assert code == 0, printed
+    ended = subprocess.run(
+        [sys.executable, "-m", gpu_check.__name__, *argv], timeout=250, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     results = saved(tmp_path)
     assert set(results) == FIELDS | {"rows", "goals"} and results["gpu"] is None and results["cpu"]
-    status = {stage["name"]: stage["status"] for stage in results["stages"]}
-    passed = dict.fromkeys(("kernels", "benchmarks"), "passed")
-    assert status == {"build": "not run", "memcheck": "not run"} | passed
-    assert all(stage["passed"] > 0 for stage in results["stages"] if stage["name"] == "kernels")
+    status = {command["stage"]: command["status"] for command in results["commands"]}
+    assert status == {"build": "not run", "memcheck": "not run", "kernels": "passed", "benchmarks": "passed"}
+    assert all(command["passed"] > 0 for command in results["commands"] if command["stage"] == "kernels")
     rows = results["rows"]
     assert {row["case"] for row in rows} == {
         f"{k} {w}" for k in ("half", "interleaved", "batch", "packed") for w in ("fwd", "bwd", "fwd+bwd")
     }
     assert all(set(row) == ROW | {"peers_ms"} and row["ms"] > 0 and row["bytes"] > 0 for row in rows)
     assert all(set(row["peers_ms"]) == {"torch eager"} for row in rows)
-    assert "rope" in printed and "not measured" in printed
+    assert "rope" in ended.stdout and "not measured" in ended.stdout
 
 
 def test_the_commit_is_named_without_git(monkeypatch):
@@ -320,7 +262,7 @@ def test_readme_shows_the_measured_figures(tmp_path, capsys):
     rows += [row("rope", "half fwd+bwd", 0.92)]
     stamp = {"gpu": "a GPU", "driver": "1", "cuda": "13.0", "torch": "2.15", "commit": "abc", "date": "2026-01-02T03"}
     file = tmp_path / "results.json"
-    file.write_text(json.dumps(stamp | {"rows": rows, "goals": gpu_results.goals(rows), "stages": []}))
+    file.write_text(json.dumps(stamp | {"rows": rows, "goals": gpu_results.goals(rows)}))
     (tmp_path / "into").mkdir()
     gpu_results.main([str(file), "--into", str(tmp_path / "into")])
     printed = capsys.readouterr().out

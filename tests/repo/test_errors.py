@@ -1,5 +1,6 @@
 """Bad input at every public entry point: all ranks raise the same error, each on its own, before anything is sent, and
-the message names the argument, its value and the rule. p = 2. (More of regions in tests/test_regions_errors.py.)
+the message names the argument, its value and the rule. p = 2. The rows of layers are in tests/helpers/registry; more of
+regions are in tests/test_regions_errors.py.
 """
 
 import types
@@ -10,9 +11,8 @@ from torch import nn, ones, tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tp_ext
-from tests.helpers import ranks
+from tests.helpers import ranks, registry
 from tests.mesh_program.errors import PROGRAMS, mapped
-from tests.nn.attention.latent_errors import LATENT, latent
 
 ids, sp = tensor([0, 1, 2, 3]), {"sequence_parallel": True}
 
@@ -21,8 +21,9 @@ def loss(group, logits=None, target=ids, **options):
     return tp_ext.vocab_parallel_cross_entropy(ones(4, 4) if logits is None else logits, target, group, **options)
 
 
-def attention(group, **options):
-    return tp_ext.ParallelAttention(8, 4, group=group, **options)
+def small(name):
+    """The constructor of a layer of the registry, as f(group, **changes)."""
+    return lambda group, **changes: registry.CASES[name].make(group=group, **changes)
 
 
 def context(group, lengths=(4, 2), way="ring", **options):
@@ -58,9 +59,9 @@ def load_optimizer(group, params=("weight", "bias"), state=None):
     tp_ext.load_full_optimizer_state_dict(module, sgd(*module.parameters()), state, group=group)
 
 
-NAMES = {name: getattr(tp_ext, name) for name in tp_ext.__all__} | {
+NAMES = {name: small(name) for name in registry.CASES} | {name: getattr(tp_ext, name) for name in tp_ext.__all__}
+NAMES |= {
     "mapped": mapped,
-    "latent": latent,
     "nn": nn,
     "parallel": tp_ext.parallel,
     "random": tp_ext.random,
@@ -98,92 +99,6 @@ REGIONS = [
     ("all_to_all_region(ones(2, 2), g, 0, 5)", IndexError, "concat_dim: 5 must be in"),
     ("all_to_all_region(ones(4, 4), g, 0, 1, split_sizes=[3, 3])", ValueError, r"split_sizes: \[3, 3\].* 4"),
 ]
-LINEARS = [
-    ("Column(4, 0, group=g)", ValueError, "out_features: 0 must be an integer of at least 1"),
-    ("Column(4.5, 4, group=g)", ValueError, "in_features: 4.5 must be an integer"),
-    ("Column(4, 8, parts=(4, 5), group=g)", ValueError, r"parts: .*must sum to out_features = 8"),
-    ("Column(4, 8, parts=(), group=g)", ValueError, r"parts: \(\) must hold at least one"),
-    ("Column(4, 8, unit=3, group=g)", ValueError, "size: 8 .*whole units of 3"),
-    ("Column(4, 8, unit=2, parts=(8,), group=g)", ValueError, "unit: 2 must be given in each Part"),
-    ("Column(4, 6, parts=(Part(6, copies=3),), group=g)", ValueError, "copies: 3 .*p = 2"),
-    ("Column(4, 4, skip_bias_add=True, gather_output=True, group=g)", ValueError, "skip_bias_add: .*gather_output"),
-    ("Column(4, 4, group=g)(ones(3, 5))", ValueError, r"x: shape \[3, 5\] must end in the 4"),
-    ("Column(4, 4, group=g)(ones(()))", ValueError, r"x: shape \[\] must end in"),
-    ("Column(4, 4, group=g)(ones(3, 4).double())", TypeError, "x: dtype Double must be that of weight, Float"),
-    ("Column(4, 4, group=g)(ids)", TypeError, "x: dtype Long must be a floating"),
-    ("Column(4, 4, group=g, **sp)(ones(4))", ValueError, r"x: shape \[4\] must have a dim of tokens"),
-    ("Column(4, 4, group=g, **sp)(ones(3, 4), total_tokens=9)", ValueError, "total_tokens: 9 gives .* 3"),
-    ("Column(4, 4, group=g, **sp)(ones(3, 4), total_tokens=-1)", ValueError, "total_tokens: -1 must be"),
-    ("Column.from_linear(nn.Conv1d(1, 1, 1), group=g)", TypeError, "linear: Conv1d must be an nn.Linear"),
-    ("Row(4, 4, input_is_parallel=False, **sp, group=g)", ValueError, "input_is_parallel: .*sequence_parallel"),
-    ("Row(4, 4, parts=(Part(4, copies=2),), group=g)", ValueError, "parts: .*must not have copies"),
-    (
-        "Row(4, 4, group=g)(ones(3, 4))",
-        ValueError,
-        r"x: shape \[3, 4\] must end in the 2.*needs input_is_parallel=False",
-    ),
-    ("Row(4, 4, group=g)(ones(3, 1))", ValueError, r"x: shape \[3, 1\] must end in the 2 .* on this rank$"),
-    ("Row(4, 4, input_is_parallel=False, group=g)(ones(3, 2))", ValueError, r"x: shape \(3, 2\) .*in_features = 4"),
-    ("Row(4, 4, **sp, group=g)(ones(6, 2), total_tokens=5)", ValueError, "total_tokens: 5 must .*, 6"),
-    ('MLP(4, 8, activation="tanh", group=g)', ValueError, "activation: 'tanh' must be one of .*swiglu"),
-    ("MLP(4, 8, gemm_epilogue=True, group=g)", ValueError, "gemm_epilogue: True must not .* activation='gelu'"),
-    ("MLP(4, -8, group=g)", ValueError, "ffn_hidden_size: -8 must be"),
-    ('MLP(4, 8, activation="swiglu", group=g)(ones(3, 5))', ValueError, r"x: shape \[3, 5\]"),
-]
-ATTENTION = [
-    ("Attention(8, 3, group=g)", ValueError, "hidden_size: 8 must be a multiple of num_heads = 3"),
-    ("attention(g, num_kv_heads=3)", ValueError, "num_kv_heads: .*num_heads = 4, num_kv_heads = 3, p = 2"),
-    ("Attention(8, 1, group=g)", ValueError, "num_heads: .*num_heads = 1, num_kv_heads = 1, p = 2"),
-    ("Attention(8, 2.0, group=g)", ValueError, "num_heads: 2.0 must be an integer"),
-    ("attention(g, head_dim=0)", ValueError, "head_dim: 0 must be"),
-    ("attention(g, dropout=1.0)", ValueError, r"dropout: 1.0 must be a probability, in \[0, 1\)"),
-    ('attention(g, dropout="half")', ValueError, "dropout: 'half' must be"),
-    ("attention(g, scale=0)", ValueError, "scale: 0 must be a positive finite number"),
-    ("attention(g, softcap=-1.0)", ValueError, "softcap: -1.0 must be a positive finite number"),
-    ("attention(g, softcap=True)", ValueError, "softcap: True must be"),
-    ("attention(g, sliding_window=0)", ValueError, "sliding_window: 0 must be"),
-    ("attention(g, sliding_window=1.5)", ValueError, "sliding_window: 1.5 must be"),
-    (
-        "attention(g)(ones(1, 4, 8), attn_mask=ones(4, 4).long())",
-        TypeError,
-        "attn_mask: dtype torch.int64 must be .*bool",
-    ),
-    ("attention(g)(ones(1, 4, 8), attn_mask=[1])", TypeError, r"attn_mask: \[1\] must be a tensor"),
-    (
-        "attention(g)(ones(1, 4, 8), attn_mask=ones(2, 4, 4))",  # this rank's heads
-        ValueError,
-        r"attn_mask: shape \(2, 4, 4\) must be broadcastable to .* = \[1, 4, 4, 4\]",
-    ),
-    ("attention(g)(ones(1, 4, 8), attn_mask=ones(1, 1, 1, 1, 1))", ValueError, r"attn_mask: shape \(1, 1, 1, 1, 1\)"),
-    (
-        "attention(g)(ones(4, 8), cu_seqlens=[0, 4], attn_mask=ones(4, 4))",
-        ValueError,
-        "attn_mask: must not be combined",
-    ),
-    ("attention(g, rope=True)", ValueError, "rope: True must be a base or a RotaryEmbedding"),
-    ("attention(g, rope=RotaryEmbedding(4))", ValueError, "rope: RotaryEmbedding.*of 2"),
-    ("attention(g, rope=-1.0)", ValueError, "base: -1.0 must be a positive"),
-    ("attention(g)(ones(4, 8))", ValueError, r"x: shape \(4, 8\).*exactly one of batch_size = None"),
-    ("attention(g)(ones(4, 8), batch_size=2, cu_seqlens=[0, 4])", ValueError, "x: .*exactly one of batch_size = 2"),
-    ("attention(g)(ones(1, 4, 8), batch_size=1)", ValueError, r"x: shape \(1, 4, 8\)"),
-    ("attention(g, **sp)(ones(2, 2, 8))", ValueError, r"x: shape \(2, 2, 8\) must be \[tokens_local, hidden\]"),
-    ("attention(g)(ones(4, 8), batch_size=3)", ValueError, "batch_size: 3 must divide the number of tokens, 4"),
-    ("attention(g)(ones(4, 8), batch_size=0)", ValueError, "batch_size: 0 must be"),
-    ("attention(g, **sp)(ones(4, 8), batch_size=3)", ValueError, "batch_size: 3 must divide the number of tokens, 8"),
-    ("attention(g)(ones(4, 8), cu_seqlens=[0, 3])", ValueError, r"cu_seqlens: \[0, 3\] must .* tokens, 4"),
-    ("attention(g)(ones(4, 8), cu_seqlens=[0, 3, 2, 4])", ValueError, r"cu_seqlens: \[0, 3, 2, 4\] must rise"),
-    ("attention(g)(ones(4, 8), cu_seqlens=[1, 4])", ValueError, r"cu_seqlens: \[1, 4\] must rise from 0"),
-    ("attention(g)(ones(4, 8), cu_seqlens=[])", ValueError, r"cu_seqlens: \[\] must rise"),
-    ("attention(g)(ones(4, 8), cu_seqlens=tensor([0.0, 4.0]))", TypeError, "cu_seqlens: .*must be integers"),
-    ("attention(g)(ones(4, 8), cu_seqlens=tensor([[0, 4]]))", TypeError, "cu_seqlens: .*must be integers"),
-    ("attention(g)(ones(2, 4, 7))", ValueError, r"x: shape \[2, 4, 7\] must end in the 8"),
-    ("RotaryEmbedding(8, rotary_dim=3)", ValueError, "rotary_dim: 3 must be even and at most head_dim = 8"),
-    ("RotaryEmbedding(8, rotary_dim=10)", ValueError, "rotary_dim: 10 must be even"),
-    ("RotaryEmbedding(8, base=0)", ValueError, "base: 0 must be a positive"),
-    ('RotaryEmbedding("8")', ValueError, "head_dim: '8' must be"),
-    ("RotaryEmbedding(8)(ones(4, 2, 8), ids[:3])", ValueError, r"positions: shape \(3,\) must be .*\(4,\)"),
-    ("RotaryEmbedding(8)(ones(4, 2, 7), ids)", ValueError, r"x: shape \(4, 2, 7\) must be .*head_dim = 8"),
-]
 CONTEXT = [
     ("ContextLayout([4], group='nobody')", ValueError, "group: 'nobody' must be the name"),
     ("ContextLayout(batch=2, group=g)", ValueError, "lengths: None must be given, or batch = 2 and seq = None must be"),
@@ -212,54 +127,6 @@ CONTEXT = [
     ("parallel.pipeline_stages(nn.Sequential(nn.ReLU()), g, microbatches=2, loss=ones)", ValueError, "model: 1 blocks"),
     ("parallel.pipeline_stages(nn.Sequential(), g, schedule='2F2B', microbatches=2, loss=ones)", ValueError, "2F2B"),
 ]
-VOCABULARY = [
-    ("Embedding(1, 4, group=g)", ValueError, "vocab_size: 1 must be at least the number of ranks, p = 2"),
-    ("Embedding(0, 4, group=g)", ValueError, "num_embeddings: 0 must be"),
-    ("Embedding(8, -4, group=g)", ValueError, "embedding_dim: -4 must be"),
-    ("Embedding(8, 4, group=g, pad_to_multiple_of=0)", ValueError, "pad_to_multiple_of: 0 must be"),
-    ("Embedding(8, 4, group=g)(ones(3))", TypeError, "ids: dtype Float must be int64 or int32"),
-    ("Embedding(8, 4, group=g)(ids + 5)", IndexError, r"ids: 8 must be in .*8"),
-    ("Embedding(8, 4, group=g)(ids - 1)", IndexError, "ids: -1 must be in"),
-    ("LMHead(4, 1, group=g)", ValueError, "vocab_size: 1 must be at least .* p = 2"),
-    ("LMHead(0, 8, group=g)", ValueError, "hidden_size: 0 must be"),
-    ("LMHead(4, 8, group=g)(ones(3, 5))", ValueError, r"x: shape \[3, 5\] must end in the 4"),
-    ("LMHead(4, 8, group=g, **sp)(ones(3, 4), total_tokens=9)", ValueError, "total_tokens: 9 gives"),
-    ("loss(g, ones(()))", ValueError, "logits_local: a 0-d tensor must have"),
-    ("loss(g, ones(4, 4).long())", TypeError, "logits: dtype Long must be a floating"),
-    ("loss(g, target=ids.int())", TypeError, "target: dtype Int must be int64"),
-    ("loss(g, target=ids[:3])", ValueError, r"target: shape \[3\] must be that of logits, \[4, 4\]"),
-    ("loss(g, target=ids + 6, vocab_size=8)", IndexError, r"target: 8 must be in .*8"),
-    ("loss(g, target=ids - 1)", IndexError, "target: -1 must be in"),
-    ("loss(g, reduction='average')", ValueError, "reduction: 'average' must be one of"),
-    ("loss(g, gradient_reduction='average')", ValueError, "gradient_reduction: 'average' must be one of"),
-    ("loss(g, mean_over=g, reduction='sum')", ValueError, "mean_over: must not be given with reduction='sum'"),
-    ("loss(g, mean_over=init_device_mesh('cpu', (1, 2), mesh_dim_names=('a', 'b')))", ValueError, "mesh: its axes"),
-    ("loss(g, label_smoothing=1.5)", ValueError, r"label_smoothing: 1.5 must be in \[0, 1\]"),
-    ("loss(g, label_smoothing=float('nan'))", ValueError, "label_smoothing: nan must be in"),
-    ("loss(g, z_loss=-1.0)", ValueError, "z_loss: -1 must be at least 0"),
-    ("loss(g, vocab_size=4)", ValueError, r"logits_local: 4 columns.*vocab_size = 4.*gathered"),
-    ("loss(g, vocab_size=12)", ValueError, "logits_local: 4 columns .*vocab_size = 12 at p = 2"),
-    ("loss(g, vocab_size=1)", ValueError, "vocab_size: 1 must be at least the number of ranks, p = 2"),
-    ("linear_cross_entropy(ones(4, 4), ones(4, 4), ids, g, vocab_size=4)", ValueError, "weight: 4 rows.*gathered"),
-    ("linear_cross_entropy(ones(4, 4), ones(4, 4), ids, g, chunk_tokens=0)", ValueError, "chunk_tokens: 0 must be"),
-    ("Embedding(8, 4, padding_idx=8, group=g)", ValueError, r"padding_idx: 8 must be in \[-8, 8\), or None"),
-    ("Embedding.from_embedding(nn.Linear(8, 4), group=g)", TypeError, "embedding: Linear must be an nn.Embedding"),
-    (
-        "Embedding.from_embedding(nn.Embedding(8, 4, max_norm=1.0), group=g)",
-        ValueError,
-        "embedding.max_norm: 1.0 must be None",
-    ),
-    (
-        "Embedding.from_embedding(nn.Embedding(8, 4, sparse=True), group=g)",
-        ValueError,
-        "embedding.sparse: True must be False",
-    ),
-    ("LMHead.from_linear(nn.Embedding(8, 4), group=g)", TypeError, "linear: Embedding must be an nn.Linear"),
-    ("LMHead(4, 8, group=g).loss(ones(4, 4), ids, reduction='max')", ValueError, "reduction: 'max'"),
-    ("LMHead(4, 8, group=g).sample(ones(4, 4), top_k=0)", ValueError, "top_k: 0 must be"),
-    ("loss(g, vocab_size=8.0)", ValueError, "vocab_size: 8.0 must be an integer"),
-    ("CrossEntropy(group=g, reduction='max')(ones(4, 4), ids)", ValueError, "reduction: 'max'"),
-]
 BY_POSITION = [
     ("Column(4, 4, g)", TypeError, "bias: a ProcessGroup must not stand here; pass group= by keyword"),
     ("Column(4, 4, 'yes', group=g)", TypeError, "bias: 'yes' must be True or False"),
@@ -286,9 +153,6 @@ BY_POSITION = [
     ("LoRALinear(Column(4, 4, group=g), g, alpha=1)", TypeError, "r: .*pass group= by keyword"),
 ]
 REST = [
-    ("ParallelMoE(4, 6, 1, 1, group=None, expert_group=g)", ValueError, "num_experts: 1 must be at least the 2 ranks"),
-    ("RouterConfig('tanh')", ValueError, "scores: 'tanh' must be one of"),
-    ("router_loss(3)", TypeError, "model: int must be an nn.Module"),
     ("RMSNorm((), group=g)", ValueError, r"normalized_shape: \(\) must be one or more integers"),
     ("LayerNorm([4, 0], group=g)", ValueError, r"normalized_shape: \[4, 0\] must be"),
     ("RMSNorm(4, group=g)(ones(3, 5))", ValueError, r"x: shape \(3, 5\) must end in normalized_shape = \(4,\)"),
@@ -394,7 +258,7 @@ REST = [
 ]
 
 
-ALL = GROUPS + REGIONS + LINEARS + ATTENTION + LATENT + CONTEXT + VOCABULARY + PROGRAMS + REST
+ALL = GROUPS + REGIONS + registry.ERRORS + CONTEXT + PROGRAMS + REST
 
 
 def _call(group, text):

@@ -17,8 +17,9 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 
 import tp_ext
-from tests.helpers import ranks
+from tests.helpers import ranks, registry
 from tests.helpers.paths import ROOT
+from tests.helpers.registry.entries import FFN, HIDDEN, Case
 from tests.mesh_program.subjects import mapped, mapped_sum, product
 
 PAGE = ROOT / "docs" / "develop" / "rules.md"
@@ -56,7 +57,7 @@ def test_every_cell_is_a_verdict_and_undetectable_ones_are_explained():
 
 # Every function that computes, as f(x) on a rank and on one process
 
-TOKENS, HIDDEN, HEADS, VOCAB = 4, 8, 2, 6
+TOKENS, HEADS, VOCAB = 4, 2, 6
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,14 @@ def _module(make: Callable[..., nn.Module], **call: Any) -> Callable[[Any], Call
         return f
 
     return build
+
+
+def _layer(case: Case) -> Subject:
+    """A layer of the registry as a function of its input."""
+    dims = [-1 if held == "features" else None for held in (case.takes, case.gives)]
+    call = {name: value for name, value in case.call.items() if name != "total_tokens"}
+    make = _module(lambda group: case.make(group=group), **call)
+    return Subject(make, (TOKENS, FFN if case.takes == "features" else HIDDEN), *dims)
 
 
 def _adapted(group: Any) -> nn.Module:
@@ -192,7 +201,6 @@ def _norm_of_gradients(name: str) -> Callable[[Any], Callable[[Tensor], Tensor]]
 
 
 _LOGITS = {"x_dim": -1}
-_LATENT = {"q_lora_rank": 3, "kv_lora_rank": 6, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2}
 _SAME, _ROWS = tp_ext.P(), tp_ext.P("x")
 SUBJECTS = {
     "copy_to_region": Subject(_region("copy_to_region")),
@@ -217,34 +225,26 @@ SUBJECTS = {
         x_dim=0,
         y_dim=0,
     ),
-    "ColumnParallelLinear": Subject(_module(lambda g: tp_ext.ColumnParallelLinear(HIDDEN, HIDDEN, group=g)), y_dim=-1),
-    "RowParallelLinear": Subject(_module(lambda g: tp_ext.RowParallelLinear(HIDDEN, HIDDEN, group=g)), x_dim=-1),
     "LoRALinear": Subject(_module(_adapted), y_dim=-1),
-    "ParallelMLP": Subject(_module(lambda g: tp_ext.ParallelMLP(HIDDEN, HIDDEN, group=g))),
     "ParallelMoE": Subject(_module(lambda g: tp_ext.ParallelMoE(HIDDEN, HIDDEN, 4, 2, group=g))),
-    "ParallelAttention": Subject(
-        _module(lambda g: tp_ext.ParallelAttention(HIDDEN, HEADS, rope=100.0, group=g), batch_size=1)
-    ),
-    "ParallelLatentAttention": Subject(
-        _module(lambda g: tp_ext.ParallelLatentAttention(HIDDEN, HEADS, **_LATENT, group=g), batch_size=1)
-    ),
     "ContextLayout": Subject(_layout, x_dim=0),
     "VocabParallelEmbedding": Subject(_embedding, (VOCAB, HIDDEN), x_dim=0),
-    "VocabParallelLMHead": Subject(_module(lambda g: tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, group=g)), y_dim=-1),
     "VocabParallelCrossEntropy": Subject(_loss(True), **_LOGITS),
     "vocab_parallel_cross_entropy": Subject(_loss(False), **_LOGITS),
     "linear_cross_entropy": Subject(_linear_loss),
     "vocab_parallel_argmax": Subject(_token("vocab_parallel_argmax"), **_LOGITS),
     "vocab_parallel_sample": Subject(_token("vocab_parallel_sample"), **_LOGITS),
-    "LayerNorm": Subject(_module(lambda g: tp_ext.LayerNorm(HIDDEN, group=g))),
-    "RMSNorm": Subject(_module(lambda g: tp_ext.RMSNorm(HIDDEN, group=g))),
-    "Dropout": Subject(_module(lambda g: tp_ext.Dropout(0.5, group=g))),
     "dropout": Subject(_drop, x_dim=0, y_dim=0),
     "RotaryEmbedding": Subject(_module(lambda g: tp_ext.RotaryEmbedding(HIDDEN)), (TOKENS, HEADS, HIDDEN)),
     "coalesce_gradients": Subject(_module(_coalesced), x_dim=-1, y_dim=0),
     "grad_norm": Subject(_norm_of_gradients("grad_norm"), (HIDDEN,)),
     "clip_grad_norm_": Subject(_norm_of_gradients("clip_grad_norm_"), (HIDDEN,)),
 }
+
+
+# The first case of each layer, unless the layer is above
+for case in registry.CASES.values():
+    SUBJECTS.setdefault(case.kind, _layer(case))
 
 
 def _shard(t: Tensor | None, dim: int | None, group: Any) -> Tensor | None:

@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import tp_ext
-from tests.helpers import ranks
+from tests.fuzz import plain
+from tests.helpers import ranks, registry
 from tests.helpers.makers import (
-    BATCH,
     CASES,
     FFN,
     HIDDEN,
-    SEQ,
     assert_parity,
     build,
+    caller,
     gathered,
     outcome,
     own_input,
@@ -22,76 +20,25 @@ from tests.helpers.makers import (
     same,
     step,
 )
-from tests.helpers.oracle import gradients, rotate
+from tests.helpers.oracle import gradients
 
 pytestmark = pytest.mark.core
 
 LOW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # and their units in the last place
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-WITH_REFERENCE = [name for name in CASES if name not in ("block", "rich_block", "gpt", "attention_dropout", "dropout")]
-
-
-class Reference(nn.Module):
-    """The torch module, or composition of them, of a case, with the case's weights."""
-
-    def __init__(self, name: str):
-        super().__init__()
-        self.name, self.weights = name, nn.ParameterDict()
-        for key, value in tp_ext.full_state_dict(build(name, None, False, torch.float32)).items():
-            self.weights[key.replace(".", "/")] = nn.Parameter(value)
-
-    def _linear(self, x, layer=""):
-        return F.linear(x, self.weights[f"{layer}weight"], self.weights.get(f"{layer}bias"))
-
-    def forward(self, x):
-        weights, name = self.weights, self.name
-        if name in ("column", "row", "head"):
-            return self._linear(x)
-        if name == "embedding":
-            return F.embedding(x, weights["weight"])
-        if name == "rms_norm":
-            return F.rms_norm(x, (HIDDEN,), weights["weight"])
-        if name == "layer_norm":
-            return F.layer_norm(x, (HIDDEN,), weights["weight"], weights["bias"])
-        if name == "mlp":
-            return self._linear(F.gelu(self._linear(x, "up/")), "down/")
-        if name == "mlp_gated":
-            gate, up = self._linear(x, "up/").chunk(2, -1)
-            return self._linear(F.silu(gate) * up, "down/")
-        if name == "latent_attention":
-            return self._latent_attention(x)
-        kv = 1 if name == "attention_mqa" else 4
-        heads = self._linear(x, "qkv/").unflatten(-1, (4 + 2 * kv, -1))
-        q, k, v = heads.split([4, kv, kv], 1)
-        if kv == 1:
-            q, k = (F.rms_norm(t, (2,), weights[f"{n}_norm/weight"], 1e-6) for t, n in ((q, "q"), (k, "k")))
-        q, k = (rotate(t, torch.arange(SEQ).repeat(BATCH), 100.0) for t in (q, k))
-        q, k, v = (t.unflatten(0, (BATCH, SEQ)).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv == 1)
-        return self._linear(y.transpose(1, 2).reshape(BATCH * SEQ, -1), "out/")
-
-    def _latent_attention(self, x):
-        q = F.rms_norm(self._linear(x, "q_a_proj/"), (5,), self.weights["q_a_layernorm/weight"], 1e-6)
-        q_nope, q_rope = self._linear(q, "q_b_proj/").unflatten(-1, (4, 5)).split([3, 2], -1)
-        latent, k_rope = self._linear(x, "kv_a_proj_with_mqa/").split([6, 2], -1)
-        latent = F.rms_norm(latent, (6,), self.weights["kv_a_layernorm/weight"], 1e-6)
-        k_nope, v = self._linear(latent, "kv_b_proj/").unflatten(-1, (4, 6)).split([3, 3], -1)
-        positions = torch.arange(SEQ).repeat(BATCH)
-        q_rope, k_rope = (rotate(t, positions, interleaved=True) for t in (q_rope, k_rope[:, None]))
-        q, k = torch.cat([q_nope, q_rope], -1), torch.cat([k_nope, k_rope.expand_as(q_rope)], -1)
-        q, k, v = (t.unflatten(0, (BATCH, SEQ)).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self._linear(y.transpose(1, 2).reshape(BATCH * SEQ, -1), "o_proj/")
+WITH_REFERENCE = [name for name, case in registry.CASES.items() if not case.dropout]
 
 
 def _reference_step(name, low):
-    reference = Reference(name)
-    x = own_input(name, reference, None, False, torch.float32)
+    """The layer in plain torch, with the case's weights."""
+    module = build(name, None, False, torch.float32)
+    reference = CASES[name].make(plain, dtype=torch.float32)
+    reference.load_state_dict(tp_ext.full_state_dict(module))
+    x = own_input(name, module, None, False, torch.float32)
     with torch.autocast("cpu", low):
-        y = reference(x)
-    y.backward(own_upstream(name, build(name, None, False), None, False, torch.float32).to(y.dtype))
-    grads = {key.replace("/", "."): value.grad for key, value in reference.weights.items()}
-    return {**grads, "y": y.detach(), "dx": x.grad}
+        y = caller(name, reference)(x)
+    y.backward(own_upstream(name, module, None, False, torch.float32).to(y.dtype))
+    return {**{key: value.grad for key, value in reference.named_parameters()}, "y": y.detach(), "dx": x.grad}
 
 
 def _autocast_step(group, name, sp, low):

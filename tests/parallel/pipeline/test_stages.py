@@ -11,47 +11,30 @@ from torch.distributed import pipelining
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
-from tests.helpers.models import RichBlock
+from tests.helpers.models import GPT, RichBlock
 from tp_ext.parallel import pipeline_stages
 
 VOCAB, BATCH, SEQ, MICROBATCHES, STEPS = 13, 8, 5, 4, 2
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 
 
-class GPT(nn.Module):
-    """Embedding, blocks, norm and a head that may be tied to the embedding."""
+def model(group=None, sp=False, *, blocks=4, tied=False, dropout=0.0):
+    def block():
+        made = RichBlock(group, sp, ffn=10, dropout=dropout, dtype=torch.float64)
+        tp_ext.coalesce_gradients(made)
+        return made
 
-    def __init__(self, group=None, sp=False, *, blocks=4, tied=False, dropout=0.0):
-        super().__init__()
-        options = {"group": group, "sequence_parallel": sp, "dtype": torch.float64}
-        self.embedding = tp_ext.VocabParallelEmbedding(VOCAB, 8, **options)
-        self.blocks = nn.ModuleList(
-            RichBlock(group, sp, ffn=10, dropout=dropout, dtype=torch.float64) for _ in range(blocks)
-        )
-        for block in self.blocks:
-            tp_ext.coalesce_gradients(block)
-        self.last = nn.ModuleDict({"norm": tp_ext.RMSNorm(8, **options)})
-        self.head = tp_ext.VocabParallelLMHead(8, VOCAB, **options)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def pipeline_parts(self):
-        return [torch.flatten, self.embedding], self.blocks, [self.last["norm"], self.head]
-
-    def forward(self, ids):
-        x = self.embedding(ids.flatten())
-        for block in self.blocks:
-            x = block(x, len(ids), ids.numel())
-        return self.head(self.last["norm"](x), ids.numel())
-
-
-def model(group=None, sp=False, **options):
     torch.manual_seed(7)
-    return GPT(group, sp, **options)
+    options = {"group": group, "sequence_parallel": sp, "dtype": torch.float64}
+    return GPT(VOCAB, 8, block, blocks, tied=tied, **options)
 
 
 TOKENS = BATCH // MICROBATCHES * SEQ
-KEYWORDS = {"batch_size": BATCH // MICROBATCHES, "tokens": TOKENS, "total_tokens": TOKENS}
+KEYWORDS = {"batch_size": BATCH // MICROBATCHES, "total_tokens": TOKENS}
+
+
+def in_one_process(model, ids):
+    return model(ids, batch_size=len(ids), total_tokens=ids.numel())
 
 
 def batch(step, data=0, batch=BATCH):
@@ -106,7 +89,7 @@ def _train(group, sizes, schedule, options, sp=False, fsdp=False, tied=False, bl
         ids, target = batches[mesh["dp"].get_local_rank()]
         schedule.step(ids, target=target, **KEYWORDS)
         every, goal = (torch.cat(both) for both in zip(*batches, strict=True))
-        logits = one(every)
+        logits = in_one_process(one, every)
         want = loss_of(None, "mean")(logits, goal)
         want.backward()
         torch.testing.assert_close(schedule.loss, want.detach(), **CLOSE)
@@ -248,7 +231,7 @@ def _tied_gradients(group):
     weight.register_post_accumulate_grad_hook(_into_main_grad)
     for _ in range(2):
         schedule.step(ids, target=target, **KEYWORDS)
-        loss_of(None, "mean")(one(ids), target).backward()
+        loss_of(None, "mean")(in_one_process(one, ids), target).backward()
     torch.testing.assert_close(weight.main_grad, one.head.weight.grad, **CLOSE)
     assert weight.grad is None
 
@@ -276,7 +259,7 @@ def _meta(group):
     tp_ext.load_full_state_dict(schedule.stages, whole.state_dict(), mesh=mesh)
     ids, target = batch(0)
     schedule.step(ids, target=target, **KEYWORDS)
-    loss = loss_of(None, "mean")(whole(ids), target)
+    loss = loss_of(None, "mean")(in_one_process(whole, ids), target)
     loss.backward()
     torch.testing.assert_close(schedule.loss, loss.detach(), **CLOSE)
     _same_gradients(schedule, whole)
@@ -312,7 +295,7 @@ def _by_name(group, schedule, sp, meta):
         ids, target = batch(step)
         schedule.step(ids, target=target, **KEYWORDS)
         with tp_ext.random.at(step, batch_offset=0, seq=SEQ):
-            loss = loss_of(None, "mean")(one(ids), target)
+            loss = loss_of(None, "mean")(in_one_process(one, ids), target)
         loss.backward()
         torch.testing.assert_close(schedule.loss, loss.detach(), **CLOSE)
         _same_gradients(schedule, one)

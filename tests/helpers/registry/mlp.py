@@ -1,0 +1,66 @@
+"""The MLP."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from tests.helpers.registry.entries import FFN, GATED, HIDDEN, Case, Kind
+
+CASES = {
+    "mlp": Case("ParallelMLP", (HIDDEN, FFN), collectives=(2, 3)),
+    "mlp_gated": Case("ParallelMLP", (HIDDEN, FFN), {"activation": "swiglu", "bias": False}, collectives=(2, 2)),
+}
+
+
+ERRORS = [
+    ('MLP(4, 8, activation="tanh", group=g)', ValueError, "activation: 'tanh' must be one of .*swiglu"),
+    ("MLP(4, 8, gemm_epilogue=True, group=g)", ValueError, "gemm_epilogue: True must not .* activation='gelu'"),
+    ("MLP(4, -8, group=g)", ValueError, "ffn_hidden_size: -8 must be"),
+    ('MLP(4, 8, activation="swiglu", group=g)(ones(3, 5))', ValueError, r"x: shape \[3, 5\]"),
+]
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "geglu": lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+}
+
+
+class ParallelMLP(nn.Module):
+    def __init__(self, hidden, ffn, *, activation="gelu", bias=True, dtype=None, device=None, **_cut):
+        super().__init__()
+        self.activation = activation
+        width = ffn * (2 if activation in GATED else 1)
+        self.up = nn.Linear(hidden, width, bias, dtype=dtype, device=device)
+        self.down = nn.Linear(ffn, hidden, bias, dtype=dtype, device=device)
+
+    def forward(self, x, total_tokens=None):
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+
+
+PLAIN = {"ParallelMLP": ParallelMLP}
+
+
+def _mlp(r, p, dropout):
+    options = {"ffn": r.randint(1, 12), "activation": r.choice(list(ACTIVATIONS)), "bias": r.random() < 0.6}
+    return {**options, "gemm_epilogue": options["activation"] == "gelu_tanh" and options["bias"]}
+
+
+class MLP(nn.Module):
+    def __init__(self, options, config, place):
+        super().__init__()
+        make, self.tell = place.kit.ParallelMLP, place.tell
+        kind = {name: options[name] for name in ("activation", "bias")}
+        if options["gemm_epilogue"] and kind == {"activation": "gelu_tanh", "bias": True}:  # or made simpler
+            kind["gemm_epilogue"] = True
+        self.mlp = make(config["hidden"], options["ffn"], **kind, **place.linear)
+
+    def forward(self, x):
+        return self.mlp(x, **self.tell), None
+
+
+KINDS = {"mlp": Kind(_mlp, MLP)}
+OFF = {"activation": "relu", "bias": False, "gemm_epilogue": False}
