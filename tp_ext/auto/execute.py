@@ -39,7 +39,7 @@ from tp_ext.auto.modules.token_hooks import (
 from tp_ext.auto.record.edits import Copy, SizeCall
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.multi_head import WEIGHTS, refuse_fused_paths, shard_attention
-from tp_ext.auto.search.localize import Localized, MismatchError, digest, is_conv1d, patch
+from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.sizes import SizedForward
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
@@ -179,9 +179,16 @@ def _prove(plan: Plan, model: nn.Module, group: Group) -> str:
 
 def _failure(plan: Plan, model: nn.Module, rank: int) -> str:
     example = example_for(plan, model)
-    local = Localized(
-        model, example, plan.p, plan.roles, plan.heads, plan.shardings, plan.buffers, plan.slices, plan.tokens
+    edits = LocalEdits(
+        p=plan.p,
+        roles=plan.roles,
+        heads=plan.heads,
+        shardings=plan.shardings,
+        buffers=plan.buffers,
+        slices=plan.slices,
+        tokens=plan.tokens,
     )
+    local = Localized(model, example, edits)
     try:
         if digest(local.calls(rank, _patches(plan, rank), _sizes(plan, rank))) == plan.proofs[rank]:
             return ""

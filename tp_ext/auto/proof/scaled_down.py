@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,11 +47,15 @@ class _Shape:
         return self.shape[self.dim]
 
 
-@dataclass
 class _Smaller(Localized):
     """The model with smaller dims, as if it were that of a rank."""
 
-    kept: Mapping[Atom, int] = field(default_factory=dict)
+    def __init__(self, full: Localized, shapes: Mapping[str, Any], kept: Mapping[Atom, int]) -> None:
+        edits = replace(full.edits, p=1, shardings=shapes, heads=[])
+        # Logits are those of fewer classes, and nothing has its full length
+        recorded = replace(full.recorded, heads_atoms=set(), local=full.recorded.record.dims)
+        super().__init__(full.model, full.example, edits, recorded)
+        self.kept = kept
 
     def sizes(self, rank: int) -> dict[Atom, int]:
         return dict(self.kept)
@@ -82,10 +86,7 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
     others = _others(part, units)
     for kept in [{**units, **others}, units] if others else [units]:
         shapes = _shapes(part, kept)
-        changes: dict[str, Any] = {"p": 1, "shardings": shapes, "kept": kept}
-        changes |= {"heads": [], "heads_atoms": set()}  # logits are those of fewer classes
-        changes |= {"local": set(part.record.dims)}  # nothing has its full length
-        smaller = _Smaller(**{**vars(part.localized(state)), **changes})
+        smaller = _Smaller(part.localized(state), shapes, kept)
         try:
             found = Search(smaller, 0, max_runs=MAX_RUNS).find()
         except MismatchError as mismatch:

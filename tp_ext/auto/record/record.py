@@ -145,16 +145,16 @@ class Record:
         for tensor in op.outputs:
             self.dims_of(tensor)
         step = Step(
-            len(self.steps),
-            op.name,
-            self.modules[-1],
-            op.inputs,
-            op.outputs,
-            op.contracted,
-            op.reason,
-            op.args,
-            op.kwargs,
-            is_loss,
+            place=len(self.steps),
+            name=op.name,
+            module=self.modules[-1],
+            inputs=op.inputs,
+            outputs=op.outputs,
+            contracted=op.contracted,
+            reason=op.reason,
+            args=op.args,
+            kwargs=op.kwargs,
+            is_loss=is_loss,
         )
         self.steps.append(step)
         for tensor in op.outputs:

@@ -334,10 +334,13 @@ def index_select(op: Op) -> None:
     op.give(dims)
 
 
-@rule(
+WRITES_BY_INDEX = (
     "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "scatter", "scatter_",
     "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "slice_scatter", "select_scatter",
 )  # fmt: skip
+
+
+@rule(*WRITES_BY_INDEX)
 def scatter(op: Op) -> None:
     """The dim that is indexed is whole, in all tensors; the others are the same in the source and in indices of all
     dims."""

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.record.edits import SizeCall
-from tp_ext.auto.search.known_integers import known_integers
+from tp_ext.auto.search.choose import local_length
 from tp_ext.auto.search.localize import Localized, MismatchError, Patches, compare
 
 MAX_TOGETHER = 6  # integers of one set, each in all modules of a class
@@ -159,7 +159,7 @@ class Search:
         """Lengths -> local lengths, by what is sharded of a module; else, unless ``of_its_own``, of those around it.
 
         Another module's 6 may become 3 where this one's becomes 4."""
-        every = self.localized.decisions
+        every = self.localized.recorded.decisions
         inside = [one for one in every if any(not name or n.startswith(f"{name}.") for n in one.parameters)]
         if not inside:
             return {} if of_its_own or not name else self.values(name.rpartition(".")[0])
@@ -212,6 +212,32 @@ class Search:
                 local = new if name == holder else (same or options)[0]
                 changed.setdefault(name, {}).setdefault(attribute, (own, local))
         return changed
+
+
+def known_integers(localized: Localized, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """Returns the integers of torch's own modules, which need no search: the numbers of groups of sharded group norms
+    and convolutions, module -> {name: (full, local)}.
+
+    A group norm over the wrong number of groups has results of the right shape; and of modules of one class with the
+    same number some are sharded and others are not.
+    """
+    integers: dict[str, dict[str, tuple[int, int]]] = {}
+    sizes = localized.sizes(rank)
+    modules = dict(localized.model.named_modules(remove_duplicate=False))
+    for name, function, tensors in localized.recorded.record.python_calls:
+        module = modules[name]
+        if function != "group_norm" or type(module).forward is not nn.GroupNorm.forward:
+            continue
+        statistics = tensors[-1]
+        if id(statistics) in localized.recorded.local:
+            local = local_length(localized.recorded.record.dims_of(statistics)[1], sizes)
+            integers[name] = {"num_groups": (module.num_groups, local)}
+    for name, module in modules.items():
+        sharding = localized.edits.shardings.get(f"{name}.weight")
+        if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 and sharding is not None:
+            local = module.groups * sharding.local_size(rank, localized.p) // sharding.size
+            integers[name] = {"groups": (module.groups, local)}
+    return integers
 
 
 def integers(module: nn.Module) -> list[tuple[str, int]]:

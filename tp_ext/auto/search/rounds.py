@@ -20,7 +20,7 @@ from tp_ext.auto.search.collectives import collectives_of, on_the_wire
 from tp_ext.auto.search.flow import Finder, Flow
 from tp_ext.auto.search.hints import hint_of
 from tp_ext.auto.search.integers import Local, Search, merged, merged_sizes
-from tp_ext.auto.search.localize import Localized, MismatchError, digest, is_conv1d
+from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, Recorded, digest, is_conv1d
 from tp_ext.auto.search.picture import outputs_of
 from tp_ext.auto.search.planned_draws import draws_of, undrawable
 from tp_ext.auto.search.plans import Plan, described
@@ -276,22 +276,27 @@ class Planner:
         return True
 
     def localized(self, state: State) -> Localized:
-        return Localized(
-            self.model,
-            self.example,
-            self.p,
-            state.roles,
-            state.heads,
-            {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]},
-            state.flow.buffers,
-            state.flow.slices,
-            state.tokens.edits if state.tokens else [],
-            self.record,
-            state.decisions,
-            state.heads_atoms,
-            state.flow.local,
-            state.tokens,
+        edits = LocalEdits(
+            p=self.p,
+            roles=state.roles,
+            heads=state.heads,
+            shardings=self.shardings(state),
+            buffers=state.flow.buffers,
+            slices=state.flow.slices,
+            tokens=state.tokens.edits if state.tokens else [],
         )
+        recorded = Recorded(
+            record=self.record,
+            decisions=state.decisions,
+            heads_atoms=state.heads_atoms,
+            local=state.flow.local,
+            token_flow=state.tokens,
+        )
+        return Localized(self.model, self.example, edits, recorded)
+
+    def shardings(self, state: State) -> dict[str, Sharding]:
+        """The shardings of parameters; a tied parameter has the same one under all its names."""
+        return {alias: cut.sharding for name, cut in state.cuts.items() for alias in self.names[name]}
 
     def localize(self, state: State) -> None:
         """Finds the integers of every rank; ranks with the same local lengths share them."""
@@ -375,12 +380,10 @@ class Planner:
 
     def finished(self, state: State) -> Plan:
         self.together = [list(decision.parameters) for decision in state.decisions]
-        # A tied parameter has the same sharding under all its names
-        shardings = {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]}
         every = [name for name, _ in self.record.parameters.values()]
         return Plan(
             p=self.p,
-            shardings=shardings,
+            shardings=self.shardings(state),
             tied=[group for name, group in self.names.items() if len(group) > 1 and name in state.cut],
             roles=state.roles,
             heads=state.heads,
