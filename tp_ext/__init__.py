@@ -22,11 +22,11 @@ from tp_ext.checkpoint.sharded import sharded_state_dict
 from tp_ext.checkpoint.sharded_load import load_sharded_state_dict
 from tp_ext.context_layout import ContextLayout
 from tp_ext.mesh import init_mesh
-from tp_ext.mesh_program.axis_random import axis_random
 from tp_ext.mesh_program.collectives import (
     all_gather,
     all_to_all,
     axis_index,
+    axis_random,
     axis_size,
     pmax,
     pmean,
@@ -45,9 +45,8 @@ from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules, reset_parameters
 from tp_ext.model.tied import declare_tied
 from tp_ext.nn.attention.attention import ParallelAttention
-from tp_ext.nn.attention.kv_cache import KVCache
+from tp_ext.nn.attention.kv_cache import KVCache, LatentKVCache
 from tp_ext.nn.attention.latent_attention import ParallelLatentAttention
-from tp_ext.nn.attention.latent_kv_cache import LatentKVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.dropout import Dropout, dropout
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead

@@ -28,7 +28,7 @@ from tests.helpers import simulated
 from tests.helpers.ranks import RankError, run
 from tp_ext import auto
 from tp_ext.auto.check_applied import loss_of
-from tp_ext.auto.proof.one_rank import for_one_rank
+from tp_ext.auto.proof.proven_plan import for_one_rank
 from tp_ext.group import parallel_group
 
 BOUND = 1e-9

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.modules.random_draws import register_draws
 from tp_ext.auto.proof.copies import copied
-from tp_ext.auto.proof.one_rank import whole_draws
+from tp_ext.auto.proof.proven_plan import whole_draws
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import arguments
 from tp_ext.auto.search.plans import Plan

@@ -24,9 +24,8 @@ from tp_ext.auto.modules.hooks import (
     SumOutput,
     refuse_adapters,
 )
-from tp_ext.auto.modules.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, shard_embedding
+from tp_ext.auto.modules.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, fused_norm, shard_embedding
 from tp_ext.auto.modules.logits import FullLogits, ShardLogits
-from tp_ext.auto.modules.norms import fused_norm
 from tp_ext.auto.modules.random_draws import register_draws
 from tp_ext.auto.modules.token_hooks import (
     ArgumentBoundary,

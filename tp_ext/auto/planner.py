@@ -16,8 +16,7 @@ from tp_ext.auto.record.rules import Rule, from_notation
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.hints import check_hints, hint_of
 from tp_ext.auto.search.plans import Plan
-from tp_ext.auto.search.problems import TOKENS, kind_of
-from tp_ext.auto.search.reasons import traced
+from tp_ext.auto.search.reasons import TOKENS, kind_of, traced
 from tp_ext.auto.search.rounds import Planner
 from tp_ext.mesh_program.partition_spec import P
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import warnings
@@ -25,7 +26,6 @@ from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
 from tp_ext.checkpoint.safetensors_files import open_export
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
 from tp_ext.huggingface.conversion import TensorGroup, groups_to_load
-from tp_ext.huggingface.examples import example_of
 from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import compute, generator_states
 from tp_ext.mesh import mesh_axes
@@ -33,6 +33,12 @@ from tp_ext.mesh_program.partition_spec import P
 
 CONFIG = "config.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of weights
+BATCH = 3  # of the example: no factor of a dim of usual models; so are the numbers of tokens
+TOKENS = (5, 7, 11, 13, 17, 19, 23, 29, 37, 67, 131, 257, 521)
+LABELS_OF_TOKENS = (
+    "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification",
+)  # fmt: skip
+LABELS_OF_ROWS = ("ForSequenceClassification", "ForImageClassification")
 
 
 def from_pretrained(
@@ -373,3 +379,36 @@ def _converted_tensors(
 def _load_generation_config(model: transformers.PreTrainedModel, path: Path) -> None:
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
+
+
+def example_of(model: transformers.PreTrainedModel, tokens: int = 1) -> dict[str, Any]:
+    """Returns a batch of tokens or images, with labels where the class has a loss; at least ``tokens`` tokens a row.
+
+    Raises:
+        ValueError: the model's main input is neither.
+    """
+    kind, names = type(model).__name__, set(inspect.signature(model.forward).parameters)
+    text = model.config.get_text_config()
+    example: dict[str, Any] = {}
+    tokens = next((n for n in TOKENS if n >= tokens), tokens)
+    if model.main_input_name == "input_ids":
+        count = getattr(text, "vocab_size", 2)
+        example["input_ids"] = torch.arange(1, BATCH * tokens + 1).view(BATCH, tokens) % count
+        if "labels" in names and kind.endswith(LABELS_OF_TOKENS):
+            size = getattr(model.config, "num_labels", 2) if kind.endswith("ForTokenClassification") else count
+            example["labels"] = example["input_ids"] % size
+    elif model.main_input_name == "pixel_values":
+        height, width = _image_size(model.config)
+        example["pixel_values"] = torch.zeros(BATCH, getattr(model.config, "num_channels", 3), height, width)
+    else:
+        raise ValueError(f"example: must be given for {kind}, whose main input is {model.main_input_name!r}")
+    if "labels" in names and kind.endswith(LABELS_OF_ROWS):
+        example["labels"] = torch.arange(BATCH) % model.config.num_labels
+    if "use_cache" in names:
+        example["use_cache"] = False
+    return example
+
+
+def _image_size(config: transformers.PreTrainedConfig) -> tuple[int, int]:
+    size = getattr(config, "image_size", 224)
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

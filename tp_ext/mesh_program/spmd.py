@@ -18,8 +18,7 @@ from tp_ext.group import ParallelGroup, parallel_group, process_group
 from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.mesh_program.scope import made_uneven, scope_of
-from tp_ext.mesh_program.transforms import types_in_force
-from tp_ext.mesh_program.varying import VaryingValueError, as_varying, axes_of, plain, typed
+from tp_ext.mesh_program.varying import VaryingValueError, as_varying, axes_of, plain, typed, types_in_force
 
 Specs = Any
 """A :class:`P` for a tensor, or for all tensors of a nested structure; or a structure of them, one level at a time."""

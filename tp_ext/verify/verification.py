@@ -1,6 +1,8 @@
 """Verification of a model written with tensor-parallel layers: see :func:`verify`."""
 
 import contextlib
+import importlib
+import importlib.util
 import math
 import re
 import time
@@ -9,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tp_ext.debug.type_check import typecheck
+from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
 from tp_ext.simulation import simulate
 from tp_ext.verify import causes
@@ -19,7 +24,6 @@ from tp_ext.verify.compare import Comparison, compare, difference
 from tp_ext.verify.localize import Place, Trace
 from tp_ext.verify.record import STEPS, LowestPrecision, Outcome, Progress, Task, UnfitModelError, parts_at, run
 from tp_ext.verify.report import Finding, Report
-from tp_ext.verify.types import type_error
 
 _BOUND = 1e-9
 """Bound in fp64: a sum in another order differs by some 1e-15, deep models multiply it; mistakes are above 1e-6."""
@@ -314,3 +318,36 @@ def _largest(x: Tensor) -> float:
 def _shown(errors: Any, bound: float) -> str:
     largest = max(errors, default=0.0)
     return "WRONG" if largest > bound else f"{largest:.0e}" if largest else "same bits"
+
+
+def type_error(make_model: Any, arguments: Any, dtype: torch.dtype | None, p: int, seed: int) -> str | None:
+    """Returns the first type error of a forward, "" if there is none, None without ``spmd_types``.
+
+    Arguments of forward are invariant. A tensor without a type is no error: an operation may have no rule.
+    """
+    if importlib.util.find_spec("spmd_types") is None:
+        return None
+    spmd = importlib.import_module("spmd_types")
+
+    def copied(x: Tensor) -> Tensor:
+        return x.detach().to(dtype or x.dtype) if x.is_floating_point() else x.clone()
+
+    def check(rank: int, group: Any) -> str:
+        manual_seed(seed)
+        model = make_model(group)
+        model = model if dtype is None else model.to(dtype)
+        args, kwargs = tree_map_only(Tensor, copied, arguments)
+        try:
+            with typecheck(model, group, strict=False):
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                        spmd.assert_type(leaf, {group: spmd.I})
+                model(*args, **kwargs)
+        except spmd.SpmdTypeError as error:
+            return str(error).splitlines()[0]
+        return ""
+
+    try:
+        return next(filter(None, simulate(check, p, seed=seed)), "")
+    except RuntimeError as error:  # of a rule that does not know what the model does
+        return str(error).splitlines()[0]

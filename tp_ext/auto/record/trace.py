@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tp_ext.auto.record import torch_rules as torch_rules  # registers the rules
-from tp_ext.auto.record.constraints import running
 from tp_ext.auto.record.dims import Reason, pin
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
@@ -30,6 +30,10 @@ from tp_ext.auto.record.record import Call, Record, source_line, tensors
 from tp_ext.auto.record.rules import Op, Rule, draws_random_numbers, no_rule, rule_of
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.record.whole_calls import SHOWN, WHOLE
+from tp_ext.mesh_program.partition_spec import P
+
+constrained_run: ContextVar[Record | None] = ContextVar("constrained_run", default=None)  # it collects constraints
+
 
 FAKES = (
     "torch._subclasses", "torch._prims", "torch._refs", "torch._meta", "torch._decomp", "torch.utils._python", __name__,
@@ -246,7 +250,7 @@ def trace(
         for entered in modes:
             stack.enter_context(entered)
         if operators:
-            stack.callback(running.reset, running.set(record))
+            stack.callback(constrained_run.reset, constrained_run.set(record))
         record.output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
         for name, module in model.named_modules():
             kept = {
@@ -264,3 +268,31 @@ def pin_unused(record: Record) -> None:
     for id_, (_, parameter) in record.parameters.items():
         for dim in record.dims_of(parameter) if id_ not in used else ():
             pin(dim, Reason("the example, which does not use it: plan with one that does"))
+
+
+def constraint(x: Tensor, spec: P) -> Tensor:
+    """Returns x; inside of :func:`tp_ext.auto.plan` its dims must be sharded as ``spec`` says.
+
+    It is JAX's ``with_sharding_constraint``. After ``h = tp_ext.auto.constraint(h, P("tp", None))`` dim 0 must be
+    sharded, dim 1 and those left out must be whole. Outside of a plan it is the identity, also in the sharded model.
+
+    Args:
+        x: any tensor of the model's forward.
+        spec: for each dim an axis, any name, or None. One axis at most.
+
+    Raises:
+        TypeError: ``spec`` is no ``P``. ValueError: it has more dims than x, or several axes; inside of a plan: what it
+            asks for conflicts with an operator of the model.
+    """
+    if not isinstance(spec, P):
+        raise TypeError(f"spec: {spec!r} must be a P")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: {type(x).__name__} must be a tensor")
+    if len(spec.dims) > x.dim():
+        raise ValueError(f"spec: {spec} must have at most the {x.dim()} dims of x, of shape {tuple(x.shape)}")
+    if len(spec.axes) > 1:
+        raise ValueError(f"spec: {spec} must name one axis at most: a plan has one")
+    record = constrained_run.get()
+    if record is not None:
+        record.constrain(x, spec)
+    return x

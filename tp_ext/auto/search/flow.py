@@ -21,7 +21,7 @@ from tp_ext.auto.record.edits import Copy, Gather, LeafPath, Slice, Sum
 from tp_ext.auto.record.record import Call, Record, Step, span_start, tensors
 from tp_ext.auto.search.choose import Decision, carries
 from tp_ext.auto.search.partial_sums import PartialSums
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import VIEWS, Constants
 from tp_ext.sharding import Sharding
 

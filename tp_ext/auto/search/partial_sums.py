@@ -16,7 +16,7 @@ from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.record import Call, Record, Step
 from tp_ext.auto.record.rules import LOOK_UPS
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import VIEWS
 
 # Linear in their first tensor, with any other arguments: indices, dims, lengths

@@ -9,7 +9,7 @@ from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import Draw
 from tp_ext.auto.record.record import Call, RandomCall, Record
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.tokens import TokenFlow
 
 

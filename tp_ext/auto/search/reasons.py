@@ -1,8 +1,10 @@
-"""Why parameters stay whole, and why a forward fails on fake tensors, in words."""
+"""Reasons: what forbids a sharding, why a parameter stays whole, why a forward fails on fake tensors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -10,13 +12,34 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from tp_ext.auto.record.dims import Major, contains, majors
+from tp_ext.auto.record.dims import Atom, Major, contains, majors
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import trace
 from tp_ext.auto.search.choose import decisions
 
 OWN = str(Path(__file__).parents[1])
+TOKENS = "tokens"  # no name of a parameter: the key of differences that sums over tokens make
+
+
+@dataclass
+class Problem:
+    """Why modules or parameters must stay whole.
+
+    Attributes:
+        name: a module or a parameter. blame: the sharded atoms that cause it, if known: these alone are given up.
+        steps: operators on shards of tokens that cause it.
+    """
+
+    name: str
+    text: str
+    steps: tuple[int, ...] = ()
+    blame: frozenset[Atom] = frozenset()
+
+
+def kind_of(name: str) -> str:
+    """A parameter's name without the numbers of layers."""
+    return re.sub(r"\d+", "*", name)
 
 
 def reason_of(

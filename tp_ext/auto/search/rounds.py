@@ -24,8 +24,7 @@ from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, Re
 from tp_ext.auto.search.picture import outputs_of
 from tp_ext.auto.search.planned_draws import draws_of, undrawable
 from tp_ext.auto.search.plans import Plan, described
-from tp_ext.auto.search.problems import Problem, kind_of
-from tp_ext.auto.search.reasons import reason_of
+from tp_ext.auto.search.reasons import Problem, kind_of, reason_of
 from tp_ext.auto.search.sliced_constants import VIEWS
 from tp_ext.auto.search.token_search import find_tokens
 from tp_ext.auto.search.tokens import Bans, TokenFlow, ban_mismatch, ban_problems

@@ -10,7 +10,7 @@ from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import Factor, Slice
 from tp_ext.auto.record.record import Step
 from tp_ext.auto.search.choose import carries, constant_atoms
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.sharding import Sharding
 
 VIEWS = {

@@ -19,7 +19,7 @@ from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import LeafPath, Output, Tokens
 from tp_ext.auto.record.record import Call, Record, tensors
 from tp_ext.auto.search.choose import local_length
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.sharding import split_sizes
 
 END = sys.maxsize

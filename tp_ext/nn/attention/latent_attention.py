@@ -15,7 +15,7 @@ from tp_ext import _ops
 from tp_ext._arguments import check_numbers
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.model.module import check_positive
-from tp_ext.nn.attention.latent_kv_cache import LatentKVCache
+from tp_ext.nn.attention.kv_cache import LatentKVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.scaled_dot_product import attention_by_kv_head
 from tp_ext.nn.attention.self_attention import SelfAttention

@@ -13,9 +13,9 @@ from tp_ext import _ops
 from tp_ext._arguments import check_tensor
 from tp_ext.group import Group
 from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.nn.attention.kv_cache import TokenCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding, packed_positions, sequence_lengths
 from tp_ext.nn.attention.scaled_dot_product import attention, dropout_by_index
-from tp_ext.nn.attention.token_cache import TokenCache
 from tp_ext.random import OwnRandomNumbers, draw_seed
 from tp_ext.random_scope import draws_by_name, sequence_seeds
 
