@@ -121,5 +121,5 @@ def data_axes(mean_over: Group | list[Group]) -> list[ParallelGroup]:
     if isinstance(mean_over, DeviceMesh) and mean_over.ndim > 1:
         axes = list(mesh_axes(NOT_GIVEN, mean_over).data)
     else:
-        axes = [parallel_group(one) for one in (mean_over if isinstance(mean_over, list) else [mean_over])]
+        axes = [parallel_group(axis) for axis in (mean_over if isinstance(mean_over, list) else [mean_over])]
     return [axis for axis in axes if axis.size > 1]

@@ -17,8 +17,8 @@ from tp_ext.mesh_program.partition_spec import P
 def check_planned_model(model: Any) -> None:
     """Raises TypeError unless it is a module."""
     if not isinstance(model, nn.Module):
-        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model: {found} must be an nn.Module" + (", an object" if isinstance(model, type) else ""))
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model: {kind} must be an nn.Module" + (", an object" if isinstance(model, type) else ""))
 
 
 def check_example(example: Any) -> None:

@@ -51,13 +51,13 @@ def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> d
         bound = forward.bind(model, *args, **kwargs)
     except TypeError:  # which the call itself will raise
         return None
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
         kind = forward.parameters[name].kind
         if kind == inspect.Parameter.VAR_POSITIONAL:
             return None
-        found |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
-    return {name: value for name, value in found.items() if value is not None}
+        named |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def signature(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> str | None:
@@ -207,34 +207,34 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
     record = traced(structure, example, rules)
     only = {name: sharding.dim for name, sharding in plan.shardings.items()}
     planner = Planner(structure, example, plan.p, record, {}, None, bool(plan.tokens), only)
-    found = planner.decide()
+    again = planner.decide()
     called = {call.module for call in record.calls}
     used = {id(t) for step in record.steps for t in step.inputs}
     # Logits have their full shape for any code, and are gathered where it needs that: a head that this code would
     # leave whole may stay sharded, with the sums of its input's gradient
-    heads = {f"{head}.{own}" for head in plan.heads for own in ("weight", "bias")}
+    heads = {f"{head}.{attribute}" for head in plan.heads for attribute in ("weight", "bias")}
     heads |= {name for names in plan.tied if heads.intersection(names) for name in names}
     whole_heads = False
     for id_, (name, _) in record.parameters.items():
-        if id_ not in used or found.shardings.get(name) == plan.shardings.get(name):
+        if id_ not in used or again.shardings.get(name) == plan.shardings.get(name):
             continue
-        if name not in heads or name in found.shardings:
-            return f"{name} cannot be sharded then: {found.whole.get(name, 'it is sharded in another way')}"
+        if name not in heads or name in again.shardings:
+            return f"{name} cannot be sharded then: {again.whole.get(name, 'it is sharded in another way')}"
         whole_heads = True
     gradients = ("copies",) if torch.is_grad_enabled() else ()
     for kind in (*gradients, "sums", "slices", "tokens"):
-        own, wanted = ({_by_name(structure, edit) for edit in getattr(of, kind)} for of in (plan, found))
-        changed = {edit for edit in (wanted - own if whole_heads else own ^ wanted) if edit.module in called}
+        edits, edits_now = ({_by_name(structure, edit) for edit in getattr(of, kind)} for of in (plan, again))
+        changed = {edit for edit in (edits_now - edits if whole_heads else edits ^ edits_now) if edit.module in called}
         if changed:
             return f"it communicates elsewhere then, in {next(iter(changed)).module or 'the model'}"
     for module in called:
-        if found.patches.get(module) != plan.patches.get(module) or found.sizes.get(module) != plan.sizes.get(module):
+        if again.patches.get(module) != plan.patches.get(module) or again.sizes.get(module) != plan.sizes.get(module):
             return f"{module or 'the model'} reads other integers then"
-    if found.gathers != plan.gathers or not {*found.heads} <= {*plan.heads}:
+    if again.gathers != plan.gathers or not {*again.heads} <= {*plan.heads}:
         return "it has other results with a sharded dim then"
     try:
-        prover = prover_of(planner, found, rules, BUDGET, apply) if plan.proof == "values" else None
-        differences = prover.differences(found) if prover is not None else {}
+        prover = prover_of(planner, again, rules, BUDGET, apply) if plan.proof == "values" else None
+        differences = prover.differences(again) if prover is not None else {}
     except UnprovenError:
         return ""
     return next(iter(differences.values()), "")

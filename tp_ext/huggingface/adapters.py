@@ -204,8 +204,10 @@ def _checked(model: nn.Module, tensors: dict[str, SlicedTensor], config: dict[st
             if name + factor not in tensors:
                 raise ValueError(f"path: {str(path)!r} must have {PREFIX}{name}{factor}")
             if tuple(tensors[name + factor].shape) != shape:
-                own = tuple(tensors[name + factor].shape)
-                raise ValueError(f"path: {name + factor!r} has shape {own} in {str(path)!r} and must have {shape}")
+                shape_in_file = tuple(tensors[name + factor].shape)
+                raise ValueError(
+                    f"path: {name + factor!r} has shape {shape_in_file} in {str(path)!r} and must have {shape}"
+                )
     return names
 
 

@@ -96,26 +96,26 @@ def from_pretrained(
     if not isinstance(strict, bool):
         raise TypeError(f"strict: {strict!r} must be True or False")
     axes = mesh_axes(group, mesh)
-    own = parallel_group(axes.group)
-    ranks = process_group(own.name) if own is not ALONE and own.name else None
+    parallel = parallel_group(axes.group)
+    ranks = process_group(parallel.name) if parallel is not ALONE and parallel.name else None
     where = torch.device(device) if device is not None else torch.get_default_device()
     states = broadcast_from_first(lambda: generator_states(where), [ranks] if ranks is not None else [])
     with ExitStack() as opened:
         model, files, groups, left = call_on_all_ranks(
             ranks, lambda: _prepared(Path(path), opened, model_class, dtype, where, config_overrides, strict, states)
         )
-        plan = call_on_all_ranks(ranks, lambda: _plan(model, example, own.size, hints, sequence_parallel))
-        auto.apply(plan, model, own.name or None)
+        plan = call_on_all_ranks(ranks, lambda: _plan(model, example, parallel.size, hints, sequence_parallel))
+        auto.apply(plan, model, parallel.name or None)
         _allocate(model, where)
-        entries = state_entries(model, own)
+        entries = state_entries(model, parallel)
         with torch.no_grad():
             for name in list(left.values):
                 write_full(left.values.pop(name), entries[name].value, entries[name].layout)
         call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups))
     _load_generation_config(model, Path(path))
-    if own.size > 1:
+    if parallel.size > 1:
         replace_methods(model)
-    if own.rank == 0:
+    if parallel.rank == 0:
         _warn(model, path, left)
     return model.eval()
 
@@ -144,7 +144,7 @@ def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[st
     """
     ranks = ranks_of(model, NOT_GIVEN)
     entries = state_entries(model, ranks.groups.default)
-    shapes = {name: one.shape for name, one in entries.items()}
+    shapes = {name: entry.shape for name, entry in entries.items()}
     with ExitStack() as opened:
 
         def read() -> None:
@@ -157,7 +157,7 @@ def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[st
 
 
 def _shapes(files: Mapping[str, SlicedTensor]) -> dict[str, Tensor]:
-    return {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in files.items()}
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in files.items()}
 
 
 def _prepared(
@@ -191,7 +191,7 @@ def _prepared(
         model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)
     groups, conversions = groups_to_load(model, _shapes(files))
-    left = _matched(model, groups, path, {name: one.shape for name, one in model.state_dict().items()}, strict)
+    left = _matched(model, groups, path, {name: tensor.shape for name, tensor in model.state_dict().items()}, strict)
     left.values = compute(model, left.computed, device, states)
     model.tie_weights()
     model._weight_conversions = conversions
@@ -279,13 +279,15 @@ def _matched(
         ``computed``: all names of the model's tensors that no file has; ``missing_keys``: those that its class does not
         expect to compute; ``unexpected_keys``: names of the files' tensors that the model does not have.
     """
-    own: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    made = {name: tensor for group in groups for name, tensor in group.targets.items()}
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    in_files = {name: tensor for group in groups for name, tensor in group.targets.items()}
     # Files have a tied tensor under one of its names: under the others it is not missing
-    held = {id(own[name]) for name in made if name in own}
+    ids_in_files = {id(state[name]) for name in in_files if name in state}
     left = SimpleNamespace(
-        missing_keys={name for name, tensor in own.items() if name not in made and id(tensor) not in held},
-        unexpected_keys={name for name in made if name not in own},
+        missing_keys={
+            name for name, tensor in state.items() if name not in in_files and id(tensor) not in ids_in_files
+        },
+        unexpected_keys={name for name in in_files if name not in state},
     )
     left.computed = set(left.missing_keys)
     model._adjust_missing_and_unexpected_keys(left)
@@ -295,17 +297,17 @@ def _matched(
             f"{sorted(left.unexpected_keys)}"
         )
     for group in groups:
-        group.targets = {name: tensor for name, tensor in group.targets.items() if name in own}
+        group.targets = {name: tensor for name, tensor in group.targets.items() if name in state}
         for name, tensor in group.targets.items():
             if tensor.shape != shapes[name]:
                 raise ValueError(
                     f"path: {name!r} has shape {tuple(tensor.shape)} in {str(path)!r} and must have "
                     f"{tuple(shapes[name])}, that of the configuration"
                 )
-            if tensor.is_floating_point() != own[name].is_floating_point():
+            if tensor.is_floating_point() != state[name].is_floating_point():
                 raise ValueError(
                     f"path: {name!r} has dtype {tensor.dtype} in {str(path)!r} and must be of the kind of "
-                    f"{own[name].dtype}"
+                    f"{state[name].dtype}"
                 )
     return left
 
@@ -322,19 +324,19 @@ def _warn(model: nn.Module, path: str | os.PathLike[str], left: SimpleNamespace)
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
     """Gives memory to parameters and buffers on meta; tied ones stay one."""
-    made: dict[int, Tensor] = {}
+    real_by_id: dict[int, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in real_by_id:
             new = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = new
-        return made[id(tensor)]
+            real_by_id[id(tensor)] = new
+        return real_by_id[id(tensor)]
 
-    every = list(model.modules())  # their tensors live until the end, so that ids are unique
-    kept = [tensor for module in every for tensor in (*module._parameters.values(), *module._buffers.values())]
-    for module in every:
+    modules = list(model.modules())  # their tensors live until the end, so that ids are unique
+    kept = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
+    for module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:

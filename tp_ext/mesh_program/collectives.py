@@ -56,8 +56,8 @@ def axis_index(axis: Names, device: torch.device | str | None = None) -> Tensor:
     index, groups = 0, groups_of(axis, "axis_index")
     for group in groups.values():
         index = index * group.size + group.rank
-    found = torch.tensor(index, device=device)
-    return typed(found, {name: group.name for name, group in groups.items()}) if checked() else found
+    value = torch.tensor(index, device=device)
+    return typed(value, {name: group.name for name, group in groups.items()}) if checked() else value
 
 
 def pvary(x: Any, axis: Names) -> Any:
@@ -67,13 +67,13 @@ def pvary(x: Any, axis: Names) -> Any:
     axis, along which x did not vary.
     """
     groups = groups_of(axis, "pvary")
-    own = {name: group.name for name, group in groups.items()}
+    groups_by_axis = {name: group.name for name, group in groups.items()}
 
     def varying(x: Tensor) -> Tensor:
         if checked():
-            missing = any(name not in axes_of(x) for name in own)
+            missing = any(name not in axes_of(x) for name in groups_by_axis)
             # a copy: what is written to it must not reach the value that does not vary
-            return as_varying(x.clone() if missing else x, own)
+            return as_varying(x.clone() if missing else x, groups_by_axis)
         for group in groups.values():
             x = regions.copy_to(x, group.name)
         return x
@@ -87,9 +87,7 @@ def psum(x: Any, axis: Names) -> Any:
     A number counts once for each rank. Communicates: one all-reduce for each axis of several ranks.
     """
     size = axis_size_of(axis, "psum")
-    return _each(
-        lambda t: _over(_counted(t), axis, "psum", _sum, varies=False), x, "psum", number=lambda one: one * size
-    )
+    return _each(lambda t: _over(_counted(t), axis, "psum", _sum, varies=False), x, "psum", number=lambda n: n * size)
 
 
 def pmean(x: Any, axis: Names) -> Any:
@@ -100,7 +98,7 @@ def pmean(x: Any, axis: Names) -> Any:
     """
     size = axis_size_of(axis, "pmean")
     return _each(
-        lambda t: _over(_counted(t), axis, "pmean", _sum, varies=False) / size, x, "pmean", number=lambda one: one / 1
+        lambda t: _over(_counted(t), axis, "pmean", _sum, varies=False) / size, x, "pmean", number=lambda n: n / 1
     )
 
 
@@ -111,7 +109,7 @@ def pmax(x: Any, axis: Names) -> Any:
     Communicates: one all-reduce for each axis of several ranks; backward, one more.
     """
     return _each(
-        lambda t: _over(_ordered(t, "pmax"), axis, "pmax", _maximum, varies=False), x, "pmax", number=lambda one: one
+        lambda t: _over(_ordered(t, "pmax"), axis, "pmax", _maximum, varies=False), x, "pmax", number=lambda n: n
     )
 
 
@@ -121,7 +119,7 @@ def pmin(x: Any, axis: Names) -> Any:
     Communicates: as :func:`pmax`.
     """
     return _each(
-        lambda t: _over(_ordered(t, "pmin"), axis, "pmin", _minimum, varies=False), x, "pmin", number=lambda one: one
+        lambda t: _over(_ordered(t, "pmin"), axis, "pmin", _minimum, varies=False), x, "pmin", number=lambda n: n
     )
 
 
@@ -204,8 +202,8 @@ def all_to_all(
                     f"all_to_all: the {ranks} ranks of axes {axis!r} must divide dim {split_dim}, {t.shape[split_dim]}"
                 )
             return exchanged(t, groups, split_dim, concat_dim)
-        for given in (sizes[0] or regions.split(t, split_dim, groups[0]), *filter(None, sizes[1:])):
-            note_uneven(given)
+        for lengths in (sizes[0] or regions.split(t, split_dim, groups[0]), *filter(None, sizes[1:])):
+            note_uneven(lengths)
         return regions.all_to_all(t, groups[0], (split_dim, concat_dim), *sizes) if ranks > 1 else t
 
     def each(t: Tensor) -> Tensor:
@@ -237,14 +235,14 @@ def ppermute(x: Any, axis: Names, perm: Pairs) -> Any:
 def _each(function: Callable[[Tensor], Tensor], x: Any, name: str, number: Callable[[Any], Any] | None = None) -> Any:
     """Applies a function to the tensors, and perhaps the numbers, of a nested structure."""
 
-    def one(leaf: object) -> Any:
+    def convert(leaf: object) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
         if number is not None and isinstance(leaf, int | float | complex):
             return number(leaf)
         raise TypeError(f"{name}: x, a {type(leaf).__name__}, must be a tensor")
 
-    return tree_map(one, x)
+    return tree_map(convert, x)
 
 
 def _over(
@@ -272,9 +270,9 @@ def _at_once(
     x: Tensor, axis: Names, function: str, collective: Callable[[Tensor], Tensor], *, varies: bool = True
 ) -> Tensor:
     """Applies a function that communicates over all axes to x, plain."""
-    own = {name: group.name for name, group in groups_of(axis, function).items()}
-    x = as_varying(x, own) if checked() else x
-    axes = {name: group for name, group in axes_of(x).items() if varies or name not in own}
+    groups = {name: group.name for name, group in groups_of(axis, function).items()}
+    x = as_varying(x, groups) if checked() else x
+    axes = {name: group for name, group in axes_of(x).items() if varies or name not in groups}
     with torch._C.DisableTorchFunctionSubclass():
         y = collective(plain(x) if checked() else x)
     return typed(y, axes) if checked() else y
@@ -310,8 +308,8 @@ def _sum(x: Tensor, group: ParallelGroup) -> Tensor:
 
 def _all_reduce(x: Tensor, op: str, group: ParallelGroup) -> Tensor:
     name = cast(Any, group.torch_name)  # torch.compile does not follow the group itself
-    found: Tensor = funcol.wait_tensor(funcol.all_reduce(x.contiguous(), op, name))
-    return found
+    reduced: Tensor = funcol.wait_tensor(funcol.all_reduce(x.contiguous(), op, name))
+    return reduced
 
 
 def _minimum(x: Tensor, group: ParallelGroup) -> Tensor:
@@ -393,9 +391,9 @@ def axis_random(axis: Names, seed: int | Sequence[int], device: torch.device | s
         TypeError, ValueError: seed is no integer from 0 on; no map has the axis.
     """
     seeds = (seed,) if isinstance(seed, int) else tuple(seed) if isinstance(seed, list | tuple) else (None,)
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in seeds):
+    if not all(isinstance(integer, int) and not isinstance(integer, bool) for integer in seeds):
         raise TypeError(f"axis_random: seed {seed!r} must be an integer or a sequence of them")
-    if any(one < 0 for one in seeds):
+    if any(integer < 0 for integer in seeds):
         raise ValueError(f"axis_random: seed {seed!r} must not be negative")
     groups = groups_of(axis, "axis_random")
     index = 0
@@ -404,13 +402,13 @@ def axis_random(axis: Names, seed: int | Sequence[int], device: torch.device | s
     words = np.random.SeedSequence([*seeds, index]).generate_state(2, np.uint32)
     generator = torch.Generator(device or torch.get_default_device())
     generator.manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
-    own = {name: group.name for name, group in groups.items()} if checked() else {}
+    axes = {name: group.name for name, group in groups.items()} if checked() else {}
 
     def draw(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if device is not None and not any(isinstance(one, torch.Tensor) for one in args):
+        if device is not None and not any(isinstance(leaf, torch.Tensor) for leaf in args):
             kwargs.setdefault("device", device)
-        refuse_write(function, args, kwargs, own)
-        found = function(*args, generator=generator, **kwargs)
-        return tree_map(lambda one: typed(one, {**axes_of(one), **own}), found)
+        refuse_write(function, args, kwargs, axes)
+        drawn = function(*args, generator=generator, **kwargs)
+        return tree_map(lambda leaf: typed(leaf, {**axes_of(leaf), **axes}), drawn)
 
     return draw

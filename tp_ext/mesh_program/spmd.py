@@ -116,8 +116,8 @@ def _check_specs(specs: Specs, argument: str, groups: Mapping[str, ParallelGroup
     entries = specs.values() if isinstance(specs, dict) else specs if isinstance(specs, list | tuple) else None
     if entries is None:
         raise TypeError(f"{argument}: {specs!r} must be a tp_ext.P, or a tuple, list or dict of them")
-    for one in entries:
-        _check_specs(one, argument, groups)
+    for entry in entries:
+        _check_specs(entry, argument, groups)
 
 
 def _axes_of_joined(specs: Specs) -> set[str]:
@@ -125,7 +125,7 @@ def _axes_of_joined(specs: Specs) -> set[str]:
     if isinstance(specs, P):
         return set() if specs.form == "local" else set(specs.axes)
     entries = specs.values() if isinstance(specs, dict) else specs or ()
-    return {axis for one in entries for axis in _axes_of_joined(one)}
+    return {axis for entry in entries for axis in _axes_of_joined(entry)}
 
 
 def _map_tensors(each: Callable[[Tensor, P, str], Any], values: Any, specs: Specs, where: str) -> Any:
@@ -133,7 +133,7 @@ def _map_tensors(each: Callable[[Tensor, P, str], Any], values: Any, specs: Spec
     if isinstance(specs, P):
         leaves, structure = tree_flatten(values)
         return tree_unflatten(
-            [each(one, specs, where) if isinstance(one, Tensor) else one for one in leaves], structure
+            [each(leaf, specs, where) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
     if specs is None:
         if isinstance(values, Tensor):
@@ -269,9 +269,9 @@ class _Leave(_Map):
             table = torch.tensor([(*line, *[0] * (width - len(line))) for line in lines])
             table = table.to(self.joined[0][0].device if self.joined else self.mesh.device_type)
             for name in reversed(axes):
-                found = [torch.empty_like(table) for _ in range(self.groups[name].size)]
-                dist.all_gather(found, table, group=process_group(self.groups[name].name))
-                table = torch.stack(found)
+                tables = [torch.empty_like(table) for _ in range(self.groups[name].size)]
+                dist.all_gather(tables, table, group=process_group(self.groups[name].name))
+                table = torch.stack(tables)
             table = table.cpu()
         if failure is not None:
             raise failure
@@ -337,7 +337,7 @@ def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: 
             f"{where}: the ranks' shards by {spec} must have one dtype and number of dims, and have "
             f"{sorted({shard[1] for shard in shards})} dims"
         )
-    found: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for dim in range(shards[0][1]):
         lengths = shapes[..., 2 + dim]
         sharded = spec.dims[dim] if dim < len(spec.dims) else ()
@@ -351,6 +351,6 @@ def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: 
             if axis in names:
                 k = names.index(axis)
                 place = [slice(None) if j == k else rank for j, rank in enumerate(at)]
-                found[axis] = lengths[tuple(place)].tolist()
+                sizes[axis] = lengths[tuple(place)].tolist()
                 lengths = lengths.sum(k, keepdim=True).expand_as(lengths)
-    return found
+    return sizes

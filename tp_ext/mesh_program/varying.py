@@ -142,9 +142,9 @@ def _typed_as_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     """Gradients of ``torch.autograd.grad`` vary as the inputs."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     with torch._C.DisableTorchFunctionSubclass():
-        found = func(*args, **kwargs)
+        gradients = func(*args, **kwargs)
     each = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    return tuple(typed(grad, axes_of(one)) for grad, one in zip(found, each, strict=True))
+    return tuple(typed(grad, axes_of(x)) for grad, x in zip(gradients, each, strict=True))
 
 
 def _without_types(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -188,10 +188,10 @@ def typed(value: Any, axes: Axes) -> Any:
         value = plain(value)
     if not axes:
         return value
-    found = Tensor.as_subclass(value, varying_type(tuple(axes.items())))
+    varying = Tensor.as_subclass(value, varying_type(tuple(axes.items())))
     if not torch.compiler.is_compiling():
-        found.line = _line_of_user()
-    return found
+        varying.line = _line_of_user()
+    return varying
 
 
 def as_varying(value: Any, axes: Axes) -> Any:
@@ -279,12 +279,12 @@ class Unwritten:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        seen = [] if torch.compiler.is_compiling() else [one for one in tensors if _has_version(one)]
-        self._before = [(one, one._version, one.untyped_storage()._cdata) for one in seen]
+        seen = [] if torch.compiler.is_compiling() else [x for x in tensors if _has_version(x)]
+        self._before = [(x, x._version, x.untyped_storage()._cdata) for x in seen]
 
     def intact(self) -> bool:
         """Returns whether all are as they were."""
-        return all(one._version == version for one, version, _ in self._before)
+        return all(x._version == version for x, version, _ in self._before)
 
     def seen_through(self, result: object) -> bool:
         """Returns whether a result is a view of one of them, through which it could be written later."""

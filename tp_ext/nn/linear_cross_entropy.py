@@ -85,7 +85,7 @@ def linear_cross_entropy(
     if DebugMode.on:
         compare_input("target", target, resolved)
     start, local, full = vocab_columns(weight.shape[0], vocab_size, resolved, "weight", "rows")
-    given = sequence_parallel and total_tokens is not None and resolved.size > 1
+    has_sizes = sequence_parallel and total_tokens is not None and resolved.size > 1
     loss, entropy = _ops.linear_cross_entropy(
         hidden,
         weight,
@@ -100,7 +100,7 @@ def linear_cross_entropy(
         z_loss,
         "sum" if axes else reduction,
         sequence_parallel,
-        split_sizes(total_tokens, resolved.size) if given and total_tokens is not None else None,
+        split_sizes(total_tokens, resolved.size) if has_sizes and total_tokens is not None else None,
         main_grad,
         return_entropy,
         chunk_tokens,

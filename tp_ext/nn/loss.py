@@ -116,8 +116,9 @@ def global_mean(loss: Tensor, rows: Tensor, axes: list[ParallelGroup], gradient_
         sums = _ops.reduce_from_region(sums, axis.name)
     count = sums[1].clamp(min=1)
     ranks = math.prod(axis.size for axis in axes) if gradient_reduction == "mean" else 1
-    own = loss * (ranks / count).to(loss.dtype)
-    return (sums[0] / count).to(loss.dtype) + (own - own.detach())  # the value of the mean, the gradient of own
+    weighted = loss * (ranks / count).to(loss.dtype)
+    # The value of the mean, the gradient of this rank's terms
+    return (sums[0] / count).to(loss.dtype) + (weighted - weighted.detach())
 
 
 def vocab_columns(

@@ -126,8 +126,8 @@ def _new_group(size: int, rank: Any, ranks: Sequence[int], *args: Any, **kwargs:
     """In place of torch's function: it connects to a store, which simulated ranks do not have."""
     make = here().new_group
     if make is None:
-        found: tuple[Any, Any] = _Torch.new_group(size, rank, ranks, *args, **kwargs)
-        return found
+        store_and_rank: tuple[Any, Any] = _Torch.new_group(size, rank, ranks, *args, **kwargs)
+        return store_and_rank
     group = make(ranks or range(size))  # of all ranks, none are given
     return (_NO_MEMBER if group is None else group), None
 

@@ -262,5 +262,5 @@ def epsilon_of(module: nn.Module, weight: Tensor) -> float | None:
     return float(plus.args[1]) if all(follows) else None
 
 
-def _same_two(found: list[Tensor], one: Tensor, other: Tensor) -> bool:
-    return len(found) == 2 and {id(found[0]), id(found[1])} == {id(one), id(other)}
+def _same_two(tensors: list[Tensor], one: Tensor, other: Tensor) -> bool:
+    return len(tensors) == 2 and {id(tensors[0]), id(tensors[1])} == {id(one), id(other)}

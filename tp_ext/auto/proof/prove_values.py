@@ -68,8 +68,8 @@ class Run:
 
 def held(model: nn.Module) -> list[Tensor]:
     """The parameters and buffers of a model."""
-    every = [t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())]
-    return [t for t in every if t is not None]
+    tensors = [t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())]
+    return [t for t in tensors if t is not None]
 
 
 def shortened(model: nn.Module, kept: int = KEPT) -> nn.Module:
@@ -110,20 +110,20 @@ def bytes_of(model: nn.Module, dtype: torch.dtype | None) -> int:
 def filled(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Gives a model random weights in place, of a floating-point type; buffers keep their values, if they have any."""
     generator = torch.Generator().manual_seed(0)
-    made: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     noise = torch.randn(min(1 << 20, max([p.numel() for p in model.parameters()], default=1)) + 7, generator=generator)
     for module in model.modules():
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                if id(tensor) not in made:
+                if id(tensor) not in by_id:
                     value = _weight(tensor, noise, dtype)
-                    made[id(tensor)] = tensor, nn.Parameter(value, requires_grad=tensor.requires_grad)
-                module._parameters[name] = made[id(tensor)][1]
+                    by_id[id(tensor)] = tensor, nn.Parameter(value, requires_grad=tensor.requires_grad)
+                module._parameters[name] = by_id[id(tensor)][1]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                if id(buffer) not in made:
-                    made[id(buffer)] = buffer, _value(buffer, generator, dtype, is_buffer=True)
-                module._buffers[name] = made[id(buffer)][1]
+                if id(buffer) not in by_id:
+                    by_id[id(buffer)] = buffer, _value(buffer, generator, dtype, is_buffer=True)
+                module._buffers[name] = by_id[id(buffer)][1]
         # Tensors that modules hold as plain attributes
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not name.startswith("_") and value.is_floating_point():
@@ -238,8 +238,8 @@ def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any
 
 def full_logits(result: Any) -> Any:
     """Outputs with logits of all columns, for a comparison."""
-    for path, found in list(tensors(result)):
-        if isinstance(found, ShardedLogits):
+    for path, tensor in list(tensors(result)):
+        if isinstance(tensor, ShardedLogits):
             result = replaced(result, path, ShardedLogits.full)  # type: ignore[arg-type]
     return result
 
@@ -309,9 +309,9 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
             ranks = simulate(runs, plan.p, plan)
         except RuntimeError as error:
             raise DifferentValuesError(str(error)) from error
-    for rank, (found, of_rank) in enumerate(ranks):
-        flat = [one for runs_ in wanted for one in runs_]
-        for expected, got in zip(flat, found, strict=True):
+    for rank, (runs_of_rank, of_rank) in enumerate(ranks):
+        flat = [run_ for runs_ in wanted for run_ in runs_]
+        for expected, got in zip(flat, runs_of_rank, strict=True):
             size, name = compare(expected, got, of_rank)
             if not size <= bound:
                 raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}")
@@ -353,7 +353,7 @@ def _in_mode(model: nn.Module, call: Any, training: bool, backward: bool) -> Run
 def layouts(model: nn.Module) -> dict[str, Any]:
     """The layouts of parameters and buffers by their names."""
     return {
-        f"{name}.{own}" if name else own: layout
+        f"{name}.{attribute}" if name else attribute: layout
         for name, module in model.named_modules(remove_duplicate=False)
-        for own, layout in layouts_of(module).items()
+        for attribute, layout in layouts_of(module).items()
     }

@@ -88,16 +88,16 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
         shapes = _shapes(part, kept)
         smaller = _Smaller(part.localized(state), shapes, kept)
         try:
-            found = Search(smaller, 0, max_runs=MAX_RUNS).find()
+            local = Search(smaller, 0, max_runs=MAX_RUNS).find()
         except MismatchError as mismatch:
             failed = f"with fewer units, {mismatch}"
             continue
-        if found.sizes:
+        if local.sizes:
             failed = "the sizes of views that its code computes have no smaller form"
             continue
         model = copied(part.model, {id(t): t for t in held(part.model)})
         _shrink(model, shapes)
-        patch(model, found.patches)
+        patch(model, local.patches)
         return model, _with_fewer_ids(part.example, min((units[atom] for atom in tables), default=None))
     raise UnprovenError(failed)
 
@@ -107,13 +107,13 @@ def _units(decisions: Sequence[Decision], tables: Collection[Atom]) -> dict[Atom
 
     Atoms of different length keep different lengths: an integer of the code must have one meaning."""
     lengths = sorted({decision.sharded[-1].size for decision in decisions})
-    found: dict[Atom, int] = {}
+    units: dict[Atom, int] = {}
     for decision in decisions:
         target, ranks = decision.sharded[-1], decision.p if decision.group is None else decision.p // decision.atom.size
         least = -(-ROWS // ranks) if decision.atom in tables else 2
         few = ranks * (least + lengths.index(target.size)) + bool(target.size % ranks)
-        found[target] = min(target.size, few)
-    return found
+        units[target] = min(target.size, few)
+    return units
 
 
 def _others(part: Planner, units: Iterable[Atom]) -> dict[Atom, int]:
@@ -133,30 +133,29 @@ def _others(part: Planner, units: Iterable[Atom]) -> dict[Atom, int]:
 
 def _shapes(part: Planner, kept: Mapping[Atom, int]) -> dict[str, _Shape]:
     """The parameters that become smaller, by all their names."""
-    found: dict[str, _Shape] = {}
+    shapes: dict[str, _Shape] = {}
     for name, tensor in part.record.parameters.values():
         shape = tuple(local_length(dim, kept) for dim in part.record.dims_of(tensor))
         changed = [i for i, (old, new) in enumerate(zip(tensor.shape, shape, strict=True)) if old != new]
         if changed:
-            one = _Shape(shape, tensor.shape[changed[0]], changed[0])
-            found.update(dict.fromkeys(part.names[name], one))
-    return found
+            shape_ = _Shape(shape, tensor.shape[changed[0]], changed[0])
+            shapes.update(dict.fromkeys(part.names[name], shape_))
+    return shapes
 
 
 def _shrink(model: nn.Module, shapes: Mapping[str, _Shape]) -> None:
     """Gives a model's parameters their smaller shapes, on meta, and layers of torch the numbers that belong to them."""
-    made: dict[
-        int, tuple[Tensor, nn.Parameter]
-    ] = {}  # tied ones stay tied; with the old one, so that its id is its own
-    for name, one in shapes.items():
-        owner, _, own = name.rpartition(".")
+    # Tied ones stay tied; with the old one, so that its id is its own
+    smaller_by_id: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    for name, shape in shapes.items():
+        owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        old = module._parameters[own]
+        old = module._parameters[attribute]
         assert old is not None
-        if id(old) not in made:
-            new = torch.empty(one.shape, dtype=old.dtype, device="meta")
-            made[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad)
-        module._parameters[own] = made[id(old)][1]
+        if id(old) not in smaller_by_id:
+            new = torch.empty(shape.shape, dtype=old.dtype, device="meta")
+            smaller_by_id[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad)
+        module._parameters[attribute] = smaller_by_id[id(old)][1]
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None:

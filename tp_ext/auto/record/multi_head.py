@@ -272,7 +272,7 @@ def refuse_fused_paths(model: nn.Module, sharded: Sequence[str]) -> None:
     """Keeps layers of ``nn.Transformer`` that have a sharded parameter from torch's fused path of inference, which
     would take a shard for the full weight."""
     for name, module in model.named_modules():
-        inside = any(own.startswith(f"{name}." if name else "") for own in sharded)
+        inside = any(name_.startswith(f"{name}." if name else "") for name_ in sharded)
         if inside and isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         if inside and isinstance(module, nn.TransformerEncoder):

@@ -124,11 +124,11 @@ class Record:
         self.is_examined = False  # a backward runs, whose operators pin dims and are no steps
 
     def dims_of(self, tensor: Tensor) -> list[Dim]:
-        found = self.dims.get(id(tensor))
-        if found is None:
-            found = [[Atom(n)] for n in tensor.shape]
-            self.put(tensor, found)
-        return found
+        dims = self.dims.get(id(tensor))
+        if dims is None:
+            dims = [[Atom(n)] for n in tensor.shape]
+            self.put(tensor, dims)
+        return dims
 
     def root_of(self, tensor: Tensor) -> Tensor:
         """The tensor whose memory a view shares, as far as the record knows."""

@@ -172,17 +172,17 @@ def span_of(dim: Dim, start: int, stop: int) -> Dim | None:
     """The parts of a concatenation from one edge to another; None if these are no edges."""
     if not dim or dim[0].parts is None:
         return None
-    rest, found, at = dim[1:], [], 0
+    rest, parts, at = dim[1:], [], 0
     for part in dim[0].parts:
         size = length(part) * length(rest)
         if start <= at and at + size <= stop:
-            found.append(part)
+            parts.append(part)
         at += size
-    if len(found) == 1:
-        return [*found[0], *rest]
-    whole = Atom(sum(map(length, found)))
-    whole.parts = found
-    return [whole, *rest] if found and whole.size * length(rest) == stop - start else None
+    if len(parts) == 1:
+        return [*parts[0], *rest]
+    whole = Atom(sum(map(length, parts)))
+    whole.parts = parts
+    return [whole, *rest] if parts and whole.size * length(rest) == stop - start else None
 
 
 @rule("select", "unbind")
@@ -365,16 +365,16 @@ def index_put(op: Op) -> None:
     at = [i for i, t in enumerate(indices) if t is not None]
     if any(indices[i].dtype == torch.bool for i in at):
         return no_rule(op)
-    dims, given = op.dims(), op.dims_of(values)
+    dims, value_dims = op.dims(), op.dims_of(values)
     op.pin(*(dims[i] for i in at))
     op.give(dims)
     rest = [dim for i, dim in enumerate(dims) if i not in at]
-    op.pin(*given[: max(0, len(given) - len(rest))])  # a value for each index
-    for dim, own, size in zip(reversed(rest), reversed(given), reversed(values.shape), strict=False):
+    op.pin(*value_dims[: max(0, len(value_dims) - len(rest))])  # a value for each index
+    for dim, value_dim, size in zip(reversed(rest), reversed(value_dims), reversed(values.shape), strict=False):
         if length(dim) == size:
-            op.unify(dim, own)
+            op.unify(dim, value_dim)
         else:
-            op.pin(own)
+            op.pin(value_dim)
 
 
 @rule("view_as_real")

@@ -117,11 +117,11 @@ class _Calls(TorchFunctionMode):
         return result
 
     def log(self, func: Any, result: Any) -> None:
-        found = [t for _, t in tensors(result)]
-        if found:
-            self.record.python_calls.append((self.record.modules[-1], getattr(func, "__name__", str(func)), found))
+        results = [t for _, t in tensors(result)]
+        if results:
+            self.record.python_calls.append((self.record.modules[-1], getattr(func, "__name__", str(func)), results))
             self.record.lines.append(source_line() if self.operators else "")
-            self.record.kept += found
+            self.record.kept += results
 
 
 def _watch(model: nn.Module, record: Record) -> None:
@@ -197,24 +197,24 @@ def trace(
     """
     record = Record() if record is None else record
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
+    fakes_by_id: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
     def fake(value: Any, shape: Sequence[int] | None = None) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in made:
+        if id(value) not in fakes_by_id:
             if shape is None or tuple(shape) == tuple(value.shape):
                 fake_tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             else:
                 fake_tensor = torch.empty(tuple(shape), dtype=value.dtype)
-            made[id(value)] = fake_tensor, value
-        return made[id(value)][0]
+            fakes_by_id[id(value)] = fake_tensor, value
+        return fakes_by_id[id(value)][0]
 
     # A module under two names once, and no ties added: functional_call would leave fakes in it
     named = [
-        (f"{name}.{own}" if name else own, tensor)
+        (f"{name}.{attribute}" if name else attribute, tensor)
         for name, module in model.named_modules()
-        for own, tensor in [*module._parameters.items(), *module._buffers.items()]
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]
         if tensor is not None
     ]
     with fakes:
@@ -230,7 +230,7 @@ def trace(
     record.buffers = {id(state[name]): (name, state[name]) for name, _ in model.named_buffers() if name in state}
     record.inputs = list(tensors((args, kwargs)))
     record.from_inputs = {id(t) for _, t in record.inputs if t.is_floating_point() or t.is_complex()}
-    record.differentiable |= {id(made[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
+    record.differentiable |= {id(fakes_by_id[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor):
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))

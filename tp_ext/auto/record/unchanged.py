@@ -67,8 +67,8 @@ def _keep(holder: Any, kept: dict[int, tuple[Any, Any]], depth: int) -> Iterator
             yield value
         elif isinstance(value, tuple):
             yield [*value]
-        elif not isinstance(value, OPAQUE) and isinstance(own := getattr(value, "__dict__", None), dict):
-            yield own
+        elif not isinstance(value, OPAQUE) and isinstance(attributes := getattr(value, "__dict__", None), dict):
+            yield attributes
 
 
 def _caches_in(value: Any) -> Iterator[Any]:

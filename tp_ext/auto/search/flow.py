@@ -167,8 +167,8 @@ class Finder:
     # ------------------------------------------------------------ backward
 
     def type_now(self, tensor: Tensor) -> Types:
-        own = COMPLETED if id(tensor) in self.outputs else NOTHING
-        return own.union(*(types for _, types in self.used.get(id(tensor), ())))
+        at_outputs = COMPLETED if id(tensor) in self.outputs else NOTHING
+        return at_outputs.union(*(types for _, types in self.used.get(id(tensor), ())))
 
     def backward_types(self) -> None:
         """Derives the types of gradients in one pass from the loss back, in which all uses of a tensor come before the
@@ -183,13 +183,13 @@ class Finder:
             for tensor in step.inputs:
                 if any(tensor is t for t in step.outputs):
                     continue
-                given = self.converted(step, tensor, self.given(step, tensor, types))
-                if given and id(tensor) in self.differentiable and id(tensor) not in self.sharded:
-                    self.used.setdefault(id(tensor), []).append((step.place, given))
-                    if SHARDS in given:
-                        own = self.tokens is not None and step.place in self.tokens.steps
-                        found = {step.place} if own else set[int]().union(*self.shards_after(step))
-                        self.shard_steps.setdefault(id(tensor), set()).update(found)
+                gradient = self.converted(step, tensor, self.given(step, tensor, types))
+                if gradient and id(tensor) in self.differentiable and id(tensor) not in self.sharded:
+                    self.used.setdefault(id(tensor), []).append((step.place, gradient))
+                    if SHARDS in gradient:
+                        on_shards = self.tokens is not None and step.place in self.tokens.steps
+                        shard_steps = {step.place} if on_shards else set[int]().union(*self.shards_after(step))
+                        self.shard_steps.setdefault(id(tensor), set()).update(shard_steps)
         # No operator made these: they are settled after all of their uses
         leaves = [*record.parameters, *(id(t) for _, t in record.inputs)]
         for id_ in leaves:
@@ -212,19 +212,19 @@ class Finder:
             return types
         return NOTHING if self.is_partial_in(tensor, step) else frozenset({PARTIAL})
 
-    def converted(self, step: Step, tensor: Tensor, given: Types) -> Types:
+    def converted(self, step: Step, tensor: Tensor, gradient: Types) -> Types:
         """The type of a gradient before the boundary at which a tensor is sharded on its tokens, or gathered.
 
         That of shards is complete: slices of the whole one, which a slice at a boundary gathers.
         """
-        if self.tokens is None or not given or self.tokens.range_at(tensor, step.place) is None:
-            return given
+        if self.tokens is None or not gradient or self.tokens.range_at(tensor, step.place) is None:
+            return gradient
         gather = self.tokens.gather_at(tensor, step.place)
         if step.place not in self.tokens.steps:
             if gather is not None and gather.kind == "gather":
-                return given  # as of a replicated tensor
-            if gather is None or given != {PARTIAL}:
-                text = f"tokens are gathered for {sorted(given)} gradients in {step.reason}"
+                return gradient  # as of a replicated tensor
+            if gather is None or gradient != {PARTIAL}:
+                text = f"tokens are gathered for {sorted(gradient)} gradients in {step.reason}"
                 self.flow.problems.append(Problem(step.module, text, tuple(self.tokens.steps)))
         return COMPLETED
 
@@ -237,7 +237,7 @@ class Finder:
         id_, types = id(tensor), self.type_now(tensor)
         if types & {PARTIAL, SHARDS} and types not in SUMMED and id_ not in self.sharded:
             rest = {use for use, _ in self.place_at_arguments(id_, place)}
-            self.used[id_] = [(use, given if use in rest else COMPLETED) for use, given in self.used[id_]]
+            self.used[id_] = [(use, gradient if use in rest else COMPLETED) for use, gradient in self.used[id_]]
             types = self.type_now(tensor)
         return types
 
@@ -249,14 +249,16 @@ class Finder:
         only_partial, tokens = types in SUMMED, SHARDS in types
         if id_ in self.record.parameters:
             name = self.record.parameters[id_][0]
-            module, _, own = name.rpartition(".")
+            module, _, attribute = name.rpartition(".")
             users = {self.record.steps[place].module for place, _ in self.used[id_]}
             if any(user != module and not user.startswith(module + ".") for user in users if module):
                 self.problem(name, f"{name} is read outside of {module}, by {sorted(users)}", tensor)
             elif tokens and not self.are_known(tensor, [c.start for c in self.record.calls if c.module == module]):
                 self.problem(name, f"{name} is read by {module}, which begins before tokens are sharded", tensor)
             elif only_partial:
-                self.place(id_, Copy("parameter", module, (own,), divided=name in self.sums.divided, tokens=tokens))
+                self.place(
+                    id_, Copy("parameter", module, (attribute,), divided=name in self.sums.divided, tokens=tokens)
+                )
             else:
                 self.problem(name, f"{name} is used by sharded and by replicated work", tensor)
             return COMPLETED
@@ -306,19 +308,19 @@ class Finder:
     def unwanted(self) -> set[Copy]:
         """The sums at modules that are called several times which some call must not make: its gradient there is
         complete, sharded, or summed elsewhere."""
-        found: set[Copy] = set()
+        unwanted: set[Copy] = set()
         for copy, orders in self.placed.items():
             for call in self.record.calls if self.number_of_calls[copy.module] > 1 else ():
                 if call.module != copy.module or call.order in orders:
                     continue
                 at = dict(call.outputs if copy.kind == "output" else call.inputs).get(copy.path)
                 if at is not None and (self.used.get(id(at)) or id(at) in self.outputs or id(at) in self.sharded):
-                    found.add(copy)
-        return found
+                    unwanted.add(copy)
+        return unwanted
 
     def blamed(self, places: Iterable[int]) -> frozenset[Atom]:
         """The sharded atoms by which the gradients that these operators give their inputs are partial."""
-        found: set[Atom] = set()
+        blamed: set[Atom] = set()
         seen: set[int] = set()
         left = list(places)
         while left:
@@ -328,24 +330,24 @@ class Finder:
             seen.add(place)
             step = self.record.steps[place]
             if self.working[place]:
-                every = [*step.inputs, *step.outputs]
-                found.update(a for a in self.atoms if contains(step.contracted, a))
-                found.update(
-                    a for t in every if id(t) in self.sharded for a in self.atoms if carries(self.record, t, [a])
+                operands = [*step.inputs, *step.outputs]
+                blamed.update(a for a in self.atoms if contains(step.contracted, a))
+                blamed.update(
+                    a for t in operands if id(t) in self.sharded for a in self.atoms if carries(self.record, t, [a])
                 )
-                found.update(a for t in every for a in self.sums.blame.get(id(t), ()))
+                blamed.update(a for t in operands for a in self.sums.blame.get(id(t), ()))
             else:
                 left += [use for t in step.outputs for use, types in self.used.get(id(t), ()) if PARTIAL in types]
-        return frozenset(found)
+        return frozenset(blamed)
 
     def place(self, id_: int, copy: Copy, start: int = 0, stop: int = sys.maxsize) -> None:
         self.summed.setdefault((id_, start, stop), []).append(copy)
 
     def place_at_output(self, id_: int, source: Tensor, span: tuple[int, int, int] | None) -> bool:
-        found = self.returned_by.get(id(source))
-        if not found or id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
+        calls = self.returned_by.get(id(source))
+        if not calls or id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
             return False
-        call, path = found[-1]
+        call, path = calls[-1]
         tokens = SHARDS in self.type_now(self.by_id[id_])
         copy = Copy("output", call.module, path, span, tokens=tokens)
         if copy in self.banned or (tokens and not self.are_known(self.by_id[id_], [call.stop])):
@@ -390,22 +392,22 @@ class Finder:
     def check(self) -> None:
         """Recomputes the types of gradients with the sums in place. Every sum must stand where the whole gradient is
         partial, and no gradient may remain partial."""
-        record, found = self.record, dict.fromkeys(self.outputs, COMPLETED)
+        record, gradients = self.record, dict.fromkeys(self.outputs, COMPLETED)
         spans: dict[int, list[tuple[int, int]]] = {}
         for id_, start, stop in self.summed:
             spans.setdefault(id_, []).append((start, stop))
         under: dict[tuple[int, int, int], Types] = dict.fromkeys(self.summed, NOTHING)
         # For tensors written in place, the types with the place from which on they are summed: a sum at an argument of
         # a later module counts, one at the end of the module does not, as it comes after the operator that writes
-        written: dict[int, list[tuple[Types, int]]] = {id_: [(types, sys.maxsize)] for id_, types in found.items()}
+        written: dict[int, list[tuple[Types, int]]] = {id_: [(types, sys.maxsize)] for id_, types in gradients.items()}
         for step in reversed(record.steps):
             types = NOTHING
             for tensor in step.outputs:
                 if any(tensor is t for t in step.inputs):
                     uses = written.get(id(tensor), ())
-                    types = types.union(*(COMPLETED if summed > step.place else given for given, summed in uses))
+                    types = types.union(*(COMPLETED if summed > step.place else gradient for gradient, summed in uses))
                 else:
-                    types |= found.get(id(tensor), NOTHING)
+                    types |= gradients.get(id(tensor), NOTHING)
             if self.working[step.place]:
                 types = frozenset({PARTIAL})
             for tensor in step.inputs:
@@ -414,14 +416,14 @@ class Finder:
                     continue
                 if self.is_partial_in(tensor, step):
                     continue
-                given = self.converted(step, tensor, self.given(step, tensor, types))
-                unsummed, summed = given, -1
+                gradient = self.converted(step, tensor, self.given(step, tensor, types))
+                unsummed, summed = gradient, -1
                 for start, stop in spans.get(id_, ()):
                     if start <= step.place < stop:
-                        under[id_, start, stop] |= given
-                        given, summed = (COMPLETED, max(summed, start)) if given else (given, summed)
+                        under[id_, start, stop] |= gradient
+                        gradient, summed = (COMPLETED, max(summed, start)) if gradient else (gradient, summed)
                 written.setdefault(id_, []).append((unsummed, summed))
-                found[id_] = found.get(id_, NOTHING) | given
+                gradients[id_] = gradients.get(id_, NOTHING) | gradient
         for key, types in under.items():
             copy = self.summed[key][0]
             if types != {SHARDS if copy.tokens else PARTIAL} or (key[0] in self.outputs and key[1] == 0):
@@ -429,9 +431,9 @@ class Finder:
         for id_, (name, tensor) in record.parameters.items():
             if name in self.cut:
                 continue
-            if found.get(id_, NOTHING) & {PARTIAL, SHARDS}:
+            if gradients.get(id_, NOTHING) & {PARTIAL, SHARDS}:
                 self.problem(name, f"the gradient of {name} stays partial")
             if id_ in self.sharded:
                 text = f"{name} has a sharded dim and is not sharded"
-                carried = (one for one in self.chosen if carries(record, tensor, one.sharded))
-                self.flow.problems += [Problem(next(iter(one.parameters)), text) for one in carried]
+                carried = (decision for decision in self.chosen if carries(record, tensor, decision.sharded))
+                self.flow.problems += [Problem(next(iter(decision.parameters)), text) for decision in carried]

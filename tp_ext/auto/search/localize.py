@@ -128,8 +128,8 @@ class Localized:
 
     def local_values(self, rank: int, decisions: Sequence[Decision]) -> dict[int, list[int]]:
         """Lengths of products of atoms -> their lengths on a rank, for those that have an atom of these decisions."""
-        every, found = self.sizes(rank), dict[int, set[int]]()
-        sizes = {atom: every[atom] for decision in decisions for atom in decision.sharded if atom in every}
+        lengths, local_lengths = self.sizes(rank), dict[int, set[int]]()
+        sizes = {atom: lengths[atom] for decision in decisions for atom in decision.sharded if atom in lengths}
         seen: set[tuple[int, ...]] = set()
         for dims in list(self.recorded.record.dims.values()):
             for dim in dims:
@@ -144,8 +144,8 @@ class Localized:
                         full *= atom.size
                         local *= local_length([atom], sizes)
                         if full != local:
-                            found.setdefault(full, set()).add(local)
-        return {full: sorted(local) for full, local in found.items()}
+                            local_lengths.setdefault(full, set()).add(local)
+        return {full: sorted(local) for full, local in local_lengths.items()}
 
     @contextlib.contextmanager
     def local_model(self, rank: int, patches: PatchesOf, sizes: SizesOf) -> Iterator[Shapes]:
@@ -176,9 +176,9 @@ class Localized:
                     module.padding_idx = None  # type: ignore[assignment]  # may be the row of another rank
                 elif role == "attention":
                     module.forward = forward_on_fakes(module)
-            for found in self.edits.slices:
-                sliced = _Sliced(found, rank, p)
-                model.get_submodule(found.module).register_forward_pre_hook(sliced, with_kwargs=True)
+            for slice_ in self.edits.slices:
+                sliced = _Sliced(slice_, rank, p)
+                model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
             lengths: list[int] = []
             for tokens in self.edits.tokens:
                 hook, module = _LocalTokens(tokens, rank, p, lengths), model.get_submodule(tokens.module)
@@ -220,8 +220,8 @@ class Localized:
         finally:
             logger.disabled = False
         calls = [
-            (m, name, [tuple(t.shape) for t in found])
-            for m, name, found in record.python_calls
+            (m, name, [tuple(t.shape) for t in results])
+            for m, name, results in record.python_calls
             if m not in self.edits.roles
         ]
         return calls, raised
@@ -274,15 +274,15 @@ class _LogitsOf:
 class _Sliced:
     """Slices an argument; the proof does not see its calls."""
 
-    def __init__(self, found: Slice, rank: int, p: int) -> None:
-        self.found, self.rank, self.p = found, rank, p
+    def __init__(self, slice_: Slice, rank: int, p: int) -> None:
+        self.slice, self.rank, self.p = slice_, rank, p
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            dim, factor = self.found.dim, self.found.factor
+            dim, factor = self.slice.dim, self.slice.factor
             size = factor.local_size(self.rank, self.p)
             return replaced_argument(
-                module, args, kwargs, self.found.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
+                module, args, kwargs, self.slice.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
             )
 
 
@@ -333,9 +333,9 @@ def replaced_argument(
     module: nn.Module, args: Any, kwargs: Any, path: LeafPath, function: Callable[[Tensor], Tensor]
 ) -> tuple[Any, Any]:
     """The arguments of a call with the function of the tensor at a path of the plan, if the call has it."""
-    found = argument_path(module, args, kwargs, path)
+    path_in_call = argument_path(module, args, kwargs, path)
     both: tuple[Any, Any] = args, kwargs
-    return both if found is None else replaced(both, found, function)
+    return both if path_in_call is None else replaced(both, path_in_call, function)
 
 
 def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -> Any:
@@ -418,5 +418,5 @@ def patch(model: nn.Module, patches: Mapping[str, Mapping[str, tuple[int, int]]]
         for holder in {attribute.partition(".")[0] for attribute in changes if "." in attribute}:
             module.__dict__[holder] = copy.copy(getattr(module, holder))
         for attribute, (_, new) in changes.items():
-            holder, _, own = attribute.rpartition(".")
-            (getattr(module, holder) if holder else module).__dict__[own] = new
+            holder, _, attribute_name = attribute.rpartition(".")
+            (getattr(module, holder) if holder else module).__dict__[attribute_name] = new

@@ -255,12 +255,12 @@ def added_parameter(record: Record, tensor: Tensor) -> str | None:
 
 def uses_of(record: Record, name: str) -> list[Step]:
     """The operators that use a parameter, or a view of it."""
-    ids = {id_ for id_, (own, _) in record.parameters.items() if own == name}
-    found = []
+    ids = {id_ for id_, (parameter, _) in record.parameters.items() if parameter == name}
+    uses = []
     for step in record.steps:
         if any(id(t) in ids for t in step.inputs):
             if step.name in VIEWS or (step.name in ("mul", "neg") and len(step.inputs) == 1):
                 ids |= {id(t) for t in step.outputs}
             else:
-                found.append(step)
-    return found
+                uses.append(step)
+    return uses

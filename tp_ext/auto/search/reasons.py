@@ -60,51 +60,53 @@ def reason_of(
     reasons = []
     for dim, label in enumerate(record.dims_of(tensor)):
         what = f"dim {dim} ({tensor.shape[dim]})"
-        found = list(majors(label))
+        slowest = list(majors(label))
         if not may_shard(name, dim):
             reasons.append(f"dim {dim}: hints")
-        elif pinned := next((major.atom.pinned for major in found if major.atom.pinned), None):
+        elif pinned := next((major.atom.pinned for major in slowest if major.atom.pinned), None):
             reasons.append(f"{what} is pinned by {pinned}")
-        elif found and (short := _too_short(record, found, p)):
-            reasons.append(f"{what} is {_product(found)}: p = {p} must be {short}")
-        elif found:
-            reasons.append(f"{what}: {_not_chosen(record, name, found, p, may_shard, sharded, why or {})}")
+        elif slowest and (short := _too_short(record, slowest, p)):
+            reasons.append(f"{what} is {_product(slowest)}: p = {p} must be {short}")
+        elif slowest:
+            reasons.append(f"{what}: {_not_chosen(record, name, slowest, p, may_shard, sharded, why or {})}")
     return "; ".join(reasons) or "it has one element"
 
 
 def _not_chosen(
     record: Record,
     name: str,
-    found: list[Major],
+    slowest: list[Major],
     p: int,
     may_shard: Callable[[str, int], bool],
     sharded: Container[str],
     why: Mapping[str, str],
 ) -> str:
     """Why a dim that nothing pins is whole."""
-    own = {major.atom for major in found}
-    for one in decisions(record, p, may_shard):
-        if one.atom in own and name in one.parameters:
-            taken = next((other for other in one.parameters if other in sharded), None)
+    atoms_of_dim = {major.atom for major in slowest}
+    for decision in decisions(record, p, may_shard):
+        if decision.atom in atoms_of_dim and name in decision.parameters:
+            taken = next((other for other in decision.parameters if other in sharded), None)
             if taken is None:
                 return "it is a table below 1 % of all parameters, and its all-reduce would cost more than its bytes"
             return f"sharding {taken} on another dim leaves fewer bytes on a rank"
     for other, tensor in record.parameters.values():
-        if other != name and any(contains(label, atom) for label in record.dims_of(tensor) for atom in own):
+        if other != name and any(contains(label, atom) for label in record.dims_of(tensor) for atom in atoms_of_dim):
             if other in why:
                 return f"it goes with {other}, which is whole: {why[other]}"
             return f"its factor is in {other}, too, where it cannot be sharded"
     return "its factor is in several dims, or most of it would be on every rank"
 
 
-def _too_short(record: Record, found: list[Major], p: int) -> str:
+def _too_short(record: Record, slowest: list[Major], p: int) -> str:
     """The numbers of ranks over which a dim can be sharded, if p is none of them."""
-    atom = min((major.atom for major in found), key=lambda one: one.size)
+    atom = min((major.atom for major in slowest), key=lambda candidate: candidate.size)
     if atom.size >= p:
         return ""
     groups = 1
     for _, tensor in record.parameters.values():
-        for major in (one for label in record.dims_of(tensor) for one in majors(label) if one.atom is atom):
+        for major in (
+            label_major for label in record.dims_of(tensor) for label_major in majors(label) if label_major.atom is atom
+        ):
             if len(major.inner) > 1 and not major.inner[0].pinned:  # query heads of a KV head, then their features
                 groups = max(groups, major.inner[0].size)
     allowed = f"at most {atom.size}"
@@ -114,9 +116,9 @@ def _too_short(record: Record, found: list[Major], p: int) -> str:
     return "" if p % atom.size == 0 and p <= most else f"{allowed}, or a multiple of {atom.size} up to {most}"
 
 
-def _product(found: list[Major]) -> str:
+def _product(slowest: list[Major]) -> str:
     """The product of a dim, or of each of its parts."""
-    texts = [f"{major.atom.size} x {major.unit}" for major in found]
+    texts = [f"{major.atom.size} x {major.unit}" for major in slowest]
     if len(texts) == 1 or len(set(texts)) > 1:
         return " | ".join(texts)
     return f"{len(texts)} parts of {texts[0]}"

@@ -87,7 +87,7 @@ class Planner:
 
     def _used_in(self) -> dict[int, set[str]]:
         """The modules that multiply or look up each parameter, by id."""
-        record, found = self.record, dict[int, set[str]]()
+        record, modules_of = self.record, dict[int, set[str]]()
         for step in record.steps:
             if step.name not in {"mm", "addmm", "bmm", *LOOK_UPS}:
                 continue
@@ -95,8 +95,8 @@ class Planner:
                 while id(tensor) in record.maker and record.maker[id(tensor)].name in VIEWS:
                     tensor = record.maker[id(tensor)].inputs[0]
                 if id(tensor) in record.parameters:
-                    found.setdefault(id(tensor), set()).add(step.module)
-        return found
+                    modules_of.setdefault(id(tensor), set()).add(step.module)
+        return modules_of
 
     def may_shard(self, name: str, dim: int) -> bool:
         """True if hints, and the rounds before, allow a parameter to be sharded on a dim."""
@@ -146,7 +146,7 @@ class Planner:
     def state(self) -> State:
         decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None) if self.p > 1 else []
         cut = {name: decision for decision in decisions for name in decision.parameters}
-        cuts = {name: found for decision in decisions for name, found in decision.parameters.items()}
+        cuts = {name: cut_ for decision in decisions for name, cut_ in decision.parameters.items()}
         roles = self.roles(cuts)
         outputs = {id(t) for _, t in tensors(self.record.output)}
         out = [t for t in self.record.kept if id(t) in outputs]
@@ -158,27 +158,29 @@ class Planner:
         heads_found = [
             decision for decision in decisions if decision.atom in reached | lost and self.is_head(decision, roles)
         ]
-        heads_atoms = {atom for one in heads_found for atom in one.sharded}
-        for one in decisions:
-            for found in one.parameters.values() if one.atom in heads_atoms else ():
-                found.sharding = Sharding(found.sharding.dim, [found.sharding.size])
+        heads_atoms = {atom for head in heads_found for atom in head.sharded}
+        for decision in decisions:
+            for cut_ in decision.parameters.values() if decision.atom in heads_atoms else ():
+                cut_.sharding = Sharding(cut_.sharding.dim, [cut_.sharding.size])
         heads = [
             alias.rpartition(".")[0]
-            for name, one in cut.items()
+            for name, decision in cut.items()
             for alias in self.names[name]
-            if one.atom in heads_atoms and roles.get(alias.rpartition(".")[0]) == "column" and alias.endswith(".weight")
+            if decision.atom in heads_atoms
+            and roles.get(alias.rpartition(".")[0]) == "column"
+            and alias.endswith(".weight")
         ]
         finder = self.finder(decisions, roles, heads_atoms, cut)
         flow = finder.flow
-        for name, found in cuts.items():
+        for name, cut_ in cuts.items():
             is_row = any(roles.get(alias.rpartition(".")[0]) == "row" for alias in self.names[name])
-            if is_row and name.endswith(".weight") and any(part.copies > 1 for part in found.sharding.parts):
+            if is_row and name.endswith(".weight") and any(part.copies > 1 for part in cut_.sharding.parts):
                 flow.problems.append(Problem(name, f"some of the input features of {name} would be on every rank"))
         flow.problems += [Problem(name, text) for name, text in self.record.problems if self.parameters_in(cut, name)]
-        for one in decisions:
-            if one.atom in lost - heads_atoms:
+        for decision in decisions:
+            if decision.atom in lost - heads_atoms:
                 text = "its classes are features of other layers, too, and cannot be sharded in the loss"
-                flow.problems.append(Problem("", text, blame=frozenset(one.sharded)))
+                flow.problems.append(Problem("", text, blame=frozenset(decision.sharded)))
         drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
         flow.problems += undrawable(self.record, drawn, self.p, flow.local)
         return State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
@@ -205,13 +207,13 @@ class Planner:
     def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
         """Modules that layers replace, with their roles: linear layers and embeddings that use their own weight."""
         roles: dict[str, str] = {}
-        for name, found in cuts.items():
+        for name, cut in cuts.items():
             for alias in self.names[name]:
-                owner, _, own = alias.rpartition(".")
-                module, dim = self.modules[owner], found.sharding.dim
-                if own in WEIGHTS and attends(module):
+                owner, _, attribute = alias.rpartition(".")
+                module, dim = self.modules[owner], cut.sharding.dim
+                if attribute in WEIGHTS and attends(module):
                     roles[owner] = "attention"
-                if own != "weight" or owner not in self.used_in.get(found.id, ()):
+                if attribute != "weight" or owner not in self.used_in.get(cut.id, ()):
                     continue
                 if type(module).forward is nn.Linear.forward:  # a subclass with its own keeps it, sharded in place
                     roles[owner] = "column" if dim == 0 else "row"
@@ -226,7 +228,7 @@ class Planner:
         # The others may follow from those whose cause is known: they are seen again in the next round
         known = [problem for problem in state.flow.problems if problem.blame]
         for problem in known or state.flow.problems:
-            names = [n for n, one in state.cut.items() if problem.blame.intersection(one.sharded)]
+            names = [n for n, decision in state.cut.items() if problem.blame.intersection(decision.sharded)]
             if not names and problem.name:
                 names = [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")]
             if not names and "." in problem.name:
@@ -262,14 +264,14 @@ class Planner:
 
     def give_up(self, state: State, hit: list[Decision], mismatch: MismatchError) -> bool:
         """Leaves decisions whole, and those of all modules of the class of the one that differs."""
-        left, own = list(hit), f"{mismatch.module}."
-        inside = {n.removeprefix(own) for one in hit for n in one.parameters if n.startswith(own)}
+        left, prefix = list(hit), f"{mismatch.module}."
+        inside = {n.removeprefix(prefix) for decision in hit for n in decision.parameters if n.startswith(prefix)}
         if inside and mismatch.module:
             kind = type(self.modules[mismatch.module])
             same = {f"{name}.{n}" for name, module in self.modules.items() if type(module) is kind for n in inside}
             left += [decision for decision in state.decisions if same.intersection(decision.parameters)]
-        for one in left:
-            for name in one.parameters:
+        for decision in left:
+            for name in decision.parameters:
                 is_table = state.roles.get(name.rpartition(".")[0]) == "vocab"
                 self.why.setdefault(name, f"{mismatch}; {TABLE_ADVICE}" if is_table else str(mismatch))
         return True
@@ -307,13 +309,13 @@ class Planner:
             key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
             if key not in searched:
                 before = next(iter(searched.values()), None)
-                searched[key] = found = Search(localized, rank, before).find()
-                proofs[key] = digest(localized.calls(rank, found.patches, found.sizes))
+                searched[key] = integers = Search(localized, rank, before).find()
+                proofs[key] = digest(localized.calls(rank, integers.patches, integers.sizes))
             state.local[rank] = searched[key]
             state.proofs.append(proofs[key])
-        kinds = {str({m: sorted(changes) for m, changes in found.patches.items()}) for found in searched.values()}
+        kinds = {str({m: sorted(changes) for m, changes in integers.patches.items()}) for integers in searched.values()}
         if len(kinds) > 1:
-            module = next(iter(next(found.patches for found in searched.values() if found.patches)), "")
+            module = next(iter(next(integers.patches for integers in searched.values() if integers.patches)), "")
             raise MismatchError(module, f"ranks differ in the integers that must be local: {sorted(kinds)}")
 
     # ------------------------------------------------------------ sequence parallelism
@@ -332,7 +334,7 @@ class Planner:
             module, text = next(iter(bans.sources.items()), ("the model", "no layer sums over the ranks"))
             reason = f"after {module}: {text}"
         else:
-            before, after = (on_the_wire(collectives_of(self.record, self.p, one, True)) for one in (base, state))
+            before, after = (on_the_wire(collectives_of(self.record, self.p, s, True)) for s in (base, state))
             if self.sequence_parallel in (True, POSSIBLE) or (after <= MAX_GROWTH * before and state.tokens.saved > 0):
                 return state
             reason = f"activations on the wire would grow from {before} to {after} bytes"
@@ -379,7 +381,7 @@ class Planner:
 
     def finished(self, state: State) -> Plan:
         self.together = [list(decision.parameters) for decision in state.decisions]
-        every = [name for name, _ in self.record.parameters.values()]
+        names = [name for name, _ in self.record.parameters.values()]
         return Plan(
             p=self.p,
             shardings=self.shardings(state),
@@ -396,7 +398,7 @@ class Planner:
             patches=merged({rank: local.patches for rank, local in state.local.items()}),
             sizes=merged_sizes([state.local[rank].sizes for rank in sorted(state.local)]),
             whole={
-                alias: self.reason(name, state) for name in every if name not in state.cut for alias in self.names[name]
+                alias: self.reason(name, state) for name in names if name not in state.cut for alias in self.names[name]
             },
             collectives=collectives_of(self.record, self.p, state),
             shapes={a: tuple(t.shape) for n, t in self.record.parameters.values() for a in self.names[n]},
@@ -410,10 +412,14 @@ class Planner:
         )
 
     def outputs(self, state: State) -> list[Output]:
-        summed = {one.module for one in state.flow.sums} | {n for n, role in state.roles.items() if role != "column"}
+        summed = {partial.module for partial in state.flow.sums} | {
+            n for n, role in state.roles.items() if role != "column"
+        }
         sizes = {atom: size for decision in state.decisions for atom, size in decision.sizes(0).items()}
-        found = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
-        return found if state.tokens is None else [state.tokens.shown(self.record, one, self.p) for one in found]
+        outputs = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
+        return (
+            outputs if state.tokens is None else [state.tokens.shown(self.record, output, self.p) for output in outputs]
+        )
 
     def reason(self, name: str, state: State) -> str:
         """Why a parameter stays whole."""

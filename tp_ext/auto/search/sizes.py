@@ -51,7 +51,7 @@ def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes 
     else:
         return None
     values = [value] if type(value) is int else list(value) if isinstance(value, list | tuple) else []
-    if not values or not all(type(one) is int for one in values):
+    if not values or not all(type(size) is int for size in values):
         return None
 
     def rebuilt(new: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -110,9 +110,9 @@ class Observer(TorchFunctionMode):
             wanted = _wanted(name, args, kwargs, sizes, shapes)
             pairs = enumerate(zip(sizes.values, wanted, strict=True))
             changes = {i: new for i, (old, new) in pairs if old not in (new, -1)}
-        found = SizeCall(name, tuple((i, sizes.values[i], new) for i, new in changes.items()))
+        call = SizeCall(name, tuple((i, sizes.values[i], new) for i, new in changes.items()))
         number = sum(call.module == module for call in self.record.calls) if self.record is not None else 0
-        self.calls.setdefault(module, {}).setdefault(number, []).append(found)
+        self.calls.setdefault(module, {}).setdefault(number, []).append(call)
         if changes:
             args, kwargs = sizes.changed(changes)
         return func(*args, **kwargs)
@@ -132,13 +132,15 @@ class Observer(TorchFunctionMode):
 
     def planned(self) -> dict[str, list[SizeCall]]:
         """The calls of each module in which sizes were changed; without modules whose calls differ in them."""
-        found = {name: list(calls.values()) for name, calls in self.calls.items()}
-        return {n: c[0] for n, c in found.items() if any(one.changes for one in c[0]) and all(c[0] == x for x in c)}
+        by_module = {name: list(calls.values()) for name, calls in self.calls.items()}
+        return {
+            n: c[0] for n, c in by_module.items() if any(call.changes for call in c[0]) and all(c[0] == x for x in c)
+        }
 
     def wrong(self) -> dict[str, int]:
         """The number of sizes that were changed, by module."""
-        found = {n: sum(len(one.changes) for c in calls.values() for one in c) for n, calls in self.calls.items()}
-        return {name: number for name, number in found.items() if number}
+        by_module = {n: sum(len(call.changes) for c in calls.values() for call in c) for n, calls in self.calls.items()}
+        return {name: number for name, number in by_module.items() if number}
 
 
 def _gives(func: Any, args: Any, kwargs: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -148,7 +150,7 @@ def _gives(func: Any, args: Any, kwargs: Any, shapes: Sequence[tuple[int, ...]])
             result = func(*args, **kwargs)
         except Exception:
             return False
-    return [tuple(one.shape) for one in ([result] if isinstance(result, Tensor) else result)] == list(shapes)
+    return [tuple(tensor.shape) for tensor in ([result] if isinstance(result, Tensor) else result)] == list(shapes)
 
 
 def _wanted(name: str, args: Any, kwargs: Any, sizes: Sizes, shapes: Sequence[tuple[int, ...]]) -> list[int]:
@@ -167,7 +169,7 @@ def _wanted(name: str, args: Any, kwargs: Any, sizes: Sizes, shapes: Sequence[tu
 def changes_of(ranks: Sequence[Sequence[SizeCall]]) -> list[list[tuple[str, list[tuple[int, Fraction]]]]]:
     """The changes of a module's calls, by rank, at any batch: the share of each size that stays."""
     return [
-        [(c.name, [(i, Fraction(local, given)) for i, given, local in c.changes]) for c in calls] for calls in ranks
+        [(c.name, [(i, Fraction(local, planned)) for i, planned, local in c.changes]) for c in calls] for calls in ranks
     ]
 
 
@@ -190,12 +192,12 @@ class _Rewriting(TorchFunctionMode):
             self.refuse(name, "no such call" if call is None else call.name)
         self.next += 1
         changes: dict[int, int] = {}
-        for place, given, local in call.changes:  # type: ignore[union-attr]
+        for place, planned, local in call.changes:  # type: ignore[union-attr]
             size = sizes.values[place] if place < len(sizes.values) else -1
             # A size with the batch in it, batch * heads, is another one in each run
-            if size <= 0 or size * local % given:
-                self.refuse(f"{name} with the size {size}", f"a multiple of {given}")
-            changes[place] = size * local // given
+            if size <= 0 or size * local % planned:
+                self.refuse(f"{name} with the size {size}", f"a multiple of {planned}")
+            changes[place] = size * local // planned
         if changes:
             args, kwargs = sizes.changed(changes)
         return func(*args, **kwargs)

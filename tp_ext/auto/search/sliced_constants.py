@@ -68,12 +68,12 @@ class Constants:
         views, source, entered = [], tensor, None
         # A slice is taken where a module gets the tensor, of which the operator may have a view
         while entered is None:
-            found = (
+            boundaries = (
                 (c, path)
                 for c, path in self.calls_with.get(id(source), ())
                 if c.start <= step.place < c.stop and c.module
             )
-            entered = next(found, None)
+            entered = next(boundaries, None)
             maker = self.record.maker.get(id(source))
             if entered is not None or maker is None or maker.name not in VIEWS:
                 break
@@ -115,7 +115,7 @@ class Constants:
 
     def factors(self, tensor: Tensor) -> list[tuple[int, Factor]]:
         """The sharded dims of an argument, whose other factors are those of a run: batch x heads."""
-        found = []
+        factors = []
         for dim, label in enumerate(self.record.dims_of(tensor)):
             for decision in self.chosen:
                 if decision.atom in self.atoms and contains(label, decision.atom):
@@ -124,11 +124,11 @@ class Constants:
                         text = f"dim {dim} of a constant of shape {tuple(tensor.shape)} has a sharded factor between"
                         self.problem("", f"{text} lengths of the example")
                     else:
-                        found.append((dim, factor))
-        return found
+                        factors.append((dim, factor))
+        return factors
 
     def shardings(self, tensor: Tensor, sharded: list[Atom]) -> list[Sharding]:
-        found = []
+        shardings = []
         for dim, label in enumerate(self.record.dims_of(tensor)):
             for decision in self.chosen:
                 if decision.atom in sharded and contains(label, decision.atom):
@@ -138,5 +138,5 @@ class Constants:
                             "", f"a constant of shape {tuple(tensor.shape)} has a sharded factor inside dim {dim}"
                         )
                     else:
-                        found.append(Sharding(dim, parts))
-        return found
+                        shardings.append(Sharding(dim, parts))
+        return shardings

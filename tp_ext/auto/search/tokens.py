@@ -180,10 +180,10 @@ class TokenFlow:
         for gathers in self.gathers.values():
             for gather in gathers:
                 r, call = gather.range, gather.call
-                at, found = "output", list(tensors(record.output))
+                at, leaves = "output", list(tensors(record.output))
                 if call is not None:
-                    at, found = ("output", call.outputs) if gather.after else ("argument", call.inputs)
-                for path, tensor in found:
+                    at, leaves = ("output", call.outputs) if gather.after else ("argument", call.inputs)
+                for path, tensor in leaves:
                     if tensor is r.tensor:
                         name = "" if call is None else call.module
                         self._put(Tokens(gather.kind, name, at, path, r.dim))
@@ -208,18 +208,18 @@ class TokenFlow:
         """The range of a result of a call, for its caller; None: it is whole."""
         if any(g.has_call(call) or (g.after and g.call is call) for g in self.gathers.get(id(tensor), ())):
             return None
-        found = self.ranges.get(id(tensor), ())
-        return next((r for r in found if r.has_call(call) or (r.entered is call and not r.inside)), None)
+        ranges = self.ranges.get(id(tensor), ())
+        return next((r for r in ranges if r.has_call(call) or (r.entered is call and not r.inside)), None)
 
-    def shown(self, record: Record, one: Output, p: int) -> Output:
+    def shown(self, record: Record, output: Output, p: int) -> Output:
         """The result of a module for pictures, which may be sharded on its tokens."""
-        call = self._calls[one.module][0]
-        found = self.range_in(call.outputs[0][1], call)
-        if found is None or one.module in self.sources:
-            return one
-        local, label = list(one.local), record.dims_of(found.tensor)[found.dim]
-        local[found.dim] = local_length(label, {found.atom: split_sizes(found.atom.size, p)[0]})
-        return replace(one, local=tuple(local), state="sharded")
+        call = self._calls[output.module][0]
+        token_range = self.range_in(call.outputs[0][1], call)
+        if token_range is None or output.module in self.sources:
+            return output
+        local, label = list(output.local), record.dims_of(token_range.tensor)[token_range.dim]
+        local[token_range.dim] = local_length(label, {token_range.atom: split_sizes(token_range.atom.size, p)[0]})
+        return replace(output, local=tuple(local), state="sharded")
 
     def calls(self) -> Iterator[tuple[Tokens, Tensor]]:
         """The boundaries, once for each call of their modules, with the tensor there."""
@@ -228,8 +228,8 @@ class TokenFlow:
                 yield from ((edit, tensor) for path, tensor in self._outputs if path == edit.path)
                 continue
             for call in self._calls[edit.module]:
-                found = call.outputs if edit.at == "output" else call.inputs
-                yield from ((edit, tensor) for path, tensor in found if path == edit.path)
+                at_boundary = call.outputs if edit.at == "output" else call.inputs
+                yield from ((edit, tensor) for path, tensor in at_boundary if path == edit.path)
 
     def seen_in(self, record: Record, call: Call, index: int) -> Iterator[Range]:
         """Yields the sharded tensors that the code of a module has seen before a call from Python: its arguments, its
@@ -253,14 +253,16 @@ class TokenFlow:
 
 
 def latest(entries: Iterable[tuple[int, Atom]], place: int) -> Atom | None:
-    found = [atom for at, atom in entries if at <= place]
-    return found[-1] if found else None
+    atoms_before = [atom for at, atom in entries if at <= place]
+    return atoms_before[-1] if atoms_before else None
 
 
 def entries(ranges: Mapping[int, Iterable[Range]]) -> list[tuple[int, Atom]]:
     """(operator, atom) where tokens become sharded, in order."""
-    found = [(r.start, r.entered.end, r.atom) for every in ranges.values() for r in every if r.entered is not None]
-    return [(start, atom) for start, _, atom in sorted(found, key=lambda one: one[:2])]
+    entered = [
+        (r.start, r.entered.end, r.atom) for ranges_ in ranges.values() for r in ranges_ if r.entered is not None
+    ]
+    return [(start, atom) for start, _, atom in sorted(entered, key=lambda entry: entry[:2])]
 
 
 # ---------------------------------------------------------------- decisions that are taken back
@@ -268,11 +270,11 @@ def entries(ranges: Mapping[int, Iterable[Range]]) -> list[tuple[int, Atom]]:
 
 def ban_problems(problems: Sequence[Problem], tokens: TokenFlow, bans: Bans) -> None:
     """Bans the operators that make gradients incomplete where nothing can complete them."""
-    found = False
+    banned = False
     for problem in problems:
         for place in problem.steps:
-            found |= bans.add(Origin(step=place), problem.text)
-    if not found:
+            banned |= bans.add(Origin(step=place), problem.text)
+    if not banned:
         for module in tokens.sources:
             bans.add(Origin(source=module), problems[0].text)
 
@@ -302,21 +304,21 @@ def ban_mismatch(
         added = [bans.add(Origin(step=place), reason) for place in {*alike, origin.step}]
         return any(added)
 
-    found = False
+    banned = False
     if index < len(record.python_calls):
         for tensor in record.python_calls[index][2]:
             r = tokens.range_of_call(tensor, index)
             if r is not None and r.origin.step >= 0:
-                found |= ban(r.origin)
-    if found:
+                banned |= ban(r.origin)
+    if banned:
         return
     call = next((c for c in record.calls if c.module == module and c.first <= index <= c.last), record.calls[0])
     for r in tokens.seen_in(record, call, index):
-        found |= ban(r.origin)
+        banned |= ban(r.origin)
     inside = [place for place in tokens.steps if call.start <= place < call.stop]
-    if not found:
+    if not banned:
         added = [ban(Origin(step=place)) for place in inside]
-        found = any(added)
-    if not found:
+        banned = any(added)
+    if not banned:
         for source in tokens.sources:
             bans.add(Origin(source=source), reason)

@@ -117,14 +117,14 @@ def check_context(context: str) -> None:
         raise ValueError(f"context: {context!r} must be one of {', '.join(CONTEXTS)}")
 
 
-def check_layout(layout: ContextLayout, group: ParallelGroup, given: Mapping[str, object]) -> None:
+def check_layout(layout: ContextLayout, group: ParallelGroup, options: Mapping[str, object]) -> None:
     """Raises unless ``layout`` is one of the context group, and nothing else is given that says the same."""
     if not isinstance(layout, ContextLayout):
         raise TypeError(f"layout: {layout!r} must be a ContextLayout")
     alone = layout.group.size == group.size == 1
     if not alone and layout.group.plain() != group.plain():
         raise ValueError(f"layout: its group {layout.group.name!r} must be the context_group, {group.name!r}")
-    for name, value in given.items():
+    for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name}: {value} must not be combined with layout, which says the same")
 
@@ -140,8 +140,8 @@ def _ulysses(
     q_part, kv_part = head_parts(heads, kv_heads, 1, p)
     needed, sizes = [], []
     for r in range(p):
-        own, shared = range(*q_part.span(r, p)), range(*kv_part.span(r, p))
-        here = [*own, *(heads + h for h in shared), *(heads + kv_heads + h for h in shared)]
+        q_heads, shared = range(*q_part.span(r, p)), range(*kv_part.span(r, p))
+        here = [*q_heads, *(heads + h for h in shared), *(heads + kv_heads + h for h in shared)]
         needed += here
         sizes.append(len(here))
     qkv = torch.cat([q, k, v], 2)

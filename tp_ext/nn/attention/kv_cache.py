@@ -137,7 +137,7 @@ class TokenCache(nn.Module):
         if index.shape != (self.batch_size,):
             raise ValueError(f"index: shape {tuple(index.shape)} must be [batch_size = {self.batch_size}]")
         filled = self.max_seq if self._static else self._length
-        for buffer in (*(held[:, :, :filled] for held in self._held()), self.padding):
+        for buffer in (*(cached[:, :, :filled] for cached in self._held()), self.padding):
             buffer.copy_(buffer.index_select(0, index))
         return self
 
@@ -198,18 +198,18 @@ class TokenCache(nn.Module):
             TypeError: values of another dtype than the cache.
         """
         n = values[0].shape[1]
-        for held, value in zip(self._held(), values, strict=True):
-            if value.dtype != held.dtype:
+        for cached, value in zip(self._held(), values, strict=True):
+            if value.dtype != cached.dtype:
                 raise TypeError(
-                    f"cache: dtype {held.dtype} must be that of the keys, {value.dtype}: new_cache(.., dtype=)"
+                    f"cache: dtype {cached.dtype} must be that of the keys, {value.dtype}: new_cache(.., dtype=)"
                 )
         if self._static and slots is None:
             slots = self._slots(n)
-        for held, value in zip(self._held(), values, strict=True):
+        for cached, value in zip(self._held(), values, strict=True):
             if slots is not None and self._static:
-                held.index_copy_(2, slots, value.transpose(1, 2))
+                cached.index_copy_(2, slots, value.transpose(1, 2))
             else:
-                held.narrow(2, self._length, n).copy_(value.transpose(1, 2))
+                cached.narrow(2, self._length, n).copy_(value.transpose(1, 2))
         if self._static:
             self.position.add_(n)
         else:
@@ -240,7 +240,7 @@ class TokenCache(nn.Module):
         self.write(values, slots)
         kept = self._held()
         if not self._static:
-            kept = [held.narrow(2, oldest, self._length - oldest) for held in kept]
+            kept = [cached.narrow(2, oldest, self._length - oldest) for cached in kept]
         if not first:
             count = kept[0].shape[2]
             if mask is not None and mask.shape[3] > 1:
@@ -259,8 +259,8 @@ class TokenCache(nn.Module):
         return seen
 
     def extra_repr(self) -> str:
-        held = self._held()[0]
-        return f"{tuple(held.shape)}, {held.dtype}, static={self._static}"
+        cached = self._held()[0]
+        return f"{tuple(cached.shape)}, {cached.dtype}, static={self._static}"
 
 
 class KVCache(TokenCache):

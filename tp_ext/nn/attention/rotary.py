@@ -84,14 +84,14 @@ class RopeScaling:
 
     def __init__(self, scaling: Mapping[str, Any], rotary_dim: int, base: float) -> None:
         elsewhere = ("rope_theta", "partial_rotary_factor")
-        given = {key: value for key, value in scaling.items() if value is not None and key not in elsewhere}
+        options = {key: value for key, value in scaling.items() if value is not None and key not in elsewhere}
         # Older configurations have "type", newer ones "rope_type", some both
-        kinds = [given.pop(key) for key in ("rope_type", "type") if key in given]
+        kinds = [options.pop(key) for key in ("rope_type", "type") if key in options]
         if not kinds or any(not isinstance(k, str) or k not in KEYS or k != kinds[0] for k in kinds):
             raise ValueError(f"scaling: rope_type {' and '.join(map(repr, kinds)) or None} must be one of {list(KEYS)}")
         self.kind: str = kinds[0]
         keys = KEYS[self.kind]
-        for key, value in given.items():
+        for key, value in options.items():
             if key not in keys:
                 raise ValueError(f"scaling: {key} must be one of {['rope_type', *keys]} with rope_type {self.kind!r}")
             if key == "truncate":
@@ -103,14 +103,14 @@ class RopeScaling:
                 raise ValueError(
                     f"scaling: {key} {value!r} must be a number {'> 0' if least is None else f'>= {least}'}"
                 )
-        missing = [key for key, required in keys.items() if required and key not in given]
+        missing = [key for key, required in keys.items() if required and key not in options]
         if missing:
             hint = "; it is the max_position_embeddings of pretraining" if missing == [*_CONTEXT] else ""
             raise ValueError(f"scaling: {', '.join(missing)} must be given with rope_type {self.kind!r}{hint}")
-        if self.kind == "llama3" and not given["low_freq_factor"] < given["high_freq_factor"]:
+        if self.kind == "llama3" and not options["low_freq_factor"] < options["high_freq_factor"]:
             raise ValueError(
-                f"scaling: low_freq_factor {given['low_freq_factor']} must be less than high_freq_factor "
-                f"{given['high_freq_factor']}"
+                f"scaling: low_freq_factor {options['low_freq_factor']} must be less than high_freq_factor "
+                f"{options['high_freq_factor']}"
             )
         # yarn divides by the logarithm of the base, ntk and dynamic by rotary_dim - 2
         if self.kind == "yarn" and not base > 1:
@@ -119,7 +119,7 @@ class RopeScaling:
             raise ValueError(f"rotary_dim: {rotary_dim} must be at most {MAX_ROTARY_DIM} with scaling")
         if self.kind in ("ntk", "dynamic") and rotary_dim <= 2:
             raise ValueError(f"scaling: rope_type {self.kind!r} must have rotary_dim = {rotary_dim} of at least 4")
-        self.options, self.rotary_dim, self.base = given, rotary_dim, base
+        self.options, self.rotary_dim, self.base = options, rotary_dim, base
         self.amplitude = self._amplitude()
         self._fixed = None if self.kind == "dynamic" else self._frequencies(0)
 

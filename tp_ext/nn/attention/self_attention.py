@@ -92,10 +92,10 @@ class SelfAttention(ParallelModule):
 
     def _check_layout(self, x: Tensor, batch_size: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> None:
         check_tensor(x=x)
-        given = (batch_size is not None) + (cu_seqlens is not None)
-        if x.dim() == 3 and given == 0 and not self.sequence_parallel:
+        number = (batch_size is not None) + (cu_seqlens is not None)
+        if x.dim() == 3 and number == 0 and not self.sequence_parallel:
             return
-        if x.dim() != 2 or given != 1:
+        if x.dim() != 2 or number != 1:
             local, whole = "[tokens_local, hidden] under sequence_parallel", "[batch, seq, hidden], or [tokens, hidden]"
             allowed = local if self.sequence_parallel else whole
             raise ValueError(

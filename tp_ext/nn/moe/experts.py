@@ -122,9 +122,9 @@ class ParallelExperts(ParallelModule):
 
     def _check_shapes(self) -> None:
         for name in self.tp_layouts:
-            shape, own = self.parameter(name).shape, self.local_shape(name)
-            if shape != own:
-                raise ValueError(f"{name}: shape {tuple(shape)} must be {tuple(own)}, this rank's shard")
+            shape, local_shape = self.parameter(name).shape, self.local_shape(name)
+            if shape != local_shape:
+                raise ValueError(f"{name}: shape {tuple(shape)} must be {tuple(local_shape)}, this rank's shard")
 
     def _linear(self, x: Tensor, name: str, counts: Sequence[int]) -> Tensor:
         weight = self.parameter(name)

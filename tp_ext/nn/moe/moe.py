@@ -265,9 +265,9 @@ class ParallelMoE(LayerOverData):
         if total_tokens is None:
             return [rows] * p, rank * rows, p * rows
         inner = x.shape[1:-1].numel()
-        given = self.token_sizes(total_tokens, x)
-        assert given is not None
-        sizes = [n * inner for n in given]
+        token_sizes = self.token_sizes(total_tokens, x)
+        assert token_sizes is not None
+        sizes = [n * inner for n in token_sizes]
         return sizes, sum(sizes[:rank]), sum(sizes)
 
     def _sequences(self, x: Tensor, batch_size: int | None, tokens: int) -> int:

@@ -220,28 +220,28 @@ class Router(ParallelModule):
         """Computes the losses in fp64. Each is a sum over tokens with coefficients that are known to all ranks; a rank
         differentiates its own terms."""
         config, n = self.config, self.num_experts
-        own = scores.new_zeros(2, dtype=torch.float64)
+        zeros = scores.new_zeros(2, dtype=torch.float64)
         probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-        squares = logits.logsumexp(-1).double().square().sum() if config.z_loss else own[1]
+        squares = logits.logsumexp(-1).double().square().sum() if config.z_loss else zeros[1]
         if config.balance_over == "sequence" and config.balance_loss:
             length = tokens // sequences  # of this rank's part of each, under context parallelism
             index = (first_token + torch.arange(experts.shape[0], device=experts.device)) // max(length, 1)
             slots = (index[:, None] * n + experts).flatten()  # [T K], in [0, S E)
-            counts = own.new_zeros(sequences * n).scatter_add(0, slots, torch.ones_like(slots, dtype=own.dtype))
-            counts = torch.cat([self._over_tp(counts), own[:1] + length])
+            counts = zeros.new_zeros(sequences * n).scatter_add(0, slots, torch.ones_like(slots, dtype=zeros.dtype))
+            counts = torch.cat([self._over_tp(counts), zeros[:1] + length])
             counts = self.data_ranks.sum_over_context(counts)
             whole = counts[-1].clamp(min=1)
             share = counts[:-1].view(sequences, n) / (whole * self.top_k)  # [S, E]
             balance = n / whole * (probability.double() * share[index]).sum()
             first = self.data_ranks.context.rank == 0 and (self.tp_group.rank == 0 or not self.sequence_parallel)
             sequences_here = sequences if first else 0
-            here = [balance.detach(), squares.detach(), own[0] + experts.shape[0], own[0] + sequences_here]
+            here = [balance.detach(), squares.detach(), zeros[0] + experts.shape[0], zeros[0] + sequences_here]
             known = self._over_all(torch.stack(here))
             everyone, balances = known[2].clamp(min=1), known[3]
             return self._combined(balance / balances, squares / everyone, known[0] / balances, known[1] / everyone)
         sums = probability.double().sum(0)  # [E]
         counted = self._count(experts).double()  # [E]
-        tokens_here = own[:1] + experts.shape[0]
+        tokens_here = zeros[:1] + experts.shape[0]
         known = self._over_all(torch.cat([counted, sums.detach(), squares.detach()[None], tokens_here]))
         everyone = known[-1].clamp(min=1)
         factor = n / self.top_k / everyone.square() * known[:n]
@@ -253,10 +253,10 @@ class Router(ParallelModule):
         """Returns the losses of these values whose gradients are those of this rank's terms."""
         config = self.config
         ranks = self.data_ranks.size if self.gradient_reduction == "mean" else 1
-        own = ranks * (config.balance_loss * balance + config.z_loss * z)
+        terms = ranks * (config.balance_loss * balance + config.z_loss * z)
         value = config.balance_loss * balance_value + config.z_loss * z_value
         tokens = self.tp_group.name if self.sequence_parallel else ""
-        total = SumWithGradient.apply(value, own, tokens).to(torch.promote_types(self.weight.dtype, torch.float32))
+        total = SumWithGradient.apply(value, terms, tokens).to(torch.promote_types(self.weight.dtype, torch.float32))
         return RouterLosses(
             total,
             balance_value.detach() if config.balance_loss else None,
@@ -306,7 +306,7 @@ class SumWithGradient(torch.autograd.Function):
     that differentiate the same sum; they add up the gradients of what they share."""
 
     @staticmethod
-    def forward(value: Tensor, own: Tensor, group: str) -> Tensor:  # group: read by the rule of debug.typecheck
+    def forward(value: Tensor, terms: Tensor, group: str) -> Tensor:  # group: read by the rule of debug.typecheck
         return value.view_as(value)
 
     @staticmethod
