@@ -75,7 +75,7 @@ EXPERTS_BUGS = [
     _bug(
         "exchange_order_of_arrival",
         "nn/moe/token_exchange.py",
-        "of_row = local.repeat_interleave(table[:, own].flatten(), output_size=sum(received))",
+        "of_row = local.repeat_interleave(table[:, own_experts].flatten(), output_size=sum(received))",
         "of_row = local.repeat_interleave(table[:, own].T.flatten(), output_size=sum(received))",
         "Rows are taken to arrive in the order of experts.",
         RANDOM,

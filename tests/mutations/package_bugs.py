@@ -72,7 +72,7 @@ SHARED = [
     _bug(
         "layout_same_dim",
         "sharding.py",
-        "list(compose(own, sharded[dim])) if dim in sharded else own",
+        "list(compose(intervals, sharded[dim])) if dim in sharded else intervals",
         "own",
         "A dim that is sharded twice has the offsets of the second sharding alone.",
         "test_sharding_layout.py",

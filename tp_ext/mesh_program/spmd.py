@@ -33,9 +33,9 @@ def spmd(
 
         @tp_ext.spmd(mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P())
         def matmul(a, b):  # a[:, shard] and b[shard, :]
-            return tp_ext.psum(a @ b, "x")
+            return tp_ext.lax.psum(a @ b, "x")
 
-    Inside, tensors are local, and ranks communicate by :func:`tp_ext.psum` and its kin, by the name of an axis. The
+    Inside, tensors are local, and ranks communicate by :func:`tp_ext.lax.psum` and its kin, by the name of an axis. The
     map and all collectives are differentiable: gradients of full arguments are full.
 
     With ``check`` each value is known to vary along an axis or not: a sharded argument varies along its axes, the
@@ -51,8 +51,8 @@ def spmd(
         in_specs: a :class:`tp_ext.P` for all positional arguments, or a tuple with an entry for each. Arguments that
             are no tensors are passed as they are.
         out_specs: likewise, for the result or a tuple of results.
-        check: False: tensors inside are plain, and the caller is responsible for :func:`tp_ext.pvary` and for results
-            that are the same on all ranks of axes that their spec does not name.
+        check: False: tensors inside are plain, and the caller is responsible for :func:`tp_ext.lax.pvary` and for
+            results that are the same on all ranks of axes that their spec does not name.
 
     Communicates: arguments nothing, backward an all-gather for each axis that shards a full one, and an all-reduce
     for each axis that does not shard one that is used with varying values; results an all-gather for each axis of a

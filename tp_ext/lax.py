@@ -1,4 +1,4 @@
-"""Collectives by the name of an axis, for functions that :func:`tp_ext.spmd` maps over a mesh.
+"""Collectives by the name of an axis, as ``jax.lax`` has, for functions that :func:`tp_ext.spmd` maps over a mesh.
 
 ================  ==============================  ======================  ===========================================
 function          forward                         backward                the result
@@ -33,6 +33,21 @@ from tp_ext.mesh_program.partition_spec import Names
 from tp_ext.mesh_program.permutation import Pairs, check_permutation, exchanged, permuted
 from tp_ext.mesh_program.scope import checked, groups_of, note_uneven
 from tp_ext.mesh_program.varying import as_varying, axes_of, plain, refuse_write, typed
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_random",
+    "axis_size",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "pvary",
+]
 
 
 def axis_size(axis: Names) -> int:
@@ -373,13 +388,13 @@ def axis_random(axis: Names, seed: int | Sequence[int], device: torch.device | s
 
     ::
 
-        draw = tp_ext.axis_random("x", seed=(0, step))
+        draw = tp_ext.lax.axis_random("x", seed=(0, step))
         noise = draw(torch.randn, 4, 3)
         kept = draw(torch.bernoulli, probabilities)
 
     ``draw(function, ..)`` calls a function of torch that takes a ``generator``; its seed is made from ``seed`` and the
-    rank's :func:`tp_ext.axis_index` (``jax.random.fold_in``). The result varies along the axes. Along other axes the
-    numbers are the same, and so they are for the same seed: vary it with the step and the layer.
+    rank's :func:`axis_index` (``jax.random.fold_in``). The result varies along the axes. Along other axes the numbers
+    are the same, and so they are for the same seed: vary it with the step and the layer.
 
     Args:
         seed: an integer from 0 on, or several: the same on all ranks.
