@@ -75,7 +75,7 @@ MESH_PROGRAM_BUGS = [
         "recomputed_in_the_latest_map",
         "mesh_program/scope.py",
         "if run.begin <= number and (innermost",
-        "if (found",
+        "if (innermost",
         "A part of a map that is computed again in backward takes the axes of another map.",
         f"{SPMD}::test_checkpointing_inside_and_outside",
     ),

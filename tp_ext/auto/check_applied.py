@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.modules.random_draws import register_draws
-from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.proven_plan import whole_draws
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import arguments
@@ -23,12 +23,12 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 def reference_of(plan: Plan, model: nn.Module) -> nn.Module:
     """A copy of the unsharded model, which draws the masks of the sharded one."""
-    reference: nn.Module = copied(model, {})
+    reference: nn.Module = copied_model(model, {})
     register_draws(reference, whole_draws(plan.draws), parallel_group(None), None)
     return reference
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_or_squares(output: Any) -> Tensor:
     """The loss of a model's output, or the mean of the squares of its first floating-point tensor."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
@@ -50,7 +50,7 @@ def compare_with(model: nn.Module, reference: nn.Module, example: Any, group: Gr
     losses = []
     for each in (reference, model):
         with torch.random.fork_rng(devices):  # the same masks in both, and no draw outside
-            losses.append(loss_of(each(*args, **kwargs)))
+            losses.append(loss_or_squares(each(*args, **kwargs)))
             losses[-1].backward()
     wanted, loss = losses
     tolerance = TOLERANCES.get(next(p.dtype for p in reference.parameters() if p.is_floating_point()), 5e-2)

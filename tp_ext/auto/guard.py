@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import Apply, UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
 from tp_ext.auto.record.edits import Slice
@@ -37,7 +37,7 @@ def structure_of(model: nn.Module) -> nn.Module:
             if tensor is not None:
                 memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
         memo.update((id(buffer), buffer) for buffer in module._buffers.values() if buffer is not None)
-    return copied(model, memo)
+    return copied_model(model, memo)
 
 
 class _OpaqueError(Exception):

@@ -16,11 +16,11 @@ from tp_ext.auto.record.rules import Rule, from_notation
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.hints import check_hints, hint_of
 from tp_ext.auto.search.plans import Plan
-from tp_ext.auto.search.reasons import TOKENS, kind_of, traced
+from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import Planner
 from tp_ext.mesh_program.partition_spec import P
 
-LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
+LARGE_SHARE = 0.01  # of all parameter bytes: what strict=True does not leave whole
 
 
 def plan(
@@ -102,7 +102,7 @@ def _proven(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: flo
             different = prover.differences(plan)
             if not different:
                 break
-            planner.whole_tokens.update(different.pop(TOKENS, {}))
+            planner.whole_tokens.update(different.pop(TOKEN_SUMS, {}))
             for name in list(plan.shardings):
                 if kind_of(name) in different:
                     planner.why.setdefault(name, different[kind_of(name)])
@@ -124,7 +124,7 @@ def _check_sharded(plan: Plan, planner: Planner, hints: Mapping[str, str | P], s
         if plan.p > 1 and (asked == "sharded" or (isinstance(asked, P) and asked.axes)):
             raise ValueError(f"hints: {name} cannot be sharded: {plan.whole[name]}")
         size = tensor.numel() * tensor.element_size()
-        if strict and size > LARGE * total and plan.p > 1:
+        if strict and size > LARGE_SHARE * total and plan.p > 1:
             raise ValueError(
                 f"strict: {name}, {size / total:.0%} of all parameter bytes, stays whole: {plan.whole[name]}"
             )

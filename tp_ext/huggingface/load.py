@@ -34,7 +34,7 @@ from tp_ext.mesh_program.partition_spec import P
 CONFIG = "config.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of weights
 BATCH = 3  # of the example: no factor of a dim of usual models; so are the numbers of tokens
-TOKENS = (5, 7, 11, 13, 17, 19, 23, 29, 37, 67, 131, 257, 521)
+TOKEN_NUMBERS = (5, 7, 11, 13, 17, 19, 23, 29, 37, 67, 131, 257, 521)
 LABELS_OF_TOKENS = (
     "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification",
 )  # fmt: skip
@@ -392,7 +392,7 @@ def example_of(model: transformers.PreTrainedModel, tokens: int = 1) -> dict[str
     kind, names = type(model).__name__, set(inspect.signature(model.forward).parameters)
     text = model.config.get_text_config()
     example: dict[str, Any] = {}
-    tokens = next((n for n in TOKENS if n >= tokens), tokens)
+    tokens = next((n for n in TOKEN_NUMBERS if n >= tokens), tokens)
     if model.main_input_name == "input_ids":
         count = getattr(text, "vocab_size", 2)
         example["input_ids"] = torch.arange(1, BATCH * tokens + 1).view(BATCH, tokens) % count

@@ -21,7 +21,7 @@ from tp_ext.simulation import simulate
 from tp_ext.verify import causes
 from tp_ext.verify.arguments import arguments_of, check_make_model, check_seed, numbers_of_ranks
 from tp_ext.verify.compare import Comparison, compare, difference
-from tp_ext.verify.localize import Place, Trace
+from tp_ext.verify.localize import Trace, WrongModule
 from tp_ext.verify.record import STEPS, LowestPrecision, Outcome, Progress, Task, UnfitModelError, parts_at, run
 from tp_ext.verify.report import Finding, Report
 
@@ -224,7 +224,7 @@ class _Comparison:
         trace = Trace(self.reference, self.outcomes, "train", self.bound, self.tables, floor)
         return [self._wrong_gradient(name, place) for name, place in trace.first_wrong_gradients(wrong, self.reference)]
 
-    def _wrong_gradient(self, name: str, place: Place) -> Finding:
+    def _wrong_gradient(self, name: str, place: WrongModule) -> Finding:
         if place.wrong is not None:
             what = f"the input of {place.module or 'a function between modules'}"
             return self._finding(place.module, name, causes.of_gradient_within(place.wrong, self.bound, what))

@@ -37,7 +37,7 @@ LOCAL = {
 }  # fmt: skip
 
 
-OPERATORS = {f"__i{name}__" for name in ("floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")}
+WRITING_OPERATORS = {f"__i{name}__" for name in ("floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")}
 
 
 class ShardedLogits(Tensor):
@@ -101,7 +101,7 @@ def local(x: Any) -> Any:
 
 def _writes(name: str) -> bool:
     """True if a function of this name writes into its first argument."""
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in OPERATORS
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in WRITING_OPERATORS
 
 
 def _gathered(value: Any) -> Any:

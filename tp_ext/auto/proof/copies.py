@@ -17,7 +17,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, type)
 _CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
-def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A copy of a model.
 
     Args:

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import (
-    MAX_RANKS,
+    MAX_PROVEN_RANKS,
     Apply,
     DifferentValuesError,
     UnprovenError,
@@ -28,7 +28,7 @@ from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import trace
 from tp_ext.auto.search.plans import Plan
-from tp_ext.auto.search.reasons import TOKENS, kind_of, traced
+from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import POSSIBLE, Planner
 from tp_ext.sharding import Sharding
 
@@ -77,7 +77,7 @@ class Prover:
         Raises:
             UnprovenError: the model has no form that fits the budget, or does not run with fewer layers.
         """
-        p = min(plan.p, MAX_RANKS)
+        p = min(plan.p, MAX_PROVEN_RANKS)
         for kept in (2, 1):
             reduced = shortened(model, kept)
             if bytes_of(reduced, torch.float32) <= budget:
@@ -118,7 +118,7 @@ class Prover:
     def differences(self, plan: Plan) -> dict[str, Any]:
         """The kinds of parameters, by :func:`kind_of`, by which values differ under a plan, with the reason; {}: none.
 
-        Under ``TOKENS``: the kinds of modules whose sums must not be scattered over the tokens, with the reason.
+        Under ``TOKEN_SUMS``: the kinds of modules whose sums must not be scattered over the tokens, with the reason.
 
         Raises:
             UnprovenError: the model does not run.
@@ -131,7 +131,7 @@ class Prover:
         if sources and not self._tried(only, dict.fromkeys(sources, text)):
             reason = f"values differ when it is sharded on its tokens: {text}"
             wrong = {s for s in sources if self._tried(only, dict.fromkeys(sources - {s}, text))}
-            return {TOKENS: dict.fromkeys(wrong or sources, reason)}
+            return {TOKEN_SUMS: dict.fromkeys(wrong or sources, reason)}
         # Each group of weights that are sharded together alone: which of them is wrong
         reasons: dict[str, str] = {}
         for group in self._groups(only):
@@ -164,7 +164,7 @@ class Prover:
         failed: Exception | None = None
         for dtype in self.dtypes:
             try:
-                running = copied(self.reduced, {id(t): t for t in held(self.reduced)})
+                running = copied_model(self.reduced, {id(t): t for t in held(self.reduced)})
                 filled(running, dtype)
                 prove(running, plan, whole, self.example, dtype, self.apply)
                 return ""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import FEW, UnprovenError, held
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
@@ -26,8 +26,8 @@ from tp_ext.auto.search.localize import Localized, MismatchError, PatchesOf, Sha
 from tp_ext.auto.search.rounds import Planner
 
 NORMS = nn.LayerNorm, nn.RMSNorm
-LARGE = 1024  # elements of a dim that is not sharded, from which on it has fewer
-MAX_RUNS = 40  # of a search for integers
+LARGE_DIM = 1024  # elements of a dim that is not sharded, from which on it has fewer
+MAX_SCALED_RUNS = 40  # of a search for integers
 ROWS = 2 * FEW  # of a table, and classes: there is one for every position of a short example
 FEWER = 272, 16  # then the first such dim has this many, the next as many more: no usual size of a head
 
@@ -88,14 +88,14 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
         shapes = _shapes(part, kept)
         smaller = _Smaller(part.localized(state), shapes, kept)
         try:
-            local = Search(smaller, 0, max_runs=MAX_RUNS).find()
+            local = Search(smaller, 0, max_runs=MAX_SCALED_RUNS).find()
         except MismatchError as mismatch:
             failed = f"with fewer units, {mismatch}"
             continue
         if local.sizes:
             failed = "the sizes of views that its code computes have no smaller form"
             continue
-        model = copied(part.model, {id(t): t for t in held(part.model)})
+        model = copied_model(part.model, {id(t): t for t in held(part.model)})
         _shrink(model, shapes)
         patch(model, local.patches)
         return model, _with_fewer_ids(part.example, min((units[atom] for atom in tables), default=None))
@@ -124,7 +124,7 @@ def _others(part: Planner, units: Iterable[Atom]) -> dict[Atom, int]:
     large = {
         atom
         for atom in constant_atoms(record, buffers=False)
-        if atom.size >= LARGE and atom.parts is None and atom not in set(units)
+        if atom.size >= LARGE_DIM and atom.parts is None and atom not in set(units)
     }
     large = {atom for atom in large if not any(contains(dim, atom) for dim in of_buffers)}
     sizes = dict(zip(sorted({atom.size for atom in large}), itertools.count(*FEWER), strict=False))

@@ -129,7 +129,7 @@ def repeat(op: Op) -> None:
 
 
 @rule("split", "split_with_sizes", "chunk", "unsafe_split")
-def split(op: Op) -> None:
+def split_tensor(op: Op) -> None:
     axis = op.argument(2, "dim", 0) % op.inputs[0].dim()
     ends = list(itertools.accumulate(t.shape[axis] for t in op.outputs))
     _spans(op, axis, list(zip([0, *ends[:-1]], ends, strict=True)))
@@ -258,7 +258,7 @@ def norm(op: Op) -> None:
         op.give([*dims[: -len(normalized)], *([] for _ in normalized)], place)
 
 
-REDUCTIONS = {
+REDUCED_DIM_PLACES = {
     "_softmax": 1, "_log_softmax": 1, "_safe_softmax": 1, "softmax": 1, "mean": 1, "sum": 1, "amax": 1, "amin": 1,
     "var": 1, "std": 1, "any": 1, "all": 1, "cumsum": 1, "cumprod": 1, "logsumexp": 1, "argmax": 1, "argmin": 1,
     "max": 1, "min": 1, "prod": 1, "median": 1, "flip": 1, "roll": 2, "topk": 2, "kthvalue": 2, "sort": 1,
@@ -270,7 +270,7 @@ REDUCTIONS = {
 def reduction(op: Op) -> None:
     """The dims that an operator reduces, sorts or scans are whole; the others stay."""
     x = op.inputs[0]
-    which = op.argument(REDUCTIONS[op.name], "dim")
+    which = op.argument(REDUCED_DIM_PLACES[op.name], "dim")
     # torch's default is the last dim
     if op.name in ("topk", "kthvalue", "sort", "argsort") and not isinstance(which, int):
         which = -1
@@ -290,11 +290,11 @@ def reduction(op: Op) -> None:
         op.give([dim if n == m else [Atom(m, op.reason)] for dim, n, m in sizes], place)
 
 
-RULES.update(dict.fromkeys(REDUCTIONS, reduction))
+RULES.update(dict.fromkeys(REDUCED_DIM_PLACES, reduction))
 
 
 @rule("zeros_like", "ones_like", "empty_like", "full_like")
-def like(op: Op) -> None:
+def filled_like(op: Op) -> None:
     op.give(op.dims())
 
 

@@ -26,10 +26,10 @@ from tp_ext.auto.record.dims import Reason, pin
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
 from tp_ext.auto.record.multi_head import plain_paths
-from tp_ext.auto.record.record import Call, Record, source_line, tensors
+from tp_ext.auto.record.record import ModuleCall, Record, source_line, tensors
 from tp_ext.auto.record.rules import Op, Rule, draws_random_numbers, no_rule, rule_of
 from tp_ext.auto.record.unchanged import unchanged
-from tp_ext.auto.record.whole_calls import SHOWN, WHOLE
+from tp_ext.auto.record.whole_calls import SHOWN, WHOLE_CALLS
 from tp_ext.mesh_program.partition_spec import P
 
 constrained_run: ContextVar[Record | None] = ContextVar("constrained_run", default=None)  # it collects constraints
@@ -97,7 +97,7 @@ class _Calls(TorchFunctionMode):
         record = self.record
         if _is_of_fakes(sys._getframe(1)):
             return func(*args, **kwargs)
-        whole = WHOLE.get(func)
+        whole = WHOLE_CALLS.get(func)
         if not record.paused and not record.is_examined and (answer := of_call(record, func, args)) is not None:
             return answer
         if record.paused or record.is_examined or whole is None:
@@ -132,7 +132,7 @@ def _watch(model: nn.Module, record: Record) -> None:
         hooked = take_backward_hooks(record, name, module)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = Call(name, list(tensors((args, kwargs))), len(record.steps))
+            call = ModuleCall(name, list(tensors((args, kwargs))), len(record.steps))
             call.first, call.order = len(record.python_calls), len(record.calls)
             call.training, call.caller = module.training, running[-1] if running else None
             record.calls.append(call)

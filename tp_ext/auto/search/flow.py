@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import Copy, Gather, LeafPath, Slice, Sum
-from tp_ext.auto.record.record import Call, Record, Step, span_start, tensors
+from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
 from tp_ext.auto.search.choose import Decision, carries
 from tp_ext.auto.search.partial_sums import PartialSums
 from tp_ext.auto.search.reasons import Problem
@@ -99,8 +99,8 @@ class Finder:
         # Those of inputs, too: a model may be a part of a larger one
         self.differentiable = record.differentiable | record.from_inputs
         self.flow = Flow()
-        self.calls_with: dict[int, list[tuple[Call, LeafPath]]] = {}
-        self.returned_by: dict[int, list[tuple[Call, LeafPath]]] = {}
+        self.calls_with: dict[int, list[tuple[ModuleCall, LeafPath]]] = {}
+        self.returned_by: dict[int, list[tuple[ModuleCall, LeafPath]]] = {}
         self.number_of_calls: dict[str, int] = {}
         for call in record.calls:
             self.number_of_calls[call.module] = self.number_of_calls.get(call.module, 0) + 1
@@ -375,7 +375,7 @@ class Finder:
             left = [use for use in left if not call.start <= use[0] < call.stop]
         return rest
 
-    def may_sum_argument(self, id_: int, call: Call, at: int, after: int) -> bool:
+    def may_sum_argument(self, id_: int, call: ModuleCall, at: int, after: int) -> bool:
         if not after < call.start <= at < call.stop or any(
             Copy("argument", call.module, path, tokens=tokens) in self.banned
             for other, path in self.calls_with[id_]

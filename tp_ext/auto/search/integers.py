@@ -17,7 +17,7 @@ from torch import nn
 
 from tp_ext.auto.record.edits import SizeCall
 from tp_ext.auto.search.choose import local_length
-from tp_ext.auto.search.localize import Localized, MismatchError, Patches, compare
+from tp_ext.auto.search.localize import Localized, MismatchError, Patches, compare_calls
 
 MAX_TOGETHER = 6  # integers of one set, each in all modules of a class
 MAX_RUNS = 150
@@ -90,7 +90,7 @@ class Search:
         best = self.without_needless(best)
         local = Local(best.patches, {name: best.sizes[name] for name in sorted(self.changed & set(best.sizes))})
         calls, raised = self.localized.run(self.rank, local.patches, local.sizes)
-        _, mismatch = compare(self.wanted, calls, raised, self.lines)
+        _, mismatch = compare_calls(self.wanted, calls, raised, self.lines)
         if mismatch is not None:
             raise mismatch
         return local
@@ -132,7 +132,7 @@ class Search:
         if key not in self.seen:
             observer = self.localized.observer(self.rank)
             calls, raised = self.localized.run(self.rank, patches, observer=observer)
-            reached, mismatch = compare(self.wanted, calls, raised, self.lines)
+            reached, mismatch = compare_calls(self.wanted, calls, raised, self.lines)
             left = 0 if mismatch is None else max(1, len(self.wanted) - reached)
             self.seen[key] = _Seen(patches, left, mismatch, observer.wrong(), observer.planned())
         return self.seen[key]

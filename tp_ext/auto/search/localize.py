@@ -233,7 +233,7 @@ class Localized:
             MismatchError: they are not those of the plan.
         """
         calls, raised = self.run(rank, patches, sizes)
-        _, mismatch = compare(self.expected(rank), calls, raised, self.lines())
+        _, mismatch = compare_calls(self.expected(rank), calls, raised, self.lines())
         if mismatch is not None:
             raise mismatch
         return calls
@@ -354,7 +354,7 @@ def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -
     return changed
 
 
-def compare(
+def compare_calls(
     wanted: Sequence[PythonCall], got: Sequence[PythonCall], raised: MismatchError | None, lines: Sequence[str] = ()
 ) -> tuple[int, MismatchError | None]:
     """Returns how many wanted calls the local model made, and the first that differs.

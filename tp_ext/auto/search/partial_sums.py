@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import LeafPath
-from tp_ext.auto.record.record import Call, Record, Step
+from tp_ext.auto.record.record import ModuleCall, Record, Step
 from tp_ext.auto.record.rules import LOOK_UPS
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import VIEWS
@@ -55,7 +55,7 @@ class PartialSums:
         self.divided: dict[str, set[int]] = {}  # with the operators that add it
         self.problems: list[Problem] = []
         self.stop: dict[int, int] = {}  # id -> the end of the call in which the tensor is partial
-        self.calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[ModuleCall]] = {}
         for call in record.calls:
             self.calls.setdefault(call.module, []).append(call)
         self.aliases: dict[int, set[int]] = {}  # id of a tensor with memory of its own -> ids of its views

@@ -11,13 +11,13 @@ from torch import nn
 
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import Copy, Output, Tokens
-from tp_ext.auto.record.record import Call, Record
+from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import local_length
 from tp_ext.sharding import Sharding
 
 COLOURS = {"sharded": "#8ecae6", "partial": "#ffb703", "replicated": "#e5e5e5"}
 COLLECTIVE = "#c1121f"
-TOKENS = {
+TOKEN_BOUNDARIES = {
     "reduce_scatter": "reduce-scatter of the sum over tokens, forward; all-gather, backward",
     "scatter": "slice of the tokens, forward; all-gather of its gradient, backward",
     "all_gather": "all-gather of the tokens, forward; reduce-scatter of its gradient, backward",
@@ -53,7 +53,7 @@ def outputs_of(
             result is sharded though the model's code sees its full shape.
         sizes: local lengths of the sharded atoms on rank 0.
     """
-    calls: dict[str, Call] = {}
+    calls: dict[str, ModuleCall] = {}
     for call in record.calls:
         calls.setdefault(call.module, call)
     outputs = []
@@ -139,8 +139,8 @@ def _rows(plan: ShownPlan, outputs: Sequence[Output]) -> list[dict[str, Any]]:
 
     def boundaries(output: Output, at: str) -> None:
         for tokens in plan.tokens:
-            if (tokens.module, tokens.at) == (output.module, at) and tokens.kind in TOKENS:
-                rows.append({"text": f"{TOKENS[tokens.kind]}: {_name(output.module)}"})
+            if (tokens.module, tokens.at) == (output.module, at) and tokens.kind in TOKEN_BOUNDARIES:
+                rows.append({"text": f"{TOKEN_BOUNDARIES[tokens.kind]}: {_name(output.module)}"})
 
     def after(output: Output) -> None:
         boundaries(output, "output")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import Draw
-from tp_ext.auto.record.record import Call, RandomCall, Record
+from tp_ext.auto.record.record import ModuleCall, RandomCall, Record
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.tokens import TokenFlow
@@ -18,7 +18,7 @@ def draws_of(
 ) -> list[Draw]:
     """Returns the draws of each module: those of one of its calls if all draw alike, else those of all."""
     finder = _DrawFinder(record, decisions, p, local, tokens)
-    by_module: dict[str, dict[Call, list[Draw]]] = {}
+    by_module: dict[str, dict[ModuleCall, list[Draw]]] = {}
     for call in record.random_calls:
         by_module.setdefault(call.module, {}).setdefault(call.call, []).append(finder.draw(call))
     draws: list[Draw] = []
@@ -34,7 +34,7 @@ def draws_of(
     return draws
 
 
-def _number(record: Record, call: Call) -> int:
+def _number(record: Record, call: ModuleCall) -> int:
     """The place of a call among those that its caller's call makes of the module."""
     before = record.calls[: call.order]
     return sum(earlier.module == call.module and earlier.caller is call.caller for earlier in before)

@@ -19,7 +19,7 @@ from tp_ext.auto.record.trace import trace
 from tp_ext.auto.search.choose import decisions
 
 OWN = str(Path(__file__).parents[1])
-TOKENS = "tokens"  # no name of a parameter: the key of differences that sums over tokens make
+TOKEN_SUMS = "tokens"  # no name of a parameter: the key of differences that sums over tokens make
 
 
 @dataclass

@@ -26,7 +26,7 @@ SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @dataclass
-class Sizes:
+class SizeArguments:
     """The sizes among the arguments of a call."""
 
     values: list[int]
@@ -36,7 +36,7 @@ class Sizes:
         return self.rebuilt([changes.get(i, value) for i, value in enumerate(self.values)])
 
 
-def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes | None:
+def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeArguments | None:
     """The sizes that a function is called with; None: it is another function, or they are no integers."""
     if name not in SIZES or not args or not isinstance(args[0], Tensor):
         return None
@@ -60,7 +60,7 @@ def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes 
             return args, {**kwargs, key: sizes}
         return (*args[:place], sizes, *args[end:]), kwargs
 
-    return Sizes(values, rebuilt)
+    return SizeArguments(values, rebuilt)
 
 
 class Called(Protocol):
@@ -117,7 +117,9 @@ class Observer(TorchFunctionMode):
             args, kwargs = sizes.changed(changes)
         return func(*args, **kwargs)
 
-    def matching(self, module: str, name: str, args: tuple[Any, ...], sizes: Sizes) -> Sequence[tuple[int, ...]] | None:
+    def matching(
+        self, module: str, name: str, args: tuple[Any, ...], sizes: SizeArguments
+    ) -> Sequence[tuple[int, ...]] | None:
         """The wanted results of a call: those of the next one in the module that it can be; branches skip some."""
         wanted = self.wanted.get(module, ())
         for i in range(self.next.get(module, 0), len(wanted)):
@@ -153,7 +155,7 @@ def _gives(func: Any, args: Any, kwargs: Any, shapes: Sequence[tuple[int, ...]])
     return [tuple(tensor.shape) for tensor in ([result] if isinstance(result, Tensor) else result)] == list(shapes)
 
 
-def _wanted(name: str, args: Any, kwargs: Any, sizes: Sizes, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+def _wanted(name: str, args: Any, kwargs: Any, sizes: SizeArguments, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """The sizes with which a call has results of these shapes; those given, if there are none."""
     number = len(sizes.values)
     if name.startswith("split"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import LeafPath
-from tp_ext.auto.record.record import Call, RandomCall, Record, Step
+from tp_ext.auto.record.record import ModuleCall, RandomCall, Record, Step
 from tp_ext.auto.search.flow import PARTIAL, Finder
 from tp_ext.auto.search.tokens import END, Bans, Origin, Range, ScatterKey, TokenFlow, TokenGather, entries, latest
 
@@ -18,7 +18,7 @@ RANDOM = {
     "exponential_", "geometric_", "log_normal_", "cauchy_", "native_dropout", "multinomial", "rrelu_with_noise",
 }  # fmt: skip
 ATTENTION = "scaled_dot_product_attention"
-WHOLE = "it is used whole at once"
+USED_WHOLE = "it is used whole at once"
 NO_GATHER = ", and no boundary at which to gather them lies before it"
 
 
@@ -85,7 +85,7 @@ class _Search:
             (name, ()) for name, role in self.roles.items() if role in ("row", "vocab")
         }
         wanted |= {(partial.module, partial.path) for partial in self.finder.flow.sums}
-        results_of: dict[str, list[tuple[Call, LeafPath, Tensor]]] = {}
+        results_of: dict[str, list[tuple[ModuleCall, LeafPath, Tensor]]] = {}
         for call in self.record.calls:
             for path, tensor in call.outputs:
                 if (call.module, path) in wanted:
@@ -205,7 +205,7 @@ class _Search:
             return  # by an earlier operator's boundary
         finder, place, atom = self.finder, step.place, self.steps[step.place]
         once = finder.number_of_calls
-        boundaries: list[tuple[ScatterKey, Call, bool]] = []
+        boundaries: list[tuple[ScatterKey, ModuleCall, bool]] = []
         for call, path in finder.calls_with.get(id(tensor), ()):
             kept = not any(t is tensor for _, t in call.outputs)
             if call.module and once[call.module] == 1 and call.start <= place < call.stop and kept:
@@ -260,7 +260,7 @@ class _Search:
         # No use is on shards. Slicing was of no use; a result is gathered once, where its module returns it
         if len(whole) == len(places):
             if r.origin.step < 0:
-                return self.ban(r, why if WHOLE in why else f"{WHOLE}: {why}")
+                return self.ban(r, why if USED_WHOLE in why else f"{USED_WHOLE}: {why}")
             call = self.returned_whole(r, whole, is_output)
             if call is not None and all(draw.index >= call.last for draw in draws):
                 self.gathers.append(TokenGather(r, _kind(self.types(r, whole, is_output)), call, True))
@@ -294,7 +294,7 @@ class _Search:
         )
         return same and latest(self.events, draw.place) is r.atom
 
-    def returned_whole(self, r: Range, whole: list[int], is_output: bool) -> Call | None:
+    def returned_whole(self, r: Range, whole: list[int], is_output: bool) -> ModuleCall | None:
         """The call that made a tensor all of whose uses are whole ones after it."""
         returned = (
             c
@@ -306,7 +306,7 @@ class _Search:
             return None
         return call if self.finder.number_of_calls[call.module] == 1 and self.entered(r, call.stop) else None
 
-    def may_gather(self, r: Range, call: Call, at: int, whole: list[int]) -> bool:
+    def may_gather(self, r: Range, call: ModuleCall, at: int, whole: list[int]) -> bool:
         if not call.module or not call.start <= at < call.stop or self.finder.number_of_calls[call.module] > 1:
             return False
         if r.entered is call or not r.has_call(call) or any(t is r.tensor for _, t in call.outputs):

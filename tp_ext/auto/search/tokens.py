@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import LeafPath, Output, Tokens
-from tp_ext.auto.record.record import Call, Record, tensors
+from tp_ext.auto.record.record import ModuleCall, Record, tensors
 from tp_ext.auto.search.choose import local_length
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.sharding import split_sizes
@@ -46,7 +46,7 @@ class Range:
     atom: Atom
     dim: int
     origin: Origin
-    entered: Call | None = None
+    entered: ModuleCall | None = None
     inside: bool = False
 
     @property
@@ -63,7 +63,7 @@ class Range:
             return True
         return self.entered.first <= index < self.entered.last if self.inside else index >= self.entered.last
 
-    def has_call(self, call: Call) -> bool:
+    def has_call(self, call: ModuleCall) -> bool:
         if self.entered is None:
             return True
         return self.entered.around(call) if self.inside else call.order >= self.entered.end
@@ -75,7 +75,7 @@ class TokenGather:
 
     range: Range
     kind: str
-    call: Call | None = None
+    call: ModuleCall | None = None
     after: bool = False
 
     def has_place(self, place: int) -> bool:
@@ -88,7 +88,7 @@ class TokenGather:
             return False
         return index >= self.call.last if self.after else self.call.first <= index < self.call.last
 
-    def has_call(self, call: Call) -> bool:
+    def has_call(self, call: ModuleCall) -> bool:
         if self.call is None:
             return False
         return call.order >= self.call.end if self.after else self.call.around(call)
@@ -133,7 +133,7 @@ class TokenFlow:
         self.sources = {r.origin.source for ranges in self.ranges.values() for r in ranges if r.origin.source}
         self.edits: list[Tokens] = []
         self._outputs = list(tensors(record.output))
-        self._calls: dict[str, list[Call]] = {}
+        self._calls: dict[str, list[ModuleCall]] = {}
         for call in record.calls:
             self._calls.setdefault(call.module, []).append(call)
         self.saved = sum(
@@ -198,13 +198,13 @@ class TokenFlow:
                 if dim is not None and not others and call.module:
                     self._put(Tokens("keep", call.module, "argument", path, dim))
 
-    def _dim_in(self, tensor: Tensor, call: Call) -> int | None:
+    def _dim_in(self, tensor: Tensor, call: ModuleCall) -> int | None:
         """The dim on which an argument of a call is sharded."""
         if any(g.has_call(call) for g in self.gathers.get(id(tensor), ())):
             return None
         return next((r.dim for r in self.ranges.get(id(tensor), ()) if r.has_call(call)), None)
 
-    def range_in(self, tensor: Tensor, call: Call) -> Range | None:
+    def range_in(self, tensor: Tensor, call: ModuleCall) -> Range | None:
         """The range of a result of a call, for its caller; None: it is whole."""
         if any(g.has_call(call) or (g.after and g.call is call) for g in self.gathers.get(id(tensor), ())):
             return None
@@ -231,7 +231,7 @@ class TokenFlow:
                 at_boundary = call.outputs if edit.at == "output" else call.inputs
                 yield from ((edit, tensor) for path, tensor in at_boundary if path == edit.path)
 
-    def seen_in(self, record: Record, call: Call, index: int) -> Iterator[Range]:
+    def seen_in(self, record: Record, call: ModuleCall, index: int) -> Iterator[Range]:
         """Yields the sharded tensors that the code of a module has seen before a call from Python: its arguments, its
         results, and those of the modules that it calls."""
         for path, tensor in call.inputs:
