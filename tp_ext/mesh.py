@@ -56,6 +56,7 @@ def init_mesh(
     remaining = [name for name, size in sizes.items() if size == -1]
     if len(remaining) > 1:
         raise ValueError(f"{', '.join(remaining)}: only one of them may be -1, for the remaining ranks")
+    # Also without a -1: torch accepts a mesh of some of the ranks, and those left out would run on alone
     if ranks % known or (not remaining and ranks != known):
         shown = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         raise ValueError(f"{', '.join(sizes)}: {shown} must multiply to the {ranks} ranks of the job")

@@ -61,6 +61,8 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         if coordinate is None:
             raise ValueError("mesh: this rank must be a member of the mesh")
         position, positions = 0, 1
+        # position: among all ranks but those of tp, for torch's generators; replica: among the data ranks, for masks by
+        # name
         for name, length, index in zip(names, mesh.shape, coordinate, strict=True):
             if name != tp_axis:
                 position, positions = position * length + index, positions * length

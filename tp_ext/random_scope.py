@@ -296,6 +296,8 @@ def at(
             or does not fit the activations. TypeError: an argument of another type. RuntimeError: no
             ``tp_ext.manual_seed``; where a mask is drawn, a CUDA graph is captured, or the step is too old.
     """
+    # With batch_offset masks are those of the global batch, in which seq and token_offset count; without it they would
+    # have no meaning
     numbers = {"step": step, "microbatch": microbatch, "batch_offset": batch_offset}
     for name, value in (numbers | {"seq": seq, "token_offset": token_offset}).items():
         if value is None and name not in ("step", "microbatch"):

@@ -47,6 +47,7 @@ def check_plan_options(
     check_bools(strict=strict)
     if not isinstance(sequence_parallel, bool) and sequence_parallel != "auto":
         raise ValueError(f"sequence_parallel: {sequence_parallel!r} must be False, True or 'auto'")
+    # Types first: the rules below iterate over patterns and lines
     for name, value in (("hints", hints), ("rules", rules)):
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{name}: {type(value).__name__} must be a dict")

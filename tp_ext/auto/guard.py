@@ -205,6 +205,7 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
     """Plans an unsharded model again, with another example; returns how that differs from a plan, or ""."""
     rules = {name: from_notation(line) for name, line in plan.rules.items()}
     record = traced(structure, example, rules)
+    # The shards exist: what the new plan may decide is only whether the same shards serve this call, too
     only = {name: sharding.dim for name, sharding in plan.shardings.items()}
     planner = Planner(structure, example, plan.p, record, {}, None, bool(plan.tokens), only)
     again = planner.decide()
@@ -222,6 +223,8 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
             return f"{name} cannot be sharded then: {again.whole.get(name, 'it is sharded in another way')}"
         whole_heads = True
     gradients = ("copies",) if torch.is_grad_enabled() else ()
+    # Of modules that this call runs: what it does not run cannot be wrong in it. A head that stays sharded may have
+    # sums more than the new plan has, none less
     for kind in (*gradients, "sums", "slices", "tokens"):
         edits, edits_now = ({_by_name(structure, edit) for edit in getattr(of, kind)} for of in (plan, again))
         changed = {edit for edit in (edits_now - edits if whole_heads else edits ^ edits_now) if edit.module in called}

@@ -203,6 +203,7 @@ def trace(
         if not isinstance(value, Tensor):
             return value
         if id(value) not in fakes_by_id:
+            # With its strides: code asks whether it is contiguous; a local shape has no strides to copy
             if shape is None or tuple(shape) == tuple(value.shape):
                 fake_tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             else:
@@ -223,6 +224,7 @@ def trace(
     for name, parameter in named:
         if not isinstance(parameter, nn.Parameter):
             continue
+        # A tied parameter is one, under its first name
         record.parameters.setdefault(id(state[name]), (name, state[name]))
         pin_hooked(record, name, parameter, state[name])
         if parameter.requires_grad:
@@ -231,9 +233,11 @@ def trace(
     record.inputs = list(tensors((args, kwargs)))
     record.from_inputs = {id(t) for _, t in record.inputs if t.is_floating_point() or t.is_complex()}
     record.differentiable |= {id(fakes_by_id[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
+    # Every rank gets the whole inputs
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor):
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
+    # Of either kind the mode entered last sees a call first: `mode` before _Calls, _Operators before the fakes
     modes: list[Any] = [
         torch.enable_grad() if grad else torch.no_grad(),
         watched_gradients(record, tensors),

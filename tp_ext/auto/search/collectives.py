@@ -36,6 +36,8 @@ def collectives_of(record: Record, p: int, state: PlannedState, activations: boo
     summed = {(partial.module, partial.path) for partial in state.flow.sums}
     scattered = state.tokens.sources if state.tokens else set()
     differentiable = record.differentiable
+    # Sums of row layers and look-ups, and of modules whose output is partial; a scattered sum is listed with its
+    # tokens
     for call in record.calls:
         for path, tensor in call.outputs:
             if call.module in scattered:
@@ -48,6 +50,7 @@ def collectives_of(record: Record, p: int, state: PlannedState, activations: boo
             rows = step.inputs[0].numel() // max(1, step.inputs[0].shape[1 if step.inputs[0].dim() > 1 else 0])
             # of each rank: four numbers of each row, and of all rows together
             collectives.append(Collective("all-gather", step.module, "forward", p * 4 * (rows + 1) * size))
+    # Without a loss the model returns logits of all columns
     if not any(step.is_loss for step in record.steps):
         for _, tensor in tensors(record.output):
             if carries(record, tensor, state.heads_atoms):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from tp_ext.auto.search.choose import Decision, carries
 from tp_ext.auto.search.partial_sums import PartialSums
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import VIEWS, Constants
+from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.sharding import Sharding
 
 SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
@@ -49,24 +49,6 @@ class Flow:
     problems: list[Problem] = field(default_factory=list)
 
 
-class Gathered(Protocol):
-    """A boundary at which shards of tokens become whole."""
-
-    kind: str
-
-
-class Sharded(Protocol):
-    """The tensors that are sharded on their tokens (:mod:`tp_ext.auto.search.tokens`)."""
-
-    steps: dict[int, Atom]
-
-    def range_at(self, tensor: Tensor, place: int) -> object | None: ...
-
-    def gather_at(self, tensor: Tensor, place: int) -> Gathered | None: ...
-
-    def entered_before(self, place: int, atom: Atom) -> bool: ...
-
-
 class Finder:
     """Finds where gradients and partial results are summed, and which constants are sliced.
 
@@ -84,7 +66,7 @@ class Finder:
         roles: Mapping[str, str],
         whole_heads: set[Atom],
         cut: Mapping[str, Decision],
-        tokens: Sharded | None = None,
+        tokens: TokenFlow | None = None,
         banned: frozenset[Copy] = frozenset(),
     ) -> None:
         self.tokens = tokens
@@ -178,6 +160,8 @@ class Finder:
             types: Types = NOTHING
             for tensor in step.outputs:
                 if id(tensor) in self.differentiable:
+                    # What is written in place has uses before and after the write: only those after it see this step's
+                    # gradient
                     in_place = any(tensor is t for t in step.inputs)
                     types |= self.settle_written(tensor, step.place) if in_place else self.settle(tensor)
             for tensor in step.inputs:
@@ -187,6 +171,8 @@ class Finder:
                 if gradient and id(tensor) in self.differentiable and id(tensor) not in self.sharded:
                     self.used.setdefault(id(tensor), []).append((step.place, gradient))
                     if SHARDS in gradient:
+                        # Remembers which operators on shards of tokens a gradient passed: if it cannot be summed,
+                        # these are taken back
                         on_shards = self.tokens is not None and step.place in self.tokens.steps
                         shard_steps = {step.place} if on_shards else set[int]().union(*self.shards_after(step))
                         self.shard_steps.setdefault(id(tensor), set()).update(shard_steps)
@@ -246,7 +232,10 @@ class Finder:
         types, id_ = self.type_now(tensor), id(tensor)
         if not types & {PARTIAL, SHARDS} or id_ in self.sharded:
             return types
+        # A sum must complete all uses at once or none: a complete gradient that is summed again is p times too large
         only_partial, tokens = types in SUMMED, SHARDS in types
+        # A parameter is summed where its module reads it, which is before any of its uses; code outside of the module
+        # would read it past that place
         if id_ in self.record.parameters:
             name = self.record.parameters[id_][0]
             module, _, attribute = name.rpartition(".")
@@ -262,6 +251,8 @@ class Finder:
             else:
                 self.problem(name, f"{name} is used by sharded and by replicated work", tensor)
             return COMPLETED
+        # One sum where the tensor leaves its module serves all uses; else one at each argument by which modules that
+        # work sharded take it
         if only_partial and self.place_at_output(id_, tensor, None):
             return COMPLETED
         rest = self.place_at_arguments(id_)
@@ -276,6 +267,7 @@ class Finder:
             else:
                 self.problem(user.module, text, tensor, places)
             return COMPLETED
+        # A Function of Python, or a hook, computes with the gradient itself, and so needs the complete one
         if id_ in self.record.functions:
             text = f"{self.record.functions[id_]} ({maker.line}) has a partial gradient: it is used by {user.reason}"
             self.problem(maker.module, text, tensor, places)
@@ -287,6 +279,8 @@ class Finder:
             return COMPLETED
         if maker.name in VIEWS and id(maker.inputs[0]) in self.sharded:
             return types  # a part of a sharded dim that all ranks hold: its weight's gradient is summed
+        # The result of a split is no output of a module, but the tensor that is split may be one: the sum then covers
+        # this part of it alone
         if maker.name in SPLITS:
             source = maker.inputs[0]
             dim, start = span_start(maker, tensor)
@@ -408,10 +402,12 @@ class Finder:
                     types = types.union(*(COMPLETED if summed > step.place else gradient for gradient, summed in uses))
                 else:
                     types |= gradients.get(id(tensor), NOTHING)
+            # Whatever comes in, an operator on shards gives each rank the terms of its shard
             if self.working[step.place]:
                 types = frozenset({PARTIAL})
             for tensor in step.inputs:
                 id_ = id(tensor)
+                # Gradients of sharded tensors are shards, those of tensors written here were handled above as outputs
                 if id_ not in self.differentiable or id_ in self.sharded or any(tensor is t for t in step.outputs):
                     continue
                 if self.is_partial_in(tensor, step):
@@ -424,6 +420,8 @@ class Finder:
                         gradient, summed = (COMPLETED, max(summed, start)) if gradient else (gradient, summed)
                 written.setdefault(id_, []).append((unsummed, summed))
                 gradients[id_] = gradients.get(id_, NOTHING) | gradient
+        # A sum of what is complete would be p times too large; a sum of nothing, of a use that the flow expected and
+        # that is not there, would be a collective for nothing
         for key, types in under.items():
             copy = self.summed[key][0]
             if types != {SHARDS if copy.tokens else PARTIAL} or (key[0] in self.outputs and key[1] == 0):

@@ -178,6 +178,7 @@ class PartialSums:
             if any(partial) and not all(partial):
                 blame = [t for c in self.record.calls if c.module == module for _, t in c.outputs]
                 self.problem(module, f"an output of {module or 'the model'} is partial in some calls only", blame)
+        # A partial tensor that is no output is never summed: what uses it computes with this rank's terms
         for module in sorted(set(self.partial.values()) - {module for module, _ in sums} - left):
             tensors_ = [t for t in self.record.kept if self.partial.get(id(t)) == module]
             self.problem(module, f"partial sums inside {module or 'the model'} never leave it as an output", tensors_)
@@ -194,14 +195,18 @@ def stays_partial(finder: PartialSums, step: Step, inside: list[Tensor]) -> bool
     name, partial = base_name(step), finder.partial
     if not all(t.is_floating_point() or t.is_complex() for t in step.outputs):
         return False  # a conversion to integers rounds
+    # From here on by operator: linear in what is partial, with nothing added that is on every rank
     if name in WRITES and step.kwargs.get("reduce") is None and len(step.args) <= MAX_ARGUMENTS.get(name, 4):
         return _write_stays_partial(finder, step, *WRITES[name])
     if name in UNARY:
         return id(step.inputs[0]) in partial and len(inside) == 1
+    # A product of two partial sums is not the sum of the products
     if name in PRODUCTS:
         return len(inside) == 1
+    # Rounding after a division of terms is not that of the division of their sum; a partial divisor is not linear
     if name == "div":
         return len(inside) == 1 and id(step.inputs[0]) in partial and step.kwargs.get("rounding_mode") is None
+    # Zeros are the sum of zeros; any other number would be added by every rank
     if name in ("constant_pad_nd", "masked_fill"):
         filled = _argument(step, 2, "value", 0)
         return len(inside) == 1 and not isinstance(filled, Tensor) and filled == 0

@@ -145,6 +145,7 @@ class Planner:
 
     def state(self) -> State:
         decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None) if self.p > 1 else []
+        # A parameter belongs to one decision: no two of those chosen share one
         cut = {name: decision for decision in decisions for name in decision.parameters}
         cuts = {name: cut_ for decision in decisions for name, cut_ in decision.parameters.items()}
         roles = self.roles(cuts)
@@ -172,6 +173,7 @@ class Planner:
         ]
         finder = self.finder(decisions, roles, heads_atoms, cut)
         flow = finder.flow
+        # Copies of input features on several ranks would be summed once for each copy by a row layer's reduction
         for name, cut_ in cuts.items():
             is_row = any(roles.get(alias.rpartition(".")[0]) == "row" for alias in self.names[name])
             if is_row and name.endswith(".weight") and any(part.copies > 1 for part in cut_.sharding.parts):
@@ -181,6 +183,7 @@ class Planner:
             if decision.atom in lost - heads_atoms:
                 text = "its classes are features of other layers, too, and cannot be sharded in the loss"
                 flow.problems.append(Problem("", text, blame=frozenset(decision.sharded)))
+        # Logits have their full shape for the code, so masks of dropout on them are whole
         drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
         flow.problems += undrawable(self.record, drawn, self.p, flow.local)
         return State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
@@ -228,6 +231,8 @@ class Planner:
         # The others may follow from those whose cause is known: they are seen again in the next round
         known = [problem for problem in state.flow.problems if problem.blame]
         for problem in known or state.flow.problems:
+            # From what is known most exactly to the least: the decisions to blame, the parameters of the module, those
+            # around it, all
             names = [n for n, decision in state.cut.items() if problem.blame.intersection(decision.sharded)]
             if not names and problem.name:
                 names = [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")]

@@ -48,6 +48,7 @@ class Constants:
         sharded work must be local already, which the comparison of shapes proves.
         """
         record, flow = self.record, self.flow
+        # Buffers of logits keep their full length, as the code around the head does
         kept = [atom for atom in self.atoms if atom not in self.whole_heads]
         for id_, (name, tensor) in record.buffers.items():
             if id_ in self.by_id and carries(record, tensor, kept):

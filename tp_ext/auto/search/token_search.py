@@ -165,10 +165,12 @@ class _Search:
     def needs_all(self, step: Step, shards: Mapping[int, Range]) -> tuple[str, list[tuple[Tensor, int]]]:
         """Why an operator cannot work on shards of tokens; or "", and the tensors that must be sliced for it, with the
         dims."""
+        # Two atoms are the tokens of two inputs of the model, whose lengths need not agree
         atom, *others = {r.atom for r in shards.values()}
         where, finder = str(step.reason), self.finder
         if step.place in self.bans.steps:
             return self.bans.steps[step.place], []
+        # Sharded work needs all tokens: each rank has other features of every token
         if finder.working[step.place] or step.module in self.roles or step.is_loss:
             return f"{where} is sharded work", []
         if any(finder.is_partial_in(t, step) for t in [*step.inputs, *step.outputs]):
@@ -204,12 +206,17 @@ class _Search:
         if self.range_at(tensor, step.place) is not None:
             return  # by an earlier operator's boundary
         finder, place, atom = self.finder, step.place, self.steps[step.place]
+        # A module that is called several times has one plan for all calls, which would slice at each of them
         once = finder.number_of_calls
         boundaries: list[tuple[ScatterKey, ModuleCall, bool]] = []
+        # At an argument of the module in which the operator runs, unless the module returns it: its caller would get
+        # the slice
         for call, path in finder.calls_with.get(id(tensor), ()):
             kept = not any(t is tensor for _, t in call.outputs)
             if call.module and once[call.module] == 1 and call.start <= place < call.stop and kept:
                 boundaries.append(((call.module, "argument", path), call, True))
+        # Or at the output by which the tensor came; first of all if every later use works on shards, so that it is
+        # sliced once
         for call, path in reversed(finder.returned_by.get(id(tensor), ())):
             is_sum = self.roles.get(call.module) in ("row", "vocab")
             if call.module and once[call.module] == 1 and call.stop <= place and not is_sum:
@@ -246,6 +253,7 @@ class _Search:
         """Finds the boundaries at which a tensor becomes whole for the operators that need it; False: bans its origin,
         for want of one."""
         finder, id_ = self.finder, id(r.tensor)
+        # Uses before the range see the tensor whole: it is not yet sliced or scattered there
         places = [place for place in self.uses.get(id_, ()) if r.start <= place < r.stop]
         whole = [place for place in places if place not in self.steps]
         is_output = id_ in finder.outputs and r.stop == END

@@ -169,6 +169,7 @@ class TokenFlow:
     def _make_edits(self, record: Record, source_paths: Mapping[str, list[LeafPath]]) -> None:
         for ranges in self.ranges.values():
             for r in ranges:
+                # A range that an operator made needs no edit: its inputs are sharded already
                 if r.origin.source:
                     assert r.entered is not None
                     for path in source_paths[r.origin.source]:

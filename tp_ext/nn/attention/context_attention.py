@@ -80,12 +80,14 @@ def context_attention(
             f"layout, {' or '.join(map(str, allowed))}"
         )
     device = q.device.type
+    # As autocast does for torch's attention
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else float(options.scale)
     options = options._replace(scale=scale, num_heads=options.num_heads or q.shape[-2])
     shape = q.shape
     q, k, v = (t.view(batch, tokens // batch, t.shape[-2], t.shape[-1]) for t in (q, k, v))
+    # One seed for each sequence, whose masks then do not depend on how the batch is packed
     if options.dropout and seeds is None:
         seeds = torch.stack([draw_seed(q.device) for _ in range(len(layout.chunks))]) if layout.chunks else None
     if context == "ulysses":

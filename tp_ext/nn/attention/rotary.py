@@ -45,6 +45,7 @@ def base_and_rotary_dim(
         if not is_number(partial) or not 0 < partial <= 1:
             raise ValueError(f"scaling: partial_rotary_factor {partial!r} must be a number in (0, 1]")
         partial = int(head_dim * partial)
+    # A value that is given twice must be given alike: silently taking either would load the wrong model
     for name, value, said in (("base", base, theta), ("rotary_dim", rotary_dim, partial)):
         if value is not None and said is not None and value != said:
             raise ValueError(f"{name}: {value!r} must be what scaling = {scaling} says, {said!r}, or be left out")
@@ -91,6 +92,7 @@ class RopeScaling:
             raise ValueError(f"scaling: rope_type {' and '.join(map(repr, kinds)) or None} must be one of {list(KEYS)}")
         self.kind: str = kinds[0]
         keys = KEYS[self.kind]
+        # An unknown key would change the frequencies in the code that wrote the configuration, and not here
         for key, value in options.items():
             if key not in keys:
                 raise ValueError(f"scaling: {key} must be one of {['rope_type', *keys]} with rope_type {self.kind!r}")
