@@ -159,7 +159,7 @@ def _compare_over_group(plan: Plan, model: nn.Module, group: Group) -> None:
 
 
 def _prove(plan: Plan, model: nn.Module, group: Group) -> str:
-    """Runs the local model on fakes; returns what is wrong unless its calls have the shapes with which it was
+    """Runs the local model on fakes; returns an error unless its calls have the shapes with which it was
     proven."""
     parallel = parallel_group(group)
     if plan.p == 1 or plan.example is None or not plan.proofs:
@@ -396,7 +396,7 @@ class _Applied:
                 self.model.get_submodule(edit.module).register_forward_pre_hook(boundary, with_kwargs=True)
 
     def end_tokens(self) -> None:
-        """The scatters of results, without those of layers that scatter their sums themselves."""
+        """Registers the scatters of results, except for layers that scatter their sums themselves."""
         for edit in self.plan.tokens:
             if self.tokens is not None and edit.at == "output" and edit.module not in self.plan.roles:
                 boundary = TokenBoundary(edit.kind, edit.path, edit.dim, self.tokens)

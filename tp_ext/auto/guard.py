@@ -1,4 +1,4 @@
-"""Calls of a sharded model that its plan did not see: proven when they first come, or an error.
+"""Guards calls of a sharded model that its plan did not see: proven at their first occurrence, or an error.
 
 A plan knows the code that its example runs. Another argument can lead to other code, which uses a sharded tensor in a
 way that nothing has checked. So the kinds of the arguments of each call are compared with those that were proven; for

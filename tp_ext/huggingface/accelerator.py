@@ -91,7 +91,7 @@ def check_sharded_over_all(model: nn.Module) -> int:
 
 
 def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) -> None:
-    """Replaces the methods that would take another rank for another batch, but for those of ``data``, if given."""
+    """Replaces the methods that would take another rank, other than those of ``data``, for another batch."""
     cls = type(accelerator)
     place: dict[str, Any] = {"num_processes": 1, "process_index": 0}
     if data is not None:

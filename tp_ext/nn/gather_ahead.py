@@ -1,4 +1,4 @@
-"""Where a forward of a model begins and ends, for weights that are gathered ahead (``weight_group=``).
+"""Finds where a forward of a model begins and ends, for weights that are gathered ahead (``weight_group=``).
 
 While a weight is used, the next one of the same forward is gathered (csrc/autograd/weight_gather.h). Before the forward
 begins, and after it ends, nothing is gathered, so weights may be written in any way. A layer finds the forward that it

@@ -124,7 +124,7 @@ class _Torch:
 
 
 def _new_group(size: int, rank: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """In place of torch's function: it connects to a store, which simulated ranks do not have."""
+    """Replaces torch's function, which connects to a store: simulated ranks have none."""
     make = here().new_group
     if make is None:
         store_and_rank: tuple[Any, Any] = _Torch.new_group(size, rank, ranks, *args, **kwargs)

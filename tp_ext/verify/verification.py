@@ -161,7 +161,7 @@ class _Comparison:
         self.tables = parts_at(reference, outcomes[0])
 
     def findings(self) -> list[Finding]:
-        """Returns what is wrong by the first comparison that fails."""
+        """Returns the findings of the first comparison that fails."""
         stages = (self._weights, self._outputs, self._gradients, self._steps, self._collectives)
         return next((wrong for stage in stages if (wrong := stage())), [])
 

@@ -60,7 +60,7 @@ class _Running:
 
 
 def _look_alike(draws: Sequence[Draw], rank: int) -> bool:
-    """True if the lengths of two masked tensors do not tell their draws apart."""
+    """Returns whether two draws of different masks have tensors of the same lengths."""
     return any(
         draw.mask != other.mask  # those of one rank are all the same
         and draw.call == other.call

@@ -72,7 +72,7 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """The function, with copies in its closure and defaults where it refers to what is copied."""
+    """Copies a function: its closure and defaults refer to copies."""
     cells = function.__closure__ or ()
     if not cells and not function.__defaults__ and not function.__kwdefaults__:
         return function

@@ -46,7 +46,7 @@ class DifferentValuesError(Exception):
 
 
 class UnprovenError(Exception):
-    """Why a model could not be run."""
+    """A model cannot be run, for the reason given."""
 
 
 @dataclass
@@ -319,7 +319,8 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
 
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Fills memory that an operator leaves as it is, such as rows after the last group of a grouped product, alike."""
+    """Fills memory that an operator leaves uninitialised alike in all runs, such as rows after the last group of a
+    grouped product."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

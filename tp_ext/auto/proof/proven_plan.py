@@ -140,7 +140,7 @@ class Prover:
         return reasons or dict.fromkeys(map(kind_of, only), f"values differ: {text}")
 
     def _groups(self, only: Mapping[str, int]) -> list[list[str]]:
-        """The kinds of parameters that one decision shards; those of equal layers together."""
+        """Groups the kinds of parameters by the decision that shards them; equal layers share a kind."""
         part = self.planner_of(self.reduced, self.example, self.p, only)
         part.decide()
         joined: dict[str, set[str]] = {}
@@ -237,7 +237,7 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
 
 
 def whole_draws(draws: list[Draw]) -> list[Draw]:
-    """The draws of replicated tensors in place of those of shards: one of each kind of call of a module."""
+    """Returns the draws for replicated tensors: one for each kind of call of a module."""
     always = {draw.module for draw in draws if draw.always}
     by_call = {(draw.module, draw.call): Draw(draw.module, draw.call, always=draw.module in always) for draw in draws}
     return list(by_call.values())

@@ -117,8 +117,7 @@ def _units(decisions: Sequence[Decision], tables: Collection[Atom]) -> dict[Atom
 
 
 def _others(part: Planner, units: Iterable[Atom]) -> dict[Atom, int]:
-    """The large atoms of parameters that are not sharded, with fewer elements; not those of buffers, which have
-    values."""
+    """Returns fewer elements for the large unsharded atoms of parameters; atoms of buffers, which have values, stay."""
     record = part.record
     of_buffers = [dim for _, tensor in record.buffers.values() for dim in record.dims_of(tensor)]
     large = {

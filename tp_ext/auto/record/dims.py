@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Reason:
-    """Why an atom is whole: an operator in a module, at a line of the user's."""
+    """The reason that an atom is whole: an operator in a module, at a line of the user's source."""
 
     what: str
     module: str = ""
@@ -49,7 +49,7 @@ Dim = list[Atom]
 
 
 def atoms(dim: Iterable[Atom]) -> Dim:
-    """The atoms of a dim now, without those of size 1."""
+    """Returns the current atoms of a dim, without atoms of size 1."""
     current: Dim = []
     for atom in dim:
         if atom.same is None:
@@ -66,7 +66,7 @@ def length(dim: Iterable[Atom]) -> int:
 
 
 def pin(dim: Iterable[Atom], reason: Reason) -> None:
-    """Keeps all atoms of a dim whole, those of parts too. The first reason stays."""
+    """Pins all atoms of a dim, and of its parts: they stay whole. The first reason stays."""
     pinned = atoms(dim)
     reason.pinned.extend(pinned)
     for atom in pinned:

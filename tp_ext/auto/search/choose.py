@@ -141,7 +141,7 @@ def _occurrences(record: Record) -> dict[Atom, set[tuple[int, int]]]:
 
 
 def constant_atoms(record: Record, buffers: bool = True) -> set[Atom]:
-    """The atoms whose lengths are the model's: those of parameters, and buffers, without those of inputs."""
+    """Returns the atoms whose lengths the model determines: those of parameters and buffers that no input has."""
     constant: set[Atom] = set()
 
     def add(label: Dim, into: set[Atom]) -> None:
@@ -267,8 +267,8 @@ def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[
         return sum(weight[i] for i in chosen)
 
     def best(allowed: frozenset[int]) -> list[int]:
-        """With and without the candidate that excludes most others: what is left falls apart, so this is fast for
-        chains and for stars such as the channels of a residual stream."""
+        """Branches on the candidate that excludes most others. What remains decomposes, so this is fast for chains and
+        for stars, such as the channels of a residual stream."""
         nonlocal left
         degree = {i: len(excluded[i] & allowed) for i in sorted(allowed)}
         free = [i for i, others in degree.items() if not others]

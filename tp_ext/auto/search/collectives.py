@@ -28,8 +28,8 @@ class PlannedState(Protocol):
 
 
 def collectives_of(record: Record, p: int, state: PlannedState, activations: bool = False) -> list[Collective]:
-    """The collectives of one forward and backward at the sizes of the example, in the order of the record; or those
-    of ``activations`` only."""
+    """Returns the collectives of one forward and backward at the sizes of the example, in the order of the record; with
+    ``activations`` only those of activations."""
     if p == 1:
         return []
     collectives = []

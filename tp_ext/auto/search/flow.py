@@ -153,8 +153,8 @@ class Finder:
         return at_outputs.union(*(types for _, types in self.used.get(id(tensor), ())))
 
     def backward_types(self) -> None:
-        """Derives the types of gradients in one pass from the loss back, in which all uses of a tensor come before the
-        operator that made it."""
+        """Derives the types of gradients in one backward pass, in which all uses of a tensor come before the operator
+        that made it."""
         record = self.record
         for step in reversed(record.steps):
             types: Types = NOTHING
@@ -300,8 +300,8 @@ class Finder:
         return all(tokens.entered_before(place, atom) for place in places for atom in shards)
 
     def unwanted(self) -> set[Copy]:
-        """The sums at modules that are called several times which some call must not make: its gradient there is
-        complete, sharded, or summed elsewhere."""
+        """Returns the sums at modules with several calls that some call must not make: its gradient there is complete,
+        sharded, or summed elsewhere."""
         unwanted: set[Copy] = set()
         for copy, orders in self.placed.items():
             for call in self.record.calls if self.number_of_calls[copy.module] > 1 else ():

@@ -138,7 +138,7 @@ class Search:
         return self.seen[key]
 
     def without_needless(self, best: _Seen) -> _Seen:
-        """Leaves out the integers without which as much is right: those of modules whose sizes are changed."""
+        """Removes integers that are not needed: those of modules whose sizes are changed in each call."""
         for name, attribute in sorted((n, a) for n in self.changed & set(best.patches) for a in best.patches[n]):
             if attribute not in best.patches.get(name, {}):
                 continue
@@ -156,7 +156,8 @@ class Search:
         return self.localized.model.get_submodule(name)
 
     def values(self, name: str, of_its_own: bool = False) -> dict[int, list[int]]:
-        """Lengths -> local lengths, by what is sharded of a module; else, unless ``of_its_own``, of those around it.
+        """Returns the local lengths of each length, from the sharded parameters of a module; if it has none, unless
+        ``of_its_own``, of the nearest module around it.
 
         Another module's 6 may become 3 where this one's becomes 4."""
         decisions = self.localized.recorded.decisions
@@ -243,7 +244,7 @@ def known_integers(localized: Localized, rank: int) -> dict[str, dict[str, tuple
 
 
 def integers(module: nn.Module) -> list[tuple[str, int]]:
-    """Integers that a module holds, and those of its config or of another plain object of them."""
+    """Returns the integers that a module holds, directly or in its config or another plain object."""
     attributes = [(name, value) for name, value in vars(module).items() if type(value) is int]
     holders = [(name, value) for name, value in vars(module).items() if _is_config(value)]
     return attributes + [

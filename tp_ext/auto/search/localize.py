@@ -262,7 +262,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 class _LogitsOf:
-    """In place of the forward of a head: its output has the full vocabulary for the model's code."""
+    """The forward of a head on fakes: its output has the full vocabulary, as the model's code expects."""
 
     def __init__(self, features: int) -> None:
         self.features = features
@@ -339,7 +339,7 @@ def replaced_argument(
 
 
 def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a nested structure with the function of the tensor at a path; what is on the path is copied."""
+    """Applies a function to the tensor at a path of a nested structure; copies the containers on the path."""
     if not path:
         return function(value)
     key, rest = path[0], path[1:]
@@ -412,7 +412,7 @@ def _views_before(calls: Sequence[PythonCall], start: int, other: PythonCall) ->
 
 
 def patch(model: nn.Module, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
-    """Sets integers of modules; those of a config on a copy of the module's own."""
+    """Sets integers of modules; integers of a config are set on the module's own copy of it."""
     for name, changes in patches.items():
         module = model.get_submodule(name)
         for holder in {attribute.partition(".")[0] for attribute in changes if "." in attribute}:

@@ -1,4 +1,4 @@
-"""A picture of a layer as a plan shards it: modules in the order of their calls, and what is communicated between."""
+"""Draws a layer as a plan shards it: its modules in the order of their calls, with the collectives between them."""
 
 from __future__ import annotations
 

@@ -16,11 +16,12 @@ from tp_ext.auto.search.tokens import TokenFlow
 def draws_of(
     record: Record, decisions: Sequence[Decision], p: int, local: set[int], tokens: TokenFlow | None
 ) -> list[Draw]:
-    """Returns the draws of each module: those of one of its calls if all draw alike, else those of all."""
+    """Returns the draws of each module: of its first call if all calls draw alike, else of every call."""
     finder = _DrawFinder(record, decisions, p, local, tokens)
     by_module: dict[str, dict[ModuleCall, list[Draw]]] = {}
-    for call in record.random_calls:
-        by_module.setdefault(call.module, {}).setdefault(call.call, []).append(finder.draw(call))
+    for random_call in record.random_calls:
+        of_module = by_module.setdefault(random_call.module, {})
+        of_module.setdefault(random_call.call, []).append(finder.draw(random_call))
     draws: list[Draw] = []
     for calls in by_module.values():
         first, *others = calls.values()

@@ -1,4 +1,4 @@
-"""A plan: how each parameter is sharded, what is communicated where, and why the rest is whole."""
+"""A plan: the sharding of each parameter, the collectives with their places, and the reasons of whole parameters."""
 
 from __future__ import annotations
 

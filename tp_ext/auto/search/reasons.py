@@ -24,7 +24,7 @@ TOKEN_SUMS = "tokens"  # no name of a parameter: the key of differences that sum
 
 @dataclass
 class Problem:
-    """Why modules or parameters must stay whole.
+    """A reason that modules or parameters must stay whole.
 
     Attributes:
         name: a module or a parameter. blame: the sharded atoms that cause it, if known: these alone are given up.
@@ -50,8 +50,8 @@ def reason_of(
     sharded: Container[str] = (),
     why: Mapping[str, str] | None = None,
 ) -> str:
-    """Why a parameter stays whole: for each dim the operator that pins it, the lengths that p exceeds, or the parameter
-    that it goes with.
+    """Returns why a parameter stays whole: for each dim the operator that pins it, the lengths that p exceeds, or the
+    parameter that it goes with.
 
     Args:
         sharded: names of the parameters that are sharded. why: reasons of those that were left whole before.
@@ -81,7 +81,7 @@ def _not_chosen(
     sharded: Container[str],
     why: Mapping[str, str],
 ) -> str:
-    """Why a dim that nothing pins is whole."""
+    """Returns why an unpinned dim is whole."""
     atoms_of_dim = {major.atom for major in slowest}
     for decision in decisions(record, p, may_shard):
         if decision.atom in atoms_of_dim and name in decision.parameters:
@@ -98,7 +98,7 @@ def _not_chosen(
 
 
 def _too_short(record: Record, slowest: list[Major], p: int) -> str:
-    """The numbers of ranks over which a dim can be sharded, if p is none of them."""
+    """Returns the numbers of ranks over which a dim can be sharded, or "" if p is one of them."""
     atom = min((major.atom for major in slowest), key=lambda candidate: candidate.size)
     if atom.size >= p:
         return ""

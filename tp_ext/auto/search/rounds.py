@@ -1,4 +1,5 @@
-"""The rounds of a plan: decide, find where to communicate, prove on fakes, leave whole what cannot be, decide again."""
+"""The rounds of a plan: each decides what to shard, places the collectives and proves the result on fakes. What fails
+is replicated in the next round."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ class Planner:
     # ------------------------------------------------------------ rounds
 
     def decide(self) -> Plan:
-        """Decides; leaves whole what the flow or the proof refuses, with the reason, and decides again."""
+        """Decides until flow and proof accept; each round replicates what they refuse, and notes the reason."""
         for number in itertools.count():
             state = self.state()
             try:
@@ -130,7 +131,7 @@ class Planner:
         raise AssertionError
 
     def leave_all(self, state: State, text: str) -> None:
-        """Leaves everything whole: nothing smaller could be blamed, or the search takes too long."""
+        """Replicates everything: nothing smaller could be blamed, or the search takes too long."""
         for name in state.cut:
             self.why.setdefault(name, text)
 
@@ -197,7 +198,7 @@ class Planner:
         return all(any(roles.get(owner) in ("column", "vocab") for owner in of_one) for of_one in owners)
 
     def finder(self, decisions: list[Decision], roles: dict[str, str], heads: set[Atom], cut: Any) -> Finder:
-        """The communication of these decisions; sums that not every call of their module wants are placed elsewhere."""
+        """Places the collectives of these decisions. A sum that a call of its module must not make goes elsewhere."""
         banned: frozenset[Copy] = frozenset()
         while True:
             finder = Finder(self.record, decisions, roles, heads, cut, banned=banned)
@@ -208,7 +209,7 @@ class Planner:
             banned |= unwanted
 
     def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
-        """Modules that layers replace, with their roles: linear layers and embeddings that use their own weight."""
+        """Returns the roles of modules that layers replace: linear layers and embeddings that use their own weight."""
         roles: dict[str, str] = {}
         for name, cut in cuts.items():
             for alias in self.names[name]:
@@ -247,7 +248,7 @@ class Planner:
         return bool(dropped)
 
     def leave_whole(self, state: State, mismatch: MismatchError) -> bool:
-        """Leaves whole the decisions of the module, or of the nearest around it, and of all modules of its class."""
+        """Replicates the parameters of the module, or of the nearest around it, and of all modules of its class."""
         blocks = itertools.accumulate(mismatch.module.split("."), "{}.{}".format) if mismatch.module else ()
         calls = self.localized(state).numbered_calls()
         results = calls[mismatch.at][1][2] if mismatch.at < len(calls) else []
@@ -268,7 +269,7 @@ class Planner:
         return self.give_up(state, hit or state.decisions, mismatch)
 
     def give_up(self, state: State, hit: list[Decision], mismatch: MismatchError) -> bool:
-        """Leaves decisions whole, and those of all modules of the class of the one that differs."""
+        """Replicates the parameters of decisions, and of all modules of the class of the one that differs."""
         left, prefix = list(hit), f"{mismatch.module}."
         inside = {n.removeprefix(prefix) for decision in hit for n in decision.parameters if n.startswith(prefix)}
         if inside and mismatch.module:
@@ -326,7 +327,7 @@ class Planner:
     # ------------------------------------------------------------ sequence parallelism
 
     def with_tokens(self, base: State) -> State:
-        """The state with activations sharded on their tokens; the same one if ``"auto"`` finds that not worth it."""
+        """Returns the state with activations sharded on their tokens; the given one if ``"auto"`` finds no gain."""
         whole = {name: self.whole_tokens[kind_of(name)] for name in self.modules if kind_of(name) in self.whole_tokens}
         bans = Bans(sources=dict(whole))
         state = self.try_tokens(base, bans, 0)
@@ -348,7 +349,7 @@ class Planner:
         return replace(base, whole_tokens=dict(bans.sources) if state.tokens is None else {"the model": reason})
 
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
-        """Shards tokens; takes back, by ``bans``, what the flow of gradients or the proof refuses, and tries again."""
+        """Shards tokens until gradients and proof accept; adds what they refuse to ``bans`` before each new attempt."""
         for _ in range(MAX_ROUNDS):
             tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
             if not tokens.sources:
@@ -427,7 +428,7 @@ class Planner:
         )
 
     def reason(self, name: str, state: State) -> str:
-        """Why a parameter stays whole."""
+        """Returns why a parameter stays whole."""
         if self.p == 1:
             return "p = 1"
         if name in self.why:

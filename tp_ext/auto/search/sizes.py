@@ -1,4 +1,4 @@
-"""Sizes that forward code passes to views, made those of a rank while it runs.
+"""Rewrites the sizes that forward code passes to views, such as ``view(b, 12, 64)``, to those of a rank.
 
 Where code takes sizes from a replicated input, ``B, T, C = x.shape``, or writes them as numbers, no integer of a module
 can be set. The calls of a module that have sizes as arguments are then planned one by one, in their order: which of the
@@ -120,7 +120,7 @@ class Observer(TorchFunctionMode):
     def matching(
         self, module: str, name: str, args: tuple[Any, ...], sizes: SizeArguments
     ) -> Sequence[tuple[int, ...]] | None:
-        """The wanted results of a call: those of the next one in the module that it can be; branches skip some."""
+        """Returns the wanted results of a call: of the next wanted call of the module that fits; branches skip some."""
         wanted = self.wanted.get(module, ())
         for i in range(self.next.get(module, 0), len(wanted)):
             other, shapes = wanted[i]
@@ -146,7 +146,7 @@ class Observer(TorchFunctionMode):
 
 
 def _gives(func: Any, args: Any, kwargs: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """True if a call as it is has results of these shapes."""
+    """Returns whether a call without changes has results of these shapes."""
     with torch._C.DisableTorchFunction():
         try:
             result = func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Tensors with a sharded dim that are made of no sharded parameter: which are sliced, and where."""
+"""Constants: tensors with a sharded dim that no sharded parameter makes. Finds where each is sliced."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class Constants:
         local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
 
     def varying(self, tensor: Tensor, local: set[int]) -> str:
-        """The operator that made a tensor, or what it is made of, with numbers that vary along its dims: those of a
-        shorter one are not its slice; "": all are the same, or come from shards."""
+        """Returns the operator that fills a tensor with numbers that vary along its dims, such as ``arange``: a shorter
+        one is not its slice. "": all its numbers are equal, or come from shards."""
         left, seen = [tensor], set[int]()
         while left:
             source = left.pop()

@@ -1,5 +1,5 @@
-"""The search for what may be sharded on its tokens: one attempt after the other, each without what the last
-one found to have no boundary at which to slice or to gather."""
+"""Searches for the tensors that may be sharded on their tokens. Each attempt bans what had no boundary at which to
+slice or to gather, and the next one does without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_GATHER = ", and no boundary at which to gather them lies before it"
 def find_tokens(
     record: Record, finder: Finder, roles: Mapping[str, str], p: int, bans: Bans, alternative: int = 0
 ) -> TokenFlow:
-    """Finds what may be sharded on its tokens; what may not is added to ``bans``, with the reason.
+    """Finds the tensors that may be sharded on their tokens; the others are added to ``bans``, with the reason.
 
     Args:
         finder: the communication without, which has been found.
@@ -107,7 +107,7 @@ class _Search:
         return ranges
 
     def choice(self, tensor: Tensor) -> tuple[int, Atom] | None:
-        """The dim of the tokens, and its atom: of several that which the most operators mix."""
+        """Returns the dim of the tokens and its atom: of several candidates, the one that most operators mix."""
         candidates = [
             (dim, label[0])
             for dim, label in enumerate(map(atoms, self.record.dims_of(tensor)))
@@ -163,8 +163,8 @@ class _Search:
         return dims[0] if len(dims) == 1 else None
 
     def needs_all(self, step: Step, shards: Mapping[int, Range]) -> tuple[str, list[tuple[Tensor, int]]]:
-        """Why an operator cannot work on shards of tokens; or "", and the tensors that must be sliced for it, with the
-        dims."""
+        """Returns why an operator cannot work on shards of tokens; or "", and the tensors to be sliced for it, with
+        their dims."""
         # Two atoms are the tokens of two inputs of the model, whose lengths need not agree
         atom, *others = {r.atom for r in shards.values()}
         where, finder = str(step.reason), self.finder
@@ -303,7 +303,7 @@ class _Search:
         return same and latest(self.events, draw.place) is r.atom
 
     def returned_whole(self, r: Range, whole: list[int], is_output: bool) -> ModuleCall | None:
-        """The call that made a tensor all of whose uses are whole ones after it."""
+        """Returns the call that made a tensor, if all uses come after it and none is on shards."""
         returned = (
             c
             for c, _ in reversed(self.finder.returned_by.get(id(r.tensor), ()))

@@ -1,4 +1,4 @@
-"""Sequence parallelism: which tensors between sharded work are sharded on their tokens, and where that begins and ends.
+"""Sequence parallelism: the tensors between sharded work that are sharded on their tokens, and their boundaries.
 
 The sum of a row-parallel layer becomes a reduce-scatter over a dim of tokens. What follows works on shards as long as
 each operator treats the tokens one by one: it neither pins nor contracts their atom, and its result has it. Where an
@@ -283,8 +283,8 @@ def ban_problems(problems: Sequence[Problem], tokens: TokenFlow, bans: Bans) -> 
 def ban_mismatch(
     record: Record, tokens: TokenFlow, module: str, index: int, text: str, kinds: Mapping[str, str], bans: Bans
 ) -> None:
-    """Bans what a call from Python shows to be wrong: the operator that made its result, with a length of its own; else
-    what is sharded in the module before that call, since its code has read a length of it.
+    """Bans the operator that made the wrong result of a call from Python; if there is none, the tensors sharded in its
+    module before that call, a length of which its code has read.
 
     Args:
         index: of the call. text: what is wrong. kinds: class of each module; equal modules are treated alike.
