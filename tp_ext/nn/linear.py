@@ -25,6 +25,7 @@ from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
 
 
+# [Note: each layer spells its options out]
 class ColumnParallelLinear(ParallelLinear):
     """Linear layer y_local = x W_local^T + b_local with sharded output features.
 
