@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import tp_ext
-from tp_ext import P
+from tp_ext import P, lax
 
 ALL = ("x", "y")  # both axes as one: every rank of the mesh
 BLOCKS = P("x", "y")  # of a matrix: rows cut over x, columns over y
@@ -58,7 +58,7 @@ def matmul_by_contraction(mesh: DeviceMesh) -> Program:
 
     @tp_ext.spmd(mesh, in_specs=(P(None, ALL), P(ALL)), out_specs=P())
     def program(a: Tensor, b: Tensor) -> Tensor:
-        return tp_ext.psum(a @ b, ALL)
+        return lax.psum(a @ b, ALL)
 
     return program
 
@@ -69,7 +69,7 @@ def columns_then_rows(mesh: DeviceMesh) -> Program:
 
     @tp_ext.spmd(mesh, in_specs=(P(), P(None, ALL), P(ALL)), out_specs=P())
     def program(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return tp_ext.psum((x @ w1).relu() @ w2, ALL)
+        return lax.psum((x @ w1).relu() @ w2, ALL)
 
     return program
 
@@ -82,7 +82,7 @@ def dot_by_psum(mesh: DeviceMesh) -> Program:
 
     @tp_ext.spmd(mesh, in_specs=P("x"), out_specs=P())
     def program(a: Tensor, b: Tensor) -> Tensor:
-        return tp_ext.psum((a * b).sum(), "x")
+        return lax.psum((a * b).sum(), "x")
 
     return program
 
@@ -107,7 +107,7 @@ def network_on_two_axes(mesh: DeviceMesh, spec: P = BLOCKS) -> Program:
     of blocks and a column of blocks; its result is cut as its input, so layers follow one another."""
 
     def matmul(a: Tensor, b: Tensor) -> Tensor:  # [rows / x, k / y] by [k / x, columns / y]
-        return tp_ext.all_gather(a, "y", dim=1) @ tp_ext.all_gather(b, "x", dim=0)
+        return lax.all_gather(a, "y", dim=1) @ lax.all_gather(b, "x", dim=0)
 
     @tp_ext.spmd(mesh, in_specs=spec, out_specs=spec)
     def program(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def data_parallel_loss(mesh: DeviceMesh) -> Program:
 
     @tp_ext.spmd(mesh, in_specs=(P(), P(ALL)), out_specs=P())
     def program(w: Tensor, batch: Tensor) -> Tensor:
-        return tp_ext.pmean((batch @ w).square().mean(), ALL)
+        return lax.pmean((batch @ w).square().mean(), ALL)
 
     return program
 
@@ -134,7 +134,7 @@ def two_towers(mesh: DeviceMesh) -> Program:
     @tp_ext.spmd(mesh, in_specs=(P("x"), P("y"), P("y"), P("y")), out_specs=P("x", "y"))
     def program(images: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         y = F.conv2d(F.conv2d(images, w1).relu(), w2).relu()
-        return F.conv2d(tp_ext.all_gather(y, "y", dim=1), w3)
+        return F.conv2d(lax.all_gather(y, "y", dim=1), w3)
 
     return program
 
@@ -145,15 +145,15 @@ def pipeline(mesh: DeviceMesh) -> Program:
 
     @tp_ext.spmd(mesh, in_specs=(P(), P("x")), out_specs=P())
     def program(microbatches: Tensor, w: Tensor) -> Tensor:
-        stage, stages = tp_ext.axis_index("x"), tp_ext.axis_size("x")
+        stage, stages = lax.axis_index("x"), lax.axis_size("x")
         received, results = torch.zeros_like(microbatches[0]), []
         for tick in range(len(microbatches) + stages - 1):
             first = microbatches[min(tick, len(microbatches) - 1)]
             y = (torch.where(stage == 0, first, received) @ w[0]).tanh()
             results.append(y)
-            received = tp_ext.ppermute(y, "x", [(i, i + 1) for i in range(stages - 1)])
+            received = lax.ppermute(y, "x", [(i, i + 1) for i in range(stages - 1)])
         last = torch.where(stage == stages - 1, torch.stack(results[stages - 1 :]), 0.0)
-        return tp_ext.psum(last, "x")
+        return lax.psum(last, "x")
 
     return program
 

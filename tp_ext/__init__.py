@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tp_ext import auto as auto
 from tp_ext import debug as debug
+from tp_ext import lax as lax
 from tp_ext import optim as optim
 from tp_ext import outside as outside
 from tp_ext import shm as shm
@@ -21,12 +22,11 @@ from tp_ext.checkpoint.safetensors import load_safetensors, save_safetensors
 from tp_ext.checkpoint.sharded import sharded_state_dict
 from tp_ext.checkpoint.sharded_load import load_sharded_state_dict
 from tp_ext.context_layout import ContextLayout
-from tp_ext.mesh import init_mesh
-from tp_ext.mesh_program.axis_random import axis_random
-from tp_ext.mesh_program.collectives import (
+from tp_ext.lax import (  # under their old names
     all_gather,
     all_to_all,
     axis_index,
+    axis_random,
     axis_size,
     pmax,
     pmean,
@@ -36,6 +36,7 @@ from tp_ext.mesh_program.collectives import (
     psum_scatter,
     pvary,
 )
+from tp_ext.mesh import init_mesh
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.mesh_program.spmd import spmd
 from tp_ext.model.coalesce import coalesce_gradients, uncoalesce_gradients
@@ -45,9 +46,8 @@ from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules, reset_parameters
 from tp_ext.model.tied import declare_tied
 from tp_ext.nn.attention.attention import ParallelAttention
-from tp_ext.nn.attention.kv_cache import KVCache
+from tp_ext.nn.attention.kv_cache import KVCache, LatentKVCache
 from tp_ext.nn.attention.latent_attention import ParallelLatentAttention
-from tp_ext.nn.attention.latent_kv_cache import LatentKVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.dropout import Dropout, dropout
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
@@ -128,6 +128,7 @@ __all__ = [
     "gather_from_region",
     "grad_norm",
     "init_mesh",
+    "lax",
     "layouts",
     "linear_cross_entropy",
     "load_checkpoint",

@@ -56,10 +56,10 @@ def call_and_gather(process_group: ProcessGroup | None, act: Callable[[], T]) ->
     Communicates: one all-gather of objects.
     """
     failure, outcome = _attempt(act)
-    found = all_gather_objects(outcome, process_group)
-    if errors := [error for error, _ in found if error is not None]:
+    outcomes = all_gather_objects(outcome, process_group)
+    if errors := [error for error, _ in outcomes if error is not None]:
         raise _error_to_raise(errors) from failure
-    return [result for _, result in found]  # type: ignore[misc]
+    return [result for _, result in outcomes]  # type: ignore[misc]
 
 
 def call_on_all_ranks(process_group: ProcessGroup | None, act: Callable[[], T]) -> T:
@@ -81,14 +81,14 @@ def call_and_combine(
     """
     failure, outcome = _attempt(act)
     answers: list[tuple[Exception | None, Any]] = []
-    found = _gather_objects(outcome, process_group)
-    if found is not None:
+    outcomes = _gather_objects(outcome, process_group)
+    if outcomes is not None:
         try:
-            if errors := [one for one, _ in found if one is not None]:
+            if errors := [error for error, _ in outcomes if error is not None]:
                 raise _error_to_raise(errors) from failure
-            answers = [(None, answer) for answer in combine([result for _, result in found])]  # type: ignore[misc]
-        except Exception as own:
-            failure, answers = failure or own, [(as_builtin_error(own), None)] * len(found)
+            answers = [(None, answer) for answer in combine([result for _, result in outcomes])]  # type: ignore[misc]
+        except Exception as raised_here:
+            failure, answers = failure or raised_here, [(as_builtin_error(raised_here), None)] * len(outcomes)
     raised, answer = _scatter_objects(answers, process_group)
     if raised is not None:
         raise raised from failure
@@ -108,9 +108,9 @@ def _scatter_objects(values: list[T], process_group: ProcessGroup | None) -> T:
     """Returns on each rank its entry of the first rank's list."""
     if _is_single_process(process_group):
         return values[0]
-    own: list[Any] = [None]
-    dist.scatter_object_list(own, values if _is_first(process_group) else None, group=process_group, group_src=0)
-    return cast(T, own[0])
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, values if _is_first(process_group) else None, group=process_group, group_src=0)
+    return cast(T, received[0])
 
 
 def _is_single_process(process_group: ProcessGroup | None) -> bool:

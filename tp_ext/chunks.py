@@ -150,8 +150,8 @@ def _placed_intervals(size: int, dim: int, ndim: int, splits: list[_Split]) -> I
     numbers = torch.arange(size).view([-1 if d == dim else 1 for d in range(ndim)])
     for placement, count, index in splits:
         numbers = placement._split_tensor(numbers, count, with_padding=False, contiguous=False)[0][index]
-    held = numbers.flatten()
-    starts = [0, *(torch.nonzero(held.diff() != 1).flatten() + 1).tolist()]
-    for start, stop in zip(starts, [*starts[1:], len(held)], strict=True):
+    full_numbers = numbers.flatten()
+    starts = [0, *(torch.nonzero(full_numbers.diff() != 1).flatten() + 1).tolist()]
+    for start, stop in zip(starts, [*starts[1:], len(full_numbers)], strict=True):
         if stop > start:
-            yield Interval(start, int(held[start]), stop - start, True)
+            yield Interval(start, int(full_numbers[start]), stop - start, True)

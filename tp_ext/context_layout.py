@@ -60,10 +60,10 @@ class ContextLayout:
         self.tokens = sum(self.lengths)
         self.balance = balance
         unique = self.lengths if batch is None else self.lengths[:1] or (seq or 0,)
-        self.chunks, held = _cut(unique, p, self.balance)
+        self.chunks, rank_lengths = _cut(unique, p, self.balance)
         copies = 1 if batch is None else batch
-        self.sizes = tuple(copies * n for n in held)
-        self.sequence_sizes = tuple(held)
+        self.sizes = tuple(copies * n for n in rank_lengths)
+        self.sequence_sizes = tuple(rank_lengths)
         owners = _owners(p, self.balance)
         self.chunks_per_sequence = len(owners)
         mine = [c for c, owner in enumerate(owners) if owner == rank]
@@ -131,7 +131,7 @@ class ContextLayout:
         if self.batch is None or sequence:
             return torch.cat(self._held).to(device), self.sequence_sizes
         starts = torch.arange(self.batch)[:, None] * sum(self.chunks[0])
-        return torch.cat([(starts + own).flatten() for own in self._held]).to(device), self.sizes
+        return torch.cat([(starts + positions).flatten() for positions in self._held]).to(device), self.sizes
 
     def _places(self, chunks: list[int], within: bool) -> Tensor:
         """Returns the places of the tokens of these chunks of each sequence: in their sequence, or among all tokens."""
@@ -185,18 +185,18 @@ def _owners(p: int, balance: bool) -> list[int]:
 def _cut(lengths: Sequence[int], p: int, balance: bool) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
     """Returns the lengths of the chunks of each sequence, and the tokens of each rank."""
     owners = _owners(p, balance)
-    held, cut = [0] * p, []
+    rank_lengths, cut = [0] * p, []
     for length in lengths:
         each, rest = divmod(length, len(owners))
         chunks = [each] * len(owners)
-        by_load = sorted(range(p), key=held.__getitem__)
+        by_load = sorted(range(p), key=rank_lengths.__getitem__)
         for i in range(rest):  # a second one only after each rank has got one
             rank = by_load[i % p]
             chunks[rank if i < p else len(owners) - 1 - rank] += 1
         for chunk, owner in zip(chunks, owners, strict=True):
-            held[owner] += chunk
+            rank_lengths[owner] += chunk
         cut.append(tuple(chunks))
-    return tuple(cut), held
+    return tuple(cut), rank_lengths
 
 
 def inverse_order(order: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ def init_mesh(
     remaining = [name for name, size in sizes.items() if size == -1]
     if len(remaining) > 1:
         raise ValueError(f"{', '.join(remaining)}: only one of them may be -1, for the remaining ranks")
+    # Also without a -1: torch accepts a mesh of some of the ranks, and those left out would run on alone
     if ranks % known or (not remaining and ranks != known):
         shown = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         raise ValueError(f"{', '.join(sizes)}: {shown} must multiply to the {ranks} ranks of the job")
@@ -121,5 +122,5 @@ def data_axes(mean_over: Group | list[Group]) -> list[ParallelGroup]:
     if isinstance(mean_over, DeviceMesh) and mean_over.ndim > 1:
         axes = list(mesh_axes(NOT_GIVEN, mean_over).data)
     else:
-        axes = [parallel_group(one) for one in (mean_over if isinstance(mean_over, list) else [mean_over])]
+        axes = [parallel_group(axis) for axis in (mean_over if isinstance(mean_over, list) else [mean_over])]
     return [axis for axis in axes if axis.size > 1]

@@ -61,6 +61,8 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         if coordinate is None:
             raise ValueError("mesh: this rank must be a member of the mesh")
         position, positions = 0, 1
+        # position: among all ranks but those of tp, for torch's generators; replica: among the data ranks, for masks by
+        # name
         for name, length, index in zip(names, mesh.shape, coordinate, strict=True):
             if name != tp_axis:
                 position, positions = position * length + index, positions * length
@@ -72,12 +74,12 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
                 context_size = length
         # Far apart, so that no position has the seed + 1 of another; nor the seed itself, by which a later
         # torch.manual_seed(seed) is known
-        own = (seed + (position + 1) * 0x9E3779B97F4A7C15) % (1 << 63) if positions > 1 else seed % (1 << 63)
+        seed_here = (seed + (position + 1) * 0x9E3779B97F4A7C15) % (1 << 63) if positions > 1 else seed % (1 << 63)
     else:
-        own, positions = seed % (1 << 63), 1
-    torch.manual_seed(own)
+        seed_here, positions = seed % (1 << 63), 1
+    torch.manual_seed(seed_here)
     base.seed, base.position, base.pipeline, base.context_size = seed, replica, pipeline, context_size
-    _WeightDraws.seeds = None if positions == 1 else (own, seed % (1 << 63))
+    _WeightDraws.seeds = None if positions == 1 else (seed_here, seed % (1 << 63))
     _WeightDraws.states.clear()
 
 
@@ -253,8 +255,8 @@ def initialise_(
         sharding = Layout((sharding, ParallelGroup("", p, rank)))
     draws = _WeightDraws(local.device) if seed is None else OwnRandomNumbers(0, local.device, seed)
     with draws:
-        given = None if seed is None else torch.full((), seed, dtype=torch.int64, device=local.device)
-        _draw_weights(local, init, sharding or Layout(), full_shape, given)
+        seed_tensor = None if seed is None else torch.full((), seed, dtype=torch.int64, device=local.device)
+        _draw_weights(local, init, sharding or Layout(), full_shape, seed_tensor)
 
 
 def _draw_weights(

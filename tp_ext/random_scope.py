@@ -79,8 +79,8 @@ class MaskScope:
         self._mask = (*self.step,) if batch_offset is not None else (*self.step, base.position, microbatch)
         self._context_size = base.context_size
         cut = None if layout is None else (layout.lengths, layout.batch, layout.group.size, layout.balance)
-        own = base.position, base.pipeline, base.stage, base.context_size
-        place = (*self.step, *own, microbatch, batch_offset, seq, token_offset, cut)
+        base_fields = base.position, base.pipeline, base.stage, base.context_size
+        place = (*self.step, *base_fields, microbatch, batch_offset, seq, token_offset, cut)
         self.generator_seed = _MARK | number_of("generator", place) & ((1 << 47) - 1)
         self._calls: Calls = {}  # since the scope was entered last
         self._before: Calls = {}  # before that; looked up in backward alone
@@ -158,12 +158,12 @@ class MaskScope:
             raise ValueError(f"layout: its {layout.sizes[rank]} tokens on rank {rank} of {p} must be the {full} of x")
         if device not in self._rows:
             order, sizes = layout.order(False, torch.device("cpu"))
-            own = order[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+            own_rows = order[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
             first = 0
             if self.batch_offset is not None:
                 seq = layout.lengths[0] if layout.batch else 0
                 first = self.batch_offset * seq if self.token_offset is None else self.token_offset
-            self._rows[device] = (own + first).to(device)
+            self._rows[device] = (own_rows + first).to(device)
         return self._rows[device]
 
 
@@ -296,6 +296,8 @@ def at(
             or does not fit the activations. TypeError: an argument of another type. RuntimeError: no
             ``tp_ext.manual_seed``; where a mask is drawn, a CUDA graph is captured, or the step is too old.
     """
+    # With batch_offset masks are those of the global batch, in which seq and token_offset count; without it they would
+    # have no meaning
     numbers = {"step": step, "microbatch": microbatch, "batch_offset": batch_offset}
     for name, value in (numbers | {"seq": seq, "token_offset": token_offset}).items():
         if value is None and name not in ("step", "microbatch"):

@@ -196,11 +196,11 @@ class Sharding:
                     f"locals: shape {shape} on rank {rank} must have {self.local_size(rank, p)} elements in dim "
                     f"{self.dim}, for {self} and p = {p}"
                 )
-        held = [list(self.local_parts(rank, p)) for rank in range(p)]
+        parts_of_ranks = [list(self.local_parts(rank, p)) for rank in range(p)]
         shares = [
             local.narrow(self.dim, parts[index].local_start, parts[index].length)
             for index in range(len(self.parts))
-            for local, parts in zip(locals_, held, strict=True)
+            for local, parts in zip(locals_, parts_of_ranks, strict=True)
             if parts[index].owned
         ]
         return torch.cat(shares, self.dim)
@@ -223,12 +223,12 @@ class Sharding:
         """Returns the local rows of parts with ``copies`` > 1, for summing gradients over the copies; None if none."""
         rows = CopiedRows([], [], [], sum(part.size + part.padding for part in self.parts if part.copies > 1))
         full_start = 0
-        for one in self.local_parts(rank, p):
-            if one.part.copies > 1:
-                rows.local_starts.append(one.local_start)
-                rows.lengths.append(one.length + one.padding)
-                rows.full_starts.append(full_start + one.part.span(rank, p)[0])
-                full_start += one.part.size + one.part.padding
+        for shard in self.local_parts(rank, p):
+            if shard.part.copies > 1:
+                rows.local_starts.append(shard.local_start)
+                rows.lengths.append(shard.length + shard.padding)
+                rows.full_starts.append(full_start + shard.part.span(rank, p)[0])
+                full_start += shard.part.size + shard.part.padding
         return rows if rows.lengths else None
 
     def _check_rank(self, rank: int, p: int) -> None:
@@ -263,16 +263,16 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
     """
 
     def __new__(cls, *entries: tuple[Sharding, Group | ParallelGroup]) -> "Layout":
-        made: list[tuple[Sharding, ParallelGroup]] = []
+        checked_entries: list[tuple[Sharding, ParallelGroup]] = []
         left: dict[int, int] = {}
         for entry in entries:
             if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], Sharding):
                 raise TypeError(f"entries: {entry!r} must be a pair of a Sharding and a group")
-            sharding, given = entry
-            group = given if isinstance(given, ParallelGroup) else parallel_group(given)
-            if group.size > 1 and any(group.name == other.name for _, other in made):
+            sharding, group_like = entry
+            group = group_like if isinstance(group_like, ParallelGroup) else parallel_group(group_like)
+            if group.size > 1 and any(group.name == other.name for _, other in checked_entries):
                 raise ValueError(f"entries: {sharding} must have another group than the entries before it")
-            if any((sharding.dim < 0) != (other.dim < 0) for other, _ in made):
+            if any((sharding.dim < 0) != (other.dim < 0) for other, _ in checked_entries):
                 raise ValueError(f"entries: dim {sharding.dim} must count from the same end as that of the first entry")
             length = left.get(sharding.dim, sharding.size)
             if sharding.size != length:
@@ -281,8 +281,8 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
                     "before it leave on this rank"
                 )
             left[sharding.dim] = sharding.local_size(group.rank, group.size)
-            made.append((sharding, group))
-        return super().__new__(cls, made)
+            checked_entries.append((sharding, group))
+        return super().__new__(cls, checked_entries)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return tuple(self)
@@ -306,7 +306,7 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
         """
         if len(ranks) != len(self):
             raise ValueError(f"ranks: {ranks} must be one rank for each of the {len(self)} entries")
-        made: list[tuple[Sharding, ParallelGroup]] = []
+        entries_of_ranks: list[tuple[Sharding, ParallelGroup]] = []
         left: dict[int, int] = {}
         for (sharding, group), rank in zip(self, ranks, strict=True):
             length = left.get(sharding.dim, sharding.size)
@@ -315,8 +315,8 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
                     raise ValueError(f"ranks: {ranks} have {length} elements in dim {sharding.dim}, unlike {sharding}")
                 sharding = Sharding(sharding.dim, [replace(sharding.parts[0], size=length)])
             left[sharding.dim] = sharding.local_size(rank, group.size)
-            made.append((sharding, group.member(rank)))
-        return tuple.__new__(Layout, made)
+            entries_of_ranks.append((sharding, group.member(rank)))
+        return tuple.__new__(Layout, entries_of_ranks)
 
     def local_shape(self, full_shape: Sequence[int]) -> torch.Size:
         """Returns the shape of this rank's tensor.
@@ -394,8 +394,8 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
                 )
         sharded: dict[int, list[Interval]] = {}
         for sharding, group in self:
-            dim, own = sharding.dim % len(shape), sharding.intervals(group.rank, group.size)
-            sharded[dim] = list(compose(own, sharded[dim])) if dim in sharded else own
+            dim, intervals = sharding.dim % len(shape), sharding.intervals(group.rank, group.size)
+            sharded[dim] = list(compose(intervals, sharded[dim])) if dim in sharded else intervals
         return self.full_shape(shape), chunks_of(tensor, sharded)
 
     def owned(self, local: Tensor) -> list[Tensor]:

@@ -96,8 +96,8 @@ def enable(
     options = (one_shot_bytes, max_bytes, bool(fused_matmul))
     reports = all_gather_objects(_report(tp, options), process_group(tp.name))
     if len({report.options for report in reports}) > 1:
-        given = ", ".join(str(report.options) for report in reports)
-        raise ValueError(f"one_shot_bytes, max_bytes, fused_matmul: {given} must be the same on all ranks")
+        listed = ", ".join(str(report.options) for report in reports)
+        raise ValueError(f"one_shot_bytes, max_bytes, fused_matmul: {listed} must be the same on all ranks")
     why_not = _first_reason([report.why_not for report in reports]) or _why_not_connected(reports)
     if why_not is None:
         number = next(_numbers)

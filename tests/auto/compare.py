@@ -27,8 +27,8 @@ from tests.auto.architectures import MORE, build
 from tests.helpers import simulated
 from tests.helpers.ranks import RankError, run
 from tp_ext import auto
-from tp_ext.auto.check_applied import loss_of
-from tp_ext.auto.proof.one_rank import for_one_rank
+from tp_ext.auto.check_applied import loss_or_squares
+from tp_ext.auto.proof.proven_plan import for_one_rank
 from tp_ext.group import parallel_group
 
 BOUND = 1e-9
@@ -116,11 +116,11 @@ def compare_model(
         for optimizer in optimizers:
             optimizer.zero_grad()
         tp_ext.manual_seed(step)
-        wanted = loss_of(reference(**inputs))
+        wanted = loss_or_squares(reference(**inputs))
         wanted.backward()
         tp_ext.manual_seed(step)
         with tp_ext.debug.count_collectives() as forward:
-            found = loss_of(model(**inputs))
+            found = loss_or_squares(model(**inputs))
         with tp_ext.debug.count_collectives() as backward:
             found.backward()
         _worse(result, abs(wanted.item() - found.item()), "the loss")
@@ -184,7 +184,7 @@ def builds(group: Any, name: str) -> bool:
             if sum(p.numel() for p in build(name)[0].parameters()) > 20_000_000:
                 return False
         model, inputs = build(name)
-        loss_of(model(**inputs))
+        loss_or_squares(model(**inputs))
     except Exception:
         return False
     return True

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import tp_ext
 from tests.helpers.simulated import run
 from tp_ext import auto
-from tp_ext.auto.modules.norms import fused_norm
+from tp_ext.auto.modules.leaves import fused_norm
 
 
 class Norm(nn.Module):

@@ -19,7 +19,7 @@ from tests.helpers.ranks import run_raises
 from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto.proof.copies import copied
-from tp_ext.auto.proof.one_rank import for_one_rank
+from tp_ext.auto.proof.proven_plan import for_one_rank
 from tp_ext.group import parallel_group
 
 close = {"rtol": 1e-11, "atol": 1e-12}

@@ -380,7 +380,7 @@ def _adapters(group: Any, name: str, targets: list[str]) -> None:
     for length in (5, 1) if name == "own" else (5,):  # one token stays whole; transformers' loss is of the next one
         given = inputs if length == 5 else _inputs(length)
         with tp_ext.debug.count_collectives() as counts:
-            losses = [auto.check_applied.loss_of(model(**given)) for model in (dense, sharded)]
+            losses = [auto.check_applied.loss_or_squares(model(**given)) for model in (dense, sharded)]
         assert ("reduce_scatter" in counts.by_kind()) == (length > 1)
         torch.testing.assert_close(*losses, **close)
         for loss in losses:
@@ -388,7 +388,9 @@ def _adapters(group: Any, name: str, targets: list[str]) -> None:
     _same_gradients(dense, sharded)
     tp_ext.merge_lora(sharded)
     torch.testing.assert_close(
-        auto.check_applied.loss_of(sharded(**inputs)), auto.check_applied.loss_of(dense(**inputs)), **close
+        auto.check_applied.loss_or_squares(sharded(**inputs)),
+        auto.check_applied.loss_or_squares(dense(**inputs)),
+        **close,
     )
 
 

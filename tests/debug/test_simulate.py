@@ -161,7 +161,7 @@ def test_a_program_on_a_mesh():
     def program(rank, mesh):
         @tp_ext.spmd(mesh, in_specs=(tp_ext.P("x", "y"), tp_ext.P("y", None)), out_specs=tp_ext.P("x", None))
         def matmul(a, b):
-            return tp_ext.psum(a @ b, "y")
+            return tp_ext.lax.psum(a @ b, "y")
 
         leaves = a.clone().requires_grad_(), b.clone().requires_grad_()
         c = matmul(*leaves)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tp_ext
+from tp_ext import lax
 
 # Operators of Python: of two tensors, a tensor and a number, a number and a tensor; integers where torch wants them
 _NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq", "ne", "lt", "le", "gt", "ge")
@@ -52,7 +53,7 @@ WRITES = {
     "foreach": lambda u, a: torch._foreach_add_([u], [a]),
     "foreach copy": lambda u, a: torch._foreach_copy_([u], [a]),
     "view": lambda u, a: u.view(-1).copy_(a.reshape(-1)),
-    "pvary keeps u": lambda u, a: tp_ext.pvary(u, "x").copy_(a),
+    "pvary keeps u": lambda u, a: lax.pvary(u, "x").copy_(a),
     "expand_as keeps u": lambda u, a: u.expand_as(a).copy_(a),
     "view_as keeps u": lambda u, a: u.view_as(a).copy_(a),
     "reshape_as keeps u": lambda u, a: u.reshape_as(a).copy_(a),
@@ -99,13 +100,13 @@ class Uneven(NamedTuple):
 
 _ALL, _ROWS = tp_ext.P(), tp_ext.P("x")
 UNEVEN = {
-    "psum_scatter": Uneven(lambda a: tp_ext.psum_scatter(a[:5], "x"), _ALL, lambda x, p: p * x[:5]),
+    "psum_scatter": Uneven(lambda a: lax.psum_scatter(a[:5], "x"), _ALL, lambda x, p: p * x[:5]),
     "psum_scatter sizes": Uneven(
-        lambda a: tp_ext.psum_scatter(a, "x", sizes=[1, *[0] * (tp_ext.axis_size("x") - 2), 9]),
+        lambda a: lax.psum_scatter(a, "x", sizes=[1, *[0] * (lax.axis_size("x") - 2), 9]),
         _ALL,
         lambda x, p: p * x,
     ),
-    "all_to_all": Uneven(lambda a: tp_ext.all_to_all(a[:5], "x", 0, 1)[:, :2], _ALL, lambda x, p: x[:5]),
+    "all_to_all": Uneven(lambda a: lax.all_to_all(a[:5], "x", 0, 1)[:, :2], _ALL, lambda x, p: x[:5]),
     "mask": Uneven(lambda a: a[a[:, 0] > 4], _ROWS, lambda x, p: x[x[:, 0] > 4]),
     "argument": Uneven(lambda a: a[:7], _ROWS, lambda x, p: torch.cat([s[:7] for s in x.tensor_split(p)])),
     "none on a rank": Uneven(lambda a: a[a[:, 0] > 17], _ROWS, lambda x, p: x[x[:, 0] > 17]),

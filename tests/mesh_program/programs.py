@@ -10,6 +10,7 @@ import random
 import torch
 
 import tp_ext
+from tp_ext import lax
 
 N = 12  # divisible by the products of the sizes of meshes that are tried
 ARGUMENTS = 3
@@ -95,16 +96,16 @@ CALLS = {  # of a step: the stack, x, the axis, the argument
     "matmul": lambda stack, x, axis, argument: x @ stack[argument] / N,
     "tanh": lambda stack, x, axis, argument: x.tanh(),
     "transpose": lambda stack, x, axis, argument: x.T,
-    "psum": lambda stack, x, axis, argument: tp_ext.psum(x, axis),
-    "pmean": lambda stack, x, axis, argument: tp_ext.pmean(x, axis),
-    "pmax": lambda stack, x, axis, argument: tp_ext.pmax(x, axis),
-    "psum_scatter": lambda stack, x, axis, argument: tp_ext.psum_scatter(x, axis, argument),
-    "all_gather": lambda stack, x, axis, argument: tp_ext.all_gather(x, axis, argument),
-    "gather_invariant": lambda stack, x, axis, argument: tp_ext.all_gather(x, axis, argument, invariant=True),
-    "all_to_all": lambda stack, x, axis, argument: tp_ext.all_to_all(x, axis, argument, 1 - argument),
-    "ppermute": lambda stack, x, axis, argument: tp_ext.ppermute(x, axis, argument),
-    "index": lambda stack, x, axis, argument: x * (tp_ext.axis_index(axis) + 1),
-    "pvary": lambda stack, x, axis, argument: tp_ext.pvary(x, axis),
+    "psum": lambda stack, x, axis, argument: lax.psum(x, axis),
+    "pmean": lambda stack, x, axis, argument: lax.pmean(x, axis),
+    "pmax": lambda stack, x, axis, argument: lax.pmax(x, axis),
+    "psum_scatter": lambda stack, x, axis, argument: lax.psum_scatter(x, axis, argument),
+    "all_gather": lambda stack, x, axis, argument: lax.all_gather(x, axis, argument),
+    "gather_invariant": lambda stack, x, axis, argument: lax.all_gather(x, axis, argument, invariant=True),
+    "all_to_all": lambda stack, x, axis, argument: lax.all_to_all(x, axis, argument, 1 - argument),
+    "ppermute": lambda stack, x, axis, argument: lax.ppermute(x, axis, argument),
+    "index": lambda stack, x, axis, argument: x * (lax.axis_index(axis) + 1),
+    "pvary": lambda stack, x, axis, argument: lax.pvary(x, axis),
 }
 
 

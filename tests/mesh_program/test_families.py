@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 import tp_ext
 from tests.helpers import ranks, simulated
 from tests.mesh_program.cases import CREATED_WITH_OUT, IN_PLACE, OPERATORS, READS, UNEVEN, WRITES
-from tp_ext import P
+from tp_ext import P, lax
 from tp_ext.mesh_program.varying import VaryingValueError, axes_of
 
 X = P("x")
@@ -170,7 +170,7 @@ def _do_not_fit(group):
         with pytest.raises(ValueError, match=message):
             _over(mesh, function)(x)
     with pytest.raises(Exception, match=r"shards must have equal lengths under torch\.compile"):
-        torch.compile(_over(mesh, lambda a: tp_ext.psum_scatter(a, "x"), P()), fullgraph=True, backend="eager")(
+        torch.compile(_over(mesh, lambda a: lax.psum_scatter(a, "x"), P()), fullgraph=True, backend="eager")(
             torch.ones(5)
         )
     dist.barrier()
@@ -208,7 +208,7 @@ def _permutations(group, x, y):
     value = torch.randn(p * 2, 3, dtype=torch.float64, requires_grad=True)
     for axes, (name, perm) in itertools.product((("x", "y"), ("y", "x")), PERMUTATIONS.items()):
         perm = [pair for pair in perm if max(pair) < p]
-        found = _over(mesh, lambda a, axes=axes, perm=perm: tp_ext.ppermute(a, axes, perm), P(axes), P(axes))(value)
+        found = _over(mesh, lambda a, axes=axes, perm=perm: lax.ppermute(a, axes, perm), P(axes), P(axes))(value)
         source = {to: a for a, to in perm}
         blocks = [2 * source[k] + torch.arange(2) if k in source else None for k in range(p)]
         want = torch.cat([torch.zeros(2, 3).double() if b is None else value[b] for b in blocks])
@@ -233,7 +233,7 @@ def _exchanges(group, x, y):
         if other == -1:
             specs = P()
         result = P(*[axes if dim == one else None for dim in range(3)])
-        found = _over(mesh, lambda a, d=(axes, one, other): tp_ext.all_to_all(a, *d), specs, result)(value)
+        found = _over(mesh, lambda a, d=(axes, one, other): lax.all_to_all(a, *d), specs, result)(value)
         # slice k of every rank, in the order of the ranks: the full tensor, or p copies of it
         want = torch.cat([value] * p, -1) if other == -1 else value
         torch.testing.assert_close(found, want, **CLOSE)
@@ -241,7 +241,7 @@ def _exchanges(group, x, y):
         torch.testing.assert_close(*grads, **CLOSE)
     if p > 1:
         with pytest.raises(ValueError, match=r"all_to_all: the \d ranks of axes .* must divide dim 0"):
-            _over(mesh, lambda a: tp_ext.all_to_all(a[:1], ("x", "y"), 0, 1), P(), P(("x", "y")))(value)
+            _over(mesh, lambda a: lax.all_to_all(a[:1], ("x", "y"), 0, 1), P(), P(("x", "y")))(value)
 
 
 @pytest.mark.parametrize(("x", "y"), [(1, 1), (2, 2), (1, 3)])
@@ -266,11 +266,11 @@ def _dtypes(group):
             assert found.dtype == want.dtype and torch.equal(found, want), (name, dtype)
     z = torch.randn(4, 3, dtype=torch.complex128, requires_grad=True)
     for name, program, spec, want in (
-        ("psum", lambda a: tp_ext.psum(a, "x"), P(), z[:2] + z[2:]),
-        ("pmean", lambda a: tp_ext.pmean(a, "x"), P(), (z[:2] + z[2:]) / 2),
-        ("psum_scatter", lambda a: tp_ext.psum_scatter(a, "x"), P("x"), z[:2] + z[2:]),
-        ("all_gather", lambda a: tp_ext.all_gather(a, "x", -1, invariant=True), P(), torch.cat([z[:2], z[2:]], -1)),
-        ("ppermute", lambda a: tp_ext.ppermute(a, "x", [(0, 1), (1, 0)]), P("x"), z.roll(2, 0)),
+        ("psum", lambda a: lax.psum(a, "x"), P(), z[:2] + z[2:]),
+        ("pmean", lambda a: lax.pmean(a, "x"), P(), (z[:2] + z[2:]) / 2),
+        ("psum_scatter", lambda a: lax.psum_scatter(a, "x"), P("x"), z[:2] + z[2:]),
+        ("all_gather", lambda a: lax.all_gather(a, "x", -1, invariant=True), P(), torch.cat([z[:2], z[2:]], -1)),
+        ("ppermute", lambda a: lax.ppermute(a, "x", [(0, 1), (1, 0)]), P("x"), z.roll(2, 0)),
     ):
         found = _over(mesh, program, P("x"), spec)(z)
         torch.testing.assert_close(found, want, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
@@ -301,7 +301,7 @@ def _structures(group):
     numbers = []
     _over(
         _mesh(2),
-        lambda a: numbers.extend(f(3, "x") for f in (tp_ext.psum, tp_ext.pmean, tp_ext.pmax, tp_ext.pmin)) or a,
+        lambda a: numbers.extend(f(3, "x") for f in (lax.psum, lax.pmean, lax.pmax, lax.pmin)) or a,
     )(a)
     assert numbers == [6, 3.0, 3, 3]
 
@@ -326,7 +326,7 @@ def _second_derivatives(group):
             second = [torch.autograd.grad((g * x.detach() * weight).sum(), x)[0] for g in first]
             torch.testing.assert_close(*second, **CLOSE)
     x = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
-    y = _over(mesh, lambda a: tp_ext.pmax(a, "x"), P(), P())(x)
+    y = _over(mesh, lambda a: lax.pmax(a, "x"), P(), P())(x)
     (g,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
     torch.testing.assert_close(torch.autograd.grad(g.sum(), x)[0], -x.detach().sin(), **CLOSE)
 
@@ -336,17 +336,17 @@ def test_second_derivatives_of_pmax_and_pmin():
 
 
 PROGRAMS = {
-    "psum": (lambda a: tp_ext.psum(a * a, "x"), P(), lambda x: x[:2] ** 2 + x[2:] ** 2),
-    "pmean": (lambda a: tp_ext.pmean(a.sin(), "x"), P(), lambda x: (x[:2].sin() + x[2:].sin()) / 2),
-    "pmax": (lambda a: tp_ext.pmax(a**3, "x"), P(), lambda x: torch.maximum(x[:2] ** 3, x[2:] ** 3)),
-    "pmin": (lambda a: tp_ext.pmin(a**3, "x"), P(), lambda x: torch.minimum(x[:2] ** 3, x[2:] ** 3)),
-    "psum_scatter": (lambda a: tp_ext.psum_scatter(a**3, "x"), P("x"), lambda x: x[:2] ** 3 + x[2:] ** 3),
-    "all_gather": (lambda a: tp_ext.all_gather(a**3, "x").sin() * 2, P("x"), lambda x: torch.cat([x**3] * 2).sin() * 2),
-    "invariant": (lambda a: tp_ext.all_gather(a**3, "x", invariant=True), P(), lambda x: x**3),
-    "all_to_all": (lambda a: tp_ext.all_to_all(a**3, "x", 1, 0), P(None, "x"), lambda x: x**3),
-    "ppermute": (lambda a: tp_ext.ppermute(a**3, "x", [(0, 1)]), P("x"), lambda x: torch.cat([0 * x[:2], x[:2] ** 3])),
-    "pvary": (lambda a: a * tp_ext.pvary(tp_ext.psum(a, "x"), "x"), P("x"), lambda x: x * (x[:2] + x[2:]).repeat(2, 1)),
-    "mixed": (lambda a: a * tp_ext.psum(a, "x"), P("x"), lambda x: x * (x[:2] + x[2:]).repeat(2, 1)),
+    "psum": (lambda a: lax.psum(a * a, "x"), P(), lambda x: x[:2] ** 2 + x[2:] ** 2),
+    "pmean": (lambda a: lax.pmean(a.sin(), "x"), P(), lambda x: (x[:2].sin() + x[2:].sin()) / 2),
+    "pmax": (lambda a: lax.pmax(a**3, "x"), P(), lambda x: torch.maximum(x[:2] ** 3, x[2:] ** 3)),
+    "pmin": (lambda a: lax.pmin(a**3, "x"), P(), lambda x: torch.minimum(x[:2] ** 3, x[2:] ** 3)),
+    "psum_scatter": (lambda a: lax.psum_scatter(a**3, "x"), P("x"), lambda x: x[:2] ** 3 + x[2:] ** 3),
+    "all_gather": (lambda a: lax.all_gather(a**3, "x").sin() * 2, P("x"), lambda x: torch.cat([x**3] * 2).sin() * 2),
+    "invariant": (lambda a: lax.all_gather(a**3, "x", invariant=True), P(), lambda x: x**3),
+    "all_to_all": (lambda a: lax.all_to_all(a**3, "x", 1, 0), P(None, "x"), lambda x: x**3),
+    "ppermute": (lambda a: lax.ppermute(a**3, "x", [(0, 1)]), P("x"), lambda x: torch.cat([0 * x[:2], x[:2] ** 3])),
+    "pvary": (lambda a: a * lax.pvary(lax.psum(a, "x"), "x"), P("x"), lambda x: x * (x[:2] + x[2:]).repeat(2, 1)),
+    "mixed": (lambda a: a * lax.psum(a, "x"), P("x"), lambda x: x * (x[:2] + x[2:]).repeat(2, 1)),
 }
 
 
@@ -390,7 +390,7 @@ def _transforms_inside(group):
     w, x = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
 
     def loss(w, x):
-        return tp_ext.psum((x @ w).sin().square().sum(), "x")
+        return lax.psum((x @ w).sin().square().sum(), "x")
 
     def plain(w, x):
         return (x @ w).sin().square().sum()
@@ -423,7 +423,7 @@ def _random(group):
     mesh, both = _mesh(2, 2), P(("x", "y"))
 
     def draw(axis, spec, seed=3, function=torch.randn, arguments=(4,)):
-        return _over(mesh, lambda a: tp_ext.axis_random(axis, seed)(function, *arguments) + 0 * a.sum(), P(), spec)(
+        return _over(mesh, lambda a: lax.axis_random(axis, seed)(function, *arguments) + 0 * a.sum(), P(), spec)(
             torch.zeros(1)
         )
 
@@ -433,12 +433,12 @@ def _random(group):
     assert not torch.equal(numbers, draw("x", P("x"), 4)) and not torch.equal(numbers, draw("x", P("x"), (3, 1)))
     means = draw("x", P("x"), 0, torch.bernoulli, (torch.full((10_000,), 0.3),)).view(2, -1).mean(1)
     assert ((means - 0.3).abs() < 0.02).all() and means[0] != means[1]
-    written = _over(mesh, lambda a: tp_ext.axis_random("x", 1)(torch.Tensor.normal_, a), P("x"), P("x"))(torch.zeros(6))
+    written = _over(mesh, lambda a: lax.axis_random("x", 1)(torch.Tensor.normal_, a), P("x"), P("x"))(torch.zeros(6))
     assert len(set(written.tolist())) == 6
     with pytest.raises(VaryingValueError, match="must name axis 'x'"):
         draw("x", P())
     with pytest.raises(VaryingValueError, match="normal_: the tensor that is written does not vary"):
-        _over(mesh, lambda a: tp_ext.axis_random("x", 1)(torch.Tensor.normal_, torch.zeros(3)), P("x"), P("x"))(numbers)
+        _over(mesh, lambda a: lax.axis_random("x", 1)(torch.Tensor.normal_, torch.zeros(3)), P("x"), P("x"))(numbers)
 
 
 def test_random_numbers_of_a_ranks_own():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
-from tp_ext import P
+from tp_ext import P, lax
 from tp_ext.mesh_program import scope
 from tp_ext.mesh_program.varying import VaryingValueError, axes_of
 
@@ -36,7 +36,7 @@ def _close(found, want, inputs):
 
 
 def _mlp(w1, w2, x):
-    return tp_ext.psum((x @ w1).tanh() @ w2, "x")
+    return lax.psum((x @ w1).tanh() @ w2, "x")
 
 
 def _dense(w1, w2, x):
@@ -65,12 +65,12 @@ def _checkpointed(group):
     mesh = _mesh(2, 1)
 
     def part(w1, w2, x):
-        scale = tp_ext.psum(tp_ext.axis_index("x") + 1.0, "x")  # finds its axis when it is computed again, too
+        scale = lax.psum(lax.axis_index("x") + 1.0, "x")  # finds its axis when it is computed again, too
         return _mlp(w1, w2, x) * scale
 
     def unchecked(w1, w2, x):
-        scale = 3 + 0 * int(tp_ext.axis_index("x"))  # a number, in the recomputation too
-        w1, w2, x = tp_ext.pvary(w1, "y"), tp_ext.pvary(w2, "y"), tp_ext.pvary(x, "x")
+        scale = 3 + 0 * int(lax.axis_index("x"))  # a number, in the recomputation too
+        w1, w2, x = lax.pvary(w1, "y"), lax.pvary(w2, "y"), lax.pvary(x, "x")
         return _mlp(w1, w2, x) * scale
 
     def mapped(part, levels=1, **options):
@@ -104,7 +104,7 @@ def _nested(group):
     @tp_ext.spmd(mesh["y"], in_specs=(P(None, "y"), P("y")), out_specs=P())
     def contract(a, b):
         assert axes_of(a).keys() == {"x", "y"} and axes_of(b).keys() == {"y"}
-        return tp_ext.psum(a @ b, "y")
+        return lax.psum(a @ b, "y")
 
     @tp_ext.spmd(mesh["x"], in_specs=(P("x"), P()), out_specs=P("x"))
     def rows(a, b):
@@ -134,7 +134,7 @@ def _forms(group):
     def step(inputs, weights):
         part, w = weights
         y = inputs["x"] @ w * inputs["scale"]
-        return {"y": y, "local": part * 2, "sum": tp_ext.psum(y.sum(), "x")}
+        return {"y": y, "local": part * 2, "sum": lax.psum(y.sum(), "x")}
 
     found = step({"x": sharded, "scale": 2}, [local, w])
     want = 2 * x @ w
@@ -180,8 +180,8 @@ def _unchecked(group):
     @tp_ext.spmd(_mesh(2, 1), in_specs=(P(), P("x")), out_specs=P(), check=False)
     def loss(w, x):
         assert type(w) is torch.Tensor
-        assert int(tp_ext.axis_index("x")) == group.rank()
-        return tp_ext.psum((x @ tp_ext.pvary(w, "x")).square().sum(), "x")
+        assert int(lax.axis_index("x")) == group.rank()
+        return lax.psum((x @ lax.pvary(w, "x")).square().sum(), "x")
 
     _close(loss(w, x), (x @ w).square().sum(), (w, x))
 
@@ -218,11 +218,11 @@ def test_a_result_falsely_claimed_replicated_is_named_with_its_line():
 
 def _meaning(group):
     mesh, x = _mesh(2, 1), torch.ones(3, dtype=torch.float64, requires_grad=True)
-    twice = tp_ext.spmd(mesh, in_specs=P(), out_specs=P())(lambda x: tp_ext.psum(x, "x"))(x)
+    twice = tp_ext.spmd(mesh, in_specs=P(), out_specs=P())(lambda x: lax.psum(x, "x"))(x)
     assert torch.equal(twice, 2 * x) and torch.equal(torch.autograd.grad(twice.sum(), x)[0], torch.full((3,), 2.0))
     found = []
     tp_ext.spmd(mesh, in_specs=P(), out_specs=P())(
-        lambda x: found.append(tp_ext.psum({"a": 1, "b": [2.5, x]}, ("x", "y"))) or x
+        lambda x: found.append(lax.psum({"a": 1, "b": [2.5, x]}, ("x", "y"))) or x
     )(x.detach())
     assert found[0]["a"] == 2 and found[0]["b"][0] == 5.0 and torch.equal(found[0]["b"][1], torch.full((3,), 2.0))
     assert repr(P("x", None, ("y", "z"))) == "P('x', None, ('y', 'z'))" and P("x") == P(("x",)) != P("x").local()
@@ -242,14 +242,19 @@ def _tuples(group):
 
     for axes in both, both[::-1]:
         shards = P(axes)
-        assert torch.equal(over(lambda a, axes=axes: tp_ext.all_gather(a, axes, invariant=True), shards, P()), x)
-        assert torch.equal(over(lambda a, axes=axes: tp_ext.psum_scatter(a, axes), P(), shards), 4 * x)
-        indices = over(lambda a, axes=axes: tp_ext.axis_index(axes).expand(2) + 0 * a, shards, shards)
+        assert torch.equal(over(lambda a, axes=axes: lax.all_gather(a, axes, invariant=True), shards, P()), x)
+        assert torch.equal(over(lambda a, axes=axes: lax.psum_scatter(a, axes), P(), shards), 4 * x)
+        indices = over(lambda a, axes=axes: lax.axis_index(axes).expand(2) + 0 * a, shards, shards)
         assert indices.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     sizes = []
-    over(lambda a: sizes.append(tp_ext.axis_size(both)) or a, P(), P())
-    assert sizes == [4] and float(over(lambda a: tp_ext.pmean(tp_ext.psum(a, both).sum(), both), P(both), P())) == 28
+    over(lambda a: sizes.append(lax.axis_size(both)) or a, P(), P())
+    assert sizes == [4] and float(over(lambda a: lax.pmean(lax.psum(a, both).sum(), both), P(both), P())) == 28
 
 
 def test_several_axes():
     ranks.run(_tuples, 4)
+
+
+def test_collectives_have_their_old_names_too():
+    assert len(lax.__all__) == 12
+    assert all(getattr(tp_ext, name) is getattr(lax, name) for name in lax.__all__)

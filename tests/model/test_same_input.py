@@ -36,13 +36,13 @@ def _step(group, how, where, mode):
     right, mine = _batch(0, ""), _batch(group.rank(), how)
     ids, target = (mine, right) if where == "ids" else (right, mine)
     if mode == "with":
-        with debug.enable():
+        with debug.compare_inputs():
             return head.loss(embedding(ids), target if where == "ids" else target.view_as(right).long())
-    debug.enable(mode == "on")
+    debug.compare_inputs(mode == "on")
     try:
         return head.loss(embedding(ids), target if where == "ids" else target.view_as(right).long())
     finally:
-        debug.enable(False)
+        debug.compare_inputs(False)
 
 
 @pytest.mark.parametrize("where", ["ids", "target"])
@@ -64,7 +64,7 @@ def test_another_batch_is_an_error_on_every_rank(how, where, match):
 
 
 def _healthy(group):
-    tp_ext.debug.enable()
+    tp_ext.debug.compare_inputs()
     try:
         embedding = tp_ext.VocabParallelEmbedding(13, 4, group=group)
         counted = count_collectives_of(lambda: embedding(_batch(group.rank(), "int32" if group.rank() else "")))
@@ -72,7 +72,7 @@ def _healthy(group):
         assert torch.equal(compiled(_batch(0, "")), embedding(_batch(0, "")))
         embedding(torch.zeros(0, 3, dtype=torch.long)), embedding(torch.tensor(3))
     finally:
-        tp_ext.debug.enable(False)
+        tp_ext.debug.compare_inputs(False)
     return counted, count_collectives_of(lambda: embedding(_batch(0, "")))
 
 
@@ -86,6 +86,12 @@ def test_the_environment_turns_it_on(monkeypatch):
     for value, on in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("TP_EXT_DEBUG", value)
         assert runpy.run_path(tp_ext.model.same_input.__file__)["DebugMode"].on is on
+    assert not tp_ext.model.same_input.DebugMode.on
+
+
+def test_the_old_name_warns():
+    with pytest.warns(DeprecationWarning, match="use debug.compare_inputs"), tp_ext.debug.enable():
+        assert tp_ext.model.same_input.DebugMode.on
     assert not tp_ext.model.same_input.DebugMode.on
 
 

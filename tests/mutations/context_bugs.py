@@ -12,7 +12,7 @@ CONTEXT_BUGS = [
     Mutation(
         "context_remainder_to_the_first",
         "tp_ext/context_layout.py",
-        "by_load = sorted(range(p), key=held.__getitem__)",
+        "by_load = sorted(range(p), key=rank_lengths.__getitem__)",
         "by_load = list(range(p))",
         "The remainders of all sequences go to the first ranks: a thousand short documents are all on rank 0.",
         (f"{LAYOUT}::test_each_token_is_on_one_rank_and_all_have_equally_many",),

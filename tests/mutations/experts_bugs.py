@@ -18,7 +18,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "experts_down_bias_on_every_rank",
-        "nn/moe/expert_gradients.py",
+        "nn/moe/experts.py",
         "return y + added if first else y.view_as(y)",
         "return y + added",
         "Every tensor-parallel rank adds the bias.",
@@ -50,7 +50,7 @@ EXPERTS_BUGS = [
     ),
     _bug(
         "capacity_of_the_rank",
-        "nn/moe/expert_capacity.py",
+        "nn/moe/router.py",
         "+ table[: ranks.rank].sum(0)[flat]",
         "",
         "The position in an expert's queue does not count the tokens of other ranks.",
@@ -75,7 +75,7 @@ EXPERTS_BUGS = [
     _bug(
         "exchange_order_of_arrival",
         "nn/moe/token_exchange.py",
-        "of_row = local.repeat_interleave(table[:, own].flatten(), output_size=sum(received))",
+        "of_row = local.repeat_interleave(table[:, own_experts].flatten(), output_size=sum(received))",
         "of_row = local.repeat_interleave(table[:, own].T.flatten(), output_size=sum(received))",
         "Rows are taken to arrive in the order of experts.",
         RANDOM,

@@ -72,7 +72,7 @@ SHARED = [
     _bug(
         "layout_same_dim",
         "sharding.py",
-        "list(compose(own, sharded[dim])) if dim in sharded else own",
+        "list(compose(intervals, sharded[dim])) if dim in sharded else intervals",
         "own",
         "A dim that is sharded twice has the offsets of the second sharding alone.",
         "test_sharding_layout.py",
@@ -230,7 +230,7 @@ LAYERS = [
         "attention_by_kv_head(q, kept, kept[..., :rank], seen, self.scale)",
         "attention_by_kv_head(q, kept, kept[..., :rank], seen, None)",
         "Decoding in the latents' space scales the scores by their width.",
-        "nn/attention/test_latent_kv_cache.py::test_every_split_of_the_text_gives_the_full_forward",
+        "nn/attention/test_kv_cache_latent.py::test_every_split_of_the_text_gives_the_full_forward",
     ),
     _bug(
         "replicated_main_grad_not_summed",
@@ -290,7 +290,7 @@ LAYERS = [
     ),
     _bug(
         "cache_window",
-        "nn/attention/token_cache.py",
+        "nn/attention/kv_cache.py",
         "self._length + 1 - sliding_window",
         "self._length - sliding_window",
         "A query attends to one key too many of a cache with a sliding window.",
@@ -298,7 +298,7 @@ LAYERS = [
     ),
     _bug(
         "cache_padding_positions",
-        "nn/attention/token_cache.py",
+        "nn/attention/kv_cache.py",
         "(slots - self.padding[:, None]).clamp_min(0) if self._padded else slots",
         "slots",
         "Padding on the left shifts the positions of a prompt.",
@@ -306,7 +306,7 @@ LAYERS = [
     ),
     _bug(
         "cache_not_cleared",
-        "nn/attention/token_cache.py",
+        "nn/attention/kv_cache.py",
         "buffer.zero_()",
         "pass",
         "A NaN of the last text passes the mask of a static cache.",

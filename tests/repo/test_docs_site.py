@@ -20,6 +20,7 @@ MODULES = (
     "symmetric_memory",
     "megatron",
     "debug",
+    "lax",
     "auto",
     "huggingface",
     "lightning",

@@ -126,7 +126,7 @@ ALONE = {  # the call, of the group and whether the data of this rank are bad; t
         r"in_specs: P\('x'\) has 1 dims and must have at most 0",
     ),
     "a permutation": (
-        _mapped(lambda a, bad: tp_ext.ppermute(a, "x", [(0, 9 if bad else 1)])),
+        _mapped(lambda a, bad: tp_ext.lax.ppermute(a, "x", [(0, 9 if bad else 1)])),
         r"ppermute: perm \[\(0, 9\)\] must name each destination",
     ),
     "a number of a map": (_mapped(lambda a, bad: a * a.sum().item() if bad else a), "item: the value varies"),

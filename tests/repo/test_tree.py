@@ -28,7 +28,7 @@ ORDER = [
     {"outside", "simulation"},
     {"auto", "debug", "optim"},
     {"huggingface", "lightning", "verify"},
-    {"__init__"},
+    {"__init__", "lax"},  # what users see
 ]
 # The rooms of a folder, likewise; "" stands for its own modules
 ROOMS = {
@@ -361,14 +361,14 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 2900,
+    "": 3400,
     "_ops": 1350,
-    "auto": 9900,
+    "auto": 9950,
     "checkpoint": 4600,
     "debug": 2000,
     "huggingface": 1800,
     "lightning": 300,
-    "mesh_program": 1550,
+    "mesh_program": 1100,
     "model": 1600,
     "nn": 5550,
     "optim": 1150,

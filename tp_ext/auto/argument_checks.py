@@ -17,8 +17,8 @@ from tp_ext.mesh_program.partition_spec import P
 def check_planned_model(model: Any) -> None:
     """Raises TypeError unless it is a module."""
     if not isinstance(model, nn.Module):
-        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model: {found} must be an nn.Module" + (", an object" if isinstance(model, type) else ""))
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model: {kind} must be an nn.Module" + (", an object" if isinstance(model, type) else ""))
 
 
 def check_example(example: Any) -> None:
@@ -47,6 +47,7 @@ def check_plan_options(
     check_bools(strict=strict)
     if not isinstance(sequence_parallel, bool) and sequence_parallel != "auto":
         raise ValueError(f"sequence_parallel: {sequence_parallel!r} must be False, True or 'auto'")
+    # Types first: the rules below iterate over patterns and lines
     for name, value in (("hints", hints), ("rules", rules)):
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{name}: {type(value).__name__} must be a dict")

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.modules.random_draws import register_draws
-from tp_ext.auto.proof.copies import copied
-from tp_ext.auto.proof.one_rank import whole_draws
+from tp_ext.auto.proof.copies import copied_model
+from tp_ext.auto.proof.proven_plan import whole_draws
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import arguments
 from tp_ext.auto.search.plans import Plan
@@ -23,12 +23,12 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 def reference_of(plan: Plan, model: nn.Module) -> nn.Module:
     """A copy of the unsharded model, which draws the masks of the sharded one."""
-    reference: nn.Module = copied(model, {})
+    reference: nn.Module = copied_model(model, {})
     register_draws(reference, whole_draws(plan.draws), parallel_group(None), None)
     return reference
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_or_squares(output: Any) -> Tensor:
     """The loss of a model's output, or the mean of the squares of its first floating-point tensor."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
@@ -44,37 +44,37 @@ def compare_with(model: nn.Module, reference: nn.Module, example: Any, group: Gr
     args, kwargs = arguments(example)
     # The caller's gradients are put back: the check must not change a training that goes on
     kept = {name: p.grad for name, p in model.named_parameters()}
-    for one in (reference, model):
-        one.zero_grad(set_to_none=True)
+    for each in (reference, model):
+        each.zero_grad(set_to_none=True)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     losses = []
-    for one in (reference, model):
+    for each in (reference, model):
         with torch.random.fork_rng(devices):  # the same masks in both, and no draw outside
-            losses.append(loss_of(one(*args, **kwargs)))
+            losses.append(loss_or_squares(each(*args, **kwargs)))
             losses[-1].backward()
-    wanted, found = losses
+    wanted, loss = losses
     tolerance = TOLERANCES.get(next(p.dtype for p in reference.parameters() if p.is_floating_point()), 5e-2)
     shards = dict(model.named_parameters())
     layouts = {
-        f"{name}.{own}" if name else own: layout
+        f"{name}.{attribute}" if name else attribute: layout
         for name, module in model.named_modules(remove_duplicate=False)
-        for own, layout in layouts_of(module).items()
+        for attribute, layout in layouts_of(module).items()
     }
     scale = max(
         (p.grad.abs().max().item() for p in reference.parameters() if p.grad is not None and p.grad.numel()),
         default=0.0,
     )
-    worst = abs(found.item() - wanted.item()) / max(abs(wanted.item()), 1e-6), "the loss"
+    worst = abs(loss.item() - wanted.item()) / max(abs(wanted.item()), 1e-6), "the loss"
     for name, full in reference.named_parameters():
-        own = shards[name].grad
+        gradient = shards[name].grad
         # A gradient that one of the two lacks is an error of its own kind: it has no value to compare
-        if full.grad is None or own is None:
-            if (full.grad is None) != (own is None):
+        if full.grad is None or gradient is None:
+            if (full.grad is None) != (gradient is None):
                 worst = max(worst, (float("inf"), name))
             continue
         expected = layouts[name].shard(full.grad) if name in layouts else full.grad
         if expected.numel():
-            error = (expected - own).abs().max().item() / max(full.grad.abs().max().item(), 1e-3 * scale, 1e-10)
+            error = (expected - gradient).abs().max().item() / max(full.grad.abs().max().item(), 1e-3 * scale, 1e-10)
             worst = max(worst, (error if error == error else float("inf"), name))
     for name, parameter in model.named_parameters():
         parameter.grad = kept[name]

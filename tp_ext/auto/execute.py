@@ -24,9 +24,8 @@ from tp_ext.auto.modules.hooks import (
     SumOutput,
     refuse_adapters,
 )
-from tp_ext.auto.modules.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, shard_embedding
+from tp_ext.auto.modules.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, fused_norm, shard_embedding
 from tp_ext.auto.modules.logits import FullLogits, ShardLogits
-from tp_ext.auto.modules.norms import fused_norm
 from tp_ext.auto.modules.random_draws import register_draws
 from tp_ext.auto.modules.token_hooks import (
     ArgumentBoundary,
@@ -39,7 +38,7 @@ from tp_ext.auto.modules.token_hooks import (
 from tp_ext.auto.record.edits import Copy, SizeCall
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.multi_head import WEIGHTS, refuse_fused_paths, shard_attention
-from tp_ext.auto.search.localize import Localized, MismatchError, digest, is_conv1d, patch
+from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.sizes import SizedForward
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
@@ -103,20 +102,20 @@ def apply_quietly(
 ) -> nn.Module:
     """:func:`apply` without its warning: for models that are made for a proof."""
     check_apply(plan, model, verify, example)
-    own = parallel_group(group)
-    if plan.p != own.size:
-        raise ValueError(f"plan: is for p = {plan.p} and must be for the {own.size} ranks of the group")
+    parallel = parallel_group(group)
+    if plan.p != parallel.size:
+        raise ValueError(f"plan: is for p = {plan.p} and must be for the {parallel.size} ranks of the group")
     _compare_over_group(plan, model, group)
     reference = reference_of(plan, model) if verify else None
-    if own.size > 1:
+    if parallel.size > 1:
         guard = Guard(plan, structure_of(model), apply_quietly) if plan.shardings and plan.example is not None else None
-        _Applied(plan, model, own).apply()
+        _Applied(plan, model, parallel).apply()
         if guard is not None:
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)
         if hasattr(model, "save_pretrained"):
             model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     else:
-        _Applied(plan, model, own).apply_alone()
+        _Applied(plan, model, parallel).apply_alone()
     model.tp_ext_plan = plan  # type: ignore[assignment]
     if reference is not None:
         compare_with(model, reference, example, group)
@@ -133,8 +132,8 @@ def _misfit(plan: Plan, model: nn.Module) -> str:
     shapes = {name: tuple(t.shape) for name, t in model.named_parameters(remove_duplicate=False)}
     for name, shape in plan.shapes.items():
         if shapes.get(name) != shape:
-            found = f"has shape {shapes[name]}" if name in shapes else "is missing"
-            return f"{name} {found} and must have {shape}, as in the plan"
+            actual = f"has shape {shapes[name]}" if name in shapes else "is missing"
+            return f"{name} {actual} and must have {shape}, as in the plan"
     unplanned = sorted(set(shapes) - set(plan.shapes))
     return f"{unplanned[0]} is no parameter of the planned model" if unplanned else ""
 
@@ -144,13 +143,15 @@ def _compare_over_group(plan: Plan, model: nn.Module, group: Group) -> None:
     kinds = [(name, type(module).__qualname__) for name, module in model.named_modules()]
     dtypes = [(name, str(t.dtype), t.requires_grad) for name, t in model.named_parameters()]
     failed = _misfit(plan, model) or _prove(plan, model, group)
-    own = plan.fingerprint, hashlib.sha256(repr((kinds, dtypes)).encode()).hexdigest(), failed
-    every = all_gather_objects(own, process_group(group)) if parallel_group(group).size > 1 else [own]
-    for _, _, failed in every:
+    description = plan.fingerprint, hashlib.sha256(repr((kinds, dtypes)).encode()).hexdigest(), failed
+    descriptions = (
+        all_gather_objects(description, process_group(group)) if parallel_group(group).size > 1 else [description]
+    )
+    for _, _, failed in descriptions:
         if failed:
             raise ValueError(f"model: {failed}")
-    for rank, other in enumerate(every):
-        for name, mine, first in zip(("plan", "model"), other[:2], every[0][:2], strict=True):
+    for rank, other in enumerate(descriptions):
+        for name, mine, first in zip(("plan", "model"), other[:2], descriptions[0][:2], strict=True):
             if mine != first:
                 raise ValueError(
                     f"{name}: that of rank {rank} differs from that of rank 0; all ranks must have the same"
@@ -158,19 +159,19 @@ def _compare_over_group(plan: Plan, model: nn.Module, group: Group) -> None:
 
 
 def _prove(plan: Plan, model: nn.Module, group: Group) -> str:
-    """Runs the local model on fakes; returns what is wrong unless its calls have the shapes with which it was
+    """Runs the local model on fakes; returns an error unless its calls have the shapes with which it was
     proven."""
-    own = parallel_group(group)
+    parallel = parallel_group(group)
     if plan.p == 1 or plan.example is None or not plan.proofs:
         return ""
-    failed = _failure(plan, model, own.rank)
+    failed = _failure(plan, model, parallel.rank)
     if failed and plan.proof == "values":
         # Norms over batches and dropout make other calls in eval mode: planned in one mode, applied in the other. The
         # proof by values ran both
         modes = {module: module.training for module in model.modules()}
         model.train(not model.training)
         try:
-            failed = _failure(plan, model, own.rank) and failed
+            failed = _failure(plan, model, parallel.rank) and failed
         finally:
             for module, mode in modes.items():
                 module.training = mode
@@ -179,9 +180,16 @@ def _prove(plan: Plan, model: nn.Module, group: Group) -> str:
 
 def _failure(plan: Plan, model: nn.Module, rank: int) -> str:
     example = example_for(plan, model)
-    local = Localized(
-        model, example, plan.p, plan.roles, plan.heads, plan.shardings, plan.buffers, plan.slices, plan.tokens
+    edits = LocalEdits(
+        p=plan.p,
+        roles=plan.roles,
+        heads=plan.heads,
+        shardings=plan.shardings,
+        buffers=plan.buffers,
+        slices=plan.slices,
+        tokens=plan.tokens,
     )
+    local = Localized(model, example, edits)
     try:
         if digest(local.calls(rank, _patches(plan, rank), _sizes(plan, rank))) == plan.proofs[rank]:
             return ""
@@ -253,15 +261,15 @@ class _Applied:
             self.shard_attention(name) if role == "attention" else self.replace_linear(name, role, False)
         register_draws(self.model, self.plan.draws, self.group, None)
 
-    def sums_own_input(self, one: Copy) -> bool:
+    def sums_own_input(self, copy: Copy) -> bool:
         """True if a copy is that of the input of one column layer alone, which sums dx under its own GEMM."""
-        is_column = one.kind == "argument" and self.plan.roles.get(one.module) == "column"
-        return is_column and isinstance(self.model.get_submodule(one.module), nn.Linear)
+        is_column = copy.kind == "argument" and self.plan.roles.get(copy.module) == "column"
+        return is_column and isinstance(self.model.get_submodule(copy.module), nn.Linear)
 
     # ------------------------------------------------------------ parameters
 
     def shard_attention(self, name: str) -> None:
-        of_heads = next(f"{name}.{own}" for own in WEIGHTS if f"{name}.{own}" in self.plan.shardings)
+        of_heads = next(f"{name}.{weight}" for weight in WEIGHTS if f"{name}.{weight}" in self.plan.shardings)
         shard_attention(self.model.get_submodule(name), self.plan.shardings[of_heads], self.group)
 
     def replace(self, name: str, layer: nn.Module) -> None:
@@ -299,39 +307,39 @@ class _Applied:
             self.replace(name, alone)
             return
         layer = cls.from_linear(linear, group=self.group.name, parts=parts)
-        for own in ("weight", "bias"):
-            made = layer._parameters.get(own)
-            if made is None:
+        for attribute in ("weight", "bias"):
+            parameter = layer._parameters.get(attribute)
+            if parameter is None:
                 continue
-            full = self.old[f"{name}.{own}"]
-            if f"{name}.{own}" not in self.plan.shardings:
-                layer._parameters[own] = full  # a row layer's bias: replicated, maybe tied
-            elif self.new.setdefault(id(full), made) is not made:
-                setattr(layer, own, self.new[id(full)])
+            full = self.old[f"{name}.{attribute}"]
+            if f"{name}.{attribute}" not in self.plan.shardings:
+                layer._parameters[attribute] = full  # a row layer's bias: replicated, maybe tied
+            elif self.new.setdefault(id(full), parameter) is not parameter:
+                setattr(layer, attribute, self.new[id(full)])
         self.replace(name, layer)
 
     def shard_in_place(self, name: str) -> None:
-        owner, _, own = name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
         module, sharding, full = self.model.get_submodule(owner), self.plan.shardings[name], self.old[name]
-        if own in layouts_of(module):
+        if attribute in layouts_of(module):
             return  # of a layer that has been replaced
         if id(full) not in self.new:
             shard = sharding.shard(full.detach(), self.group.rank, self.group.size)
             self.new[id(full)] = nn.Parameter(shard, requires_grad=full.requires_grad)
-        module._parameters[own] = self.new[id(full)]
-        declare_layouts(module, {own: Layout((sharding, self.group))})
+        module._parameters[attribute] = self.new[id(full)]
+        declare_layouts(module, {attribute: Layout((sharding, self.group))})
         if any(part.copies > 1 for part in sharding.parts):
-            self.entered_copied.setdefault(owner, []).append(own)
+            self.entered_copied.setdefault(owner, []).append(attribute)
 
     def shard_buffers(self) -> None:
         buffers = dict(self.model.named_buffers())
         for name, shardings in self.plan.buffers.items():
-            owner, _, own = name.rpartition(".")
+            owner, _, attribute = name.rpartition(".")
             module, buffer = self.model.get_submodule(owner), buffers[name]
             for sharding in shardings:
                 buffer = sharding.shard(buffer, self.group.rank, self.group.size)
-            module._buffers[own] = buffer
-            declare_layouts(module, {own: Layout((shardings[0], self.group))})
+            module._buffers[attribute] = buffer
+            declare_layouts(module, {attribute: Layout((shardings[0], self.group))})
 
     # ------------------------------------------------------------ hooks
 
@@ -388,7 +396,7 @@ class _Applied:
                 self.model.get_submodule(edit.module).register_forward_pre_hook(boundary, with_kwargs=True)
 
     def end_tokens(self) -> None:
-        """The scatters of results, without those of layers that scatter their sums themselves."""
+        """Registers the scatters of results, except for layers that scatter their sums themselves."""
         for edit in self.plan.tokens:
             if self.tokens is not None and edit.at == "output" and edit.module not in self.plan.roles:
                 boundary = TokenBoundary(edit.kind, edit.path, edit.dim, self.tokens)
@@ -404,11 +412,11 @@ class _Applied:
                     hook.on_tokens.add(str(copy.path[0]))
         for owner, names in self.entered_copied.items():
             hook = entering.setdefault(owner, EnterParameters(self.group))
-            for own in names:
-                sharding = self.plan.shardings[f"{owner}.{own}"]
+            for attribute in names:
+                sharding = self.plan.shardings[f"{owner}.{attribute}"]
                 rows = sharding.copied_rows(self.group.rank, self.group.size)
                 assert rows is not None
-                hook.copied[own] = sharding.dim, rows
+                hook.copied[attribute] = sharding.dim, rows
         for name, hook in entering.items():
             module = self.model.get_submodule(name)
             module.register_forward_pre_hook(hook)

@@ -1,4 +1,4 @@
-"""Calls of a sharded model that its plan did not see: proven when they first come, or an error.
+"""Guards calls of a sharded model that its plan did not see: proven at their first occurrence, or an error.
 
 A plan knows the code that its example runs. Another argument can lead to other code, which uses a sharded tensor in a
 way that nothing has checked. So the kinds of the arguments of each call are compared with those that were proven; for
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import Apply, UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
 from tp_ext.auto.record.edits import Slice
@@ -37,7 +37,7 @@ def structure_of(model: nn.Module) -> nn.Module:
             if tensor is not None:
                 memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
         memo.update((id(buffer), buffer) for buffer in module._buffers.values() if buffer is not None)
-    return copied(model, memo)
+    return copied_model(model, memo)
 
 
 class _OpaqueError(Exception):
@@ -51,13 +51,13 @@ def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> d
         bound = forward.bind(model, *args, **kwargs)
     except TypeError:  # which the call itself will raise
         return None
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
         kind = forward.parameters[name].kind
         if kind == inspect.Parameter.VAR_POSITIONAL:
             return None
-        found |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
-    return {name: value for name, value in found.items() if value is not None}
+        named |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def signature(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> str | None:
@@ -205,36 +205,39 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
     """Plans an unsharded model again, with another example; returns how that differs from a plan, or ""."""
     rules = {name: from_notation(line) for name, line in plan.rules.items()}
     record = traced(structure, example, rules)
+    # The shards exist: what the new plan may decide is only whether the same shards serve this call, too
     only = {name: sharding.dim for name, sharding in plan.shardings.items()}
     planner = Planner(structure, example, plan.p, record, {}, None, bool(plan.tokens), only)
-    found = planner.decide()
+    again = planner.decide()
     called = {call.module for call in record.calls}
     used = {id(t) for step in record.steps for t in step.inputs}
     # Logits have their full shape for any code, and are gathered where it needs that: a head that this code would
     # leave whole may stay sharded, with the sums of its input's gradient
-    heads = {f"{head}.{own}" for head in plan.heads for own in ("weight", "bias")}
+    heads = {f"{head}.{attribute}" for head in plan.heads for attribute in ("weight", "bias")}
     heads |= {name for names in plan.tied if heads.intersection(names) for name in names}
     whole_heads = False
     for id_, (name, _) in record.parameters.items():
-        if id_ not in used or found.shardings.get(name) == plan.shardings.get(name):
+        if id_ not in used or again.shardings.get(name) == plan.shardings.get(name):
             continue
-        if name not in heads or name in found.shardings:
-            return f"{name} cannot be sharded then: {found.whole.get(name, 'it is sharded in another way')}"
+        if name not in heads or name in again.shardings:
+            return f"{name} cannot be sharded then: {again.whole.get(name, 'it is sharded in another way')}"
         whole_heads = True
     gradients = ("copies",) if torch.is_grad_enabled() else ()
+    # Of modules that this call runs: what it does not run cannot be wrong in it. A head that stays sharded may have
+    # sums more than the new plan has, none less
     for kind in (*gradients, "sums", "slices", "tokens"):
-        own, wanted = ({_by_name(structure, edit) for edit in getattr(of, kind)} for of in (plan, found))
-        changed = {edit for edit in (wanted - own if whole_heads else own ^ wanted) if edit.module in called}
+        edits, edits_now = ({_by_name(structure, edit) for edit in getattr(of, kind)} for of in (plan, again))
+        changed = {edit for edit in (edits_now - edits if whole_heads else edits ^ edits_now) if edit.module in called}
         if changed:
             return f"it communicates elsewhere then, in {next(iter(changed)).module or 'the model'}"
     for module in called:
-        if found.patches.get(module) != plan.patches.get(module) or found.sizes.get(module) != plan.sizes.get(module):
+        if again.patches.get(module) != plan.patches.get(module) or again.sizes.get(module) != plan.sizes.get(module):
             return f"{module or 'the model'} reads other integers then"
-    if found.gathers != plan.gathers or not {*found.heads} <= {*plan.heads}:
+    if again.gathers != plan.gathers or not {*again.heads} <= {*plan.heads}:
         return "it has other results with a sharded dim then"
     try:
-        prover = prover_of(planner, found, rules, BUDGET, apply) if plan.proof == "values" else None
-        differences = prover.differences(found) if prover is not None else {}
+        prover = prover_of(planner, again, rules, BUDGET, apply) if plan.proof == "values" else None
+        differences = prover.differences(again) if prover is not None else {}
     except UnprovenError:
         return ""
     return next(iter(differences.values()), "")

@@ -16,12 +16,11 @@ from tp_ext.auto.record.rules import Rule, from_notation
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.hints import check_hints, hint_of
 from tp_ext.auto.search.plans import Plan
-from tp_ext.auto.search.problems import TOKENS, kind_of
-from tp_ext.auto.search.reasons import traced
+from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import Planner
 from tp_ext.mesh_program.partition_spec import P
 
-LARGE = 0.01  # of all parameter bytes: what strict=True does not leave whole
+LARGE_SHARE = 0.01  # of all parameter bytes: what strict=True does not leave whole
 
 
 def plan(
@@ -79,53 +78,53 @@ def plan(
     check_planned_model(model)
     check_example(example)
     check_plan_options(p, hints, rules, memory_budget, sequence_parallel, strict, prove, budget)
-    own = {name: from_notation(line) for name, line in (rules or {}).items()}
+    user_rules = {name: from_notation(line) for name, line in (rules or {}).items()}
     hints = dict(hints or {})
     check_hints(model, hints)
-    planner = Planner(model, example, p, traced(model, example, own), hints, memory_budget, sequence_parallel)
-    found = planner.decide() if p > 1 else alone(planner)
-    if prove == "values" and p > 1 and found.shardings:
+    planner = Planner(model, example, p, traced(model, example, user_rules), hints, memory_budget, sequence_parallel)
+    result = planner.decide() if p > 1 else alone(planner)
+    if prove == "values" and p > 1 and result.shardings:
         with unchanged(model):  # its class may keep things, too
-            found = _proven(planner, found, own, budget)
+            result = _proven(planner, result, user_rules, budget)
     elif prove is False:
-        found.proofs = []
-    found.rules = dict(rules or {})
-    _check_sharded(found, planner, hints, strict)
-    return found
+        result.proofs = []
+    result.rules = dict(rules or {})
+    _check_sharded(result, planner, hints, strict)
+    return result
 
 
-def _proven(planner: Planner, found: Plan, rules: Mapping[str, Rule], budget: float) -> Plan:
+def _proven(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: float) -> Plan:
     """The plan whose values are proven: what differs is left whole, and all is decided again."""
     try:
-        prover = prover_of(planner, found, rules, budget, apply_quietly)
+        prover = prover_of(planner, plan, rules, budget, apply_quietly)
         while True:
-            planner.proves_tokens = bool(found.tokens)
-            different = prover.differences(found)
+            planner.proves_tokens = bool(plan.tokens)
+            different = prover.differences(plan)
             if not different:
                 break
-            planner.whole_tokens.update(different.pop(TOKENS, {}))
-            for name in list(found.shardings):
+            planner.whole_tokens.update(different.pop(TOKEN_SUMS, {}))
+            for name in list(plan.shardings):
                 if kind_of(name) in different:
                     planner.why.setdefault(name, different[kind_of(name)])
-            found = planner.decide()
-            if not found.shardings:
+            plan = planner.decide()
+            if not plan.shardings:
                 break
-        found.proof = "values"
+        plan.proof = "values"
     except UnprovenError as error:
-        found.proof = f"shapes: {error}"
-    return found
+        plan.proof = f"shapes: {error}"
+    return plan
 
 
-def _check_sharded(found: Plan, planner: Planner, hints: Mapping[str, str | P], strict: bool) -> None:
+def _check_sharded(plan: Plan, planner: Planner, hints: Mapping[str, str | P], strict: bool) -> None:
     total = sum(t.numel() * t.element_size() for _, t in planner.record.parameters.values())
     for name, tensor in planner.record.parameters.values():
-        if name in found.shardings:
+        if name in plan.shardings:
             continue
         asked = next((hint for alias in planner.names[name] if (hint := hint_of(hints, alias))), None)
-        if found.p > 1 and (asked == "sharded" or (isinstance(asked, P) and asked.axes)):
-            raise ValueError(f"hints: {name} cannot be sharded: {found.whole[name]}")
+        if plan.p > 1 and (asked == "sharded" or (isinstance(asked, P) and asked.axes)):
+            raise ValueError(f"hints: {name} cannot be sharded: {plan.whole[name]}")
         size = tensor.numel() * tensor.element_size()
-        if strict and size > LARGE * total and found.p > 1:
+        if strict and size > LARGE_SHARE * total and plan.p > 1:
             raise ValueError(
-                f"strict: {name}, {size / total:.0%} of all parameter bytes, stays whole: {found.whole[name]}"
+                f"strict: {name}, {size / total:.0%} of all parameter bytes, stays whole: {plan.whole[name]}"
             )

@@ -11,7 +11,7 @@ from tp_ext.debug.profiling import annotate
 from tp_ext.debug.replication import assert_replicated
 from tp_ext.debug.timeline import Span, Timeline, record_timeline
 from tp_ext.debug.type_check import typecheck
-from tp_ext.model.same_input import enable
+from tp_ext.model.same_input import compare_inputs, enable
 from tp_ext.simulation import simulate
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "annotate",
     "assert_replicated",
     "check",
+    "compare_inputs",
     "count_collectives",
     "enable",
     "findings",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tp_ext._build import load
 from tp_ext.group import Group, global_ranks, parallel_group
-from tp_ext.simulation.place import Place, here
+from tp_ext.simulation.place import RankPlace, here
 
 __all__ = ["CollectiveCount", "CollectiveCounts", "count_collectives"]
 
@@ -172,7 +172,7 @@ def count_collectives() -> Iterator[CollectiveCounts]:
         library.close_counter(counter)
 
 
-def _rows(read: Sequence[tuple[str, int, str, int, int, int, str]], place: Place) -> list[CollectiveCount]:
+def _rows(read: Sequence[tuple[str, int, str, int, int, int, str]], place: RankPlace) -> list[CollectiveCount]:
     return [CollectiveCount(row[0], _ranks(row[0]), *row[1:6]) for row in read if not place.is_of_other_rank(row[0])]
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tp_ext.debug import type_rules
 from tp_ext.debug.type_rules import Typed, alike, ignored, rule
-from tp_ext.nn.moe.expert_gradients import AddedOnce, AttachedLoss, ScaledGradient, SumWithGradient
+from tp_ext.nn.moe.experts import AddedOnce, ScaledGradient
+from tp_ext.nn.moe.router import AttachedLoss, SumWithGradient
 
 
 @rule

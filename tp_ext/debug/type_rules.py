@@ -27,7 +27,7 @@ from spmd_types import I, P, R, S, V, rules
 from torch import Tensor
 
 from tp_ext.group import process_group
-from tp_ext.model.same_input import compare_input
+from tp_ext.model.same_input import check_same_input
 from tp_ext.random import OwnRandomNumbers, draw_seed
 from tp_ext.random_scope import rows_seed, sequence_seeds
 
@@ -427,5 +427,5 @@ def linear_cross_entropy(
 
 # Seeds of masks and comparisons, on which no value of the program depends but through a rule
 _own_numbers = (OwnRandomNumbers.__init__, OwnRandomNumbers.__enter__, OwnRandomNumbers.__exit__)
-for _function in (draw_seed, rows_seed, sequence_seeds, compare_input, *_own_numbers):
+for _function in (draw_seed, rows_seed, sequence_seeds, check_same_input, *_own_numbers):
     spmd_types.register_no_typecheck(_function)

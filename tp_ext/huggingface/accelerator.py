@@ -91,7 +91,7 @@ def check_sharded_over_all(model: nn.Module) -> int:
 
 
 def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) -> None:
-    """Replaces the methods that would take another rank for another batch, but for those of ``data``, if given."""
+    """Replaces the methods that would take another rank, other than those of ``data``, for another batch."""
     cls = type(accelerator)
     place: dict[str, Any] = {"num_processes": 1, "process_index": 0}
     if data is not None:
@@ -103,8 +103,8 @@ def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) ->
             "dispatch_batches": False,  # by rank 0, to all processes
         }
 
-    def prepare_model(own: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
-        return cls.prepare_model(accelerator, own, device_placement=False, evaluation_mode=True)  # wraps in no DDP
+    def prepare_model(module: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
+        return cls.prepare_model(accelerator, module, device_placement=False, evaluation_mode=True)  # wraps in no DDP
 
     def seed() -> int:
         data_seed = accelerator.dataloader_config.data_seed
@@ -160,7 +160,7 @@ def _own_values(accelerator: Any, values: Any, use_gather_object: bool = False) 
 def _those(model: nn.Module, parameters: Iterable[Tensor] | Tensor) -> Any:
     """The model, if these are all of its parameters, which it can then look up; or they themselves."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return model if {id(one) for one in listed} >= {id(parameter) for parameter in model.parameters()} else listed
+    return model if set(map(id, listed)) >= set(map(id, model.parameters())) else listed
 
 
 def _refused(name: str, advice: str) -> Any:

@@ -151,6 +151,7 @@ def _config_of(file: Path) -> dict[str, Any]:
             config = json.loads(opened.read())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"path: {str(file)!r} must be JSON: {error}") from None
+    # Other kinds have other tensors under the same names
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = repr(config.get("peft_type")) if isinstance(config, dict) else type(config).__name__
         raise ValueError(f"path: {str(file)!r} must be of peft_type 'LORA', not {kind}")
@@ -158,6 +159,7 @@ def _config_of(file: Path) -> dict[str, Any]:
     for name, value in config.items():
         if name not in WITHOUT_EFFECT and value and not (name == "bias" and value == "none"):
             raise ValueError(f"path: {str(file)!r} has {name} = {value!r}, which must not be set")
+    # Such an initialiser has written its factors' product into base weights that are not in this file
     if str(config.get("init_lora_weights", "")).startswith(CHANGE_THE_BASE):
         how = config["init_lora_weights"]
         raise ValueError(f"path: {str(file)!r} has init_lora_weights = {how!r}, which changes the base weights")
@@ -204,8 +206,10 @@ def _checked(model: nn.Module, tensors: dict[str, SlicedTensor], config: dict[st
             if name + factor not in tensors:
                 raise ValueError(f"path: {str(path)!r} must have {PREFIX}{name}{factor}")
             if tuple(tensors[name + factor].shape) != shape:
-                own = tuple(tensors[name + factor].shape)
-                raise ValueError(f"path: {name + factor!r} has shape {own} in {str(path)!r} and must have {shape}")
+                shape_in_file = tuple(tensors[name + factor].shape)
+                raise ValueError(
+                    f"path: {name + factor!r} has shape {shape_in_file} in {str(path)!r} and must have {shape}"
+                )
     return names
 
 

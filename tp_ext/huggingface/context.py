@@ -92,30 +92,30 @@ def context_inputs(
     if gradient_reduction not in ("sum", "mean"):
         raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be 'sum' or 'mean'")
     shape = (layout.batch, max(layout.lengths, default=0))
-    for name, one in (("input_ids", input_ids), ("labels", labels)):
-        if one is not None and tuple(one.shape) != shape:
-            raise ValueError(f"{name}: shape {tuple(one.shape)} must be {shape}, by the layout")
+    for name, ids in (("input_ids", input_ids), ("labels", labels)):
+        if ids is not None and tuple(ids.shape) != shape:
+            raise ValueError(f"{name}: shape {tuple(ids.shape)} must be {shape}, by the layout")
     local = layout.shard(input_ids, 1)
     positions = layout.positions.view(layout.batch, -1).to(local.device)
-    found = {"input_ids": local, "position_ids": positions, "use_cache": False, "layout": layout}
+    inputs = {"input_ids": local, "position_ids": positions, "use_cache": False, "layout": layout}
     if labels is not None:
         shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         number = (shifted != IGNORED).sum()
-        found["num_items_in_batch"] = number if gradient_reduction == "sum" else number / layout.group.size
-        found["labels"] = found["shift_labels"] = layout.shard(shifted, 1)
-    return found
+        inputs["num_items_in_batch"] = number if gradient_reduction == "sum" else number / layout.group.size
+        inputs["labels"] = inputs["shift_labels"] = layout.shard(shifted, 1)
+    return inputs
 
 
 def _check_inputs(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook: raises ValueError, on all ranks, for what attention over a context group does not know."""
-    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    given = {**given, **given.get("kwargs", {})}
-    if given.get("layout") is None:
+    arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    arguments = {**arguments, **arguments.get("kwargs", {})}
+    if arguments.get("layout") is None:
         raise ValueError("layout: must be given; call the model with context_inputs(layout, ids, labels)")
     for name in ("attention_mask", "past_key_values", "use_cache"):
-        if given.get(name) is not None and given[name] is not False:
+        if arguments.get(name) is not None and arguments[name] is not False:
             raise ValueError(f"{name}: must be left out over a context group")
-    if given.get("position_ids") is None:
+    if arguments.get("position_ids") is None:
         raise ValueError("position_ids: must be those of the layout, as context_inputs returns them")
 
 

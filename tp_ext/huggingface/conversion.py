@@ -41,10 +41,10 @@ class TensorGroup:
         transform = copy.deepcopy(self.transform)
         for name, pattern, tensor in zip(self.sources, self._patterns, tensors, strict=True):
             transform.add_tensor(self._first, name, pattern, tensor)
-        made = transform.convert(self._first, model=model, config=model.config)
+        converted = transform.convert(self._first, model=model, config=model.config)
         return {
             core.apply_renamings(name, self._renamings): value[0] if isinstance(value, list) else value
-            for name, value in made.items()
+            for name, value in converted.items()
         }
 
 
@@ -60,27 +60,27 @@ def groups_to_load(
         The groups, and the conversions that were used: transformers reverts them when it saves.
     """
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, core.WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, core.WeightConverter)]
+    renamings = [transform for transform in mapping if isinstance(transform, core.WeightRenaming)]
+    converters = [transform for transform in mapping if isinstance(transform, core.WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    own = dict.fromkeys(model.state_dict())
-    wanted = {name: torch.empty(0) for name in own}
-    found: dict[str, TensorGroup] = {}
+    names = dict.fromkeys(model.state_dict())
+    wanted = {name: torch.empty(0) for name in names}
+    by_target: dict[str, TensorGroup] = {}
     for name in sorted(files, key=core.dot_natural_key):
         target, pattern = core.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
         # A renaming for other classes: the model has the name of the file
         if target not in wanted and name in wanted:
             target, pattern = core.rename_source_key(name, [], [], model.base_model_prefix, wanted)
         if pattern is None:
-            found.setdefault(f"{target}\0{name}", TensorGroup([name], {target: files[name]}))
+            by_target.setdefault(f"{target}\0{name}", TensorGroup([name], {target: files[name]}))
             continue
-        group = found.setdefault(target, TensorGroup([], transform=of_pattern[pattern], _first=target))
+        group = by_target.setdefault(target, TensorGroup([], transform=of_pattern[pattern], _first=target))
         group.sources.append(name)
         group._patterns.append(pattern)
-    for group in found.values():
+    for group in by_target.values():
         if group.transform is not None:
             group.targets = group.convert(model, [files[name] for name in group.sources])
-    return list(found.values()), [one for one in mapping if one.was_used()]
+    return list(by_target.values()), [transform for transform in mapping if transform.was_used()]
 
 
 def groups_to_save(model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[TensorGroup]:
@@ -92,24 +92,24 @@ def groups_to_save(model: transformers.PreTrainedModel, tensors: Mapping[str, Te
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # as transformers: of a model that no files made
         mapping = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [one for one in mapping if not isinstance(one, core.PrefixChange)] or None
-    reverse = [one.reverse_transform() for one in (conversions or [])[::-1]]
-    renamings = [one for one in reverse if isinstance(one, core.WeightRenaming)]
-    converters = [one for one in reverse if isinstance(one, core.WeightConverter)]
+        conversions = [transform for transform in mapping if not isinstance(transform, core.PrefixChange)] or None
+    reverse = [transform.reverse_transform() for transform in (conversions or [])[::-1]]
+    renamings = [transform for transform in reverse if isinstance(transform, core.WeightRenaming)]
+    converters = [transform for transform in reverse if isinstance(transform, core.WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, TensorGroup] = {}
+    by_target: dict[str, TensorGroup] = {}
     for name in tensors if conversions is None else sorted(tensors, key=core.dot_natural_key):
         target, pattern = core.apply_converters(name, converters)
         if pattern is None:
             target = core.apply_renamings(name, renamings)
-            found[f"{target}\0{name}"] = TensorGroup([name], {target: tensors[name]})
+            by_target[f"{target}\0{name}"] = TensorGroup([name], {target: tensors[name]})
             continue
-        group = found.setdefault(
+        group = by_target.setdefault(
             target, TensorGroup([], transform=of_pattern[pattern], _first=target, _renamings=renamings)
         )
         group.sources.append(name)
         group._patterns.append(pattern)
-    for group in found.values():
+    for group in by_target.values():
         if group.transform is not None:
             group.targets = group.convert(model, [tensors[name] for name in group.sources])
-    return list(found.values())
+    return list(by_target.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import warnings
@@ -25,7 +26,6 @@ from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
 from tp_ext.checkpoint.safetensors_files import open_export
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
 from tp_ext.huggingface.conversion import TensorGroup, groups_to_load
-from tp_ext.huggingface.examples import example_of
 from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import compute, generator_states
 from tp_ext.mesh import mesh_axes
@@ -33,6 +33,12 @@ from tp_ext.mesh_program.partition_spec import P
 
 CONFIG = "config.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of weights
+BATCH = 3  # of the example: no factor of a dim of usual models; so are the numbers of tokens
+TOKEN_NUMBERS = (5, 7, 11, 13, 17, 19, 23, 29, 37, 67, 131, 257, 521)
+LABELS_OF_TOKENS = (
+    "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification",
+)  # fmt: skip
+LABELS_OF_ROWS = ("ForSequenceClassification", "ForImageClassification")
 
 
 def from_pretrained(
@@ -90,26 +96,26 @@ def from_pretrained(
     if not isinstance(strict, bool):
         raise TypeError(f"strict: {strict!r} must be True or False")
     axes = mesh_axes(group, mesh)
-    own = parallel_group(axes.group)
-    ranks = process_group(own.name) if own is not ALONE and own.name else None
+    parallel = parallel_group(axes.group)
+    ranks = process_group(parallel.name) if parallel is not ALONE and parallel.name else None
     where = torch.device(device) if device is not None else torch.get_default_device()
     states = broadcast_from_first(lambda: generator_states(where), [ranks] if ranks is not None else [])
     with ExitStack() as opened:
         model, files, groups, left = call_on_all_ranks(
             ranks, lambda: _prepared(Path(path), opened, model_class, dtype, where, config_overrides, strict, states)
         )
-        plan = call_on_all_ranks(ranks, lambda: _plan(model, example, own.size, hints, sequence_parallel))
-        auto.apply(plan, model, own.name or None)
+        plan = call_on_all_ranks(ranks, lambda: _plan(model, example, parallel.size, hints, sequence_parallel))
+        auto.apply(plan, model, parallel.name or None)
         _allocate(model, where)
-        entries = state_entries(model, own)
+        entries = state_entries(model, parallel)
         with torch.no_grad():
             for name in list(left.values):
                 write_full(left.values.pop(name), entries[name].value, entries[name].layout)
         call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups))
     _load_generation_config(model, Path(path))
-    if own.size > 1:
+    if parallel.size > 1:
         replace_methods(model)
-    if own.rank == 0:
+    if parallel.rank == 0:
         _warn(model, path, left)
     return model.eval()
 
@@ -138,7 +144,7 @@ def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[st
     """
     ranks = ranks_of(model, NOT_GIVEN)
     entries = state_entries(model, ranks.groups.default)
-    shapes = {name: one.shape for name, one in entries.items()}
+    shapes = {name: entry.shape for name, entry in entries.items()}
     with ExitStack() as opened:
 
         def read() -> None:
@@ -151,7 +157,7 @@ def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[st
 
 
 def _shapes(files: Mapping[str, SlicedTensor]) -> dict[str, Tensor]:
-    return {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in files.items()}
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in files.items()}
 
 
 def _prepared(
@@ -185,7 +191,7 @@ def _prepared(
         model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)
     groups, conversions = groups_to_load(model, _shapes(files))
-    left = _matched(model, groups, path, {name: one.shape for name, one in model.state_dict().items()}, strict)
+    left = _matched(model, groups, path, {name: tensor.shape for name, tensor in model.state_dict().items()}, strict)
     left.values = compute(model, left.computed, device, states)
     model.tie_weights()
     model._weight_conversions = conversions
@@ -273,13 +279,15 @@ def _matched(
         ``computed``: all names of the model's tensors that no file has; ``missing_keys``: those that its class does not
         expect to compute; ``unexpected_keys``: names of the files' tensors that the model does not have.
     """
-    own: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    made = {name: tensor for group in groups for name, tensor in group.targets.items()}
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    in_files = {name: tensor for group in groups for name, tensor in group.targets.items()}
     # Files have a tied tensor under one of its names: under the others it is not missing
-    held = {id(own[name]) for name in made if name in own}
+    ids_in_files = {id(state[name]) for name in in_files if name in state}
     left = SimpleNamespace(
-        missing_keys={name for name, tensor in own.items() if name not in made and id(tensor) not in held},
-        unexpected_keys={name for name in made if name not in own},
+        missing_keys={
+            name for name, tensor in state.items() if name not in in_files and id(tensor) not in ids_in_files
+        },
+        unexpected_keys={name for name in in_files if name not in state},
     )
     left.computed = set(left.missing_keys)
     model._adjust_missing_and_unexpected_keys(left)
@@ -289,17 +297,17 @@ def _matched(
             f"{sorted(left.unexpected_keys)}"
         )
     for group in groups:
-        group.targets = {name: tensor for name, tensor in group.targets.items() if name in own}
+        group.targets = {name: tensor for name, tensor in group.targets.items() if name in state}
         for name, tensor in group.targets.items():
             if tensor.shape != shapes[name]:
                 raise ValueError(
                     f"path: {name!r} has shape {tuple(tensor.shape)} in {str(path)!r} and must have "
                     f"{tuple(shapes[name])}, that of the configuration"
                 )
-            if tensor.is_floating_point() != own[name].is_floating_point():
+            if tensor.is_floating_point() != state[name].is_floating_point():
                 raise ValueError(
                     f"path: {name!r} has dtype {tensor.dtype} in {str(path)!r} and must be of the kind of "
-                    f"{own[name].dtype}"
+                    f"{state[name].dtype}"
                 )
     return left
 
@@ -316,19 +324,19 @@ def _warn(model: nn.Module, path: str | os.PathLike[str], left: SimpleNamespace)
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
     """Gives memory to parameters and buffers on meta; tied ones stay one."""
-    made: dict[int, Tensor] = {}
+    real_by_id: dict[int, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in real_by_id:
             new = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = new
-        return made[id(tensor)]
+            real_by_id[id(tensor)] = new
+        return real_by_id[id(tensor)]
 
-    every = list(model.modules())  # their tensors live until the end, so that ids are unique
-    kept = [tensor for module in every for tensor in (*module._parameters.values(), *module._buffers.values())]
-    for module in every:
+    modules = list(model.modules())  # their tensors live until the end, so that ids are unique
+    kept = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
+    for module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
@@ -373,3 +381,36 @@ def _converted_tensors(
 def _load_generation_config(model: transformers.PreTrainedModel, path: Path) -> None:
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
+
+
+def example_of(model: transformers.PreTrainedModel, tokens: int = 1) -> dict[str, Any]:
+    """Returns a batch of tokens or images, with labels where the class has a loss; at least ``tokens`` tokens a row.
+
+    Raises:
+        ValueError: the model's main input is neither.
+    """
+    kind, names = type(model).__name__, set(inspect.signature(model.forward).parameters)
+    text = model.config.get_text_config()
+    example: dict[str, Any] = {}
+    tokens = next((n for n in TOKEN_NUMBERS if n >= tokens), tokens)
+    if model.main_input_name == "input_ids":
+        count = getattr(text, "vocab_size", 2)
+        example["input_ids"] = torch.arange(1, BATCH * tokens + 1).view(BATCH, tokens) % count
+        if "labels" in names and kind.endswith(LABELS_OF_TOKENS):
+            size = getattr(model.config, "num_labels", 2) if kind.endswith("ForTokenClassification") else count
+            example["labels"] = example["input_ids"] % size
+    elif model.main_input_name == "pixel_values":
+        height, width = _image_size(model.config)
+        example["pixel_values"] = torch.zeros(BATCH, getattr(model.config, "num_channels", 3), height, width)
+    else:
+        raise ValueError(f"example: must be given for {kind}, whose main input is {model.main_input_name!r}")
+    if "labels" in names and kind.endswith(LABELS_OF_ROWS):
+        example["labels"] = torch.arange(BATCH) % model.config.num_labels
+    if "use_cache" in names:
+        example["use_cache"] = False
+    return example
+
+
+def _image_size(config: transformers.PreTrainedConfig) -> tuple[int, int]:
+    size = getattr(config, "image_size", 224)
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

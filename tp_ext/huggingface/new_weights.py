@@ -28,13 +28,13 @@ def _set(states: list[Tensor], device: torch.device) -> None:
 def drawing_from(states: list[Tensor], device: torch.device) -> Iterator[None]:
     """Draws from generators in the given states. A rank whose own are in other states gets these back; one whose own
     are the same goes on behind the draws, as one process does."""
-    own = generator_states(device)
+    states_before = generator_states(device)
     _set(states, device)
     try:
         yield
     finally:
-        if not all(torch.equal(one, other) for one, other in zip(own, states, strict=True)):
-            _set(own, device)
+        if not all(torch.equal(state, other) for state, other in zip(states_before, states, strict=True)):
+            _set(states_before, device)
 
 
 def compute(
@@ -54,16 +54,16 @@ def compute(
         if name not in computed:
             tensor._is_hf_initialized = True
             continue
-        owner, _, own = name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
         module, real = model.get_submodule(owner), torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
-            on_meta.append((module, own, tensor))
-            module._parameters[own] = nn.Parameter(real, requires_grad=tensor.requires_grad)
+            on_meta.append((module, attribute, tensor))
+            module._parameters[attribute] = nn.Parameter(real, requires_grad=tensor.requires_grad)
             whole[name] = real
         else:
-            module._buffers[own] = real
+            module._buffers[attribute] = real
     with torch.device(device), drawing_from(states, device):
         model.initialize_weights()
-    for module, own, parameter in on_meta:
-        module._parameters[own] = parameter
+    for module, attribute, parameter in on_meta:
+        module._parameters[attribute] = parameter
     return whole

@@ -77,10 +77,12 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     check_new(accelerator, world)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("model: must not be sharded by fully_shard; DDP averages its gradients")
-    own = {id(param) for param in model.parameters()}
-    for one in others:
-        if isinstance(one, Optimizer) and any(id(p) not in own for group in one.param_groups for p in group["params"]):
-            raise ValueError(f"others: {type(one).__name__} must be an optimizer of parameters of the model")
+    ids = {id(param) for param in model.parameters()}
+    for other in others:
+        if isinstance(other, Optimizer) and any(
+            id(p) not in ids for group in other.param_groups for p in group["params"]
+        ):
+            raise ValueError(f"others: {type(other).__name__} must be an optimizer of parameters of the model")
     mesh = _mesh(accelerator, model, world)
     check_layers(model, mesh["tp"], mesh["dp"])
     model.to(accelerator.device)
@@ -93,12 +95,12 @@ def _mesh(accelerator: Any, model: nn.Module, world: int) -> DeviceMesh:
     """Returns the mesh ``dp`` x ``tp`` of all processes: tp, those that share the model."""
     groups = list(sharded_over(model))
     # With experts over data ranks there are two; DDP over these is refused
-    own = [ranks for ranks in groups if dist.get_rank() in ranks][:1] or [()]
-    rows = sorted(set(all_gather_objects(own[0], process_group(dist.group.WORLD))))
+    own_ranks = [ranks for ranks in groups if dist.get_rank() in ranks][:1] or [()]
+    rows = sorted(set(all_gather_objects(own_ranks[0], process_group(dist.group.WORLD))))
     if sorted(rank for ranks in rows for rank in ranks) != list(range(world)) or len({len(r) for r in rows}) > 1:
-        found = [list(ranks) for ranks in rows if ranks]
+        groups_ = [list(ranks) for ranks in rows if ranks]
         raise ValueError(
-            f"model: is sharded over the groups of ranks {found}, which must be equally large and hold each of the "
+            f"model: is sharded over the groups of ranks {groups_}, which must be equally large and hold each of the "
             f"{world} ranks of the job once"
         )
     config = accelerator.parallelism_config
@@ -128,31 +130,31 @@ class _Shared:
         accelerator.register_load_state_pre_hook(self._note_loaded)
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        made = self._prepare_model(model)
-        if evaluation_mode or self.mesh["dp"].size() == 1 or isinstance(made, DistributedDataParallel):
-            return made
+        prepared = self._prepare_model(model)
+        if evaluation_mode or self.mesh["dp"].size() == 1 or isinstance(prepared, DistributedDataParallel):
+            return prepared
         handler = self.accelerator.ddp_handler
-        self.accelerator._models.remove(made)
-        made = DistributedDataParallel(
-            made, process_group=self.group, **({} if handler is None else handler.to_kwargs())
+        self.accelerator._models.remove(prepared)
+        prepared = DistributedDataParallel(
+            prepared, process_group=self.group, **({} if handler is None else handler.to_kwargs())
         )
         if handler is not None:
-            handler.register_comm_hook(made)
-        self.accelerator._models.append(made)
-        return made
+            handler.register_comm_hook(prepared)
+        self.accelerator._models.append(prepared)
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        made = type(self.accelerator).prepare_scheduler(self.accelerator, scheduler)
-        if isinstance(made, AcceleratedScheduler):
-            made.split_batches = True  # else a step for each process, and a resumed run would go on at another rate
-        return made
+        prepared = type(self.accelerator).prepare_scheduler(self.accelerator, scheduler)
+        if isinstance(prepared, AcceleratedScheduler):
+            prepared.split_batches = True  # else a step for each process, and a resumed run would go on at another rate
+        return prepared
 
     def gather(self, tensor: Any) -> Any:
-        def of_all(one: Tensor) -> Tensor:
-            rows = (one[None] if one.dim() == 0 else one).contiguous()
-            made = [torch.empty_like(rows) for _ in range(self.mesh["dp"].size())]
-            dist.all_gather(made, rows, group=self.group)
-            return torch.cat(made)
+        def of_all(tensor: Tensor) -> Tensor:
+            rows = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
+            gathered = [torch.empty_like(rows) for _ in range(self.mesh["dp"].size())]
+            dist.all_gather(gathered, rows, group=self.group)
+            return torch.cat(gathered)
 
         return recursively_apply(of_all, tensor, error_on_other_type=True)
 
@@ -162,20 +164,20 @@ class _Shared:
                 raise TypeError
             rows = self.gather(values)
         except TypeError:  # not tensors
-            rows = [row for own in all_gather_objects(values, self.group) for row in own]
+            rows = [row for values_of_rank in all_gather_objects(values, self.group) for row in values_of_rank]
         state = self.accelerator.gradient_state
         if not (state.end_of_dataloader and state.remainder > 0):
             return rows
         if isinstance(rows, list) and not all(isinstance(row, Tensor) for row in rows):
             return rows[: state.remainder]
-        return recursively_apply(lambda one: one[: state.remainder], rows)
+        return recursively_apply(lambda tensor: tensor[: state.remainder], rows)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        def over_data(one: Tensor) -> Tensor:
-            made = one.clone()
+        def over_data(tensor: Tensor) -> Tensor:
+            reduced = tensor.clone()
             if reduction != "none":
-                dist.all_reduce(made, group=self.group)
-            return made * scale / (self.mesh["dp"].size() if reduction == "mean" else 1)
+                dist.all_reduce(reduced, group=self.group)
+            return reduced * scale / (self.mesh["dp"].size() if reduction == "mean" else 1)
 
         return recursively_apply(over_data, tensor, error_on_other_type=True)
 
@@ -185,10 +187,10 @@ class _Shared:
 
     def save_state(self, *args: Any, **options: Any) -> Any:
         with self._without_shards() as optimizers:
-            made = type(self.accelerator).save_state(self.accelerator, *args, **options)
+            saved = type(self.accelerator).save_state(self.accelerator, *args, **options)
         for path, optimizer in self._parts(optimizers):
             save_checkpoint(path, self.model, optimizer)
-        return made
+        return saved
 
     def load_state(self, *args: Any, **options: Any) -> None:
         accelerator = self.accelerator
@@ -223,7 +225,7 @@ class _Shared:
         kept = accelerator._models, accelerator._optimizers
         accelerator._models, accelerator._optimizers = [], []
         try:
-            yield [getattr(one, "optimizer", one) for one in kept[1]]
+            yield [getattr(optimizer, "optimizer", optimizer) for optimizer in kept[1]]
         finally:
             accelerator._models, accelerator._optimizers = kept
 

@@ -64,32 +64,32 @@ def save_pretrained(
     # Meta tensors in place of the state dict: transformers decides by names, shapes and ties alone what files hold
     ignored = model._keys_to_ignore_on_save or ()
     full = {
-        name: torch.empty(one.shape, dtype=one.value.dtype, device="meta")
-        for name, one in entries.items()
-        if name not in ignored and not one.extra
+        name: torch.empty(entry.shape, dtype=entry.value.dtype, device="meta")
+        for name, entry in entries.items()
+        if name not in ignored and not entry.extra
     }
     groups = groups_to_save(model, remove_tied_weights_from_state_dict(full, model))
     group_of = {name: group for group in groups for name in group.targets}
     shapes = {name: tensor for group in groups for name, tensor in group.targets.items()}
 
     def gathered(shard: FileEntries) -> Iterator[Tensor | None]:
-        made: dict[str, Tensor | None] = {}  # a group that the next file needs as well is gathered again
+        converted: dict[str, Tensor | None] = {}  # a group that the next file needs as well is gathered again
         failure: Exception | None = None
         for name, _ in shard:
-            if name not in made:
-                found = group_of[name]
+            if name not in converted:
+                group_ = group_of[name]
                 sources = [
                     gather_whole(_whole(full[source], ranks), entries[source], ranks, rank0_only=True)
-                    for source in found.sources
+                    for source in group_.sources
                 ]
-                made |= dict.fromkeys(found.targets)
+                converted |= dict.fromkeys(group_.targets)
                 try:
                     if ranks.first and failure is None:
-                        made |= found.convert(model, [source for source in sources if source is not None])
+                        converted |= group_.convert(model, [source for source in sources if source is not None])
                 except Exception as error:  # raised when the other ranks have sent all of this file
                     failure = error
                 del sources
-            yield made.pop(name)
+            yield converted.pop(name)
         if failure is not None:
             raise failure
 
@@ -128,7 +128,7 @@ def _files(tensors: dict[str, Tensor], max_size: int | str, ranks: Ranks) -> lis
     return [
         sorted(
             ((name, _whole(tensors[name], ranks)) for name in names),
-            key=lambda one: (-one[1].dtype.itemsize, one[0]),
+            key=lambda item: (-item[1].dtype.itemsize, item[0]),
         )
         for names in split.filename_to_tensors.values()
     ]
@@ -136,7 +136,7 @@ def _files(tensors: dict[str, Tensor], max_size: int | str, ranks: Ranks) -> lis
 
 def _count(model: transformers.PreTrainedModel, entries: Any) -> int:
     """Elements of all parameters of the unsharded model, tied ones once."""
-    shapes = {id(one.value): one.shape.numel() for one in entries.values()}
+    shapes = {id(entry.value): entry.shape.numel() for entry in entries.values()}
     return sum(shapes.get(id(parameter), parameter.numel()) for parameter in model.parameters())
 
 
@@ -144,9 +144,9 @@ def _save_configuration(model: transformers.PreTrainedModel, path: Path) -> None
     config = copy.deepcopy(model.config)
     plan = getattr(model, "tp_ext_plan", None)
     for attribute, (full, _) in (plan.patches.get("", {}) if plan is not None else {}).items():
-        holder, _, own = attribute.rpartition(".")
+        holder, _, attribute_name = attribute.rpartition(".")
         if holder == "config":
-            config.__dict__[own] = full
+            config.__dict__[attribute_name] = full
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(path)

@@ -128,9 +128,9 @@ def _kind_of(checkpoint: Path) -> str | None:
     for name in (OPTIMIZER, FOREIGN_OPTIMIZER):
         if (checkpoint / name).exists() and (checkpoint / SCHEDULER).is_file():
             return name
-    if found := sorted(file.name for pattern in STATE_FILES for file in checkpoint.glob(pattern)):
+    if files := sorted(file.name for pattern in STATE_FILES for file in checkpoint.glob(pattern)):
         raise ValueError(
-            f"resume_from_checkpoint: {str(checkpoint)!r} has {found}; the state of training can only be read from "
+            f"resume_from_checkpoint: {str(checkpoint)!r} has {files}; the state of training can only be read from "
             f"{SCHEDULER} with {OPTIMIZER}, or with {FOREIGN_OPTIMIZER} of one process. To start anew from its "
             "weights, load them by from_pretrained, and train without resume_from_checkpoint"
         )
@@ -142,12 +142,14 @@ def _named(path: str, optimizer: torch.optim.Optimizer, groups: list[list[str]])
 
     torch numbers them in the order of the parameter groups, which is that of the model: the sharded one has it, too."""
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    for what, own, other in (
+    for what, current, other in (
         ("sizes of parameter groups", [len(g) for g in groups], [len(g["params"]) for g in saved["param_groups"]]),
         ("options", *(sorted(g[0].keys() - OPTIONAL) for g in (optimizer.param_groups, saved["param_groups"]))),
     ):
-        if own != other:
-            raise ValueError(f"resume_from_checkpoint: {path!r} is of another optimizer: {what} {other}, here {own}")
+        if current != other:
+            raise ValueError(
+                f"resume_from_checkpoint: {path!r} is of another optimizer: {what} {other}, here {current}"
+            )
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, [name for names in groups for name in names], strict=True))
     named = [{**group, "params": names} for group, names in zip(saved["param_groups"], groups, strict=True)]

@@ -88,8 +88,8 @@ def _check_entries(path: Path, states: dict[str, Any], saved: dict[str, Any], st
                 raise ValueError(
                     f"ckpt_path: {str(path)!r} is of another model: {name!r} has shape {other} and must have {shape}"
                 )
-    own = {name for name, _ in _tensors(states[_MODEL], _MODEL)}
-    others = sorted(name for name in saved if name.startswith(f"{_MODEL}.") and name not in own) if strict else []
+    names = {name for name, _ in _tensors(states[_MODEL], _MODEL)}
+    others = sorted(name for name in saved if name.startswith(f"{_MODEL}.") and name not in names) if strict else []
     if missing or others:
         raise ValueError(
             f"ckpt_path: {str(path)!r} is of another model, or has no optimizer: missing {missing[:3]}, "
@@ -123,17 +123,18 @@ def _load_file(
 def _named(path: Path, model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of an optimizer with names in place of the numbers of parameters, which follow one another in
     its parameter groups."""
-    own = {
-        id(param): found.name for param, found, _ in resolve_optimizer(model, optimizer, model_groups(model).default)
+    name_of = {
+        id(param): parameter.name
+        for param, parameter, _ in resolve_optimizer(model, optimizer, model_groups(model).default)
     }
-    names = [[own[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    names = [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     lengths = [len(group) for group in names], [len(group["params"]) for group in saved["param_groups"]]
     if lengths[0] != lengths[1]:
         raise ValueError(
             f"ckpt_path: {str(path)!r} is of another optimizer: parameter groups of {lengths[1]} parameters, here "
             f"{lengths[0]}"
         )
-    groups = [{**group, "params": own} for group, own in zip(saved["param_groups"], names, strict=True)]
+    groups = [{**group, "params": parameters} for group, parameters in zip(saved["param_groups"], names, strict=True)]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, [name for group in names for name in group], strict=True))
     return {"state": {name_of[number]: entry for number, entry in saved["state"].items()}, "param_groups": groups}

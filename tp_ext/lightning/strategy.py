@@ -71,8 +71,10 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
     def _check_sizes(self) -> None:
         ranks, local = self.num_nodes * self.num_processes, self.num_processes
-        given = self._data_parallel_size, self._tensor_parallel_size
-        sizes = [auto if size == "auto" else size for size, auto in zip(given, (self.num_nodes, local), strict=True)]
+        sizes_wanted = self._data_parallel_size, self._tensor_parallel_size
+        sizes = [
+            auto if size == "auto" else size for size, auto in zip(sizes_wanted, (self.num_nodes, local), strict=True)
+        ]
         for name, size in zip(_SIZES, sizes, strict=True):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}: {size!r} must be a positive integer, or 'auto'")

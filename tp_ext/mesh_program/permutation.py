@@ -43,7 +43,7 @@ def permuted(x: Tensor, groups: Sequence[ParallelGroup], perm: Pairs) -> Tensor:
     sizes = [group.size for group in groups]
     at = [group.rank for group in groups]
     paths = [(_coordinates(source, sizes), _coordinates(to, sizes)) for source, to in perm]
-    held = x.reshape(1, x.numel()).narrow(0, 0, sum(source == at for source, _ in paths))
+    rows = x.reshape(1, x.numel()).narrow(0, 0, sum(source == at for source, _ in paths))
     for k, group in enumerate(groups):
         if group.size == 1:
             continue
@@ -53,15 +53,15 @@ def permuted(x: Tensor, groups: Sequence[ParallelGroup], perm: Pairs) -> Tensor:
         if k:
             goes_to = [to[k] for _, to in mine]
             order = sorted(range(len(mine)), key=goes_to.__getitem__)
-            held = held.index_select(0, torch.tensor(order, dtype=torch.int64, device=x.device))
+            rows = rows.index_select(0, torch.tensor(order, dtype=torch.int64, device=x.device))
         sent = [sum(to[k] == rank for _, to in mine) for rank in range(group.size)]
         received = [
             sum(_place(path, k)[k] == rank and path[1][k] == at[k] for path in here) for rank in range(group.size)
         ]
-        held = regions.all_to_all(held, group, (0, 0), sent, received)
+        rows = regions.all_to_all(rows, group, (0, 0), sent, received)
         came_from = [_place(path, k)[k] for path in paths]  # as they arrive: by the rank that sent them
         paths = [paths[j] for j in sorted(range(len(paths)), key=came_from.__getitem__)]
-    return F.pad(held, (0, 0, 0, 1 - held.shape[0])).reshape(x.shape)
+    return F.pad(rows, (0, 0, 0, 1 - rows.shape[0])).reshape(x.shape)
 
 
 def exchanged(x: Tensor, groups: Sequence[ParallelGroup], split_dim: int, concat_dim: int) -> Tensor:
@@ -76,11 +76,11 @@ def exchanged(x: Tensor, groups: Sequence[ParallelGroup], split_dim: int, concat
 
 
 def _coordinates(index: int, sizes: Sequence[int]) -> list[int]:
-    found = []
+    coordinates = []
     for size in reversed(sizes):
         index, coordinate = divmod(index, size)
-        found.append(coordinate)
-    return found[::-1]
+        coordinates.append(coordinate)
+    return coordinates[::-1]
 
 
 def _place(path: tuple[list[int], list[int]], k: int) -> list[int]:

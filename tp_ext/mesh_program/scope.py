@@ -74,8 +74,8 @@ def note_uneven(sizes: Sequence[int]) -> None:
 
 def made_uneven() -> bool:
     """Returns whether a collective has made shards of different lengths since the last call."""
-    found, _active.uneven = _active.uneven, False
-    return found
+    uneven, _active.uneven = _active.uneven, False
+    return uneven
 
 
 def checked() -> bool:
@@ -117,20 +117,20 @@ def _current() -> Scope | None:
     if torch.compiler.is_compiling() or not _in_backward():
         return None
     number = torch._C._current_autograd_node()._sequence_nr()
-    found = [scope for runs in _runs.values() if (scope := _innermost(runs, number)) is not None]
-    if not found:  # a node of a part that was computed again: any map, if all are alike
-        found = [run.scope for runs in _runs.values() for run in runs]
-    return found[0] if found and all(scope == found[0] for scope in found) else None
+    scopes = [scope for runs in _runs.values() if (scope := _innermost(runs, number)) is not None]
+    if not scopes:  # a node of a part that was computed again: any map, if all are alike
+        scopes = [run.scope for runs in _runs.values() for run in runs]
+    return scopes[0] if scopes and all(scope == scopes[0] for scope in scopes) else None
 
 
 def _innermost(runs: deque[_Run], number: int) -> Scope | None:
-    found: _Run | None = None
+    innermost: _Run | None = None
     for run in reversed(runs):
         if run.end <= number:
             break
-        if run.begin <= number and (found is None or run.begin >= found.begin):
-            found = run
-    return found.scope if found else None
+        if run.begin <= number and (innermost is None or run.begin >= innermost.begin):
+            innermost = run
+    return innermost.scope if innermost else None
 
 
 def _in_backward() -> bool:

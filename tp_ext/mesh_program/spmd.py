@@ -18,8 +18,7 @@ from tp_ext.group import ParallelGroup, parallel_group, process_group
 from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.mesh_program.scope import made_uneven, scope_of
-from tp_ext.mesh_program.transforms import types_in_force
-from tp_ext.mesh_program.varying import VaryingValueError, as_varying, axes_of, plain, typed
+from tp_ext.mesh_program.varying import VaryingValueError, as_varying, axes_of, plain, typed, types_in_force
 
 Specs = Any
 """A :class:`P` for a tensor, or for all tensors of a nested structure; or a structure of them, one level at a time."""
@@ -34,9 +33,9 @@ def spmd(
 
         @tp_ext.spmd(mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P())
         def matmul(a, b):  # a[:, shard] and b[shard, :]
-            return tp_ext.psum(a @ b, "x")
+            return tp_ext.lax.psum(a @ b, "x")
 
-    Inside, tensors are local, and ranks communicate by :func:`tp_ext.psum` and its kin, by the name of an axis. The
+    Inside, tensors are local, and ranks communicate by :func:`tp_ext.lax.psum` and its kin, by the name of an axis. The
     map and all collectives are differentiable: gradients of full arguments are full.
 
     With ``check`` each value is known to vary along an axis or not: a sharded argument varies along its axes, the
@@ -52,8 +51,8 @@ def spmd(
         in_specs: a :class:`tp_ext.P` for all positional arguments, or a tuple with an entry for each. Arguments that
             are no tensors are passed as they are.
         out_specs: likewise, for the result or a tuple of results.
-        check: False: tensors inside are plain, and the caller is responsible for :func:`tp_ext.pvary` and for results
-            that are the same on all ranks of axes that their spec does not name.
+        check: False: tensors inside are plain, and the caller is responsible for :func:`tp_ext.lax.pvary` and for
+            results that are the same on all ranks of axes that their spec does not name.
 
     Communicates: arguments nothing, backward an all-gather for each axis that shards a full one, and an all-reduce
     for each axis that does not shard one that is used with varying values; results an all-gather for each axis of a
@@ -117,8 +116,8 @@ def _check_specs(specs: Specs, argument: str, groups: Mapping[str, ParallelGroup
     entries = specs.values() if isinstance(specs, dict) else specs if isinstance(specs, list | tuple) else None
     if entries is None:
         raise TypeError(f"{argument}: {specs!r} must be a tp_ext.P, or a tuple, list or dict of them")
-    for one in entries:
-        _check_specs(one, argument, groups)
+    for entry in entries:
+        _check_specs(entry, argument, groups)
 
 
 def _axes_of_joined(specs: Specs) -> set[str]:
@@ -126,7 +125,7 @@ def _axes_of_joined(specs: Specs) -> set[str]:
     if isinstance(specs, P):
         return set() if specs.form == "local" else set(specs.axes)
     entries = specs.values() if isinstance(specs, dict) else specs or ()
-    return {axis for one in entries for axis in _axes_of_joined(one)}
+    return {axis for entry in entries for axis in _axes_of_joined(entry)}
 
 
 def _map_tensors(each: Callable[[Tensor, P, str], Any], values: Any, specs: Specs, where: str) -> Any:
@@ -134,7 +133,7 @@ def _map_tensors(each: Callable[[Tensor, P, str], Any], values: Any, specs: Spec
     if isinstance(specs, P):
         leaves, structure = tree_flatten(values)
         return tree_unflatten(
-            [each(one, specs, where) if isinstance(one, Tensor) else one for one in leaves], structure
+            [each(leaf, specs, where) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
     if specs is None:
         if isinstance(values, Tensor):
@@ -270,9 +269,9 @@ class _Leave(_Map):
             table = torch.tensor([(*line, *[0] * (width - len(line))) for line in lines])
             table = table.to(self.joined[0][0].device if self.joined else self.mesh.device_type)
             for name in reversed(axes):
-                found = [torch.empty_like(table) for _ in range(self.groups[name].size)]
-                dist.all_gather(found, table, group=process_group(self.groups[name].name))
-                table = torch.stack(found)
+                tables = [torch.empty_like(table) for _ in range(self.groups[name].size)]
+                dist.all_gather(tables, table, group=process_group(self.groups[name].name))
+                table = torch.stack(tables)
             table = table.cpu()
         if failure is not None:
             raise failure
@@ -338,7 +337,7 @@ def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: 
             f"{where}: the ranks' shards by {spec} must have one dtype and number of dims, and have "
             f"{sorted({shard[1] for shard in shards})} dims"
         )
-    found: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for dim in range(shards[0][1]):
         lengths = shapes[..., 2 + dim]
         sharded = spec.dims[dim] if dim < len(spec.dims) else ()
@@ -352,6 +351,6 @@ def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: 
             if axis in names:
                 k = names.index(axis)
                 place = [slice(None) if j == k else rank for j, rank in enumerate(at)]
-                found[axis] = lengths[tuple(place)].tolist()
+                sizes[axis] = lengths[tuple(place)].tolist()
                 lengths = lengths.sum(k, keepdim=True).expand_as(lengths)
-    return found
+    return sizes

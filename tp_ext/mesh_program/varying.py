@@ -8,17 +8,21 @@ the gradient of a value that does not vary is complete, and no value is summed t
 The axes are in the type, not in an attribute of the tensor, since ``torch.compile`` follows types.
 """
 
+import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tp_ext.mesh_program import regions
-from tp_ext.mesh_program.writes import Unwritten, written
 
 Axes = Mapping[str, str]
 """Name of an axis -> its group, as operators take it."""
@@ -37,6 +41,18 @@ _OPERATORS = (  # torch.compile does not follow those on the left, which are in 
     (Tensor.__rlshift__, lambda a, b: torch.bitwise_left_shift(b, a)),
     (Tensor.__rrshift__, lambda a, b: torch.bitwise_right_shift(b, a)),
     (Tensor.__rmatmul__, lambda a, b: torch.matmul(b, a)),
+)
+
+_WRAPPING = {eager_transforms: ("_wrap_for_grad", "_unwrap_for_grad"), vmap: ("_add_batch_dim", "_remove_batch_dim")}
+_DUNDERS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"}
+_DUNDERS |= {"__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__set__"}
+_CHANGES_NO_VALUE = {"requires_grad_", "share_memory_", "rename_"}
+_STATISTICS = (  # and the place of running_mean and running_var; then 5 says whether they are updated
+    (F.batch_norm, 1),
+    (F.instance_norm, 1),
+    (torch.batch_norm, 3),
+    (torch.instance_norm, 3),
+    (torch.native_batch_norm, 3),
 )
 
 
@@ -126,9 +142,9 @@ def _typed_as_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     """Gradients of ``torch.autograd.grad`` vary as the inputs."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     with torch._C.DisableTorchFunctionSubclass():
-        found = func(*args, **kwargs)
+        gradients = func(*args, **kwargs)
     each = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    return tuple(typed(grad, axes_of(one)) for grad, one in zip(found, each, strict=True))
+    return tuple(typed(grad, axes_of(x)) for grad, x in zip(gradients, each, strict=True))
 
 
 def _without_types(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -172,10 +188,10 @@ def typed(value: Any, axes: Axes) -> Any:
         value = plain(value)
     if not axes:
         return value
-    found = Tensor.as_subclass(value, varying_type(tuple(axes.items())))
+    varying = Tensor.as_subclass(value, varying_type(tuple(axes.items())))
     if not torch.compiler.is_compiling():
-        found.line = _line_of_user()
-    return found
+        varying.line = _line_of_user()
+    return varying
 
 
 def as_varying(value: Any, axes: Axes) -> Any:
@@ -203,3 +219,75 @@ def _line_of_user() -> str:
 
 def _listed(axes: Iterable[str]) -> str:
     return ", ".join(map(repr, axes))
+
+
+@contextlib.contextmanager
+def types_in_force(check: bool) -> Iterator[None]:
+    """Types go through transforms, and setters are refused, in the block of a checked map.
+
+    ``torch.vmap``, ``grad``, ``vjp`` and ``jvp`` of ``torch.func`` wrap a tensor on its way in and unwrap it on its way
+    out, and each time make a plain tensor of it: a value that varies would count as the same on all ranks. So these
+    functions are replaced by such that keep the type. Nothing changes for other tensors.
+    """
+    if not check or torch.compiler.is_compiling():
+        yield
+        return
+    for module, names in _WRAPPING.items():
+        for name in names:
+            function = getattr(module, name)
+            if not hasattr(function, "keeps_type"):
+                setattr(module, name, _keeping_type(function))
+    with RefuseSetters():
+        yield
+
+
+def _keeping_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def keeping(x: Any, *args: Any) -> Any:
+        y = function(x, *args)
+        return Tensor.as_subclass(y, type(x)) if isinstance(x, Varying) else y
+
+    keeping.keeps_type = True  # type: ignore[attr-defined]
+    return keeping
+
+
+def written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields the tensors that a function writes, by its name, before it runs."""
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _CHANGES_NO_VALUE
+    targets: list[Any] = [kwargs.get("out")]
+    if in_place or name in _DUNDERS:
+        targets.append(args[0] if args else (kwargs.get("self"), kwargs.get("input")))
+    for norm, place in _STATISTICS:
+        if function is norm and (
+            args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", norm is F.instance_norm))
+        ):
+            targets += [*args[place : place + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+    for leaf in tree_leaves(targets):
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def _has_version(x: Tensor) -> bool:
+    return not x.is_inference() and not is_functorch_wrapped_tensor(x)
+
+
+class Unwritten:
+    """Tensors that an operator must not write. Shows writes that no name says, such as ``max_norm`` of an embedding.
+
+    Neither torch.compile nor the transforms of ``torch.func`` follow versions, so it sees none there.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        seen = [] if torch.compiler.is_compiling() else [x for x in tensors if _has_version(x)]
+        self._before = [(x, x._version, x.untyped_storage()._cdata) for x in seen]
+
+    def intact(self) -> bool:
+        """Returns whether all are as they were."""
+        return all(x._version == version for x, version, _ in self._before)
+
+    def seen_through(self, result: object) -> bool:
+        """Returns whether a result is a view of one of them, through which it could be written later."""
+        if not self._before or not isinstance(result, Tensor) or is_functorch_wrapped_tensor(result):
+            return False
+        return result.untyped_storage()._cdata in [storage for _, _, storage in self._before]

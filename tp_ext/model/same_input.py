@@ -5,6 +5,7 @@ then nothing raises, and the model learns noise. The comparison costs an exchang
 """
 
 import os
+import warnings
 from typing import Self
 
 import torch
@@ -21,7 +22,7 @@ class DebugMode:
     on = os.environ.get("TP_EXT_DEBUG", "0") not in ("", "0")
 
 
-class enable:
+class compare_inputs:
     """Turns the debug mode on, from now on or for a ``with`` block: :class:`VocabParallelEmbedding` compares its ids
     over the group, :func:`vocab_parallel_cross_entropy` its targets. ``TP_EXT_DEBUG=1`` in the environment turns it on
     from the start.
@@ -48,7 +49,13 @@ class enable:
         DebugMode.on = self._before
 
 
-def compare_input(name: str, given: Tensor, group: ParallelGroup) -> None:
+def enable(on: bool = True) -> compare_inputs:
+    """Turns the debug mode on under the old name of :class:`compare_inputs`."""
+    warnings.warn("debug.enable: use debug.compare_inputs, its new name", DeprecationWarning, stacklevel=2)
+    return compare_inputs(on)
+
+
+def check_same_input(name: str, given: Tensor, group: ParallelGroup) -> None:
     """Raises on every rank unless ``given``, an integer tensor, has the same values on all ranks of the group."""
     if group.size == 1 or torch.compiler.is_compiling():
         return

@@ -76,14 +76,14 @@ def dropout_slices(x: Tensor, p: float, dim: int, slices: Sequence[slice], full:
     """
     _check_p(p)
     seed, inner = draw_seed(x.device), math.prod(x.shape[dim + 1 :])
-    shares = x.split([one.stop - one.start for one in slices], dim)
-    found = [
+    shares = x.split([rows.stop - rows.start for rows in slices], dim)
+    dropped = [
         _ops.bias_dropout_residual(
-            share, None, None, seed, p, max(share.shape[dim] * inner, 1), full * inner, one.start * inner
+            share, None, None, seed, p, max(share.shape[dim] * inner, 1), full * inner, rows.start * inner
         )
-        for share, one in zip(shares, slices, strict=True)
+        for share, rows in zip(shares, slices, strict=True)
     ]
-    return found[0] if len(found) == 1 else torch.cat(found, dim)
+    return dropped[0] if len(dropped) == 1 else torch.cat(dropped, dim)
 
 
 class _Span(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.model.module import ParallelModule, check_flags, check_positive
-from tp_ext.model.same_input import DebugMode, compare_input
+from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.linear_cross_entropy import linear_cross_entropy
 from tp_ext.nn.loss import vocab_parallel_cross_entropy
 from tp_ext.nn.parallel_linear import check_one_axis_options, linear_2d, main_grad_of
@@ -170,7 +170,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
     def forward(self, ids: Tensor) -> Tensor:
         if DebugMode.on:
-            compare_input("ids", ids, self.tp_group)
+            check_same_input("ids", ids, self.tp_group)
         hidden = self.activations == "hidden"
         y = _ops.vocab_parallel_embedding(
             ids,

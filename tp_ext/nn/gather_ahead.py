@@ -1,4 +1,4 @@
-"""Where a forward of a model begins and ends, for weights that are gathered ahead (``weight_group=``).
+"""Finds where a forward of a model begins and ends, for weights that are gathered ahead (``weight_group=``).
 
 While a weight is used, the next one of the same forward is gathered (csrc/autograd/weight_gather.h). Before the forward
 begins, and after it ends, nothing is gathered, so weights may be written in any way. A layer finds the forward that it
@@ -63,9 +63,9 @@ class _Forward:
 
 def _outermost(frame: FrameType | None) -> nn.Module | None:
     """Returns the module of the outermost call of one on the stack, from this frame up."""
-    found = None
+    forward_frame = None
     while frame is not None:
         if frame.f_code is _CALL:
-            found = frame
+            forward_frame = frame
         frame = frame.f_back
-    return found.f_locals["self"] if found is not None else None
+    return forward_frame.f_locals["self"] if forward_frame is not None else None

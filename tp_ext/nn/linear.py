@@ -25,6 +25,7 @@ from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
 
 
+# [Note: each layer spells its options out]
 class ColumnParallelLinear(ParallelLinear):
     """Linear layer y_local = x W_local^T + b_local with sharded output features.
 
@@ -125,9 +126,9 @@ class ColumnParallelLinear(ParallelLinear):
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
             weight: used instead of the layer's own, ``[out_local, in]``.
         """
-        own = self.__dict__  # faster, see operands()
-        group, skip_bias_add = own["tp_group"], own["skip_bias_add"]
-        if own["on_two_axes"]:
+        attributes = self.__dict__  # faster, see operands()
+        group, skip_bias_add = attributes["tp_group"], attributes["skip_bias_add"]
+        if attributes["on_two_axes"]:
             weight = self.parameter("weight", weight)
             self.check_shape(weight)
             y = linear_2d(self, x, weight, self.in_features, False, total_tokens)
@@ -135,18 +136,18 @@ class ColumnParallelLinear(ParallelLinear):
             if bias is not None and not skip_bias_add:
                 y = y + bias.to(y.dtype)
         else:
-            weight, bias, main_grad = operands(self, own, weight, own["_copied"])
+            weight, bias, main_grad = operands(self, attributes, weight, attributes["_copied"])
             y = _ops.column_parallel_linear(
                 x,
                 weight,
                 None if skip_bias_add else bias,
                 group.name,
-                own["sequence_parallel"],
+                attributes["sequence_parallel"],
                 None if total_tokens is None else self.token_sizes(total_tokens, x),
                 main_grad,
-                own["overlap_chunks"],
+                attributes["overlap_chunks"],
             )
-        if own["gather_output"] and (group.size > 1 or self.has_padding("weight")):
+        if attributes["gather_output"] and (group.size > 1 or self.has_padding("weight")):
             y = self.gathered(y)
         return (y, bias) if skip_bias_add else y
 
@@ -247,25 +248,25 @@ class RowParallelLinear(ParallelLinear):
             total_tokens: accepted as by the column layer; x holds all tokens, so it is only checked.
             weight: used instead of the layer's own, ``[out, in_local]``.
         """
-        own = self.__dict__  # faster, see operands()
-        group, skip_bias_add, coalesced = own["tp_group"], own["skip_bias_add"], own["_coalesced"]
-        if not own["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
+        attributes = self.__dict__  # faster, see operands()
+        group, skip_bias_add, coalesced = attributes["tp_group"], attributes["skip_bias_add"], attributes["_coalesced"]
+        if not attributes["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
             x = self.scattered(x)
-        if own["on_two_axes"]:
+        if attributes["on_two_axes"]:
             weight = self.parameter("weight", weight)
             self.check_shape(weight)
             y = linear_2d(self, x, weight, self.out_features, True, total_tokens)
             return (y, self.parameter("bias")) if skip_bias_add else y
-        weight, bias, main_grad = operands(self, own, weight, coalesced)
+        weight, bias, main_grad = operands(self, attributes, weight, coalesced)
         y = _ops.row_parallel_linear(
             x,
             weight,
             None if skip_bias_add else bias,
             group.name,
-            own["sequence_parallel"],
+            attributes["sequence_parallel"],
             None if total_tokens is None else self.token_sizes(total_tokens, whole=x),
             main_grad,
-            own["overlap_chunks"],
+            attributes["overlap_chunks"],
             not coalesced,
         )
         return (y, self.parameter("bias")) if skip_bias_add else y

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import Group, parallel_group
-from tp_ext.model.same_input import DebugMode, compare_input
+from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.loss import axes_of_mean, global_mean, vocab_columns
 from tp_ext.sharding import split_sizes
 
@@ -83,9 +83,9 @@ def linear_cross_entropy(
     if isinstance(chunk_tokens, bool):
         raise TypeError(f"chunk_tokens: {chunk_tokens!r} must be an integer of at least 1, or None")
     if DebugMode.on:
-        compare_input("target", target, resolved)
+        check_same_input("target", target, resolved)
     start, local, full = vocab_columns(weight.shape[0], vocab_size, resolved, "weight", "rows")
-    given = sequence_parallel and total_tokens is not None and resolved.size > 1
+    has_sizes = sequence_parallel and total_tokens is not None and resolved.size > 1
     loss, entropy = _ops.linear_cross_entropy(
         hidden,
         weight,
@@ -100,7 +100,7 @@ def linear_cross_entropy(
         z_loss,
         "sum" if axes else reduction,
         sequence_parallel,
-        split_sizes(total_tokens, resolved.size) if given and total_tokens is not None else None,
+        split_sizes(total_tokens, resolved.size) if has_sizes and total_tokens is not None else None,
         main_grad,
         return_entropy,
         chunk_tokens,

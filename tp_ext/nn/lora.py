@@ -126,8 +126,8 @@ class LoRALinear(ParallelModule):
             once = getattr(base, "input_gradient_is_summed_elsewhere", False) and self.tp_group.rank > 0
             inner = self.lora_A(self._dropped(x.detach() if once else x, total_tokens), total_tokens)
             tokens = getattr(base, "tp_tokens", None)
-            own = {"has_own_tokens": True} if tokens is not None and tokens.sizes() is not None else {}
-            y = y + self.lora_B(inner * self.scaling, total_tokens, **own)
+            options = {"has_own_tokens": True} if tokens is not None and tokens.sizes() is not None else {}
+            y = y + self.lora_B(inner * self.scaling, total_tokens, **options)
         if self.gathers:
             assert isinstance(base, ColumnParallelLinear)
             y = base.gathered(y)
@@ -145,7 +145,7 @@ class LoRALinear(ParallelModule):
         dropped = []
         for share, part in zip(_split_parts(x, Sharding(-1, sharding.parts), rank, p), sharding.parts, strict=True):
             whole = Sharding(-1, (part,))
-            sizes = [found.stop - found.start for q in range(p) for found in whole.slices(q, p)]  # without padding
+            sizes = [span.stop - span.start for q in range(p) for span in whole.slices(q, p)]  # without padding
             kept = layer_dropout(self, share[..., : sizes[rank]], self.dropout, dim=-1, sizes=sizes)
             dropped.append(F.pad(kept, (0, share.shape[-1] - sizes[rank])) if part.padding else kept)
         return dropped[0] if len(dropped) == 1 else torch.cat(dropped, -1)

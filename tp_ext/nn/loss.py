@@ -10,7 +10,7 @@ from tp_ext import _ops
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS, data_axes
 from tp_ext.model.module import check_positive
-from tp_ext.model.same_input import DebugMode, compare_input
+from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.sharding import split_sizes
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -76,7 +76,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
     axes = axes_of_mean(reduction, mean_over, gradient_reduction)
     if DebugMode.on:
-        compare_input("target", target, resolved)
+        check_same_input("target", target, resolved)
     start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved)
     loss: Tensor = _ops.vocab_parallel_cross_entropy(
         logits_local,
@@ -116,8 +116,9 @@ def global_mean(loss: Tensor, rows: Tensor, axes: list[ParallelGroup], gradient_
         sums = _ops.reduce_from_region(sums, axis.name)
     count = sums[1].clamp(min=1)
     ranks = math.prod(axis.size for axis in axes) if gradient_reduction == "mean" else 1
-    own = loss * (ranks / count).to(loss.dtype)
-    return (sums[0] / count).to(loss.dtype) + (own - own.detach())  # the value of the mean, the gradient of own
+    weighted = loss * (ranks / count).to(loss.dtype)
+    # The value of the mean, the gradient of this rank's terms
+    return (sums[0] / count).to(loss.dtype) + (weighted - weighted.detach())
 
 
 def vocab_columns(

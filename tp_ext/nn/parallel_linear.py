@@ -191,7 +191,7 @@ def linear_2d(
 
 
 def operands(
-    layer: ParallelLinear, own: dict[str, Any], given: Tensor | None, summed: dict[str, Any]
+    layer: ParallelLinear, attributes: dict[str, Any], chosen: Tensor | None, summed: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns weight, bias and ``main_grad`` of a call of the layer, as its operator takes them.
 
@@ -200,24 +200,28 @@ def operands(
     1000 of the 51 000 instructions of a forward, an entry of its ``__dict__`` 60. This is the only such place.
 
     Args:
-        own: the ``__dict__`` of the layer.
-        given: the caller's weight, of this rank's shape; None: the layer's own.
+        attributes: the ``__dict__`` of the layer.
+        chosen: the caller's weight, of this rank's shape; None: the layer's own.
         summed: the parameters that leave a region which sums their gradients: ``_copied`` of a column layer, which
             replicates nothing, ``_coalesced`` of a row layer, which has no copies.
 
     Raises:
         ValueError: the weight has another shape; ``grad_accumulation_fusion`` and it has no ``main_grad``.
     """
-    if given is None and not (summed or own["grad_accumulation_fusion"]):
-        parameters = own["_parameters"]
+    if chosen is None and not (summed or attributes["grad_accumulation_fusion"]):
+        parameters = attributes["_parameters"]
         try:
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # computed by a parametrization
             weight, bias = layer.weight, layer.bias
-        if weight.shape == own["_weight_shape"]:
+        if weight.shape == attributes["_weight_shape"]:
             return weight, bias, None
-    weight = layer.parameter("weight", given)
+    weight = layer.parameter("weight", chosen)
     layer.check_shape(weight)
     # With copies main_grad gets the sum over the ranks: see _entering
-    main_grad = main_grad_of(weight) if own["grad_accumulation_fusion"] and "weight" not in own["_copied"] else None
+    main_grad = (
+        main_grad_of(weight)
+        if attributes["grad_accumulation_fusion"] and "weight" not in attributes["_copied"]
+        else None
+    )
     return weight, layer.parameter("bias", operator_sums=layer.operator_sums_bias), main_grad

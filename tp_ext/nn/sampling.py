@@ -199,11 +199,11 @@ def _candidates(real: Tensor, count: int, top_k: int, group: ParallelGroup) -> t
     that value is the last of all, these are ties that no rank has received. The number is ``[.., 1]``.
     """
     wide = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)  # for the counts
-    own = wide.topk(min(count, wide.shape[-1]), -1).values
-    own = F.pad(own, (0, count - own.shape[-1]), value=float("-inf"))
-    last = own[..., -1:]
-    unsent = (wide == last).sum(-1, keepdim=True) - (own == last).sum(-1, keepdim=True)
-    everyone = all_gather_region(torch.cat([own, unsent.to(wide.dtype)], -1)[None], group.name)
+    largest = wide.topk(min(count, wide.shape[-1]), -1).values
+    largest = F.pad(largest, (0, count - largest.shape[-1]), value=float("-inf"))
+    last = largest[..., -1:]
+    unsent = (wide == last).sum(-1, keepdim=True) - (largest == last).sum(-1, keepdim=True)
+    everyone = all_gather_region(torch.cat([largest, unsent.to(wide.dtype)], -1)[None], group.name)
     values, unsent = everyone[..., :-1], everyone[..., -1:]
     ordered = values.movedim(0, -2).flatten(-2).sort(-1, descending=True).values
     least = ordered[..., top_k - 1 : top_k]

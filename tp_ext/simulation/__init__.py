@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tp_ext.simulation.baton import Baton
-from tp_ext.simulation.groups import Groups, ranks_of, torch_sees_groups_of_rank
+from tp_ext.simulation.groups import SimulatedGroups, ranks_of, torch_sees_groups_of_rank
 from tp_ext.simulation.members import describe_stuck
-from tp_ext.simulation.place import Place, enter, here
+from tp_ext.simulation.place import RankPlace, enter, here
 from tp_ext.simulation.rank_state import own_generators
 
 __all__ = ["simulate"]
@@ -70,11 +70,11 @@ def simulate(fn: Callable[..., T], p: int | dict[str, int], *args: Any, seed: in
     prefixes = [outer.inner(serial, rank) for rank in range(size)]
 
     def run_rank(rank: int) -> T:
-        enter(Place(prefixes[rank], groups.world[rank], functools.partial(groups.new_group, rank), {}, outer))
+        enter(RankPlace(prefixes[rank], groups.world[rank], functools.partial(groups.new_group, rank), {}, outer))
         return fn(rank, groups.argument(rank), *args)
 
     baton = Baton(size, seed, run_rank, describe_stuck)
-    groups = Groups(baton, axes, size, prefixes)
+    groups = SimulatedGroups(baton, axes, size, prefixes)
     try:
         with torch_sees_groups_of_rank(), own_generators():
             return baton.run()

@@ -14,14 +14,14 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from tp_ext._build import load
 from tp_ext.simulation.baton import Baton
-from tp_ext.simulation.members import Group, Member
+from tp_ext.simulation.members import Member, SimulatedGroup
 from tp_ext.simulation.place import here
 
 _BACKEND = "simulated"
 _NO_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
 
 
-class Groups:
+class SimulatedGroups:
     """The groups of all ranks: ``world``, of all, and those along each axis of a mesh. Registered with torch until
     :meth:`remove`.
 
@@ -34,7 +34,8 @@ class Groups:
         self._registered: list[ProcessGroup] = []
         # what torch counts and notes at each new group; other processes of a job have not counted ours
         self._count, self._noted = c10d._world.group_count, _NO_MEMBER in c10d._world.pg_group_ranks
-        self._new: dict[tuple[int, tuple[int, ...]], Group] = {}  # by how often a rank has made one of these ranks
+        # By how often a rank has made one of these ranks
+        self._new: dict[tuple[int, tuple[int, ...]], SimulatedGroup] = {}
         self._made: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(p)]  # of each rank
         self._by_axis: list[list[ProcessGroup]] = [[] for _ in range(p)]  # of each rank
         self.world = self._add([list(range(p))], "world")
@@ -78,14 +79,14 @@ class Groups:
             return None
         number = self._made[rank][key]
         self._made[rank][key] += 1
-        calls = self._new.setdefault((number, key), Group(self._baton, list(key)))
+        calls = self._new.setdefault((number, key), SimulatedGroup(self._baton, list(key)))
         name = f"new {'_'.join(map(str, key))} {number}"
         return self._register(Member(calls, key.index(rank)), key.index(rank), list(key), self._prefixes[rank] + name)
 
     def _add(self, members: list[list[int]], axis: str) -> list[ProcessGroup]:
         groups: dict[int, ProcessGroup] = {}
         for ranks in members:
-            calls = Group(self._baton, ranks)
+            calls = SimulatedGroup(self._baton, ranks)
             for place, rank in enumerate(ranks):
                 groups[rank] = self._register(Member(calls, place), place, ranks, self._prefixes[rank] + axis)
         return [groups[rank] for rank in range(len(groups))]
@@ -123,11 +124,11 @@ class _Torch:
 
 
 def _new_group(size: int, rank: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """In place of torch's function: it connects to a store, which simulated ranks do not have."""
+    """Replaces torch's function, which connects to a store: simulated ranks have none."""
     make = here().new_group
     if make is None:
-        found: tuple[Any, Any] = _Torch.new_group(size, rank, ranks, *args, **kwargs)
-        return found
+        store_and_rank: tuple[Any, Any] = _Torch.new_group(size, rank, ranks, *args, **kwargs)
+        return store_and_rank
     group = make(ranks or range(size))  # of all ranks, none are given
     return (_NO_MEMBER if group is None else group), None
 

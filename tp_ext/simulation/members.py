@@ -6,13 +6,13 @@ from typing import Any
 from tp_ext._build import load
 from tp_ext.simulation.baton import Baton, user_line
 
-Call = Any
+CollectiveCall = Any
 """A ``_C.SimulatedCall``, with ``rank`` (of the simulation), ``line`` and ``group`` added."""
 
 _FRUITLESS_POLLS = 10_000
 
 
-class Group:
+class SimulatedGroup:
     """The open calls of all ranks of a group.
 
     Attributes:
@@ -22,11 +22,11 @@ class Group:
     def __init__(self, baton: Baton, ranks: list[int]) -> None:
         self.baton, self.ranks = baton, ranks
         self._issued = [0] * len(ranks)  # collectives of each rank
-        self._open: dict[int, dict[int, Call]] = {}  # number -> place in the group -> call
-        self._sent: list[list[tuple[int, Call]]] = [[] for _ in ranks]  # by receiver: sender, message
-        self._wanted: list[list[Call]] = [[] for _ in ranks]  # by receiver
+        self._open: dict[int, dict[int, CollectiveCall]] = {}  # number -> place in the group -> call
+        self._sent: list[list[tuple[int, CollectiveCall]]] = [[] for _ in ranks]  # by receiver: sender, message
+        self._wanted: list[list[CollectiveCall]] = [[] for _ in ranks]  # by receiver
 
-    def issue(self, place: int, call: Call) -> None:
+    def issue(self, place: int, call: CollectiveCall) -> None:
         """Adds a call of the rank at ``place``; executes it, if the others of all ranks are there.
 
         Raises:
@@ -41,7 +41,7 @@ class Group:
         else:
             self._join(place, call)
 
-    def missing(self, call: Call) -> list[int]:
+    def missing(self, call: CollectiveCall) -> list[int]:
         """Returns the ranks that have not issued their part of an open call."""
         if call.kind == "recv":
             others = self.ranks if call.root < 0 else [self.ranks[call.root]]
@@ -49,7 +49,7 @@ class Group:
         present = next((calls for calls in self._open.values() if call in calls.values()), {})
         return [rank for place, rank in enumerate(self.ranks) if place not in present]
 
-    def _join(self, place: int, call: Call) -> None:
+    def _join(self, place: int, call: CollectiveCall) -> None:
         number = self._issued[place]
         self._issued[place] += 1
         calls = self._open.setdefault(number, {})
@@ -67,7 +67,7 @@ class Group:
             if misfit is not None:
                 self._refuse(calls[misfit[0]], calls[misfit[1]])
 
-    def _send(self, place: int, call: Call) -> None:
+    def _send(self, place: int, call: CollectiveCall) -> None:
         call.done = True
         wanted = self._wanted[call.root]
         for message in wanted:
@@ -77,7 +77,7 @@ class Group:
                 return
         self._sent[call.root].append((place, call))
 
-    def _receive(self, place: int, call: Call) -> None:
+    def _receive(self, place: int, call: CollectiveCall) -> None:
         sent = self._sent[place]
         for entry in sent:
             if call.root in (-1, entry[0]) and entry[1].tag == call.tag:
@@ -86,12 +86,12 @@ class Group:
                 return
         self._wanted[place].append(call)
 
-    def _deliver(self, sender: int, message: Call, call: Call) -> None:
+    def _deliver(self, sender: int, message: CollectiveCall, call: CollectiveCall) -> None:
         if not message.deliver(call):
             self._refuse(message, call)
         call.root, call.done = sender, True
 
-    def _refuse(self, call: Call, other: Call) -> None:
+    def _refuse(self, call: CollectiveCall, other: CollectiveCall) -> None:
         self.baton.fail(
             f"rank {call.rank} calls {describe(call)}, which does not fit {describe(other)} of rank {other.rank}"
         )
@@ -101,16 +101,16 @@ class Group:
 class Member:
     """One rank of a group, as the backend in C++ calls it."""
 
-    def __init__(self, group: Group, place: int) -> None:
+    def __init__(self, group: SimulatedGroup, place: int) -> None:
         self._group, self._place, self._rank = group, place, group.ranks[place]
         self._polls = 0
 
-    def issue(self, call: Call) -> None:
+    def issue(self, call: CollectiveCall) -> None:
         """Issues a call."""
         self._polls = 0
         self._group.issue(self._place, call)
 
-    def wait(self, call: Call) -> None:
+    def wait(self, call: CollectiveCall) -> None:
         """Runs other ranks until the call is done."""
         self._group.baton.wait(self._rank, call)
 
@@ -124,12 +124,12 @@ class Member:
             baton.check()
 
 
-def describe(call: Call) -> str:
+def describe(call: CollectiveCall) -> str:
     """Returns the call, as errors name it."""
     return f"{call.text()} at {call.line}"
 
 
-def describe_stuck(waiting: dict[int, Call], returned: set[int]) -> str:
+def describe_stuck(waiting: dict[int, CollectiveCall], returned: set[int]) -> str:
     """Returns the sentence for ranks that wait for each other, or for ranks that returned."""
     early: set[int] = set()
     sentences = []

@@ -11,7 +11,7 @@ _MARK = "simulation"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank of a simulation.
 
     Attributes:
@@ -26,7 +26,7 @@ class Place:
     world: ProcessGroup | None = None
     new_group: Callable[[Sequence[int]], ProcessGroup | None] | None = None
     generators: dict[str, Any] = field(default_factory=dict)
-    outer: "Place | None" = None
+    outer: "RankPlace | None" = None
 
     def inner(self, serial: int, rank: int) -> str:
         """Returns the prefix of a rank of a simulation that this rank runs."""
@@ -39,15 +39,15 @@ class Place:
         )
 
 
-_nowhere = Place()
-_here: ContextVar[Place] = ContextVar("place", default=_nowhere)
+_nowhere = RankPlace()
+_here: ContextVar[RankPlace] = ContextVar("place", default=_nowhere)
 
 
-def here() -> Place:
+def here() -> RankPlace:
     """Returns the place of the caller."""
     return _here.get()
 
 
-def enter(place: Place) -> None:
+def enter(place: RankPlace) -> None:
     """Makes it the place of this thread's context."""
     _here.set(place)

@@ -13,7 +13,7 @@ import torch
 from tp_ext import random_scope
 from tp_ext.mesh_program import scope
 from tp_ext.random import _WeightDraws
-from tp_ext.simulation.place import Place, here
+from tp_ext.simulation.place import RankPlace, here
 
 _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -104,7 +104,7 @@ def _hidden_generators() -> Iterator[tuple[ModuleType, Any]]:
         yield numpy, numpy.mtrand._rand
 
 
-def _of_rank(place: Place | None, module: str, hidden: Any) -> Any:
+def _of_rank(place: RankPlace | None, module: str, hidden: Any) -> Any:
     """Returns the generator of a rank. At first use it is a copy of the caller's, who waits meanwhile."""
     if place is None or place.world is None:
         return hidden

@@ -41,9 +41,11 @@ def of_activation(wrong: Comparison, bound: float, in_train_only: bool = False) 
         rest = sum_of(wrong.locals) - wrong.full
         if not _equal(wrong.locals) and _constant_over_rows(rest):
             return "a partial sum is used as a whole: the sum of the ranks' values is the right one but for a bias"
+    # A multiple of the right numbers is a sum that is taken too often, or a mean over the wrong count
     factors = [_factor(local, right) for local, right in zip(wrong.locals, wrong.expected, strict=True)]
     if (text := _of_factors(factors, p, "value", replicated)) is not None:
         return text
+    # After the multiples, since a mask scales, too
     if in_train_only or _masked(wrong):
         return "values are zero, or scaled, in other places in train mode alone: the mask is that of a rank"
     if (text := _of_slices(wrong)) is not None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tp_ext.verify.compare import Comparison, Parts, compare, copies_summed, is_partial
-from tp_ext.verify.record import Call, Outcome
+from tp_ext.verify.record import Outcome, RecordedCall
 
 
-class Place(NamedTuple):
+class WrongModule(NamedTuple):
     """A module, and the comparison that shows it to be wrong; None if only what surrounds its parts can be."""
 
     module: str
@@ -39,7 +39,7 @@ class Trace:
         self._bound, self._tables, self._floor = bound, tables, floor
         numbers: dict[str, int] = defaultdict(int)
         by_name = [_by_name(outcome.calls[mode]) for outcome in outcomes]
-        self._calls: list[tuple[Call, list[Call]]] = []
+        self._calls: list[tuple[RecordedCall, list[RecordedCall]]] = []
         for call in reference.calls[mode]:
             number = numbers[call.name]
             numbers[call.name] += 1
@@ -47,11 +47,11 @@ class Trace:
             if all(peers):
                 self._calls.append((call, [some[0] for some in peers]))
 
-    def first_wrong_output(self) -> Place:
+    def first_wrong_output(self) -> WrongModule:
         """Returns the first module to end whose inputs are not wrong and whose outputs are, unless a module around it
         is right again, or its outputs are partial and are summed after it; the model itself if there is none."""
-        wrong: list[tuple[Call, Comparison]] = []
-        healed: list[Call] = []
+        wrong: list[tuple[RecordedCall, Comparison]] = []
+        healed: list[RecordedCall] = []
         for call, peers in self._calls:  # in the order of their ends: inner calls before outer ones
             outputs = self._compare(call.outputs, [peer.outputs for peer in peers], partial=call.partial)
             bad = self._first_wrong(outputs)
@@ -67,10 +67,10 @@ class Trace:
         # A module around one whose partial output is summed after it is not to blame for that one
         for call, bad in wrong:
             if not any(part.within(call) for part in summed):
-                return Place(call.name, bad)
-        return Place(wrong[0][0].name, wrong[0][1]) if wrong else Place("")
+                return WrongModule(call.name, bad)
+        return WrongModule(wrong[0][0].name, wrong[0][1]) if wrong else WrongModule("")
 
-    def _summed_after(self, call: Call, bad: Comparison) -> bool:
+    def _summed_after(self, call: RecordedCall, bad: Comparison) -> bool:
         """Returns whether the output is partial and the next module called has right inputs, as after a sum between."""
         following = [(other, peers) for other, peers in self._calls if other.start > call.end]
         if not bad.locals or not is_partial(bad, self._bound) or not following:
@@ -87,7 +87,7 @@ class Trace:
                     return wrong
         return None
 
-    def first_wrong_gradients(self, wrong: Sequence[str], reference: Outcome) -> list[tuple[str, Place]]:
+    def first_wrong_gradients(self, wrong: Sequence[str], reference: Outcome) -> list[tuple[str, WrongModule]]:
         """Returns pairs of a wrong parameter and the module at which its gradient becomes wrong, in the order of
         backward.
 
@@ -98,7 +98,7 @@ class Trace:
             wrong: parameters and inputs whose gradients are wrong.
         """
         gets = {id(call): self._gradients_of_outputs(call, peers) for call, peers in self._calls}
-        placed: list[tuple[int, str, Place]] = []
+        placed: list[tuple[int, str, WrongModule]] = []
         passed: list[tuple[int, str]] = []
         for name in wrong:
             owners = [self._last_call(owner) for owner in reference.owners.get(name, [])]
@@ -106,7 +106,7 @@ class Trace:
             blamed = [call for call in calls if self._first_wrong(gets[id(call)])]
             # The module gets right gradients of its outputs: it computes the wrong one
             if calls and not blamed:
-                placed.append((max(call.end for call in calls), name, Place(calls[0].name)))
+                placed.append((max(call.end for call in calls), name, WrongModule(calls[0].name)))
             else:
                 passed.append((max((call.start for call in blamed), default=-1), name))
         if passed:
@@ -116,7 +116,7 @@ class Trace:
                 placed.append((start, name, place))
         return [(name, place) for _, name, place in sorted(placed, key=lambda entry: -entry[0])]
 
-    def _where_gradient_turns(self, start: int, gets: dict[int, list[Comparison]]) -> Place:
+    def _where_gradient_turns(self, start: int, gets: dict[int, list[Comparison]]) -> WrongModule:
         turning = []
         for call, peers in self._calls:
             inputs = [call.input_gradients.get(i) for i in range(len(call.inputs))]
@@ -131,21 +131,21 @@ class Trace:
         ]
         if inner:
             call, bad = min(inner, key=lambda entry: entry[0].start)
-            return Place(call.name, bad)
+            return WrongModule(call.name, bad)
         # Between modules: the innermost call around the parameter's that gets right gradients
         owner = next((call for call, _ in self._calls if call.start == start), None)
         around = owner
         while around is not None and (id(around) not in gets or self._first_wrong(gets[id(around)])):
             around = around.parent
         gradient = None if owner is None else self._first_wrong(gets[id(owner)])
-        return Place("" if around is None else around.name, gradient)
+        return WrongModule("" if around is None else around.name, gradient)
 
-    def _gradients_of_outputs(self, call: Call, peers: Sequence[Call]) -> list[Comparison]:
+    def _gradients_of_outputs(self, call: RecordedCall, peers: Sequence[RecordedCall]) -> list[Comparison]:
         mine = [call.output_gradients.get(i) for i in range(len(call.outputs))]
         others = [[peer.output_gradients.get(i) for i in range(len(mine))] for peer in peers]
         return self._compare(mine, others, gradients=True)
 
-    def _last_call(self, module: str) -> Call | None:
+    def _last_call(self, module: str) -> RecordedCall | None:
         """Returns the last call of the module, or of the nearest one around it that is called."""
         while True:
             calls = [call for call, _ in self._calls if call.name == module]
@@ -178,12 +178,12 @@ class Trace:
         return compared
 
 
-def _by_name(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    by_name: dict[str, list[Call]] = defaultdict(list)
+def _by_name(calls: Sequence[RecordedCall]) -> dict[str, list[RecordedCall]]:
+    by_name: dict[str, list[RecordedCall]] = defaultdict(list)
     for call in calls:
         by_name[call.name].append(call)
     return by_name
 
 
-def _as_many(call: Call, peers: Sequence[Call]) -> bool:
+def _as_many(call: RecordedCall, peers: Sequence[RecordedCall]) -> bool:
     return all(len(peer.outputs) == len(call.outputs) for peer in peers)

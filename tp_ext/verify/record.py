@@ -27,7 +27,7 @@ STEPS = 3
 
 
 @dataclass(eq=False)
-class Call:
+class RecordedCall:
     """A call of a module: what it took and gave, and the gradients of both, in the order of the arguments' leaves.
 
     ``partial``: outputs and gradients of inputs are partial sums, by the module's ``output_is_partial``.
@@ -36,15 +36,15 @@ class Call:
     name: str
     partial: bool
     start: int
-    parent: "Call | None"
+    parent: "RecordedCall | None"
     inputs: list[Tensor | None]
     input_gradients: dict[int, Tensor] = field(default_factory=dict)
     outputs: list[Tensor | None] = field(default_factory=list)
     output_gradients: dict[int, Tensor] = field(default_factory=dict)
     end: int = -1
 
-    def within(self, other: "Call") -> bool:
-        """Returns whether this is ``other`` or a call outcome by it."""
+    def within(self, other: "RecordedCall") -> bool:
+        """Returns whether this is ``other`` or a call that it makes."""
         return other.start <= self.start and self.end <= other.end
 
 
@@ -69,7 +69,8 @@ class Outcome:
     rank: int
     state: dict[str, Tensor] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
-    calls: dict[str, list[Call]] = field(default_factory=dict)  # of "eval" and "train", in the order of their ends
+    # Of "eval" and "train", in the order of their ends
+    calls: dict[str, list[RecordedCall]] = field(default_factory=dict)
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)  # of "eval", "train", "step 1", ..
     placed: list[Placement | None] = field(default_factory=list)  # of the outputs
     scalar: bool = False  # whether the model's result is or has a loss
@@ -313,15 +314,15 @@ def _nothing() -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(model: nn.Module, calls: list[Call], progress: Progress) -> Iterator[None]:
+def _recorded(model: nn.Module, calls: list[RecordedCall], progress: Progress) -> Iterator[None]:
     """Appends every call of a module in the block to ``calls``; what checkpoints call again in backward is none."""
-    stack: list[Call] = []
+    stack: list[RecordedCall] = []
     clock = iter(range(1 << 62))
 
     def before(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             progress.calling.append(name)
-            call = Call(
+            call = RecordedCall(
                 name, getattr(module, "output_is_partial", False), next(clock), stack[-1] if stack else None, []
             )
             stack.append(call)

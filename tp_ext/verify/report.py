@@ -1,4 +1,4 @@
-"""The report of a verification: its verdict, what is wrong and why, as text of one page."""
+"""The report of a verification: its verdict, the findings and their causes, as text of one page."""
 
 import textwrap
 from dataclasses import dataclass, field

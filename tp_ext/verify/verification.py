@@ -1,6 +1,8 @@
 """Verification of a model written with tensor-parallel layers: see :func:`verify`."""
 
 import contextlib
+import importlib
+import importlib.util
 import math
 import re
 import time
@@ -9,17 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tp_ext.debug.type_check import typecheck
+from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
 from tp_ext.simulation import simulate
 from tp_ext.verify import causes
 from tp_ext.verify.arguments import arguments_of, check_make_model, check_seed, numbers_of_ranks
 from tp_ext.verify.compare import Comparison, compare, difference
-from tp_ext.verify.localize import Place, Trace
+from tp_ext.verify.localize import Trace, WrongModule
 from tp_ext.verify.record import STEPS, LowestPrecision, Outcome, Progress, Task, UnfitModelError, parts_at, run
 from tp_ext.verify.report import Finding, Report
-from tp_ext.verify.types import type_error
 
 _BOUND = 1e-9
 """Bound in fp64: a sum in another order differs by some 1e-15, deep models multiply it; mistakes are above 1e-6."""
@@ -157,7 +161,7 @@ class _Comparison:
         self.tables = parts_at(reference, outcomes[0])
 
     def findings(self) -> list[Finding]:
-        """Returns what is wrong by the first comparison that fails."""
+        """Returns the findings of the first comparison that fails."""
         stages = (self._weights, self._outputs, self._gradients, self._steps, self._collectives)
         return next((wrong for stage in stages if (wrong := stage())), [])
 
@@ -220,7 +224,7 @@ class _Comparison:
         trace = Trace(self.reference, self.outcomes, "train", self.bound, self.tables, floor)
         return [self._wrong_gradient(name, place) for name, place in trace.first_wrong_gradients(wrong, self.reference)]
 
-    def _wrong_gradient(self, name: str, place: Place) -> Finding:
+    def _wrong_gradient(self, name: str, place: WrongModule) -> Finding:
         if place.wrong is not None:
             what = f"the input of {place.module or 'a function between modules'}"
             return self._finding(place.module, name, causes.of_gradient_within(place.wrong, self.bound, what))
@@ -314,3 +318,36 @@ def _largest(x: Tensor) -> float:
 def _shown(errors: Any, bound: float) -> str:
     largest = max(errors, default=0.0)
     return "WRONG" if largest > bound else f"{largest:.0e}" if largest else "same bits"
+
+
+def type_error(make_model: Any, arguments: Any, dtype: torch.dtype | None, p: int, seed: int) -> str | None:
+    """Returns the first type error of a forward, "" if there is none, None without ``spmd_types``.
+
+    Arguments of forward are invariant. A tensor without a type is no error: an operation may have no rule.
+    """
+    if importlib.util.find_spec("spmd_types") is None:
+        return None
+    spmd = importlib.import_module("spmd_types")
+
+    def copied(x: Tensor) -> Tensor:
+        return x.detach().to(dtype or x.dtype) if x.is_floating_point() else x.clone()
+
+    def check(rank: int, group: Any) -> str:
+        manual_seed(seed)
+        model = make_model(group)
+        model = model if dtype is None else model.to(dtype)
+        args, kwargs = tree_map_only(Tensor, copied, arguments)
+        try:
+            with typecheck(model, group, strict=False):
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                        spmd.assert_type(leaf, {group: spmd.I})
+                model(*args, **kwargs)
+        except spmd.SpmdTypeError as error:
+            return str(error).splitlines()[0]
+        return ""
+
+    try:
+        return next(filter(None, simulate(check, p, seed=seed)), "")
+    except RuntimeError as error:  # of a rule that does not know what the model does
+        return str(error).splitlines()[0]

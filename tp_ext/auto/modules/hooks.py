@@ -73,15 +73,15 @@ class CopyArguments:
 class SliceArgument:
     """Takes this rank's share of an argument that is computed outside of the module."""
 
-    found: Slice
+    slice: Slice
     group: ParallelGroup
     is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return replaced_argument(module, args, kwargs, self.found.path, self.sliced)
+        return replaced_argument(module, args, kwargs, self.slice.path, self.sliced)
 
     def sliced(self, x: Tensor) -> Tensor:
-        dim, factor = self.found.dim, self.found.factor
+        dim, factor = self.slice.dim, self.slice.factor
         divided, place = factor.divided(x, dim, factor.size)
         local = factor.sharding(place).shard(divided, self.group.rank, self.group.size)
         return local if divided is x else local.flatten(dim, dim + 1)

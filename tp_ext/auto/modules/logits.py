@@ -37,7 +37,7 @@ LOCAL = {
 }  # fmt: skip
 
 
-OPERATORS = {f"__i{name}__" for name in ("floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")}
+WRITING_OPERATORS = {f"__i{name}__" for name in ("floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")}
 
 
 class ShardedLogits(Tensor):
@@ -72,9 +72,9 @@ class ShardedLogits(Tensor):
                 return torch.Size([*value[:-1], cls._vocab()]) if isinstance(value, torch.Size) else value
             if name in LOCAL or (name.startswith("_") and not name.startswith("__")):
                 return func(local(x), *args[1:], **kwargs)
-            found = _HANDLERS.get(func, _HANDLERS.get(name, lambda *_: NotImplemented))(cls, func, x, args, kwargs)
-        if found is not NotImplemented:
-            return found
+            handled = _HANDLERS.get(func, _HANDLERS.get(name, lambda *_: NotImplemented))(cls, func, x, args, kwargs)
+        if handled is not NotImplemented:
+            return handled
         full, written = x.full(), bool(args) and args[0] is x and _writes(name)
         args = [full if a is x else _gathered(a) for a in args]
         result = func(*args, **{key: full if value is x else _gathered(value) for key, value in kwargs.items()})
@@ -101,14 +101,14 @@ def local(x: Any) -> Any:
 
 def _writes(name: str) -> bool:
     """True if a function of this name writes into its first argument."""
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in OPERATORS
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in WRITING_OPERATORS
 
 
 def _gathered(value: Any) -> Any:
     if isinstance(value, ShardedLogits):
         return value.full()
-    if isinstance(value, list | tuple) and any(isinstance(one, ShardedLogits) for one in value):
-        return type(value)([_gathered(one) for one in value])
+    if isinstance(value, list | tuple) and any(isinstance(inner, ShardedLogits) for inner in value):
+        return type(value)([_gathered(inner) for inner in value])
     return value
 
 
@@ -137,9 +137,9 @@ def _text(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> 
 
 def _cross_entropy(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    target, plain = given["target"], local(x)
-    unusual = [given.get(name) for name in ("weight", "size_average", "reduce")]
+    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    target, plain = arguments["target"], local(x)
+    unusual = [arguments.get(name) for name in ("weight", "size_average", "reduce")]
     if plain.shape[:-1] != target.shape or target.is_floating_point() or any(value is not None for value in unusual):
         return NotImplemented
     return vocab_parallel_cross_entropy(
@@ -147,9 +147,9 @@ def _cross_entropy(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kw
         target,
         cls.group.name,
         vocab_size=cls._vocab(),
-        ignore_index=given.get("ignore_index", -100),
-        label_smoothing=given.get("label_smoothing", 0.0),
-        reduction=given.get("reduction", "mean"),
+        ignore_index=arguments.get("ignore_index", -100),
+        label_smoothing=arguments.get("label_smoothing", 0.0),
+        reduction=arguments.get("reduction", "mean"),
     )
 
 
@@ -191,9 +191,9 @@ def _pointwise(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs
 
 def _item(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if any(one is None or isinstance(one, Tensor) for one in index):
+    if any(entry is None or isinstance(entry, Tensor) for entry in index):
         return NotImplemented
-    has_ellipsis = any(one is Ellipsis for one in index)
+    has_ellipsis = any(entry is Ellipsis for entry in index)
     reaches_last = (has_ellipsis and index[-1] is not Ellipsis) or len(index) == x.dim()
     if reaches_last and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
         return NotImplemented
@@ -256,7 +256,7 @@ class FullLogits:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.is_grad_enabled() and getattr(output, "loss", None) is not None:
             return output
-        for path, found in list(tensors(output)):
-            if isinstance(found, ShardedLogits):
+        for path, tensor in list(tensors(output)):
+            if isinstance(tensor, ShardedLogits):
                 output = replaced(output, path, ShardedLogits.full)  # type: ignore[arg-type]
         return output

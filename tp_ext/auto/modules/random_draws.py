@@ -60,15 +60,15 @@ class _Running:
 
 
 def _look_alike(draws: Sequence[Draw], rank: int) -> bool:
-    """True if the lengths of two masked tensors do not tell their draws apart."""
+    """Returns whether two draws of different masks have tensors of the same lengths."""
     return any(
-        one.mask != other.mask  # those of one rank are all the same
-        and one.call == other.call
-        and one.shape is not None
+        draw.mask != other.mask  # those of one rank are all the same
+        and draw.call == other.call
+        and draw.shape is not None
         and other.shape is not None
-        and len(one.shape) == len(other.shape)
-        and all(n is None or m is None or n[rank] == m[rank] for n, m in zip(one.shape, other.shape, strict=True))
-        for one, other in itertools.combinations(draws, 2)
+        and len(draw.shape) == len(other.shape)
+        and all(n is None or m is None or n[rank] == m[rank] for n, m in zip(draw.shape, other.shape, strict=True))
+        for draw, other in itertools.combinations(draws, 2)
     )
 
 
@@ -116,9 +116,9 @@ class Masks(TorchFunctionMode):
         running.next += 1
         if planned is not None and planned.call == call and self.fits(planned, x):
             return planned
-        found = [draw for draw in running.begun.draws if draw.call == call and self.fits(draw, x)]
-        if found and all(draw.mask == found[0].mask for draw in found):
-            return found[0]
+        fitting = [draw for draw in running.begun.draws if draw.call == call and self.fits(draw, x)]
+        if fitting and all(draw.mask == fitting[0].mask for draw in fitting):
+            return fitting[0]
         where, planned_calls = running.begun.module or "the model", sorted({draw.call for draw in running.begun.draws})
         raise RuntimeError(
             f"{where}: forward calls F.{call} of a tensor {tuple(x.shape)} where its plan has "
@@ -310,7 +310,7 @@ def register_draws(model: nn.Module, draws: Sequence[Draw], group: ParallelGroup
     for draw in draws:
         if draw.caller is not None:
             of_module.setdefault(draw.caller, [])
-    for name, found in of_module.items():
-        begin = BeginDraws(name, found, masks)
+    for name, draws_of_module in of_module.items():
+        begin = BeginDraws(name, draws_of_module, masks)
         model.get_submodule(name).register_forward_pre_hook(begin, prepend=True)
         model.get_submodule(name).register_forward_hook(EndDraws(begin), always_call=True)

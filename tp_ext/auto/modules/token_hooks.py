@@ -75,7 +75,7 @@ class TokenLengths:
     def remember(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         if len(self.known) > MAX_KNOWN:
-            self.known = {key: one for key, one in self.known.items() if not one[0].expired()}
+            self.known = {key: entry for key, entry in self.known.items() if not entry[0].expired()}
         self.known[storage._cdata] = StorageWeakRef(storage), self.length
 
     def recall(self, x: Tensor) -> None:
@@ -95,15 +95,15 @@ def _recall(lengths: TokenLengths, x: Tensor) -> None:
     if backward < 0:
         lengths.length = None  # a module called by itself has whole arguments
         return
-    found = lengths.known.get(x.untyped_storage()._cdata)
-    if found is None or found[0].expired():
+    known = lengths.known.get(x.untyped_storage()._cdata)
+    if known is None or known[0].expired():
         if lengths.backward == backward:
             return  # computed by the recomputation itself
         raise RuntimeError(
             "sequence parallelism: a module is recomputed in backward from arguments that its forward did not have; "
             "compile what contains the checkpoint, or nothing, and keep its arguments where they are"
         )
-    lengths.length, lengths.backward = found[1], backward
+    lengths.length, lengths.backward = known[1], backward
 
 
 def _at(value: Any, path: LeafPath) -> Any:
@@ -147,10 +147,10 @@ class KeepTokens:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for path in self.paths:
-            found = argument_path(module, args, kwargs, path)
-            if found is None:
+            path_in_call = argument_path(module, args, kwargs, path)
+            if path_in_call is None:
                 continue
-            x = _at((args, kwargs), found)
+            x = _at((args, kwargs), path_in_call)
             if self.lengths.forwards == 0:
                 self.lengths.recall(x)
             elif not torch.compiler.is_compiling():

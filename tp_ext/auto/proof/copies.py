@@ -17,7 +17,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, type)
 _CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
-def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A copy of a model.
 
     Args:
@@ -38,12 +38,12 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if id(value) in memo:
         return memo[id(value)]
-    made: Any
+    clone: Any
     if isinstance(value, _CONTAINERS) and type(value) in _CONTAINERS:
-        made = value.copy()
-        memo[id(value)] = made
-        made.update({key: _copy(inner, memo) for key, inner in value.items()})
-        return made
+        clone = value.copy()
+        memo[id(value)] = clone
+        clone.update({key: _copy(inner, memo) for key, inner in value.items()})
+        return clone
     if type(value) is list:
         rows: list[Any] = []
         memo[id(value)] = rows
@@ -62,33 +62,33 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         return _function(value, memo)
     tried = dict(memo)  # an object that fails leaves halves of itself and of others behind
     try:
-        made = copy.deepcopy(value, tried)
+        clone = copy.deepcopy(value, tried)
     except Exception:  # of any kind: scripted functions, locks, process groups
-        made = value.detach().clone() if isinstance(value, Tensor) else value
+        clone = value.detach().clone() if isinstance(value, Tensor) else value
     else:
         memo.update(tried)
-    memo[id(value)] = made
-    return made
+    memo[id(value)] = clone
+    return clone
 
 
 def _function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """The function, with copies in its closure and defaults where it refers to what is copied."""
+    """Copies a function: its closure and defaults refer to copies."""
     cells = function.__closure__ or ()
     if not cells and not function.__defaults__ and not function.__kwdefaults__:
         return function
-    made = types.FunctionType(
+    clone = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(map(_empty, cells))
     )
-    memo[id(function)] = made
-    made.__kwdefaults__ = _copy(function.__kwdefaults__, memo)
-    made.__defaults__ = _copy(function.__defaults__, memo)
-    made.__dict__.update(function.__dict__)
-    for cell, filled in zip(made.__closure__ or (), cells, strict=True):
+    memo[id(function)] = clone
+    clone.__kwdefaults__ = _copy(function.__kwdefaults__, memo)
+    clone.__defaults__ = _copy(function.__defaults__, memo)
+    clone.__dict__.update(function.__dict__)
+    for cell, filled in zip(clone.__closure__ or (), cells, strict=True):
         try:
             cell.cell_contents = _copy(filled.cell_contents, memo)
         except ValueError:  # a variable that has no value yet
             continue
-    return made
+    return clone
 
 
 def _empty(_: Any) -> types.CellType:

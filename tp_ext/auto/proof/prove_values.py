@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import tp_ext.random as tp_random
 from tp_ext.auto.modules.logits import ShardedLogits
-from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import arguments
 from tp_ext.auto.search.localize import replaced
@@ -31,7 +31,7 @@ from tp_ext.auto.search.plans import Plan
 from tp_ext.model.layouts import layouts_of
 from tp_ext.simulation import simulate
 
-MAX_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
+MAX_PROVEN_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
 FEW = 64  # tokens with which the example is run as it is
 KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
@@ -46,7 +46,7 @@ class DifferentValuesError(Exception):
 
 
 class UnprovenError(Exception):
-    """Why a model could not be run."""
+    """A model cannot be run, for the reason given."""
 
 
 @dataclass
@@ -68,13 +68,13 @@ class Run:
 
 def held(model: nn.Module) -> list[Tensor]:
     """The parameters and buffers of a model."""
-    every = [t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())]
-    return [t for t in every if t is not None]
+    tensors = [t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())]
+    return [t for t in tensors if t is not None]
 
 
 def shortened(model: nn.Module, kept: int = KEPT) -> nn.Module:
     """A copy without the weights, in which lists of layers have the first ``kept`` of each kind."""
-    copy = copied(model, {id(t): t for t in held(model)})
+    copy = copied_model(model, {id(t): t for t in held(model)})
     for module in list(copy.modules()):
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
@@ -110,20 +110,20 @@ def bytes_of(model: nn.Module, dtype: torch.dtype | None) -> int:
 def filled(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Gives a model random weights in place, of a floating-point type; buffers keep their values, if they have any."""
     generator = torch.Generator().manual_seed(0)
-    made: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     noise = torch.randn(min(1 << 20, max([p.numel() for p in model.parameters()], default=1)) + 7, generator=generator)
     for module in model.modules():
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                if id(tensor) not in made:
+                if id(tensor) not in by_id:
                     value = _weight(tensor, noise, dtype)
-                    made[id(tensor)] = tensor, nn.Parameter(value, requires_grad=tensor.requires_grad)
-                module._parameters[name] = made[id(tensor)][1]
+                    by_id[id(tensor)] = tensor, nn.Parameter(value, requires_grad=tensor.requires_grad)
+                module._parameters[name] = by_id[id(tensor)][1]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                if id(buffer) not in made:
-                    made[id(buffer)] = buffer, _value(buffer, generator, dtype, is_buffer=True)
-                module._buffers[name] = made[id(buffer)][1]
+                if id(buffer) not in by_id:
+                    by_id[id(buffer)] = buffer, _value(buffer, generator, dtype, is_buffer=True)
+                module._buffers[name] = by_id[id(buffer)][1]
         # Tensors that modules hold as plain attributes
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not name.startswith("_") and value.is_floating_point():
@@ -201,7 +201,7 @@ def few_tokens(example: Any, p: int) -> Any:
 # ---------------------------------------------------------------- runs
 
 
-def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any] = lambda x: x) -> Run:
+def run_model(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any] = lambda x: x) -> Run:
     """Runs a model once; the loss is a product of its outputs with random numbers."""
     # Copies: a model may write to its inputs, and both runs must get the same
     args, kwargs = tree_map(
@@ -238,8 +238,8 @@ def run(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any
 
 def full_logits(result: Any) -> Any:
     """Outputs with logits of all columns, for a comparison."""
-    for path, found in list(tensors(result)):
-        if isinstance(found, ShardedLogits):
+    for path, tensor in list(tensors(result)):
+        if isinstance(tensor, ShardedLogits):
             result = replaced(result, path, ShardedLogits.full)  # type: ignore[arg-type]
     return result
 
@@ -263,7 +263,7 @@ def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: flo
     return error / max(largest, scale, 1e-30), name
 
 
-def compare(wanted: Run, got: Run, layouts: Mapping[str, Any]) -> tuple[float, str]:
+def compare_runs(wanted: Run, got: Run, layouts: Mapping[str, Any]) -> tuple[float, str]:
     """The largest difference of two runs, and the tensor's name; shards are compared with slices."""
     rows = []
     for kind in ("outputs", "gradients", "buffers"):
@@ -294,9 +294,9 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
     modes = [(training, backward) for training in (True, False) for backward in (True, False)]
 
     def runs(rank: int, group: Any, plan: Plan) -> tuple[list[Run], dict[str, Any]]:
-        model = copied(reduced)
+        model = copied_model(reduced)
         apply(plan, model, group)
-        return [_in_mode(model, call, *mode) for _, call in calls for mode in modes], layouts(model)
+        return [_in_mode(model, call, *mode) for _, call in calls for mode in modes], layouts_by_name(model)
 
     with torch.random.fork_rng(devices=[]), _no_garbage():
         try:
@@ -309,17 +309,18 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
             ranks = simulate(runs, plan.p, plan)
         except RuntimeError as error:
             raise DifferentValuesError(str(error)) from error
-    for rank, (found, of_rank) in enumerate(ranks):
-        flat = [one for runs_ in wanted for one in runs_]
-        for expected, got in zip(flat, found, strict=True):
-            size, name = compare(expected, got, of_rank)
+    for rank, (runs_of_rank, of_rank) in enumerate(ranks):
+        flat = [run_ for runs_ in wanted for run_ in runs_]
+        for expected, got in zip(flat, runs_of_rank, strict=True):
+            size, name = compare_runs(expected, got, of_rank)
             if not size <= bound:
                 raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}")
 
 
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Fills memory that an operator leaves as it is, such as rows after the last group of a grouped product, alike."""
+    """Fills memory that an operator leaves uninitialised alike in all runs, such as rows after the last group of a
+    grouped product."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -334,7 +335,7 @@ def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any, apply: A
     """The runs of the unsharded model; none for calls after the first that it does not accept."""
 
     def runs(rank: int, group: Any) -> list[list[Run]]:
-        model = copied(reduced)
+        model = copied_model(reduced)
         apply(whole, model, group)
         return [[_in_mode(model, call, *mode) for mode in modes] for _, call in calls]
 
@@ -347,13 +348,13 @@ def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any, apply: A
 
 
 def _in_mode(model: nn.Module, call: Any, training: bool, backward: bool) -> Run:
-    return run(model.train(training), call, backward, full_logits)
+    return run_model(model.train(training), call, backward, full_logits)
 
 
-def layouts(model: nn.Module) -> dict[str, Any]:
+def layouts_by_name(model: nn.Module) -> dict[str, Any]:
     """The layouts of parameters and buffers by their names."""
     return {
-        f"{name}.{own}" if name else own: layout
+        f"{name}.{attribute}" if name else attribute: layout
         for name, module in model.named_modules(remove_duplicate=False)
-        for own, layout in layouts_of(module).items()
+        for attribute, layout in layouts_of(module).items()
     }

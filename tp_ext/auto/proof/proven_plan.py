@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from tp_ext.auto.proof.copies import copied
-from tp_ext.auto.proof.one_rank import for_one_rank
+from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import (
-    MAX_RANKS,
+    MAX_PROVEN_RANKS,
     Apply,
     DifferentValuesError,
     UnprovenError,
@@ -23,13 +23,14 @@ from tp_ext.auto.proof.prove_values import (
     shortened,
 )
 from tp_ext.auto.proof.scaled_down import scaled_down
+from tp_ext.auto.record.edits import Draw
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import trace
 from tp_ext.auto.search.plans import Plan
-from tp_ext.auto.search.problems import TOKENS, kind_of
-from tp_ext.auto.search.reasons import traced
+from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import POSSIBLE, Planner
+from tp_ext.sharding import Sharding
 
 
 class PlannerOf(Protocol):
@@ -53,49 +54,49 @@ class Prover:
     """The proof by values of one model.
 
     Args:
-        found: the plan to prove.
+        plan: to be proven.
         planner_of: makes planners of parts of the model.
         budget: bytes of parameters with which the model may be run.
         apply: carries a plan out (:func:`tp_ext.auto.execute.apply_quietly`).
     """
 
     def __init__(
-        self, model: nn.Module, example: Any, found: Plan, planner_of: PlannerOf, budget: float, apply: Apply
+        self, model: nn.Module, example: Any, plan: Plan, planner_of: PlannerOf, budget: float, apply: Apply
     ) -> None:
         self.planner_of, self.apply = planner_of, apply
-        self.p, self.reduced, self.example = self._reduced(model, example, found, budget)
+        self.p, self.reduced, self.example = self._reduced(model, example, plan, budget)
         # Grouped products of torch exist for some types only: None leaves those of the model
         self.dtypes = [*(t for t in TYPES if bytes_of(self.reduced, t) <= budget), None]
         same_model = len(list(self.reduced.modules())) == len(list(model.modules()))
-        self.is_all = same_model and self.p == found.p and self.example is example
+        self.is_all = same_model and self.p == plan.p and self.example is example
         self.modules = dict(self.reduced.named_modules(remove_duplicate=False))
 
-    def _reduced(self, model: nn.Module, example: Any, found: Plan, budget: float) -> tuple[int, nn.Module, Any]:
+    def _reduced(self, model: nn.Module, example: Any, plan: Plan, budget: float) -> tuple[int, nn.Module, Any]:
         """Ranks, model and example to run: with two layers of each kind, else one, else with fewer heads and features.
 
         Raises:
             UnprovenError: the model has no form that fits the budget, or does not run with fewer layers.
         """
-        p = min(found.p, MAX_RANKS)
+        p = min(plan.p, MAX_PROVEN_RANKS)
         for kept in (2, 1):
             reduced = shortened(model, kept)
             if bytes_of(reduced, torch.float32) <= budget:
                 return p, reduced, self._runnable(reduced, example, p)
         # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
-        copies = any(part.copies > 1 for sharding in found.shardings.values() for part in sharding.parts)
+        copies = any(part.copies > 1 for sharding in plan.shardings.values() for part in sharding.parts)
         for kept in (2, 1):
             reduced = shortened(model, kept)
             short = self._runnable(reduced, example, p)
             for ranks in [p] if copies or p <= 4 else [p, 4]:
-                smaller, ids = scaled_down(self.planner_of(reduced, short, ranks, self._only(reduced, found)))
+                smaller, ids = scaled_down(self.planner_of(reduced, short, ranks, self._only(reduced, plan)))
                 if bytes_of(smaller, torch.float32) <= budget:
                     return ranks, smaller, self._runnable(smaller, ids, ranks)
         least = bytes_of(smaller, torch.float32) / 2**20
         raise UnprovenError(f"one layer of each kind, with fewer heads, has {least:.0f} MiB, more than budget")
 
-    def _only(self, reduced: nn.Module, found: Plan) -> dict[str, int]:
+    def _only(self, reduced: nn.Module, plan: Plan) -> dict[str, int]:
         """The parameters of the reduced model that a plan shards, with the dim."""
-        dims = {name: sharding.dim for name, sharding in found.shardings.items()}
+        dims = {name: sharding.dim for name, sharding in plan.shardings.items()}
         return {name: dims[name] for name, _ in reduced.named_parameters(remove_duplicate=False) if name in dims}
 
     def _runnable(self, reduced: nn.Module, example: Any, p: int) -> Any:
@@ -105,7 +106,7 @@ class Prover:
             UnprovenError: the model with fewer layers does not run.
         """
         short = few_tokens(example, p)
-        lengths = [[t.shape for _, t in tensors(one)] for one in (short, example)]
+        lengths = [[t.shape for _, t in tensors(arguments)] for arguments in (short, example)]
         for candidate in [short, example] if lengths[0] != lengths[1] else [example]:
             try:
                 trace(reduced, candidate, operators=False)
@@ -117,7 +118,7 @@ class Prover:
     def differences(self, plan: Plan) -> dict[str, Any]:
         """The kinds of parameters, by :func:`kind_of`, by which values differ under a plan, with the reason; {}: none.
 
-        Under ``TOKENS``: the kinds of modules whose sums must not be scattered over the tokens, with the reason.
+        Under ``TOKEN_SUMS``: the kinds of modules whose sums must not be scattered over the tokens, with the reason.
 
         Raises:
             UnprovenError: the model does not run.
@@ -130,16 +131,16 @@ class Prover:
         if sources and not self._tried(only, dict.fromkeys(sources, text)):
             reason = f"values differ when it is sharded on its tokens: {text}"
             wrong = {s for s in sources if self._tried(only, dict.fromkeys(sources - {s}, text))}
-            return {TOKENS: dict.fromkeys(wrong or sources, reason)}
+            return {TOKEN_SUMS: dict.fromkeys(wrong or sources, reason)}
         # Each group of weights that are sharded together alone: which of them is wrong
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for group in self._groups(only):
             if reason := self._tried({name: only[name] for name in group}):
-                found.update(dict.fromkeys(map(kind_of, group), f"values differ when it is sharded: {reason}"))
-        return found or dict.fromkeys(map(kind_of, only), f"values differ: {text}")
+                reasons.update(dict.fromkeys(map(kind_of, group), f"values differ when it is sharded: {reason}"))
+        return reasons or dict.fromkeys(map(kind_of, only), f"values differ: {text}")
 
     def _groups(self, only: Mapping[str, int]) -> list[list[str]]:
-        """The kinds of parameters that one decision shards; those of equal layers together."""
+        """Groups the kinds of parameters by the decision that shards them; equal layers share a kind."""
         part = self.planner_of(self.reduced, self.example, self.p, only)
         part.decide()
         joined: dict[str, set[str]] = {}
@@ -163,7 +164,7 @@ class Prover:
         failed: Exception | None = None
         for dtype in self.dtypes:
             try:
-                running = copied(self.reduced, {id(t): t for t in held(self.reduced)})
+                running = copied_model(self.reduced, {id(t): t for t in held(self.reduced)})
                 filled(running, dtype)
                 prove(running, plan, whole, self.example, dtype, self.apply)
                 return ""
@@ -175,7 +176,7 @@ class Prover:
         raise failed
 
 
-def prover_of(planner: Planner, found: Plan, rules: Mapping[str, Rule], budget: float, apply: Apply) -> Prover:
+def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: float, apply: Apply) -> Prover:
     """The proof by values of what a planner found."""
 
     def planner_of(
@@ -187,7 +188,7 @@ def prover_of(planner: Planner, found: Plan, rules: Mapping[str, Rule], budget: 
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
         return part
 
-    return Prover(planner.model, planner.example, found, planner_of, budget, apply)
+    return Prover(planner.model, planner.example, plan, planner_of, budget, apply)
 
 
 def alone(planner: Planner) -> Plan:
@@ -199,3 +200,44 @@ def alone(planner: Planner) -> Plan:
     except ValueError:
         two = planner.decide()
     return for_one_rank(two, planner.modules)
+
+
+def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
+    """Returns the plan of one rank: its linear layers are replaced as by ``plan``, so that adapters fit them, its
+    attention and its random calls, so that masks are the same numbers; every shard is whole."""
+    roles = {n: role for n, role in plan.roles.items() if role == "attention" or isinstance(modules[n], nn.Linear)}
+    shardings = {
+        name: Sharding(sharding.dim, [replace(part, copies=1, groups=1) for part in sharding.parts])
+        for name, sharding in plan.shardings.items()
+        if name.rpartition(".")[0] in roles
+    }
+    return replace(
+        plan,
+        p=1,
+        shardings=shardings,
+        tied=[],
+        roles=roles,
+        heads=[],
+        buffers={},
+        copies=[],
+        sums=[],
+        slices=[],
+        gathers=[],
+        refused_inputs=[],
+        draws=whole_draws(plan.draws),
+        patches={},
+        sizes={},
+        whole={name: "p = 1" for name in plan.shapes if name not in shardings},
+        collectives=[],
+        proofs=[],
+        outputs=[replace(output, local=output.shape, state="replicated") for output in plan.outputs],
+        tokens=[],
+        whole_tokens={},
+    )
+
+
+def whole_draws(draws: list[Draw]) -> list[Draw]:
+    """Returns the draws for replicated tensors: one for each kind of call of a module."""
+    always = {draw.module for draw in draws if draw.always}
+    by_call = {(draw.module, draw.call): Draw(draw.module, draw.call, always=draw.module in always) for draw in draws}
+    return list(by_call.values())

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import FEW, UnprovenError, held
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
@@ -26,8 +26,8 @@ from tp_ext.auto.search.localize import Localized, MismatchError, PatchesOf, Sha
 from tp_ext.auto.search.rounds import Planner
 
 NORMS = nn.LayerNorm, nn.RMSNorm
-LARGE = 1024  # elements of a dim that is not sharded, from which on it has fewer
-MAX_RUNS = 40  # of a search for integers
+LARGE_DIM = 1024  # elements of a dim that is not sharded, from which on it has fewer
+MAX_SCALED_RUNS = 40  # of a search for integers
 ROWS = 2 * FEW  # of a table, and classes: there is one for every position of a short example
 FEWER = 272, 16  # then the first such dim has this many, the next as many more: no usual size of a head
 
@@ -47,11 +47,15 @@ class _Shape:
         return self.shape[self.dim]
 
 
-@dataclass
 class _Smaller(Localized):
     """The model with smaller dims, as if it were that of a rank."""
 
-    kept: Mapping[Atom, int] = field(default_factory=dict)
+    def __init__(self, full: Localized, shapes: Mapping[str, Any], kept: Mapping[Atom, int]) -> None:
+        edits = replace(full.edits, p=1, shardings=shapes, heads=[])
+        # Logits are those of fewer classes, and nothing has its full length
+        recorded = replace(full.recorded, heads_atoms=set(), local=full.recorded.record.dims)
+        super().__init__(full.model, full.example, edits, recorded)
+        self.kept = kept
 
     def sizes(self, rank: int) -> dict[Atom, int]:
         return dict(self.kept)
@@ -82,21 +86,18 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
     others = _others(part, units)
     for kept in [{**units, **others}, units] if others else [units]:
         shapes = _shapes(part, kept)
-        changes: dict[str, Any] = {"p": 1, "shardings": shapes, "kept": kept}
-        changes |= {"heads": [], "heads_atoms": set()}  # logits are those of fewer classes
-        changes |= {"local": set(part.record.dims)}  # nothing has its full length
-        smaller = _Smaller(**{**vars(part.localized(state)), **changes})
+        smaller = _Smaller(part.localized(state), shapes, kept)
         try:
-            found = Search(smaller, 0, max_runs=MAX_RUNS).find()
+            local = Search(smaller, 0, max_runs=MAX_SCALED_RUNS).find()
         except MismatchError as mismatch:
             failed = f"with fewer units, {mismatch}"
             continue
-        if found.sizes:
+        if local.sizes:
             failed = "the sizes of views that its code computes have no smaller form"
             continue
-        model = copied(part.model, {id(t): t for t in held(part.model)})
+        model = copied_model(part.model, {id(t): t for t in held(part.model)})
         _shrink(model, shapes)
-        patch(model, found.patches)
+        patch(model, local.patches)
         return model, _with_fewer_ids(part.example, min((units[atom] for atom in tables), default=None))
     raise UnprovenError(failed)
 
@@ -106,24 +107,23 @@ def _units(decisions: Sequence[Decision], tables: Collection[Atom]) -> dict[Atom
 
     Atoms of different length keep different lengths: an integer of the code must have one meaning."""
     lengths = sorted({decision.sharded[-1].size for decision in decisions})
-    found: dict[Atom, int] = {}
+    units: dict[Atom, int] = {}
     for decision in decisions:
         target, ranks = decision.sharded[-1], decision.p if decision.group is None else decision.p // decision.atom.size
         least = -(-ROWS // ranks) if decision.atom in tables else 2
         few = ranks * (least + lengths.index(target.size)) + bool(target.size % ranks)
-        found[target] = min(target.size, few)
-    return found
+        units[target] = min(target.size, few)
+    return units
 
 
 def _others(part: Planner, units: Iterable[Atom]) -> dict[Atom, int]:
-    """The large atoms of parameters that are not sharded, with fewer elements; not those of buffers, which have
-    values."""
+    """Returns fewer elements for the large unsharded atoms of parameters; atoms of buffers, which have values, stay."""
     record = part.record
     of_buffers = [dim for _, tensor in record.buffers.values() for dim in record.dims_of(tensor)]
     large = {
         atom
         for atom in constant_atoms(record, buffers=False)
-        if atom.size >= LARGE and atom.parts is None and atom not in set(units)
+        if atom.size >= LARGE_DIM and atom.parts is None and atom not in set(units)
     }
     large = {atom for atom in large if not any(contains(dim, atom) for dim in of_buffers)}
     sizes = dict(zip(sorted({atom.size for atom in large}), itertools.count(*FEWER), strict=False))
@@ -132,30 +132,29 @@ def _others(part: Planner, units: Iterable[Atom]) -> dict[Atom, int]:
 
 def _shapes(part: Planner, kept: Mapping[Atom, int]) -> dict[str, _Shape]:
     """The parameters that become smaller, by all their names."""
-    found: dict[str, _Shape] = {}
+    shapes: dict[str, _Shape] = {}
     for name, tensor in part.record.parameters.values():
         shape = tuple(local_length(dim, kept) for dim in part.record.dims_of(tensor))
         changed = [i for i, (old, new) in enumerate(zip(tensor.shape, shape, strict=True)) if old != new]
         if changed:
-            one = _Shape(shape, tensor.shape[changed[0]], changed[0])
-            found.update(dict.fromkeys(part.names[name], one))
-    return found
+            shape_ = _Shape(shape, tensor.shape[changed[0]], changed[0])
+            shapes.update(dict.fromkeys(part.names[name], shape_))
+    return shapes
 
 
 def _shrink(model: nn.Module, shapes: Mapping[str, _Shape]) -> None:
     """Gives a model's parameters their smaller shapes, on meta, and layers of torch the numbers that belong to them."""
-    made: dict[
-        int, tuple[Tensor, nn.Parameter]
-    ] = {}  # tied ones stay tied; with the old one, so that its id is its own
-    for name, one in shapes.items():
-        owner, _, own = name.rpartition(".")
+    # Tied ones stay tied; with the old one, so that its id is its own
+    smaller_by_id: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    for name, shape in shapes.items():
+        owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        old = module._parameters[own]
+        old = module._parameters[attribute]
         assert old is not None
-        if id(old) not in made:
-            new = torch.empty(one.shape, dtype=old.dtype, device="meta")
-            made[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad)
-        module._parameters[own] = made[id(old)][1]
+        if id(old) not in smaller_by_id:
+            new = torch.empty(shape.shape, dtype=old.dtype, device="meta")
+            smaller_by_id[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad)
+        module._parameters[attribute] = smaller_by_id[id(old)][1]
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Reason:
-    """Why an atom is whole: an operator in a module, at a line of the user's."""
+    """The reason that an atom is whole: an operator in a module, at a line of the user's source."""
 
     what: str
     module: str = ""
@@ -49,16 +49,16 @@ Dim = list[Atom]
 
 
 def atoms(dim: Iterable[Atom]) -> Dim:
-    """The atoms of a dim now, without those of size 1."""
-    found: Dim = []
+    """Returns the current atoms of a dim, without atoms of size 1."""
+    current: Dim = []
     for atom in dim:
         if atom.same is None:
             if atom.size != 1:
-                found.append(atom)
+                current.append(atom)
         else:
             atom.same = atoms(atom.same)  # so that long chains are walked once
-            found += atom.same
-    return found
+            current += atom.same
+    return current
 
 
 def length(dim: Iterable[Atom]) -> int:
@@ -66,17 +66,17 @@ def length(dim: Iterable[Atom]) -> int:
 
 
 def pin(dim: Iterable[Atom], reason: Reason) -> None:
-    """Keeps all atoms of a dim whole, those of parts too. The first reason stays."""
-    found = atoms(dim)
-    reason.pinned.extend(found)
-    for atom in found:
+    """Pins all atoms of a dim, and of its parts: they stay whole. The first reason stays."""
+    pinned = atoms(dim)
+    reason.pinned.extend(pinned)
+    for atom in pinned:
         atom.pinned = atom.pinned or reason
         for part in atom.parts or ():
             pin(part, reason)
 
 
 def contains(dim: Iterable[Atom], atom: Atom) -> bool:
-    return any(one is atom or any(contains(part, atom) for part in one.parts or ()) for one in atoms(dim))
+    return any(member is atom or any(contains(part, atom) for part in member.parts or ()) for member in atoms(dim))
 
 
 def divide(atom: Atom, major: int, reason: Reason) -> bool:
@@ -158,10 +158,10 @@ def _unify_equal(a: Atom, b: Atom, reason: Reason) -> None:
         else:
             _become(a, [b])
         return
-    own, wanted = edges(a), edges(b)
-    if own != wanted:
-        concatenate([a], wanted, reason)
-        concatenate([b], own, reason)
+    edges_a, edges_b = edges(a), edges(b)
+    if edges_a != edges_b:
+        concatenate([a], edges_b, reason)
+        concatenate([b], edges_a, reason)
     if edges(a) != edges(b):
         pin([a, b], reason)
         return
@@ -206,10 +206,10 @@ class Major:
 
 def majors(dim: Iterable[Atom]) -> Iterator[Major]:
     """The slowest atom of each part of a dim, in order. A dim ``3 x h x d`` whose 3 is pinned has three equal parts."""
-    found = atoms(dim)
-    if not found:
+    factors = atoms(dim)
+    if not factors:
         return
-    first, rest = found[0], found[1:]
+    first, rest = factors[0], factors[1:]
     if first.parts is None:
         inner = list(majors(rest)) if first.pinned and first.size <= MAX_EQUAL_PARTS else []
         if inner and not any(major.atom.pinned for major in inner):

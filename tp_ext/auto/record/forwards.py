@@ -35,9 +35,9 @@ class CalledForward:
         return run_forward(self.module, self.own, *args, **kwargs)
 
 
-def run_forward(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+def run_forward(module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Calls the forward that an instance has of its own, else that of its class."""
-    return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
 @dataclass

@@ -75,10 +75,10 @@ def _is_linear(function: Callable[..., Any], args: Any) -> bool:
             wanted = [t for t in inputs if _is_real(t)]
             one, other = ([torch.randn_like(t) for t in outputs] for _ in range(2))
             both = [a + b for a, b in zip(one, other, strict=True)]
-            found = [GRAD(outputs, wanted, g, retain_graph=True, allow_unused=True) for g in (one, other, both)]
+            results = [GRAD(outputs, wanted, g, retain_graph=True, allow_unused=True) for g in (one, other, both)]
         except Exception:  # of any code of the user's: integers with a meaning, devices that are not here
             return False
-        rows = zip(*found, strict=True)
+        rows = zip(*results, strict=True)
         return all(a is None or torch.allclose(a + b, c, rtol=1e-4, atol=1e-5) for a, b, c in rows)
 
 
@@ -111,12 +111,12 @@ def _examine(record: Record, what: str, function: Callable[..., Any], args: Any,
             for seed, (_, result) in zip(seeds, pairs, strict=True):
                 record.put(seed, record.dims_of(result))
             outputs, inputs = [t for t, _ in pairs], [t for _, t in fresh]
-            found = GRAD(outputs, inputs, seeds, allow_unused=True) if outputs and inputs else ()
-        for (value, _), gradient in zip(fresh, found, strict=bool(found)):
-            for own, dim in zip(
+            gradients = GRAD(outputs, inputs, seeds, allow_unused=True) if outputs and inputs else ()
+        for (value, _), gradient in zip(fresh, gradients, strict=bool(gradients)):
+            for value_dim, dim in zip(
                 record.dims_of(value), record.dims_of(gradient) if gradient is not None else (), strict=False
             ):
-                unify(own, dim, reason)
+                unify(value_dim, dim, reason)
     except Exception:  # of any code of the user's, run in a way that it does not know
         for tensor in [*(value for value, _ in fresh), *results]:
             for dim in record.dims_of(tensor):
@@ -154,10 +154,10 @@ def _examine_hook(record: Record, hook: Callable[[Tensor], Any], x: Tensor) -> N
         gradient = torch.empty_like(x)
         record.put(gradient, record.dims_of(x))
         result = hook(gradient)
-        for own, dim in zip(
+        for x_dim, dim in zip(
             record.dims_of(x), record.dims_of(result) if isinstance(result, Tensor) else (), strict=False
         ):
-            unify(own, dim, reason)
+            unify(x_dim, dim, reason)
     except Exception:
         for dim in record.dims_of(x):
             pin(dim, reason)

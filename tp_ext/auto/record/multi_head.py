@@ -187,10 +187,12 @@ class ShardedAttention(nn.MultiheadAttention):
         batched = query.dim() == 3
         q, k, v = self.projected(query, key, value)  # [.., heads d], in the order of dims of the arguments
         q, k, v = (self.by_heads(t, batched) for t in (q, k, v))  # [batch, heads, tokens, d]
+        # As torch: the hint replaces the mask where no other mask is merged with it
         is_causal = is_causal and padding is None and not need_weights
         mask = None if is_causal else self.merged(mask, padding, *q.shape[:2])
         dropped = self.dropout if self.training else 0.0
         weights = None
+        # The fused kernel returns no weights, and draws masks that no other number of ranks has
         if need_weights or dropped:
             scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
             if is_causal:
@@ -272,7 +274,7 @@ def refuse_fused_paths(model: nn.Module, sharded: Sequence[str]) -> None:
     """Keeps layers of ``nn.Transformer`` that have a sharded parameter from torch's fused path of inference, which
     would take a shard for the full weight."""
     for name, module in model.named_modules():
-        inside = any(own.startswith(f"{name}." if name else "") for own in sharded)
+        inside = any(name_.startswith(f"{name}." if name else "") for name_ in sharded)
         if inside and isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         if inside and isinstance(module, nn.TransformerEncoder):

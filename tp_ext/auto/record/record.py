@@ -39,7 +39,7 @@ def tensors(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Tensor]
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of a module: its tensors in and out, the operators from ``start`` to ``stop``, and the calls from Python
     from ``first`` to ``last``, the ends excluded."""
 
@@ -53,9 +53,9 @@ class Call:
     order: int = 0  # among all calls, and one more than that of the last call inside of it
     end: int = sys.maxsize
     training: bool = False
-    caller: Call | None = None
+    caller: ModuleCall | None = None
 
-    def around(self, other: Call) -> bool:
+    def around(self, other: ModuleCall) -> bool:
         return self.order < other.order < self.end
 
 
@@ -89,7 +89,7 @@ class RandomCall:
     masked: Tensor
     place: int
     index: int  # among the calls from Python
-    call: Call  # of the module
+    call: ModuleCall  # of the module
     always: bool  # it draws although the module is in eval mode
 
 
@@ -100,7 +100,7 @@ class Record:
         self.dims: dict[int, list[Dim]] = {}
         self.kept: list[Tensor] = []
         self.steps: list[Step] = []
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.maker: dict[int, Step] = {}
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         self.buffers: dict[int, tuple[str, Tensor]] = {}
@@ -119,16 +119,16 @@ class Record:
         self.direct: list[str] = []  # modules whose forward code calls by name, past their hooks
         self.output: Any = None
         self.modules = [""]  # those whose forward runs now
-        self.running: list[Call] = []  # their calls
+        self.running: list[ModuleCall] = []  # their calls
         self.paused = False
         self.is_examined = False  # a backward runs, whose operators pin dims and are no steps
 
     def dims_of(self, tensor: Tensor) -> list[Dim]:
-        found = self.dims.get(id(tensor))
-        if found is None:
-            found = [[Atom(n)] for n in tensor.shape]
-            self.put(tensor, found)
-        return found
+        dims = self.dims.get(id(tensor))
+        if dims is None:
+            dims = [[Atom(n)] for n in tensor.shape]
+            self.put(tensor, dims)
+        return dims
 
     def root_of(self, tensor: Tensor) -> Tensor:
         """The tensor whose memory a view shares, as far as the record knows."""
@@ -145,16 +145,16 @@ class Record:
         for tensor in op.outputs:
             self.dims_of(tensor)
         step = Step(
-            len(self.steps),
-            op.name,
-            self.modules[-1],
-            op.inputs,
-            op.outputs,
-            op.contracted,
-            op.reason,
-            op.args,
-            op.kwargs,
-            is_loss,
+            place=len(self.steps),
+            name=op.name,
+            module=self.modules[-1],
+            inputs=op.inputs,
+            outputs=op.outputs,
+            contracted=op.contracted,
+            reason=op.reason,
+            args=op.args,
+            kwargs=op.kwargs,
+            is_loss=is_loss,
         )
         self.steps.append(step)
         for tensor in op.outputs:

@@ -151,7 +151,7 @@ def parsed(notation: str) -> tuple[list[list[Word]], list[list[Word]]]:
     sides = notation.split("->")
     if len(sides) != 2:
         raise ValueError(f"rules: {notation!r} must have one '->' between inputs and results")
-    found: list[list[list[Word]]] = []
+    tensors_by_side: list[list[list[Word]]] = []
     for side in sides:
         tensors = []
         for text in side.split(","):
@@ -162,8 +162,8 @@ def parsed(notation: str) -> tuple[list[list[Word]], list[list[Word]]]:
                     "them, and at most one * at the start"
                 )
             tensors.append(words)
-        found.append(tensors)
-    return found[0], found[1]
+        tensors_by_side.append(tensors)
+    return tensors_by_side[0], tensors_by_side[1]
 
 
 def from_notation(notation: str) -> Rule:
@@ -267,9 +267,9 @@ def rule_of(function: Any, extra: Mapping[str, Rule]) -> Rule:
     """Returns the rule of an operator of torch: the user's, by torch's tags that of random numbers or that of its name
     or pointwise, or none."""
     namespace, name = function._schema.name.split("::")
-    own = extra.get(f"{namespace}::{name}")
-    if own is not None:
-        return own
+    user_rule = extra.get(f"{namespace}::{name}")
+    if user_rule is not None:
+        return user_rule
     if draws_random_numbers(function):
         return draws
     of_torch = namespace in ("aten", "prims")

@@ -129,7 +129,7 @@ def repeat(op: Op) -> None:
 
 
 @rule("split", "split_with_sizes", "chunk", "unsafe_split")
-def split(op: Op) -> None:
+def split_tensor(op: Op) -> None:
     axis = op.argument(2, "dim", 0) % op.inputs[0].dim()
     ends = list(itertools.accumulate(t.shape[axis] for t in op.outputs))
     _spans(op, axis, list(zip([0, *ends[:-1]], ends, strict=True)))
@@ -172,17 +172,17 @@ def span_of(dim: Dim, start: int, stop: int) -> Dim | None:
     """The parts of a concatenation from one edge to another; None if these are no edges."""
     if not dim or dim[0].parts is None:
         return None
-    rest, found, at = dim[1:], [], 0
+    rest, parts, at = dim[1:], [], 0
     for part in dim[0].parts:
         size = length(part) * length(rest)
         if start <= at and at + size <= stop:
-            found.append(part)
+            parts.append(part)
         at += size
-    if len(found) == 1:
-        return [*found[0], *rest]
-    whole = Atom(sum(map(length, found)))
-    whole.parts = found
-    return [whole, *rest] if found and whole.size * length(rest) == stop - start else None
+    if len(parts) == 1:
+        return [*parts[0], *rest]
+    whole = Atom(sum(map(length, parts)))
+    whole.parts = parts
+    return [whole, *rest] if parts and whole.size * length(rest) == stop - start else None
 
 
 @rule("select", "unbind")
@@ -258,7 +258,7 @@ def norm(op: Op) -> None:
         op.give([*dims[: -len(normalized)], *([] for _ in normalized)], place)
 
 
-REDUCTIONS = {
+REDUCED_DIM_PLACES = {
     "_softmax": 1, "_log_softmax": 1, "_safe_softmax": 1, "softmax": 1, "mean": 1, "sum": 1, "amax": 1, "amin": 1,
     "var": 1, "std": 1, "any": 1, "all": 1, "cumsum": 1, "cumprod": 1, "logsumexp": 1, "argmax": 1, "argmin": 1,
     "max": 1, "min": 1, "prod": 1, "median": 1, "flip": 1, "roll": 2, "topk": 2, "kthvalue": 2, "sort": 1,
@@ -270,7 +270,7 @@ REDUCTIONS = {
 def reduction(op: Op) -> None:
     """The dims that an operator reduces, sorts or scans are whole; the others stay."""
     x = op.inputs[0]
-    which = op.argument(REDUCTIONS[op.name], "dim")
+    which = op.argument(REDUCED_DIM_PLACES[op.name], "dim")
     # torch's default is the last dim
     if op.name in ("topk", "kthvalue", "sort", "argsort") and not isinstance(which, int):
         which = -1
@@ -290,11 +290,11 @@ def reduction(op: Op) -> None:
         op.give([dim if n == m else [Atom(m, op.reason)] for dim, n, m in sizes], place)
 
 
-RULES.update(dict.fromkeys(REDUCTIONS, reduction))
+RULES.update(dict.fromkeys(REDUCED_DIM_PLACES, reduction))
 
 
 @rule("zeros_like", "ones_like", "empty_like", "full_like")
-def like(op: Op) -> None:
+def filled_like(op: Op) -> None:
     op.give(op.dims())
 
 
@@ -334,10 +334,13 @@ def index_select(op: Op) -> None:
     op.give(dims)
 
 
-@rule(
+WRITES_BY_INDEX = (
     "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "scatter", "scatter_",
     "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "slice_scatter", "select_scatter",
 )  # fmt: skip
+
+
+@rule(*WRITES_BY_INDEX)
 def scatter(op: Op) -> None:
     """The dim that is indexed is whole, in all tensors; the others are the same in the source and in indices of all
     dims."""
@@ -362,16 +365,16 @@ def index_put(op: Op) -> None:
     at = [i for i, t in enumerate(indices) if t is not None]
     if any(indices[i].dtype == torch.bool for i in at):
         return no_rule(op)
-    dims, given = op.dims(), op.dims_of(values)
+    dims, value_dims = op.dims(), op.dims_of(values)
     op.pin(*(dims[i] for i in at))
     op.give(dims)
     rest = [dim for i, dim in enumerate(dims) if i not in at]
-    op.pin(*given[: max(0, len(given) - len(rest))])  # a value for each index
-    for dim, own, size in zip(reversed(rest), reversed(given), reversed(values.shape), strict=False):
+    op.pin(*value_dims[: max(0, len(value_dims) - len(rest))])  # a value for each index
+    for dim, value_dim, size in zip(reversed(rest), reversed(value_dims), reversed(values.shape), strict=False):
         if length(dim) == size:
-            op.unify(dim, own)
+            op.unify(dim, value_dim)
         else:
-            op.pin(own)
+            op.pin(value_dim)
 
 
 @rule("view_as_real")

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,15 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tp_ext.auto.record import torch_rules as torch_rules  # registers the rules
-from tp_ext.auto.record.constraints import running
 from tp_ext.auto.record.dims import Reason, pin
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
 from tp_ext.auto.record.multi_head import plain_paths
-from tp_ext.auto.record.record import Call, Record, source_line, tensors
+from tp_ext.auto.record.record import ModuleCall, Record, source_line, tensors
 from tp_ext.auto.record.rules import Op, Rule, draws_random_numbers, no_rule, rule_of
 from tp_ext.auto.record.unchanged import unchanged
-from tp_ext.auto.record.whole_calls import SHOWN, WHOLE
+from tp_ext.auto.record.whole_calls import SHOWN, WHOLE_CALLS
+from tp_ext.mesh_program.partition_spec import P
+
+constrained_run: ContextVar[Record | None] = ContextVar("constrained_run", default=None)  # it collects constraints
+
 
 FAKES = (
     "torch._subclasses", "torch._prims", "torch._refs", "torch._meta", "torch._decomp", "torch.utils._python", __name__,
@@ -93,7 +97,7 @@ class _Calls(TorchFunctionMode):
         record = self.record
         if _is_of_fakes(sys._getframe(1)):
             return func(*args, **kwargs)
-        whole = WHOLE.get(func)
+        whole = WHOLE_CALLS.get(func)
         if not record.paused and not record.is_examined and (answer := of_call(record, func, args)) is not None:
             return answer
         if record.paused or record.is_examined or whole is None:
@@ -113,11 +117,11 @@ class _Calls(TorchFunctionMode):
         return result
 
     def log(self, func: Any, result: Any) -> None:
-        found = [t for _, t in tensors(result)]
-        if found:
-            self.record.python_calls.append((self.record.modules[-1], getattr(func, "__name__", str(func)), found))
+        results = [t for _, t in tensors(result)]
+        if results:
+            self.record.python_calls.append((self.record.modules[-1], getattr(func, "__name__", str(func)), results))
             self.record.lines.append(source_line() if self.operators else "")
-            self.record.kept += found
+            self.record.kept += results
 
 
 def _watch(model: nn.Module, record: Record) -> None:
@@ -128,7 +132,7 @@ def _watch(model: nn.Module, record: Record) -> None:
         hooked = take_backward_hooks(record, name, module)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = Call(name, list(tensors((args, kwargs))), len(record.steps))
+            call = ModuleCall(name, list(tensors((args, kwargs))), len(record.steps))
             call.first, call.order = len(record.python_calls), len(record.calls)
             call.training, call.caller = module.training, running[-1] if running else None
             record.calls.append(call)
@@ -193,24 +197,25 @@ def trace(
     """
     record = Record() if record is None else record
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
+    fakes_by_id: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
     def fake(value: Any, shape: Sequence[int] | None = None) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in made:
+        if id(value) not in fakes_by_id:
+            # With its strides: code asks whether it is contiguous; a local shape has no strides to copy
             if shape is None or tuple(shape) == tuple(value.shape):
                 fake_tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             else:
                 fake_tensor = torch.empty(tuple(shape), dtype=value.dtype)
-            made[id(value)] = fake_tensor, value
-        return made[id(value)][0]
+            fakes_by_id[id(value)] = fake_tensor, value
+        return fakes_by_id[id(value)][0]
 
     # A module under two names once, and no ties added: functional_call would leave fakes in it
     named = [
-        (f"{name}.{own}" if name else own, tensor)
+        (f"{name}.{attribute}" if name else attribute, tensor)
         for name, module in model.named_modules()
-        for own, tensor in [*module._parameters.items(), *module._buffers.items()]
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]
         if tensor is not None
     ]
     with fakes:
@@ -219,6 +224,7 @@ def trace(
     for name, parameter in named:
         if not isinstance(parameter, nn.Parameter):
             continue
+        # A tied parameter is one, under its first name
         record.parameters.setdefault(id(state[name]), (name, state[name]))
         pin_hooked(record, name, parameter, state[name])
         if parameter.requires_grad:
@@ -226,10 +232,12 @@ def trace(
     record.buffers = {id(state[name]): (name, state[name]) for name, _ in model.named_buffers() if name in state}
     record.inputs = list(tensors((args, kwargs)))
     record.from_inputs = {id(t) for _, t in record.inputs if t.is_floating_point() or t.is_complex()}
-    record.differentiable |= {id(made[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
+    record.differentiable |= {id(fakes_by_id[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
+    # Every rank gets the whole inputs
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor):
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
+    # Of either kind the mode entered last sees a call first: `mode` before _Calls, _Operators before the fakes
     modes: list[Any] = [
         torch.enable_grad() if grad else torch.no_grad(),
         watched_gradients(record, tensors),
@@ -246,7 +254,7 @@ def trace(
         for entered in modes:
             stack.enter_context(entered)
         if operators:
-            stack.callback(running.reset, running.set(record))
+            stack.callback(constrained_run.reset, constrained_run.set(record))
         record.output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
         for name, module in model.named_modules():
             kept = {
@@ -264,3 +272,31 @@ def pin_unused(record: Record) -> None:
     for id_, (_, parameter) in record.parameters.items():
         for dim in record.dims_of(parameter) if id_ not in used else ():
             pin(dim, Reason("the example, which does not use it: plan with one that does"))
+
+
+def constraint(x: Tensor, spec: P) -> Tensor:
+    """Returns x; inside of :func:`tp_ext.auto.plan` its dims must be sharded as ``spec`` says.
+
+    It is JAX's ``with_sharding_constraint``. After ``h = tp_ext.auto.constraint(h, P("tp", None))`` dim 0 must be
+    sharded, dim 1 and those left out must be whole. Outside of a plan it is the identity, also in the sharded model.
+
+    Args:
+        x: any tensor of the model's forward.
+        spec: for each dim an axis, any name, or None. One axis at most.
+
+    Raises:
+        TypeError: ``spec`` is no ``P``. ValueError: it has more dims than x, or several axes; inside of a plan: what it
+            asks for conflicts with an operator of the model.
+    """
+    if not isinstance(spec, P):
+        raise TypeError(f"spec: {spec!r} must be a P")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: {type(x).__name__} must be a tensor")
+    if len(spec.dims) > x.dim():
+        raise ValueError(f"spec: {spec} must have at most the {x.dim()} dims of x, of shape {tuple(x.shape)}")
+    if len(spec.axes) > 1:
+        raise ValueError(f"spec: {spec} must name one axis at most: a plan has one")
+    record = constrained_run.get()
+    if record is not None:
+        record.constrain(x, spec)
+    return x

@@ -31,6 +31,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     for depth in reversed(range(DEPTH)):  # level by level: what is near to a module is kept first
         level = [inner for holder in level for inner in _keep(holder, kept, depth)]
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
+        # Their globals hold no tensors of a model, and are many
         if cls.__module__.partition(".")[0] in ("torch", "builtins"):
             continue
         forward = vars(cls).get("forward")
@@ -40,6 +41,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     caches[id(value)] = value
                 elif type(value) in CONTAINERS and not name.startswith("__"):
                     kept.setdefault(id(value), (value, value.copy()))
+    # A cached function may be an attribute of a module, alone or in a partial
     for _, contents in list(kept.values()):
         for value in contents.values() if isinstance(contents, dict) else contents:
             caches.update((id(cache), cache) for cache in _caches_in(value))
@@ -67,8 +69,8 @@ def _keep(holder: Any, kept: dict[int, tuple[Any, Any]], depth: int) -> Iterator
             yield value
         elif isinstance(value, tuple):
             yield [*value]
-        elif not isinstance(value, OPAQUE) and isinstance(own := getattr(value, "__dict__", None), dict):
-            yield own
+        elif not isinstance(value, OPAQUE) and isinstance(attributes := getattr(value, "__dict__", None), dict):
+            yield attributes
 
 
 def _caches_in(value: Any) -> Iterator[Any]:

@@ -86,7 +86,7 @@ SHOWN: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]] = {
     F.group_norm: _statistics,
     torch.group_norm: _statistics,
 }
-WHOLE: dict[Any, Callable[[Record, Sequence[Any], Mapping[str, Any], Any], None]] = {
+WHOLE_CALLS: dict[Any, Callable[[Record, Sequence[Any], Mapping[str, Any], Any], None]] = {
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
     F.dropout: _dropout,

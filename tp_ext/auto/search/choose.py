@@ -58,10 +58,10 @@ class Decision:
 
     def parts(self, dim: Dim) -> list[Part] | None:
         """The parts of a dim, sharded by this atom; None if it does not occur as the slowest of any."""
-        found = list(majors(dim))
-        if not any(major.atom is self.atom for major in found):
+        slowest = list(majors(dim))
+        if not any(major.atom is self.atom for major in slowest):
             return None
-        return [self._part(major) for major in found]
+        return [self._part(major) for major in slowest]
 
     def _part(self, major: Major) -> Part:
         size = major.atom.size * major.unit
@@ -80,14 +80,14 @@ class Decision:
         Args:
             constant: atoms whose lengths are the model's.
         """
-        found = atoms(dim)
-        first = next((i for i, one in enumerate(found) if contains([one], self.atom)), len(found))
-        last = next((i for i in range(len(found), first, -1) if i - 1 == first or found[i - 1] in constant), first)
-        parts = self.parts(found[first:last])
-        varies = any(atom not in constant for atom in found[first + 1 : last])
-        if parts is None or varies or (first > 0 and last < len(found)):
+        factors = atoms(dim)
+        first = next((i for i, factor in enumerate(factors) if contains([factor], self.atom)), len(factors))
+        last = next((i for i in range(len(factors), first, -1) if i - 1 == first or factors[i - 1] in constant), first)
+        parts = self.parts(factors[first:last])
+        varies = any(atom not in constant for atom in factors[first + 1 : last])
+        if parts is None or varies or (first > 0 and last < len(factors)):
             return None
-        return Factor(tuple(parts), is_minor=last == len(found))
+        return Factor(tuple(parts), is_minor=last == len(factors))
 
     def saved(self) -> float:
         """Elements that a rank does not hold."""
@@ -96,26 +96,26 @@ class Decision:
 
 def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> list[Decision]:
     """All candidates, with the parameters that each would shard; ``may_shard(name, dim)``: whether hints allow it."""
-    found: dict[Atom, Decision] = {}
+    by_sharded_atom: dict[Atom, Decision] = {}
     by_atom = _majors_by_atom(record)
     for id_, (name, tensor) in record.parameters.items():
         for dim, label in enumerate(record.dims_of(tensor)):
             for major in majors(label) if may_shard(name, dim) else ():
-                decision = found.get(major.atom) or _decision(major.atom, p, by_atom)
+                decision = by_sharded_atom.get(major.atom) or _decision(major.atom, p, by_atom)
                 if decision is None:
                     continue
-                found[major.atom] = decision
+                by_sharded_atom[major.atom] = decision
                 parts = decision.parts(label)
                 if parts and name not in decision.parameters:
                     decision.parameters[name] = Cut(id_, tensor, Sharding(dim, parts))
-    for decision in found.values():
+    for decision in by_sharded_atom.values():
         for name, cut in list(decision.parameters.items()):
             if 2 * sum(part.size for part in cut.sharding.parts if part.copies < p) < cut.sharding.size:
                 del decision.parameters[name]  # most of it would be on every rank
     where = _occurrences(record)
     return [
         decision
-        for decision in found.values()
+        for decision in by_sharded_atom.values()
         if decision.parameters and _is_consistent(decision, where) and not _repeats_terms(decision, record)
     ]
 
@@ -135,23 +135,23 @@ def _is_consistent(decision: Decision, where: Mapping[Atom, set[tuple[int, int]]
 
 def _occurrences(record: Record) -> dict[Atom, set[tuple[int, int]]]:
     """The (id, dim) of parameters that have each atom, in any place."""
-    found: dict[Atom, set[tuple[int, int]]] = {}
+    places: dict[Atom, set[tuple[int, int]]] = {}
 
     def add(label: Dim, place: tuple[int, int]) -> None:
         for atom in atoms(label):
-            found.setdefault(atom, set()).add(place)
+            places.setdefault(atom, set()).add(place)
             for part in atom.parts or ():
                 add(part, place)
 
     for id_, (_, tensor) in record.parameters.items():
         for dim, label in enumerate(record.dims_of(tensor)):
             add(label, (id_, dim))
-    return found
+    return places
 
 
 def constant_atoms(record: Record, buffers: bool = True) -> set[Atom]:
-    """The atoms whose lengths are the model's: those of parameters, and buffers, without those of inputs."""
-    found: set[Atom] = set()
+    """Returns the atoms whose lengths the model determines: those of parameters and buffers that no input has."""
+    constant: set[Atom] = set()
 
     def add(label: Dim, into: set[Atom]) -> None:
         for atom in atoms(label):
@@ -162,20 +162,20 @@ def constant_atoms(record: Record, buffers: bool = True) -> set[Atom]:
     inputs: set[Atom] = set()
     for _, tensor in [*record.parameters.values(), *(record.buffers.values() if buffers else ())]:
         for label in record.dims_of(tensor):
-            add(label, found)
+            add(label, constant)
     for _, tensor in record.inputs:
         for label in record.dims_of(tensor):
             add(label, inputs)
-    return found - inputs
+    return constant - inputs
 
 
 def _majors_by_atom(record: Record) -> dict[Atom, list[Major]]:
-    found: dict[Atom, list[Major]] = {}
+    by_atom: dict[Atom, list[Major]] = {}
     for _, tensor in record.parameters.values():
         for label in record.dims_of(tensor):
             for major in majors(label):
-                found.setdefault(major.atom, []).append(major)
-    return found
+                by_atom.setdefault(major.atom, []).append(major)
+    return by_atom
 
 
 def _decision(atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]]) -> Decision | None:
@@ -206,7 +206,7 @@ def choose(
     Raises:
         ValueError: more bytes of parameters than ``memory_budget`` stay on a rank.
     """
-    every = decisions(record, p, may_shard)
+    candidates = decisions(record, p, may_shard)
     total = sum(tensor.numel() for _, tensor in record.parameters.values())
     tables = {id(step.inputs[0]) for step in record.steps if step.name in LOOK_UPS}
 
@@ -214,9 +214,9 @@ def choose(
         only = all(cut.id in tables and cut.sharding.dim == 0 for cut in decision.parameters.values())
         return small_tables_whole and only and decision.saved() < SMALL_TABLE * total
 
-    chosen = list(_independent([one for one in every if not is_small_table(one)]))
+    chosen = list(_independent([candidate for candidate in candidates if not is_small_table(candidate)]))
     if memory_budget is not None and _bytes_left(record, chosen) > memory_budget:
-        chosen = list(_independent(every))
+        chosen = list(_independent(candidates))
         left = _bytes_left(record, chosen)
         if left > memory_budget:
             raise ValueError(
@@ -237,7 +237,8 @@ def _bytes_left(record: Record, chosen: Iterable[Decision]) -> float:
 
 def _independent(candidates: list[Decision]) -> Iterable[Decision]:
     """The set of greatest weight in which no two candidates share a parameter, component by component."""
-    candidates = sorted(candidates, key=lambda one: -one.saved())  # stable: the order of the parameters decides ties
+    # Stable: the order of the parameters decides ties
+    candidates = sorted(candidates, key=lambda candidate: -candidate.saved())
     uses: dict[int, list[int]] = {}
     for i, decision in enumerate(candidates):
         for cut in decision.parameters.values():
@@ -260,7 +261,7 @@ def _independent(candidates: list[Decision]) -> Iterable[Decision]:
     for i in range(len(candidates)):
         components.setdefault(root(i), []).append(i)
     for members in components.values():
-        yield from (candidates[i] for i in heaviest(members, excluded, [one.saved() for one in candidates]))
+        yield from (candidates[i] for i in heaviest(members, excluded, [member.saved() for member in candidates]))
 
 
 def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[float]) -> list[int]:
@@ -275,8 +276,8 @@ def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[
         return sum(weight[i] for i in chosen)
 
     def best(allowed: frozenset[int]) -> list[int]:
-        """With and without the candidate that excludes most others: what is left falls apart, so this is fast for
-        chains and for stars such as the channels of a residual stream."""
+        """Branches on the candidate that excludes most others. What remains decomposes, so this is fast for chains and
+        for stars, such as the channels of a residual stream."""
         nonlocal left
         degree = {i: len(excluded[i] & allowed) for i in sorted(allowed)}
         free = [i for i, others in degree.items() if not others]

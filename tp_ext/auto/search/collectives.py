@@ -28,62 +28,69 @@ class PlannedState(Protocol):
 
 
 def collectives_of(record: Record, p: int, state: PlannedState, activations: bool = False) -> list[Collective]:
-    """The collectives of one forward and backward at the sizes of the example, in the order of the record; or those
-    of ``activations`` only."""
+    """Returns the collectives of one forward and backward at the sizes of the example, in the order of the record; with
+    ``activations`` only those of activations."""
     if p == 1:
         return []
-    found = []
-    summed = {(one.module, one.path) for one in state.flow.sums}
+    collectives = []
+    summed = {(partial.module, partial.path) for partial in state.flow.sums}
     scattered = state.tokens.sources if state.tokens else set()
     differentiable = record.differentiable
+    # Sums of row layers and look-ups, and of modules whose output is partial; a scattered sum is listed with its
+    # tokens
     for call in record.calls:
         for path, tensor in call.outputs:
             if call.module in scattered:
                 continue
             if state.roles.get(call.module) in ("row", "vocab", "attention") or (call.module, path) in summed:
-                found.append(Collective("all-reduce", call.module, "forward", _bytes(tensor)))
+                collectives.append(Collective("all-reduce", call.module, "forward", _bytes(tensor)))
     for step in record.steps:
         if step.is_loss and any(contains(step.contracted, atom) for atom in state.heads_atoms):
             size = 8 if step.inputs[0].element_size() == 8 else 4
             rows = step.inputs[0].numel() // max(1, step.inputs[0].shape[1 if step.inputs[0].dim() > 1 else 0])
             # of each rank: four numbers of each row, and of all rows together
-            found.append(Collective("all-gather", step.module, "forward", p * 4 * (rows + 1) * size))
+            collectives.append(Collective("all-gather", step.module, "forward", p * 4 * (rows + 1) * size))
+    # Without a loss the model returns logits of all columns
     if not any(step.is_loss for step in record.steps):
         for _, tensor in tensors(record.output):
             if carries(record, tensor, state.heads_atoms):
-                found.append(Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor)))
+                collectives.append(
+                    Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor))
+                )
     outputs = dict(tensors(record.output))
-    found += [Collective("all-gather", "", "forward", _bytes(outputs[gather.path])) for gather in state.flow.gathers]
+    collectives += [
+        Collective("all-gather", "", "forward", _bytes(outputs[gather.path])) for gather in state.flow.gathers
+    ]
     entered = set()  # a tensor that is several arguments of a module is summed once
     for copy, tensor in zip(state.flow.copies, state.flow.copied, strict=True):
         if copy.kind == "argument" and (copy.module, id(tensor)) in entered:
             continue
         entered.add((copy.module, id(tensor)))
         if id(tensor) in differentiable and not (activations and copy.kind == "parameter"):
-            found.append(Collective("all-reduce", copy.module, "backward", _bytes(tensor)))
-    return found + collectives_of_tokens(record, state, activations)
+            collectives.append(Collective("all-reduce", copy.module, "backward", _bytes(tensor)))
+    return collectives + collectives_of_tokens(record, state, activations)
 
 
 def collectives_of_tokens(record: Record, state: PlannedState, activations: bool) -> list[Collective]:
-    found: list[Collective] = []
-    for one, tensor in state.tokens.calls() if state.tokens else ():
+    collectives: list[Collective] = []
+    for edit, tensor in state.tokens.calls() if state.tokens else ():
         forward, backward = {
             "reduce_scatter": ("reduce-scatter", "all-gather"),
             "all_gather": ("all-gather", "reduce-scatter"),
             "scatter": (None, "all-gather"),
             "gather": ("all-gather", None),
             "keep": (None, None),
-        }[one.kind]
+        }[edit.kind]
         if forward:
-            found.append(Collective(forward, one.module, "forward", _bytes(tensor)))
+            collectives.append(Collective(forward, edit.module, "forward", _bytes(tensor)))
         if backward and id(tensor) in record.differentiable:
-            found.append(Collective(backward, one.module, "backward", _bytes(tensor)))
+            collectives.append(Collective(backward, edit.module, "backward", _bytes(tensor)))
     biases = {name: t for name, t in record.parameters.values() if name.endswith(".bias")}
     for module in [] if activations or state.tokens is None else sorted(state.tokens.sources):
         bias = biases.get(f"{module}.bias")
         if bias is not None and state.roles.get(module) == "row" and id(bias) in record.differentiable:
-            found.append(Collective("all-reduce", module, "backward", _bytes(bias)))
-    return found
+            collectives.append(Collective("all-reduce", module, "backward", _bytes(bias)))
+    return collectives
 
 
 def on_the_wire(collectives: Sequence[Collective]) -> int:

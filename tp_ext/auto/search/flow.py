@@ -12,17 +12,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import Copy, Gather, LeafPath, Slice, Sum
-from tp_ext.auto.record.record import Call, Record, Step, span_start, tensors
+from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
 from tp_ext.auto.search.choose import Decision, carries
 from tp_ext.auto.search.partial_sums import PartialSums
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import VIEWS, Constants
+from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.sharding import Sharding
 
 SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
@@ -49,24 +49,6 @@ class Flow:
     problems: list[Problem] = field(default_factory=list)
 
 
-class Gathered(Protocol):
-    """A boundary at which shards of tokens become whole."""
-
-    kind: str
-
-
-class Sharded(Protocol):
-    """The tensors that are sharded on their tokens (:mod:`tp_ext.auto.search.tokens`)."""
-
-    steps: dict[int, Atom]
-
-    def range_at(self, tensor: Tensor, place: int) -> object | None: ...
-
-    def gather_at(self, tensor: Tensor, place: int) -> Gathered | None: ...
-
-    def entered_before(self, place: int, atom: Atom) -> bool: ...
-
-
 class Finder:
     """Finds where gradients and partial results are summed, and which constants are sliced.
 
@@ -84,7 +66,7 @@ class Finder:
         roles: Mapping[str, str],
         whole_heads: set[Atom],
         cut: Mapping[str, Decision],
-        tokens: Sharded | None = None,
+        tokens: TokenFlow | None = None,
         banned: frozenset[Copy] = frozenset(),
     ) -> None:
         self.tokens = tokens
@@ -99,8 +81,8 @@ class Finder:
         # Those of inputs, too: a model may be a part of a larger one
         self.differentiable = record.differentiable | record.from_inputs
         self.flow = Flow()
-        self.calls_with: dict[int, list[tuple[Call, LeafPath]]] = {}
-        self.returned_by: dict[int, list[tuple[Call, LeafPath]]] = {}
+        self.calls_with: dict[int, list[tuple[ModuleCall, LeafPath]]] = {}
+        self.returned_by: dict[int, list[tuple[ModuleCall, LeafPath]]] = {}
         self.number_of_calls: dict[str, int] = {}
         for call in record.calls:
             self.number_of_calls[call.module] = self.number_of_calls.get(call.module, 0) + 1
@@ -167,29 +149,33 @@ class Finder:
     # ------------------------------------------------------------ backward
 
     def type_now(self, tensor: Tensor) -> Types:
-        own = COMPLETED if id(tensor) in self.outputs else NOTHING
-        return own.union(*(types for _, types in self.used.get(id(tensor), ())))
+        at_outputs = COMPLETED if id(tensor) in self.outputs else NOTHING
+        return at_outputs.union(*(types for _, types in self.used.get(id(tensor), ())))
 
     def backward_types(self) -> None:
-        """Derives the types of gradients in one pass from the loss back, in which all uses of a tensor come before the
-        operator that made it."""
+        """Derives the types of gradients in one backward pass, in which all uses of a tensor come before the operator
+        that made it."""
         record = self.record
         for step in reversed(record.steps):
             types: Types = NOTHING
             for tensor in step.outputs:
                 if id(tensor) in self.differentiable:
+                    # What is written in place has uses before and after the write: only those after it see this step's
+                    # gradient
                     in_place = any(tensor is t for t in step.inputs)
                     types |= self.settle_written(tensor, step.place) if in_place else self.settle(tensor)
             for tensor in step.inputs:
                 if any(tensor is t for t in step.outputs):
                     continue
-                given = self.converted(step, tensor, self.given(step, tensor, types))
-                if given and id(tensor) in self.differentiable and id(tensor) not in self.sharded:
-                    self.used.setdefault(id(tensor), []).append((step.place, given))
-                    if SHARDS in given:
-                        own = self.tokens is not None and step.place in self.tokens.steps
-                        found = {step.place} if own else set[int]().union(*self.shards_after(step))
-                        self.shard_steps.setdefault(id(tensor), set()).update(found)
+                gradient = self.converted(step, tensor, self.given(step, tensor, types))
+                if gradient and id(tensor) in self.differentiable and id(tensor) not in self.sharded:
+                    self.used.setdefault(id(tensor), []).append((step.place, gradient))
+                    if SHARDS in gradient:
+                        # Remembers which operators on shards of tokens a gradient passed: if it cannot be summed,
+                        # these are taken back
+                        on_shards = self.tokens is not None and step.place in self.tokens.steps
+                        shard_steps = {step.place} if on_shards else set[int]().union(*self.shards_after(step))
+                        self.shard_steps.setdefault(id(tensor), set()).update(shard_steps)
         # No operator made these: they are settled after all of their uses
         leaves = [*record.parameters, *(id(t) for _, t in record.inputs)]
         for id_ in leaves:
@@ -212,19 +198,19 @@ class Finder:
             return types
         return NOTHING if self.is_partial_in(tensor, step) else frozenset({PARTIAL})
 
-    def converted(self, step: Step, tensor: Tensor, given: Types) -> Types:
+    def converted(self, step: Step, tensor: Tensor, gradient: Types) -> Types:
         """The type of a gradient before the boundary at which a tensor is sharded on its tokens, or gathered.
 
         That of shards is complete: slices of the whole one, which a slice at a boundary gathers.
         """
-        if self.tokens is None or not given or self.tokens.range_at(tensor, step.place) is None:
-            return given
+        if self.tokens is None or not gradient or self.tokens.range_at(tensor, step.place) is None:
+            return gradient
         gather = self.tokens.gather_at(tensor, step.place)
         if step.place not in self.tokens.steps:
             if gather is not None and gather.kind == "gather":
-                return given  # as of a replicated tensor
-            if gather is None or given != {PARTIAL}:
-                text = f"tokens are gathered for {sorted(given)} gradients in {step.reason}"
+                return gradient  # as of a replicated tensor
+            if gather is None or gradient != {PARTIAL}:
+                text = f"tokens are gathered for {sorted(gradient)} gradients in {step.reason}"
                 self.flow.problems.append(Problem(step.module, text, tuple(self.tokens.steps)))
         return COMPLETED
 
@@ -237,7 +223,7 @@ class Finder:
         id_, types = id(tensor), self.type_now(tensor)
         if types & {PARTIAL, SHARDS} and types not in SUMMED and id_ not in self.sharded:
             rest = {use for use, _ in self.place_at_arguments(id_, place)}
-            self.used[id_] = [(use, given if use in rest else COMPLETED) for use, given in self.used[id_]]
+            self.used[id_] = [(use, gradient if use in rest else COMPLETED) for use, gradient in self.used[id_]]
             types = self.type_now(tensor)
         return types
 
@@ -246,20 +232,27 @@ class Finder:
         types, id_ = self.type_now(tensor), id(tensor)
         if not types & {PARTIAL, SHARDS} or id_ in self.sharded:
             return types
+        # A sum must complete all uses at once or none: a complete gradient that is summed again is p times too large
         only_partial, tokens = types in SUMMED, SHARDS in types
+        # A parameter is summed where its module reads it, which is before any of its uses; code outside of the module
+        # would read it past that place
         if id_ in self.record.parameters:
             name = self.record.parameters[id_][0]
-            module, _, own = name.rpartition(".")
+            module, _, attribute = name.rpartition(".")
             users = {self.record.steps[place].module for place, _ in self.used[id_]}
             if any(user != module and not user.startswith(module + ".") for user in users if module):
                 self.problem(name, f"{name} is read outside of {module}, by {sorted(users)}", tensor)
             elif tokens and not self.are_known(tensor, [c.start for c in self.record.calls if c.module == module]):
                 self.problem(name, f"{name} is read by {module}, which begins before tokens are sharded", tensor)
             elif only_partial:
-                self.place(id_, Copy("parameter", module, (own,), divided=name in self.sums.divided, tokens=tokens))
+                self.place(
+                    id_, Copy("parameter", module, (attribute,), divided=name in self.sums.divided, tokens=tokens)
+                )
             else:
                 self.problem(name, f"{name} is used by sharded and by replicated work", tensor)
             return COMPLETED
+        # One sum where the tensor leaves its module serves all uses; else one at each argument by which modules that
+        # work sharded take it
         if only_partial and self.place_at_output(id_, tensor, None):
             return COMPLETED
         rest = self.place_at_arguments(id_)
@@ -274,6 +267,7 @@ class Finder:
             else:
                 self.problem(user.module, text, tensor, places)
             return COMPLETED
+        # A Function of Python, or a hook, computes with the gradient itself, and so needs the complete one
         if id_ in self.record.functions:
             text = f"{self.record.functions[id_]} ({maker.line}) has a partial gradient: it is used by {user.reason}"
             self.problem(maker.module, text, tensor, places)
@@ -285,6 +279,8 @@ class Finder:
             return COMPLETED
         if maker.name in VIEWS and id(maker.inputs[0]) in self.sharded:
             return types  # a part of a sharded dim that all ranks hold: its weight's gradient is summed
+        # The result of a split is no output of a module, but the tensor that is split may be one: the sum then covers
+        # this part of it alone
         if maker.name in SPLITS:
             source = maker.inputs[0]
             dim, start = span_start(maker, tensor)
@@ -304,21 +300,21 @@ class Finder:
         return all(tokens.entered_before(place, atom) for place in places for atom in shards)
 
     def unwanted(self) -> set[Copy]:
-        """The sums at modules that are called several times which some call must not make: its gradient there is
-        complete, sharded, or summed elsewhere."""
-        found: set[Copy] = set()
+        """Returns the sums at modules with several calls that some call must not make: its gradient there is complete,
+        sharded, or summed elsewhere."""
+        unwanted: set[Copy] = set()
         for copy, orders in self.placed.items():
             for call in self.record.calls if self.number_of_calls[copy.module] > 1 else ():
                 if call.module != copy.module or call.order in orders:
                     continue
                 at = dict(call.outputs if copy.kind == "output" else call.inputs).get(copy.path)
                 if at is not None and (self.used.get(id(at)) or id(at) in self.outputs or id(at) in self.sharded):
-                    found.add(copy)
-        return found
+                    unwanted.add(copy)
+        return unwanted
 
     def blamed(self, places: Iterable[int]) -> frozenset[Atom]:
         """The sharded atoms by which the gradients that these operators give their inputs are partial."""
-        found: set[Atom] = set()
+        blamed: set[Atom] = set()
         seen: set[int] = set()
         left = list(places)
         while left:
@@ -328,24 +324,24 @@ class Finder:
             seen.add(place)
             step = self.record.steps[place]
             if self.working[place]:
-                every = [*step.inputs, *step.outputs]
-                found.update(a for a in self.atoms if contains(step.contracted, a))
-                found.update(
-                    a for t in every if id(t) in self.sharded for a in self.atoms if carries(self.record, t, [a])
+                operands = [*step.inputs, *step.outputs]
+                blamed.update(a for a in self.atoms if contains(step.contracted, a))
+                blamed.update(
+                    a for t in operands if id(t) in self.sharded for a in self.atoms if carries(self.record, t, [a])
                 )
-                found.update(a for t in every for a in self.sums.blame.get(id(t), ()))
+                blamed.update(a for t in operands for a in self.sums.blame.get(id(t), ()))
             else:
                 left += [use for t in step.outputs for use, types in self.used.get(id(t), ()) if PARTIAL in types]
-        return frozenset(found)
+        return frozenset(blamed)
 
     def place(self, id_: int, copy: Copy, start: int = 0, stop: int = sys.maxsize) -> None:
         self.summed.setdefault((id_, start, stop), []).append(copy)
 
     def place_at_output(self, id_: int, source: Tensor, span: tuple[int, int, int] | None) -> bool:
-        found = self.returned_by.get(id(source))
-        if not found or id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
+        calls = self.returned_by.get(id(source))
+        if not calls or id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
             return False
-        call, path = found[-1]
+        call, path = calls[-1]
         tokens = SHARDS in self.type_now(self.by_id[id_])
         copy = Copy("output", call.module, path, span, tokens=tokens)
         if copy in self.banned or (tokens and not self.are_known(self.by_id[id_], [call.stop])):
@@ -373,7 +369,7 @@ class Finder:
             left = [use for use in left if not call.start <= use[0] < call.stop]
         return rest
 
-    def may_sum_argument(self, id_: int, call: Call, at: int, after: int) -> bool:
+    def may_sum_argument(self, id_: int, call: ModuleCall, at: int, after: int) -> bool:
         if not after < call.start <= at < call.stop or any(
             Copy("argument", call.module, path, tokens=tokens) in self.banned
             for other, path in self.calls_with[id_]
@@ -390,38 +386,42 @@ class Finder:
     def check(self) -> None:
         """Recomputes the types of gradients with the sums in place. Every sum must stand where the whole gradient is
         partial, and no gradient may remain partial."""
-        record, found = self.record, dict.fromkeys(self.outputs, COMPLETED)
+        record, gradients = self.record, dict.fromkeys(self.outputs, COMPLETED)
         spans: dict[int, list[tuple[int, int]]] = {}
         for id_, start, stop in self.summed:
             spans.setdefault(id_, []).append((start, stop))
         under: dict[tuple[int, int, int], Types] = dict.fromkeys(self.summed, NOTHING)
         # For tensors written in place, the types with the place from which on they are summed: a sum at an argument of
         # a later module counts, one at the end of the module does not, as it comes after the operator that writes
-        written: dict[int, list[tuple[Types, int]]] = {id_: [(types, sys.maxsize)] for id_, types in found.items()}
+        written: dict[int, list[tuple[Types, int]]] = {id_: [(types, sys.maxsize)] for id_, types in gradients.items()}
         for step in reversed(record.steps):
             types = NOTHING
             for tensor in step.outputs:
                 if any(tensor is t for t in step.inputs):
                     uses = written.get(id(tensor), ())
-                    types = types.union(*(COMPLETED if summed > step.place else given for given, summed in uses))
+                    types = types.union(*(COMPLETED if summed > step.place else gradient for gradient, summed in uses))
                 else:
-                    types |= found.get(id(tensor), NOTHING)
+                    types |= gradients.get(id(tensor), NOTHING)
+            # Whatever comes in, an operator on shards gives each rank the terms of its shard
             if self.working[step.place]:
                 types = frozenset({PARTIAL})
             for tensor in step.inputs:
                 id_ = id(tensor)
+                # Gradients of sharded tensors are shards, those of tensors written here were handled above as outputs
                 if id_ not in self.differentiable or id_ in self.sharded or any(tensor is t for t in step.outputs):
                     continue
                 if self.is_partial_in(tensor, step):
                     continue
-                given = self.converted(step, tensor, self.given(step, tensor, types))
-                unsummed, summed = given, -1
+                gradient = self.converted(step, tensor, self.given(step, tensor, types))
+                unsummed, summed = gradient, -1
                 for start, stop in spans.get(id_, ()):
                     if start <= step.place < stop:
-                        under[id_, start, stop] |= given
-                        given, summed = (COMPLETED, max(summed, start)) if given else (given, summed)
+                        under[id_, start, stop] |= gradient
+                        gradient, summed = (COMPLETED, max(summed, start)) if gradient else (gradient, summed)
                 written.setdefault(id_, []).append((unsummed, summed))
-                found[id_] = found.get(id_, NOTHING) | given
+                gradients[id_] = gradients.get(id_, NOTHING) | gradient
+        # A sum of what is complete would be p times too large; a sum of nothing, of a use that the flow expected and
+        # that is not there, would be a collective for nothing
         for key, types in under.items():
             copy = self.summed[key][0]
             if types != {SHARDS if copy.tokens else PARTIAL} or (key[0] in self.outputs and key[1] == 0):
@@ -429,9 +429,9 @@ class Finder:
         for id_, (name, tensor) in record.parameters.items():
             if name in self.cut:
                 continue
-            if found.get(id_, NOTHING) & {PARTIAL, SHARDS}:
+            if gradients.get(id_, NOTHING) & {PARTIAL, SHARDS}:
                 self.problem(name, f"the gradient of {name} stays partial")
             if id_ in self.sharded:
                 text = f"{name} has a sharded dim and is not sharded"
-                carried = (one for one in self.chosen if carries(record, tensor, one.sharded))
-                self.flow.problems += [Problem(next(iter(one.parameters)), text) for one in carried]
+                carried = (decision for decision in self.chosen if carries(record, tensor, decision.sharded))
+                self.flow.problems += [Problem(next(iter(decision.parameters)), text) for decision in carried]

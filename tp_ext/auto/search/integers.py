@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.record.edits import SizeCall
-from tp_ext.auto.search.known_integers import known_integers
-from tp_ext.auto.search.localize import Localized, MismatchError, Patches, compare
+from tp_ext.auto.search.choose import local_length
+from tp_ext.auto.search.localize import Localized, MismatchError, Patches, compare_calls
 
 MAX_TOGETHER = 6  # integers of one set, each in all modules of a class
 MAX_RUNS = 150
@@ -74,7 +74,7 @@ class Search:
         """
         start = self.observed(self.known)
         for patches in self.as_before():
-            start = min(start, self.observed(patches), key=lambda one: one.score(self.changed))
+            start = min(start, self.observed(patches), key=lambda run: run.score(self.changed))
         while True:
             best = self.best_from(start)
             if best.score(self.changed) == (0, 0):
@@ -82,18 +82,18 @@ class Search:
             if best.mismatch is not None:
                 raise best.mismatch
             kinds = {type(self.localized.model.get_submodule(n)) for n in best.wrong if n not in self.changed}
-            kind = next(iter(sorted(kinds, key=lambda one: one.__qualname__)))
+            kind = next(iter(sorted(kinds, key=lambda candidate: candidate.__qualname__)))
             wrong = [n for n in best.wrong if type(self.localized.model.get_submodule(n)) is kind]
             if missing := [n for n in wrong if n not in best.sizes]:
                 raise MismatchError(missing[0], "its calls have other sizes each time that it is called")
             self.changed.update(wrong)
         best = self.without_needless(best)
-        found = Local(best.patches, {name: best.sizes[name] for name in sorted(self.changed & set(best.sizes))})
-        calls, raised = self.localized.run(self.rank, found.patches, found.sizes)
-        _, mismatch = compare(self.wanted, calls, raised, self.lines)
+        local = Local(best.patches, {name: best.sizes[name] for name in sorted(self.changed & set(best.sizes))})
+        calls, raised = self.localized.run(self.rank, local.patches, local.sizes)
+        _, mismatch = compare_calls(self.wanted, calls, raised, self.lines)
         if mismatch is not None:
             raise mismatch
-        return found
+        return local
 
     def best_from(self, start: _Seen) -> _Seen:
         """The first set with nothing wrong; else the best that was seen."""
@@ -110,14 +110,14 @@ class Search:
         best, tried = start, {_key(start.patches)}
         while heap and best.score(self.changed) != (0, 0) and not self.is_over(best):
             trials = heap[0][-1]
-            patches = next((one for one in trials if _key(one) not in tried), None)
+            patches = next((trial for trial in trials if _key(trial) not in tried), None)
             if patches is None:
                 heapq.heappop(heap)
                 continue
             tried.add(_key(patches))
             child = self.observed(patches)
             push(child)
-            best = min(best, child, key=lambda one: one.score(self.changed))
+            best = min(best, child, key=lambda run: run.score(self.changed))
         if best.mismatch is not None and self.is_over(best):
             text = f"{best.mismatch.text}; no integers found in {self.max_runs} runs"
             best.mismatch = MismatchError(best.mismatch.module, text, best.mismatch.at)
@@ -132,22 +132,22 @@ class Search:
         if key not in self.seen:
             observer = self.localized.observer(self.rank)
             calls, raised = self.localized.run(self.rank, patches, observer=observer)
-            reached, mismatch = compare(self.wanted, calls, raised, self.lines)
+            reached, mismatch = compare_calls(self.wanted, calls, raised, self.lines)
             left = 0 if mismatch is None else max(1, len(self.wanted) - reached)
             self.seen[key] = _Seen(patches, left, mismatch, observer.wrong(), observer.planned())
         return self.seen[key]
 
     def without_needless(self, best: _Seen) -> _Seen:
-        """Leaves out the integers without which as much is right: those of modules whose sizes are changed."""
+        """Removes integers that are not needed: those of modules whose sizes are changed in each call."""
         for name, attribute in sorted((n, a) for n in self.changed & set(best.patches) for a in best.patches[n]):
             if attribute not in best.patches.get(name, {}):
                 continue
             kind = type(self.localized.model.get_submodule(name))
             less = {
-                n: {a: v for a, v in found.items() if a != attribute or not isinstance(self.module(n), kind)}
-                for n, found in best.patches.items()
+                n: {a: v for a, v in changes.items() if a != attribute or not isinstance(self.module(n), kind)}
+                for n, changes in best.patches.items()
             }
-            other = self.observed({n: found for n, found in less.items() if found})
+            other = self.observed({n: changes for n, changes in less.items() if changes})
             if other.score(self.changed) == (0, 0) and all(name in other.sizes for name in other.wrong):
                 best = other
         return best
@@ -156,11 +156,14 @@ class Search:
         return self.localized.model.get_submodule(name)
 
     def values(self, name: str, of_its_own: bool = False) -> dict[int, list[int]]:
-        """Lengths -> local lengths, by what is sharded of a module; else, unless ``of_its_own``, of those around it.
+        """Returns the local lengths of each length, from the sharded parameters of a module; if it has none, unless
+        ``of_its_own``, of the nearest module around it.
 
         Another module's 6 may become 3 where this one's becomes 4."""
-        every = self.localized.decisions
-        inside = [one for one in every if any(not name or n.startswith(f"{name}.") for n in one.parameters)]
+        decisions = self.localized.recorded.decisions
+        inside = [
+            decision for decision in decisions if any(not name or n.startswith(f"{name}.") for n in decision.parameters)
+        ]
         if not inside:
             return {} if of_its_own or not name else self.values(name.rpartition(".")[0])
         key = tuple(map(id, inside))
@@ -173,12 +176,12 @@ class Search:
     def as_before(self) -> Iterator[Patches]:
         """The integers of another rank, with each of the values that they may have on this one."""
         before = self.before.patches if self.before is not None else {}
-        pairs = [(n, a, old) for n, found in before.items() for a, (old, _) in found.items()]
+        pairs = [(n, a, old) for n, changes in before.items() for a, (old, _) in changes.items()]
         triples = [(n, a, old) for n, a, old in pairs if a not in self.known.get(n, {})]
         kinds = sorted({(a, old, tuple(self.values(n).get(old, [old]))) for n, a, old in triples})
         for new in itertools.islice(itertools.product(*(options for _, _, options in kinds)), 8) if kinds else ():
             value = dict(zip(kinds, new, strict=True))
-            patches: Patches = {n: dict(found) for n, found in self.known.items()}
+            patches: Patches = {n: dict(changes) for n, changes in self.known.items()}
             for n, a, old in triples:
                 patches.setdefault(n, {})[a] = old, value[a, old, tuple(self.values(n).get(old, [old]))]
             yield patches
@@ -201,24 +204,52 @@ class Search:
         """Patches with an integer more. Modules of the same class have other widths: each has its own number there, and
         those that are whole keep it."""
         kind = type(self.module(holder))
-        changed = {name: dict(found) for name, found in patches.items()}
+        changed = {name: dict(changes) for name, changes in patches.items()}
         for name, module in self.localized.model.named_modules():
             if type(module) is not kind:
                 continue
-            own = dict(integers(module)).get(attribute)
-            options = self.values(name, of_its_own=True).get(own, []) if own is not None else []
-            if own is not None and (options or name == holder):
-                same = [option for option in options if option * value == new * own]
+            number = dict(integers(module)).get(attribute)
+            options = self.values(name, of_its_own=True).get(number, []) if number is not None else []
+            if number is not None and (options or name == holder):
+                same = [option for option in options if option * value == new * number]
                 local = new if name == holder else (same or options)[0]
-                changed.setdefault(name, {}).setdefault(attribute, (own, local))
+                changed.setdefault(name, {}).setdefault(attribute, (number, local))
         return changed
 
 
+def known_integers(localized: Localized, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """Returns the integers of torch's own modules, which need no search: the numbers of groups of sharded group norms
+    and convolutions, module -> {name: (full, local)}.
+
+    A group norm over the wrong number of groups has results of the right shape; and of modules of one class with the
+    same number some are sharded and others are not.
+    """
+    integers: dict[str, dict[str, tuple[int, int]]] = {}
+    sizes = localized.sizes(rank)
+    modules = dict(localized.model.named_modules(remove_duplicate=False))
+    for name, function, tensors in localized.recorded.record.python_calls:
+        module = modules[name]
+        if function != "group_norm" or type(module).forward is not nn.GroupNorm.forward:
+            continue
+        statistics = tensors[-1]
+        if id(statistics) in localized.recorded.local:
+            local = local_length(localized.recorded.record.dims_of(statistics)[1], sizes)
+            integers[name] = {"num_groups": (module.num_groups, local)}
+    for name, module in modules.items():
+        sharding = localized.edits.shardings.get(f"{name}.weight")
+        if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 and sharding is not None:
+            local = module.groups * sharding.local_size(rank, localized.p) // sharding.size
+            integers[name] = {"groups": (module.groups, local)}
+    return integers
+
+
 def integers(module: nn.Module) -> list[tuple[str, int]]:
-    """Integers that a module holds, and those of its config or of another plain object of them."""
-    own = [(name, value) for name, value in vars(module).items() if type(value) is int]
+    """Returns the integers that a module holds, directly or in its config or another plain object."""
+    attributes = [(name, value) for name, value in vars(module).items() if type(value) is int]
     holders = [(name, value) for name, value in vars(module).items() if _is_config(value)]
-    return own + [(f"{c}.{name}", v) for c, config in holders for name, v in vars(config).items() if type(v) is int]
+    return attributes + [
+        (f"{c}.{name}", v) for c, config in holders for name, v in vars(config).items() if type(v) is int
+    ]
 
 
 def _is_config(value: Any) -> bool:
@@ -230,12 +261,12 @@ def _is_config(value: Any) -> bool:
 
 def _attributes(patches: Patches) -> dict[str, list[str]]:
     """The attributes set, by the first module that has each."""
-    found: dict[str, list[str]] = {}
+    by_module: dict[str, list[str]] = {}
     seen: set[str] = set()
     for name, changes in patches.items():
-        found[name] = [attribute for attribute in changes if attribute not in seen]
+        by_module[name] = [attribute for attribute in changes if attribute not in seen]
         seen.update(changes)
-    return found
+    return by_module
 
 
 def _key(patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> Key:
@@ -254,8 +285,8 @@ def merged(by_rank: Mapping[int, Patches]) -> dict[str, dict[str, tuple[int, int
 
 def merged_sizes(by_rank: Sequence[SizesByModule]) -> dict[str, list[list[SizeCall]]]:
     """Sizes of all ranks: one list where it is the same on all, else one for each rank."""
-    found: dict[str, list[list[SizeCall]]] = {}
+    by_module: dict[str, list[list[SizeCall]]] = {}
     for module in dict.fromkeys(name for sizes in by_rank for name in sizes):
         lists = [sizes.get(module, []) for sizes in by_rank]
-        found[module] = lists[:1] if all(one == lists[0] for one in lists) else lists
-    return found
+        by_module[module] = lists[:1] if all(calls == lists[0] for calls in lists) else lists
+    return by_module

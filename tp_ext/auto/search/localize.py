@@ -14,8 +14,8 @@ import copy
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,12 +59,10 @@ class MismatchError(Exception):
         self.module, self.text, self.at = module, text, at
 
 
-@dataclass
-class Localized:
-    """Parts of the local model of a rank."""
+@dataclass(frozen=True, kw_only=True)
+class LocalEdits:
+    """The edits of a plan that change shapes: with them a model computes what a rank computes."""
 
-    model: nn.Module
-    example: Any
     p: int
     roles: Mapping[str, str]
     heads: Sequence[str]
@@ -72,46 +70,68 @@ class Localized:
     buffers: Mapping[str, Sequence[Sharding]]
     slices: Sequence[Slice]
     tokens: Sequence[Tokens]
-    # What the calls must be; not needed to see what they are
-    record: Record = field(default_factory=Record)
-    decisions: Sequence[Decision] = ()
-    heads_atoms: set[Atom] = field(default_factory=set)  # those of logits, which have their full shape for the code
-    local: set[int] = field(default_factory=set)
-    token_flow: TokenFlow | None = None
-    runs: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The run of the unsharded model and the decisions, from which the shapes of the calls of each rank follow."""
+
+    record: Record
+    decisions: Sequence[Decision]
+    heads_atoms: Set[Atom]  # those of logits, which have their full shape for the model's code
+    local: Container[int]  # ids of tensors with a sharded dim
+    token_flow: TokenFlow | None
+
+
+class Localized:
+    """The local model of a rank, made of a model by the edits of a plan.
+
+    ``recorded`` says which calls it must make; it is not needed to see which calls it makes.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, edits: LocalEdits, recorded: Recorded | None = None) -> None:
+        self.model, self.example, self.edits, self.p = model, example, edits, edits.p
+        self._recorded = recorded
+        self.runs = 0
+
+    @property
+    def recorded(self) -> Recorded:
+        assert self._recorded is not None
+        return self._recorded
 
     def sizes(self, rank: int) -> dict[Atom, int]:
         """Local lengths of the sharded atoms."""
-        found: dict[Atom, int] = {}
-        for decision in self.decisions:
-            found.update(decision.sizes(rank))
-        return {atom: size for atom, size in found.items() if atom not in self.heads_atoms}
+        sizes: dict[Atom, int] = {}
+        for decision in self.recorded.decisions:
+            sizes.update(decision.sizes(rank))
+        return {atom: size for atom, size in sizes.items() if atom not in self.recorded.heads_atoms}
 
     def expected(self, rank: int) -> list[PythonCall]:
         """The calls from Python of the unsharded model, with local shapes."""
-        record, sizes, tokens = self.record, self.sizes(rank), self.token_flow
+        record, sizes, tokens = self.recorded.record, self.sizes(rank), self.recorded.token_flow
 
         def shape(tensor: Tensor, index: int) -> tuple[int, ...]:
-            if id(tensor) in self.local:
+            if id(tensor) in self.recorded.local:
                 return tuple(local_length(dim, sizes) for dim in record.dims_of(tensor))
             lengths = list(tensor.shape)
-            if tokens is not None and (found := tokens.range_of_call(tensor, index)) is not None:
-                of_tokens = {found.atom: split_sizes(found.atom.size, self.p)[rank]}
-                lengths[found.dim] = local_length(record.dims_of(tensor)[found.dim], of_tokens)
+            if tokens is not None and (token_range := tokens.range_of_call(tensor, index)) is not None:
+                dim, atom = token_range.dim, token_range.atom
+                lengths[dim] = local_length(record.dims_of(tensor)[dim], {atom: split_sizes(atom.size, self.p)[rank]})
             return tuple(lengths)
 
-        return [(m, name, [shape(t, i) for t in found]) for i, (m, name, found) in self.numbered_calls()]
+        return [(m, name, [shape(t, i) for t in results]) for i, (m, name, results) in self.numbered_calls()]
 
     def numbered_calls(self) -> list[tuple[int, tuple[str, str, list[Tensor]]]]:
         """The calls from Python of the unsharded model outside of layers, with their places among all."""
-        return [(i, call) for i, call in enumerate(self.record.python_calls) if call[0] not in self.roles]
+        calls = self.recorded.record.python_calls
+        return [(i, call) for i, call in enumerate(calls) if call[0] not in self.edits.roles]
 
     def local_values(self, rank: int, decisions: Sequence[Decision]) -> dict[int, list[int]]:
         """Lengths of products of atoms -> their lengths on a rank, for those that have an atom of these decisions."""
-        every, found = self.sizes(rank), dict[int, set[int]]()
-        sizes = {atom: every[atom] for decision in decisions for atom in decision.sharded if atom in every}
+        lengths, local_lengths = self.sizes(rank), dict[int, set[int]]()
+        sizes = {atom: lengths[atom] for decision in decisions for atom in decision.sharded if atom in lengths}
         seen: set[tuple[int, ...]] = set()
-        for dims in list(self.record.dims.values()):
+        for dims in list(self.recorded.record.dims.values()):
             for dim in dims:
                 factors = atoms(dim)
                 key = tuple(map(id, factors))
@@ -124,8 +144,8 @@ class Localized:
                         full *= atom.size
                         local *= local_length([atom], sizes)
                         if full != local:
-                            found.setdefault(full, set()).add(local)
-        return {full: sorted(local) for full, local in found.items()}
+                            local_lengths.setdefault(full, set()).add(local)
+        return {full: sorted(local) for full, local in local_lengths.items()}
 
     @contextlib.contextmanager
     def local_model(self, rank: int, patches: PatchesOf, sizes: SizesOf) -> Iterator[Shapes]:
@@ -138,17 +158,17 @@ class Localized:
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
-        shapes = {n: tuple(s.local_shape(state[n].shape, rank, p)) for n, s in self.shardings.items()}
-        for name, shardings in self.buffers.items():
+        shapes = {n: tuple(s.local_shape(state[n].shape, rank, p)) for n, s in self.edits.shardings.items()}
+        for name, shardings in self.edits.buffers.items():
             shape = state[name].shape
             for sharding in shardings:
                 shape = sharding.local_shape(shape, rank, p)
             shapes[name] = tuple(shape)
         with unchanged(model):
-            for name in self.heads:
+            for name in self.edits.heads:
                 features = state[f"{name}.weight"].shape[1 if is_conv1d(model.get_submodule(name)) else 0]
                 model.get_submodule(name).forward = _LogitsOf(features)
-            for name, role in self.roles.items():
+            for name, role in self.edits.roles.items():
                 module = model.get_submodule(name)
                 if role == "column" and is_conv1d(module):
                     module.nf = shapes[f"{name}.weight"][1]  # type: ignore[assignment]
@@ -156,11 +176,11 @@ class Localized:
                     module.padding_idx = None  # type: ignore[assignment]  # may be the row of another rank
                 elif role == "attention":
                     module.forward = forward_on_fakes(module)
-            for found in self.slices:
-                sliced = _Sliced(found, rank, p)
-                model.get_submodule(found.module).register_forward_pre_hook(sliced, with_kwargs=True)
+            for slice_ in self.edits.slices:
+                sliced = _Sliced(slice_, rank, p)
+                model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
             lengths: list[int] = []
-            for tokens in self.tokens:
+            for tokens in self.edits.tokens:
                 hook, module = _LocalTokens(tokens, rank, p, lengths), model.get_submodule(tokens.module)
                 if tokens.at == "argument":
                     module.register_forward_pre_hook(hook.of_arguments, with_kwargs=True)
@@ -173,14 +193,14 @@ class Localized:
 
     def lines(self) -> list[str]:
         """The lines of the user's source with the calls of :meth:`expected`."""
-        return [self.record.lines[i] for i, _ in self.numbered_calls()]
+        return [self.recorded.record.lines[i] for i, _ in self.numbered_calls()]
 
     def observer(self, rank: int) -> Observer:
         """A mode for :meth:`run` that makes all sizes right, and notes which were not."""
         wanted: dict[str, list[tuple[str, list[tuple[int, ...]]]]] = {}
         for module, name, shapes in self.expected(rank):
             wanted.setdefault(module, []).append((name, shapes))
-        return Observer(wanted, self.roles)
+        return Observer(wanted, self.edits.roles)
 
     def run(
         self, rank: int, patches: PatchesOf, sizes: SizesOf | None = None, observer: Observer | None = None
@@ -200,7 +220,9 @@ class Localized:
         finally:
             logger.disabled = False
         calls = [
-            (m, name, [tuple(t.shape) for t in found]) for m, name, found in record.python_calls if m not in self.roles
+            (m, name, [tuple(t.shape) for t in results])
+            for m, name, results in record.python_calls
+            if m not in self.edits.roles
         ]
         return calls, raised
 
@@ -211,7 +233,7 @@ class Localized:
             MismatchError: they are not those of the plan.
         """
         calls, raised = self.run(rank, patches, sizes)
-        _, mismatch = compare(self.expected(rank), calls, raised, self.lines())
+        _, mismatch = compare_calls(self.expected(rank), calls, raised, self.lines())
         if mismatch is not None:
             raise mismatch
         return calls
@@ -240,7 +262,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 class _LogitsOf:
-    """In place of the forward of a head: its output has the full vocabulary for the model's code."""
+    """The forward of a head on fakes: its output has the full vocabulary, as the model's code expects."""
 
     def __init__(self, features: int) -> None:
         self.features = features
@@ -252,15 +274,15 @@ class _LogitsOf:
 class _Sliced:
     """Slices an argument; the proof does not see its calls."""
 
-    def __init__(self, found: Slice, rank: int, p: int) -> None:
-        self.found, self.rank, self.p = found, rank, p
+    def __init__(self, slice_: Slice, rank: int, p: int) -> None:
+        self.slice, self.rank, self.p = slice_, rank, p
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            dim, factor = self.found.dim, self.found.factor
+            dim, factor = self.slice.dim, self.slice.factor
             size = factor.local_size(self.rank, self.p)
             return replaced_argument(
-                module, args, kwargs, self.found.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
+                module, args, kwargs, self.slice.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
             )
 
 
@@ -311,13 +333,13 @@ def replaced_argument(
     module: nn.Module, args: Any, kwargs: Any, path: LeafPath, function: Callable[[Tensor], Tensor]
 ) -> tuple[Any, Any]:
     """The arguments of a call with the function of the tensor at a path of the plan, if the call has it."""
-    found = argument_path(module, args, kwargs, path)
+    path_in_call = argument_path(module, args, kwargs, path)
     both: tuple[Any, Any] = args, kwargs
-    return both if found is None else replaced(both, found, function)
+    return both if path_in_call is None else replaced(both, path_in_call, function)
 
 
 def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a nested structure with the function of the tensor at a path; what is on the path is copied."""
+    """Applies a function to the tensor at a path of a nested structure; copies the containers on the path."""
     if not path:
         return function(value)
     key, rest = path[0], path[1:]
@@ -332,7 +354,7 @@ def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -
     return changed
 
 
-def compare(
+def compare_calls(
     wanted: Sequence[PythonCall], got: Sequence[PythonCall], raised: MismatchError | None, lines: Sequence[str] = ()
 ) -> tuple[int, MismatchError | None]:
     """Returns how many wanted calls the local model made, and the first that differs.
@@ -390,11 +412,11 @@ def _views_before(calls: Sequence[PythonCall], start: int, other: PythonCall) ->
 
 
 def patch(model: nn.Module, patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
-    """Sets integers of modules; those of a config on a copy of the module's own."""
+    """Sets integers of modules; integers of a config are set on the module's own copy of it."""
     for name, changes in patches.items():
         module = model.get_submodule(name)
         for holder in {attribute.partition(".")[0] for attribute in changes if "." in attribute}:
             module.__dict__[holder] = copy.copy(getattr(module, holder))
         for attribute, (_, new) in changes.items():
-            holder, _, own = attribute.rpartition(".")
-            (getattr(module, holder) if holder else module).__dict__[own] = new
+            holder, _, attribute_name = attribute.rpartition(".")
+            (getattr(module, holder) if holder else module).__dict__[attribute_name] = new

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import LeafPath
-from tp_ext.auto.record.record import Call, Record, Step
+from tp_ext.auto.record.record import ModuleCall, Record, Step
 from tp_ext.auto.record.rules import LOOK_UPS
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import VIEWS
 
 # Linear in their first tensor, with any other arguments: indices, dims, lengths
@@ -55,7 +55,7 @@ class PartialSums:
         self.divided: dict[str, set[int]] = {}  # with the operators that add it
         self.problems: list[Problem] = []
         self.stop: dict[int, int] = {}  # id -> the end of the call in which the tensor is partial
-        self.calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[ModuleCall]] = {}
         for call in record.calls:
             self.calls.setdefault(call.module, []).append(call)
         self.aliases: dict[int, set[int]] = {}  # id of a tensor with memory of its own -> ids of its views
@@ -178,6 +178,7 @@ class PartialSums:
             if any(partial) and not all(partial):
                 blame = [t for c in self.record.calls if c.module == module for _, t in c.outputs]
                 self.problem(module, f"an output of {module or 'the model'} is partial in some calls only", blame)
+        # A partial tensor that is no output is never summed: what uses it computes with this rank's terms
         for module in sorted(set(self.partial.values()) - {module for module, _ in sums} - left):
             tensors_ = [t for t in self.record.kept if self.partial.get(id(t)) == module]
             self.problem(module, f"partial sums inside {module or 'the model'} never leave it as an output", tensors_)
@@ -194,14 +195,18 @@ def stays_partial(finder: PartialSums, step: Step, inside: list[Tensor]) -> bool
     name, partial = base_name(step), finder.partial
     if not all(t.is_floating_point() or t.is_complex() for t in step.outputs):
         return False  # a conversion to integers rounds
+    # From here on by operator: linear in what is partial, with nothing added that is on every rank
     if name in WRITES and step.kwargs.get("reduce") is None and len(step.args) <= MAX_ARGUMENTS.get(name, 4):
         return _write_stays_partial(finder, step, *WRITES[name])
     if name in UNARY:
         return id(step.inputs[0]) in partial and len(inside) == 1
+    # A product of two partial sums is not the sum of the products
     if name in PRODUCTS:
         return len(inside) == 1
+    # Rounding after a division of terms is not that of the division of their sum; a partial divisor is not linear
     if name == "div":
         return len(inside) == 1 and id(step.inputs[0]) in partial and step.kwargs.get("rounding_mode") is None
+    # Zeros are the sum of zeros; any other number would be added by every rank
     if name in ("constant_pad_nd", "masked_fill"):
         filled = _argument(step, 2, "value", 0)
         return len(inside) == 1 and not isinstance(filled, Tensor) and filled == 0
@@ -255,12 +260,12 @@ def added_parameter(record: Record, tensor: Tensor) -> str | None:
 
 def uses_of(record: Record, name: str) -> list[Step]:
     """The operators that use a parameter, or a view of it."""
-    ids = {id_ for id_, (own, _) in record.parameters.items() if own == name}
-    found = []
+    ids = {id_ for id_, (parameter, _) in record.parameters.items() if parameter == name}
+    uses = []
     for step in record.steps:
         if any(id(t) in ids for t in step.inputs):
             if step.name in VIEWS or (step.name in ("mul", "neg") and len(step.inputs) == 1):
                 ids |= {id(t) for t in step.outputs}
             else:
-                found.append(step)
-    return found
+                uses.append(step)
+    return uses

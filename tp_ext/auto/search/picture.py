@@ -1,4 +1,4 @@
-"""A picture of a layer as a plan shards it: modules in the order of their calls, and what is communicated between."""
+"""Draws a layer as a plan shards it: its modules in the order of their calls, with the collectives between them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import Copy, Output, Tokens
-from tp_ext.auto.record.record import Call, Record
+from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import local_length
 from tp_ext.sharding import Sharding
 
 COLOURS = {"sharded": "#8ecae6", "partial": "#ffb703", "replicated": "#e5e5e5"}
 COLLECTIVE = "#c1121f"
-TOKENS = {
+TOKEN_BOUNDARIES = {
     "reduce_scatter": "reduce-scatter of the sum over tokens, forward; all-gather, backward",
     "scatter": "slice of the tokens, forward; all-gather of its gradient, backward",
     "all_gather": "all-gather of the tokens, forward; reduce-scatter of its gradient, backward",
@@ -53,11 +53,11 @@ def outputs_of(
             result is sharded though the model's code sees its full shape.
         sizes: local lengths of the sharded atoms on rank 0.
     """
-    calls: dict[str, Call] = {}
+    calls: dict[str, ModuleCall] = {}
     for call in record.calls:
         calls.setdefault(call.module, call)
-    found = []
-    for call in sorted(calls.values(), key=lambda one: (one.start, -one.stop)):
+    outputs = []
+    for call in sorted(calls.values(), key=lambda called: (called.start, -called.stop)):
         tensors = [tensor for _, tensor in call.outputs]
         if not call.module or not tensors:
             continue
@@ -67,8 +67,8 @@ def outputs_of(
         state = "partial" if name in summed else "sharded" if is_local else "replicated"
         is_leaf = not any(other != name and other.startswith(name + ".") for other in calls)
         kind = type(modules[name]).__name__
-        found.append(Output(name, kind, is_leaf, tuple(tensor.shape), tuple(lengths), state))
-    return found
+        outputs.append(Output(name, kind, is_leaf, tuple(tensor.shape), tuple(lengths), state))
+    return outputs
 
 
 def layer_of(plan: ShownPlan) -> str:
@@ -137,27 +137,27 @@ def _rows(plan: ShownPlan, outputs: Sequence[Output]) -> list[dict[str, Any]]:
         while open_ and not until.startswith(open_[-1].module + "."):
             after(open_.pop())
 
-    def boundaries(one: Output, at: str) -> None:
+    def boundaries(output: Output, at: str) -> None:
         for tokens in plan.tokens:
-            if (tokens.module, tokens.at) == (one.module, at) and tokens.kind in TOKENS:
-                rows.append({"text": f"{TOKENS[tokens.kind]}: {_name(one.module)}"})
+            if (tokens.module, tokens.at) == (output.module, at) and tokens.kind in TOKEN_BOUNDARIES:
+                rows.append({"text": f"{TOKEN_BOUNDARIES[tokens.kind]}: {_name(output.module)}"})
 
-    def after(one: Output) -> None:
-        boundaries(one, "output")
-        if one.state == "partial" and one.module not in scattered:
-            rows.append({"text": f"all-reduce of the sum over ranks, forward: {_name(one.module)}"})
-        if any(copy.kind == "output" and copy.module == one.module for copy in plan.copies):
-            rows.append({"text": f"all-reduce of its gradient, backward: {_name(one.module)}"})
+    def after(output: Output) -> None:
+        boundaries(output, "output")
+        if output.state == "partial" and output.module not in scattered:
+            rows.append({"text": f"all-reduce of the sum over ranks, forward: {_name(output.module)}"})
+        if any(copy.kind == "output" and copy.module == output.module for copy in plan.copies):
+            rows.append({"text": f"all-reduce of its gradient, backward: {_name(output.module)}"})
 
     scattered = {tokens.module for tokens in plan.tokens if tokens.kind == "reduce_scatter"}
-    for one in outputs:
-        close(one.module)
-        boundaries(one, "argument")
-        if any(copy.kind == "argument" and copy.module == one.module for copy in plan.copies):
-            rows.append({"text": f"all-reduce of the input's gradient, backward: {_name(one.module)}"})
-        own = [name for name in plan.shapes if name.rpartition(".")[0] == one.module]
-        rows.append({"output": one, "parameters": [_parameter(plan, name) for name in own]})
-        open_.append(one)
+    for output in outputs:
+        close(output.module)
+        boundaries(output, "argument")
+        if any(copy.kind == "argument" and copy.module == output.module for copy in plan.copies):
+            rows.append({"text": f"all-reduce of the input's gradient, backward: {_name(output.module)}"})
+        names = [name for name in plan.shapes if name.rpartition(".")[0] == output.module]
+        rows.append({"output": output, "parameters": [_parameter(plan, name) for name in names]})
+        open_.append(output)
     close("")
     return rows
 
@@ -195,17 +195,17 @@ def _draw_row(axes: Any, patches: Any, row: dict[str, Any], y: float, depth: int
             bbox={"facecolor": "white", "edgecolor": COLLECTIVE, "boxstyle": "round,pad=0.25"},
         )  # fmt: skip
         return
-    one: Output = row["output"]
-    level = one.module.count(".") + 1 - depth if one.module != layer else 0
+    output: Output = row["output"]
+    level = output.module.count(".") + 1 - depth if output.module != layer else 0
     left = 0.2 + WIDTHS["parameter"]
-    label = one.module.removeprefix(layer).removeprefix(".") or _name(one.module)
+    label = output.module.removeprefix(layer).removeprefix(".") or _name(output.module)
     axes.text(
-        left + 0.05 + 0.12 * max(0, level - 1), y, f"{_name(label)}: {one.kind}", fontsize=8, va="center",
-        weight="normal" if one.is_leaf else "bold",
+        left + 0.05 + 0.12 * max(0, level - 1), y, f"{_name(label)}: {output.kind}", fontsize=8, va="center",
+        weight="normal" if output.is_leaf else "bold",
     )  # fmt: skip
     if row["parameters"]:
         texts, states = zip(*row["parameters"], strict=True)
         cell("parameter", "\n".join(texts[:2]), "sharded" if "sharded" in states else "replicated")
-    if one.is_leaf:
-        local = "" if one.local == one.shape else f" -> {_size(one.local)}"
-        cell("output", _size(one.shape) + local, one.state)
+    if output.is_leaf:
+        local = "" if output.local == output.shape else f" -> {_size(output.local)}"
+        cell("output", _size(output.shape) + local, output.state)

@@ -7,20 +7,21 @@ from dataclasses import replace
 
 from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import Draw
-from tp_ext.auto.record.record import Call, RandomCall, Record
+from tp_ext.auto.record.record import ModuleCall, RandomCall, Record
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.tokens import TokenFlow
 
 
 def draws_of(
     record: Record, decisions: Sequence[Decision], p: int, local: set[int], tokens: TokenFlow | None
 ) -> list[Draw]:
-    """Returns the draws of each module: those of one of its calls if all draw alike, else those of all."""
-    found = _Found(record, decisions, p, local, tokens)
-    by_module: dict[str, dict[Call, list[Draw]]] = {}
-    for one in record.random_calls:
-        by_module.setdefault(one.module, {}).setdefault(one.call, []).append(found.draw(one))
+    """Returns the draws of each module: of its first call if all calls draw alike, else of every call."""
+    finder = _DrawFinder(record, decisions, p, local, tokens)
+    by_module: dict[str, dict[ModuleCall, list[Draw]]] = {}
+    for random_call in record.random_calls:
+        of_module = by_module.setdefault(random_call.module, {})
+        of_module.setdefault(random_call.call, []).append(finder.draw(random_call))
     draws: list[Draw] = []
     for calls in by_module.values():
         first, *others = calls.values()
@@ -34,23 +35,23 @@ def draws_of(
     return draws
 
 
-def _number(record: Record, call: Call) -> int:
+def _number(record: Record, call: ModuleCall) -> int:
     """The place of a call among those that its caller's call makes of the module."""
     before = record.calls[: call.order]
-    return sum(one.module == call.module and one.caller is call.caller for one in before)
+    return sum(earlier.module == call.module and earlier.caller is call.caller for earlier in before)
 
 
 def undrawable(record: Record, decisions: Sequence[Decision], p: int, local: set[int]) -> list[Problem]:
     """Returns problems of random calls whose masks cannot be those of the full tensor, at the lengths of each run."""
-    found = _Found(record, decisions, p, local, None)
+    finder = _DrawFinder(record, decisions, p, local, None)
     return [
         Problem(call.module, f"{call.name} masks a dim that has a sharded factor between lengths of the example")
         for call in record.random_calls
-        if (draw := found.draw(call)).dim is not None and draw.factor is None
+        if (draw := finder.draw(call)).dim is not None and draw.factor is None
     ]
 
 
-class _Found:
+class _DrawFinder:
     def __init__(
         self, record: Record, decisions: Sequence[Decision], p: int, local: set[int], tokens: TokenFlow | None
     ) -> None:
@@ -64,21 +65,21 @@ class _Found:
             for rank, sizes in enumerate(self.sizes):
                 sizes.update(decision.sizes(rank))
 
-    def draw(self, one: RandomCall) -> Draw:
+    def draw(self, call: RandomCall) -> Draw:
         dim, factor = None, None
-        for i, label in enumerate(self.record.dims_of(one.masked) if id(one.masked) in self.local else ()):
+        for i, label in enumerate(self.record.dims_of(call.masked) if id(call.masked) in self.local else ()):
             for decision in self.decisions:
                 if any(contains(label, atom) for atom in decision.sharded):
                     dim, factor = i, decision.factor(label, self.constant)
-        tokens = self.tokens.range_of_call(one.masked, one.index) if self.tokens else None
+        tokens = self.tokens.range_of_call(call.masked, call.index) if self.tokens else None
         dim = dim if tokens is None else tokens.dim
-        shape = tuple(self.lengths(one, i, tokens is not None and i == dim) for i in range(one.masked.dim()))
-        return Draw(one.module, one.name, dim, factor, tokens is not None, shape, one.always)
+        shape = tuple(self.lengths(call, i, tokens is not None and i == dim) for i in range(call.masked.dim()))
+        return Draw(call.module, call.name, dim, factor, tokens is not None, shape, call.always)
 
-    def lengths(self, one: RandomCall, i: int, varies: bool) -> tuple[int, ...] | None:
+    def lengths(self, call: RandomCall, i: int, varies: bool) -> tuple[int, ...] | None:
         """The lengths of a dim on the ranks; None if a run may have others."""
-        label, is_local = atoms(self.record.dims_of(one.masked)[i]), id(one.masked) in self.local
-        is_attention = one.name != "dropout" and i >= one.masked.dim() - 2  # of the weights: lengths of tokens
+        label, is_local = atoms(self.record.dims_of(call.masked)[i]), id(call.masked) in self.local
+        is_attention = call.name != "dropout" and i >= call.masked.dim() - 2  # of the weights: lengths of tokens
         if varies or is_attention or not label or any(atom not in self.fixed for atom in label):
             return None
         return tuple(local_length(label, sizes if is_local else {}) for sizes in self.sizes)

@@ -1,4 +1,4 @@
-"""A plan: how each parameter is sharded, what is communicated where, and why the rest is whole."""
+"""A plan: the sharding of each parameter, the collectives with their places, and the reasons of whole parameters."""
 
 from __future__ import annotations
 
@@ -117,22 +117,25 @@ class Plan:
             raise ValueError(f"path: {path} must be a plan in JSON: {error}") from None
         if not isinstance(data, dict) or data.pop("version", None) != VERSION:
             raise ValueError(f"path: {path} must be a plan of version {VERSION}")
-        if missing := sorted({one.name for one in dataclasses.fields(cls)} ^ set(data)):
+        if missing := sorted({attribute.name for attribute in dataclasses.fields(cls)} ^ set(data)):
             raise ValueError(f"path: {path} must have the fields of a plan, and differs in {missing[0]!r}")
         # JSON has no tuples: a plan that was read must equal the one that was saved
-        data["shardings"] = {name: _sharding(one) for name, one in data["shardings"].items()}
-        data["buffers"] = {name: [_sharding(one) for one in found] for name, found in data["buffers"].items()}
+        data["shardings"] = {name: _sharding(sharding) for name, sharding in data["shardings"].items()}
+        data["buffers"] = {
+            name: [_sharding(sharding) for sharding in shardings] for name, shardings in data["buffers"].items()
+        }
         data["copies"] = [
-            Copy(**{**one, "path": tuple(one["path"]), "span": None if one["span"] is None else tuple(one["span"])})
-            for one in data["copies"]
+            Copy(**{**copy, "path": tuple(copy["path"]), "span": None if copy["span"] is None else tuple(copy["span"])})
+            for copy in data["copies"]
         ]
-        data["sums"] = [Sum(one["module"], tuple(one["path"])) for one in data["sums"]]
+        data["sums"] = [Sum(sum_["module"], tuple(sum_["path"])) for sum_ in data["sums"]]
         data["slices"] = [
-            Slice(one["module"], tuple(one["path"]), one["dim"], _factor(one["factor"])) for one in data["slices"]
+            Slice(slice_["module"], tuple(slice_["path"]), slice_["dim"], _factor(slice_["factor"]))
+            for slice_ in data["slices"]
         ]
-        data["gathers"] = [Gather(tuple(one["path"]), _sharding(one["sharding"])) for one in data["gathers"]]
+        data["gathers"] = [Gather(tuple(gather["path"]), _sharding(gather["sharding"])) for gather in data["gathers"]]
         data["refused_inputs"] = [tuple(path) for path in data["refused_inputs"]]
-        data["draws"] = [_draw(one) for one in data["draws"]]
+        data["draws"] = [_draw(draw) for draw in data["draws"]]
         data["patches"] = {
             module: {a: (old, tuple(new) if isinstance(new, list) else new) for a, (old, new) in changes.items()}
             for module, changes in data["patches"].items()
@@ -141,10 +144,11 @@ class Plan:
             module: [[SizeCall(call["name"], tuple(map(tuple, call["changes"]))) for call in calls] for calls in ranks]
             for module, ranks in data["sizes"].items()
         }
-        data["tokens"] = [Tokens(**{**one, "path": tuple(one["path"])}) for one in data["tokens"]]
-        data["collectives"] = [Collective(**one) for one in data["collectives"]]
+        data["tokens"] = [Tokens(**{**edit, "path": tuple(edit["path"])}) for edit in data["tokens"]]
+        data["collectives"] = [Collective(**collective) for collective in data["collectives"]]
         data["outputs"] = [
-            Output(**{**one, "shape": tuple(one["shape"]), "local": tuple(one["local"])}) for one in data["outputs"]
+            Output(**{**output, "shape": tuple(output["shape"]), "local": tuple(output["local"])})
+            for output in data["outputs"]
         ]
         data["shapes"] = {name: tuple(shape) for name, shape in data["shapes"].items()}
         return cls(**data)
@@ -164,12 +168,12 @@ class Plan:
             return f"{name} is whole: {self.whole[name]}"
         if name not in self.shardings:
             raise ValueError(f"name: {name!r} must be a parameter of the planned model")
-        one = self.shardings[name]
-        local = one.local_sizes(self.p)
+        sharding = self.shardings[name]
+        local = sharding.local_sizes(self.p)
         lengths = str(local[0]) if len(set(local)) == 1 else str(local)
-        parts = ", ".join(_part_text(part) for part in one.parts)
+        parts = ", ".join(_part_text(part) for part in sharding.parts)
         role = self.roles.get(name.rpartition(".")[0], "sharded in place")
-        return f"{name} {self.shapes[name]} is sharded on dim {one.dim}, in {parts}: {lengths} per rank ({role})"
+        return f"{name} {self.shapes[name]} is sharded on dim {sharding.dim}, in {parts}: {lengths} per rank ({role})"
 
     def compare(self, tp_plan: dict[str, str]) -> list[str]:
         """Returns the differences to a ``tp_plan`` of transformers: patterns of modules -> ``"colwise"``,
@@ -196,9 +200,9 @@ class Plan:
                 else None
             )
             # transformers names modules from the base model on, ours may have its prefix
-            found = next((mine[name] for name in mine if name == pattern or name.endswith("." + pattern)), None)
-            if role is not None and found != role:
-                differences.append(f"{pattern}: {style} there, {found or 'whole'} here")
+            role_here = next((mine[name] for name in mine if name == pattern or name.endswith("." + pattern)), None)
+            if role is not None and role_here != role:
+                differences.append(f"{pattern}: {style} there, {role_here or 'whole'} here")
         for name, role in mine.items():
             if not any(name == pattern or name.endswith("." + pattern) for pattern in tp_plan):
                 differences.append(f"{name}: not in the other, {role} here")
@@ -212,8 +216,8 @@ class Plan:
             "reduce_scatter": "reduce-scatter after", "scatter": "slice at", "all_gather": "all-gather at",
             "gather": "all-gather for replicated work at",
         }  # fmt: skip
-        found = [f"{text} {', '.join(names[kind])}" for kind, text in what.items() if kind in names]
-        return "sequence parallel: " + ("; ".join(found) or "nothing")
+        texts = [f"{text} {', '.join(names[kind])}" for kind, text in what.items() if kind in names]
+        return "sequence parallel: " + ("; ".join(texts) or "nothing")
 
     def draw(self, path: str | Path, module: str | None = None) -> None:
         """Draws a module: its parameters, its modules in the order of their calls with their results, each sharded,
@@ -250,18 +254,18 @@ class Plan:
         for pattern, names in folded.items():
             name = names[0]
             times = f" (x{len(names)})" if len(names) > 1 else ""
-            one = self.shardings.get(name)
+            sharding = self.shardings.get(name)
             shape = " x ".join(map(str, self.shapes[name]))
-            if one is None:
+            if sharding is None:
                 rows.append((pattern + times, shape, "-", shape, "", self.whole[name]))
                 continue
-            local = " x ".join(map(str, one.local_shape(self.shapes[name], 0, self.p)))
-            parts = " | ".join(_part_text(part) for part in one.parts)
+            local = " x ".join(map(str, sharding.local_shape(self.shapes[name], 0, self.p)))
+            parts = " | ".join(_part_text(part) for part in sharding.parts)
             rows.append(
                 (
                     pattern + times,
                     shape,
-                    f"dim {one.dim}: {parts}",
+                    f"dim {sharding.dim}: {parts}",
                     local,
                     self.roles.get(name.rpartition(".")[0], ""),
                     "",
@@ -298,10 +302,10 @@ class Plan:
 
 
 def _by_text(reasons: dict[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name, text in reasons.items():
-        found.setdefault(text, []).append(name)
-    return found
+        names_of.setdefault(text, []).append(name)
+    return names_of
 
 
 def described(example: Any) -> Any:
@@ -313,8 +317,8 @@ def described(example: Any) -> Any:
         items = {key: described(value) for key, value in example.items()}
         return None if None in items.values() else {"dict": items}
     if isinstance(example, list | tuple):
-        found = [described(value) for value in example]
-        return None if None in found else {type(example).__name__: found}
+        items_of = [described(value) for value in example]
+        return None if None in items_of else {type(example).__name__: items_of}
     return {"value": example} if example is None or type(example) in (int, float, str, bool) else None
 
 
@@ -325,8 +329,8 @@ def undescribed(data: Any) -> Any:
     if "dict" in data:
         return {key: undescribed(value) for key, value in data["dict"].items()}
     if "list" in data or "tuple" in data:
-        found = [undescribed(value) for value in data.get("list", data.get("tuple"))]
-        return found if "list" in data else tuple(found)
+        items = [undescribed(value) for value in data.get("list", data.get("tuple"))]
+        return items if "list" in data else tuple(items)
     return data["value"]
 
 

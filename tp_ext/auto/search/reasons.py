@@ -1,8 +1,10 @@
-"""Why parameters stay whole, and why a forward fails on fake tensors, in words."""
+"""Reasons: what forbids a sharding, why a parameter stays whole, why a forward fails on fake tensors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -10,13 +12,34 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from tp_ext.auto.record.dims import Major, contains, majors
+from tp_ext.auto.record.dims import Atom, Major, contains, majors
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import trace
 from tp_ext.auto.search.choose import decisions
 
 OWN = str(Path(__file__).parents[1])
+TOKEN_SUMS = "tokens"  # no name of a parameter: the key of differences that sums over tokens make
+
+
+@dataclass
+class Problem:
+    """A reason that modules or parameters must stay whole.
+
+    Attributes:
+        name: a module or a parameter. blame: the sharded atoms that cause it, if known: these alone are given up.
+        steps: operators on shards of tokens that cause it.
+    """
+
+    name: str
+    text: str
+    steps: tuple[int, ...] = ()
+    blame: frozenset[Atom] = frozenset()
+
+
+def kind_of(name: str) -> str:
+    """A parameter's name without the numbers of layers."""
+    return re.sub(r"\d+", "*", name)
 
 
 def reason_of(
@@ -27,8 +50,8 @@ def reason_of(
     sharded: Container[str] = (),
     why: Mapping[str, str] | None = None,
 ) -> str:
-    """Why a parameter stays whole: for each dim the operator that pins it, the lengths that p exceeds, or the parameter
-    that it goes with.
+    """Returns why a parameter stays whole: for each dim the operator that pins it, the lengths that p exceeds, or the
+    parameter that it goes with.
 
     Args:
         sharded: names of the parameters that are sharded. why: reasons of those that were left whole before.
@@ -37,51 +60,53 @@ def reason_of(
     reasons = []
     for dim, label in enumerate(record.dims_of(tensor)):
         what = f"dim {dim} ({tensor.shape[dim]})"
-        found = list(majors(label))
+        slowest = list(majors(label))
         if not may_shard(name, dim):
             reasons.append(f"dim {dim}: hints")
-        elif pinned := next((major.atom.pinned for major in found if major.atom.pinned), None):
+        elif pinned := next((major.atom.pinned for major in slowest if major.atom.pinned), None):
             reasons.append(f"{what} is pinned by {pinned}")
-        elif found and (short := _too_short(record, found, p)):
-            reasons.append(f"{what} is {_product(found)}: p = {p} must be {short}")
-        elif found:
-            reasons.append(f"{what}: {_not_chosen(record, name, found, p, may_shard, sharded, why or {})}")
+        elif slowest and (short := _too_short(record, slowest, p)):
+            reasons.append(f"{what} is {_product(slowest)}: p = {p} must be {short}")
+        elif slowest:
+            reasons.append(f"{what}: {_not_chosen(record, name, slowest, p, may_shard, sharded, why or {})}")
     return "; ".join(reasons) or "it has one element"
 
 
 def _not_chosen(
     record: Record,
     name: str,
-    found: list[Major],
+    slowest: list[Major],
     p: int,
     may_shard: Callable[[str, int], bool],
     sharded: Container[str],
     why: Mapping[str, str],
 ) -> str:
-    """Why a dim that nothing pins is whole."""
-    own = {major.atom for major in found}
-    for one in decisions(record, p, may_shard):
-        if one.atom in own and name in one.parameters:
-            taken = next((other for other in one.parameters if other in sharded), None)
+    """Returns why an unpinned dim is whole."""
+    atoms_of_dim = {major.atom for major in slowest}
+    for decision in decisions(record, p, may_shard):
+        if decision.atom in atoms_of_dim and name in decision.parameters:
+            taken = next((other for other in decision.parameters if other in sharded), None)
             if taken is None:
                 return "it is a table below 1 % of all parameters, and its all-reduce would cost more than its bytes"
             return f"sharding {taken} on another dim leaves fewer bytes on a rank"
     for other, tensor in record.parameters.values():
-        if other != name and any(contains(label, atom) for label in record.dims_of(tensor) for atom in own):
+        if other != name and any(contains(label, atom) for label in record.dims_of(tensor) for atom in atoms_of_dim):
             if other in why:
                 return f"it goes with {other}, which is whole: {why[other]}"
             return f"its factor is in {other}, too, where it cannot be sharded, or only in part"
     return "its factor is in several dims, or most of it would be on every rank"
 
 
-def _too_short(record: Record, found: list[Major], p: int) -> str:
-    """The numbers of ranks over which a dim can be sharded, if p is none of them."""
-    atom = min((major.atom for major in found), key=lambda one: one.size)
+def _too_short(record: Record, slowest: list[Major], p: int) -> str:
+    """Returns the numbers of ranks over which a dim can be sharded, or "" if p is one of them."""
+    atom = min((major.atom for major in slowest), key=lambda candidate: candidate.size)
     if atom.size >= p:
         return ""
     groups = 1
     for _, tensor in record.parameters.values():
-        for major in (one for label in record.dims_of(tensor) for one in majors(label) if one.atom is atom):
+        for major in (
+            label_major for label in record.dims_of(tensor) for label_major in majors(label) if label_major.atom is atom
+        ):
             if len(major.inner) > 1 and not major.inner[0].pinned:  # query heads of a KV head, then their features
                 groups = max(groups, major.inner[0].size)
     allowed = f"at most {atom.size}"
@@ -91,9 +116,9 @@ def _too_short(record: Record, found: list[Major], p: int) -> str:
     return "" if p % atom.size == 0 and p <= most else f"{allowed}, or a multiple of {atom.size} up to {most}"
 
 
-def _product(found: list[Major]) -> str:
+def _product(slowest: list[Major]) -> str:
     """The product of a dim, or of each of its parts."""
-    texts = [f"{major.atom.size} x {major.unit}" for major in found]
+    texts = [f"{major.atom.size} x {major.unit}" for major in slowest]
     if len(texts) == 1 or len(set(texts)) > 1:
         return " | ".join(texts)
     return f"{len(texts)} parts of {texts[0]}"

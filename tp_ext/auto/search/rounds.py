@@ -1,4 +1,5 @@
-"""The rounds of a plan: decide, find where to communicate, prove on fakes, leave whole what cannot be, decide again."""
+"""The rounds of a plan: each decides what to shard, places the collectives and proves the result on fakes. What fails
+is replicated in the next round."""
 
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ from tp_ext.auto.search.collectives import collectives_of, on_the_wire
 from tp_ext.auto.search.flow import Finder, Flow
 from tp_ext.auto.search.hints import hint_of
 from tp_ext.auto.search.integers import Local, Search, merged, merged_sizes
-from tp_ext.auto.search.localize import Localized, MismatchError, digest, is_conv1d
+from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, Recorded, digest, is_conv1d
 from tp_ext.auto.search.picture import outputs_of
 from tp_ext.auto.search.planned_draws import draws_of, undrawable
 from tp_ext.auto.search.plans import Plan, described
-from tp_ext.auto.search.problems import Problem, kind_of
-from tp_ext.auto.search.reasons import reason_of
+from tp_ext.auto.search.reasons import Problem, kind_of, reason_of
 from tp_ext.auto.search.sliced_constants import VIEWS
 from tp_ext.auto.search.token_search import find_tokens
 from tp_ext.auto.search.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
@@ -88,7 +88,7 @@ class Planner:
 
     def _used_in(self) -> dict[int, set[str]]:
         """The modules that multiply or look up each parameter, by id."""
-        record, found = self.record, dict[int, set[str]]()
+        record, modules_of = self.record, dict[int, set[str]]()
         for step in record.steps:
             if step.name not in {"mm", "addmm", "bmm", *LOOK_UPS}:
                 continue
@@ -96,8 +96,8 @@ class Planner:
                 while id(tensor) in record.maker and record.maker[id(tensor)].name in VIEWS:
                     tensor = record.maker[id(tensor)].inputs[0]
                 if id(tensor) in record.parameters:
-                    found.setdefault(id(tensor), set()).add(step.module)
-        return found
+                    modules_of.setdefault(id(tensor), set()).add(step.module)
+        return modules_of
 
     def may_shard(self, name: str, dim: int) -> bool:
         """True if hints, and the rounds before, allow a parameter to be sharded on a dim."""
@@ -112,7 +112,7 @@ class Planner:
     # ------------------------------------------------------------ rounds
 
     def decide(self) -> Plan:
-        """Decides; leaves whole what the flow or the proof refuses, with the reason, and decides again."""
+        """Decides until flow and proof accept; each round replicates what they refuse, and notes the reason."""
         for number in itertools.count():
             state = self.state()
             try:
@@ -131,7 +131,7 @@ class Planner:
         raise AssertionError
 
     def leave_all(self, state: State, text: str) -> None:
-        """Leaves everything whole: nothing smaller could be blamed, or the search takes too long."""
+        """Replicates everything: nothing smaller could be blamed, or the search takes too long."""
         for name in state.cut:
             self.why.setdefault(name, text)
 
@@ -146,8 +146,9 @@ class Planner:
 
     def state(self) -> State:
         decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None) if self.p > 1 else []
+        # A parameter belongs to one decision: no two of those chosen share one
         cut = {name: decision for decision in decisions for name in decision.parameters}
-        cuts = {name: found for decision in decisions for name, found in decision.parameters.items()}
+        cuts = {name: cut_ for decision in decisions for name, cut_ in decision.parameters.items()}
         roles = self.roles(cuts)
         outputs = {id(t) for _, t in tensors(self.record.output)}
         out = [t for t in self.record.kept if id(t) in outputs]
@@ -159,23 +160,26 @@ class Planner:
         heads_found = [
             decision for decision in decisions if decision.atom in reached | lost and self.is_head(decision, roles)
         ]
-        heads_atoms = {atom for one in heads_found for atom in one.sharded}
-        for one in decisions:
-            for found in one.parameters.values() if one.atom in heads_atoms else ():
-                found.sharding = Sharding(found.sharding.dim, [found.sharding.size])
+        heads_atoms = {atom for head in heads_found for atom in head.sharded}
+        for decision in decisions:
+            for cut_ in decision.parameters.values() if decision.atom in heads_atoms else ():
+                cut_.sharding = Sharding(cut_.sharding.dim, [cut_.sharding.size])
         heads = [
             alias.rpartition(".")[0]
-            for name, one in cut.items()
+            for name, decision in cut.items()
             for alias in self.names[name]
-            if one.atom in heads_atoms and roles.get(alias.rpartition(".")[0]) == "column" and alias.endswith(".weight")
+            if decision.atom in heads_atoms
+            and roles.get(alias.rpartition(".")[0]) == "column"
+            and alias.endswith(".weight")
         ]
         finder = self.finder(decisions, roles, heads_atoms, cut)
         flow = finder.flow
         flow.problems += [Problem(name, text) for name, text in self.record.problems if self.parameters_in(cut, name)]
-        for one in decisions:
-            if one.atom in lost - heads_atoms:
+        for decision in decisions:
+            if decision.atom in lost - heads_atoms:
                 text = "its classes are features of other layers, too, and cannot be sharded in the loss"
-                flow.problems.append(Problem("", text, blame=frozenset(one.sharded)))
+                flow.problems.append(Problem("", text, blame=frozenset(decision.sharded)))
+        # Logits have their full shape for the code, so masks of dropout on them are whole
         drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
         flow.problems += undrawable(self.record, drawn, self.p, flow.local)
         return State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
@@ -189,7 +193,7 @@ class Planner:
         return all(any(roles.get(owner) in ("column", "vocab") for owner in of_one) for of_one in owners)
 
     def finder(self, decisions: list[Decision], roles: dict[str, str], heads: set[Atom], cut: Any) -> Finder:
-        """The communication of these decisions; sums that not every call of their module wants are placed elsewhere."""
+        """Places the collectives of these decisions. A sum that a call of its module must not make goes elsewhere."""
         banned: frozenset[Copy] = frozenset()
         while True:
             finder = Finder(self.record, decisions, roles, heads, cut, banned=banned)
@@ -200,15 +204,15 @@ class Planner:
             banned |= unwanted
 
     def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
-        """Modules that layers replace, with their roles: linear layers and embeddings that use their own weight."""
+        """Returns the roles of modules that layers replace: linear layers and embeddings that use their own weight."""
         roles: dict[str, str] = {}
-        for name, found in cuts.items():
+        for name, cut in cuts.items():
             for alias in self.names[name]:
-                owner, _, own = alias.rpartition(".")
-                module, dim = self.modules[owner], found.sharding.dim
-                if own in WEIGHTS and attends(module):
+                owner, _, attribute = alias.rpartition(".")
+                module, dim = self.modules[owner], cut.sharding.dim
+                if attribute in WEIGHTS and attends(module):
                     roles[owner] = "attention"
-                if own != "weight" or owner not in self.used_in.get(found.id, ()):
+                if attribute != "weight" or owner not in self.used_in.get(cut.id, ()):
                     continue
                 if type(module).forward is nn.Linear.forward:  # a subclass with its own keeps it, sharded in place
                     roles[owner] = "column" if dim == 0 else "row"
@@ -223,7 +227,9 @@ class Planner:
         # The others may follow from those whose cause is known: they are seen again in the next round
         known = [problem for problem in state.flow.problems if problem.blame]
         for problem in known or state.flow.problems:
-            names = [n for n, one in state.cut.items() if problem.blame.intersection(one.sharded)]
+            # From what is known most exactly to the least: the decisions to blame, the parameters of the module, those
+            # around it, all
+            names = [n for n, decision in state.cut.items() if problem.blame.intersection(decision.sharded)]
             if not names and problem.name:
                 names = [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")]
             if not names and "." in problem.name:
@@ -237,7 +243,7 @@ class Planner:
         return bool(dropped)
 
     def leave_whole(self, state: State, mismatch: MismatchError) -> bool:
-        """Leaves whole the decisions of the module, or of the nearest around it, and of all modules of its class."""
+        """Replicates the parameters of the module, or of the nearest around it, and of all modules of its class."""
         blocks = itertools.accumulate(mismatch.module.split("."), "{}.{}".format) if mismatch.module else ()
         calls = self.localized(state).numbered_calls()
         results = calls[mismatch.at][1][2] if mismatch.at < len(calls) else []
@@ -258,36 +264,41 @@ class Planner:
         return self.give_up(state, hit or state.decisions, mismatch)
 
     def give_up(self, state: State, hit: list[Decision], mismatch: MismatchError) -> bool:
-        """Leaves decisions whole, and those of all modules of the class of the one that differs."""
-        left, own = list(hit), f"{mismatch.module}."
-        inside = {n.removeprefix(own) for one in hit for n in one.parameters if n.startswith(own)}
+        """Replicates the parameters of decisions, and of all modules of the class of the one that differs."""
+        left, prefix = list(hit), f"{mismatch.module}."
+        inside = {n.removeprefix(prefix) for decision in hit for n in decision.parameters if n.startswith(prefix)}
         if inside and mismatch.module:
             kind = type(self.modules[mismatch.module])
             same = {f"{name}.{n}" for name, module in self.modules.items() if type(module) is kind for n in inside}
             left += [decision for decision in state.decisions if same.intersection(decision.parameters)]
-        for one in left:
-            for name in one.parameters:
+        for decision in left:
+            for name in decision.parameters:
                 is_table = state.roles.get(name.rpartition(".")[0]) == "vocab"
                 self.why.setdefault(name, f"{mismatch}; {TABLE_ADVICE}" if is_table else str(mismatch))
         return True
 
     def localized(self, state: State) -> Localized:
-        return Localized(
-            self.model,
-            self.example,
-            self.p,
-            state.roles,
-            state.heads,
-            {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]},
-            state.flow.buffers,
-            state.flow.slices,
-            state.tokens.edits if state.tokens else [],
-            self.record,
-            state.decisions,
-            state.heads_atoms,
-            state.flow.local,
-            state.tokens,
+        edits = LocalEdits(
+            p=self.p,
+            roles=state.roles,
+            heads=state.heads,
+            shardings=self.shardings(state),
+            buffers=state.flow.buffers,
+            slices=state.flow.slices,
+            tokens=state.tokens.edits if state.tokens else [],
         )
+        recorded = Recorded(
+            record=self.record,
+            decisions=state.decisions,
+            heads_atoms=state.heads_atoms,
+            local=state.flow.local,
+            token_flow=state.tokens,
+        )
+        return Localized(self.model, self.example, edits, recorded)
+
+    def shardings(self, state: State) -> dict[str, Sharding]:
+        """The shardings of parameters; a tied parameter has the same one under all its names."""
+        return {alias: cut.sharding for name, cut in state.cuts.items() for alias in self.names[name]}
 
     def localize(self, state: State) -> None:
         """Finds the integers of every rank; ranks with the same local lengths share them."""
@@ -299,19 +310,19 @@ class Planner:
             key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
             if key not in searched:
                 before = next(iter(searched.values()), None)
-                searched[key] = found = Search(localized, rank, before).find()
-                proofs[key] = digest(localized.calls(rank, found.patches, found.sizes))
+                searched[key] = integers = Search(localized, rank, before).find()
+                proofs[key] = digest(localized.calls(rank, integers.patches, integers.sizes))
             state.local[rank] = searched[key]
             state.proofs.append(proofs[key])
-        kinds = {str({m: sorted(changes) for m, changes in found.patches.items()}) for found in searched.values()}
+        kinds = {str({m: sorted(changes) for m, changes in integers.patches.items()}) for integers in searched.values()}
         if len(kinds) > 1:
-            module = next(iter(next(found.patches for found in searched.values() if found.patches)), "")
+            module = next(iter(next(integers.patches for integers in searched.values() if integers.patches)), "")
             raise MismatchError(module, f"ranks differ in the integers that must be local: {sorted(kinds)}")
 
     # ------------------------------------------------------------ sequence parallelism
 
     def with_tokens(self, base: State) -> State:
-        """The state with activations sharded on their tokens; the same one if ``"auto"`` finds that not worth it."""
+        """Returns the state with activations sharded on their tokens; the given one if ``"auto"`` finds no gain."""
         whole = {name: self.whole_tokens[kind_of(name)] for name in self.modules if kind_of(name) in self.whole_tokens}
         bans = Bans(sources=dict(whole))
         state = self.try_tokens(base, bans, 0)
@@ -324,7 +335,7 @@ class Planner:
             module, text = next(iter(bans.sources.items()), ("the model", "no layer sums over the ranks"))
             reason = f"after {module}: {text}"
         else:
-            before, after = (on_the_wire(collectives_of(self.record, self.p, one, True)) for one in (base, state))
+            before, after = (on_the_wire(collectives_of(self.record, self.p, s, True)) for s in (base, state))
             if self.sequence_parallel in (True, POSSIBLE) or (after <= MAX_GROWTH * before and state.tokens.saved > 0):
                 return state
             reason = f"activations on the wire would grow from {before} to {after} bytes"
@@ -333,7 +344,7 @@ class Planner:
         return replace(base, whole_tokens=dict(bans.sources) if state.tokens is None else {"the model": reason})
 
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
-        """Shards tokens; takes back, by ``bans``, what the flow of gradients or the proof refuses, and tries again."""
+        """Shards tokens until gradients and proof accept; adds what they refuse to ``bans`` before each new attempt."""
         for _ in range(MAX_ROUNDS):
             tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
             if not tokens.sources:
@@ -371,12 +382,10 @@ class Planner:
 
     def finished(self, state: State) -> Plan:
         self.together = [list(decision.parameters) for decision in state.decisions]
-        # A tied parameter has the same sharding under all its names
-        shardings = {alias: found.sharding for name, found in state.cuts.items() for alias in self.names[name]}
-        every = [name for name, _ in self.record.parameters.values()]
+        names = [name for name, _ in self.record.parameters.values()]
         return Plan(
             p=self.p,
-            shardings=shardings,
+            shardings=self.shardings(state),
             tied=[group for name, group in self.names.items() if len(group) > 1 and name in state.cut],
             roles=state.roles,
             heads=state.heads,
@@ -390,7 +399,7 @@ class Planner:
             patches=merged({rank: local.patches for rank, local in state.local.items()}),
             sizes=merged_sizes([state.local[rank].sizes for rank in sorted(state.local)]),
             whole={
-                alias: self.reason(name, state) for name in every if name not in state.cut for alias in self.names[name]
+                alias: self.reason(name, state) for name in names if name not in state.cut for alias in self.names[name]
             },
             collectives=collectives_of(self.record, self.p, state),
             shapes={a: tuple(t.shape) for n, t in self.record.parameters.values() for a in self.names[n]},
@@ -404,13 +413,17 @@ class Planner:
         )
 
     def outputs(self, state: State) -> list[Output]:
-        summed = {one.module for one in state.flow.sums} | {n for n, role in state.roles.items() if role != "column"}
+        summed = {partial.module for partial in state.flow.sums} | {
+            n for n, role in state.roles.items() if role != "column"
+        }
         sizes = {atom: size for decision in state.decisions for atom, size in decision.sizes(0).items()}
-        found = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
-        return found if state.tokens is None else [state.tokens.shown(self.record, one, self.p) for one in found]
+        outputs = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
+        return (
+            outputs if state.tokens is None else [state.tokens.shown(self.record, output, self.p) for output in outputs]
+        )
 
     def reason(self, name: str, state: State) -> str:
-        """Why a parameter stays whole."""
+        """Returns why a parameter stays whole."""
         if self.p == 1:
             return "p = 1"
         if name in self.why:

@@ -1,4 +1,4 @@
-"""Sizes that forward code passes to views, made those of a rank while it runs.
+"""Rewrites the sizes that forward code passes to views, such as ``view(b, 12, 64)``, to those of a rank.
 
 Where code takes sizes from a replicated input, ``B, T, C = x.shape``, or writes them as numbers, no integer of a module
 can be set. The calls of a module that have sizes as arguments are then planned one by one, in their order: which of the
@@ -26,7 +26,7 @@ SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @dataclass
-class Sizes:
+class SizeArguments:
     """The sizes among the arguments of a call."""
 
     values: list[int]
@@ -36,7 +36,7 @@ class Sizes:
         return self.rebuilt([changes.get(i, value) for i, value in enumerate(self.values)])
 
 
-def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes | None:
+def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeArguments | None:
     """The sizes that a function is called with; None: it is another function, or they are no integers."""
     if name not in SIZES or not args or not isinstance(args[0], Tensor):
         return None
@@ -51,7 +51,7 @@ def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes 
     else:
         return None
     values = [value] if type(value) is int else list(value) if isinstance(value, list | tuple) else []
-    if not values or not all(type(one) is int for one in values):
+    if not values or not all(type(size) is int for size in values):
         return None
 
     def rebuilt(new: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -60,7 +60,7 @@ def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes 
             return args, {**kwargs, key: sizes}
         return (*args[:place], sizes, *args[end:]), kwargs
 
-    return Sizes(values, rebuilt)
+    return SizeArguments(values, rebuilt)
 
 
 class Called(Protocol):
@@ -110,15 +110,17 @@ class Observer(TorchFunctionMode):
             wanted = _wanted(name, args, kwargs, sizes, shapes)
             pairs = enumerate(zip(sizes.values, wanted, strict=True))
             changes = {i: new for i, (old, new) in pairs if old not in (new, -1)}
-        found = SizeCall(name, tuple((i, sizes.values[i], new) for i, new in changes.items()))
+        call = SizeCall(name, tuple((i, sizes.values[i], new) for i, new in changes.items()))
         number = sum(call.module == module for call in self.record.calls) if self.record is not None else 0
-        self.calls.setdefault(module, {}).setdefault(number, []).append(found)
+        self.calls.setdefault(module, {}).setdefault(number, []).append(call)
         if changes:
             args, kwargs = sizes.changed(changes)
         return func(*args, **kwargs)
 
-    def matching(self, module: str, name: str, args: tuple[Any, ...], sizes: Sizes) -> Sequence[tuple[int, ...]] | None:
-        """The wanted results of a call: those of the next one in the module that it can be; branches skip some."""
+    def matching(
+        self, module: str, name: str, args: tuple[Any, ...], sizes: SizeArguments
+    ) -> Sequence[tuple[int, ...]] | None:
+        """Returns the wanted results of a call: of the next wanted call of the module that fits; branches skip some."""
         wanted = self.wanted.get(module, ())
         for i in range(self.next.get(module, 0), len(wanted)):
             other, shapes = wanted[i]
@@ -132,26 +134,28 @@ class Observer(TorchFunctionMode):
 
     def planned(self) -> dict[str, list[SizeCall]]:
         """The calls of each module in which sizes were changed; without modules whose calls differ in them."""
-        found = {name: list(calls.values()) for name, calls in self.calls.items()}
-        return {n: c[0] for n, c in found.items() if any(one.changes for one in c[0]) and all(c[0] == x for x in c)}
+        by_module = {name: list(calls.values()) for name, calls in self.calls.items()}
+        return {
+            n: c[0] for n, c in by_module.items() if any(call.changes for call in c[0]) and all(c[0] == x for x in c)
+        }
 
     def wrong(self) -> dict[str, int]:
         """The number of sizes that were changed, by module."""
-        found = {n: sum(len(one.changes) for c in calls.values() for one in c) for n, calls in self.calls.items()}
-        return {name: number for name, number in found.items() if number}
+        by_module = {n: sum(len(call.changes) for c in calls.values() for call in c) for n, calls in self.calls.items()}
+        return {name: number for name, number in by_module.items() if number}
 
 
 def _gives(func: Any, args: Any, kwargs: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """True if a call as it is has results of these shapes."""
+    """Returns whether a call without changes has results of these shapes."""
     with torch._C.DisableTorchFunction():
         try:
             result = func(*args, **kwargs)
         except Exception:
             return False
-    return [tuple(one.shape) for one in ([result] if isinstance(result, Tensor) else result)] == list(shapes)
+    return [tuple(tensor.shape) for tensor in ([result] if isinstance(result, Tensor) else result)] == list(shapes)
 
 
-def _wanted(name: str, args: Any, kwargs: Any, sizes: Sizes, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+def _wanted(name: str, args: Any, kwargs: Any, sizes: SizeArguments, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """The sizes with which a call has results of these shapes; those given, if there are none."""
     number = len(sizes.values)
     if name.startswith("split"):
@@ -167,7 +171,7 @@ def _wanted(name: str, args: Any, kwargs: Any, sizes: Sizes, shapes: Sequence[tu
 def changes_of(ranks: Sequence[Sequence[SizeCall]]) -> list[list[tuple[str, list[tuple[int, Fraction]]]]]:
     """The changes of a module's calls, by rank, at any batch: the share of each size that stays."""
     return [
-        [(c.name, [(i, Fraction(local, given)) for i, given, local in c.changes]) for c in calls] for calls in ranks
+        [(c.name, [(i, Fraction(local, planned)) for i, planned, local in c.changes]) for c in calls] for calls in ranks
     ]
 
 
@@ -190,12 +194,12 @@ class _Rewriting(TorchFunctionMode):
             self.refuse(name, "no such call" if call is None else call.name)
         self.next += 1
         changes: dict[int, int] = {}
-        for place, given, local in call.changes:  # type: ignore[union-attr]
+        for place, planned, local in call.changes:  # type: ignore[union-attr]
             size = sizes.values[place] if place < len(sizes.values) else -1
             # A size with the batch in it, batch * heads, is another one in each run
-            if size <= 0 or size * local % given:
-                self.refuse(f"{name} with the size {size}", f"a multiple of {given}")
-            changes[place] = size * local // given
+            if size <= 0 or size * local % planned:
+                self.refuse(f"{name} with the size {size}", f"a multiple of {planned}")
+            changes[place] = size * local // planned
         if changes:
             args, kwargs = sizes.changed(changes)
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Tensors with a sharded dim that are made of no sharded parameter: which are sliced, and where."""
+"""Constants: tensors with a sharded dim that no sharded parameter makes. Finds where each is sliced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import Factor, Slice
 from tp_ext.auto.record.record import Step
 from tp_ext.auto.search.choose import carries, constant_atoms
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.sharding import Sharding
 
 VIEWS = {
@@ -48,6 +48,7 @@ class Constants:
         sharded work must be local already, which the comparison of shapes proves.
         """
         record, flow = self.record, self.flow
+        # Buffers of logits keep their full length, as the code around the head does
         kept = [atom for atom in self.atoms if atom not in self.whole_heads]
         for id_, (name, tensor) in record.buffers.items():
             if id_ in self.by_id and carries(record, tensor, kept):
@@ -68,12 +69,12 @@ class Constants:
         views, source, entered = [], tensor, None
         # A slice is taken where a module gets the tensor, of which the operator may have a view
         while entered is None:
-            found = (
+            boundaries = (
                 (c, path)
                 for c, path in self.calls_with.get(id(source), ())
                 if c.start <= step.place < c.stop and c.module
             )
-            entered = next(found, None)
+            entered = next(boundaries, None)
             maker = self.record.maker.get(id(source))
             if entered is not None or maker is None or maker.name not in VIEWS:
                 break
@@ -96,8 +97,8 @@ class Constants:
         local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
 
     def varying(self, tensor: Tensor, local: set[int]) -> str:
-        """The operator that made a tensor, or what it is made of, with numbers that vary along its dims: those of a
-        shorter one are not its slice; "": all are the same, or come from shards."""
+        """Returns the operator that fills a tensor with numbers that vary along its dims, such as ``arange``: a shorter
+        one is not its slice. "": all its numbers are equal, or come from shards."""
         left, seen = [tensor], set[int]()
         while left:
             source = left.pop()
@@ -115,7 +116,7 @@ class Constants:
 
     def factors(self, tensor: Tensor) -> list[tuple[int, Factor]]:
         """The sharded dims of an argument, whose other factors are those of a run: batch x heads."""
-        found = []
+        factors = []
         for dim, label in enumerate(self.record.dims_of(tensor)):
             for decision in self.chosen:
                 if decision.atom in self.atoms and contains(label, decision.atom):
@@ -124,11 +125,11 @@ class Constants:
                         text = f"dim {dim} of a constant of shape {tuple(tensor.shape)} has a sharded factor between"
                         self.problem("", f"{text} lengths of the example")
                     else:
-                        found.append((dim, factor))
-        return found
+                        factors.append((dim, factor))
+        return factors
 
     def shardings(self, tensor: Tensor, sharded: list[Atom]) -> list[Sharding]:
-        found = []
+        shardings = []
         for dim, label in enumerate(self.record.dims_of(tensor)):
             for decision in self.chosen:
                 if decision.atom in sharded and contains(label, decision.atom):
@@ -138,5 +139,5 @@ class Constants:
                             "", f"a constant of shape {tuple(tensor.shape)} has a sharded factor inside dim {dim}"
                         )
                     else:
-                        found.append(Sharding(dim, parts))
-        return found
+                        shardings.append(Sharding(dim, parts))
+        return shardings

@@ -1,5 +1,5 @@
-"""The search for what may be sharded on its tokens: one attempt after the other, each without what the last
-one found to have no boundary at which to slice or to gather."""
+"""Searches for the tensors that may be sharded on their tokens. Each attempt bans what had no boundary at which to
+slice or to gather, and the next one does without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import LeafPath
-from tp_ext.auto.record.record import Call, RandomCall, Record, Step
+from tp_ext.auto.record.record import ModuleCall, RandomCall, Record, Step
 from tp_ext.auto.search.flow import PARTIAL, Finder
 from tp_ext.auto.search.tokens import END, Bans, Origin, Range, ScatterKey, TokenFlow, TokenGather, entries, latest
 
@@ -18,14 +18,14 @@ RANDOM = {
     "exponential_", "geometric_", "log_normal_", "cauchy_", "native_dropout", "multinomial", "rrelu_with_noise",
 }  # fmt: skip
 ATTENTION = "scaled_dot_product_attention"
-WHOLE = "it is used whole at once"
+USED_WHOLE = "it is used whole at once"
 NO_GATHER = ", and no boundary at which to gather them lies before it"
 
 
 def find_tokens(
     record: Record, finder: Finder, roles: Mapping[str, str], p: int, bans: Bans, alternative: int = 0
 ) -> TokenFlow:
-    """Finds what may be sharded on its tokens; what may not is added to ``bans``, with the reason.
+    """Finds the tensors that may be sharded on their tokens; the others are added to ``bans``, with the reason.
 
     Args:
         finder: the communication without, which has been found.
@@ -67,12 +67,12 @@ class _Search:
 
     def draws_alike(self) -> bool:
         """Returns whether all calls of a module mask shards, or none does; else bans the shards."""
-        found: dict[str, list[Range | None]] = {}
+        ranges_of: dict[str, list[Range | None]] = {}
         for call in self.record.random_calls:
             whole = any(g.has_index(call.index) for g in self.gathers if g.range.tensor is call.masked)
             ranges = [] if whole else self.ranges.get(id(call.masked), [])
-            found.setdefault(call.module, []).append(next((r for r in ranges if r.has_index(call.index)), None))
-        mixed = [(m, r) for m, every in found.items() if None in every for r in every if r is not None]
+            ranges_of.setdefault(call.module, []).append(next((r for r in ranges if r.has_index(call.index)), None))
+        mixed = [(m, r) for m, ranges in ranges_of.items() if None in ranges for r in ranges if r is not None]
         several = [(m, r) for m, r in mixed if self.finder.number_of_calls[m] > 1]
         for module, r in several:
             self.ban(r, f"dropout in {module} draws for several calls")
@@ -84,41 +84,41 @@ class _Search:
         wanted: set[tuple[str, LeafPath]] = {
             (name, ()) for name, role in self.roles.items() if role in ("row", "vocab")
         }
-        wanted |= {(one.module, one.path) for one in self.finder.flow.sums}
-        found: dict[str, list[tuple[Call, LeafPath, Tensor]]] = {}
+        wanted |= {(partial.module, partial.path) for partial in self.finder.flow.sums}
+        results_of: dict[str, list[tuple[ModuleCall, LeafPath, Tensor]]] = {}
         for call in self.record.calls:
             for path, tensor in call.outputs:
                 if (call.module, path) in wanted:
-                    found.setdefault(call.module, []).append((call, path, tensor))
+                    results_of.setdefault(call.module, []).append((call, path, tensor))
         ranges = []
-        for module, results in found.items():
-            own, dims = [], set()
+        for module, results in results_of.items():
+            ranges_of_module, dims = [], set()
             for call, _, tensor in results:
                 choice = self.choice(tensor)
                 if choice is not None:
-                    own.append(Range(tensor, choice[1], choice[0], Origin(source=module), call))
+                    ranges_of_module.append(Range(tensor, choice[1], choice[0], Origin(source=module), call))
                     dims.add(choice[0])
-            if len(own) < len(results) or len(dims) > 1:
+            if len(ranges_of_module) < len(results) or len(dims) > 1:
                 text = f"its result of shape {tuple(results[0][2].shape)} has no dim of {self.p} or more tokens"
                 self.bans.sources.setdefault(module, text)
                 continue
-            ranges += own
+            ranges += ranges_of_module
             self.source_paths[module] = list(dict.fromkeys(path for _, path, _ in results))
         return ranges
 
     def choice(self, tensor: Tensor) -> tuple[int, Atom] | None:
-        """The dim of the tokens, and its atom: of several that which the most operators mix."""
-        found = [
+        """Returns the dim of the tokens and its atom: of several candidates, the one that most operators mix."""
+        candidates = [
             (dim, label[0])
             for dim, label in enumerate(map(atoms, self.record.dims_of(tensor)))
             if len(label) == 1 and label[0].size >= self.p and not self.is_fixed(label[0])
         ]
-        found.sort(key=lambda one: (-self.mixed.get(one[1], 0), -one[0]))
-        return found[min(self.alternative, len(found) - 1)] if found else None
+        candidates.sort(key=lambda candidate: (-self.mixed.get(candidate[1], 0), -candidate[0]))
+        return candidates[min(self.alternative, len(candidates) - 1)] if candidates else None
 
     def is_fixed(self, atom: Atom) -> bool:
         """Returns whether an atom is of a dim of parameters."""
-        return atom in self.fixed or any(self.is_fixed(one) for part in atom.parts or () for one in atoms(part))
+        return atom in self.fixed or any(self.is_fixed(inner) for part in atom.parts or () for inner in atoms(part))
 
     # ------------------------------------------------------------ one attempt
 
@@ -145,8 +145,8 @@ class _Search:
                 if not any(tensor is t for t in step.inputs):
                     dim = self.dim_of(tensor, atom)
                     assert dim is not None
-                    made = Range(tensor, atom, dim, Origin(step=step.place))
-                    self.ranges.setdefault(id(tensor), []).append(made)
+                    result_range = Range(tensor, atom, dim, Origin(step=step.place))
+                    self.ranges.setdefault(id(tensor), []).append(result_range)
         if needs:
             for tensor, dim, step in needs:
                 self.scatter(tensor, dim, step)
@@ -159,16 +159,18 @@ class _Search:
         return next((r for r in self.ranges.get(id(tensor), ()) if r.start <= place < r.stop), None)
 
     def dim_of(self, tensor: Tensor, atom: Atom) -> int | None:
-        found = [i for i, label in enumerate(self.record.dims_of(tensor)) if atom in atoms(label)]
-        return found[0] if len(found) == 1 else None
+        dims = [i for i, label in enumerate(self.record.dims_of(tensor)) if atom in atoms(label)]
+        return dims[0] if len(dims) == 1 else None
 
     def needs_all(self, step: Step, shards: Mapping[int, Range]) -> tuple[str, list[tuple[Tensor, int]]]:
-        """Why an operator cannot work on shards of tokens; or "", and the tensors that must be sliced for it, with the
-        dims."""
+        """Returns why an operator cannot work on shards of tokens; or "", and the tensors to be sliced for it, with
+        their dims."""
+        # Two atoms are the tokens of two inputs of the model, whose lengths need not agree
         atom, *others = {r.atom for r in shards.values()}
         where, finder = str(step.reason), self.finder
         if step.place in self.bans.steps:
             return self.bans.steps[step.place], []
+        # Sharded work needs all tokens: each rank has other features of every token
         if finder.working[step.place] or step.module in self.roles or step.is_loss:
             return f"{where} is sharded work", []
         if any(finder.is_partial_in(t, step) for t in [*step.inputs, *step.outputs]):
@@ -181,16 +183,20 @@ class _Search:
         wanted = []
         for tensor in [*step.inputs, *step.outputs]:
             dims = self.record.dims_of(tensor)
-            own = [i for i, label in enumerate(dims) if contains(label, atom)]
+            token_dims = [i for i, label in enumerate(dims) if contains(label, atom)]
             is_output = any(tensor is t for t in step.outputs)
             if is_output and id(tensor) not in shards and any(tensor is t for t in step.inputs):
                 return f"{where} writes shards into a whole tensor", []
-            if len(own) > 1 or (own and atom not in atoms(dims[own[0]])) or (is_output and not own):
+            if (
+                len(token_dims) > 1
+                or (token_dims and atom not in atoms(dims[token_dims[0]]))
+                or (is_output and not token_dims)
+            ):
                 return f"{where} has a result without the dim of tokens, or with several", []
-            if own and not is_output and id(tensor) not in shards and self.range_at(tensor, step.place) is None:
-                if len(atoms(dims[own[0]])) > 1:
+            if token_dims and not is_output and id(tensor) not in shards and self.range_at(tensor, step.place) is None:
+                if len(atoms(dims[token_dims[0]])) > 1:
                     return f"{where} uses a whole tensor with tokens inside of a dim", []
-                wanted.append((tensor, own[0]))
+                wanted.append((tensor, token_dims[0]))
         return "", wanted
 
     # ------------------------------------------------------------ boundaries
@@ -200,20 +206,25 @@ class _Search:
         if self.range_at(tensor, step.place) is not None:
             return  # by an earlier operator's boundary
         finder, place, atom = self.finder, step.place, self.steps[step.place]
+        # A module that is called several times has one plan for all calls, which would slice at each of them
         once = finder.number_of_calls
-        found: list[tuple[ScatterKey, Call, bool]] = []
+        boundaries: list[tuple[ScatterKey, ModuleCall, bool]] = []
+        # At an argument of the module in which the operator runs, unless the module returns it: its caller would get
+        # the slice
         for call, path in finder.calls_with.get(id(tensor), ()):
             kept = not any(t is tensor for _, t in call.outputs)
             if call.module and once[call.module] == 1 and call.start <= place < call.stop and kept:
-                found.append(((call.module, "argument", path), call, True))
+                boundaries.append(((call.module, "argument", path), call, True))
+        # Or at the output by which the tensor came; first of all if every later use works on shards, so that it is
+        # sliced once
         for call, path in reversed(finder.returned_by.get(id(tensor), ())):
             is_sum = self.roles.get(call.module) in ("row", "vocab")
             if call.module and once[call.module] == 1 and call.stop <= place and not is_sum:
                 here = ((call.module, "output", path), call, False)
                 local = all(use in self.steps for use in self.uses[id(tensor)] if use >= call.stop)
-                found.insert(0, here) if local else found.append(here)
+                boundaries.insert(0, here) if local else boundaries.append(here)
                 break
-        for key, call, inside in found:
+        for key, call, inside in boundaries:
             if key not in self.bans.scatters:
                 r = Range(tensor, atom, dim, Origin(scatter=key), call, inside)
                 self.scatters[key] = r
@@ -233,13 +244,16 @@ class _Search:
 
     def types(self, r: Range, places: Iterable[int], complete: bool = False) -> set[str]:
         wanted = set(places)
-        found = {t for place, types in self.finder.used.get(id(r.tensor), ()) if place in wanted for t in types}
-        return found | ({"complete"} if complete else set())
+        gradient_types = {
+            t for place, types in self.finder.used.get(id(r.tensor), ()) if place in wanted for t in types
+        }
+        return gradient_types | ({"complete"} if complete else set())
 
     def gather(self, r: Range) -> bool:
         """Finds the boundaries at which a tensor becomes whole for the operators that need it; False: bans its origin,
         for want of one."""
         finder, id_ = self.finder, id(r.tensor)
+        # Uses before the range see the tensor whole: it is not yet sliced or scattered there
         places = [place for place in self.uses.get(id_, ()) if r.start <= place < r.stop]
         whole = [place for place in places if place not in self.steps]
         is_output = id_ in finder.outputs and r.stop == END
@@ -254,7 +268,7 @@ class _Search:
         # No use is on shards. Slicing was of no use; a result is gathered once, where its module returns it
         if len(whole) == len(places):
             if r.origin.step < 0:
-                return self.ban(r, why if WHOLE in why else f"{WHOLE}: {why}")
+                return self.ban(r, why if USED_WHOLE in why else f"{USED_WHOLE}: {why}")
             call = self.returned_whole(r, whole, is_output)
             if call is not None and all(draw.index >= call.last for draw in draws):
                 self.gathers.append(TokenGather(r, _kind(self.types(r, whole, is_output)), call, True))
@@ -262,7 +276,7 @@ class _Search:
         # A gather makes a copy: what is written to one does not reach the others
         if draws or any(any(t is r.tensor for t in self.record.steps[place].outputs) for place in whole):
             return self.ban(r, why if draws else f"{why}, and it is written in place")
-        found = []
+        gathers = []
         # Else a module gathers its argument, in one collective for all uses inside of the module
         while whole:
             call = next((c for c, _ in finder.calls_with.get(id_, ()) if self.may_gather(r, c, whole[0], whole)), None)
@@ -270,37 +284,37 @@ class _Search:
                 why = self.why.get(whole[0], "")
                 return self.ban(r, why if NO_GATHER in why else why + NO_GATHER)
             inside = [place for place in places if call.start <= place < call.stop]
-            found.append(TokenGather(r, _kind(self.types(r, inside)), call))
+            gathers.append(TokenGather(r, _kind(self.types(r, inside)), call))
             whole = [place for place in whole if place not in inside]
         if is_output:
             if not self.entered(r, END):
                 return self.ban(r, "the model returns it after other tokens have been sharded")
-            found.append(TokenGather(r, "gather"))
-        self.gathers += found
+            gathers.append(TokenGather(r, "gather"))
+        self.gathers += gathers
         return True
 
-    def may_draw(self, one: RandomCall, r: Range) -> bool:
+    def may_draw(self, draw: RandomCall, r: Range) -> bool:
         """Returns whether the mask that a call draws can be that of shards: a module has one plan for all its calls."""
         same = all(
             any(other.dim == r.dim and other.has_index(call.index) for other in self.ranges.get(id(call.masked), ()))
             for call in self.record.random_calls
-            if call.module == one.module and self.finder.number_of_calls[one.module] > 1
+            if call.module == draw.module and self.finder.number_of_calls[draw.module] > 1
         )
-        return same and latest(self.events, one.place) is r.atom
+        return same and latest(self.events, draw.place) is r.atom
 
-    def returned_whole(self, r: Range, whole: list[int], is_output: bool) -> Call | None:
-        """The call that made a tensor all of whose uses are whole ones after it."""
-        found = (
+    def returned_whole(self, r: Range, whole: list[int], is_output: bool) -> ModuleCall | None:
+        """Returns the call that made a tensor, if all uses come after it and none is on shards."""
+        returned = (
             c
             for c, _ in reversed(self.finder.returned_by.get(id(r.tensor), ()))
             if not any(t is r.tensor for _, t in c.inputs)
         )
-        call = next(found, None)
+        call = next(returned, None)
         if call is None or not call.module or any(place < call.stop for place in whole):
             return None
         return call if self.finder.number_of_calls[call.module] == 1 and self.entered(r, call.stop) else None
 
-    def may_gather(self, r: Range, call: Call, at: int, whole: list[int]) -> bool:
+    def may_gather(self, r: Range, call: ModuleCall, at: int, whole: list[int]) -> bool:
         if not call.module or not call.start <= at < call.stop or self.finder.number_of_calls[call.module] > 1:
             return False
         if r.entered is call or not r.has_call(call) or any(t is r.tensor for _, t in call.outputs):

@@ -1,4 +1,4 @@
-"""Sequence parallelism: which tensors between sharded work are sharded on their tokens, and where that begins and ends.
+"""Sequence parallelism: the tensors between sharded work that are sharded on their tokens, and their boundaries.
 
 The sum of a row-parallel layer becomes a reduce-scatter over a dim of tokens. What follows works on shards as long as
 each operator treats the tokens one by one: it neither pins nor contracts their atom, and its result has it. Where an
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import LeafPath, Output, Tokens
-from tp_ext.auto.record.record import Call, Record, tensors
+from tp_ext.auto.record.record import ModuleCall, Record, tensors
 from tp_ext.auto.search.choose import local_length
-from tp_ext.auto.search.problems import Problem
+from tp_ext.auto.search.reasons import Problem
 from tp_ext.sharding import split_sizes
 
 END = sys.maxsize
@@ -46,7 +46,7 @@ class Range:
     atom: Atom
     dim: int
     origin: Origin
-    entered: Call | None = None
+    entered: ModuleCall | None = None
     inside: bool = False
 
     @property
@@ -63,7 +63,7 @@ class Range:
             return True
         return self.entered.first <= index < self.entered.last if self.inside else index >= self.entered.last
 
-    def has_call(self, call: Call) -> bool:
+    def has_call(self, call: ModuleCall) -> bool:
         if self.entered is None:
             return True
         return self.entered.around(call) if self.inside else call.order >= self.entered.end
@@ -75,7 +75,7 @@ class TokenGather:
 
     range: Range
     kind: str
-    call: Call | None = None
+    call: ModuleCall | None = None
     after: bool = False
 
     def has_place(self, place: int) -> bool:
@@ -88,7 +88,7 @@ class TokenGather:
             return False
         return index >= self.call.last if self.after else self.call.first <= index < self.call.last
 
-    def has_call(self, call: Call) -> bool:
+    def has_call(self, call: ModuleCall) -> bool:
         if self.call is None:
             return False
         return call.order >= self.call.end if self.after else self.call.around(call)
@@ -133,7 +133,7 @@ class TokenFlow:
         self.sources = {r.origin.source for ranges in self.ranges.values() for r in ranges if r.origin.source}
         self.edits: list[Tokens] = []
         self._outputs = list(tensors(record.output))
-        self._calls: dict[str, list[Call]] = {}
+        self._calls: dict[str, list[ModuleCall]] = {}
         for call in record.calls:
             self._calls.setdefault(call.module, []).append(call)
         self.saved = sum(
@@ -169,6 +169,7 @@ class TokenFlow:
     def _make_edits(self, record: Record, source_paths: Mapping[str, list[LeafPath]]) -> None:
         for ranges in self.ranges.values():
             for r in ranges:
+                # A range that an operator made needs no edit: its inputs are sharded already
                 if r.origin.source:
                     assert r.entered is not None
                     for path in source_paths[r.origin.source]:
@@ -180,10 +181,10 @@ class TokenFlow:
         for gathers in self.gathers.values():
             for gather in gathers:
                 r, call = gather.range, gather.call
-                at, found = "output", list(tensors(record.output))
+                at, leaves = "output", list(tensors(record.output))
                 if call is not None:
-                    at, found = ("output", call.outputs) if gather.after else ("argument", call.inputs)
-                for path, tensor in found:
+                    at, leaves = ("output", call.outputs) if gather.after else ("argument", call.inputs)
+                for path, tensor in leaves:
                     if tensor is r.tensor:
                         name = "" if call is None else call.module
                         self._put(Tokens(gather.kind, name, at, path, r.dim))
@@ -198,28 +199,28 @@ class TokenFlow:
                 if dim is not None and not others and call.module:
                     self._put(Tokens("keep", call.module, "argument", path, dim))
 
-    def _dim_in(self, tensor: Tensor, call: Call) -> int | None:
+    def _dim_in(self, tensor: Tensor, call: ModuleCall) -> int | None:
         """The dim on which an argument of a call is sharded."""
         if any(g.has_call(call) for g in self.gathers.get(id(tensor), ())):
             return None
         return next((r.dim for r in self.ranges.get(id(tensor), ()) if r.has_call(call)), None)
 
-    def range_in(self, tensor: Tensor, call: Call) -> Range | None:
+    def range_in(self, tensor: Tensor, call: ModuleCall) -> Range | None:
         """The range of a result of a call, for its caller; None: it is whole."""
         if any(g.has_call(call) or (g.after and g.call is call) for g in self.gathers.get(id(tensor), ())):
             return None
-        found = self.ranges.get(id(tensor), ())
-        return next((r for r in found if r.has_call(call) or (r.entered is call and not r.inside)), None)
+        ranges = self.ranges.get(id(tensor), ())
+        return next((r for r in ranges if r.has_call(call) or (r.entered is call and not r.inside)), None)
 
-    def shown(self, record: Record, one: Output, p: int) -> Output:
+    def shown(self, record: Record, output: Output, p: int) -> Output:
         """The result of a module for pictures, which may be sharded on its tokens."""
-        call = self._calls[one.module][0]
-        found = self.range_in(call.outputs[0][1], call)
-        if found is None or one.module in self.sources:
-            return one
-        local, label = list(one.local), record.dims_of(found.tensor)[found.dim]
-        local[found.dim] = local_length(label, {found.atom: split_sizes(found.atom.size, p)[0]})
-        return replace(one, local=tuple(local), state="sharded")
+        call = self._calls[output.module][0]
+        token_range = self.range_in(call.outputs[0][1], call)
+        if token_range is None or output.module in self.sources:
+            return output
+        local, label = list(output.local), record.dims_of(token_range.tensor)[token_range.dim]
+        local[token_range.dim] = local_length(label, {token_range.atom: split_sizes(token_range.atom.size, p)[0]})
+        return replace(output, local=tuple(local), state="sharded")
 
     def calls(self) -> Iterator[tuple[Tokens, Tensor]]:
         """The boundaries, once for each call of their modules, with the tensor there."""
@@ -228,10 +229,10 @@ class TokenFlow:
                 yield from ((edit, tensor) for path, tensor in self._outputs if path == edit.path)
                 continue
             for call in self._calls[edit.module]:
-                found = call.outputs if edit.at == "output" else call.inputs
-                yield from ((edit, tensor) for path, tensor in found if path == edit.path)
+                at_boundary = call.outputs if edit.at == "output" else call.inputs
+                yield from ((edit, tensor) for path, tensor in at_boundary if path == edit.path)
 
-    def seen_in(self, record: Record, call: Call, index: int) -> Iterator[Range]:
+    def seen_in(self, record: Record, call: ModuleCall, index: int) -> Iterator[Range]:
         """Yields the sharded tensors that the code of a module has seen before a call from Python: its arguments, its
         results, and those of the modules that it calls."""
         for path, tensor in call.inputs:
@@ -253,14 +254,16 @@ class TokenFlow:
 
 
 def latest(entries: Iterable[tuple[int, Atom]], place: int) -> Atom | None:
-    found = [atom for at, atom in entries if at <= place]
-    return found[-1] if found else None
+    atoms_before = [atom for at, atom in entries if at <= place]
+    return atoms_before[-1] if atoms_before else None
 
 
 def entries(ranges: Mapping[int, Iterable[Range]]) -> list[tuple[int, Atom]]:
     """(operator, atom) where tokens become sharded, in order."""
-    found = [(r.start, r.entered.end, r.atom) for every in ranges.values() for r in every if r.entered is not None]
-    return [(start, atom) for start, _, atom in sorted(found, key=lambda one: one[:2])]
+    entered = [
+        (r.start, r.entered.end, r.atom) for ranges_ in ranges.values() for r in ranges_ if r.entered is not None
+    ]
+    return [(start, atom) for start, _, atom in sorted(entered, key=lambda entry: entry[:2])]
 
 
 # ---------------------------------------------------------------- decisions that are taken back
@@ -268,11 +271,11 @@ def entries(ranges: Mapping[int, Iterable[Range]]) -> list[tuple[int, Atom]]:
 
 def ban_problems(problems: Sequence[Problem], tokens: TokenFlow, bans: Bans) -> None:
     """Bans the operators that make gradients incomplete where nothing can complete them."""
-    found = False
+    banned = False
     for problem in problems:
         for place in problem.steps:
-            found |= bans.add(Origin(step=place), problem.text)
-    if not found:
+            banned |= bans.add(Origin(step=place), problem.text)
+    if not banned:
         for module in tokens.sources:
             bans.add(Origin(source=module), problems[0].text)
 
@@ -280,8 +283,8 @@ def ban_problems(problems: Sequence[Problem], tokens: TokenFlow, bans: Bans) -> 
 def ban_mismatch(
     record: Record, tokens: TokenFlow, module: str, index: int, text: str, kinds: Mapping[str, str], bans: Bans
 ) -> None:
-    """Bans what a call from Python shows to be wrong: the operator that made its result, with a length of its own; else
-    what is sharded in the module before that call, since its code has read a length of it.
+    """Bans the operator that made the wrong result of a call from Python; if there is none, the tensors sharded in its
+    module before that call, a length of which its code has read.
 
     Args:
         index: of the call. text: what is wrong. kinds: class of each module; equal modules are treated alike.
@@ -302,21 +305,21 @@ def ban_mismatch(
         added = [bans.add(Origin(step=place), reason) for place in {*alike, origin.step}]
         return any(added)
 
-    found = False
+    banned = False
     if index < len(record.python_calls):
         for tensor in record.python_calls[index][2]:
             r = tokens.range_of_call(tensor, index)
             if r is not None and r.origin.step >= 0:
-                found |= ban(r.origin)
-    if found:
+                banned |= ban(r.origin)
+    if banned:
         return
     call = next((c for c in record.calls if c.module == module and c.first <= index <= c.last), record.calls[0])
     for r in tokens.seen_in(record, call, index):
-        found |= ban(r.origin)
+        banned |= ban(r.origin)
     inside = [place for place in tokens.steps if call.start <= place < call.stop]
-    if not found:
+    if not banned:
         added = [ban(Origin(step=place)) for place in inside]
-        found = any(added)
-    if not found:
+        banned = any(added)
+    if not banned:
         for source in tokens.sources:
             bans.add(Origin(source=source), reason)

@@ -140,7 +140,7 @@ class ParallelAttention(SelfAttention):
         linear = {"init": init, "sequence_parallel": sequence_parallel, "overlap_chunks": overlap_chunks, **options}
         linear |= {"activations": activations, "grad_accumulation_fusion": grad_accumulation_fusion}
         linear |= {"reshard_after_forward": reshard_after_forward}
-        qkv_bias, out_bias = (bias if one is None else one for one in (qkv_bias, out_bias))
+        qkv_bias, out_bias = (bias if option is None else option for option in (qkv_bias, out_bias))
         self.qkv = ColumnParallelLinear(hidden_size, q.size + 2 * kv.size, qkv_bias, parts=(q, kv, kv), **linear)
         self.out = RowParallelLinear(q.size, hidden_size, out_bias, parts=(q,), **linear)
         # Each rank normalises different heads: the norm weights are replicated parameters of sharded work, as under SP
@@ -183,8 +183,8 @@ class ParallelAttention(SelfAttention):
                 ``cache`` gets the keys of all ranks, so that each of them can go on alone, without a layout.
         """
         if layout is not None:
-            given = {"batch_size": batch_size, "cu_seqlens": cu_seqlens, "total_tokens": total_tokens}
-            check_layout(layout, self.context_group, given)
+            layout_options = {"batch_size": batch_size, "cu_seqlens": cu_seqlens, "total_tokens": total_tokens}
+            check_layout(layout, self.context_group, layout_options)
             if attn_mask is not None:
                 raise ValueError("attn_mask: must not be combined with layout")
             return self._forward_over_context(x, layout, cache, cos_sin)

@@ -80,12 +80,14 @@ def context_attention(
             f"layout, {' or '.join(map(str, allowed))}"
         )
     device = q.device.type
+    # As autocast does for torch's attention
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else float(options.scale)
     options = options._replace(scale=scale, num_heads=options.num_heads or q.shape[-2])
     shape = q.shape
     q, k, v = (t.view(batch, tokens // batch, t.shape[-2], t.shape[-1]) for t in (q, k, v))
+    # One seed for each sequence, whose masks then do not depend on how the batch is packed
     if options.dropout and seeds is None:
         seeds = torch.stack([draw_seed(q.device) for _ in range(len(layout.chunks))]) if layout.chunks else None
     if context == "ulysses":
@@ -117,14 +119,14 @@ def check_context(context: str) -> None:
         raise ValueError(f"context: {context!r} must be one of {', '.join(CONTEXTS)}")
 
 
-def check_layout(layout: ContextLayout, group: ParallelGroup, given: Mapping[str, object]) -> None:
+def check_layout(layout: ContextLayout, group: ParallelGroup, options: Mapping[str, object]) -> None:
     """Raises unless ``layout`` is one of the context group, and nothing else is given that says the same."""
     if not isinstance(layout, ContextLayout):
         raise TypeError(f"layout: {layout!r} must be a ContextLayout")
     alone = layout.group.size == group.size == 1
     if not alone and layout.group.plain() != group.plain():
         raise ValueError(f"layout: its group {layout.group.name!r} must be the context_group, {group.name!r}")
-    for name, value in given.items():
+    for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name}: {value} must not be combined with layout, which says the same")
 
@@ -140,8 +142,8 @@ def _ulysses(
     q_part, kv_part = head_parts(heads, kv_heads, 1, p)
     needed, sizes = [], []
     for r in range(p):
-        own, shared = range(*q_part.span(r, p)), range(*kv_part.span(r, p))
-        here = [*own, *(heads + h for h in shared), *(heads + kv_heads + h for h in shared)]
+        q_heads, shared = range(*q_part.span(r, p)), range(*kv_part.span(r, p))
+        here = [*q_heads, *(heads + h for h in shared), *(heads + kv_heads + h for h in shared)]
         needed += here
         sizes.append(len(here))
     qkv = torch.cat([q, k, v], 2)

@@ -15,7 +15,7 @@ from tp_ext import _ops
 from tp_ext._arguments import check_numbers
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.model.module import check_positive
-from tp_ext.nn.attention.latent_kv_cache import LatentKVCache
+from tp_ext.nn.attention.kv_cache import LatentKVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.scaled_dot_product import attention_by_kv_head
 from tp_ext.nn.attention.self_attention import SelfAttention
@@ -195,28 +195,35 @@ class ParallelLatentAttention(SelfAttention):
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)), total_tokens)
         latent, k_rope = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
-        latent, lead = self.kv_a_layernorm(latent), q.shape[:-1]
-        tokens = lead.numel()
+        latent, leading = self.kv_a_layernorm(latent), q.shape[:-1]
+        tokens = leading.numel()
         tables = None
         if self.rope is not None:
             tables = self._tables(self.rope, q, seq, lengths, cache) if cos_sin is None else (*cos_sin, None)
-        same = lengths is None and (tables is None or tables[0].shape[0] == seq)  # positions of all sequences
-        shape = (batch, seq) if same else (tokens,)
+        shared_positions = lengths is None and (
+            tables is None or tables[0].shape[0] == seq
+        )  # positions of all sequences
+        shape = (batch, seq) if shared_positions else (tokens,)
         q = self._query(q.reshape(*shape, self.num_heads_local, self.qk_nope_head_dim + self.qk_rope_head_dim), tables)
         sizes = self.token_sizes(total_tokens)
         if cache is not None:
-            both = self._entered(torch.cat([latent.to(k_rope.dtype), k_rope], -1), sizes)
-            latent, k_rope = both.reshape(*shape, both.shape[-1]).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
-            both = torch.cat([latent, self._rotated(k_rope.unsqueeze(-2), tables).squeeze(-2)], -1)
+            latent_and_key = self._entered(torch.cat([latent.to(k_rope.dtype), k_rope], -1), sizes)
+            latent, k_rope = latent_and_key.reshape(*shape, latent_and_key.shape[-1]).split(
+                (self.kv_lora_rank, self.qk_rope_head_dim), -1
+            )
+            latent_and_key = torch.cat([latent, self._rotated(k_rope.unsqueeze(-2), tables).squeeze(-2)], -1)
             mask = None if attn_mask is None else self._mask_local(attn_mask, q.dtype)
             attended = self._attend_cached(
-                q.view(batch, seq, *q.shape[-2:]), both.view(batch, seq, 1, both.shape[-1]), cache, mask
+                q.view(batch, seq, *q.shape[-2:]),
+                latent_and_key.view(batch, seq, 1, latent_and_key.shape[-1]),
+                cache,
+                mask,
             )
         else:
             k_rope = self._entered(k_rope, sizes).reshape(*shape, 1, self.qk_rope_head_dim)
-            up = self.kv_b_proj(latent, total_tokens)
-            up = up.reshape(*shape, self.num_heads_local, self.qk_nope_head_dim + self.v_head_dim)
-            k, v = self._keys_values(up, self._rotated(k_rope, tables))
+            kv = self.kv_b_proj(latent, total_tokens)
+            kv = kv.reshape(*shape, self.num_heads_local, self.qk_nope_head_dim + self.v_head_dim)
+            k, v = self._keys_values(kv, self._rotated(k_rope, tables))
             if lengths is not None:
                 attended = self._attend_packed(q, k, v, lengths)
             else:
@@ -224,7 +231,7 @@ class ParallelLatentAttention(SelfAttention):
                 mask = None if attn_mask is None else self._mask_local(attn_mask, q.dtype)
                 attended = self._attend(q, k, v, mask, self._mask_seeds(q, None)[0])
         attended = attended[..., : self.v_head_dim]
-        y: Tensor = self.o_proj(attended.reshape(*lead, self.num_heads_local * self.v_head_dim), total_tokens)
+        y: Tensor = self.o_proj(attended.reshape(*leading, self.num_heads_local * self.v_head_dim), total_tokens)
         return y
 
     def _entered(self, x: Tensor, sizes: list[int] | None) -> Tensor:
@@ -247,13 +254,13 @@ class ParallelLatentAttention(SelfAttention):
         nope, rope = q.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         return torch.cat([nope, self._rotated(rope, tables)], -1)
 
-    def _keys_values(self, up: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys_values(self, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Returns k and v of k_nope | v ``[.., heads_local, nope + v]`` and the rotated key ``[.., 1, rope]``.
 
         On a CPU v is padded to k's features, since torch fuses attention only where they are equal: the result has as
         many, of which the first ``v_head_dim`` count.
         """
-        k_nope, v = up.split((self.qk_nope_head_dim, self.v_head_dim), -1)
+        k_nope, v = kv.split((self.qk_nope_head_dim, self.v_head_dim), -1)
         k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
         more = k.shape[-1] - v.shape[-1]
         if more > 0 and not v.is_cuda and not (self.training and self.dropout):
@@ -268,8 +275,8 @@ class ParallelLatentAttention(SelfAttention):
         weight = self._kv_b_weight()
         if first or n * (2 * rank - nope - v_dim) > rank * (nope + v_dim):
             rows, k_rope = kept.transpose(1, 2).split((rank, self.qk_rope_head_dim), -1)
-            up = F.linear(rows.squeeze(2), weight).unflatten(-1, (self.num_heads_local, nope + v_dim))
-            k, v = self._keys_values(up, k_rope)
+            kv = F.linear(rows.squeeze(2), weight).unflatten(-1, (self.num_heads_local, nope + v_dim))
+            k, v = self._keys_values(kv, k_rope)
             if first:
                 return self._attend(q, k, v, mask)
             y = attention_by_kv_head(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, self.scale)

@@ -111,11 +111,11 @@ def _by_query_groups(
             seen = visible(places[start:stop], places[first:last], causal, window)
             # A mask to be added to the scores, which torch would otherwise make anew in each call
             shared[alike] = seen if mask is not None else q.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-        own = shared[alike]
+        mask_of_block = shared[alike]
         if mask is not None:
             rows = mask if mask.shape[2] == 1 else mask[:, :, start:stop]
-            own = restricted(rows if mask.shape[3] == 1 else rows[..., first:last], own)
-        outputs.append(attend(q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], attn_mask=own))
+            mask_of_block = restricted(rows if mask.shape[3] == 1 else rows[..., first:last], mask_of_block)
+        outputs.append(attend(q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], attn_mask=mask_of_block))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 

@@ -13,9 +13,9 @@ from tp_ext import _ops
 from tp_ext._arguments import check_tensor
 from tp_ext.group import Group
 from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.nn.attention.kv_cache import TokenCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding, packed_positions, sequence_lengths
 from tp_ext.nn.attention.scaled_dot_product import attention, dropout_by_index
-from tp_ext.nn.attention.token_cache import TokenCache
 from tp_ext.random import OwnRandomNumbers, draw_seed
 from tp_ext.random_scope import draws_by_name, sequence_seeds
 
@@ -92,10 +92,10 @@ class SelfAttention(ParallelModule):
 
     def _check_layout(self, x: Tensor, batch_size: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> None:
         check_tensor(x=x)
-        given = (batch_size is not None) + (cu_seqlens is not None)
-        if x.dim() == 3 and given == 0 and not self.sequence_parallel:
+        number = (batch_size is not None) + (cu_seqlens is not None)
+        if x.dim() == 3 and number == 0 and not self.sequence_parallel:
             return
-        if x.dim() != 2 or given != 1:
+        if x.dim() != 2 or number != 1:
             local, whole = "[tokens_local, hidden] under sequence_parallel", "[batch, seq, hidden], or [tokens, hidden]"
             allowed = local if self.sequence_parallel else whole
             raise ValueError(

@@ -1,4 +1,5 @@
-"""The experts of an expert layer: feed-forward blocks of one shape, their weights stacked, sharded over two groups."""
+"""The experts of an expert layer: feed-forward blocks of one shape, their weights stacked, sharded over two groups; and
+the shared experts, whose GEMMs run while the tokens of the other experts are exchanged."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,9 @@ from tp_ext import _ops
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.model.module import ParallelModule, check_flags, check_positive
-from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS
-from tp_ext.nn.moe.expert_gradients import AddedOnce, ScaledGradient
-from tp_ext.nn.parallel_linear import main_grad_of
+from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS, ParallelMLP, is_plain
+from tp_ext.nn.moe.token_exchange import Linear, TokenExchange
+from tp_ext.nn.parallel_linear import ParallelLinear, main_grad_of
 from tp_ext.random import Init, torch_linear_init
 from tp_ext.sharding import Layout, Sharding, split_sizes
 
@@ -121,9 +122,9 @@ class ParallelExperts(ParallelModule):
 
     def _check_shapes(self) -> None:
         for name in self.tp_layouts:
-            shape, own = self.parameter(name).shape, self.local_shape(name)
-            if shape != own:
-                raise ValueError(f"{name}: shape {tuple(shape)} must be {tuple(own)}, this rank's shard")
+            shape, local_shape = self.parameter(name).shape, self.local_shape(name)
+            if shape != local_shape:
+                raise ValueError(f"{name}: shape {tuple(shape)} must be {tuple(local_shape)}, this rank's shard")
 
     def _linear(self, x: Tensor, name: str, counts: Sequence[int]) -> Tensor:
         weight = self.parameter(name)
@@ -146,3 +147,81 @@ def _experts_of_rows(counts: Sequence[int], device: torch.device) -> Tensor:
     return torch.arange(len(counts), device=device).repeat_interleave(
         torch.tensor(counts, device=device), output_size=sum(counts)
     )
+
+
+class AddedOnce(torch.autograd.Function):
+    """y + added on the first rank of a group over which y is summed, y on the others. All ranks have the gradient of
+    the sum, and it is that of ``added``."""
+
+    @staticmethod
+    def forward(y: Tensor, added: Tensor, first: bool) -> Tensor:
+        return y + added if first else y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dy, dy, None
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy * ctx.scale, None
+
+
+def can_overlap(shared: torch.nn.Module) -> bool:
+    """Returns whether the block and its linears are the original ones without hooks: others (LoRA, FSDP2 on the block
+    alone) are called as they are, with collectives of their own. It must be the same on all ranks of ``group``; global
+    hooks, which profilers have on one rank, do not matter.
+    """
+    return isinstance(shared, ParallelMLP) and is_plain(shared, ParallelMLP) and shared.is_plain()
+
+
+def routed_and_shared(
+    exchange: TokenExchange, experts: ParallelExperts, shared: ParallelMLP, x: Tensor, weights: Tensor
+) -> Tensor:
+    """Returns y of both blocks, without the bias of ``shared.down``; partial sums over ``group``.
+
+    ::
+
+        exchange of the tokens     during   h = x W_up^T
+        experts; activation of h
+        exchange of the results    during   z = act(h) W_down^T
+        y = weighted sum of the results + z, a partial sum over the tensor-parallel group
+
+    In backward each exchange runs during the GEMMs of the gradients of the same linear. Both blocks have the same x and
+    add to the same sum, so the shared one needs no collective of its own.
+
+    Args:
+        x: ``[tokens, hidden]``, all tokens of ``group``, as they enter the sharded work.
+        weights: ``[tokens, top_k]``.
+
+    Communicates: the two all-to-alls of the exchange.
+    """
+    rows, h = exchange.dispatch(x, _linear(shared.up, x))
+    rows = experts(rows, exchange.counts)
+    assert h is not None
+    activate = _ops.gated_act if shared.gated else _ops.bias_act
+    h = activate(h, shared.up.parameter("bias"), shared.activation)
+    y, z = exchange.combine(rows, weights, _linear(shared.down, h))
+    assert z is not None
+    return y + z
+
+
+def _linear(layer: ParallelLinear, x: Tensor) -> Linear:
+    weight = layer.parameter("weight")
+    layer.check_shape(weight)
+    return Linear(x, weight, main_grad_of(weight) if layer.grad_accumulation_fusion else None)

@@ -17,11 +17,16 @@ from tp_ext.group import NOT_GIVEN, Group, global_ranks, parallel_group
 from tp_ext.model.data_ranks import DataRanks, LayerOverData
 from tp_ext.model.module import check_positive
 from tp_ext.nn.mlp import ParallelMLP
-from tp_ext.nn.moe.expert_capacity import check_capacity, drop_over_capacity
-from tp_ext.nn.moe.expert_gradients import AttachedLoss
-from tp_ext.nn.moe.experts import ParallelExperts
-from tp_ext.nn.moe.router import Routed, Router, RouterConfig, RouterLosses
-from tp_ext.nn.moe.shared_experts import can_overlap, routed_and_shared
+from tp_ext.nn.moe.experts import ParallelExperts, can_overlap, routed_and_shared
+from tp_ext.nn.moe.router import (
+    AttachedLoss,
+    Routed,
+    Router,
+    RouterConfig,
+    RouterLosses,
+    check_capacity,
+    drop_over_capacity,
+)
 from tp_ext.nn.moe.token_exchange import plan_exchange
 from tp_ext.random import Init
 
@@ -260,9 +265,9 @@ class ParallelMoE(LayerOverData):
         if total_tokens is None:
             return [rows] * p, rank * rows, p * rows
         inner = x.shape[1:-1].numel()
-        given = self.token_sizes(total_tokens, x)
-        assert given is not None
-        sizes = [n * inner for n in given]
+        token_sizes = self.token_sizes(total_tokens, x)
+        assert token_sizes is not None
+        sizes = [n * inner for n in token_sizes]
         return sizes, sum(sizes[:rank]), sum(sizes)
 
     def _sequences(self, x: Tensor, batch_size: int | None, tokens: int) -> int:

@@ -1,12 +1,13 @@
-"""The router of an expert layer: scores of the experts for each token, the top k of them with weights, and losses that
-balance the experts.
+"""The router of an expert layer: scores of the experts for each token, the top k of them with weights, losses that
+balance the experts, and the slots (token, choice) that are dropped where an expert has more than its capacity.
 
 Letters of shapes: T tokens of this rank, E experts, K the choices of a token, G groups of experts, S sequences.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,11 @@ from tp_ext.group import Group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.model.data_ranks import DataRanks, sum_of_constants
 from tp_ext.model.module import ParallelModule, check_flags, check_positive
-from tp_ext.nn.moe.expert_gradients import SumWithGradient
 from tp_ext.random import Init, torch_linear_init
 
 SCORES = ("softmax", "sigmoid")
 BALANCE_OVER = ("batch", "sequence")
+DROP_ORDERS = ("token", "weight")
 
 
 @dataclass(frozen=True)
@@ -219,28 +220,28 @@ class Router(ParallelModule):
         """Computes the losses in fp64. Each is a sum over tokens with coefficients that are known to all ranks; a rank
         differentiates its own terms."""
         config, n = self.config, self.num_experts
-        own = scores.new_zeros(2, dtype=torch.float64)
+        zeros = scores.new_zeros(2, dtype=torch.float64)
         probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-        squares = logits.logsumexp(-1).double().square().sum() if config.z_loss else own[1]
+        squares = logits.logsumexp(-1).double().square().sum() if config.z_loss else zeros[1]
         if config.balance_over == "sequence" and config.balance_loss:
             length = tokens // sequences  # of this rank's part of each, under context parallelism
             index = (first_token + torch.arange(experts.shape[0], device=experts.device)) // max(length, 1)
             slots = (index[:, None] * n + experts).flatten()  # [T K], in [0, S E)
-            counts = own.new_zeros(sequences * n).scatter_add(0, slots, torch.ones_like(slots, dtype=own.dtype))
-            counts = torch.cat([self._over_tp(counts), own[:1] + length])
+            counts = zeros.new_zeros(sequences * n).scatter_add(0, slots, torch.ones_like(slots, dtype=zeros.dtype))
+            counts = torch.cat([self._over_tp(counts), zeros[:1] + length])
             counts = self.data_ranks.sum_over_context(counts)
             whole = counts[-1].clamp(min=1)
             share = counts[:-1].view(sequences, n) / (whole * self.top_k)  # [S, E]
             balance = n / whole * (probability.double() * share[index]).sum()
             first = self.data_ranks.context.rank == 0 and (self.tp_group.rank == 0 or not self.sequence_parallel)
             sequences_here = sequences if first else 0
-            here = [balance.detach(), squares.detach(), own[0] + experts.shape[0], own[0] + sequences_here]
+            here = [balance.detach(), squares.detach(), zeros[0] + experts.shape[0], zeros[0] + sequences_here]
             known = self._over_all(torch.stack(here))
             everyone, balances = known[2].clamp(min=1), known[3]
             return self._combined(balance / balances, squares / everyone, known[0] / balances, known[1] / everyone)
         sums = probability.double().sum(0)  # [E]
         counted = self._count(experts).double()  # [E]
-        tokens_here = own[:1] + experts.shape[0]
+        tokens_here = zeros[:1] + experts.shape[0]
         known = self._over_all(torch.cat([counted, sums.detach(), squares.detach()[None], tokens_here]))
         everyone = known[-1].clamp(min=1)
         factor = n / self.top_k / everyone.square() * known[:n]
@@ -252,10 +253,10 @@ class Router(ParallelModule):
         """Returns the losses of these values whose gradients are those of this rank's terms."""
         config = self.config
         ranks = self.data_ranks.size if self.gradient_reduction == "mean" else 1
-        own = ranks * (config.balance_loss * balance + config.z_loss * z)
+        terms = ranks * (config.balance_loss * balance + config.z_loss * z)
         value = config.balance_loss * balance_value + config.z_loss * z_value
         tokens = self.tp_group.name if self.sequence_parallel else ""
-        total = SumWithGradient.apply(value, own, tokens).to(torch.promote_types(self.weight.dtype, torch.float32))
+        total = SumWithGradient.apply(value, terms, tokens).to(torch.promote_types(self.weight.dtype, torch.float32))
         return RouterLosses(
             total,
             balance_value.detach() if config.balance_loss else None,
@@ -298,3 +299,98 @@ class Router(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}, {self.config}"
+
+
+class SumWithGradient(torch.autograd.Function):
+    """``value``, a sum of terms of several ranks, with the gradient of this rank's terms ``own``. ``group``: the ranks
+    that differentiate the same sum; they add up the gradients of what they share."""
+
+    @staticmethod
+    def forward(value: Tensor, terms: Tensor, group: str) -> Tensor:  # group: read by the rule of debug.typecheck
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
+        return None, dy, None
+
+
+class AttachedLoss(torch.autograd.Function):
+    """The identity of x; backward gives ``loss`` the gradient ``scale``."""
+
+    @staticmethod
+    def forward(x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, loss, ctx.scale = inputs
+        ctx.dtype, ctx.device = loss.dtype, loss.device
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dx, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+
+
+@torch.no_grad()
+def drop_over_capacity(
+    experts: Tensor, weights: Tensor, num_experts: int, factor: float, order: str, ranks: DataRanks
+) -> Tensor:
+    """Returns ``experts`` ``[tokens, top_k]`` with -1 for the slots over capacity.
+
+    An expert keeps ceil(factor * top_k * T / num_experts) slots of the T tokens on all data ranks: with order
+    ``"token"`` those of the first tokens of the batch, with ``"weight"`` those of the largest weights, of equal weights
+    those of the first tokens. The tokens of the batch are those of data rank 0, 1, .. one after the other: the same are
+    dropped for every number of ranks.
+
+    Communicates, over each axis of the data ranks: one all-gather of num_experts numbers; ``"weight"``: one of experts
+    and weights of all tokens, too, for which the host waits for the device.
+    """
+    tokens, top_k = experts.shape
+    flat = experts.flatten()
+    one_each = torch.ones_like(flat)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add(0, flat, one_each)
+    table = ranks.stack(counts)
+    capacity = _capacity(factor, table.sum().double(), num_experts)
+    if order == "token":
+        position = _positions(flat, num_experts) + table[: ranks.rank].sum(0)[flat]
+    else:
+        lengths = [n // top_k for n in table.sum(1).tolist()]
+        slots = torch.cat([experts.double(), weights.double()], 1)  # experts are exact in fp64
+        everyone = ranks.concatenate(slots, lengths)
+        all_experts, all_weights = everyone[:, :top_k].long().flatten(), everyone[:, top_k:].flatten()
+        by_weight = all_weights.sort(descending=True, stable=True).indices
+        all_positions = torch.empty_like(all_experts)
+        all_positions[by_weight] = _positions(all_experts[by_weight], num_experts)
+        first = sum(lengths[: ranks.rank]) * top_k
+        position = all_positions[first : first + tokens * top_k]
+    return torch.where(position < capacity, flat, -1).view_as(experts)
+
+
+def _capacity(factor: float, slots: Tensor, num_experts: int) -> Tensor:
+    """Returns the number of slots of an expert, 0-d."""
+    return (slots * factor / num_experts).ceil()
+
+
+def _positions(experts: Tensor, num_experts: int) -> Tensor:
+    """Returns the position of each slot among those of its expert, in their order."""
+    order = experts.sort(stable=True).indices
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
+    counts = counts.scatter_add(0, experts, torch.ones_like(experts))
+    starts = counts.cumsum(0) - counts
+    position = torch.empty_like(experts)
+    position[order] = torch.arange(experts.numel(), device=experts.device) - starts[experts[order]]
+    return position
+
+
+def check_capacity(capacity: float | None, drop_order: str) -> None:
+    """Raises unless the arguments of that name are valid."""
+    if capacity is not None and (
+        not isinstance(capacity, int | float) or isinstance(capacity, bool) or not 0 < capacity < math.inf
+    ):
+        raise ValueError(f"capacity: {capacity!r} must be a positive number or None")
+    if drop_order not in DROP_ORDERS:
+        raise ValueError(f"drop_order: {drop_order!r} must be one of {DROP_ORDERS}")

@@ -97,13 +97,13 @@ def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGrou
         return TokenExchange(group, rows, [sum(counts)], [sum(counts)], None, counts)
     table = _ops.all_gather_region(counted[None], group.name, 0, None)  # [ranks, E]
     first = sum(expert_counts[: group.rank])
-    own = slice(first, first + expert_counts[group.rank])
+    own_experts = slice(first, first + expert_counts[group.rank])
     on_host: list[list[int]] = table.tolist()
     sent = [sum(part) for part in _split(on_host[group.rank], expert_counts)]
-    received = [sum(line[own]) for line in on_host]
-    counts = [sum(column) for column in zip(*(line[own] for line in on_host), strict=True)]
+    received = [sum(line[own_experts]) for line in on_host]
+    counts = [sum(column) for column in zip(*(line[own_experts] for line in on_host), strict=True)]
     local = torch.arange(len(counts), device=rows.device).repeat(group.size)
-    of_row = local.repeat_interleave(table[:, own].flatten(), output_size=sum(received))  # [R]
+    of_row = local.repeat_interleave(table[:, own_experts].flatten(), output_size=sum(received))  # [R]
     received_rows, _ = _ops.moe_sort(of_row[:, None], len(counts))
     return TokenExchange(group, rows, sent, received, received_rows, counts)
 

@@ -1,4 +1,4 @@
-"""Collectives by the name of an axis, for functions that :func:`tp_ext.spmd` maps over a mesh.
+"""Collectives by the name of an axis, as ``jax.lax`` has, for functions that :func:`tp_ext.spmd` maps over a mesh.
 
 ================  ==============================  ======================  ===========================================
 function          forward                         backward                the result
@@ -21,6 +21,7 @@ times the value, as in JAX. Axes of one rank are free. Each has the name of its 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
@@ -31,7 +32,22 @@ from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import Names
 from tp_ext.mesh_program.permutation import Pairs, check_permutation, exchanged, permuted
 from tp_ext.mesh_program.scope import checked, groups_of, note_uneven
-from tp_ext.mesh_program.varying import as_varying, axes_of, plain, typed
+from tp_ext.mesh_program.varying import as_varying, axes_of, plain, refuse_write, typed
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_random",
+    "axis_size",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "pvary",
+]
 
 
 def axis_size(axis: Names) -> int:
@@ -55,8 +71,8 @@ def axis_index(axis: Names, device: torch.device | str | None = None) -> Tensor:
     index, groups = 0, groups_of(axis, "axis_index")
     for group in groups.values():
         index = index * group.size + group.rank
-    found = torch.tensor(index, device=device)
-    return typed(found, {name: group.name for name, group in groups.items()}) if checked() else found
+    value = torch.tensor(index, device=device)
+    return typed(value, {name: group.name for name, group in groups.items()}) if checked() else value
 
 
 def pvary(x: Any, axis: Names) -> Any:
@@ -66,13 +82,13 @@ def pvary(x: Any, axis: Names) -> Any:
     axis, along which x did not vary.
     """
     groups = groups_of(axis, "pvary")
-    own = {name: group.name for name, group in groups.items()}
+    groups_by_axis = {name: group.name for name, group in groups.items()}
 
     def varying(x: Tensor) -> Tensor:
         if checked():
-            missing = any(name not in axes_of(x) for name in own)
+            missing = any(name not in axes_of(x) for name in groups_by_axis)
             # a copy: what is written to it must not reach the value that does not vary
-            return as_varying(x.clone() if missing else x, own)
+            return as_varying(x.clone() if missing else x, groups_by_axis)
         for group in groups.values():
             x = regions.copy_to(x, group.name)
         return x
@@ -86,9 +102,7 @@ def psum(x: Any, axis: Names) -> Any:
     A number counts once for each rank. Communicates: one all-reduce for each axis of several ranks.
     """
     size = axis_size_of(axis, "psum")
-    return _each(
-        lambda t: _over(_counted(t), axis, "psum", _sum, varies=False), x, "psum", number=lambda one: one * size
-    )
+    return _each(lambda t: _over(_counted(t), axis, "psum", _sum, varies=False), x, "psum", number=lambda n: n * size)
 
 
 def pmean(x: Any, axis: Names) -> Any:
@@ -99,7 +113,7 @@ def pmean(x: Any, axis: Names) -> Any:
     """
     size = axis_size_of(axis, "pmean")
     return _each(
-        lambda t: _over(_counted(t), axis, "pmean", _sum, varies=False) / size, x, "pmean", number=lambda one: one / 1
+        lambda t: _over(_counted(t), axis, "pmean", _sum, varies=False) / size, x, "pmean", number=lambda n: n / 1
     )
 
 
@@ -110,7 +124,7 @@ def pmax(x: Any, axis: Names) -> Any:
     Communicates: one all-reduce for each axis of several ranks; backward, one more.
     """
     return _each(
-        lambda t: _over(_ordered(t, "pmax"), axis, "pmax", _maximum, varies=False), x, "pmax", number=lambda one: one
+        lambda t: _over(_ordered(t, "pmax"), axis, "pmax", _maximum, varies=False), x, "pmax", number=lambda n: n
     )
 
 
@@ -120,7 +134,7 @@ def pmin(x: Any, axis: Names) -> Any:
     Communicates: as :func:`pmax`.
     """
     return _each(
-        lambda t: _over(_ordered(t, "pmin"), axis, "pmin", _minimum, varies=False), x, "pmin", number=lambda one: one
+        lambda t: _over(_ordered(t, "pmin"), axis, "pmin", _minimum, varies=False), x, "pmin", number=lambda n: n
     )
 
 
@@ -203,8 +217,8 @@ def all_to_all(
                     f"all_to_all: the {ranks} ranks of axes {axis!r} must divide dim {split_dim}, {t.shape[split_dim]}"
                 )
             return exchanged(t, groups, split_dim, concat_dim)
-        for given in (sizes[0] or regions.split(t, split_dim, groups[0]), *filter(None, sizes[1:])):
-            note_uneven(given)
+        for lengths in (sizes[0] or regions.split(t, split_dim, groups[0]), *filter(None, sizes[1:])):
+            note_uneven(lengths)
         return regions.all_to_all(t, groups[0], (split_dim, concat_dim), *sizes) if ranks > 1 else t
 
     def each(t: Tensor) -> Tensor:
@@ -236,14 +250,14 @@ def ppermute(x: Any, axis: Names, perm: Pairs) -> Any:
 def _each(function: Callable[[Tensor], Tensor], x: Any, name: str, number: Callable[[Any], Any] | None = None) -> Any:
     """Applies a function to the tensors, and perhaps the numbers, of a nested structure."""
 
-    def one(leaf: object) -> Any:
+    def convert(leaf: object) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
         if number is not None and isinstance(leaf, int | float | complex):
             return number(leaf)
         raise TypeError(f"{name}: x, a {type(leaf).__name__}, must be a tensor")
 
-    return tree_map(one, x)
+    return tree_map(convert, x)
 
 
 def _over(
@@ -271,9 +285,9 @@ def _at_once(
     x: Tensor, axis: Names, function: str, collective: Callable[[Tensor], Tensor], *, varies: bool = True
 ) -> Tensor:
     """Applies a function that communicates over all axes to x, plain."""
-    own = {name: group.name for name, group in groups_of(axis, function).items()}
-    x = as_varying(x, own) if checked() else x
-    axes = {name: group for name, group in axes_of(x).items() if varies or name not in own}
+    groups = {name: group.name for name, group in groups_of(axis, function).items()}
+    x = as_varying(x, groups) if checked() else x
+    axes = {name: group for name, group in axes_of(x).items() if varies or name not in groups}
     with torch._C.DisableTorchFunctionSubclass():
         y = collective(plain(x) if checked() else x)
     return typed(y, axes) if checked() else y
@@ -309,8 +323,8 @@ def _sum(x: Tensor, group: ParallelGroup) -> Tensor:
 
 def _all_reduce(x: Tensor, op: str, group: ParallelGroup) -> Tensor:
     name = cast(Any, group.torch_name)  # torch.compile does not follow the group itself
-    found: Tensor = funcol.wait_tensor(funcol.all_reduce(x.contiguous(), op, name))
-    return found
+    reduced: Tensor = funcol.wait_tensor(funcol.all_reduce(x.contiguous(), op, name))
+    return reduced
 
 
 def _minimum(x: Tensor, group: ParallelGroup) -> Tensor:
@@ -367,3 +381,49 @@ class _Maximum(torch.autograd.Function):
 def _share_of_saved(ctx: Any) -> Tensor:
     x, y = ctx.saved_tensors
     return _share(x.detach(), y.detach(), ctx.group)
+
+
+def axis_random(axis: Names, seed: int | Sequence[int], device: torch.device | str | None = None) -> Callable[..., Any]:
+    """Returns a function that draws random numbers of this rank's own along the axes.
+
+    ::
+
+        draw = tp_ext.lax.axis_random("x", seed=(0, step))
+        noise = draw(torch.randn, 4, 3)
+        kept = draw(torch.bernoulli, probabilities)
+
+    ``draw(function, ..)`` calls a function of torch that takes a ``generator``; its seed is made from ``seed`` and the
+    rank's :func:`axis_index` (``jax.random.fold_in``). The result varies along the axes. Along other axes the numbers
+    are the same, and so they are for the same seed: vary it with the step and the layer.
+
+    Args:
+        seed: an integer from 0 on, or several: the same on all ranks.
+        device: of the numbers.
+
+    Communicates: nothing.
+
+    Raises:
+        TypeError, ValueError: seed is no integer from 0 on; no map has the axis.
+    """
+    seeds = (seed,) if isinstance(seed, int) else tuple(seed) if isinstance(seed, list | tuple) else (None,)
+    if not all(isinstance(integer, int) and not isinstance(integer, bool) for integer in seeds):
+        raise TypeError(f"axis_random: seed {seed!r} must be an integer or a sequence of them")
+    if any(integer < 0 for integer in seeds):
+        raise ValueError(f"axis_random: seed {seed!r} must not be negative")
+    groups = groups_of(axis, "axis_random")
+    index = 0
+    for group in groups.values():
+        index = index * group.size + group.rank
+    words = np.random.SeedSequence([*seeds, index]).generate_state(2, np.uint32)
+    generator = torch.Generator(device or torch.get_default_device())
+    generator.manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
+    axes = {name: group.name for name, group in groups.items()} if checked() else {}
+
+    def draw(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if device is not None and not any(isinstance(leaf, torch.Tensor) for leaf in args):
+            kwargs.setdefault("device", device)
+        refuse_write(function, args, kwargs, axes)
+        drawn = function(*args, generator=generator, **kwargs)
+        return tree_map(lambda leaf: typed(leaf, {**axes_of(leaf), **axes}), drawn)
+
+    return draw
