@@ -113,18 +113,27 @@ def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> 
             if 2 * sum(part.size for part in cut.sharding.parts if part.copies < p) < cut.sharding.size:
                 del decision.parameters[name]  # most of it would be on every rank
     where = _occurrences(record)
+    contracted = _contracted_by_atom(record)
     return [
         decision
-        for decision in by_sharded_atom.values()
-        if decision.parameters and _is_consistent(decision, where) and not _repeats_terms(decision, record)
+        for atom, decision in by_sharded_atom.items()
+        if decision.parameters
+        and _is_consistent(decision, where)
+        and not any(part.copies > 1 for dim in contracted.get(atom, ()) for part in decision.parts(dim) or ())
     ]
 
 
-def _repeats_terms(decision: Decision, record: Record) -> bool:
-    """True if an operator sums over a dim of which a part is sharded and the rest on every rank, as after ``cat`` of a
-    sharded and a replicated tensor: the sum over the ranks would have the terms of the rest p times."""
-    parts = [decision.parts(step.contracted) for step in record.steps if step.contracted]
-    return any(part.copies > 1 for each in parts if each for part in each)
+def _contracted_by_atom(record: Record) -> dict[Atom, list[Dim]]:
+    """The dims that operators sum over, by the atoms that can be sharded in them.
+
+    A decision that shards a part of such a dim and leaves the rest on every rank, as after ``cat`` of a sharded and a
+    replicated tensor, cannot be: the sum over the ranks would have the terms of the rest p times.
+    """
+    dims: dict[Atom, list[Dim]] = {}
+    for step in record.steps:
+        for major in majors(step.contracted):
+            dims.setdefault(major.atom, []).append(step.contracted)
+    return dims
 
 
 def _is_consistent(decision: Decision, where: Mapping[Atom, set[tuple[int, int]]]) -> bool:
