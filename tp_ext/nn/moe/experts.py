@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_choice, check_flag, check_int
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
-from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.model.module import ParallelModule
 from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS, ParallelMLP, is_plain
 from tp_ext.nn.moe.token_exchange import Linear, TokenExchange
 from tp_ext.nn.parallel_linear import ParallelLinear, main_grad_of
@@ -62,13 +63,11 @@ class ParallelExperts(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
-        check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_experts=num_experts)
-        check_flags(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
+        check_int(least=1, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_experts=num_experts)
+        check_flag(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
         self.grad_accumulation_fusion = grad_accumulation_fusion
-        if activation not in ACTIVATIONS + GATED_ACTIVATIONS:
-            raise ValueError(f"activation: {activation!r} must be one of {ACTIVATIONS + GATED_ACTIVATIONS}")
-        if gradient_reduction not in GRADIENT_REDUCTIONS:
-            raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+        check_choice(ACTIVATIONS + GATED_ACTIVATIONS, activation=activation)
+        check_choice(GRADIENT_REDUCTIONS, gradient_reduction=gradient_reduction)
         self.expert_group = parallel_group(expert_group)
         ep = self.expert_group
         if num_experts < ep.size:
