@@ -347,13 +347,13 @@ def drop_over_capacity(
     flat = experts.flatten()
     one_each = torch.ones_like(flat)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add(0, flat, one_each)
-    table = ranks.stack(counts)
+    table = ranks.stack(counts)  # [data ranks, E]
     capacity = _capacity(factor, table.sum().double(), num_experts)
     if order == "token":
         position = _positions(flat, num_experts) + table[: ranks.rank].sum(0)[flat]
     else:
         lengths = [n // top_k for n in table.sum(1).tolist()]
-        slots = torch.cat([experts.double(), weights.double()], 1)  # experts are exact in fp64
+        slots = torch.cat([experts.double(), weights.double()], 1)  # [T, 2 K]; experts are exact in fp64
         everyone = ranks.concatenate(slots, lengths)
         all_experts, all_weights = everyone[:, :top_k].long().flatten(), everyone[:, top_k:].flatten()
         by_weight = all_weights.sort(descending=True, stable=True).indices
