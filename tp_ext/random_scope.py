@@ -299,7 +299,7 @@ def at(
     """
     # With batch_offset masks are those of the global batch, in which seq and token_offset count; without it they would
     # have no meaning
-    numbers = {"step": step, "microbatch": microbatch, "batch_offset": batch_offset}
+    numbers: dict[str, Any] = {"step": step, "microbatch": microbatch, "batch_offset": batch_offset}
     for name, value in (numbers | {"seq": seq, "token_offset": token_offset}).items():
         if value is None and name not in ("step", "microbatch"):
             continue

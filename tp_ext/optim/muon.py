@@ -287,7 +287,8 @@ def _check_options(options: dict[str, Any]) -> None:
     """Raises ValueError unless the options of a group are in their ranges."""
     for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
         value = options[name]
-        check_number(**{name: float(value) if isinstance(value, Tensor) else value})
+        number: Any = float(value) if isinstance(value, Tensor) else value
+        check_number(**{name: number})
         if value < 0:
             raise ValueError(f"{name}: {value!r} must be at least 0")
     for name in ("ns_coefficients", "betas"):

@@ -1,8 +1,8 @@
 """The experts of an expert layer: feed-forward blocks of one shape, their weights stacked, sharded over two groups; and
 the shared experts, whose GEMMs run while the tokens of the other experts are exchanged.
 
-Letters of shapes: T tokens, K the choices of a token, D hidden, F the ffn features of this rank (gate and up: 2 F), E the
-experts of this rank, R the rows of all of them.
+Letters of shapes: T tokens, K the choices of a token, D hidden, F the ffn features of this rank, R the rows
+of its experts.
 """
 
 from collections.abc import Sequence
