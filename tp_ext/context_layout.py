@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tp_ext._arguments import check_bools
+from tp_ext._checks import check_bool, check_int
 from tp_ext.group import Group, parallel_group
 from tp_ext.regions import gather_from_region, scatter_to_region
 
@@ -52,7 +52,7 @@ class ContextLayout:
         group: Group,
         balance: bool = True,
     ) -> None:
-        check_bools(balance=balance)
+        check_bool(balance=balance)
         self.group = parallel_group(group)
         p, rank = self.group.size, self.group.rank
         self.batch = batch
@@ -159,8 +159,7 @@ def _checked_lengths(lengths: Sequence[int] | Tensor | None, batch: int | None, 
     else:
         values, names = [batch, seq], ["batch", "seq"]
     for name, value in zip(names, values, strict=True):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}: {value!r} must be an integer")
+        check_int(**{name: value})
         if value < 0:
             raise ValueError(f"{name}: {value} must not be negative")
     return tuple(values) if lengths is not None else (values[1],) * values[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from tp_ext import _ops
+from tp_ext._checks import check_int
 from tp_ext.chunks import mesh_position
 from tp_ext.group import ParallelGroup
 from tp_ext.mesh import AXES
@@ -47,8 +48,7 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         ValueError: ``mesh`` has no axis names, or none called ``tp_axis``.
         TypeError: ``seed`` is no integer, ``mesh`` no mesh.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"seed: {seed!r} must be an integer")
+    check_int(seed=seed)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh with named axes, or None")
     replica, pipeline, context_size = 0, 0, 1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_int
 from tp_ext.context_layout import ContextLayout
 
 # [Note: a step and a microbatch are a seed of torch's generators]
@@ -298,12 +299,11 @@ def at(
     """
     # With batch_offset masks are those of the global batch, in which seq and token_offset count; without it they would
     # have no meaning
-    numbers = {"step": step, "microbatch": microbatch, "batch_offset": batch_offset}
+    numbers: dict[str, Any] = {"step": step, "microbatch": microbatch, "batch_offset": batch_offset}
     for name, value in (numbers | {"seq": seq, "token_offset": token_offset}).items():
         if value is None and name not in ("step", "microbatch"):
             continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}: {value!r} must be an integer")
+        check_int(**{name: value})
         if value < (name == "seq"):
             raise ValueError(f"{name}: {value} must not be {'less than 1' if name == 'seq' else 'negative'}")
         if name in ("seq", "token_offset") and batch_offset is None:

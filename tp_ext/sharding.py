@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tp_ext._checks import check_int
 from tp_ext.chunks import Interval, LocalChunk, chunks_of, compose, merge_adjacent
 from tp_ext.group import Group, ParallelGroup, parallel_group
 
@@ -42,10 +43,8 @@ class Part:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("size", "unit", "copies", "padding", "groups"):
-            value, least = getattr(self, name), int(name not in ("size", "padding"))
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: {value!r} must be an integer of at least {least}")
+        check_int(least=0, size=self.size, padding=self.padding)
+        check_int(least=1, unit=self.unit, copies=self.copies, groups=self.groups)
         if (self.size + self.padding) % (self.unit * self.groups):
             raise ValueError(
                 f"size: {self.size} and padding {self.padding} must make {self.groups} groups of whole units "

@@ -76,7 +76,7 @@ def test_resumed_runs_go_on_as_uninterrupted_ones(save, first, second, tmp_path)
     "sizes, match",
     [
         ((2, 2), "data_parallel_size: 2 times tensor_parallel_size = 2 must be the 2 ranks"),
-        ((0, 2), "data_parallel_size: 0 must be a positive integer"),
+        ((0, 2), "data_parallel_size: 0 must be an integer of at least 1"),
         (("all", 2), "data_parallel_size: 'all' must be"),
     ],
 )

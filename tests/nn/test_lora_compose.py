@@ -259,7 +259,7 @@ def _errors(group, what):
         ("not merged", ValueError, "merged: is False already"),
         ("targets", ValueError, r"targets: '1\.\*' must name a ColumnParallelLinear or RowParallelLinear"),
         ({"r": 0}, ValueError, "r: 0 must be an integer of at least 1"),
-        ({"alpha": 0}, ValueError, "alpha: 0 must be a positive number"),
+        ({"alpha": 0}, ValueError, "alpha: 0 must be a finite number above 0"),
         ({"alpha": "1"}, ValueError, "alpha: '1' must be"),
         ({"dropout": 1.0}, ValueError, r"dropout: 1.0 must be a probability, in \[0, 1\)"),
     ],

@@ -380,7 +380,7 @@ PARAM = torch.ones(4, 4, requires_grad=True)
         ({"betas": (0.9, 1.0)}, ValueError, r"betas: \(0.9, 1.0\) must be two numbers in"),
         ({"ns_dtype": torch.int32}, TypeError, "ns_dtype: torch.int32 must be a floating dtype"),
         ({"form": "star"}, ValueError, "form: 'star' must be one of auto, gather, gram"),
-        ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb: 0 must be positive"),
+        ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb: 0 must be a finite number above 0"),
         ({"mesh": 3}, ValueError, "mesh: must be given together with model"),
         ({"params": PARAM}, TypeError, r"params: a tensor of shape \(4, 4\) must be an iterable"),
         ({"params": [torch.ones(4)]}, ValueError, r"params: parameter 0, of shape \(4,\), must have 2 or 3 dims"),

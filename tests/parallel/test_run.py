@@ -343,7 +343,7 @@ def _refused(group, options, inputs):
         ({"recompute": "half"}, (), "recompute: 'half' must be one of"),
         ({"reduction": "none"}, (), "reduction: 'none' must be 'mean' or 'sum'"),
         ({"autocast": torch.float64}, (), "autocast: torch.float64 must be one of"),
-        ({"microbatches": 0}, (), "microbatches: 0 must be a positive integer"),
+        ({"microbatches": 0}, (), "microbatches: 0 must be an integer of at least 1"),
         (
             {"microbatches": 2},
             (torch.ones(3, 2), torch.ones(4)),

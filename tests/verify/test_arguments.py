@@ -34,7 +34,7 @@ def of_two(group, size):
         (never, of_two, {}, TypeError, "example: of_two must be callable without arguments"),
         (never, X, {"p": 2}, TypeError, "p: 2 must be a tuple"),
         (never, X, {"p": ()}, ValueError, "p: .* at least one"),
-        (never, X, {"p": (1, 0)}, ValueError, "p: 0 must be at least 1"),
+        (never, X, {"p": (1, 0)}, ValueError, "p: 0 must be an integer of at least 1"),
         (never, X, {"p": (True,)}, TypeError, "p: True must be an integer"),
         (never, X, {"p": (2.0,)}, TypeError, "p: 2.0 must be an integer"),
         (never, X, {"seed": None}, TypeError, "seed: None must be an integer"),

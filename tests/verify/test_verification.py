@@ -295,7 +295,7 @@ COMMANDS = {
     "p": (
         "tests.verify.models:GatedMLP --p 0 --example tests.verify.test_verification:BATCH",
         2,
-        "p: 0 must be at least 1",
+        "p: 0 must be an integer of at least 1",
     ),
 }
 BATCH = {"x": X}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tp_ext._arguments import check_bools
+from tp_ext._checks import check_bool, check_int
 from tp_ext.auto.search.plans import Plan
 from tp_ext.mesh_program.partition_spec import P
 
@@ -42,9 +42,8 @@ def check_plan_options(
     budget: Any,
 ) -> None:
     """Raises TypeError or ValueError unless ``plan`` takes these options."""
-    if not isinstance(p, int) or isinstance(p, bool) or p < 1:
-        raise ValueError(f"p: {p!r} must be an integer of at least 1")
-    check_bools(strict=strict)
+    check_int(least=1, p=p)
+    check_bool(strict=strict)
     if not isinstance(sequence_parallel, bool) and sequence_parallel != "auto":
         raise ValueError(f"sequence_parallel: {sequence_parallel!r} must be False, True or 'auto'")
     # Types first: the rules below iterate over patterns and lines
@@ -80,7 +79,7 @@ def check_apply(plan: Any, model: Any, verify: Any, example: Any) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: {type(plan).__name__} must be a Plan, of tp_ext.auto.plan or Plan.load")
     check_planned_model(model)
-    check_bools(verify=verify)
+    check_bool(verify=verify)
     if verify and example is None:
         raise ValueError("example: None must be the arguments of forward, for verify=True")
     if example is not None:

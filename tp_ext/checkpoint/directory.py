@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
-from tp_ext._arguments import check_bools
+from tp_ext._checks import check_bool
 from tp_ext._object_collectives import call_and_combine, call_and_gather
 from tp_ext.checkpoint.background import begin_save, copy_to_host, group_of_saves, wait_for_last_save, wait_for_save_to
 from tp_ext.checkpoint.entries import StateDict
@@ -89,7 +89,7 @@ def save_checkpoint(
             type. ValueError: lock_timeout; the ranks do not hold the whole model; see :func:`sharded_state_dict`.
     """
     check_lock_timeout(lock_timeout)
-    check_bools(asynchronous=asynchronous)
+    check_bool(asynchronous=asynchronous)
     check_optimizer(optimizer)
     target = Path(os.path.realpath(path))
     over = group_of_saves(process_group) if asynchronous else process_group

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
+from tp_ext._checks import check_int
 from tp_ext._object_collectives import call_and_gather, true_on_any_rank
 from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.expert_entries import ExpertGather, join_published
@@ -29,7 +30,6 @@ from tp_ext.checkpoint.safetensors_files import (
     split_into_files,
 )
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.module import check_positive
 from tp_ext.model.stages import Stages, joined
 
 
@@ -78,7 +78,7 @@ def save_safetensors(
     check_lock_timeout(lock_timeout)
     check_family(expert_names, "expert_names")
     if max_shard_size is not None:
-        check_positive(max_shard_size=max_shard_size)
+        check_int(least=1, max_shard_size=max_shard_size)
     head = {"format": "pt", **(metadata or {})}
     if wrong := [key for key, value in head.items() if not (isinstance(key, str) and isinstance(value, str))]:
         raise TypeError(f"metadata: {wrong} must be strings, and their values")

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from tp_ext._build import load
+from tp_ext._checks import check_choice
 from tp_ext.group import Group, global_ranks, parallel_group
 from tp_ext.simulation.place import RankPlace, here
 
@@ -102,8 +103,8 @@ class CollectiveCounts:
         Raises:
             ValueError: an unknown kind. TypeError, ValueError: ``group`` is no group.
         """
-        if kind is not None and kind not in _WIRE:
-            raise ValueError(f"kind: {kind!r} must be one of {', '.join(_WIRE)}")
+        if kind is not None:
+            check_choice(_WIRE, kind=kind)
         name = None if group is None else parallel_group(group).torch_name
         rows = [row for row in self.rows if kind in (None, row.kind) and name in (None, row.group)]
         return CollectiveCounts(lambda: rows)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tp_ext._arguments import check_bools
+from tp_ext._checks import check_bool
 from tp_ext._ops.binding import declarations, overload_of
 from tp_ext.group import Group, parallel_group, process_group
 from tp_ext.model.layouts import layouts_of
@@ -65,7 +65,7 @@ def typecheck(
     ``spmd_types`` (https://github.com/meta-pytorch/spmd_types) explains the types. Within :func:`tp_ext.spmd` they are
     tracked in any case.
     """
-    check_bools(strict=strict, local=local)
+    check_bool(strict=strict, local=local)
     if not isinstance(module, nn.Module | None):
         raise TypeError(f"module: {type(module).__name__} must be an nn.Module or None")
     spmd = _spmd_types()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from tp_ext import auto
+from tp_ext._checks import check_bool
 from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
 from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.files.pinned_directory import open_regular
@@ -93,8 +94,7 @@ def from_pretrained(
         ``mesh``, or neither; another type.
     """
     _check_arguments(path, group, mesh, model_class, dtype, device)
-    if not isinstance(strict, bool):
-        raise TypeError(f"strict: {strict!r} must be True or False")
+    check_bool(strict=strict)
     axes = mesh_axes(group, mesh)
     parallel = parallel_group(axes.group)
     ranks = process_group(parallel.name) if parallel is not ALONE and parallel.name else None

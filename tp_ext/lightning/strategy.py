@@ -77,7 +77,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
         ]
         for name, size in zip(_SIZES, sizes, strict=True):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}: {size!r} must be a positive integer, or 'auto'")
+                raise ValueError(f"{name}: {size!r} must be an integer of at least 1, or 'auto'")
         if sizes[0] * sizes[1] != ranks:
             raise ValueError(
                 f"data_parallel_size: {sizes[0]} times tensor_parallel_size = {sizes[1]} must be the {ranks} ranks of "

@@ -13,7 +13,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tp_ext._arguments import check_bools
+from tp_ext._checks import check_bool
 from tp_ext.group import ParallelGroup, parallel_group, process_group
 from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import P
@@ -71,7 +71,7 @@ def spmd(
         raise ValueError("mesh: its axes must have names, mesh_dim_names=")
     if mesh.get_coordinate() is None:
         raise ValueError("mesh: this rank must be a member of the mesh")
-    check_bools(check=check)
+    check_bool(check=check)
     groups = {name: parallel_group(mesh.get_group(name)) for name in mesh.mesh_dim_names}
     for argument, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
         _check_specs(specs, argument, groups)

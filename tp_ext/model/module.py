@@ -6,11 +6,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
 
 from tp_ext import _ops
+from tp_ext._checks import check_flag, check_int
 from tp_ext.group import Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.model.layouts import Carriers, ShardingView, mirror_layouts
 from tp_ext.random import Init, initialise_
@@ -85,7 +85,7 @@ class ParallelModule(nn.Module):
         activations: str = "replicated",
     ) -> None:
         super().__init__()
-        check_flags(sequence_parallel=sequence_parallel)
+        check_flag(sequence_parallel=sequence_parallel)
         check_activations(activations, sequence_parallel)
         self.tp_group = layer_group(group, type(self).__name__)
         self.weight_group = parallel_group(weight_group)
@@ -321,8 +321,7 @@ class ParallelModule(nn.Module):
         ``local`` must have this rank's tokens, that of ``whole`` all of them."""
         if total_tokens is None or not self.sequence_parallel or self.tp_group.size == 1:
             return None
-        if not isinstance(total_tokens, int) or total_tokens < 0:
-            raise ValueError(f"total_tokens: {total_tokens!r} must be an integer of at least 0")
+        check_int(least=0, total_tokens=total_tokens)
         sizes = split_sizes(total_tokens, self.tp_group.size)
         if local is not None and local.dim() and local.shape[0] != sizes[self.tp_group.rank]:
             raise ValueError(
@@ -359,33 +358,3 @@ def sharded_again(layout: Layout, shape: torch.Size, group: ParallelGroup) -> La
     taken = [sharding.dim for sharding, _ in layout]
     dim = next((dim for dim in dims if dim not in taken), dims[0])
     return Layout(*layout, (Sharding(dim, (Part(layout.local_shape(shape)[dim]),)), group))
-
-
-def refuse_group(**values: object) -> None:
-    """Raises a TypeError that names the first of ``values`` that is a group, passed by position as in Megatron-LM."""
-    for name, value in values.items():
-        if isinstance(value, ProcessGroup | DeviceMesh):
-            raise TypeError(f"{name}: a {type(value).__name__} must not stand here; pass group= by keyword")
-
-
-def check_positive(**numbers: int) -> None:
-    """Raises a ValueError that names the first of ``numbers`` that is not an integer of at least 1."""
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            refuse_group(**{name: value})
-            raise ValueError(f"{name}: {value!r} must be an integer of at least 1")
-
-
-def check_flags(**flags: bool) -> None:
-    """Raises a TypeError that names the first of ``flags`` that is not True or False, or 1 or 0."""
-    for name, value in flags.items():
-        if not isinstance(value, int) or value not in (0, 1):  # a bool is an int
-            refuse_group(**{name: value})
-            raise TypeError(f"{name}: {value!r} must be True or False")
-
-
-def check_epsilon(eps: float) -> None:
-    """Raises a TypeError unless ``eps`` is a number."""
-    if not isinstance(eps, int | float) or isinstance(eps, bool):
-        refuse_group(eps=eps)
-        raise TypeError(f"eps: {eps!r} must be a number")

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_int, refuse_group
 from tp_ext.group import NOT_GIVEN, Group, layer_group
-from tp_ext.model.module import ParallelModule, check_positive, refuse_group
+from tp_ext.model.module import ParallelModule
 from tp_ext.random import draw_seed
 from tp_ext.random_scope import draws_by_name, rows_are_listed, rows_seed
 from tp_ext.sharding import split_sizes
@@ -160,7 +161,7 @@ class Dropout(ParallelModule):
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         _check_p(p)
         if hidden_size is not None:
-            check_positive(hidden_size=hidden_size)
+            check_int(least=1, hidden_size=hidden_size)
             if activations != "hidden":
                 raise ValueError(f"hidden_size: {hidden_size} must come with activations='hidden'")
         self.p = p

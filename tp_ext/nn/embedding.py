@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
+from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.model.module import ParallelModule
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.linear_cross_entropy import linear_cross_entropy
 from tp_ext.nn.loss import vocab_parallel_cross_entropy
@@ -20,12 +21,12 @@ from tp_ext.sharding import Part, Sharding
 def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> Sharding:
     """Returns the sharding of ``[vocab_size, ..]``: like ``tensor_split``, or in equal lengths that are multiples of
     ``pad_to_multiple_of``, with padding as the last rows."""
-    check_positive(vocab_size=vocab_size)
+    check_int(least=1, vocab_size=vocab_size)
     if vocab_size < p:
         raise ValueError(f"vocab_size: {vocab_size} must be at least the number of ranks, p = {p}")
     if pad_to_multiple_of is None:
         return Sharding(0, (Part(vocab_size),))
-    check_positive(pad_to_multiple_of=pad_to_multiple_of)
+    check_int(least=1, pad_to_multiple_of=pad_to_multiple_of)
     width = -(-vocab_size // (p * pad_to_multiple_of)) * pad_to_multiple_of
     return Sharding(0, (Part(vocab_size, padding=p * width - vocab_size),))
 
@@ -113,7 +114,7 @@ class VocabParallelEmbedding(_VocabParallel):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        check_int(least=1, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if padding_idx is not None and not (
             isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings
         ):
@@ -245,8 +246,8 @@ class VocabParallelLMHead(_VocabParallel):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive(hidden_size=hidden_size, vocab_size=vocab_size)
-        check_flags(
+        check_int(least=1, hidden_size=hidden_size, vocab_size=vocab_size)
+        check_flag(
             bias=bias,
             grad_accumulation_fusion=grad_accumulation_fusion,
             reshard_after_forward=reshard_after_forward,
@@ -372,7 +373,7 @@ class VocabParallelLMHead(_VocabParallel):
 
         Communicates and raises as these functions.
         """
-        check_flags(keep_logits=keep_logits)
+        check_flag(keep_logits=keep_logits)
         if keep_logits or self.on_two_axes:
             logits = self(x, total_tokens, weight=weight)
             return vocab_parallel_cross_entropy(

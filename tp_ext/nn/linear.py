@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.module import check_flags, check_positive
 from tp_ext.nn.parallel_linear import ParallelLinear, linear_2d, linear_sharding, operands
 from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
@@ -91,8 +91,8 @@ class ColumnParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive(in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
-        check_flags(gather_output=gather_output)
+        check_int(least=1, in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
+        check_flag(gather_output=gather_output)
         if skip_bias_add and gather_output:
             raise ValueError(
                 "skip_bias_add: True must not be combined with gather_output=True: the bias returned would be a shard"
@@ -212,8 +212,8 @@ class RowParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive(in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
-        check_flags(input_is_parallel=input_is_parallel)
+        check_int(least=1, in_features=in_features, out_features=out_features, overlap_chunks=overlap_chunks)
+        check_flag(input_is_parallel=input_is_parallel)
         if not input_is_parallel and (sequence_parallel or activations == "hidden"):
             option = "sequence_parallel=True: the tokens" if sequence_parallel else "activations='hidden': the features"
             raise ValueError(f"input_is_parallel: False must not be combined with {option} are sharded")

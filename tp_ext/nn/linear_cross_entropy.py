@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_int
 from tp_ext.group import Group, parallel_group
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.loss import axes_of_mean, global_mean, vocab_columns
@@ -78,8 +79,7 @@ def linear_cross_entropy(
     axes = axes_of_mean(reduction, mean_over, gradient_reduction)
     if weight.dim() != 2:
         raise ValueError(f"weight: shape {tuple(weight.shape)} must have 2 dims, this rank's rows of the vocabulary")
-    if total_tokens is not None and (not isinstance(total_tokens, int) or total_tokens < 0):
-        raise ValueError(f"total_tokens: {total_tokens!r} must be an integer of at least 0")
+    check_int(least=0, or_none=True, total_tokens=total_tokens)
     if isinstance(chunk_tokens, bool):
         raise TypeError(f"chunk_tokens: {chunk_tokens!r} must be an integer of at least 1, or None")
     if DebugMode.on:

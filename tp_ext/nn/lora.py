@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tp_ext.model.module import ParallelModule, check_positive
+from tp_ext._checks import check_int, check_number, check_probability
+from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules
 from tp_ext.nn.dropout import layer_dropout
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -73,11 +74,9 @@ class LoRALinear(ParallelModule):
             raise ValueError(
                 "base: gathers tokens itself, by a plan; plan with sequence_parallel=False for its adapter"
             )
-        check_positive(r=r)
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not alpha > 0:
-            raise ValueError(f"alpha: {alpha!r} must be a positive number")
-        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout: {dropout!r} must be a probability, in [0, 1)")
+        check_int(least=1, r=r)
+        check_number(above=0, alpha=alpha)
+        check_probability(dropout=dropout)
         group = base.tp_group.name or None
         super().__init__(group, sequence_parallel=base.sequence_parallel)
         self.in_features, self.out_features = base.in_features, base.out_features

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
+from tp_ext._checks import check_choice, check_int
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS, data_axes
-from tp_ext.model.module import check_positive
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.sharding import split_sizes
 
@@ -99,10 +99,8 @@ def vocab_parallel_cross_entropy(
 
 def axes_of_mean(reduction: str, mean_over: Group | list[Group], gradient_reduction: str) -> list[ParallelGroup]:
     """Returns the axes of ``mean_over``, with the three arguments checked."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: {reduction!r} must be one of {REDUCTIONS}")
-    if gradient_reduction not in GRADIENT_REDUCTIONS:
-        raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+    check_choice(REDUCTIONS, reduction=reduction)
+    check_choice(GRADIENT_REDUCTIONS, gradient_reduction=gradient_reduction)
     axes = data_axes(mean_over)
     if axes and reduction != "mean":
         raise ValueError(f"mean_over: must not be given with reduction={reduction!r}, which is no mean")
@@ -134,7 +132,7 @@ def vocab_columns(
     _, p, rank = group
     if vocab_size is None:
         return rank * width, width, p * width
-    check_positive(vocab_size=vocab_size)
+    check_int(least=1, vocab_size=vocab_size)
     if vocab_size < p:
         raise ValueError(f"vocab_size: {vocab_size} must be at least the number of ranks, p = {p}")
     sizes = split_sizes(vocab_size, p)

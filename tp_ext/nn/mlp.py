@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from tp_ext import _ops
+from tp_ext._checks import check_choice, check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.model.module import ParallelModule
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.parallel_linear import check_one_axis_options, operands
 from tp_ext.random import Init
@@ -69,10 +70,9 @@ class ParallelMLP(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
-        if activation not in ACTIVATIONS + GATED_ACTIVATIONS:
-            raise ValueError(f"activation: {activation!r} must be one of {ACTIVATIONS + GATED_ACTIVATIONS}")
-        check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        check_flags(bias=bias, gemm_epilogue=gemm_epilogue)
+        check_choice(ACTIVATIONS + GATED_ACTIVATIONS, activation=activation)
+        check_int(least=1, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        check_flag(bias=bias, gemm_epilogue=gemm_epilogue)
         if gemm_epilogue:
             if self.weight_group.size > 1 or activations == "hidden":
                 check_one_axis_options(gemm_epilogue=gemm_epilogue)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
+from tp_ext._checks import check_flag, check_number, refuse_group
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.module import ParallelModule, check_epsilon, check_flags, refuse_group
+from tp_ext.model.module import ParallelModule
 from tp_ext.random import Constant
 from tp_ext.sharding import Sharding
 
@@ -107,8 +108,8 @@ class RMSNorm(_Norm):
         dtype: torch.dtype | None = None,
     ) -> None:
         if eps is not None:
-            check_epsilon(eps)
-        check_flags(elementwise_affine=elementwise_affine)
+            check_number(eps=eps)
+        check_flag(elementwise_affine=elementwise_affine)
         super().__init__(
             normalized_shape,
             {"weight": 1.0} if elementwise_affine else {},
@@ -183,8 +184,8 @@ class LayerNorm(_Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_epsilon(eps)
-        check_flags(elementwise_affine=elementwise_affine, bias=bias)
+        check_number(eps=eps)
+        check_flag(elementwise_affine=elementwise_affine, bias=bias)
         wanted = {"weight": elementwise_affine, "bias": elementwise_affine and bias}
         super().__init__(
             normalized_shape,

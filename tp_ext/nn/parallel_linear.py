@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
+from tp_ext._checks import check_flag
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.module import ParallelModule, check_flags
+from tp_ext.model.module import ParallelModule
 from tp_ext.nn.gather_ahead import find_forward
 from tp_ext.random import Init, torch_linear_init
 from tp_ext.sharding import Part, Sharding
@@ -76,8 +77,8 @@ class ParallelLinear(ParallelModule):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        check_flags(bias=bias, skip_bias_add=skip_bias_add, grad_accumulation_fusion=grad_accumulation_fusion)
-        check_flags(reshard_after_forward=reshard_after_forward)
+        check_flag(bias=bias, skip_bias_add=skip_bias_add, grad_accumulation_fusion=grad_accumulation_fusion)
+        check_flag(reshard_after_forward=reshard_after_forward)
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         self.on_two_axes = self.weight_group.size > 1 or activations == "hidden"
         if self.on_two_axes:

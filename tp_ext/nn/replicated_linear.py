@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext import _ops
+from tp_ext._checks import check_flag
 from tp_ext.group import Group
-from tp_ext.model.module import ParallelModule, check_flags
+from tp_ext.model.module import ParallelModule
 from tp_ext.nn.parallel_linear import accumulated, main_grad_of
 from tp_ext.random import Init, torch_linear_init
 
@@ -42,7 +43,7 @@ class ReplicatedLinear(ParallelModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_flags(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
+        check_flag(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
         super().__init__(group, sequence_parallel=sequence_parallel)
         self.in_features, self.out_features = in_features, out_features
         self.grad_accumulation_fusion = grad_accumulation_fusion

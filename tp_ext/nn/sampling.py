@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_int, check_number
 from tp_ext.group import Group, ParallelGroup, parallel_group
-from tp_ext.model.module import check_positive
 from tp_ext.nn.loss import vocab_columns
 from tp_ext.random import draw_seed
 from tp_ext.regions import all_gather_region, gather_from_region
@@ -77,10 +77,8 @@ def vocab_parallel_sample(
     """
     resolved = parallel_group(group)
     real, shard = _real_columns(logits_local, vocab_size, resolved)
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature: {temperature!r} must be a finite number of at least 0")
-    if top_k is not None:
-        check_positive(top_k=top_k)
+    check_number(least=0, temperature=temperature)
+    check_int(least=1, or_none=True, top_k=top_k)
     if top_p is not None and (not isinstance(top_p, int | float) or isinstance(top_p, bool) or not 0 < top_p <= 1):
         raise ValueError(f"top_p: {top_p!r} must be in (0, 1]")
     if temperature == 0:

@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from tp_ext._arguments import check_bools, check_numbers
+from tp_ext._checks import check_bool, check_choice, check_number
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.model.stages import Stages
@@ -92,12 +92,10 @@ class Muon(Optimizer):
     ) -> None:
         if not isinstance(ns_dtype, torch.dtype) or not ns_dtype.is_floating_point:
             raise TypeError(f"ns_dtype: {ns_dtype!r} must be a floating dtype")
-        if form not in _FORMS:
-            raise ValueError(f"form: {form!r} must be one of {', '.join(_FORMS)}")
-        check_bools(nesterov=nesterov)
-        check_numbers(bucket_cap_mb=bucket_cap_mb)
-        if bucket_cap_mb <= 0:
-            raise ValueError(f"bucket_cap_mb: {bucket_cap_mb!r} must be positive")
+        check_choice(_FORMS, form=form)
+        check_bool(nesterov=nesterov)
+        check_number(bucket_cap_mb=bucket_cap_mb)
+        check_number(above=0, bucket_cap_mb=bucket_cap_mb)
         if mesh is not None and model is None:
             raise ValueError("mesh: must be given together with model")
         self._ns_dtype, self._form, self._bucket_bytes = ns_dtype, form, int(bucket_cap_mb * 2**20)
@@ -289,20 +287,20 @@ def _check_options(options: dict[str, Any]) -> None:
     """Raises ValueError unless the options of a group are in their ranges."""
     for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
         value = options[name]
-        check_numbers(**{name: float(value) if isinstance(value, Tensor) else value})
+        number: Any = float(value) if isinstance(value, Tensor) else value
+        check_number(**{name: number})
         if value < 0:
             raise ValueError(f"{name}: {value!r} must be at least 0")
     for name in ("ns_coefficients", "betas"):
         if not isinstance(options[name], tuple | list):
             raise TypeError(f"{name}: {options[name]!r} must be a tuple of numbers")
-        check_numbers(**{f"{name}[{i}]": value for i, value in enumerate(options[name])})
-    check_bools(nesterov=options["nesterov"])
+        check_number(**{f"{name}[{i}]": value for i, value in enumerate(options[name])})
+    check_bool(nesterov=options["nesterov"])
     if not isinstance(options["ns_steps"], int) or not 0 <= options["ns_steps"] < 100:
         raise ValueError(f"ns_steps: {options['ns_steps']!r} must be an integer of at least 0 and less than 100")
     if len(options["ns_coefficients"]) != 3:
         raise ValueError(f"ns_coefficients: {options['ns_coefficients']!r} must be three numbers")
-    if options["adjust_lr_fn"] not in _RATES:
-        raise ValueError(f"adjust_lr_fn: {options['adjust_lr_fn']!r} must be one of {_RATES}")
+    check_choice(_RATES, adjust_lr_fn=options["adjust_lr_fn"])
     if len(options["betas"]) != 2 or not all(0 <= beta < 1 for beta in options["betas"]):
         raise ValueError(f"betas: {options['betas']!r} must be two numbers in [0, 1)")
 

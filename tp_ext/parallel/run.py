@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from tp_ext._arguments import check_bools
+from tp_ext._checks import check_bool
 from tp_ext.group import NOT_GIVEN
 from tp_ext.mesh import mesh_axes
 from tp_ext.model.names import name_modules, reset_parameters
@@ -117,7 +117,7 @@ def parallelize(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh")
     mesh_axes(NOT_GIVEN, mesh)  # its axes
-    check_bools(offload=offload, compile=compile)
+    check_bool(offload=offload, compile=compile)
     check_options(schedule, microbatches, loss, reduction, zero, offload, recompute, autocast)
     check_model_is_new(model)
     check_trainable(model)

@@ -9,6 +9,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tp_ext._checks import check_choice, check_int
 from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import global_ranks
@@ -100,9 +101,6 @@ def check_options(
         raise ValueError(f"zero: {zero!r} must be 0, 1, 2 or 3")
     if offload and zero not in (2, 3):
         raise ValueError(f"offload: True needs zero = 2 or 3, and zero is {zero}")
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute: {recompute!r} must be one of {RECOMPUTE}")
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ValueError(f"microbatches: {microbatches!r} must be a positive integer")
-    if autocast not in AUTOCAST:
-        raise ValueError(f"autocast: {autocast!r} must be one of {AUTOCAST}")
+    check_choice(RECOMPUTE, recompute=recompute)
+    check_int(least=1, microbatches=microbatches)
+    check_choice(AUTOCAST, autocast=autocast)

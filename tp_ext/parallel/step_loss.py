@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tp_ext._checks import check_choice
 from tp_ext.group import Group, ParallelGroup, process_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS, data_axes
 
@@ -35,8 +36,7 @@ class StepLoss:
             raise TypeError(f"loss: {loss!r} must be a function of the output of the model and the target")
         if count is not None and not callable(count):
             raise TypeError(f"count: {count!r} must be a function of the target, or None")
-        if gradient_reduction not in GRADIENT_REDUCTIONS:
-            raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+        check_choice(GRADIENT_REDUCTIONS, gradient_reduction=gradient_reduction)
         self.axes: list[ParallelGroup] = data_axes(mean_over)
         if self.axes and count is None:
             raise ValueError("mean_over: must be given with count, the number of tokens that loss sums over")

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tp_ext._checks import check_int
 from tp_ext.simulation.baton import Baton
 from tp_ext.simulation.groups import SimulatedGroups, ranks_of, torch_sees_groups_of_rank
 from tp_ext.simulation.members import describe_stuck
@@ -64,8 +65,7 @@ def simulate(fn: Callable[..., T], p: int | dict[str, int], *args: Any, seed: in
     axes, size = ranks_of(p)
     if not callable(fn):
         raise TypeError(f"fn: {fn!r} must be a function fn(rank, group, *args)")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"seed: {seed!r} must be an integer")
+    check_int(seed=seed)
     outer, serial = here(), next(_serial)
     prefixes = [outer.inner(serial, rank) for rank in range(size)]
 

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tp_ext._checks import check_int
+
 
 def check_make_model(make_model: Any) -> None:
     """Raises TypeError unless ``make_model`` can be called with a group alone."""
@@ -30,19 +32,11 @@ def numbers_of_ranks(p: Any) -> tuple[int, ...]:
     if not isinstance(p, Sequence | set | range) or isinstance(p, str):
         raise TypeError(f"p: {p!r} must be a tuple of numbers of ranks")
     for number in p:
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"p: {number!r} must be an integer")
-        if number < 1:
-            raise ValueError(f"p: {number} must be at least 1")
+        check_int(p=number)
+        check_int(least=1, p=number)
     if not p:
         raise ValueError("p: () must hold at least one number of ranks")
     return tuple(sorted(set(p)))
-
-
-def check_seed(seed: Any) -> None:
-    """Raises TypeError unless ``seed`` is an integer."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"seed: {seed!r} must be an integer")
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

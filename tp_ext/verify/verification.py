@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tp_ext._checks import check_int
 from tp_ext.debug.type_check import typecheck
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
 from tp_ext.simulation import simulate
 from tp_ext.verify import causes
-from tp_ext.verify.arguments import arguments_of, check_make_model, check_seed, numbers_of_ranks
+from tp_ext.verify.arguments import arguments_of, check_make_model, numbers_of_ranks
 from tp_ext.verify.compare import Comparison, compare, difference
 from tp_ext.verify.localize import Trace, WrongModule
 from tp_ext.verify.record import STEPS, LowestPrecision, Outcome, Progress, Task, UnfitModelError, parts_at, run
@@ -73,7 +74,7 @@ def verify(
     """
     check_make_model(make_model)
     numbers, arguments = numbers_of_ranks(p), arguments_of(example)
-    check_seed(seed)
+    check_int(seed=seed)
     started, report = time.perf_counter(), Report()
     with torch.inference_mode(False), torch.enable_grad():
         built: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -327,13 +327,13 @@ def test_groups_are_refused():
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"capacity": 0.0}, ValueError, "capacity: 0.0 must be a positive number or None"),
+        ({"capacity": 0.0}, ValueError, "capacity: 0.0 must be a finite number above 0, or None"),
         ({"drop_order": "random"}, ValueError, "drop_order: 'random' must be one of"),
         ({"router": {}}, TypeError, "router: {} must be a RouterConfig"),
         ({"router": RouterConfig(num_groups=2)}, ValueError, "num_groups: 2 must divide num_experts = 5"),
         ({"router": RouterConfig(num_groups=5)}, ValueError, "top_k: 2 must be at most the 1 experts"),
         ({"shared_experts": -1}, ValueError, "shared_experts: -1 must be an integer of at least 0"),
-        ({"attach_loss": "1"}, TypeError, "attach_loss: '1' must be a number or None"),
+        ({"attach_loss": "1"}, TypeError, "attach_loss: '1' must be a number, or None"),
         ({"activation": "tanh"}, ValueError, "activation: 'tanh' must be one of"),
         ({"gradient_reduction": "max"}, ValueError, "gradient_reduction: 'max' must be one of"),
     ],

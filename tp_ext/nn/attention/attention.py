@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_int
 from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group, parallel_group
-from tp_ext.model.module import check_positive
 from tp_ext.nn.attention.context_attention import AttentionOptions, check_context, check_layout, context_attention
 from tp_ext.nn.attention.kv_cache import KVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
@@ -103,14 +103,14 @@ class ParallelAttention(SelfAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_int(least=1, hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
         if head_dim is None:
             if hidden_size % num_heads:
                 raise ValueError(
                     f"hidden_size: {hidden_size} must be a multiple of num_heads = {num_heads}, or head_dim be given"
                 )
             head_dim = hidden_size // num_heads
-        check_positive(head_dim=head_dim)
+        check_int(least=1, head_dim=head_dim)
         if isinstance(rope, int | float) and not isinstance(rope, bool):
             rope = RotaryEmbedding(head_dim, base=rope)
         if rope is not None and (not isinstance(rope, RotaryEmbedding) or rope.head_dim != head_dim):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_choice
 from tp_ext.context_layout import ContextLayout, inverse_order
 from tp_ext.group import ParallelGroup
 from tp_ext.nn.attention.scaled_dot_product import attention, dropout_by_index
@@ -115,8 +116,7 @@ def context_attention(
 
 def check_context(context: str) -> None:
     """Raises ValueError: ``context`` is no way to attend over a context group."""
-    if context not in CONTEXTS:
-        raise ValueError(f"context: {context!r} must be one of {', '.join(CONTEXTS)}")
+    check_choice(CONTEXTS, context=context)
 
 
 def check_layout(layout: ContextLayout, group: ParallelGroup, options: Mapping[str, object]) -> None:

@@ -6,8 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from tp_ext._arguments import check_tensor
-from tp_ext.model.module import check_positive
+from tp_ext._checks import check_int, check_tensor
 from tp_ext.nn.attention.scaled_dot_product import (
     attention,
     attention_by_kv_head,
@@ -47,7 +46,7 @@ class TokenCache(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        check_positive(batch_size=batch_size, max_seq=max_seq)
+        check_int(least=1, batch_size=batch_size, max_seq=max_seq)
         self.batch_size, self.max_seq = batch_size, max_seq
         with torch.inference_mode(False):  # an inference tensor could not be written outside that mode
             for name, (heads, features) in zip(self.contents, sizes, strict=True):
@@ -308,7 +307,7 @@ class KVCache(TokenCache):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive(batch_size=batch_size, max_seq=max_seq, num_kv_heads_local=num_kv_heads_local, head_dim=head_dim)
+        check_int(least=1, num_kv_heads_local=num_kv_heads_local, head_dim=head_dim)
         sizes = [(num_kv_heads_local, head_dim)] * 2
         super().__init__(batch_size, max_seq, sizes, static=static, device=device, dtype=dtype)
 
@@ -392,6 +391,6 @@ class LatentKVCache(TokenCache):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+        check_int(least=1, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
         sizes = [(1, kv_lora_rank + qk_rope_head_dim)]
         super().__init__(batch_size, max_seq, sizes, static=static, device=device, dtype=dtype)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from tp_ext import _ops
-from tp_ext._arguments import check_numbers
+from tp_ext._checks import check_int, check_number
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.module import check_positive
 from tp_ext.nn.attention.kv_cache import LatentKVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.scaled_dot_product import attention_by_kv_head
@@ -110,11 +109,10 @@ class ParallelLatentAttention(SelfAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive(hidden_size=hidden_size, num_heads=num_heads, kv_lora_rank=kv_lora_rank, v_head_dim=v_head_dim)
-        check_positive(qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
-        if q_lora_rank is not None:
-            check_positive(q_lora_rank=q_lora_rank)
-        check_numbers(norm_eps=norm_eps)
+        check_int(least=1, hidden_size=hidden_size, num_heads=num_heads, kv_lora_rank=kv_lora_rank)
+        check_int(least=1, v_head_dim=v_head_dim, qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
+        check_int(least=1, or_none=True, q_lora_rank=q_lora_rank)
+        check_number(norm_eps=norm_eps)
         if norm_eps < 0:
             raise ValueError(f"norm_eps: {norm_eps!r} must be at least 0")
         if isinstance(rope, int | float) and not isinstance(rope, bool):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.model.module import check_positive
+from tp_ext._checks import check_int, check_number
 
 # Keys of each rope_type, and whether each is required; "ntk" is ours, the others are Hugging Face's
 _FACTOR, _CONTEXT = {"factor": True}, {"original_max_position_embeddings": True}
@@ -229,11 +229,10 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         base, rotary_dim = base_and_rotary_dim(scaling, head_dim, base, rotary_dim)
-        check_positive(head_dim=head_dim, rotary_dim=rotary_dim)
+        check_int(least=1, head_dim=head_dim, rotary_dim=rotary_dim)
         if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
             raise ValueError(f"rotary_dim: {rotary_dim} must be even and at most head_dim = {head_dim}")
-        if not isinstance(base, int | float) or not base > 0:
-            raise ValueError(f"base: {base!r} must be a positive number")
+        check_number(above=0, base=base)
         self.head_dim = head_dim
         self.base = float(base)
         self.interleaved = interleaved
@@ -284,8 +283,7 @@ class RotaryEmbedding(nn.Module):
                 f"x: shape {tuple(x.shape)} must be [tokens, heads, head_dim = {self.head_dim}] or "
                 f"[batch, seq, heads, head_dim = {self.head_dim}]"
             )
-        if not isinstance(offset, int) or isinstance(offset, bool):
-            raise TypeError(f"offset: {offset!r} must be an integer")
+        check_int(offset=offset)
         if offset < 0:
             raise ValueError(f"offset: {offset} must not be negative")
         if positions is not None:

@@ -1,7 +1,6 @@
 """Base class of the self-attention layers: their input, its sequences and positions, masks, and attention of one rank's
 heads."""
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
-from tp_ext._arguments import check_tensor
+from tp_ext._checks import check_flag, check_int, check_number, check_probability, check_tensor
 from tp_ext.group import Group
-from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.model.module import ParallelModule
 from tp_ext.nn.attention.kv_cache import TokenCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding, packed_positions, sequence_lengths
 from tp_ext.nn.attention.scaled_dot_product import attention, dropout_by_index
@@ -50,15 +49,10 @@ class SelfAttention(ParallelModule):
         **options: Any,
     ) -> None:
         super().__init__(group, **options)
-        check_flags(causal=causal)
-        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout: {dropout!r} must be a probability, in [0, 1)")
-        for name, value in (("scale", scale), ("softcap", softcap)):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (number and 0 < value < math.inf):
-                raise ValueError(f"{name}: {value!r} must be a positive finite number, or None")
-        if sliding_window is not None:
-            check_positive(sliding_window=sliding_window)
+        check_flag(causal=causal)
+        check_probability(dropout=dropout)
+        check_number(above=0, or_none=True, scale=scale, softcap=softcap)
+        check_int(least=1, or_none=True, sliding_window=sliding_window)
         self.causal, self.rope = causal, rope
         self.scale, self.sliding_window, self.softcap = scale, sliding_window, softcap
         self.dropout, self.exact_dropout = dropout, exact_dropout
@@ -103,7 +97,7 @@ class SelfAttention(ParallelModule):
                 f"{batch_size} and cu_seqlens = {cu_seqlens}"
             )
         if batch_size is not None:
-            check_positive(batch_size=batch_size)
+            check_int(least=1, batch_size=batch_size)
 
     def _check_tables(self, cos: Tensor, seq: int, tokens: int) -> None:
         if self.rope is None:

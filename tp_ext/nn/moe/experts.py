@@ -1,5 +1,9 @@
 """The experts of an expert layer: feed-forward blocks of one shape, their weights stacked, sharded over two groups; and
-the shared experts, whose GEMMs run while the tokens of the other experts are exchanged."""
+the shared experts, whose GEMMs run while the tokens of the other experts are exchanged.
+
+Letters of shapes: T tokens, K the choices of a token, D hidden, F the ffn features of this rank, R the rows
+of its experts.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_choice, check_flag, check_int
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
-from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.model.module import ParallelModule
 from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS, ParallelMLP, is_plain
 from tp_ext.nn.moe.token_exchange import Linear, TokenExchange
 from tp_ext.nn.parallel_linear import ParallelLinear, main_grad_of
@@ -62,13 +67,11 @@ class ParallelExperts(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
-        check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_experts=num_experts)
-        check_flags(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
+        check_int(least=1, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_experts=num_experts)
+        check_flag(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
         self.grad_accumulation_fusion = grad_accumulation_fusion
-        if activation not in ACTIVATIONS + GATED_ACTIVATIONS:
-            raise ValueError(f"activation: {activation!r} must be one of {ACTIVATIONS + GATED_ACTIVATIONS}")
-        if gradient_reduction not in GRADIENT_REDUCTIONS:
-            raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+        check_choice(ACTIVATIONS + GATED_ACTIVATIONS, activation=activation)
+        check_choice(GRADIENT_REDUCTIONS, gradient_reduction=gradient_reduction)
         self.expert_group = parallel_group(expert_group)
         ep = self.expert_group
         if num_experts < ep.size:
@@ -111,11 +114,11 @@ class ParallelExperts(ParallelModule):
         if up_bias is not None and not up_bias.size(0) == down_bias.size(0) == len(counts):
             self._check_shapes()  # rows of all experts would be taken for those of this rank's
         activate = _ops.gated_act if self.gated else _ops.bias_act
-        h = self._linear(x, "up_weight", counts)
+        h = self._linear(x, "up_weight", counts)  # [R, F], gated [R, 2 F]
         of_row = _experts_of_rows(counts, x.device) if up_bias is not None else None
         if up_bias is not None:
             h = h + up_bias[of_row].to(h.dtype)
-        y = self._linear(activate(h, None, self.activation), "down_weight", counts)
+        y = self._linear(activate(h, None, self.activation), "down_weight", counts)  # [R, D]
         if down_bias is not None:
             y = AddedOnce.apply(y, down_bias[of_row].to(y.dtype), self.tp_group.rank == 0)
         return y
@@ -206,17 +209,17 @@ def routed_and_shared(
     add to the same sum, so the shared one needs no collective of its own.
 
     Args:
-        x: ``[tokens, hidden]``, all tokens of ``group``, as they enter the sharded work.
-        weights: ``[tokens, top_k]``.
+        x: ``[T, D]``, all tokens of ``group``, as they enter the sharded work.
+        weights: ``[T, K]``.
 
     Communicates: the two all-to-alls of the exchange.
     """
-    rows, h = exchange.dispatch(x, _linear(shared.up, x))
+    rows, h = exchange.dispatch(x, _linear(shared.up, x))  # [R, D], [T, F]
     rows = experts(rows, exchange.counts)
     assert h is not None
     activate = _ops.gated_act if shared.gated else _ops.bias_act
     h = activate(h, shared.up.parameter("bias"), shared.activation)
-    y, z = exchange.combine(rows, weights, _linear(shared.down, h))
+    y, z = exchange.combine(rows, weights, _linear(shared.down, h))  # [T, D] both
     assert z is not None
     return y + z
 

@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from tp_ext import _ops
-from tp_ext._arguments import check_tensor
+from tp_ext._checks import check_int, check_number, check_tensor
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, parallel_group
 from tp_ext.model.data_ranks import DataRanks, LayerOverData
-from tp_ext.model.module import check_positive
 from tp_ext.nn.mlp import ParallelMLP
 from tp_ext.nn.moe.experts import ParallelExperts, can_overlap, routed_and_shared
 from tp_ext.nn.moe.router import (
@@ -134,12 +133,10 @@ class ParallelMoE(LayerOverData):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group, sequence_parallel=sequence_parallel)
-        check_positive(num_experts=num_experts, top_k=top_k)
+        check_int(least=1, num_experts=num_experts, top_k=top_k)
         check_capacity(capacity, drop_order)
-        if not isinstance(shared_experts, int) or isinstance(shared_experts, bool) or shared_experts < 0:
-            raise ValueError(f"shared_experts: {shared_experts!r} must be an integer of at least 0")
-        if attach_loss is not None and (not isinstance(attach_loss, int | float) or isinstance(attach_loss, bool)):
-            raise TypeError(f"attach_loss: {attach_loss!r} must be a number or None")
+        check_int(least=0, shared_experts=shared_experts)
+        check_number(or_none=True, attach_loss=attach_loss)
         ep = parallel_group(expert_group)
         shared_ranks = set(global_ranks(ep.name)) & set(global_ranks(self.tp_group.name))
         if len(shared_ranks) > 1:
@@ -272,7 +269,7 @@ class ParallelMoE(LayerOverData):
 
     def _sequences(self, x: Tensor, batch_size: int | None, tokens: int) -> int:
         if batch_size is not None:
-            check_positive(batch_size=batch_size)
+            check_int(least=1, batch_size=batch_size)
             if tokens % batch_size:
                 raise ValueError(f"batch_size: {batch_size} must divide the number of tokens, {tokens}")
             return batch_size

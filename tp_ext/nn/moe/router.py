@@ -4,7 +4,6 @@ balance the experts, and the slots (token, choice) that are dropped where an exp
 Letters of shapes: T tokens of this rank, E experts, K the choices of a token, G groups of experts, S sequences.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -13,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_ext._arguments import check_numbers
+from tp_ext._checks import check_choice, check_flag, check_int, check_number
 from tp_ext.group import Group
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.model.data_ranks import DataRanks, sum_of_constants
-from tp_ext.model.module import ParallelModule, check_flags, check_positive
+from tp_ext.model.module import ParallelModule
 from tp_ext.random import Init, torch_linear_init
 
 SCORES = ("softmax", "sigmoid")
@@ -77,15 +76,11 @@ class RouterConfig:
     balance_over: str = "batch"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("scores", SCORES), ("balance_over", BALANCE_OVER)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: {getattr(self, name)!r} must be one of {allowed}")
-        check_flags(normalize=self.normalize, correction_bias=self.correction_bias)
-        check_positive(num_groups=self.num_groups, top_groups=self.top_groups)
-        for name in ("scaling", "balance_loss", "z_loss"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-                raise ValueError(f"{name}: {value!r} must be a number of at least 0")
+        check_choice(SCORES, scores=self.scores)
+        check_choice(BALANCE_OVER, balance_over=self.balance_over)
+        check_flag(normalize=self.normalize, correction_bias=self.correction_bias)
+        check_int(least=1, num_groups=self.num_groups, top_groups=self.top_groups)
+        check_number(least=0, scaling=self.scaling, balance_loss=self.balance_loss, z_loss=self.z_loss)
         if self.top_groups > self.num_groups:
             raise ValueError(f"top_groups: {self.top_groups} must be at most num_groups = {self.num_groups}")
 
@@ -151,11 +146,10 @@ class Router(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group, sequence_parallel=sequence_parallel)
-        check_positive(hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
+        check_int(least=1, hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
         if not isinstance(config, RouterConfig):
             raise TypeError(f"router: {config!r} must be a RouterConfig")
-        if gradient_reduction not in GRADIENT_REDUCTIONS:
-            raise ValueError(f"gradient_reduction: {gradient_reduction!r} must be one of {GRADIENT_REDUCTIONS}")
+        check_choice(GRADIENT_REDUCTIONS, gradient_reduction=gradient_reduction)
         if num_experts % config.num_groups:
             raise ValueError(f"num_groups: {config.num_groups} must divide num_experts = {num_experts}")
         choices = num_experts // config.num_groups * config.top_groups
@@ -281,7 +275,7 @@ class Router(ParallelModule):
         Raises:
             ValueError: the router has no correction bias; ``rate`` is not finite. TypeError: it is no number.
         """
-        check_numbers(rate=rate)
+        check_number(rate=rate)
         if self.e_score_correction_bias is None:
             raise ValueError("update_correction_bias: the router must have RouterConfig(correction_bias=True)")
         counts = self._over_all(self.tokens_per_expert.to(self.e_score_correction_bias.device).double())
@@ -353,13 +347,13 @@ def drop_over_capacity(
     flat = experts.flatten()
     one_each = torch.ones_like(flat)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add(0, flat, one_each)
-    table = ranks.stack(counts)
+    table = ranks.stack(counts)  # [data ranks, E]
     capacity = _capacity(factor, table.sum().double(), num_experts)
     if order == "token":
         position = _positions(flat, num_experts) + table[: ranks.rank].sum(0)[flat]
     else:
         lengths = [n // top_k for n in table.sum(1).tolist()]
-        slots = torch.cat([experts.double(), weights.double()], 1)  # experts are exact in fp64
+        slots = torch.cat([experts.double(), weights.double()], 1)  # [T, 2 K]; experts are exact in fp64
         everyone = ranks.concatenate(slots, lengths)
         all_experts, all_weights = everyone[:, :top_k].long().flatten(), everyone[:, top_k:].flatten()
         by_weight = all_weights.sort(descending=True, stable=True).indices
@@ -388,9 +382,5 @@ def _positions(experts: Tensor, num_experts: int) -> Tensor:
 
 def check_capacity(capacity: float | None, drop_order: str) -> None:
     """Raises unless the arguments of that name are valid."""
-    if capacity is not None and (
-        not isinstance(capacity, int | float) or isinstance(capacity, bool) or not 0 < capacity < math.inf
-    ):
-        raise ValueError(f"capacity: {capacity!r} must be a positive number or None")
-    if drop_order not in DROP_ORDERS:
-        raise ValueError(f"drop_order: {drop_order!r} must be one of {DROP_ORDERS}")
+    check_number(above=0, or_none=True, capacity=capacity)
+    check_choice(DROP_ORDERS, drop_order=drop_order)

@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 
+from tp_ext._checks import check_choice, check_int
 from tp_ext.model.names import reset_parameters
 from tp_ext.parallel.pipeline.parts import compiled_modules
 
@@ -70,9 +71,8 @@ SCHEDULES = {
 def check_schedule(name: object) -> None:
     """Raises TypeError if ``name`` is no string, ValueError if no schedule has it."""
     if not isinstance(name, str):
-        raise TypeError(f"schedule: {name!r} must be a name, one of {list(SCHEDULES)}")
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule: {name!r} must be one of {list(SCHEDULES)}")
+        raise TypeError(f"schedule: {name!r} must be a name, one of {', '.join(SCHEDULES)}")
+    check_choice(SCHEDULES, schedule=name)
 
 
 def known_schedule(name: str) -> Schedule:
@@ -101,15 +101,14 @@ def number_of_stages_per_rank(schedule: Schedule, given: int | None) -> int:
     if given is None:
         return fixed or 2
     if not isinstance(given, int) or isinstance(given, bool) or given < 1 or (fixed is not None and given != fixed):
-        rule = f"{fixed} with {schedule.name}" if fixed else "a positive integer"
+        rule = f"{fixed} with {schedule.name}" if fixed else "an integer of at least 1"
         raise ValueError(f"stages_per_rank: {given!r} must be {rule}")
     return given
 
 
 def check_microbatches(schedule: Schedule, microbatches: int, ranks: int, stages: int) -> None:
     """Raises ValueError if the schedule cannot run this number of microbatches."""
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ValueError(f"microbatches: {microbatches!r} must be a positive integer")
+    check_int(least=1, microbatches=microbatches)
     if schedule.at_least_stages and microbatches < stages:
         raise ValueError(
             f"microbatches: {microbatches} must be at least the number of stages, {stages}, with {schedule.name}"

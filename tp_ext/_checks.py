@@ -1,0 +1,88 @@
+"""Checks of arguments: each rule has one function and one wording.
+
+They take arguments by name and raise for the first that breaks the rule. A group in the place of another argument,
+passed by position as in Megatron-LM, is named as such.
+"""
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+
+def check_bool(**values: object) -> None:
+    """Raises a TypeError unless the values are True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {value!r} must be True or False")
+
+
+def check_flag(**values: object) -> None:
+    """Raises a TypeError unless the values are True or False, or 1 or 0."""
+    for name, value in values.items():
+        if not isinstance(value, int) or value not in (0, 1):  # a bool is an int
+            refuse_group(**{name: value})
+            raise TypeError(f"{name}: {value!r} must be True or False")
+
+
+def check_int(*, least: int | None = None, or_none: bool = False, **values: object) -> None:
+    """Raises a TypeError unless the values are integers; with ``least`` a ValueError, also for those that are less."""
+    for name, value in values.items():
+        if or_none and value is None:
+            continue
+        if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least):
+            continue
+        refuse_group(**{name: value})
+        other = ", or None" if or_none else ""
+        if least is None:
+            raise TypeError(f"{name}: {value!r} must be an integer{other}")
+        raise ValueError(f"{name}: {value!r} must be an integer of at least {least}{other}")
+
+
+def check_number(
+    *, least: float | None = None, above: float | None = None, or_none: bool = False, **values: object
+) -> None:
+    """Raises a TypeError for values that are no numbers, a ValueError for those that are not finite; with a bound a
+    ValueError for both, and for those outside of it."""
+    bound = f" of at least {least}" if least is not None else f" above {above}" if above is not None else ""
+    other = ", or None" if or_none else ""
+    for name, value in values.items():
+        if or_none and value is None:
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            refuse_group(**{name: value})
+            if not bound:
+                raise TypeError(f"{name}: {value!r} must be a number{other}")
+        elif math.isfinite(value) and (least is None or value >= least) and (above is None or value > above):
+            continue
+        raise ValueError(f"{name}: {value!r} must be " + (f"a finite number{bound}{other}" if bound else "finite"))
+
+
+def check_probability(**values: object) -> None:
+    """Raises a ValueError unless the values are probabilities of dropping an element, below 1."""
+    for name, value in values.items():
+        if not isinstance(value, int | float) or not 0 <= value < 1:
+            refuse_group(**{name: value})
+            raise ValueError(f"{name}: {value!r} must be a probability, in [0, 1)")
+
+
+def check_choice(choices: Iterable[object], /, **values: object) -> None:
+    """Raises a ValueError unless the values are among the choices."""
+    for name, value in values.items():
+        if value not in (known := list(choices)):
+            raise ValueError(f"{name}: {value!r} must be one of {', '.join(map(str, known))}")
+
+
+def check_tensor(**values: object) -> None:
+    """Raises a TypeError unless the values are tensors."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {type(value).__name__} must be a tensor")
+
+
+def refuse_group(**values: object) -> None:
+    """Raises a TypeError if a value is a group."""
+    for name, value in values.items():
+        if isinstance(value, ProcessGroup | DeviceMesh):
+            raise TypeError(f"{name}: a {type(value).__name__} must not stand here; pass group= by keyword")
