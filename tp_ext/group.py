@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from tp_ext._build import load
+from tp_ext._imports import after_import
 
 Group = ProcessGroup | DeviceMesh | str | None
 """Type of every ``group`` argument: a process group, a 1-D mesh, a group's name, or None (no parallelism)."""
@@ -220,9 +221,12 @@ def _is_key(name: str) -> bool:
     return tail != name and tail.count("/") in (1, 5) and all(number.isdigit() for number in tail.split("/"))
 
 
-@torch.compiler.assume_constant_result  # a call into C++: torch.compile sees only its result
 def _rank_and_size(name: str) -> tuple[int, int]:
     try:
         return load().group_rank(name), load().group_size(name)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"group: {name!r} must be the name of a process group") from error
+
+
+# A call into C++: torch.compile sees only its result
+after_import("torch._dynamo", lambda: torch.compiler.assume_constant_result(_rank_and_size))

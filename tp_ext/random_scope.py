@@ -419,13 +419,13 @@ def _draw_sequence_seeds(number: int, like: Tensor, starts: Sequence[int], unit:
     return torch.stack(pairs) if pairs else torch.empty(0, 2, dtype=torch.int64, device=device)
 
 
-def _rows_seed(name: Tensor, x: Tensor, each: int, start: int, full: int, tokens: bool, table: bool) -> Tensor:
+def draw_rows_seed_of_name(
+    name: Tensor, x: Tensor, each: int, start: int, full: int, tokens: bool, table: bool
+) -> Tensor:
+    """Implements the operator :func:`_ops.draw_rows_seed`."""
     return _draw_rows_seed(int(name), x, each, start, full, tokens, table, name.device)
 
 
-def _sequence_seeds(name: Tensor, like: Tensor, starts: Sequence[int], unit: int) -> Tensor:
+def draw_sequence_seeds_of_name(name: Tensor, like: Tensor, starts: Sequence[int], unit: int) -> Tensor:
+    """Implements the operator :func:`_ops.draw_sequence_seeds`."""
     return _draw_sequence_seeds(int(name), like, starts, unit, name.device)
-
-
-_ops.implement("draw_rows_seed", _rows_seed)
-_ops.implement("draw_sequence_seeds", _sequence_seeds)

@@ -20,7 +20,7 @@ SOURCES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", "
 # Python, from the bottom: a file may import those of the lines above its own, and of its own folder without a cycle.
 # "" stands for the modules at the top of the package other than __init__
 ORDER = [
-    {"_version", "_build"},
+    {"_version", "_imports", "_build"},
     {"_ops"},
     {""},
     {"model"},

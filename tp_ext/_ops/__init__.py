@@ -49,7 +49,6 @@ from tp_ext._ops.multi_tensor import (
 from tp_ext._ops.named_masks import (
     draw_rows_seed,
     draw_sequence_seeds,
-    implement,
     table_rows,
 )
 from tp_ext._ops.norm import (

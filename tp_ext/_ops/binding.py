@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from tp_ext._build import load
+from tp_ext._imports import after_import
 
 library = load()
 
@@ -49,7 +50,8 @@ def direct_operator(function: Function) -> Function:
     def traced(*args: Any, **kwargs: Any) -> Any:
         return overload(*args, **kwargs)
 
-    torch.compiler.substitute_in_graph(direct, skip_signature_check=True)(traced)
+    # Dynamo takes longer to import than the rest of torch
+    after_import("torch._dynamo", lambda: torch.compiler.substitute_in_graph(direct, skip_signature_check=True)(traced))
     return direct
 
 

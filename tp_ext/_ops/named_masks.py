@@ -1,5 +1,6 @@
 """Seeds of masks by name, for traced code. These operators are Python's, since the tables that they read are: they are
-registered here, with their fakes, in a library of their own, and implemented by :mod:`tp_ext.random_scope`.
+registered here, with their fakes, in a library of their own, and implemented by :mod:`tp_ext.random_scope`, which their
+first call imports.
 
 The name comes first and is a tensor of the CPU, as is the result: where traced code recomputes a random operator, torch
 saves the generator of the first tensor's device, and the CPU's is the one that stands for a step and a microbatch. A
@@ -8,9 +9,12 @@ call depends on the result of an earlier one keeps their order.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from tp_ext._imports import import_now
 
 _library = torch.library.Library("tp_ext_python", "DEF")  # kept for the life of the process
 _tags = [torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe]
@@ -45,7 +49,14 @@ draw_rows_seed: Callable[..., Tensor] = torch.ops.tp_ext_python.draw_rows_seed.d
 draw_sequence_seeds: Callable[..., Tensor] = torch.ops.tp_ext_python.draw_sequence_seeds.default
 
 
-def implement(name: str, function: Callable[..., Tensor]) -> None:
-    """Makes ``function`` the implementation of an operator of this file."""
+def _implement(name: str) -> None:
+    def call(*args: Any) -> Tensor:
+        found: Tensor = getattr(import_now("tp_ext.random_scope"), f"{name}_of_name")(*args)
+        return found
+
     for device in ("CPU", "CUDA"):
-        _library.impl(name, function, device)
+        _library.impl(name, call, device)
+
+
+_implement("draw_rows_seed")
+_implement("draw_sequence_seeds")

@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, parallel_group
-from tp_ext.model.layouts import Carriers, is_sharded, layouts_of
+from tp_ext.model.carriers import Carriers, is_sharded
+from tp_ext.model.layouts import layouts_of
 from tp_ext.model.module import ParallelModule
 from tp_ext.model.stages import JoinedStages
 from tp_ext.model.tied import copies_in

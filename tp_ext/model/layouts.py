@@ -1,55 +1,15 @@
-"""The table of layouts of a module: local parameter name -> :class:`Layout`, and the modules that have one."""
+"""The table of layouts of a module: local parameter name -> :class:`Layout`."""
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
 
 from torch import nn
 
 from tp_ext.group import ParallelGroup
+from tp_ext.model.carriers import Carriers
 from tp_ext.sharding import Layout, Sharding
-
-
-class Carriers:
-    """The live modules of this process some of whose tensors are shards. What torch gives a function of parameters
-    (clipping, a scaler, an initialiser) does not lead to the module: FSDP2 and ``deepcopy`` drop attributes.
-
-    Attributes:
-        modules: these modules.
-        padded: those without a shard that hold padding, which is not in the full tensor either.
-        exist: whether there ever was one. A bool, which traced code can read.
-        changes: how often such a module has got a layout or a parameter, as far as they say so.
-        at_each: is called when a module has been added.
-    """
-
-    modules: ClassVar["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
-    padded: ClassVar["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
-    exist: ClassVar[bool] = False
-    changes: ClassVar[int] = 0
-    at_each: ClassVar[Callable[[], None] | None] = None
-
-    @classmethod
-    def add(cls, module: nn.Module, table: dict[str, Layout]) -> None:
-        """Adds a module with its table of layouts, unless all groups are of one rank and nothing is padded."""
-        layouts = table.values()
-        if not any(map(is_sharded, layouts)):
-            if any(part.padding for layout in layouts for sharding, _ in layout for part in sharding.parts):
-                cls.padded.add(module)
-        else:
-            cls.modules.add(module)
-            cls.changes += 1
-            cls.exist = True
-            if cls.at_each is not None:
-                cls.at_each()
-
-
-def is_sharded(layout: Layout) -> bool:
-    """Returns whether several ranks hold the tensor."""
-    for _, group in layout:  # noqa: SIM110, any() is slower, and a wrapped function asks for all shards of a process
-        if group.size > 1:
-            return True
-    return False
 
 
 class ShardingView(MutableMapping[str, Sharding | None]):

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrize
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int
 from tp_ext.group import Group, ParallelGroup, check_place, layer_group, parallel_group
-from tp_ext.model.layouts import Carriers, ShardingView, mirror_layouts
+from tp_ext.model.carriers import Carriers
+from tp_ext.model.layouts import ShardingView, mirror_layouts
 from tp_ext.random import Init, initialise_
 from tp_ext.sharding import CopiedRows, Layout, Part, Sharding, split_sizes
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrize import ParametrizationList
 
+from tp_ext.model.carriers import Carriers, is_sharded
 from tp_ext.model.fqn import OF_THE_WHOLE, layout_of
-from tp_ext.model.layouts import Carriers, is_sharded, layouts_of
+from tp_ext.model.layouts import layouts_of
 from tp_ext.sharding import Layout, Sharding
 
 _ROWS = 8  # of the sharded dim, that are tried

@@ -1,6 +1,6 @@
 """Strategies of Lightning and loaders of accelerate around sharded layers: right, or refused with what to take instead.
 
-Nothing here imports them: their methods are wrapped when a layer is sharded in a process that has imported them.
+Nothing here imports them: their methods are wrapped when a process has imported them.
 """
 
 import warnings
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import global_ranks
+from tp_ext.model.carriers import Carriers
 from tp_ext.model.fqn import layouts
-from tp_ext.model.layouts import Carriers
 from tp_ext.outside.places import local_of
 from tp_ext.parallel.replicas import check_layers, sharded_over
 
@@ -114,35 +114,3 @@ def prepare_data_loader(
                 stacklevel=3,
             )
     return theirs(accelerator, data_loader, device_placement, slice_fn_for_dispatch)
-
-
-# Module, class, method, its parameters, ours: wrapped when a layer is sharded, if the module has been imported by then
-TRAINERS: list[tuple[str, str, str, str, Callable[..., Any]]] = [
-    *(
-        (f"{root}.strategies.{module}", f"{kind}Strategy", "setup", "self, trainer", ours)
-        for root in ("lightning.pytorch", "pytorch_lightning")
-        for module, kind, ours in (
-            ("model_parallel", "ModelParallel", set_up_mesh),
-            ("ddp", "DDP", set_up_replicas),
-            ("fsdp", "FSDP", set_up_replicas),
-            ("deepspeed", "DeepSpeed", set_up_replicas),
-        )
-    ),
-    *(
-        (
-            f"{root}.strategies.model_parallel",
-            "ModelParallelStrategy",
-            "setup_module",
-            "self, module",
-            set_up_module,
-        )
-        for root in ("lightning.fabric", "lightning_fabric")
-    ),
-    (
-        "accelerate.accelerator",
-        "Accelerator",
-        "prepare_data_loader",
-        "self, data_loader, device_placement=None, slice_fn_for_dispatch=None",
-        prepare_data_loader,
-    ),
-]
