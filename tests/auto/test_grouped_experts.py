@@ -20,10 +20,12 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH) / 3)
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) / 3)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 3)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         gate, up = torch._grouped_mm(x, self.gate_up.transpose(-2, -1), offs=ends).chunk(2, -1)
-        return torch._grouped_mm(torch.tanh(gate) * up, self.down.transpose(-2, -1), offs=ends)
+        y = torch._grouped_mm(torch.tanh(gate) * up, self.down.transpose(-2, -1), offs=ends)
+        return y.add_(self.bias[torch.searchsorted(ends, torch.arange(len(x)), right=True)])  # that of a token's expert
 
 
 class Model(nn.Module):

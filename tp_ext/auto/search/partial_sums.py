@@ -249,22 +249,28 @@ def _argument(step: Step, place: int, name: str, default: Any) -> Any:
 
 
 def added_parameter(record: Record, tensor: Tensor) -> str | None:
-    """The name of the parameter of which a tensor is a view, or a product with numbers; None if it is none."""
+    """The name of the parameter of which a tensor is linear, such as the biases of the experts of each token, or a
+    product with numbers; None if it is none."""
     while id(tensor) not in record.parameters:
         maker = record.maker.get(id(tensor))
-        if maker is None or not (maker.name in VIEWS or (maker.name in ("mul", "neg") and len(maker.inputs) == 1)):
+        if maker is None or not is_linear_of_first(maker):
             return None
         tensor = maker.inputs[0]
     return record.parameters[id(tensor)][0]
 
 
+def is_linear_of_first(step: Step) -> bool:
+    """True if an operator is linear in its first tensor whatever its other arguments are."""
+    return step.name in UNARY or (step.name == "mul" and len(step.inputs) == 1)
+
+
 def uses_of(record: Record, name: str) -> list[Step]:
-    """The operators that use a parameter, or a view of it."""
+    """The operators that use a parameter, or what is linear of it."""
     ids = {id_ for id_, (parameter, _) in record.parameters.items() if parameter == name}
     uses = []
     for step in record.steps:
         if any(id(t) in ids for t in step.inputs):
-            if step.name in VIEWS or (step.name in ("mul", "neg") and len(step.inputs) == 1):
+            if is_linear_of_first(step) and id(step.inputs[0]) in ids:
                 ids |= {id(t) for t in step.outputs}
             else:
                 uses.append(step)
