@@ -3,8 +3,8 @@ that of one rank next to the unsharded model, in eval mode; in fp64. Writes the 
 
     python -m tests.auto.compare --ranks 2 4 --out docs/reference/architectures.md
 
-One architecture after the other; 177 of them at two numbers of ranks take about 15 minutes on two cores. With ``--kept``
-a run that was ended goes on where it was.
+One architecture after the other; 177 of them at two numbers of ranks take about 15 minutes on two cores. With
+``--kept`` a run that was ended goes on where it was.
 """
 
 import argparse
