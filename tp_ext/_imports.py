@@ -11,11 +11,11 @@ from types import ModuleType
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-_waiting: dict[str, list[Callable[[], None]]] = {}
+_waiting: dict[str, list[Callable[[], object]]] = {}
 _looked_for: set[str] = set()
 
 
-def after_import(name: str, function: Callable[[], None]) -> None:
+def after_import(name: str, function: Callable[[], object]) -> None:
     """Calls a function once the module ``name`` has been imported: at once if it has, else after its import."""
     if name in sys.modules:
         function()

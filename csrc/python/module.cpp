@@ -13,7 +13,14 @@
 #include "shm/backend.h"
 #include "simulate/backend.h"
 
+#define TP_EXT_BUILT_FOR "tp_ext built for torch "
+
 namespace tp_ext {
+namespace {
+// tp_ext/_build.py looks for it in the file, before it loads a library that another torch may crash
+[[gnu::used]] const char kBuiltFor[] = TP_EXT_BUILT_FOR TORCH_VERSION;
+}  // namespace
+
 PyObject* direct_call(const std::string& name, PyObject* overload);
 }
 
@@ -21,7 +28,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Operators of tp_ext (torch.ops.tp_ext) and how they were built.";
   m.def("build_info", [] {
     pybind11::dict info;
-    info["torch"] = TORCH_VERSION;
+    info["torch"] = tp_ext::kBuiltFor + sizeof(TP_EXT_BUILT_FOR) - 1;
 #ifdef TP_EXT_WITH_CUDA
     info["cuda"] = TP_EXT_CUDA_VERSION;
     info["cuda_archs"] = TP_EXT_CUDA_ARCHS;

@@ -50,9 +50,24 @@ def fake_torch(path: Path, version: str, cuda: str | None, cuda_home: Path | Non
 def copy_of_package(path: Path, torch: str, torch_cuda: str | None) -> Path:
     """The package as if built for another torch; a library that is loaded nevertheless reports it."""
     shutil.copytree(PACKAGE, path / "tp_ext", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
-    built_for = f"TORCH = {torch!r}\nTORCH_CUDA = {torch_cuda!r}\n"
-    (path / "tp_ext/_built_for.py").write_text(built_for)
-    (path / ("tp_ext/_C" + sysconfig.get_config_var("EXT_SUFFIX"))).write_text("not a library")
+    put_library(path / "tp_ext", torch, torch_cuda)
+    return path
+
+
+def put_library(folder: Path, torch: str, torch_cuda: str | None = None) -> Path:
+    """Writes what setup.py writes: the library, which does not load, and what it was built for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "_built_for.py").write_text(f"TORCH = {torch!r}\nTORCH_CUDA = {torch_cuda!r}\n")
+    library = folder / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
+    library.write_text(f"not a library, tp_ext built for torch {torch.partition('+')[0]}")
+    return library
+
+
+def wheel(path: Path, *torchs: str) -> Path:
+    """The package as a wheel installs it, with libraries for several torchs."""
+    shutil.copytree(PACKAGE, path / "tp_ext", ignore=shutil.ignore_patterns("*.so", "*.pyc", "_built_for.py"))
+    for torch in torchs:
+        put_library(path / "tp_ext" / "_libs" / f"torch{torch.rpartition('.')[0]}", torch)
     return path
 
 
@@ -244,6 +259,43 @@ def test_a_cpu_only_build_refuses_cuda_tensors_in_a_sentence() -> None:
     operator = torch.ops.tp_ext._multi_tensor_squared_norm.default
     with pytest.raises(NotImplementedError, match=r"_squared_norm: this is a CPU-only build of tp_ext, it has no CUDA"):
         operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), [torch.ones(3)])
+
+
+@pytest.mark.parametrize("running", ["2.11.0", "2.15.1+cpu"])
+def test_a_wheel_has_a_library_for_each_torch(tmp_path: Path, running: str) -> None:
+    """That of the running torch is opened, whatever its patch version; 2.9 is less than 2.11."""
+    fake = fake_torch(tmp_path / "fake", running, None)
+    error = import_error(wheel(tmp_path, "2.11.0", "2.15.0"), fake)
+    assert error.startswith("ImportError: tp_ext's compiled library does not load (")
+    assert f"_libs/torch{running[:4]}/_C" in error
+
+
+@pytest.mark.parametrize("running", ["2.9.0", "2.16.0a0+git1"])
+def test_a_wheel_names_the_torchs_that_it_works_with(tmp_path: Path, running: str) -> None:
+    fake = fake_torch(tmp_path / "fake", running, None)
+    error = import_error(wheel(tmp_path, "2.15.0", "2.14.1", "2.11.0"), fake)
+    assert error.startswith(
+        f"ImportError: this wheel of tp_ext works with torch 2.11, 2.14, 2.15, this is torch {running}:"
+    )
+    assert "install one of these, or build tp_ext for this torch: run 'pip install" in error
+
+
+def test_a_library_of_another_torch_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    fake, package = fake_torch(tmp_path / "fake", "2.15.0", None), wheel(tmp_path, "2.15.0", "2.11.0")
+    libraries = package / "tp_ext" / "_libs"
+    (name,) = (file.name for file in (libraries / "torch2.15").glob("_C*.so"))
+    shutil.copy(libraries / "torch2.11" / name, libraries / "torch2.15" / name)
+    error = import_error(package, fake)
+    assert error.startswith("ImportError: tp_ext is damaged, ") and f"torch2.15/{name} is not a library for" in error
+    shutil.copy(libraries / "torch2.11" / "_built_for.py", libraries / "torch2.15" / "_built_for.py")
+    error = import_error(package, fake)
+    assert error.startswith("ImportError: tp_ext was built for torch 2.11.0, this is torch 2.15.0")
+
+
+def test_the_library_needs_no_newer_system_than_wheels_may() -> None:
+    """This call of libstdc++ is newer than RHEL 9's and the only one of that kind: docs/develop/release.md."""
+    (library,) = PACKAGE.glob("_C*.so")
+    assert b"_ZNSt18condition_variable4waitE" not in library.read_bytes()
 
 
 @pytest.mark.parametrize("missing", ["_built_for.py", "_C*.so"])

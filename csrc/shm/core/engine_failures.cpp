@@ -101,7 +101,7 @@ void Engine::serve() {
   auto looked = Clock::now(), since = looked;
   while (!stop_) {
     if (calls_.empty() && transfers_.empty()) {
-      service_->work.wait(lock);
+      service_->work.wait_for(lock, 1h);  // wait() would need GLIBCXX_3.4.30, too new for wheels
       idle = 0;
       continue;
     }
