@@ -38,8 +38,8 @@ from tp_ext.mesh_program.collectives import (
 )
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.mesh_program.spmd import spmd
+from tp_ext.model.census import layouts, shardings
 from tp_ext.model.coalesce import coalesce_gradients, uncoalesce_gradients
-from tp_ext.model.fqn import layouts, shardings
 from tp_ext.model.layouts import declare_layouts
 from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules, reset_parameters

@@ -1,6 +1,8 @@
-"""Checks of arguments that functions of several folders take."""
+"""Checks of arguments that functions of several folders take, and warnings about them."""
 
 import math
+import sys
+import warnings
 
 from torch import Tensor
 
@@ -27,3 +29,15 @@ def check_numbers(**values: object) -> None:
             raise TypeError(f"{name}: {value!r} must be a number")
         if not math.isfinite(value):
             raise ValueError(f"{name}: {value!r} must be finite")
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warns at the line outside of this package that led to the call."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "tp_ext" or module == "torch.utils._contextlib"  # of @torch.no_grad()

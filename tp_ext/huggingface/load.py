@@ -18,7 +18,6 @@ from torch.distributed import DeviceMesh
 
 from tp_ext import auto
 from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
-from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.files.pinned_directory import open_regular
 from tp_ext.checkpoint.files.safetensors_slices import SlicedTensor
 from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
@@ -30,6 +29,8 @@ from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import compute, generator_states
 from tp_ext.mesh import mesh_axes
 from tp_ext.mesh_program.partition_spec import P
+from tp_ext.model.census import census
+from tp_ext.model.fqn import Entry
 
 CONFIG = "config.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of weights
@@ -90,7 +91,7 @@ def from_pretrained(
     if not isinstance(strict, bool):
         raise TypeError(f"strict: {strict!r} must be True or False")
     axes = mesh_axes(group, mesh)
-    own = parallel_group(axes.group)
+    own = parallel_group(axes.tp)
     ranks = process_group(own.name) if own is not ALONE and own.name else None
     where = torch.device(device) if device is not None else torch.get_default_device()
     states = broadcast_from_first(lambda: generator_states(where), [ranks] if ranks is not None else [])
@@ -101,7 +102,7 @@ def from_pretrained(
         plan = call_on_all_ranks(ranks, lambda: _plan(model, example, own.size, hints, sequence_parallel))
         auto.apply(plan, model, own.name or None)
         _allocate(model, where)
-        entries = state_entries(model, own)
+        entries = census(model).state()
         with torch.no_grad():
             for name in list(left.values):
                 write_full(left.values.pop(name), entries[name].value, entries[name].layout)
@@ -136,8 +137,8 @@ def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[st
 
     Communicates and raises as :func:`from_pretrained`, without its plan.
     """
-    ranks = ranks_of(model, NOT_GIVEN)
-    entries = state_entries(model, ranks.groups.default)
+    known = census(model)
+    ranks, entries = ranks_of(known), known.state()
     shapes = {name: one.shape for name, one in entries.items()}
     with ExitStack() as opened:
 
@@ -339,7 +340,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def _read(
     model: transformers.PreTrainedModel,
-    entries: Mapping[str, StateEntry],
+    entries: Mapping[str, Entry],
     files: Mapping[str, SlicedTensor],
     groups: list[TensorGroup],
 ) -> None:

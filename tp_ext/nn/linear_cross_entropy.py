@@ -4,8 +4,9 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import Group, parallel_group
+from tp_ext.mesh import data_axes
 from tp_ext.model.same_input import DebugMode, compare_input
-from tp_ext.nn.loss import axes_of_mean, global_mean, vocab_columns
+from tp_ext.nn.loss import check_reductions, global_mean, vocab_columns
 from tp_ext.sharding import split_sizes
 
 
@@ -75,7 +76,8 @@ def linear_cross_entropy(
     sharded vocabulary: Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
     """
     resolved = parallel_group(group)
-    axes = axes_of_mean(reduction, mean_over, gradient_reduction)
+    axes = data_axes(mean_over)
+    check_reductions(reduction, axes, gradient_reduction)
     if weight.dim() != 2:
         raise ValueError(f"weight: shape {tuple(weight.shape)} must have 2 dims, this rank's rows of the vocabulary")
     if total_tokens is not None and (not isinstance(total_tokens, int) or total_tokens < 0):
@@ -98,7 +100,7 @@ def linear_cross_entropy(
         ignore_index,
         label_smoothing,
         z_loss,
-        "sum" if axes else reduction,
+        "sum" if axes.axes else reduction,
         sequence_parallel,
         split_sizes(total_tokens, resolved.size) if given and total_tokens is not None else None,
         main_grad,
@@ -106,6 +108,6 @@ def linear_cross_entropy(
         chunk_tokens,
         vocab_size is not None,
     )
-    if axes:
+    if axes.axes:
         loss = global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
     return (loss, entropy) if return_entropy else loss

@@ -6,14 +6,14 @@ import math
 import torch
 from torch import Tensor
 
-from tp_ext.model.data_ranks import DataRanks
+from tp_ext.mesh import DataAxes
 
 DROP_ORDERS = ("token", "weight")
 
 
 @torch.no_grad()
 def drop_over_capacity(
-    experts: Tensor, weights: Tensor, num_experts: int, factor: float, order: str, ranks: DataRanks
+    experts: Tensor, weights: Tensor, num_experts: int, factor: float, order: str, ranks: DataAxes
 ) -> Tensor:
     """Returns ``experts`` ``[tokens, top_k]`` with -1 for the slots over capacity.
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tp_ext._arguments import check_numbers
 from tp_ext.group import Group
-from tp_ext.mesh import GRADIENT_REDUCTIONS
-from tp_ext.model.data_ranks import DataRanks, sum_of_constants
+from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, sum_of_constants
 from tp_ext.model.module import ParallelModule, check_flags, check_positive
 from tp_ext.nn.moe.expert_gradients import SumWithGradient
 from tp_ext.random import Init, torch_linear_init
@@ -142,7 +141,7 @@ class Router(ParallelModule):
         config: RouterConfig,
         *,
         group: Group,
-        data_ranks: DataRanks,
+        data_ranks: DataAxes,
         gradient_reduction: str = "mean",
         sequence_parallel: bool = False,
         init: Init | None = None,
