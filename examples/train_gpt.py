@@ -251,7 +251,7 @@ def report(log: RunLog, options: argparse.Namespace, mesh: DeviceMesh, device: t
     sample = None
     if options.sample_bytes:
         model = GPT(config_of(options), mesh["tp"]).to(device)
-        tp_ext.load_checkpoint(options.out / "checkpoint", model, group=mesh["tp"])
+        tp_ext.load_checkpoint(options.out / "checkpoint", model)
         tp_ext.manual_seed(options.seed)
         prompt = torch.tensor([list(options.prompt.encode())], device=device)
         precision = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")

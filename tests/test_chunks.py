@@ -26,7 +26,7 @@ pytestmark = pytest.mark.core
 def local_chunks(tensor, sharding, rank, p):
     """The shape and the chunks of a tensor of one rank of p, sharded or replicated over them."""
     group = ParallelGroup(f"group@{rank}/{p}", p, rank)
-    groups = ModelGroups((group,), {group.name: (0, True)}, group)
+    groups = ModelGroups((group,), {group.name: (0, True)})
     with mock.patch("tp_ext.model.model_groups.global_ranks", lambda name: [-1]):  # in no mesh of a DTensor
         return groups.local_chunks(tensor, Layout() if sharding is None else Layout((sharding, group)))
 
@@ -164,7 +164,7 @@ def _fsdp(group, sizes):
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
     model = tp_ext.ParallelAttention(8, 4, num_kv_heads=1, head_dim=2, qk_norm=True, group=tp, dtype=torch.float64)
-    want = tp_ext.full_state_dict(model, group=tp)
+    want = tp_ext.full_state_dict(model)
     fully_shard(model, mesh=mesh["dp"])
     table = dict(tp_ext.shardings(model))
     held = {}

@@ -254,10 +254,10 @@ def _over_theirs(group, up, down, x):
         theirs.bias.data.copy_(columns.shard(up.bias.detach(), group.rank(), group.size()))
         model = nn.Sequential(theirs, RowParallelLinear.from_linear(down, group=group))
         model[1](torch.tanh(theirs(x)[0])).square().sum().backward()
-        unaware = tp_ext.full_state_dict(model, group=group)["0.weight"]
-        theirs.tp_shardings = {"weight": columns, "bias": columns}
-        state = tp_ext.full_state_dict(model, group=group)
-        norm = tp_ext.clip_grad_norm_(model, 1.0, group=group)
+        unaware = tp_ext.full_state_dict(model)["0.weight"]
+        tp_ext.declare_layouts(theirs, dict.fromkeys(("weight", "bias"), tp_ext.Layout((columns, group))))
+        state = tp_ext.full_state_dict(model)
+        norm = tp_ext.clip_grad_norm_(model, 1.0)
         return unaware.shape, state, norm, theirs.weight.grad
 
 

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from tp_ext.mesh import init_mesh as init_mesh
     from tp_ext.mesh_program.partition_spec import P as P
     from tp_ext.mesh_program.spmd import spmd as spmd
+    from tp_ext.model.census import layouts as layouts
+    from tp_ext.model.census import shardings as shardings
     from tp_ext.model.coalesce import coalesce_gradients as coalesce_gradients
     from tp_ext.model.coalesce import uncoalesce_gradients as uncoalesce_gradients
-    from tp_ext.model.fqn import layouts as layouts
-    from tp_ext.model.fqn import shardings as shardings
     from tp_ext.model.layouts import declare_layouts as declare_layouts
     from tp_ext.model.module import ParallelModule as ParallelModule
     from tp_ext.model.names import name_modules as name_modules
@@ -115,8 +115,8 @@ _NAMES = {
     "mesh": "init_mesh",
     "mesh_program.partition_spec": "P",
     "mesh_program.spmd": "spmd",
+    "model.census": "layouts shardings",
     "model.coalesce": "coalesce_gradients uncoalesce_gradients",
-    "model.fqn": "layouts shardings",
     "model.layouts": "declare_layouts",
     "model.module": "ParallelModule",
     "model.names": "name_modules reset_parameters",

@@ -1,10 +1,12 @@
-"""Checks of arguments: each rule has one function and one wording.
+"""Checks of arguments: each rule has one function and one wording; and warnings at the line of the caller.
 
 They take arguments by name and raise for the first that breaks the rule. A group in the place of another argument,
 passed by position as in Megatron-LM, is named as such.
 """
 
 import math
+import sys
+import warnings
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -86,3 +88,15 @@ def refuse_group(**values: object) -> None:
     for name, value in values.items():
         if isinstance(value, ProcessGroup | DeviceMesh):
             raise TypeError(f"{name}: a {type(value).__name__} must not stand here; pass group= by keyword")
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warns at the line outside of this package that led to the call."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "tp_ext" or module == "torch.utils._contextlib"  # of @torch.no_grad()

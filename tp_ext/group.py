@@ -4,8 +4,6 @@ copied and pickled, and nothing outlives ``destroy_process_group``.
 
 import enum
 import os
-import sys
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from tp_ext._build import load
+from tp_ext._checks import warn_caller
 from tp_ext._imports import after_import
 
 Group = ProcessGroup | DeviceMesh | str | None
@@ -152,13 +151,8 @@ def _warn_if_forgotten(group: Group, layer: str) -> None:
     else:
         text = f"{layer}: group is None in a job of WORLD_SIZE = {ranks} ranks"
         advice = "call init_process_group first (until then dist.group.WORLD is None)"
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "tp_ext":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(
-        f"{text}: it is not sharded, and each rank computes a whole one of its own; {advice}",
-        ForgottenGroupWarning,
-        stacklevel=level,
+    warn_caller(
+        f"{text}: it is not sharded, and each rank computes a whole one of its own; {advice}", ForgottenGroupWarning
     )
 
 

@@ -6,11 +6,14 @@ axes by name.
 import math
 import os
 import warnings
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.distributed import DeviceMesh, init_device_mesh
 
-from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, job_ranks, parallel_group
+from tp_ext import _ops
+from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, check_place, job_ranks, parallel_group
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
 DATA_AXES = ("dp", "ep", "cp")
@@ -73,24 +76,110 @@ def init_mesh(
     return init_device_mesh(device_type, shape, mesh_dim_names=tuple(sizes))
 
 
+class DataAxes:
+    """The axes of a mesh along which ranks have different data of one batch. A value that does not change.
+
+    The ranks are numbered as the data in the batch of one process: those along the last axis follow one another.
+
+    Attributes:
+        axes: the groups of several ranks, one along each axis, the outermost first.
+        context: the axis, one of them, whose ranks have other tokens of the same sequences.
+        size: the number of ranks.
+        rank: the number of this rank.
+    """
+
+    def __init__(self, axes: tuple[ParallelGroup, ...] = (), context: ParallelGroup = ALONE) -> None:
+        self.axes, self.context = axes, context
+        self.size = math.prod(axis.size for axis in axes)
+        self.rank = self.number([axis.rank for axis in axes])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for axis in self.axes:
+            check_place(axis)
+
+    @property
+    def sequences(self) -> "DataAxes":
+        """The axes whose ranks have different sequences."""
+        return DataAxes(tuple(axis for axis in self.axes if axis != self.context))
+
+    def number(self, place: Sequence[int]) -> int:
+        """Returns the number of the rank at these coordinates."""
+        number = 0
+        for index, axis in zip(place, self.axes, strict=True):
+            number = number * axis.size + index
+        return number
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Returns the coordinates of the rank of this number."""
+        place = []
+        for axis in reversed(self.axes):
+            rank, index = divmod(rank, axis.size)
+            place.append(index)
+        return tuple(reversed(place))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum over the ranks; without a gradient. Communicates one all-reduce per axis."""
+        for axis in self.axes:
+            x = sum_of_constants(x, axis)
+        return x.detach()
+
+    def sum_over_context(self, x: Tensor) -> Tensor:
+        """Returns the sum over the ranks that have the same sequences. Communicates one all-reduce."""
+        return sum_of_constants(x, self.context) if self.context.size > 1 else x
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Returns ``[ranks, ..]``, the ranks' x of one shape. Communicates one all-gather per axis."""
+        x = x.detach()[None]
+        for axis in reversed(self.axes):
+            x = _ops.all_gather_region(x, axis.name, 0, None)
+        return x
+
+    def concatenate(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Returns the ranks' x, of these lengths, along dim 0. Communicates one all-gather per axis."""
+        rank, x = self.rank, x.detach()
+        span = 1  # ranks whose x this rank already has
+        for axis in reversed(self.axes):
+            first = rank - rank % (span * axis.size)
+            sizes = [sum(lengths[first + i * span : first + (i + 1) * span]) for i in range(axis.size)]
+            x = _ops.all_gather_region(x, axis.name, 0, sizes)
+            span *= axis.size
+        return x
+
+
+def sum_of_constants(x: Tensor, axis: ParallelGroup) -> Tensor:
+    """Returns the sum over the ranks of an axis, without a gradient, for the computation of each rank. Communicates one
+    all-reduce."""
+    return _ops.copy_to_region(_ops.reduce_from_region(x.detach(), axis.name), axis.name)
+
+
+def data_axes(ranks: Group | list[Group]) -> DataAxes:
+    """Returns the axes of an argument such as ``mean_over``: a group, a list of groups that are axes of one mesh, or a
+    mesh, for its data axes."""
+    if isinstance(ranks, DeviceMesh) and ranks.ndim > 1:
+        return mesh_axes(NOT_GIVEN, ranks).data
+    groups = [parallel_group(group) for group in (ranks if isinstance(ranks, list) else [ranks])]
+    return DataAxes(tuple(group for group in groups if group.size > 1))
+
+
 # [Note: functions of whole models take a mesh, layers do not]
 class MeshAxes(NamedTuple):
     """The axes of a mesh, or the group given in its place, for a function of a whole model.
 
     Attributes:
-        group: the tensor-parallel group, as the argument ``group`` of functions.
-        named: the name of that argument in messages.
+        tp: the tensor-parallel group, as the argument ``group`` of functions; :data:`NOT_GIVEN` without either.
+        argument: how messages name it: ``mesh['tp']``, or the deprecated ``group``.
         pp: the group of the pipeline: its ranks hold different stages.
         ep: the group over which experts are sharded, which is one of ``data``, too.
-        data: the groups along which parameters are equal copies, unless FSDP2 shards them: ``dp``, ``ep`` (along which
+        data: the axes along which parameters are equal copies, unless FSDP2 shards them: ``dp``, ``ep`` (along which
             experts differ, as their layouts say) and ``cp``.
     """
 
-    group: Group
-    named: str = "group"
+    tp: Group = NOT_GIVEN
+    argument: str = "group"
     pp: ParallelGroup = ALONE
     ep: ParallelGroup = ALONE
-    data: tuple[ParallelGroup, ...] = ()
+    data: DataAxes = DataAxes()  # without any
 
 
 def mesh_axes(group: Group, mesh: DeviceMesh | None) -> MeshAxes:
@@ -113,14 +202,5 @@ def mesh_axes(group: Group, mesh: DeviceMesh | None) -> MeshAxes:
         raise ValueError("mesh: this rank must be a member of the mesh")
     groups = {name: parallel_group(mesh.get_group(name)) for name in names}
     data = tuple(groups[name] for name in DATA_AXES if name in groups and groups[name].size > 1)
-    pp, ep = (groups[name] if name in groups and groups[name].size > 1 else ALONE for name in ("pp", "ep"))
-    return MeshAxes(groups["tp"].name if "tp" in groups else None, "mesh['tp']", pp, ep, data)
-
-
-def data_axes(mean_over: Group | list[Group]) -> list[ParallelGroup]:
-    """Returns the groups of several ranks over which the mean is taken."""
-    if isinstance(mean_over, DeviceMesh) and mean_over.ndim > 1:
-        axes = list(mesh_axes(NOT_GIVEN, mean_over).data)
-    else:
-        axes = [parallel_group(axis) for axis in (mean_over if isinstance(mean_over, list) else [mean_over])]
-    return [axis for axis in axes if axis.size > 1]
+    pp, ep, cp = (groups[name] if name in groups and groups[name].size > 1 else ALONE for name in ("pp", "ep", "cp"))
+    return MeshAxes(groups["tp"].name if "tp" in groups else None, "mesh['tp']", pp, ep, DataAxes(data, cp))

@@ -127,7 +127,7 @@ def weights_by_hand(full: Results) -> Results:
 def by_hand(hidden: int, group: Any) -> tuple[Callable[[], Results], nn.Module]:
     model = model_of(hidden)
     block = ByHand(model.config, group)
-    tp_ext.load_full_state_dict(block, weights_by_hand(model.layers[0].state_dict()), group=group)
+    tp_ext.load_full_state_dict(block, weights_by_hand(model.layers[0].state_dict()))
     assert block.attention.rope is not None
     tables = block.attention.rope.cos_sin(torch.arange(SEQ), torch.float32)
     return step_of(lambda x: block(x, tables), block, hidden), block

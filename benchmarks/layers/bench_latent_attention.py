@@ -93,7 +93,7 @@ def ours(task: str, backend: str, sequence_parallel: bool) -> Callable[[], Resul
     layer = tp_ext.ParallelLatentAttention(
         HIDDEN, HEADS, **WIDTHS, rope=rope(), group=group, sequence_parallel=sequence_parallel
     )
-    tp_ext.load_full_state_dict(layer, weights(), group=group)
+    tp_ext.load_full_state_dict(layer, weights())
     if task == "training":
         x, grad = (own_tokens(t) if sequence_parallel else t for t in data(task))
         named = dict(layer.named_parameters())

@@ -76,7 +76,7 @@ def ours(backend: str) -> Callable[[], Results]:
     group = interleave.group_on(backend)
     mlp = tp_ext.ParallelMLP(HIDDEN, FFN, group=group)
     full = dict(zip(("up.weight", "up.bias", "down.weight", "down.bias"), weights(), strict=False))
-    tp_ext.load_full_state_dict(mlp, full, group=group)
+    tp_ext.load_full_state_dict(mlp, full)
     parameters = [mlp.up.weight, mlp.up.bias, mlp.down.weight, mlp.down.bias]
     return step_of(mlp, parameters)
 

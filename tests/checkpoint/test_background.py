@@ -35,7 +35,7 @@ def loaded(path):
 
 def save(group, path, model, optimizer, step, **options):
     fill(model, optimizer, step)
-    return tp_ext.save_checkpoint(path, model, optimizer, group=group, step=step, asynchronous=True, **options)
+    return tp_ext.save_checkpoint(path, model, optimizer, step=step, asynchronous=True, **options)
 
 
 def _train_on(group, path):
@@ -58,9 +58,9 @@ def _train_on(group, path):
         second = save(group, path / "second", model, optimizer, 2)
         assert first.done() and (path / "first").exists()
         fill(model, optimizer, 3)
-        tp_ext.load_checkpoint(path / "second", model, optimizer, group=group)  # waits for it
+        tp_ext.load_checkpoint(path / "second", model, optimizer)  # waits for it
         assert second.done()
-        tp_ext.save_checkpoint(path / "third", model, optimizer, group=group, step=2)
+        tp_ext.save_checkpoint(path / "third", model, optimizer, step=2)
     finally:
         directory._write_entries = original
 
@@ -274,14 +274,14 @@ def _change(group, path):
         extra = {"turn": turn}
         if turn == 4 and group.rank() == 0:
             model.register_buffer("mine", torch.ones(2))
-        tp_ext.save_checkpoint(path, *args, group=group, **extra)
+        tp_ext.save_checkpoint(path, *args, **extra)
         metadata = tp_ext.CheckpointReader(path).read_metadata()
         found.append((len(metadata.state_dict_metadata), "model.mine" in metadata.state_dict_metadata))
     if group.rank() == 0:
         with pytest.raises(
             ValueError, match=r"process_group: its ranks hold 384 elements of 'model.0.weight' and must"
         ):
-            tp_ext.save_checkpoint(path, model, group=group, process_group=alone)
+            tp_ext.save_checkpoint(path, model, process_group=alone)
     return found
 
 
@@ -295,15 +295,15 @@ def test_plans_are_those_of_each_save(tmp_path):
 def _over_groups(group, path):
     model = tp_ext.ColumnParallelLinear(4, 4, group=group)
     other = dist.new_group([0, 1])
-    tp_ext.save_checkpoint(path, model, group=group, process_group=other)
-    tp_ext.save_checkpoint(path, model, group=group, process_group=other, asynchronous=True).result()
+    tp_ext.save_checkpoint(path, model, process_group=other)
+    tp_ext.save_checkpoint(path, model, process_group=other, asynchronous=True).result()
     kept = [one.group for one in plan_exchange._last.values()]
     own = background._groups[other.group_name][1]
     assert other in kept and own in kept
     dist.destroy_process_group(own)
     dist.destroy_process_group(other)
     original, plan_exchange._MAX_KEPT = plan_exchange._MAX_KEPT, 3
-    tp_ext.save_checkpoint(path, model, group=group, asynchronous=True).result()  # 4 entries
+    tp_ext.save_checkpoint(path, model, asynchronous=True).result()  # 4 entries
     plan_exchange._MAX_KEPT = original
     kept = {one.group for one in plan_exchange._last.values()}
     assert not kept & {other, own, background._groups[group.group_name][1]}

@@ -21,19 +21,19 @@ pytestmark = pytest.mark.core
 def _save(group, path, options, steps, **more):
     model, optimizer = model_and_optimizer(group, **options)
     train(model, optimizer, group, steps)
-    tp_ext.save_checkpoint(path, model, optimizer, group=group, epoch=3, **more)
+    tp_ext.save_checkpoint(path, model, optimizer, epoch=3, **more)
     want = train(model, optimizer, group, steps)
     # Every rank finds it as soon as it is back from saving
     model, optimizer = model_and_optimizer(group, seed=8, **options)
-    assert tp_ext.load_checkpoint(path, model, optimizer, group=group) == {"epoch": 3, **more}
+    assert tp_ext.load_checkpoint(path, model, optimizer) == {"epoch": 3, **more}
     assert torch.equal(train(model, optimizer, group, steps), want)
     return want
 
 
 def _resume(group, path, options, steps):
     model, optimizer = model_and_optimizer(group, seed=9, **options)
-    tp_ext.load_checkpoint(path, model, optimizer, group=group)
-    before = tp_ext.full_state_dict(model, group=group), tp_ext.full_optimizer_state_dict(model, optimizer, group=group)
+    tp_ext.load_checkpoint(path, model, optimizer)
+    before = tp_ext.full_state_dict(model), tp_ext.full_optimizer_state_dict(model, optimizer)
     return *before, train(model, optimizer, group, steps)
 
 
@@ -80,7 +80,7 @@ def _fail(group, path, failing, how):
     try:
         if group.rank() == failing and how == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-        tp_ext.save_checkpoint(path, model, optimizer, group=group, numbers=torch.ones(100))
+        tp_ext.save_checkpoint(path, model, optimizer, numbers=torch.ones(100))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
@@ -131,7 +131,7 @@ class Odd:
 
 def _odd_extra(group, path, failing):
     extra = {"odd": Odd()} if group.rank() == failing else {}
-    tp_ext.save_checkpoint(path, tp_ext.ColumnParallelLinear(2, 2, group=group), group=group, **extra, step=1)
+    tp_ext.save_checkpoint(path, tp_ext.ColumnParallelLinear(2, 2, group=group), **extra, step=1)
 
 
 def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
@@ -162,9 +162,7 @@ def test_an_unfinished_checkpoint_of_torch_is_replaced(tmp_path):
 
 
 def _save_against(group, path, lock_timeout):
-    tp_ext.save_checkpoint(
-        path, tp_ext.ColumnParallelLinear(2, 2, group=group), group=group, lock_timeout=lock_timeout, step=2
-    )
+    tp_ext.save_checkpoint(path, tp_ext.ColumnParallelLinear(2, 2, group=group), lock_timeout=lock_timeout, step=2)
 
 
 def test_a_second_save_waits_for_its_turn(tmp_path, monkeypatch):
@@ -219,7 +217,7 @@ def _lose_a_file(group, path):
 
     directory._check_complete = check
     try:
-        tp_ext.save_checkpoint(path, model_and_optimizer(group)[0], group=group)
+        tp_ext.save_checkpoint(path, model_and_optimizer(group)[0])
     finally:
         directory._check_complete = original
 

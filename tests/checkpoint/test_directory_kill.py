@@ -27,11 +27,11 @@ def _save_on_and_on(rank, folder, path, exchange, asynchronous, pipe):
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     group = dist.group.WORLD
     model, optimizer = build(group)
-    start = tp_ext.load_checkpoint(path, model, optimizer, group=group)["step"] + 1
+    start = tp_ext.load_checkpoint(path, model, optimizer)["step"] + 1
     for step in range(start, start + STEPS):
         fill(model, optimizer, step)
         pipe.send(step)
-        tp_ext.save_checkpoint(path, model, optimizer, group=group, step=step, asynchronous=asynchronous)
+        tp_ext.save_checkpoint(path, model, optimizer, step=step, asynchronous=asynchronous)
 
 
 def _loaded(path):

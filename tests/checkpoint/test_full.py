@@ -18,7 +18,7 @@ SIZES = (1, 2, 3, 4)
 
 
 def _state(group, options, rank0_only):
-    return tp_ext.full_state_dict(model_and_optimizer(group, **options)[0], group=group, rank0_only=rank0_only)
+    return tp_ext.full_state_dict(model_and_optimizer(group, **options)[0], rank0_only=rank0_only)
 
 
 @pytest.mark.thinned(1)
@@ -39,10 +39,10 @@ def _load_and_read(group, state, options):
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(3e9)
-    tp_ext.load_full_state_dict(model, state, group=group)
+    tp_ext.load_full_state_dict(model, state)
     if options.get("pad"):  # padding is zero
         assert not model.embedding.weight[model.embedding.vocab_local :].any()
-    return tp_ext.full_state_dict(model, group=group)
+    return tp_ext.full_state_dict(model)
 
 
 @pytest.mark.thinned(1)
@@ -67,7 +67,7 @@ def test_plain_modules_load_it():
 def _count(group):
     model = model_and_optimizer(group)[0]
     with CommDebugMode() as counts:
-        tp_ext.full_state_dict(model, group=group)
+        tp_ext.full_state_dict(model)
     return counts_by_kind(counts), sum(sharding is not None for _, sharding in tp_ext.shardings(model))
 
 
@@ -79,8 +79,8 @@ def test_one_all_gather_per_sharded_entry():
 def _load_wrong(group, what, how):
     model, optimizer = model_and_optimizer(group)
     train(model, optimizer, group, 1)
-    state = tp_ext.full_state_dict(model, group=group)
-    whole = tp_ext.full_optimizer_state_dict(model, optimizer, group=group)
+    state = tp_ext.full_state_dict(model)
+    whole = tp_ext.full_optimizer_state_dict(model, optimizer)
     before = [p.detach().clone() for p in model.parameters()]
     tp_ext.all_gather_region(torch.ones(1), group)
     state = {k: v + 1 for k, v in state.items()}
@@ -95,8 +95,8 @@ def _load_wrong(group, what, how):
         state["mlp.sideways.weight"] = torch.ones(1)
     try:
         if what == "optimizer":
-            tp_ext.load_full_optimizer_state_dict(model, optimizer, whole, group=group)
-        tp_ext.load_full_state_dict(model, state, group=group, strict=how != "loosely")
+            tp_ext.load_full_optimizer_state_dict(model, optimizer, whole)
+        tp_ext.load_full_state_dict(model, state, strict=how != "loosely")
     finally:
         same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
         assert how == "loosely" or all(same)

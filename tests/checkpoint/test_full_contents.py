@@ -39,7 +39,7 @@ class Odd(nn.Module):
 def _odd(group, from_first, load):
     torch.manual_seed(5)
     model = Odd(group)
-    state = tp_ext.full_state_dict(model, group=group)
+    state = tp_ext.full_state_dict(model)
     assert state["one.weight"] is state["again.weight"]
     if not load:
         return state
@@ -49,9 +49,9 @@ def _odd(group, from_first, load):
     other.note = None
     other.flags.zero_()
     given = state if not from_first or group.rank() == 0 else {}
-    tp_ext.load_full_state_dict(other, given, group=group, broadcast_from_rank0=from_first)
+    tp_ext.load_full_state_dict(other, given, broadcast_from_rank0=from_first)
     assert not other.lost.any()
-    return tp_ext.full_state_dict(other, group=group)
+    return tp_ext.full_state_dict(other)
 
 
 @pytest.mark.parametrize("from_first", [False, True])
@@ -72,8 +72,8 @@ def _meta(group, function):
     with torch.device("meta"):
         model = nn.Sequential(tp_ext.ColumnParallelLinear(3, 5, group=group))
     if function == "save":
-        tp_ext.full_state_dict(model, group=group)
-    tp_ext.load_full_state_dict(model, {}, group=group, strict=False)
+        tp_ext.full_state_dict(model)
+    tp_ext.load_full_state_dict(model, {}, strict=False)
 
 
 @pytest.mark.parametrize("function", ["save", "load"])
@@ -96,7 +96,7 @@ def _wrong(group, what, from_first):
     if from_first and group.rank():
         state = {}
     try:
-        tp_ext.load_full_state_dict(model, state, group=group, broadcast_from_rank0=from_first)
+        tp_ext.load_full_state_dict(model, state, broadcast_from_rank0=from_first)
     finally:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -132,10 +132,10 @@ def _peak(group, dim, rank0_only, from_first):
     dist.gather, dist.scatter = count_collectives_of(gather), count_collectives_of(scatter)
     try:
         with Peak() as gathering:
-            state = tp_ext.full_state_dict(model, group=group, rank0_only=rank0_only)
+            state = tp_ext.full_state_dict(model, rank0_only=rank0_only)
         gathered, sent[:] = sum(sent), []
         with Peak() as loading:
-            tp_ext.load_full_state_dict(model, state, group=group, broadcast_from_rank0=from_first)
+            tp_ext.load_full_state_dict(model, state, broadcast_from_rank0=from_first)
         return gathering.most, gathered, loading.most, sum(sent)
     finally:
         dist.gather, dist.scatter = gather, scatter

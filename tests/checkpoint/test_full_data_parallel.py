@@ -55,8 +55,8 @@ def _states(group, how, options):
     train(model, optimizer, tp, 2)
     states = []
     for only in (False, True):
-        states.append(tp_ext.full_state_dict(model, group=tp, rank0_only=only))
-        states.append(tp_ext.full_optimizer_state_dict(model, optimizer, group=tp, rank0_only=only, cpu_offload=only))
+        states.append(tp_ext.full_state_dict(model, rank0_only=only))
+        states.append(tp_ext.full_optimizer_state_dict(model, optimizer, rank0_only=only, cpu_offload=only))
     return states
 
 
@@ -97,9 +97,9 @@ def _load(group, how, options, state, optimizer_state, from_first):
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(3e9)  # padding too
-    tp_ext.load_full_state_dict(model, state, group=tp, broadcast_from_rank0=from_first)
-    tp_ext.load_full_optimizer_state_dict(model, optimizer, optimizer_state, group=tp, broadcast_from_rank0=from_first)
-    after = tp_ext.full_state_dict(model, group=tp), tp_ext.full_optimizer_state_dict(model, optimizer, group=tp)
+    tp_ext.load_full_state_dict(model, state, broadcast_from_rank0=from_first)
+    tp_ext.load_full_optimizer_state_dict(model, optimizer, optimizer_state, broadcast_from_rank0=from_first)
+    after = tp_ext.full_state_dict(model), tp_ext.full_optimizer_state_dict(model, optimizer)
     return *after, train(model, optimizer, tp, 2)
 
 
@@ -142,11 +142,11 @@ def _parametrized(group, kind):
             nn.utils.parametrizations.weight_norm(layer)
         else:
             nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
-    state = tp_ext.full_state_dict(model, group=group)
+    state = tp_ext.full_state_dict(model)
     for value in model.parameters():
         nn.init.zeros_(value)
-    tp_ext.load_full_state_dict(model, state, group=group)
-    return state, tp_ext.full_state_dict(model, group=group), dict(tp_ext.shardings(model))
+    tp_ext.load_full_state_dict(model, state)
+    return state, tp_ext.full_state_dict(model), dict(tp_ext.shardings(model))
 
 
 def test_parametrizations():

@@ -31,7 +31,7 @@ def read(folder):
 
 def _save(group, path, options, **more):
     model, _ = model_and_optimizer(group, **options)
-    tp_ext.save_safetensors(path, model, group=group, **more)
+    tp_ext.save_safetensors(path, model, **more)
     assert any(file.suffix == ".safetensors" for file in path.iterdir())  # on every rank, once it is back
 
 
@@ -40,10 +40,10 @@ def _load(group, path, options):
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(3e9)
-    tp_ext.load_safetensors(path, model, group=group)
+    tp_ext.load_safetensors(path, model)
     if options.get("pad"):  # padding is zero
         assert not model.embedding.weight[model.embedding.vocab_local :].any()
-    return tp_ext.full_state_dict(model, group=group)
+    return tp_ext.full_state_dict(model)
 
 
 @pytest.mark.parametrize("size", [None, 800], ids=["one file", "several"])
@@ -114,15 +114,15 @@ def test_the_bytes_are_the_librarys_own(tmp_path):
 def _untied(group, path):
     model, _ = model_and_optimizer(group, seed=8)
     model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
-    tp_ext.load_safetensors(path, model, group=group)
-    return tp_ext.full_state_dict(model, group=group)
+    tp_ext.load_safetensors(path, model)
+    return tp_ext.full_state_dict(model)
 
 
 def _error(group, path):
     model, _ = model_and_optimizer(group, seed=8)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        tp_ext.load_safetensors(path, model, group=group)
+        tp_ext.load_safetensors(path, model)
     except Exception as error:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         return f"{type(error).__name__}: {error}"
@@ -150,11 +150,11 @@ def test_ties(tmp_path):
 
 
 def _wrapped(group, path, how, action):
-    model, _, tp = wrapped(group, how, 7 if action == "save" else 8)
+    model, _, _ = wrapped(group, how, 7 if action == "save" else 8)
     if action == "save":
-        return tp_ext.save_safetensors(path, model, group=tp, max_shard_size=800)
-    tp_ext.load_safetensors(path, model, group=tp)
-    return tp_ext.full_state_dict(model, group=tp)
+        return tp_ext.save_safetensors(path, model, max_shard_size=800)
+    tp_ext.load_safetensors(path, model)
+    return tp_ext.full_state_dict(model)
 
 
 @pytest.mark.parametrize("how", ["FSDP2", "DDP"])
@@ -173,15 +173,15 @@ def _wrong(group, path, what):
     model, _ = model_and_optimizer(group, seed=8)
     if what == "extra state":
         model.noted = Noted()
-        return tp_ext.save_safetensors(path, model, group=group)
+        return tp_ext.save_safetensors(path, model)
     if what == "dtype":
         model.register_buffer("odd", torch.ones(2, dtype=torch.complex128))
-        return tp_ext.save_safetensors(path, model, group=group)
+        return tp_ext.save_safetensors(path, model)
     if what == "metadata":
-        return tp_ext.save_safetensors(path, model, group=group, metadata={"step": 3})
+        return tp_ext.save_safetensors(path, model, metadata={"step": 3})
     if what == "size":
-        return tp_ext.save_safetensors(path, model, group=group, max_shard_size="5GB")
-    tp_ext.load_safetensors(path, model, group=group)
+        return tp_ext.save_safetensors(path, model, max_shard_size="5GB")
+    tp_ext.load_safetensors(path, model)
 
 
 WRONG = {

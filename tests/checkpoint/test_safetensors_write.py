@@ -30,7 +30,7 @@ pytestmark = pytest.mark.core
 
 
 def _save(group, path, options, **more):
-    tp_ext.save_safetensors(path, model_and_optimizer(group, **options)[0], group=group, **more)
+    tp_ext.save_safetensors(path, model_and_optimizer(group, **options)[0], **more)
 
 
 def _peaks(group, path):
@@ -38,11 +38,11 @@ def _peaks(group, path):
     layers = [tp_ext.ColumnParallelLinear(32, 32, False, group=group, dtype=torch.float64) for _ in range(8)]
     model = nn.Sequential(*layers)
     with Peak() as saving:
-        tp_ext.save_safetensors(path, model, group=group)
+        tp_ext.save_safetensors(path, model)
     taken, preadv = [], os.preadv
     counted = mock.patch("os.preadv", lambda *args: taken.append(preadv(*args)) or taken[-1])
     with counted, Peak() as loading:
-        tp_ext.load_safetensors(path, model, group=group)
+        tp_ext.load_safetensors(path, model)
     return saving.most, loading.most, sum(taken)
 
 
@@ -74,7 +74,7 @@ def _no_space(group, path, size, limit):
     try:
         if group.rank() == 0:  # Python ignores the signal: write fails with "File too large"
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-        tp_ext.save_safetensors(path, model_and_optimizer(group, seed=9)[0], group=group, max_shard_size=size)
+        tp_ext.save_safetensors(path, model_and_optimizer(group, seed=9)[0], max_shard_size=size)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -191,7 +191,7 @@ def test_temporary_files_of_killed_exports_are_removed_by_the_next_one(tmp_path)
 
 
 def _save_against(group, path, timeout):
-    tp_ext.save_safetensors(path, _fill(2), group=group, lock_timeout=timeout)
+    tp_ext.save_safetensors(path, _fill(2), lock_timeout=timeout)
 
 
 def test_exports_to_one_folder_take_turns(tmp_path):

@@ -50,12 +50,12 @@ def _wide(group, seed=0):
 def _save_wide(group, path):
     model, optimizer = _wide(group)
     train(model, optimizer, group, 3, vocab_size=19)
-    tp_ext.save_checkpoint(path, model, optimizer, group=group)
+    tp_ext.save_checkpoint(path, model, optimizer)
 
 
 def _resume_wide(group, path):
     model, optimizer = _wide(group, seed=1)
-    tp_ext.load_checkpoint(path, model, optimizer, group=group)
+    tp_ext.load_checkpoint(path, model, optimizer)
     return train(model, optimizer, group, 3, vocab_size=19)
 
 
@@ -88,13 +88,13 @@ def _laid_out(sizes, kind, seed):
 def _save_laid_out(group, sizes, kind, path):
     model, optimizer, tp = _laid_out(sizes, kind, 7)
     train(model, optimizer, tp, 3)
-    tp_ext.save_checkpoint(path, model, optimizer, group=tp, rank=group.rank())
+    tp_ext.save_checkpoint(path, model, optimizer, rank=group.rank())
     return train(model, optimizer, tp, 2)
 
 
 def _load_laid_out(group, sizes, kind, path):
     model, optimizer, tp = _laid_out(sizes, kind, 8)
-    assert tp_ext.load_checkpoint(path, model, optimizer, group=tp) == {"rank": 0}
+    assert tp_ext.load_checkpoint(path, model, optimizer) == {"rank": 0}
     assert all(param.grad is None for param in model.parameters())
     return train(model, optimizer, tp, 2)
 
@@ -159,13 +159,13 @@ def _async(group, path, writer):
     model, optimizer = model_and_optimizer(group)
     train(model, optimizer, group, 1)
     own = dist.new_group(backend="gloo")  # its collectives must not mix with the training's
-    state = tp_ext.sharded_state_dict(model, optimizer, group=group)
+    state = tp_ext.sharded_state_dict(model, optimizer)
     where = {"storage_writer": dcp.FileSystemWriter(path)} if writer else {"checkpoint_id": path}
     saving = dcp.async_save(state, process_group=own, **where)
     want = train(model, optimizer, group, 3)
     saving.result()
     model, optimizer = model_and_optimizer(group, seed=8)
-    tp_ext.load_checkpoint(path, model, optimizer, group=group)
+    tp_ext.load_checkpoint(path, model, optimizer)
     assert torch.equal(train(model, optimizer, group, 3), want)
 
 

@@ -75,7 +75,7 @@ def _save_odd(group, path):
     for name, make in MAKE.items():
         model, optimizer = _odd(group, make, 2)
         optimizer.param_groups[0]["initial_lr"] = 0.125  # as schedulers do
-        tp_ext.save_checkpoint(path / name, model, optimizer, group=group)
+        tp_ext.save_checkpoint(path / name, model, optimizer)
 
 
 def _load_odd(group, path, names):
@@ -83,9 +83,9 @@ def _load_odd(group, path, names):
     for name in names:
         model, optimizer = _odd(group, MAKE[name], 0)
         model.extra = {"calls": -1, "history": [torch.zeros(2) - 1], "nothing": {}}
-        tp_ext.load_checkpoint(path / name, model, optimizer, group=group)
-        state = tp_ext.full_optimizer_state_dict(model, optimizer, group=group)
-        found[name] = tp_ext.full_state_dict(model, group=group), state, model.extra
+        tp_ext.load_checkpoint(path / name, model, optimizer)
+        state = tp_ext.full_optimizer_state_dict(model, optimizer)
+        found[name] = tp_ext.full_state_dict(model), state, model.extra
     return found
 
 
@@ -135,10 +135,10 @@ def _wrapped(group, path):
         "1.bias": torch.ones(3),
     }
     model = nn.Sequential(tp_ext.ColumnParallelLinear(3, 5, group=group), tp_ext.RowParallelLinear(5, 3, group=group))
-    tp_ext.load_full_state_dict(model, full, group=group)
+    tp_ext.load_full_state_dict(model, full)
     model[0] = checkpoint_wrapper(model[0])
     whole = DistributedDataParallel(model, process_group=dist.new_subgroups(1)[0])
-    tp_ext.save_checkpoint(path, whole, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), group=group)
+    tp_ext.save_checkpoint(path, whole, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
     return full
 
 
@@ -153,19 +153,19 @@ def test_wrappers_leave_no_trace(tmp_path):
 
 def _meta(group):
     with torch.device("meta"):
-        tp_ext.sharded_state_dict(tp_ext.RMSNorm(3, group=group), group=group)
+        tp_ext.sharded_state_dict(tp_ext.RMSNorm(3, group=group))
 
 
 def _foreign(group):
     model = tp_ext.ColumnParallelLinear(3, 4, group=group)
-    tp_ext.sharded_state_dict(model, torch.optim.SGD(nn.Linear(5, 7).parameters()), group=group)
+    tp_ext.sharded_state_dict(model, torch.optim.SGD(nn.Linear(5, 7).parameters()))
 
 
 def _factored(group):
     model = tp_ext.ColumnParallelLinear(3, 4, group=group)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight]["row"] = torch.ones(2)
-    tp_ext.sharded_state_dict(model, optimizer, group=group)
+    tp_ext.sharded_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize(

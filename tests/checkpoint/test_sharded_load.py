@@ -78,7 +78,7 @@ def _load(group, path, options):
     model, optimizer = model_and_optimizer(group, **options)
     before = [p.detach().clone() for p in model.parameters()]
     try:
-        tp_ext.load_checkpoint(path, model, optimizer, group=group)
+        tp_ext.load_checkpoint(path, model, optimizer)
     finally:
         same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
         assert all(same) and not optimizer.state, "something was loaded"
@@ -94,8 +94,8 @@ def test_entries_that_do_not_fit_are_named_and_nothing_is_loaded(what, tmp_path)
 
 def _load_some(group, path):
     model, _ = model_and_optimizer(group)
-    tp_ext.load_checkpoint(path, model, group=group)
-    return tp_ext.full_state_dict(model, group=group)
+    tp_ext.load_checkpoint(path, model)
+    return tp_ext.full_state_dict(model)
 
 
 @pytest.mark.smoke
@@ -119,7 +119,7 @@ def _one_fails(group, path, failing, where):
     reader = _Failing(path) if where == "data" and group.rank() == failing else tp_ext.CheckpointReader(path)
     if where == "metadata" and group.rank() == failing:
         reader = tp_ext.CheckpointReader(path / "nowhere")
-    tp_ext.load_sharded_state_dict(model, storage_reader=reader, group=group)
+    tp_ext.load_sharded_state_dict(model, storage_reader=reader)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -135,7 +135,7 @@ def _group_of_two(group, path):
     model = tp_ext.ColumnParallelLinear(3, 4, group=group)
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.25}], lr=0.5)
     if path:
-        tp_ext.save_checkpoint(path, model, optimizer, group=group)
+        tp_ext.save_checkpoint(path, model, optimizer)
     return model, optimizer
 
 
@@ -143,7 +143,7 @@ def _regrouped(group, path):
     _group_of_two(group, path)
     model, _ = _group_of_two(group, None)
     optimizer = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=9.0)
-    tp_ext.load_checkpoint(path, model, optimizer, group=group)
+    tp_ext.load_checkpoint(path, model, optimizer)
     return [g["lr"] for g in optimizer.param_groups]
 
 

@@ -131,12 +131,12 @@ SP_EXPERTS_BACKWARD = [(RS, N * H * E), (RS, N * CHOICES * 8), (AG, N * H * E), 
 def _norm(g):
     model = tp_ext.ParallelMLP(H, F, group=g)
     model(torch.ones(2, H)).sum().backward()
-    return lambda: tp_ext.clip_grad_norm_(model, 1.0, group=g)
+    return lambda: tp_ext.clip_grad_norm_(model, 1.0)
 
 
 def _full(g):
     model = tp_ext.ColumnParallelLinear(H, F, group=g)
-    return lambda: tp_ext.full_state_dict(model, group=g)["weight"]
+    return lambda: tp_ext.full_state_dict(model)["weight"]
 
 
 COLUMN, ROW = tp_ext.ColumnParallelLinear, tp_ext.RowParallelLinear

@@ -7,6 +7,7 @@ from gpt import GPT, GPTConfig
 import tp_ext
 from tests.helpers.ranks import run
 from tp_ext.debug import replication
+from tp_ext.model.census import census
 
 pytestmark = pytest.mark.core
 
@@ -27,7 +28,7 @@ def _train(group, steps=40):
             tp_ext.debug.check(model)
     tp_ext.debug.assert_replicated(model, group=group)
     tp_ext.debug.check(model)
-    tensors = replication.compared_tensors(model, group)
+    tensors = replication.compared_tensors(census(model), group)
     keys = [key for tensor in tensors for key, _ in replication.replicated_parts(tensor, group)]
     return [float((a - b).abs().max()) for a, b in zip(start, model.parameters(), strict=True)], keys
 

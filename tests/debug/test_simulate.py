@@ -107,7 +107,7 @@ def _two_axes(rank, mesh, x):
     mlp(x.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]).square().sum().backward()
     for parameter in mlp.parameters():
         dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
-    norm = tp_ext.clip_grad_norm_(mlp, 0.1, group=mesh["tp"])
+    norm = tp_ext.clip_grad_norm_(mlp, 0.1)
     full = tp_ext.full_state_dict(mlp)
     return norm.item(), {name: value.clone() for name, value in full.items()}
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import tp_ext
+from tp_ext.model.census import census
 from tp_ext.model.stages import joined
-from tp_ext.model.tied import copies_in
 
 pytestmark = pytest.mark.core
 
@@ -38,6 +38,6 @@ def test_two_tensors_of_one_name_are_refused():
 def test_a_stage_that_holds_both_ends_has_the_original():
     model = nn.ModuleDict({"embedding": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
     tp_ext.declare_tied(model, {"head.weight": "embedding.weight"})
-    assert copies_in(model) == {id(model["head"].weight): "embedding.weight"}
+    assert census(model).copies == {id(model["head"].weight): "embedding.weight"}
     model["head"].weight = model["embedding"].weight
-    assert copies_in(model) == {}
+    assert census(model).copies == {}

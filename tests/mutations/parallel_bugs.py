@@ -19,7 +19,7 @@ PARALLEL_BUGS = [
     _bug(
         "gradients_of_a_pipeline_not_summed",
         "parallel/run.py",
-        "if data.replicates and not sharding:\n                self._schedule",
+        "if replicas.exist and not sharding:\n                self._schedule",
         "if False:\n                self._schedule",
         "Without ZeRO each replica of a pipeline trains on its own batch.",
         f"{RUN}[pipeline and zero 0]",
@@ -35,7 +35,7 @@ PARALLEL_BUGS = [
     _bug(
         "zero_1_keeps_all_states",
         "parallel/run.py",
-        "if self._zero == 1 and self._data.replicates:",
+        "if self._zero == 1 and self._replicas.exist:",
         "if False:",
         "Each rank keeps the states of all parameters.",
         RUN,
@@ -114,15 +114,15 @@ PARALLEL_BUGS = [
     ),
     _bug(
         "experts_not_averaged_over_data",
-        "parallel/data_mesh.py",
-        "average_over(self._expert_parameters([module]), self.experts)",
+        "parallel/replicas.py",
+        "average_over(_expert_parameters([model]), self.experts)",
         "pass",
         "Under DDP the replicas of experts train on their own sequences.",
         f"{RUN_EXPERTS}[data and experts]",
     ),
     _bug(
         "router_losses_of_microbatches_added",
-        "parallel/run_experts.py",
+        "parallel/run.py",
         "layer.attach_loss = 1 / microbatches",
         "layer.attach_loss = 1.0",
         "The losses of routers grow with the number of microbatches.",

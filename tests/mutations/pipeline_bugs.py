@@ -9,8 +9,8 @@ PIPELINE_BUGS = [
     _bug(
         "mesh_without_pipeline",
         "mesh.py",
-        "\"mesh['tp']\", pp, ep, data)",
-        "\"mesh['tp']\", ALONE, ep, data)",
+        "\"mesh['tp']\", pp, ep, DataAxes",
+        "\"mesh['tp']\", ALONE, ep, DataAxes",
         "Functions of whole models see one stage.",
         STATE,
     ),
@@ -24,7 +24,7 @@ PIPELINE_BUGS = [
     ),
     _bug(
         "tied_original_is_a_copy",
-        "model/tied.py",
+        "model/census.py",
         "found.pop(id(param), None)  # the original itself",
         "pass",
         "A stage that holds both ends has no original.",

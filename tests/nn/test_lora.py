@@ -10,6 +10,7 @@ from tests.helpers.oracle import full_gradients, gradients, own_input, own_outpu
 from tests.helpers.ranks import run
 from tp_ext import ColumnParallelLinear, LoRALinear, Part, RowParallelLinear
 from tp_ext.checkpoint.gather import gather_full, ranks_of
+from tp_ext.model.census import census
 
 pytestmark = pytest.mark.core
 
@@ -153,7 +154,7 @@ def _block(group, sp, kv_heads, state, x):
     for name, param in model.named_parameters():
         assert (param.grad is None) == ("lora" not in name)
         if param.grad is not None:
-            full[name] = gather_full(param.grad, table[name], ranks_of(model, group))
+            full[name] = gather_full(param.grad, table[name], ranks_of(census(model)))
     if group is not None:
         tp_ext.debug.check(model, group=group)
     return y, x.grad, full

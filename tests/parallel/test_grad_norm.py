@@ -101,7 +101,7 @@ def test_norm_and_clipped_gradients_are_those_of_the_unsharded_model(p, norm_typ
 def _norm_of(group, names, dtype):
     """Norm of the gradients of some parameters alone, all of them ones."""
     grads = {k: torch.ones(v.shape) for k, v in Model().named_parameters() if k in names}
-    return tp_ext.clip_grad_norm_(_with_grads(group, grads, dtype), 1.0, group=group)
+    return tp_ext.clip_grad_norm_(_with_grads(group, grads, dtype), 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -118,7 +118,7 @@ def _largest(group):
     layer = tp_ext.ColumnParallelLinear(3, 2, group=group)
     for param in layer.parameters():
         param.grad = torch.full_like(param, 2.0 + group.rank())
-    return tp_ext.grad_norm(layer, float("inf"), group=group), tp_ext.grad_norm(layer, 3.0, group=group)
+    return tp_ext.grad_norm(layer, float("inf")), tp_ext.grad_norm(layer, 3.0)
 
 
 def test_ranks_whose_shards_are_empty():
@@ -131,7 +131,7 @@ def test_ranks_whose_shards_are_empty():
 def _mixed(group):
     model = _with_grads(group, {k: torch.ones(v.shape) for k, v in Model().named_parameters()}, torch.bfloat16)
     model.norm.float()
-    return tp_ext.clip_grad_norm_(model, 1.0, group=group)
+    return tp_ext.clip_grad_norm_(model, 1.0)
 
 
 def test_parameters_of_several_dtypes():
@@ -171,7 +171,7 @@ def _nonfinite(group, value, rank, strict):
         model.column.weight.grad[0, 0] = value
     before = model.norm.weight.grad.clone()
     try:
-        return tp_ext.clip_grad_norm_(model, 1.0, group=group, error_if_nonfinite=strict)
+        return tp_ext.clip_grad_norm_(model, 1.0, error_if_nonfinite=strict)
     finally:
         assert not strict or torch.equal(model.norm.weight.grad, before)
 
@@ -191,7 +191,7 @@ def test_a_value_not_finite_on_one_rank_is_so_on_all(value, rank, strict):
 def _count(group):
     model = _with_grads(group, _grads())
     with CommDebugMode() as counts:
-        tp_ext.clip_grad_norm_(model, 1.0, group=group)
+        tp_ext.clip_grad_norm_(model, 1.0)
     return counts_by_kind(counts)
 
 

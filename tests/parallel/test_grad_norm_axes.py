@@ -19,6 +19,7 @@ from tests.helpers.meshes import mesh_of
 from tests.helpers.models import model_and_optimizer
 from tests.helpers.oracle import counts_by_kind
 from tp_ext.checkpoint.gather import gather_full, ranks_of
+from tp_ext.model.census import census
 
 pytestmark = pytest.mark.core
 
@@ -40,7 +41,7 @@ def dense():
 
 
 def full_grads(module, tp):
-    ranks_ = ranks_of(module, tp)
+    ranks_ = ranks_of(census(module))
     table = dict(tp_ext.layouts(module))
     return {
         name: gather_full(param.grad, table[name], ranks_)
@@ -72,7 +73,7 @@ def _clipped(group, how, max_norm, kinds):
     for norm_type, foreach in kinds:
         for param, grad in whole.items():
             param.grad = grad.clone()
-        norm = tp_ext.clip_grad_norm_(wrapped, max_norm, norm_type, group=tp, foreach=foreach)
+        norm = tp_ext.clip_grad_norm_(wrapped, max_norm, norm_type, foreach=foreach)
         results.append((norm, full_grads(model, tp)))
     return results
 
@@ -131,7 +132,7 @@ def _pipelined(group, grads, axes, norm_types):
     for norm_type in norm_types:
         give_gradients(mesh, model, grads)
         norm = tp_ext.clip_grad_norm_(model, 0.1, norm_type, extra_groups=mesh["pp"], **options)
-        twice = tp_ext.grad_norm(model, norm_type, group=mesh["tp"], extra_groups=[mesh["pp"]])
+        twice = tp_ext.grad_norm(model, norm_type, extra_groups=[mesh["pp"]])
         again = tp_ext.grad_norm(model, norm_type, extra_groups=(mesh["dp"].get_group(), mesh["pp"]), **options)
         results.append((norm, twice, again, full_grads(model, mesh["tp"])))
     return results
@@ -165,7 +166,7 @@ def _count(group):
     fully_shard(model, mesh=mesh["dp"])
     backward(model, mesh["tp"])
     with CommDebugMode() as counts:
-        tp_ext.clip_grad_norm_(model, 1.0, group=mesh["tp"])
+        tp_ext.clip_grad_norm_(model, 1.0)
     return counts_by_kind(counts)
 
 
@@ -194,7 +195,7 @@ def _main_grad(group):
     layer = tp_ext.ColumnParallelLinear(3, 4, group=group, grad_accumulation_fusion=True)
     layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=torch.float64)
     layer(torch.ones(1, 3)).sum().backward()
-    norm = tp_ext.clip_grad_norm_(layer, 1.0, group=group)
+    norm = tp_ext.clip_grad_norm_(layer, 1.0)
     return norm, layer.weight.main_grad
 
 
@@ -208,7 +209,7 @@ def test_main_grad():
 def _both(group):
     layer = tp_ext.ColumnParallelLinear(3, 4, False, group=group)
     layer.weight.grad, layer.weight.main_grad = torch.ones(2, 3), torch.ones(2, 3)  # of a tied weight's two layers
-    norm = tp_ext.clip_grad_norm_(layer, 1.0, group=group)
+    norm = tp_ext.clip_grad_norm_(layer, 1.0)
     return norm, layer.weight.grad + layer.weight.main_grad
 
 

@@ -34,7 +34,7 @@ def _step(group, overflowing, data):
         grad = model[1].up.weight.grad
         (grad if data == 1 else grad.to_local())[0, 0] = float("inf")
     scaler.unscale_(optimizer)
-    tp_ext.clip_grad_norm_(model, 1.0, group=tp)
+    tp_ext.clip_grad_norm_(model, 1.0)
     scaler.step(optimizer)
     scaler.update()
     stored = [p.detach() if data == 1 else p.detach().to_local() for p in model.parameters()]

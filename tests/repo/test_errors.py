@@ -34,7 +34,7 @@ def context(group, lengths=(4, 2), way="ring", **options):
 
 def load(group, **changes):
     state = {k: v for k, v in ({"weight": ones(6, 4), "bias": ones(6)} | changes).items() if v is not None}
-    tp_ext.load_full_state_dict(tp_ext.ColumnParallelLinear(4, 6, group=group), state, group=group)
+    tp_ext.load_full_state_dict(tp_ext.ColumnParallelLinear(4, 6, group=group), state)
 
 
 def sgd(*params):
@@ -56,7 +56,7 @@ def wrapping(module):
 def load_optimizer(group, params=("weight", "bias"), state=None):
     module = tp_ext.ColumnParallelLinear(4, 6, group=group)
     state = {"param_groups": [{"lr": 0.1, "params": list(params)}], "state": state or {}}
-    tp_ext.load_full_optimizer_state_dict(module, sgd(*module.parameters()), state, group=group)
+    tp_ext.load_full_optimizer_state_dict(module, sgd(*module.parameters()), state)
 
 
 NAMES = {name: small(name) for name in registry.CASES} | {name: getattr(tp_ext, name) for name in tp_ext.__all__}
@@ -231,12 +231,12 @@ REST = [
         r"state: parameter groups \[\['bias'\]\] must be the optimizer's",
     ),
     ("load_optimizer(g, state={'other': {}})", ValueError, "state: 'other' must be a parameter of the optimizer"),
-    ("full_optimizer_state_dict(Column(4, 4, group=g), sgd(ones(2)), group=g)", ValueError, r"optimizer: .*\(2,\)"),
-    ("sharded_state_dict(Column(4, 4, group=g), sgd(ones(2)), group=g)", ValueError, r"optimizer: .*\(2,\)"),
+    ("full_optimizer_state_dict(Column(4, 4, group=g), sgd(ones(2)))", ValueError, r"optimizer: .*\(2,\)"),
+    ("sharded_state_dict(Column(4, 4, group=g), sgd(ones(2)))", ValueError, r"optimizer: .*\(2,\)"),
     ("sharded_state_dict(*wrapping(nn.Linear(2, 2)))", ValueError, "optimizer: Wrapping must have .* in its 'inside'"),
     ("full_optimizer_state_dict(*wrapping(nn.Linear(2, 2)))", ValueError, "'inside', a AdamW; pass that optimizer"),
     ("CheckpointReader(3)", TypeError, "expected str, bytes or os.PathLike object"),
-    ("grad_norm(Column(4, 4, group=g), -1, group=g)", ValueError, "norm_type: -1.0 must be positive"),
+    ("grad_norm(Column(4, 4, group=g), -1)", ValueError, "norm_type: -1.0 must be positive"),
     ("KVCache(2, 0, 1, 4)", ValueError, "max_seq: 0 must be"),
     ("attention(g)(ones(1, 2, 8), cache=KVCache(1, 4, 2, 2))", RuntimeError, "cache: keys and values"),
     ("attention(g)(ones(1, 2, 8), cache=KVCache(1, 4, 3, 2))", ValueError, "cache: 3 heads of 2 must be this layer"),
@@ -251,8 +251,8 @@ REST = [
     ("vocab_parallel_sample(ones(2, 4), g, temperature=-1)", ValueError, "temperature: -1 must be"),
     ("vocab_parallel_sample(ones(2, 4), g, top_k=0)", ValueError, "top_k: 0 must be"),
     ("vocab_parallel_sample(ones(2, 4), g, top_p=2)", ValueError, r"top_p: 2 must be in \(0, 1\]"),
-    ("clip_grad_norm_(Column(4, 4, group=g), 1.0, 0, group=g)", ValueError, "norm_type: 0.0 must be positive"),
-    ("clip_grad_norm_(Column(4, 4, group=g), -1.0, group=g)", ValueError, "max_norm: -1.0 must be at least 0"),
+    ("clip_grad_norm_(Column(4, 4, group=g), 1.0, 0)", ValueError, "norm_type: 0.0 must be positive"),
+    ("clip_grad_norm_(Column(4, 4, group=g), -1.0)", ValueError, "max_norm: -1.0 must be at least 0"),
     ("clip_grad_norm_([ones(2)], 1.0, group=g)", ValueError, r"parameters_or_module: .*\(2,\) must carry tp_sharding"),
     ("clip_grad_norm_([3], 1.0, group=g)", TypeError, "parameters_or_module: 3 must be"),
 ]

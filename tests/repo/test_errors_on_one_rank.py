@@ -200,7 +200,7 @@ def _muon(group, bad):
 
 def _norm(group, bad):
     mlp = _other_state(group, bad, lambda mlp: mlp.up.weight.grad.fill_(float("nan")))
-    tp_ext.clip_grad_norm_(mlp, 1.0, group=group, error_if_nonfinite=True)
+    tp_ext.clip_grad_norm_(mlp, 1.0, error_if_nonfinite=True)
 
 
 class _Block(nn.Module):
@@ -256,7 +256,7 @@ AGREED = {  # the call; the message on the rank, and on the others, if it is ano
     "a gradient that is NaN": (_norm, "error_if_nonfinite: the norm of order 2.0 of the gradients is nan"),
     "a batch": (lambda g, bad: _run(g, bad, "dp"), rf"inputs\[0\]: shape \(2, 4\) .*, on data rank {BAD}"),
     "a path": (
-        lambda g, bad: tp_ext.load_checkpoint(f"/nowhere/{g.rank() if bad else 'x'}", _column(g), group=g),
+        lambda g, bad: tp_ext.load_checkpoint(f"/nowhere/{g.rank() if bad else 'x'}", _column(g)),
         "path: '/nowhere/.' must be a checkpoint",
     ),
     "a plan": (

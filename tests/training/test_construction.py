@@ -162,8 +162,8 @@ def _averaged(group, sp):
     for _ in range(3):
         _train(model, "gpt", group, sp)
         [average.update_parameters(model) for average in averages]
-        states.append(tp_ext.full_state_dict(model, group=group))
-    mean, ema = (tp_ext.full_state_dict(average, group=group) for average in averages)
+        states.append(tp_ext.full_state_dict(model))
+    mean, ema = (tp_ext.full_state_dict(average) for average in averages)
     for key in states[0]:
         a, b, c = (state[key] for state in states)
         torch.testing.assert_close(mean[f"module.{key}"], (a + b + c) / 3, rtol=1e-12, atol=1e-12)
@@ -206,9 +206,9 @@ def test_parameters_to_vector_and_back():
 def _tied(group, sp, how):
     model = build("gpt", group, sp)
     if how == "load":
-        state = tp_ext.full_state_dict(model, group=group)
-        tp_ext.load_full_state_dict(model, {key: value + 0.5 for key, value in state.items()}, group=group)
-        tp_ext.load_full_state_dict(model, state, group=group)
+        state = tp_ext.full_state_dict(model)
+        tp_ext.load_full_state_dict(model, {key: value + 0.5 for key, value in state.items()})
+        tp_ext.load_full_state_dict(model, state)
     moves = {"deepcopy": copy.deepcopy, "pickle": COPIES["pickle"], "to": lambda m: m.float().to("cpu").double()}
     model = moves.get(how, lambda m: m)(model)
     assert model.head.weight is model.embedding.weight
@@ -218,8 +218,8 @@ def _tied(group, sp, how):
     for _ in range(2):
         _train(model, "gpt", group, sp)
     outcome("gpt", model, group, sp)
-    norm = tp_ext.clip_grad_norm_(model, 1e6, group=group)
-    return norm, tp_ext.full_state_dict(model, group=group), gradients(model)
+    norm = tp_ext.clip_grad_norm_(model, 1e6)
+    return norm, tp_ext.full_state_dict(model), gradients(model)
 
 
 @pytest.mark.thinned(1)

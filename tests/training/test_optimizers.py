@@ -36,8 +36,8 @@ def _trained(group, sp, name, how, steps=3):
         optimizer.step()
     table = dict(tp_ext.shardings(model))
     replicated = {key: q for key, q in model.named_parameters() if table[key] is None}
-    states = tp_ext.full_optimizer_state_dict(model, optimizer, group=group)["state"]
-    return tp_ext.full_state_dict(model, group=group), states, replicated
+    states = tp_ext.full_optimizer_state_dict(model, optimizer)["state"]
+    return tp_ext.full_state_dict(model), states, replicated
 
 
 @pytest.mark.thinned(1)
@@ -123,10 +123,10 @@ def _groups(group, sp):
         optimizer.zero_grad()
         torch.manual_seed(step)
         model.loss(*_batch(step)).backward()
-        tp_ext.clip_grad_norm_(model, 0.5, group=group)
+        tp_ext.clip_grad_norm_(model, 0.5)
         optimizer.step()
         schedule.step()
-    return tp_ext.full_state_dict(model, group=group)
+    return tp_ext.full_state_dict(model)
 
 
 @pytest.mark.thinned(1)

@@ -60,9 +60,9 @@ def _train(group, name, sp, how):
     norms = []
     for _ in range(3):
         outcome(name, module, group, sp)
-        norms.append(tp_ext.clip_grad_norm_(module, 1.0, group=group))
+        norms.append(tp_ext.clip_grad_norm_(module, 1.0))
         optimizer.step()
-    return norms, tp_ext.full_state_dict(module, group=group), gradients(module)
+    return norms, tp_ext.full_state_dict(module), gradients(module)
 
 
 @pytest.mark.thinned(1)
@@ -85,8 +85,8 @@ def test_they_train_as_the_unsharded_modules(p, sp, how):
 def _load(group, state, how):
     module = _parametrized("mlp", group, False, how)
     before = outcome("mlp", module, group, False)
-    tp_ext.load_full_state_dict(module, state, group=group)
-    again = tp_ext.full_state_dict(module, group=group)
+    tp_ext.load_full_state_dict(module, state)
+    again = tp_ext.full_state_dict(module)
     assert all(torch.equal(again[key], value) for key, value in state.items())
     return not same(outcome("mlp", module, group, False), before)
 
@@ -156,8 +156,8 @@ def _ask(group, which, what):
     wrap(module.float())
     {
         "shardings": lambda: list(tp_ext.shardings(module)),
-        "clip": lambda: tp_ext.clip_grad_norm_(module, 1.0, group=group),
-        "state": lambda: tp_ext.full_state_dict(module, group=group),
+        "clip": lambda: tp_ext.clip_grad_norm_(module, 1.0),
+        "state": lambda: tp_ext.full_state_dict(module),
     }[what]()
 
 
@@ -172,9 +172,7 @@ def test_the_rest_is_refused(which, what):
 def _whole(group, kind, wrap, what):
     module = build(kind, group, False)
     WHOLE[wrap](module)
-    {"shardings": lambda: list(tp_ext.shardings(module)), "state": lambda: tp_ext.full_state_dict(module, group=group)}[
-        what
-    ]()
+    {"shardings": lambda: list(tp_ext.shardings(module)), "state": lambda: tp_ext.full_state_dict(module)}[what]()
 
 
 @pytest.mark.parametrize("wrap", WHOLE)
@@ -209,8 +207,8 @@ def _pruned(group):
     outcome("mlp", module, group, False)
     table = dict(tp_ext.shardings(module))
     assert table["up.weight_orig"] == module.up.tp_shardings["weight"]
-    norm = tp_ext.clip_grad_norm_(module, 1.0, group=group)
-    state = tp_ext.full_state_dict(module, group=group)
+    norm = tp_ext.clip_grad_norm_(module, 1.0)
+    state = tp_ext.full_state_dict(module)
     assert torch.equal(state["up.weight_mask"] != 0, state["up.weight_orig"] > 0)
     return norm, state
 

@@ -36,7 +36,7 @@ def _from_meta(group, kind, data_parallel):
             buffer.zero_()
     if group is not None:
         tp_ext.debug.check(model, group=tensor_group)
-    full = tp_ext.full_state_dict(model, group=tensor_group)
+    full = tp_ext.full_state_dict(model)
     return full, None if group is None else loss_of(model, tensor_group, 0, 0).item()
 
 

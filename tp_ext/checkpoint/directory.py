@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from tp_ext._checks import check_bool
 from tp_ext._object_collectives import call_and_combine, call_and_gather
 from tp_ext.checkpoint.background import begin_save, copy_to_host, group_of_saves, wait_for_last_save, wait_for_save_to
-from tp_ext.checkpoint.entries import StateDict
 from tp_ext.checkpoint.files.atomic_directory import (
     finish_interrupted_swap,
     remove_directory,
@@ -37,6 +36,8 @@ from tp_ext.checkpoint.sharded import sharded_state
 from tp_ext.checkpoint.sharded_load import load_from
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
+from tp_ext.model.census import census
+from tp_ext.model.fqn import StateDict
 from tp_ext.model.stages import Stages, joined
 
 
@@ -100,7 +101,7 @@ def save_checkpoint(
     def prepare() -> RankPlan:
         wait_for_last_save()
         axes = mesh_axes(group, mesh)
-        state, names = sharded_state(joined(module), optimizer, axes)
+        state, names = sharded_state(census(module, axes), optimizer)
         extra_bytes = _dump(extra) if first else b""
         plan, contents = plan_of_rank(state, names if mesh is not None else [], axes.pp.rank)
         payload.extend((*contents, extra_bytes))
@@ -162,10 +163,10 @@ def load_checkpoint(
 
     Args, Communicates, Raises: as :func:`load_sharded_state_dict`; FileNotFoundError: there is no checkpoint.
     """
-    module, over = joined(module), mesh_axes(group, mesh)
+    module, axes = joined(module), mesh_axes(group, mesh)
     wait_for_save_to(os.path.realpath(path))
     with contextlib.closing(CheckpointReader(path)) as reader:
-        return load_from(reader, module, optimizer, over, process_group, reader.read_extra)
+        return load_from(reader, module, optimizer, axes, process_group, reader.read_extra)
 
 
 def _begin(

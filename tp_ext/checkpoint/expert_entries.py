@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_ext.checkpoint.entries import StateEntry
 from tp_ext.checkpoint.expert_names import PublishedEntry
 from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
 from tp_ext.checkpoint.gather import Ranks, as_bytes, gather_full, gather_shards, without_data_axes
 from tp_ext.group import ALONE, ParallelGroup, process_group
+from tp_ext.model.fqn import Entry
 from tp_ext.sharding import Layout, Sharding
 
 
@@ -48,7 +48,7 @@ class ExpertGather:
         self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, own: str, entry: StateEntry, one: PublishedEntry) -> Tensor | None:
+    def __call__(self, own: str, entry: Entry, one: PublishedEntry) -> Tensor | None:
         """Returns the published entry of the entry ``own`` on the first rank of the stage, None on the others.
 
         Communicates: of an expert's weight one gather over the tensor-parallel group of the rank that holds the expert,

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from tp_ext._object_collectives import broadcast_from_first
-from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.gather import check_one_mesh, ranks_of, scatter_full, write_full
 from tp_ext.checkpoint.pipeline import WholeEntry, gather_whole, to_stages, whole_entries
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.stages import Stages, joined
+from tp_ext.mesh import mesh_axes
+from tp_ext.model.census import census
+from tp_ext.model.fqn import StateDict
+from tp_ext.model.stages import Stages
 
 
 def full_state_dict(
@@ -31,7 +33,7 @@ def full_state_dict(
         module: a module with sharded parameters. FSDP2, DDP, ``torch.compile`` and checkpoint wrappers change neither
             keys nor values: their prefixes are removed. Or a list of the stages of a pipeline that this rank holds,
             with the names of the whole model.
-        group: not needed: the groups of the module's layers, and of the layouts that modules declare, are known. If
+        group: deprecated: the groups of the module's layers, and of the layouts that modules declare, are known. If
             given, it must be one of them. Of a module without any, it is the group of the ``tp_shardings`` that it
             declares.
         mesh: in place of ``group``: a mesh with axes as of :func:`tp_ext.init_mesh`. The state is that of the stages of
@@ -53,9 +55,8 @@ def full_state_dict(
             of its groups overlap and are no axes of one mesh; ``mesh`` has other axes; two stages have one name.
         TypeError: ``group`` and ``mesh`` are both given.
     """
-    module = joined(module)
-    ranks = ranks_of(module, group, mesh)
-    entries = state_entries(module, ranks.groups.default)
+    model = census(module, mesh_axes(group, mesh))
+    ranks, entries = ranks_of(model), model.state()
     state: StateDict = {}
     made: dict[str, Tensor | None] = {}
     for name, one in whole_entries(entries, ranks, with_extra=True, unique=True).items():
@@ -98,9 +99,8 @@ def load_full_state_dict(
             and both shapes. Under ``strict``, tied entries with different values. An entry of the module is on the meta
             device. In all these cases nothing has been loaded, on any rank.
     """
-    module = joined(module)
-    ranks = ranks_of(module, group, mesh)
-    entries = state_entries(module, ranks.groups.default)
+    model = census(module, mesh_axes(group, mesh))
+    ranks, entries = ranks_of(model), model.state()
     whole = whole_entries(entries, ranks)
     if not broadcast_from_rank0:
         for name in check_state(state, whole, strict):
@@ -112,7 +112,7 @@ def load_full_state_dict(
                 write_full(state[name].detach(), entry.value, entry.layout)
         return
     if mesh is None:
-        check_one_mesh(module)
+        check_one_mesh(model)
 
     def plan() -> StateDict:
         known = check_state(state, whole, strict)

@@ -4,19 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 
 from tp_ext._object_collectives import broadcast_from_first
-from tp_ext.checkpoint.entries import StateDict
 from tp_ext.checkpoint.full import check_full
 from tp_ext.checkpoint.gather import Ranks, check_one_mesh, gather_full, ranks_of, scatter_full, write_full
 from tp_ext.checkpoint.optimizer_state import HeldState, HeldTensor, check_class, copy_of_state
 from tp_ext.checkpoint.pipeline import WholeTensor, from_stage, over_stages, to_stages
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.fqn import ResolvedParameter, resolve_optimizer
-from tp_ext.model.stages import Stages, joined
+from tp_ext.mesh import mesh_axes
+from tp_ext.model.census import Census, census
+from tp_ext.model.fqn import StateDict
+from tp_ext.model.stages import Stages
 from tp_ext.sharding import Layout
 
 
@@ -41,9 +42,9 @@ def full_optimizer_state_dict(
         ValueError: the optimizer holds a parameter that is not the module's, or keeps its state in another optimizer;
             the parameter groups of the stages differ. Others as :func:`full_state_dict`.
     """
-    module = joined(module)
-    ranks = ranks_of(module, group, mesh)
-    own = _Own(module, optimizer, ranks)
+    model = census(module, mesh_axes(group, mesh))
+    ranks = ranks_of(model)
+    own = _Own(model, optimizer, ranks)
     described = dict(zip(own.params, own.held.described(own.params.values()), strict=True))
     stages = over_stages((own.groups(), _whole_states(described, own, ranks)), ranks)
     groups = _merged_groups([groups for groups, _ in stages])
@@ -88,9 +89,9 @@ def load_full_optimizer_state_dict(
         ValueError: parameter groups that hold other names, a state tensor of another shape, or an optimizer that keeps
             its state in another one; then nothing has been loaded.
     """
-    module = joined(module)
-    ranks = ranks_of(module, group, mesh)
-    own = _Own(module, optimizer, ranks)
+    model = census(module, mesh_axes(group, mesh))
+    ranks = ranks_of(model)
+    own = _Own(model, optimizer, ranks)
     # The state is that of the whole model: a stage knows the names and shapes of the others by this exchange alone
     stages = over_stages((own.order, {name: own.full_shape(name) for name in own.params}), ranks)
     order = _merged_names([names for names, _ in stages])
@@ -109,7 +110,7 @@ def load_full_optimizer_state_dict(
         return {"state": entries, "param_groups": state["param_groups"]}
 
     if broadcast_from_rank0 and mesh is None:  # by mesh= it is known which rank is the first
-        check_one_mesh(module)
+        check_one_mesh(model)
     # The first rank checks for all, so that they raise together; who has the state itself raises before it sends
     planned = broadcast_from_first(plan, ranks.axes) if broadcast_from_rank0 else plan()
     states: dict[Tensor, dict[str, Any]] = {}
@@ -128,9 +129,9 @@ def load_full_optimizer_state_dict(
             if param is not None:
                 local[key] = made = torch.zeros_like(param.detach(), dtype=value)
                 if broadcast_from_rank0:
-                    scatter_full(given, made, own.found[name].layout, ranks)
+                    scatter_full(given, made, own.layouts[name], ranks)
                 else:
-                    write_full(given, made, own.found[name].layout)
+                    write_full(given, made, own.layouts[name])
     for param, name in own.copies:  # a tied weight's copy has a state of its own in this optimizer
         states[param] = copy_of_state(states.get(own.params[name], {}))
     own.held.load(states, planned["param_groups"])
@@ -140,30 +141,30 @@ class _Own:
     """The parameters of this rank's optimizer, by their names in the unsharded model, and those that are copies of
     another one of them."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
+    def __init__(self, model: Census, optimizer: Optimizer, ranks: Ranks) -> None:
         self.ranks, self.held = ranks, HeldState(optimizer)
         self.params: dict[str, Tensor] = {}
-        self.found: dict[str, ResolvedParameter] = {}
+        self.layouts: dict[str, Layout] = {}
         self.order: list[list[str]] = []  # names, by group
         self.copies: list[tuple[Tensor, str]] = []
         names: dict[Tensor, str] = {}
-        resolved = list(resolve_optimizer(module, optimizer, ranks.groups.default))
-        originals = {found.name for _, found, _ in resolved if not found.copy}
-        for param, found, _ in resolved:
-            names[param] = found.name
-            if found.copy and found.name in originals:
-                self.copies.append((param, found.name))
+        params = model.optimized(optimizer)
+        originals = {param.name for param in params if not param.copy}
+        for name, param, layout, _, copy in params:
+            names[param] = name
+            if copy and name in originals:
+                self.copies.append((param, name))
             else:
-                self.params[found.name], self.found[found.name] = param, found
+                self.params[name], self.layouts[name] = param, layout
         groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
         self.order = [list(dict.fromkeys(group)) for group in groups]
 
     def full_shape(self, name: str) -> torch.Size:
-        return self.found[name].layout.full_shape(self.params[name].shape)
+        return self.layouts[name].full_shape(self.params[name].shape)
 
     def layout_of(self, name: str, value: Tensor | HeldTensor) -> Layout:
         """Returns the layout of a state tensor: the parameter's, if it has its shape."""
-        return self.found[name].layout if value.shape == self.params[name].shape else Layout()
+        return self.layouts[name] if value.shape == self.params[name].shape else Layout()
 
     def groups(self) -> list[StateDict]:
         """Returns the options of the parameter groups, with names in place of parameters."""

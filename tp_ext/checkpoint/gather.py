@@ -2,22 +2,21 @@
 not depend on a data axis (FSDP2, DDP).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext import _ops
 from tp_ext._object_collectives import broadcast_axes
 from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
-from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
-from tp_ext.mesh import mesh_axes
-from tp_ext.model.model_groups import ModelGroups, model_groups
+from tp_ext.group import ParallelGroup, global_ranks, process_group
+from tp_ext.model.census import Census, device_of
+from tp_ext.model.model_groups import ModelGroups
 from tp_ext.sharding import Layout, Sharding
 
 
@@ -73,45 +72,28 @@ class Ranks(NamedTuple):
         return True
 
 
-def ranks_of(module: nn.Module, group: Group, mesh: DeviceMesh | None = None) -> Ranks:
-    """Returns the ranks over which the module's state is distributed: the groups of its modules (``group``, if given,
-    must be one of them), the meshes of its DTensors, the groups of DDP, the axes of ``mesh``."""
-    over = mesh_axes(group, mesh)
-    groups = model_groups(module, over)
-    own = [process_group(axis.name) for axis in groups.axes]
-    found = [axis for mesh in _meshes(module) for axis in mesh.get_all_groups()]
-    found += [wrap.process_group for wrap in module.modules() if isinstance(wrap, DistributedDataParallel)]
-    found += [process_group(axis.name) for axis in over.data]
+def ranks_of(model: Census) -> Ranks:
+    """Returns the ranks over which the model's state is distributed: the groups of its modules, the meshes of its
+    DTensors, the groups of DDP, the axes of the mesh."""
+    own = [process_group(axis.name) for axis in model.groups.axes]
+    found = [axis for mesh in model.meshes for axis in mesh.get_all_groups()]
+    found += [wrapper.process_group for wrapper in model.wrappers.values()]
+    found += [process_group(axis.name) for axis in model.axes.data.axes]
     # Two groups of the same ranks are one axis, and so is a flattened one and those within it
     members = {frozenset(dist.get_process_group_ranks(axis)): axis for axis in found}
     used = {frozenset(dist.get_process_group_ranks(axis)) for axis in own}
     data = tuple(axis for one, axis in members.items() if not any(one < other for other in members) and one not in used)
-    pipeline = process_group(over.pp.name) if over.pp.size > 1 else None
-    devices = (_device(tensor) for tensor in _tensors(module))
-    return Ranks(groups, data, (*own, *data), pipeline, next(devices, torch.device("cpu")))
+    pipeline = process_group(model.axes.pp.name) if model.axes.pp.size > 1 else None
+    device = device_of(model.tensors[0]) if model.tensors else torch.device("cpu")
+    return Ranks(model.groups, data, (*own, *data), pipeline, device)
 
 
-def check_one_mesh(module: nn.Module) -> None:
-    """Raises unless all DTensors of the module are on the same mesh: else no rank is the first of all."""
-    meshes = _meshes(module)
-    if len(meshes) > 1:
+def check_one_mesh(model: Census) -> None:
+    """Raises unless all DTensors of the model are on the same mesh: else no rank is the first of all."""
+    if len(model.meshes) > 1:
         raise ValueError(
-            f"broadcast_from_rank0: the module's DTensors are on several meshes, {meshes}, and must be on one"
+            f"broadcast_from_rank0: the module's DTensors are on several meshes, {model.meshes}, and must be on one"
         )
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    for owner in module.modules():
-        yield from (tensor for tensor in (*owner._parameters.values(), *owner._buffers.values()) if tensor is not None)
-
-
-def _meshes(module: nn.Module) -> list[DeviceMesh]:
-    return list(dict.fromkeys(tensor.device_mesh for tensor in _tensors(module) if isinstance(tensor, DTensor)))
-
-
-def _device(tensor: Tensor) -> torch.device:
-    """Returns the device on which the tensor is communicated: for one that FSDP2 offloads to the CPU, its mesh's."""
-    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
 @torch.no_grad()
@@ -154,7 +136,7 @@ def without_data_axes(tensor: Tensor) -> Tensor:
     """Returns the TP-local tensor of one that FSDP2 may have sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
-    device = _device(tensor)
+    device = device_of(tensor)
     moved = tensor if tensor.device.type == device.type else cast(DTensor, tensor.to(device))
     return moved.full_tensor()
 
@@ -234,7 +216,7 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
     Communicates: one scatter of the shards over the group of each entry of the layout, then one broadcast of them along
     every other axis. If a group is only a part of an axis, a broadcast of the full tensor along every axis instead.
     """
-    value = None if full is None else full.to(_device(local), local.dtype)
+    value = None if full is None else full.to(device_of(local), local.dtype)
     shape = layout.full_shape(local.shape)
     groups = [group for _, group in layout if group.size > 1]
     spanned = [set(dist.get_process_group_ranks(axis)) for axis in ranks.data_axes]
@@ -262,7 +244,7 @@ def _scatter(full: Tensor | None, shape: torch.Size, local: Tensor, sharding: Sh
     dim, sizes = sharding.dim, sharding.local_sizes(group.size)
     padded = list(shape)
     padded[dim] = max(sizes)
-    received = torch.empty(padded, dtype=local.dtype, device=_device(local))
+    received = torch.empty(padded, dtype=local.dtype, device=device_of(local))
     if received.numel():
         shards = []
         for receiver, size in enumerate(sizes if full is not None else []):
@@ -275,7 +257,7 @@ def _scatter(full: Tensor | None, shape: torch.Size, local: Tensor, sharding: Sh
 
 def _broadcast(value: Tensor | None, shape: torch.Size, local: Tensor, axes: Iterable[ProcessGroup]) -> Tensor:
     """Broadcasts the tensor of the first ranks along each of the axes."""
-    made = torch.empty(shape, dtype=local.dtype, device=_device(local)) if value is None else value.contiguous()
+    made = torch.empty(shape, dtype=local.dtype, device=device_of(local)) if value is None else value.contiguous()
     if made.numel():
         for axis in axes:
             dist.broadcast(as_bytes(made), group=axis, group_src=0)

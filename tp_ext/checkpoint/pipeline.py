@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_ext._object_collectives import all_gather_objects
-from tp_ext.checkpoint.entries import StateEntry
 from tp_ext.checkpoint.gather import Ranks, as_bytes, gather_full
+from tp_ext.model.fqn import Entry
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def over_stages(value: T, ranks: Ranks) -> list[T]:
 
 
 def whole_entries(
-    entries: Mapping[str, StateEntry], ranks: Ranks, *, with_extra: bool = False, unique: bool = False
+    entries: Mapping[str, Entry], ranks: Ranks, *, with_extra: bool = False, unique: bool = False
 ) -> dict[str, WholeEntry]:
     """Returns the entries of the whole model from those of each stage, the stages one after the other.
 
@@ -108,9 +108,7 @@ def _merged(one: WholeEntry, other: WholeEntry) -> WholeEntry:
     return one._replace(stages=stages, tensor=one.tensor and one.tensor._replace(stages=stages))
 
 
-def gather_whole(
-    one: WholeTensor, entry: StateEntry | None, ranks: Ranks, *, rank0_only: bool = False
-) -> Tensor | None:
+def gather_whole(one: WholeTensor, entry: Entry | None, ranks: Ranks, *, rank0_only: bool = False) -> Tensor | None:
     """Gathers a full tensor as :func:`gather_full`, for the ranks of all stages or for rank 0 of the first one;
     ``entry`` is this rank's.
 

@@ -15,7 +15,6 @@ from torch.distributed import DeviceMesh
 
 from tp_ext._checks import check_int
 from tp_ext._object_collectives import call_and_gather, true_on_any_rank
-from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.expert_entries import ExpertGather, join_published
 from tp_ext.checkpoint.expert_names import PublishedEntry, check_family, published_entries
 from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
@@ -30,7 +29,10 @@ from tp_ext.checkpoint.safetensors_files import (
     split_into_files,
 )
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.model.stages import Stages, joined
+from tp_ext.mesh import mesh_axes
+from tp_ext.model.census import census
+from tp_ext.model.fqn import Entry
+from tp_ext.model.stages import Stages
 
 
 def save_safetensors(
@@ -82,9 +84,8 @@ def save_safetensors(
     head = {"format": "pt", **(metadata or {})}
     if wrong := [key for key, value in head.items() if not (isinstance(key, str) and isinstance(value, str))]:
         raise TypeError(f"metadata: {wrong} must be strings, and their values")
-    module = joined(module)
-    ranks = ranks_of(module, group, mesh)
-    entries = state_entries(module, ranks.groups.default)
+    model = census(module, mesh_axes(group, mesh))
+    ranks, entries = ranks_of(model), model.state()
     whole = whole_entries(entries, ranks, with_extra=True, unique=True)
     published: dict[str, list[PublishedEntry]] = {}
     if expert_names is not None:
@@ -227,9 +228,8 @@ def load_safetensors(
             ``expert_names`` as for :func:`save_safetensors`.
     """
     check_family(expert_names, "expert_names")
-    module = joined(module)
-    ranks = ranks_of(module, group, mesh)
-    entries = state_entries(module, ranks.groups.default)
+    model = census(module, mesh_axes(group, mesh))
+    ranks, entries = ranks_of(model), model.state()
     failure: Exception | None = None
     with ExitStack() as opened:
         try:
@@ -256,7 +256,7 @@ def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
 
 
 def _match_sources(
-    entries: Mapping[str, StateEntry],
+    entries: Mapping[str, Entry],
     open_sources: Callable[[], dict[str, _Source]],
     strict: bool,
     ranks: Ranks,
@@ -303,7 +303,7 @@ def _listed(keys: list[str]) -> str:
 
 
 def _join_experts(
-    sources: dict[str, _Source], entries: Mapping[str, StateEntry], family: str, strict: bool
+    sources: dict[str, _Source], entries: Mapping[str, Entry], family: str, strict: bool
 ) -> dict[str, list[str]]:
     """Replaces the sources of single experts by those of our entries; returns the published names that an entry lacks.
 
@@ -330,7 +330,7 @@ def _join_experts(
     return lacking
 
 
-def _equal(one: _Source, other: _Source, entry: StateEntry) -> bool:
+def _equal(one: _Source, other: _Source, entry: Entry) -> bool:
     """Returns True if two sources of one tensor are equal in the chunks that this rank holds."""
     for offsets, chunk, _ in entry.layout.local_chunks(entry.value)[1]:
         where = chunk_slices(offsets, chunk)

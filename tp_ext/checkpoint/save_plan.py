@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
-from tp_ext.checkpoint.entries import StateDict
 from tp_ext.checkpoint.files.entry_files import SavedValues, Written
 from tp_ext.checkpoint.files.metadata import overlapping
 from tp_ext.checkpoint.pipeline import check_unique
 from tp_ext.chunks import chunks_of
+from tp_ext.model.fqn import StateDict
 
 KeyPath = tuple[str | int, ...]
 

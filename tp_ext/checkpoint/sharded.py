@@ -2,7 +2,7 @@
 the full tensors, so any number of ranks, data-parallel or not, and the unsharded model load a save of p ranks.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,26 +10,15 @@ from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
-from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.chunks import LocalChunk
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.mesh import MeshAxes, mesh_axes
-from tp_ext.model.fqn import resolve_optimizer
-from tp_ext.model.model_groups import ModelGroups, model_groups
-from tp_ext.model.stages import Stages, joined
+from tp_ext.mesh import mesh_axes
+from tp_ext.model.census import Census, OptimizedParameter, census
+from tp_ext.model.fqn import StateDict
+from tp_ext.model.model_groups import ModelGroups
+from tp_ext.model.stages import Stages
 from tp_ext.sharding import Layout
-
-
-class OptimizedParameter(NamedTuple):
-    """A parameter of an optimizer: its name in the unsharded model, its layout, the options of its group, and whether
-    it is a declared copy of another stage's, with the name of the original."""
-
-    name: str
-    param: Tensor
-    layout: Layout
-    options: StateDict
-    copy: bool
 
 
 def sharded_state_dict(
@@ -62,17 +51,16 @@ def sharded_state_dict(
             keeps its state in another optimizer; ``group`` is not one of the module's. TypeError: an entry is sparse,
             nested or quantized per channel.
     """
-    return sharded_state(joined(module), optimizer, mesh_axes(group, mesh))[0]
+    return sharded_state(census(module, mesh_axes(group, mesh)), optimizer)[0]
 
 
 @torch.no_grad()
-def sharded_state(module: nn.Module, optimizer: Optimizer | None, over: MeshAxes) -> tuple[StateDict, list[str]]:
-    """Returns :func:`sharded_state_dict`, and the names of the module's entries that no other stage may use."""
-    groups = model_groups(module, over)
+def sharded_state(model: Census, optimizer: Optimizer | None) -> tuple[StateDict, list[str]]:
+    """Returns :func:`sharded_state_dict`, and the names of the model's entries that no other stage may use."""
     state: StateDict = {"model": {}}
     names = []
-    chunks = LocalChunks(groups)
-    for name, entry in state_entries(module, groups.default).items():
+    chunks = LocalChunks(model.groups)
+    for name, entry in model.state().items():
         value = entry.value
         if entry.copy_of != name:
             names.append(name)
@@ -84,13 +72,14 @@ def sharded_state(module: nn.Module, optimizer: Optimizer | None, over: MeshAxes
     if optimizer is not None:
         held = HeldState(optimizer)
         state["optimizer"] = saved = {}
-        params = optimized_params(module, optimizer, groups)
+        params = model.optimized(optimizer)
         originals = {param.name for param in params if not param.copy}
         for param in params:
             if param.copy and param.name in originals:  # both are on this rank
                 continue
             for key, value in param.options.items():
-                saved[f"param_groups.{param.name}.{key}"] = value
+                if key not in ("params", "param_names"):
+                    saved[f"param_groups.{param.name}.{key}"] = value
             for key, value in held.of(param.param).items():
                 saved[f"state.{param.name}.{key}"] = shard_optimizer_state(key, value, param, chunks)
     return state, names
@@ -157,12 +146,3 @@ def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, chunks: 
             f"parameter, {tuple(of.param.shape)}, from which its layout is known"
         )
     return _as_chunked_tensor(value, of.layout, chunks, owned=not of.copy)
-
-
-def optimized_params(module: nn.Module, optimizer: Optimizer, groups: ModelGroups) -> list[OptimizedParameter]:
-    """Returns the parameters of the optimizer, in order. One that has several names is listed under the first."""
-    made = []
-    for param, found, param_group in resolve_optimizer(module, optimizer, groups.default):
-        options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
-        made.append(OptimizedParameter(found.name, param, found.layout, options, found.copy))
-    return made

@@ -22,19 +22,13 @@ from tp_ext._object_collectives import (
     unwrap_checkpoint_errors,
 )
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
-from tp_ext.checkpoint.entries import StateDict, state_entries
 from tp_ext.checkpoint.files.reader import PlainPlanner
 from tp_ext.checkpoint.optimizer_state import HeldState, check_class, check_optimizer, copy_of_state
-from tp_ext.checkpoint.sharded import (
-    LocalChunks,
-    OptimizedParameter,
-    optimized_params,
-    shard_optimizer_state,
-    sharded_state,
-)
+from tp_ext.checkpoint.sharded import LocalChunks, shard_optimizer_state, sharded_state
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import MeshAxes, mesh_axes
-from tp_ext.model.model_groups import model_groups
+from tp_ext.model.census import Census, OptimizedParameter, census
+from tp_ext.model.fqn import StateDict
 from tp_ext.model.stages import Stages, joined
 
 T = TypeVar("T")
@@ -81,7 +75,7 @@ def load_from(
     reader: StorageReader,
     module: nn.Module,
     optimizer: Optimizer | None,
-    over: MeshAxes,
+    axes: MeshAxes,
     process_group: ProcessGroup | None,
     before: Callable[[], T],
 ) -> T:
@@ -95,7 +89,7 @@ def load_from(
     for _ in range(_ATTEMPTS):
         try:
             metadata, found = _open(reader, process_group, before)
-            _load(reader, metadata, module, optimizer, over, process_group)
+            _load(reader, metadata, module, optimizer, axes, process_group)
             return found
         except RetryError as error:  # on all ranks
             replaced = error
@@ -124,10 +118,10 @@ def _load(
     metadata: Metadata,
     module: nn.Module,
     optimizer: Optimizer | None,
-    over: MeshAxes,
+    axes: MeshAxes,
     process_group: ProcessGroup | None,
 ) -> None:
-    into = call_on_all_ranks(process_group, lambda: _Destination(module, optimizer, metadata, over))
+    into = call_on_all_ranks(process_group, lambda: _Destination(census(module, axes), optimizer, metadata))
     flat: StateDict = into.flat
     parts = ("model.", "optimizer.") if optimizer is not None else ("model.",)
     saved = {key for key in metadata.state_dict_metadata if key.startswith(parts)}
@@ -175,23 +169,22 @@ def _read(flat: StateDict, reader: StorageReader, process_group: ProcessGroup | 
 class _Destination:
     """The destination of the entries of a checkpoint: the live shards, and the values that are set afterwards."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None, metadata: Metadata, over: MeshAxes) -> None:
-        groups = model_groups(module, over)
-        self.flat, self.paths = flatten_state_dict(sharded_state(module, None, over)[0])
+    def __init__(self, model: Census, optimizer: Optimizer | None, metadata: Metadata) -> None:
+        self.flat, self.paths = flatten_state_dict(sharded_state(model, None)[0])
         _check_writable(self.flat)
-        self.extra = {name: entry.owner for name, entry in state_entries(module, groups.default).items() if entry.extra}
+        self.extra: dict[str, Any] = {name: entry.owner for name, entry in model.state().items() if entry.extra}
         self.optimizer = optimizer
         self.options: list[dict[str, list[str]]] = []  # per group of the optimizer: flat keys by option
         self.states: dict[Tensor, dict[str, tuple[str, Tensor | None]]] = {}  # per parameter: its entries
         if optimizer is None:
             return
         self.held = held = HeldState(optimizer)
-        chunks = LocalChunks(groups)
+        chunks = LocalChunks(model.groups)
         saved_states, saved_options = (
             _by_name(metadata, "optimizer.state."),
             _by_name(metadata, "optimizer.param_groups."),
         )
-        optimized = optimized_params(module, optimizer, groups)
+        optimized = model.optimized(optimizer)
         originals = {one.name: one for one in optimized if not one.copy}
         self.copied: list[tuple[Tensor, Tensor]] = []  # copies of parameters that are here, too
         params = iter(optimized)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -29,13 +29,10 @@ from tp_ext.debug.replication import (
     replicated_parts,
     tensor_digests,
 )
-from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, job_ranks, parallel_group, process_group
+from tp_ext.group import NOT_GIVEN, Group, global_ranks, job_ranks, parallel_group, process_group
 from tp_ext.mesh import mesh_axes
-from tp_ext.model.fqn import resolve_fqn
-from tp_ext.model.model_groups import groups_in_use, model_groups
-from tp_ext.model.module import ParallelModule
-from tp_ext.model.stages import Stages, joined
-from tp_ext.model.tied import copies_in
+from tp_ext.model.census import Census, census
+from tp_ext.model.stages import Stages
 from tp_ext.outside.optimizers import find_beyond_elements
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 
@@ -111,31 +108,34 @@ def findings(
         ValueError: without ``group``, two groups of the model overlap and are no axes of one mesh; ``mesh`` has other
             axes. TypeError: ``group`` and ``mesh`` are both given.
     """
-    model, over = joined(model), mesh_axes(group, mesh)
-    unsharded = mesh is not None and parallel_group(over.group).size == 1
-    forgotten = _forgotten(model) if group is NOT_GIVEN and not unsharded else []
-    alone = [*forgotten, *misplaced(model), *(foreign_parameters(model, optimizer) if optimizer is not None else ())]
-    alone += [*find_mixed_wrappers(model), *(find_beyond_elements(model, optimizer) if optimizer is not None else ())]
-    nonfinite = list(not_finite(model))
+    over = mesh_axes(group, mesh)
+    compared = parallel_group(group)  # over which everything is compared; not that of layers, which over names
+    known = census(model, over if mesh is not None else None, assumed=compared)
+    unsharded = mesh is not None and parallel_group(over.tp).size == 1
+    forgotten = _forgotten(known) if group is NOT_GIVEN and not unsharded else []
+    alone = [*forgotten, *misplaced(known), *find_mixed_wrappers(known)]
+    if optimizer is not None:
+        alone += [*foreign_parameters(known, optimizer), *find_beyond_elements(known, optimizer)]
+    nonfinite = list(not_finite(known))
     options = option_facts(optimizer) if optimizer is not None else {}
     if group is not NOT_GIVEN and group is not None:  # the caller compares over this group alone
-        return _findings_over(group_name(group), model, alone + nonfinite, options, batch)
-    groups = model_groups(model) if mesh is None else model_groups(model, over)
+        return _findings_over(compared.name, known, alone + nonfinite, options, batch)
+    groups, data = known.groups, over.data.axes
     names = list({tuple(global_ranks(name)): name for name in groups.within}.values())
-    if len(names) < 2 and not over.data and over.pp.size == 1:
-        return _findings_over(names[0] if names else "", model, alone + nonfinite, options, batch)
+    if len(names) < 2 and not data and over.pp.size == 1:
+        return _findings_over(names[0] if names else "", known, alone + nonfinite, options, batch)
     # Without a group no rank compares: each says what it has found itself
-    found = [] if names else _findings_over("", model, alone + _on_this_rank(nonfinite), {}, batch)
+    found = [] if names else _findings_over("", known, alone + _on_this_rank(nonfinite), {}, batch)
     for name in names:
-        given = None if _has_other_tokens(model, name) else batch
-        found += _located(name, _findings_over(name, model, alone + nonfinite, options, given))
-    for axis in over.data:
+        given = None if _has_other_tokens(known, name) else batch
+        found += _located(name, _findings_over(name, known, alone + nonfinite, options, given))
+    for axis in data:
         if tuple(global_ranks(axis.name)) in map(tuple, map(global_ranks, names)):
             continue  # that of the experts
-        found += _located(axis.name, _findings_over(axis.name, model, [], options, None))
+        found += _located(axis.name, _findings_over(axis.name, known, [], options, None))
     if over.pp.size > 1:
-        found += _over_stages(model, process_group(over.pp.name))
-    for axis in (*groups.axes, *over.data, *([over.pp] if over.pp.size > 1 else [])):
+        found += _over_stages(known, process_group(over.pp.name))
+    for axis in (*groups.axes, *data, *([over.pp] if over.pp.size > 1 else [])):
         found = [sentence for one in all_gather_objects(found, process_group(axis.name)) for sentence in one]
     return list(dict.fromkeys(found))
 
@@ -155,17 +155,15 @@ class _InStage(NamedTuple):
     copy_of: str
 
 
-def _over_stages(model: nn.Module, pipeline: ProcessGroup) -> list[str]:
+def _over_stages(model: Census, pipeline: ProcessGroup) -> list[str]:
     """Returns a sentence for each parameter that several stages have under one name, and for each declared copy that
     differs from its original.
 
     Communicates: one exchange over the pipeline, of 100 bytes per parameter.
     """
-    params = {name: param for name, param in model.named_parameters() if not param.is_meta}
-    own, copies = dict[str, _InStage](), copies_in(model)
-    digests = tensor_digests(local_tensor(param) for param in params.values())
-    for (name, param), digest in zip(params.items(), digests, strict=True):
-        own[resolve_fqn(model, name).name] = _InStage(digest, copies.get(id(param), ""))
+    params = [entry for entry in model.parameters.values() if not entry.value.is_meta]
+    digests = tensor_digests(local_tensor(entry.value) for entry in params)
+    own = {entry.name: _InStage(digest, entry.copy_of) for entry, digest in zip(params, digests, strict=True)}
     stages = all_gather_objects(own, pipeline)
     originals: dict[str, list[int]] = {}
     for stage, of_stage in enumerate(stages):
@@ -189,7 +187,7 @@ def _over_stages(model: nn.Module, pipeline: ProcessGroup) -> list[str]:
 
 
 def _findings_over(
-    group: str, model: nn.Module, alone: list[str], options: dict[str, str], batch: BatchTensors
+    group: str, model: Census, alone: list[str], options: dict[str, str], batch: BatchTensors
 ) -> list[str]:
     """Returns the findings of one group, ``alone`` those of this rank without communication among them; ``options`` of
     the optimizer must be the same on all ranks."""
@@ -227,30 +225,26 @@ def _tensors(name: str, batch: BatchTensors) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(f"{name}[{i}]", value)
 
 
-def _forgotten(model: nn.Module) -> list[str]:
+def _forgotten(model: Census) -> list[str]:
     """Returns a sentence if no layer has a group though the job has several ranks."""
     ranks = job_ranks()
-    if ranks == 1 or any(one.size > 1 for one in groups_in_use(model)):  # experts may be sharded alone
+    if ranks == 1 or any(one.size > 1 for one in model.groups_in_use()):  # experts may be sharded alone
         return []
     return [f"model: no layer is sharded, in a job of {ranks} ranks: pass group= to the layers, or to this function"]
 
 
-def _layers(model: nn.Module) -> Iterator[ParallelModule]:
-    return (module for module in model.modules() if isinstance(module, ParallelModule))
-
-
-def _is_sharded_over(model: nn.Module, group: str) -> bool:
+def _is_sharded_over(model: Census, group: str) -> bool:
     """Returns whether layers are sharded over the group, whose ranks then have the same tokens."""
     ranks = global_ranks(group)
-    used = any(global_ranks(one.name) == ranks for one in groups_in_use(model) if one.size > 1)
+    used = any(global_ranks(one.name) == ranks for one in model.groups_in_use() if one.size > 1)
     return used and not _has_other_tokens(model, group)
 
 
-def _has_other_tokens(model: nn.Module, group: str) -> bool:
+def _has_other_tokens(model: Census, group: str) -> bool:
     """Returns whether the ranks of the group have different tokens: it is that of experts."""
     ranks = global_ranks(group)
-    experts = (module.expert_group for module in _layers(model) if module.expert_group is not None)
-    return any(global_ranks(expert.name) == ranks for expert in experts if expert.size > 1)
+    experts = (layer.expert_group for layer in model.experts.values())
+    return any(group is not None and global_ranks(group.name) == ranks for group in experts)
 
 
 class _Report(NamedTuple):
@@ -276,32 +270,31 @@ def _wrong_shapes(table: list[ComparedTensor]) -> Iterator[str]:
             yield f"{entry.name}: shape {tuple(shape)} must be {tuple(expected)}, by its sharding at p = {p}"
 
 
-def _no_longer_tied(model: nn.Module, table: list[ComparedTensor]) -> Iterator[str]:
+def _no_longer_tied(model: Census, table: list[ComparedTensor]) -> Iterator[str]:
     """Yields a sentence for each parameter that was tied and no longer is, though one of its shape exists: ``to_empty``
     of a model on the meta device makes two parameters of one."""
-    uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-    copies = copies_in(model)
+    uses = Counter(id(param) for _, param in model.model.named_parameters(remove_duplicate=False))
     for entry in table:
         name = entry.name.rpartition(".")[2]
-        if id(entry.tensor) in copies:  # of a parameter of another stage, as declared
+        if id(entry.tensor) in model.copies:  # of a parameter of another stage, as declared
             continue
         if entry.layer is not None and name in entry.layer.tied and uses[id(entry.tensor)] == 1:
             like = [e.name for e in table if e is not entry and e.sharding == entry.sharding is not None]
-            like = [e for e in like if model.get_parameter(e).shape == entry.tensor.shape]
+            like = [e for e in like if model.model.get_parameter(e).shape == entry.tensor.shape]
             if like:
                 yield f"{entry.name}: was tied to another parameter and is its own now; tie it again, to one of {like}"
 
 
-def _facts(model: nn.Module, table: list[ComparedTensor], generators: bool) -> dict[str, str]:
+def _facts(model: Census, table: list[ComparedTensor], generators: bool) -> dict[str, str]:
     """Returns the facts that must be the same on all ranks."""
     facts = {}
     for name, tensor, _, sharding, _ in table:
         cut = f"dim {sharding.dim} cut in {[part.size for part in sharding.parts]}" if sharding else "replicated"
         facts[name] = f"{tensor.dtype}, requires_grad={tensor.requires_grad}, {cut}"
-    for name, module in model.named_modules():
+    for name, module in model.modules:
         facts[f"module {name or 'model'}"] = "train()" if module.training else "eval()"
     first: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in model.model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(param), name) != name:
             facts[f"{name} and {first[id(param)]}"] = "one parameter"
     if generators:

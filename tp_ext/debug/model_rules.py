@@ -12,17 +12,18 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from tp_ext.debug.replication import local_tensor
+from tp_ext.model.census import Census
 from tp_ext.model.module import ParallelModule
 
 
-def misplaced(model: nn.Module) -> Iterator[str]:
+def misplaced(model: Census) -> Iterator[str]:
     """Yields a sentence for each torch dropout on sharded features, and for each pair of linears of which only one has
     ``sequence_parallel``.
 
     A pair is a column linear and the next row linear among the children of one module, in order of their registration:
     in ``nn.Sequential`` that is the order of the calls, elsewhere the usual one.
     """
-    for prefix, module in model.named_modules():
+    for prefix, module in model.modules:
         column, dropouts = "", list[str]()
         for name, child in module.named_children():
             if _is_column(child):
@@ -62,9 +63,9 @@ def _is_sharded_linear(module: nn.Module) -> bool:
     return linear and isinstance(module, ParallelModule) and module.tp_group.size > 1
 
 
-def foreign_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+def foreign_parameters(model: Census, optimizer: Optimizer) -> Iterator[str]:
     """Yields a sentence if the optimizer holds parameters that are not the model's, whose updates have no effect."""
-    known = {id(param) for param in model.parameters()}
+    known = {id(entry.value) for entry in model.parameters.values()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     foreign = [param for param in params if id(param) not in known]
     if foreign:
@@ -75,9 +76,9 @@ def foreign_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
         )
 
 
-def not_finite(model: nn.Module) -> Iterator[str]:
+def not_finite(model: Census) -> Iterator[str]:
     """Yields a sentence about the first parameter or gradient of this rank that has an element that is not finite."""
-    held: list[tuple[str, Tensor]] = list(model.named_parameters())
+    held: list[tuple[str, Tensor]] = [(name, entry.value) for name, entry in model.parameters.items()]
     held += [(f"{name}.grad", param.grad) for name, param in held if param.grad is not None]
     held = [(name, local_tensor(tensor)) for name, tensor in held if not tensor.is_meta]
     suspect = [(name, tensor) for name, tensor in held if tensor.is_floating_point() or tensor.is_complex()]

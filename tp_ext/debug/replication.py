@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import Group, global_ranks, parallel_group, process_group
-from tp_ext.model.fqn import resolve_fqn
+from tp_ext.model.census import Census, census
 from tp_ext.model.module import ParallelModule
-from tp_ext.parallel.ddp_guard import layers_by_tensor_id, mesh_ranks
+from tp_ext.parallel.ddp_guard import mesh_ranks
 from tp_ext.sharding import Layout, Sharding
 
 PartKey = tuple[str, int, int]
@@ -65,7 +65,7 @@ def assert_replicated(model_or_tensor: nn.Module | Tensor, *, group: Group) -> N
     if p == 1:
         return
     if isinstance(model_or_tensor, nn.Module):
-        table = compared_tensors(model_or_tensor, group)
+        table = compared_tensors(census(model_or_tensor, assumed=parallel_group(group)), group)
         tensors = {key: part for entry in table for key, part in replicated_parts(entry, group)}
     else:
         tensors = {("tensor", -1, 0): local_tensor(model_or_tensor)}
@@ -78,13 +78,16 @@ def assert_replicated(model_or_tensor: nn.Module | Tensor, *, group: Group) -> N
         raise AssertionError(sentences[0] + others)
 
 
-def compared_tensors(model: nn.Module, group: Group) -> list[ComparedTensor]:
+def compared_tensors(model: Census, group: Group) -> list[ComparedTensor]:
     """Returns every parameter and buffer of the model once, except those that are sharded over another group with some
     of this group's ranks, which cannot be compared over this group."""
-    over, layers, found = parallel_group(group), layers_by_tensor_id(model), []
-    ranks = global_ranks(over.name)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        layout = resolve_fqn(model, name, over).layout
+    found = []
+    ranks = global_ranks(group)
+    layers: dict[int, ParallelModule] = {}
+    for layer in model.layers.values():  # inner ones come later
+        layers |= dict.fromkeys(map(id, (*layer.parameters(), *layer.buffers())), layer)
+    for name, tensor in (*model.model.named_parameters(), *model.model.named_buffers()):
+        layout = model.resolve(name).layout
         shared: Sharding | None = None
         for sharding, other in layout:
             members = global_ranks(other.name)

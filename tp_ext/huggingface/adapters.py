@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext._object_collectives import call_on_all_ranks
-from tp_ext.checkpoint.entries import state_entries
 from tp_ext.checkpoint.files.pinned_directory import open_regular
 from tp_ext.checkpoint.files.safetensors_slices import SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.gather import Ranks, ranks_of, write_full
 from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
 from tp_ext.checkpoint.safetensors import write_files
-from tp_ext.group import NOT_GIVEN
+from tp_ext.model.census import census
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.lora import LoRALinear, add_lora
 
@@ -62,7 +61,7 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
         or that its plan leaves whole with a partial gradient; another shape. TypeError: an argument of another type.
     """
     _check(model, path)
-    ranks = ranks_of(model, NOT_GIVEN)
+    ranks = ranks_of(census(model))
     with ExitStack() as opened:
 
         def read() -> tuple[dict[str, Any], dict[str, SlicedTensor], list[str]]:
@@ -80,7 +79,7 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             add_lora(model, targets=new, r=r, alpha=alpha, dropout=dropout)
         for name in names:
             model.get_submodule(name).scaling = _scaling(config)  # type: ignore[assignment]
-        entries = state_entries(model, ranks.groups.default)
+        entries = census(model).state()
         with torch.no_grad():
             for name, tensor in tensors.items():
                 write_full(tensor, entries[name].value, entries[name].layout)
@@ -106,10 +105,11 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str], *, lock_timeout
     if len(kinds) != 1 or any(layer.merged for layer in layers.values()):
         kind = f"(r, scale, dropout) {sorted(kinds)}" if len(kinds) != 1 else "merged ones"
         raise ValueError(f"model: its adapters must be of one r, scale and dropout, not merged; it has {kind}")
-    ranks = ranks_of(model, NOT_GIVEN)
+    known = census(model)
+    ranks = ranks_of(known)
     entries = {
         PREFIX + name: entry
-        for name, entry in state_entries(model, ranks.groups.default).items()
+        for name, entry in known.state().items()
         if name.endswith(FACTORS) and name[: -len(FACTORS[0])] in layers
     }
     whole = {name: _whole(entry.value, entry.shape, ranks) for name, entry in entries.items()}

@@ -20,7 +20,6 @@ from torch.distributed import DeviceMesh
 from tp_ext import auto
 from tp_ext._checks import check_bool
 from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
-from tp_ext.checkpoint.entries import StateEntry, state_entries
 from tp_ext.checkpoint.files.pinned_directory import open_regular
 from tp_ext.checkpoint.files.safetensors_slices import SlicedTensor
 from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
@@ -31,6 +30,8 @@ from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import compute, generator_states
 from tp_ext.mesh import mesh_axes
 from tp_ext.mesh_program.partition_spec import P
+from tp_ext.model.census import census
+from tp_ext.model.fqn import Entry
 
 CONFIG = "config.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of weights
@@ -96,7 +97,7 @@ def from_pretrained(
     _check_arguments(path, group, mesh, model_class, dtype, device)
     check_bool(strict=strict)
     axes = mesh_axes(group, mesh)
-    parallel = parallel_group(axes.group)
+    parallel = parallel_group(axes.tp)
     ranks = process_group(parallel.name) if parallel is not ALONE and parallel.name else None
     where = torch.device(device) if device is not None else torch.get_default_device()
     states = broadcast_from_first(lambda: generator_states(where), [ranks] if ranks is not None else [])
@@ -107,7 +108,7 @@ def from_pretrained(
         plan = call_on_all_ranks(ranks, lambda: _plan(model, example, parallel.size, hints, sequence_parallel))
         auto.apply(plan, model, parallel.name or None)
         _allocate(model, where)
-        entries = state_entries(model, parallel)
+        entries = census(model).state()
         with torch.no_grad():
             for name in list(left.values):
                 write_full(left.values.pop(name), entries[name].value, entries[name].layout)
@@ -142,8 +143,8 @@ def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[st
 
     Communicates and raises as :func:`from_pretrained`, without its plan.
     """
-    ranks = ranks_of(model, NOT_GIVEN)
-    entries = state_entries(model, ranks.groups.default)
+    known = census(model)
+    ranks, entries = ranks_of(known), known.state()
     shapes = {name: entry.shape for name, entry in entries.items()}
     with ExitStack() as opened:
 
@@ -347,7 +348,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def _read(
     model: transformers.PreTrainedModel,
-    entries: Mapping[str, StateEntry],
+    entries: Mapping[str, Entry],
     files: Mapping[str, SlicedTensor],
     groups: list[TensorGroup],
 ) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import transformers
 
 from tp_ext._object_collectives import broadcast_from_first
-from tp_ext.checkpoint.gather import ranks_of
-from tp_ext.group import NOT_GIVEN, process_group
+from tp_ext.group import process_group
 from tp_ext.huggingface.new_weights import drawing_from, generator_states
+from tp_ext.model.census import census
 
 
 def replace_methods(model: transformers.PreTrainedModel) -> None:
@@ -36,7 +36,7 @@ def generate(model: transformers.PreTrainedModel, *args: Any, **kwargs: Any) -> 
     Communicates: a broadcast of the generator's state over each group that shards the model.
     """
     device = model.device
-    axes = [process_group(axis.name) for axis in ranks_of(model, NOT_GIVEN).groups.axes]
+    axes = [process_group(axis.name) for axis in census(model).groups.axes]
     states = broadcast_from_first(lambda: generator_states(device), axes)
     with drawing_from(states, device):
         return type(model).generate(model, *args, **kwargs)

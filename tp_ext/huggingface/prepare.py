@@ -23,7 +23,8 @@ from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint.full import full_state_dict
 from tp_ext.group import process_group
 from tp_ext.huggingface.accelerator import check_new, share
-from tp_ext.parallel.replicas import check_layers, copy_from_first, sharded_over
+from tp_ext.model.census import census
+from tp_ext.parallel.replicas import check_layers, copy_from_first
 
 _FOLDER = "tp_ext_{}"  # in that of save_state: of the model and the optimizer with this number
 
@@ -84,16 +85,16 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
         ):
             raise ValueError(f"others: {type(other).__name__} must be an optimizer of parameters of the model")
     mesh = _mesh(accelerator, model, world)
-    check_layers(model, mesh["tp"], mesh["dp"])
+    check_layers(census(model), mesh["tp"], mesh["dp"])
     model.to(accelerator.device)
-    copy_from_first(model, mesh["dp"])
+    copy_from_first(census(model), mesh["dp"])
     _Shared(accelerator, model, mesh)
     return accelerator.prepare(model, *others)
 
 
 def _mesh(accelerator: Any, model: nn.Module, world: int) -> DeviceMesh:
     """Returns the mesh ``dp`` x ``tp`` of all processes: tp, those that share the model."""
-    groups = list(sharded_over(model))
+    groups = list(census(model).sharded_over)
     # With experts over data ranks there are two; DDP over these is refused
     own_ranks = [ranks for ranks in groups if dist.get_rank() in ranks][:1] or [()]
     rows = sorted(set(all_gather_objects(own_ranks[0], process_group(dist.group.WORLD))))

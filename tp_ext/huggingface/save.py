@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from tp_ext.checkpoint.entries import state_entries
 from tp_ext.checkpoint.files.write_lock import check_lock_timeout
 from tp_ext.checkpoint.gather import Ranks, ranks_of
 from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
@@ -23,6 +22,8 @@ from tp_ext.checkpoint.safetensors import write_files
 from tp_ext.checkpoint.safetensors_files import FileEntries
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.huggingface.conversion import groups_to_save
+from tp_ext.mesh import mesh_axes
+from tp_ext.model.census import census
 
 
 def save_pretrained(
@@ -59,8 +60,8 @@ def save_pretrained(
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int | str):
         raise TypeError(f"max_shard_size: {max_shard_size!r} must be a number of bytes, or text such as '5GB'")
     check_lock_timeout(lock_timeout)
-    ranks = ranks_of(model, group, mesh)
-    entries = state_entries(model, ranks.groups.default)
+    known = census(model, mesh_axes(group, mesh))
+    ranks, entries = ranks_of(known), known.state()
     # Meta tensors in place of the state dict: transformers decides by names, shapes and ties alone what files hold
     ignored = model._keys_to_ignore_on_save or ()
     full = {

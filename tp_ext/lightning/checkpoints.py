@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.checkpoint.full import load_full_state_dict
 from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict
-from tp_ext.model.fqn import resolve_optimizer
-from tp_ext.model.model_groups import model_groups
+from tp_ext.model.census import census
 from tp_ext.outside.places import found_place
 
 META = "meta.pt"  # what is no tensor of model and optimizers; written last
@@ -123,10 +122,7 @@ def _load_file(
 def _named(path: Path, model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of an optimizer with names in place of the numbers of parameters, which follow one another in
     its parameter groups."""
-    name_of = {
-        id(param): parameter.name
-        for param, parameter, _ in resolve_optimizer(model, optimizer, model_groups(model).default)
-    }
+    name_of = {id(param.param): param.name for param in census(model).optimized(optimizer)}
     names = [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     lengths = [len(group) for group in names], [len(group["params"]) for group in saved["param_groups"]]
     if lengths[0] != lengths[1]:

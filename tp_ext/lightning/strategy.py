@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from tp_ext.lightning.checkpoints import META, load_checkpoint
+from tp_ext.model.census import census
 from tp_ext.model.names import reset_parameters
 from tp_ext.parallel.average_gradients import average_gradients
 from tp_ext.parallel.pipeline.stages import materialise
@@ -88,11 +89,11 @@ class TensorParallelStrategy(ModelParallelStrategy):
         """Draws the weights of a model on meta, checks its layers, and makes replicas equal."""
         model: Any = self.model
         data = self.device_mesh["data_parallel"]
-        check_layers(model, self.device_mesh["tensor_parallel"], data)
-        materialise(model, self.root_device, reset_parameters, [], {})
+        check_layers(census(model), self.device_mesh["tensor_parallel"], data)
+        materialise(model, self.root_device, reset_parameters)
         manual_seed(self._seed, self.device_mesh, "tensor_parallel")  # masks of other batches are others
         super().setup(trainer)
-        copy_from_first(model, data)
+        copy_from_first(census(model), data)
 
     @property
     def _averages(self) -> bool:

@@ -1,83 +1,126 @@
-"""Resolution of fully qualified names: the module that owns a parameter, through any wrappers, and its layout."""
+"""Resolution of fully qualified names: the module that holds an entry of a state dict, through any wrappers, and the
+layout of the entry."""
 
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, parallel_group
-from tp_ext.model.carriers import Carriers, is_sharded
-from tp_ext.model.layouts import layouts_of
+from tp_ext.group import ALONE, ParallelGroup
 from tp_ext.model.module import ParallelModule
 from tp_ext.model.stages import JoinedStages
-from tp_ext.model.tied import copies_in
 from tp_ext.sharding import Layout, Sharding
 
+StateDict = dict[str, Any]
 
-def layouts(model: nn.Module, *, group: Group = NOT_GIVEN) -> Iterator[tuple[str, Layout]]:
-    """Yields (name, layout) of every parameter of the model, named as in ``named_parameters()``.
+
+class Entry(NamedTuple):
+    """An entry of a model's state dict.
+
+    Attributes:
+        name: its key in the unsharded model, without the prefixes that wrappers add.
+        owner: the module that holds it.
+        local: its name in ``owner``.
+        layout: its layout.
+        value: the live parameter or buffer; of extra state what ``owner`` returns.
+        copy_of: the name of the parameter of another stage that it is a declared copy of; "" if it is none.
+    """
+
+    name: str
+    owner: nn.Module
+    local: str
+    layout: Layout
+    value: Any = None
+    copy_of: str = ""
+
+    @property
+    def extra(self) -> bool:
+        """Whether it is extra state."""
+        return self.local == "_extra_state"
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the full tensor."""
+        return self.layout.full_shape(self.value.shape)
+
+
+class Place(NamedTuple):
+    """A module in a model.
+
+    Attributes:
+        module: the module; of a checkpoint wrapper the one inside.
+        name: its name in the unsharded model.
+        parametrized: the module and the name of its tensor that this module, or one around it, computes.
+    """
+
+    module: nn.Module
+    name: str
+    parametrized: tuple[nn.Module, str] | None
+
+
+class Places(dict[tuple[nn.Module, str], Place]):
+    """The modules that are known by a root and their path from it."""
+
+
+_CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's CheckpointWrapper takes it out of the keys, not out of the names
+_WRAPPED = ("_orig_mod", _CHECKPOINTED)  # by torch.compile, by CheckpointWrapper
+
+
+def resolve_fqn(
+    model: nn.Module,
+    key: str,
+    group: ParallelGroup = ALONE,
+    places: Places | None = None,
+) -> Entry:
+    """Resolves the parameter, buffer or state-dict entry ``key`` of the model, through DDP, ``torch.compile`` and
+    checkpoint wrappers, but for its value.
+
+    The tensors by which a parametrization (``torch.nn.utils.parametrize``) replaces a sharded tensor are sharded like
+    that tensor if they have its number of elements in the sharded dims. Single numbers that are not trained are
+    replicated.
 
     Args:
-        model: any module, wrapped or not.
-        group: the group of modules that declare ``tp_shardings`` and have no group of their own.
+        group: that of modules that declare ``tp_shardings`` and have no group.
+        places: the modules that are known by their paths; those that are found are added.
 
     Raises:
-        ValueError: see :func:`resolve_fqn`.
+        ValueError: at p > 1, a parametrization of a sharded tensor that does not act on each shard alone: torch's
+            ``orthogonal`` and ``spectral_norm``, or one that stores another kind of tensor. Of a norm over the sharded
+            dim, for instance, each rank would have another value; the gradient of a trained number would not be
+            summed over the ranks.
     """
-    over = parallel_group(group)
-    for name, _ in model.named_parameters():
-        yield name, resolve_fqn(model, name, over).layout
+    path, _, local = key.rpartition(".")
+    root = model.stage_of(key) if isinstance(model, JoinedStages) else model
+    module, name, parametrized = _place_of(root, path, Places() if places is None else places)
+    layout = layout_of(module, local, group)
+    if not layout and parametrized is not None:
+        layout = _layout_of_parametrization(key, *parametrized, module, local)
+    return Entry(f"{name}.{local}" if name else local, module, local, layout)
 
 
-def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
-    """Yields (name, sharding) of every parameter of the model, named as in ``named_parameters()``; None: replicated. Of
-    a parameter that is sharded over several groups it is the first entry of its layout (:func:`layouts`).
-
-    Raises:
-        ValueError: see :func:`resolve_fqn`.
-    """
-    for name, layout in layouts(model):
-        yield name, layout[0][0] if layout else None
-
-
-def layouts_by_id(params: Iterable[Tensor], padded: bool = False) -> dict[int, Layout]:
-    """Returns the layouts of all live shards by the ``id`` of the parameter (:func:`live_shards`), and those that
-    ``params`` carry: their module may be gone while an optimizer holds them."""
-    carried = {id(param): param.tp_layout for param in params if hasattr(param, "tp_layout")}
-    found = {key: layout for key, layout in carried.items() if padded or is_sharded(layout)}
-    return found | {id(param): layout for param, layout in live_shards(padded)}
-
-
-def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
-    """Yields the parameters of live modules that are shards, and their layouts; of what a parametrization or pruning
-    computes, the tensors that it is computed from.
-
-    For functions of torch that are given parameters, or an optimizer, and no model. Attributes of a parameter would not
-    do: FSDP2, ``deepcopy`` and ``to_empty`` drop them.
-
-    Args:
-        padded: those that hold padding, too, at one rank.
-
-    Raises:
-        ValueError: see :func:`resolve_fqn`.
-    """
-    for module in [*Carriers.modules, *(Carriers.padded if padded else ())]:
-        params = module._parameters
-        for name, layout in layouts_of(module).items():
-            if not (padded or is_sharded(layout)):
-                continue
-            param = params.get(name)
-            if param is not None:
-                yield param, layout
-            elif name not in params:
-                for key, stored in module.named_parameters():
-                    if key.startswith(f"parametrizations.{name}.") or _unpruned(key) == name:
-                        found = resolve_fqn(module, key).layout
-                        if padded or is_sharded(found):
-                            yield stored, found
+def _place_of(root: nn.Module, path: str, places: Places) -> Place:
+    place = places.get((root, path))
+    if place is not None:
+        return place
+    module, name, parametrized = root, "", None
+    if path:
+        above, _, part = path.rpartition(".")
+        outer, name, parametrized = _place_of(root, above, places)
+        if part == _CHECKPOINTED:
+            module = outer  # the place above is already the module inside
+        else:
+            child = outer._modules.get(part)
+            module = outer.get_submodule(part) if child is None else child
+        if part not in _WRAPPED and not (part == "module" and isinstance(outer, DistributedDataParallel)):
+            name = f"{name}.{part}" if name else part
+        if above.rpartition(".")[2] == "parametrizations":
+            parametrized = _place_of(root, above.rpartition(".")[0], places).module, part
+    while _CHECKPOINTED in module._modules:
+        module = module.get_submodule(_CHECKPOINTED)
+    places[root, path] = place = Place(module, name, parametrized)
+    return place
 
 
 def layout_of(module: nn.Module, name: str, group: ParallelGroup = ALONE) -> Layout:
@@ -89,96 +132,22 @@ def layout_of(module: nn.Module, name: str, group: ParallelGroup = ALONE) -> Lay
     own = module.__dict__
     if "tp_layouts" in own:
         table: dict[str, Layout] = own["tp_layouts"]
-        return table.get(name) or table.get(_unpruned(name)) or Layout()
+        return table.get(name) or table.get(unpruned(name)) or Layout()
     if "tp_shardings" in own:
         declared: dict[str, Sharding | None] = own["tp_shardings"]
-        sharding = declared.get(name, declared.get(_unpruned(name)))
+        sharding = declared.get(name, declared.get(unpruned(name)))
         return Layout() if sharding is None else Layout((sharding, group))
     return Layout()
 
 
-def _unpruned(name: str) -> str:
+def declares_shardings_alone(module: nn.Module) -> bool:
+    """Returns whether the module has ``tp_shardings``, which name no group, in place of layouts."""
+    return "tp_shardings" in module.__dict__ and "tp_layouts" not in module.__dict__
+
+
+def unpruned(name: str) -> str:
+    """Returns the name of the tensor that ``torch.nn.utils.prune`` has replaced by the one of this name."""
     return name.removesuffix("_orig").removesuffix("_mask")
-
-
-class ResolvedParameter(NamedTuple):
-    """The owner and the layout of a state-dict entry.
-
-    Attributes:
-        name: its key in the unsharded model, without the prefixes that wrappers add.
-        owner: the module that holds it.
-        local: its name in ``owner``.
-        layout: its layout.
-        copy: whether it is a declared copy of another stage's parameter, and ``name`` that of the original.
-    """
-
-    name: str
-    owner: nn.Module
-    local: str
-    layout: Layout
-    copy: bool = False
-
-
-_CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's CheckpointWrapper takes it out of the keys, not out of the names
-_WRAPPED = ("_orig_mod", _CHECKPOINTED)  # by torch.compile, by CheckpointWrapper
-
-
-def resolve_fqn(model: nn.Module, key: str, group: ParallelGroup = ALONE) -> ResolvedParameter:
-    """Resolves the parameter, buffer or state-dict entry ``key`` of the model, through DDP, ``torch.compile`` and
-    checkpoint wrappers. ``group`` is that of modules that declare ``tp_shardings`` and have no group of their own.
-
-    The tensors by which a parametrization (``torch.nn.utils.parametrize``) replaces a sharded tensor are sharded like
-    that tensor if they have its number of elements in the sharded dims. Single numbers that are not trained are
-    replicated.
-
-    Raises:
-        ValueError: at p > 1, a parametrization of a sharded tensor that does not act on each shard alone: torch's
-            ``orthogonal`` and ``spectral_norm``, or one that stores another kind of tensor. Of a norm over the sharded
-            dim, for instance, each rank would have another value; the gradient of a trained number would not be
-            summed over the ranks.
-    """
-    *path, local = key.split(".")
-    owner, names = model.stage_of(key) if isinstance(model, JoinedStages) else model, []
-    parametrized: tuple[nn.Module, str] | None = None
-    for step, part in enumerate(path):
-        if _CHECKPOINTED in owner._modules and part != _CHECKPOINTED:
-            owner = owner.get_submodule(_CHECKPOINTED)
-        if part not in _WRAPPED and not (part == "module" and isinstance(owner, DistributedDataParallel)):
-            names.append(part)
-        if part == "parametrizations" and step + 1 < len(path):
-            parametrized = owner, path[step + 1]
-        child = owner._modules.get(part)
-        owner = owner.get_submodule(part) if child is None else child
-    if _CHECKPOINTED in owner._modules:
-        owner = owner.get_submodule(_CHECKPOINTED)
-    layout = layout_of(owner, local, group)
-    if not layout and parametrized is not None:
-        layout = _layout_of_parametrization(key, *parametrized, owner, local)
-    return ResolvedParameter(".".join([*names, local]), owner, local, layout)
-
-
-def resolve_optimizer(
-    model: nn.Module, optimizer: Optimizer, group: ParallelGroup = ALONE
-) -> Iterator[tuple[Tensor, ResolvedParameter, dict[str, Any]]]:
-    """Yields the parameters of the optimizer in order, each resolved, with the parameter group that holds it. One that
-    has several names is resolved by the first; a declared copy of another stage's (:func:`declare_tied`) has the name
-    of the original.
-
-    Raises:
-        ValueError: the optimizer holds a parameter that is not the model's; see :func:`resolve_fqn`.
-    """
-    keys, copies = {param: key for key, param in model.named_parameters()}, copies_in(model)
-    for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
-            if param not in keys:
-                raise ValueError(
-                    f"optimizer: a parameter of shape {tuple(param.shape)} must be one of the module's; "
-                    "under FSDP2 optimizers are made after fully_shard"
-                )
-            found = resolve_fqn(model, keys[param], group)
-            if id(param) in copies:
-                found = found._replace(name=copies[id(param)], copy=True)
-            yield param, found, param_group
 
 
 OF_THE_WHOLE = {"_SpectralNorm", "_Orthogonal"}  # torch.nn.utils.parametrizations, of the whole matrix

@@ -3,20 +3,17 @@ models (state dicts, checkpoints, norms, checks) communicate over them, and coun
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_ext.chunks import LocalChunk
-from tp_ext.group import ALONE, NOT_GIVEN, ParallelGroup, global_ranks, parallel_group
-from tp_ext.mesh import MeshAxes
-from tp_ext.model.layouts import layouts_of
-from tp_ext.model.module import ParallelModule
+from tp_ext.group import ParallelGroup, global_ranks
 from tp_ext.sharding import Layout
 
 
@@ -28,13 +25,10 @@ class ModelGroups(NamedTuple):
             only, like the axes of a mesh; groups within another one are left out.
         within: the name of each group of the model -> the index of its axis, and whether the group holds the axis's
             first rank.
-        default: the group of modules that declare ``tp_shardings`` and have no group of their own: the one that is
-            given, or the model's only one.
     """
 
     axes: tuple[ParallelGroup, ...]
     within: dict[str, tuple[int, bool]]
-    default: ParallelGroup
 
     @property
     def first(self) -> bool:
@@ -116,46 +110,4 @@ def axes_of_groups(groups: Iterable[ParallelGroup]) -> ModelGroups:
         index = next(i for i, axis in enumerate(largest) if set(members) <= set(axis))
         within[name] = index, largest[index][0] in members
     axes = tuple(ranks[one] for one in largest)
-    return ModelGroups(axes, within, axes[0] if len(axes) == 1 else ALONE)
-
-
-def model_groups(model: nn.Module, given: MeshAxes | None = None) -> ModelGroups:
-    """Returns the groups of the model's modules; the tensor-parallel one of ``given``, if there is one, must be one of
-    them. A model without any, whose modules may declare ``tp_shardings``, has that one.
-
-    Raises:
-        ValueError: the group of ``given`` has other ranks than each of the model's groups, but those of experts; two
-            groups overlap and are no axes of one mesh.
-        TypeError: the group is none of the accepted kinds.
-    """
-    layers = [module for module in model.modules() if isinstance(module, ParallelModule)]
-    found = axes_of_groups(groups_in_use(model))
-    if given is None or given.group is NOT_GIVEN:
-        return found
-    group, named = parallel_group(given.group).plain(), given.named
-    ranks = tuple(global_ranks(group.name))
-    theirs = {tuple(global_ranks(name)) for name in found.within} - {tuple(global_ranks(given.ep.name))}
-    if theirs and ranks not in theirs:
-        names = " or ".join(_shown(members) for members in sorted(theirs))
-        raise ValueError(
-            f"{named}: {_shown(ranks)} must be that of the model's layers, {names}; without {named.split('[')[0]}= it "
-            "is taken from them"
-        )
-    if not theirs and len(ranks) > 1 and any(any(layer.tp_layouts.values()) for layer in layers):
-        raise ValueError(f"{named}: {_shown(ranks)} must be that of the model's layers, which were made without one")
-    return (found if theirs else axes_of_groups([group, *groups_in_use(model)]))._replace(default=group)
-
-
-def groups_in_use(model: nn.Module) -> Iterator[ParallelGroup]:
-    """Yields the group of each layer and those of all layouts, in the order of the modules, some of them repeatedly."""
-    for module in model.modules():
-        if isinstance(module, ParallelModule):
-            yield module.tp_group
-        for layout in layouts_of(module).values():
-            yield from (group for _, group in layout)
-
-
-def _shown(ranks: tuple[int, ...]) -> str:
-    if not ranks:
-        return "None"
-    return f"the group of ranks {list(ranks)}" if len(ranks) <= 16 else f"a group of {len(ranks)} ranks"
+    return ModelGroups(axes, within)

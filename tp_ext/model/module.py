@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrize
 
 from tp_ext import _ops
-from tp_ext._checks import check_flag, check_int
+from tp_ext._checks import check_flag, check_int, warn_caller
 from tp_ext.group import Group, ParallelGroup, check_place, layer_group, parallel_group
+from tp_ext.mesh import DataAxes
 from tp_ext.model.carriers import Carriers
 from tp_ext.model.layouts import ShardingView, mirror_layouts
 from tp_ext.random import Init, initialise_
@@ -60,7 +61,7 @@ class ParallelModule(nn.Module):
         weight_group: the same of the group over which the parameters are sharded once more.
         tp_layouts: local parameter name -> :class:`Layout`. This table, never an attribute of a parameter
             (``deepcopy``, ``to_empty`` and FSDP2 lose those), defines how a parameter is sharded; ``param.tp_layout``
-            mirrors it for users, ``param.tp_sharding`` its first :class:`Sharding`.
+            mirrors it for users.
         sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
         expert_group: of a layer whose parameters are sharded over a group of data ranks: that group; None: of others.
         tp_name: the name in the unsharded model, by :func:`tp_ext.name_modules`; None before.
@@ -150,8 +151,9 @@ class ParallelModule(nn.Module):
 
     @property
     def tp_shardings(self) -> "ShardingView":
-        """Local parameter name -> the first :class:`Sharding` of its layout, None for a replicated one; assigning one
-        makes it the layout, over the layer's group."""
+        """Deprecated, see ``tp_layouts``: local parameter name -> the first :class:`Sharding` of its layout, None for a
+        replicated one; assigning one makes it the layout, over the layer's group."""
+        warn_caller("tp_shardings: deprecated, take tp_layouts, which name their groups", DeprecationWarning)
         return ShardingView(self.tp_layouts, self.tp_group)
 
     @tp_shardings.setter
@@ -161,7 +163,7 @@ class ParallelModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         own = self._parameters.get(name)  # None while a parametrization is registered or removed
-        if own is not None and own is not param and hasattr(param, "tp_sharding"):
+        if own is not None and own is not param and hasattr(param, "tp_layout"):
             self.tied.add(name)
         Carriers.changes += 1
         super().register_parameter(name, param)
@@ -339,6 +341,22 @@ class ParallelModule(nn.Module):
         hidden = ", activations='hidden'" if self.activations == "hidden" else ""
         again = f", weight_ranks={self.weight_group.size}" if self.weight_group.size > 1 else ""
         return f"p={self.tp_group.size}, rank={self.tp_group.rank}{sp}{hidden}{again}"
+
+
+class LayerOverData(ParallelModule):
+    """The base of a layer that routes the tokens of all data ranks to experts.
+
+    Attributes:
+        data_ranks: the axes of the ranks that have other tokens of the batch.
+        needs_data_ranks: whether forward computes something from the tokens of all of them.
+        gradient_reduction: how data parallelism combines the gradients of ranks, ``"mean"`` or ``"sum"``.
+        attach_loss: None, or the factor of the layer's own losses whose gradient backward adds.
+    """
+
+    data_ranks: DataAxes
+    needs_data_ranks: bool
+    gradient_reduction: str
+    attach_loss: float | None
 
 
 def check_activations(activations: str, sequence_parallel: bool) -> None:

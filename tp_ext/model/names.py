@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
+from tp_ext.model.census import copies_in
 from tp_ext.model.module import ParallelModule
 from tp_ext.model.stages import JoinedStages, Stages, joined
-from tp_ext.model.tied import copies_in
 from tp_ext.random import OwnRandomNumbers
 from tp_ext.random_scope import base_seed, number_of
 
@@ -113,7 +113,7 @@ def reset_parameters(model: Stages) -> None:
         for local, param in module._parameters.items():
             if param is not None and param.is_meta:
                 raise ValueError(f"module: {_full(module, local)!r} is on meta; call to_empty(device=) before")
-    copies, drawn = copies_in(whole), dict[int, Tensor]()
+    copies, drawn = copies_in(list(whole.modules())), dict[int, Tensor]()
     for module in owners:
         if isinstance(module, ParallelModule):
             for local in module._inits:

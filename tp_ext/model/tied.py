@@ -35,30 +35,4 @@ def declare_tied(stage: nn.Module, copies: Mapping[str, str]) -> None:
         if owner is None or owner._parameters.get(local) is None:
             known = [one for one, _ in stage.named_parameters()]
             raise ValueError(f"copies: {name!r} must be a parameter of the stage, one of {known}")
-        owner.tp_copies = {**_declared(owner), local: original}
-
-
-def copies_in(model: nn.Module) -> dict[int, str]:
-    """Returns the parameters that are declared copies, by id: the name of the original of each.
-
-    Raises:
-        ValueError: a module no longer has a parameter that was declared, for example since it is parametrized.
-    """
-    found: dict[int, str] = {}
-    for module in model.modules():
-        for local, original in _declared(module).items():
-            param = module._parameters.get(local)
-            if param is None:
-                raise ValueError(f"module: {local!r}, a copy of {original!r}, must still be a parameter of its module")
-            found[id(param)] = original
-    if found:
-        for module in model.modules():
-            for local, param in module._parameters.items():
-                if param is not None and local not in _declared(module):
-                    found.pop(id(param), None)  # the original itself
-    return found
-
-
-def _declared(module: nn.Module) -> dict[str, str]:
-    own: dict[str, str] = module.__dict__.get("tp_copies", {})
-    return own
+        owner.tp_copies = {**owner.__dict__.get("tp_copies", {}), local: original}

@@ -5,8 +5,9 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext._checks import check_int
 from tp_ext.group import Group, parallel_group
+from tp_ext.mesh import data_axes
 from tp_ext.model.same_input import DebugMode, check_same_input
-from tp_ext.nn.loss import axes_of_mean, global_mean, vocab_columns
+from tp_ext.nn.loss import check_reductions, global_mean, vocab_columns
 from tp_ext.sharding import split_sizes
 
 
@@ -76,7 +77,8 @@ def linear_cross_entropy(
     sharded vocabulary: Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
     """
     resolved = parallel_group(group)
-    axes = axes_of_mean(reduction, mean_over, gradient_reduction)
+    axes = data_axes(mean_over)
+    check_reductions(reduction, axes, gradient_reduction)
     if weight.dim() != 2:
         raise ValueError(f"weight: shape {tuple(weight.shape)} must have 2 dims, this rank's rows of the vocabulary")
     check_int(least=0, or_none=True, total_tokens=total_tokens)
@@ -98,7 +100,7 @@ def linear_cross_entropy(
         ignore_index,
         label_smoothing,
         z_loss,
-        "sum" if axes else reduction,
+        "sum" if axes.axes else reduction,
         sequence_parallel,
         split_sizes(total_tokens, resolved.size) if has_sizes and total_tokens is not None else None,
         main_grad,
@@ -106,6 +108,6 @@ def linear_cross_entropy(
         chunk_tokens,
         vocab_size is not None,
     )
-    if axes:
+    if axes.axes:
         loss = global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
     return (loss, entropy) if return_entropy else loss

@@ -1,6 +1,5 @@
 """Cross-entropy over logits whose vocabulary is sharded over the ranks."""
 
-import math
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_choice, check_int
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
-from tp_ext.mesh import GRADIENT_REDUCTIONS, data_axes
+from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, data_axes
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.sharding import split_sizes
 
@@ -74,7 +73,8 @@ def vocab_parallel_cross_entropy(
     resolved = parallel_group(group)
     if logits_local.dim() < 1:
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
-    axes = axes_of_mean(reduction, mean_over, gradient_reduction)
+    axes = data_axes(mean_over)
+    check_reductions(reduction, axes, gradient_reduction)
     if DebugMode.on:
         check_same_input("target", target, resolved)
     start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved)
@@ -88,32 +88,30 @@ def vocab_parallel_cross_entropy(
         ignore_index,
         label_smoothing,
         z_loss,
-        "sum" if axes else reduction,
+        "sum" if axes.axes else reduction,
         inplace_backward,
         vocab_size is not None,
     )
-    if not axes:
+    if not axes.axes:
         return loss
     return global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
 
 
-def axes_of_mean(reduction: str, mean_over: Group | list[Group], gradient_reduction: str) -> list[ParallelGroup]:
-    """Returns the axes of ``mean_over``, with the three arguments checked."""
+def check_reductions(reduction: str, axes: DataAxes, gradient_reduction: str) -> None:
+    """Raises ValueError unless the three arguments, of which ``mean_over`` gives the axes, fit one another."""
     check_choice(REDUCTIONS, reduction=reduction)
     check_choice(GRADIENT_REDUCTIONS, gradient_reduction=gradient_reduction)
-    axes = data_axes(mean_over)
-    if axes and reduction != "mean":
+    if axes.axes and reduction != "mean":
         raise ValueError(f"mean_over: must not be given with reduction={reduction!r}, which is no mean")
-    return axes
 
 
-def global_mean(loss: Tensor, rows: Tensor, axes: list[ParallelGroup], gradient_reduction: str) -> Tensor:
+def global_mean(loss: Tensor, rows: Tensor, data: DataAxes, gradient_reduction: str) -> Tensor:
     """Returns the mean loss per row over the ranks of the axes, from each rank's sum and number of rows."""
     sums = torch.stack([loss.detach().double(), rows.double()])
-    for axis in axes:
+    for axis in data.axes:
         sums = _ops.reduce_from_region(sums, axis.name)
     count = sums[1].clamp(min=1)
-    ranks = math.prod(axis.size for axis in axes) if gradient_reduction == "mean" else 1
+    ranks = data.size if gradient_reduction == "mean" else 1
     weighted = loss * (ranks / count).to(loss.dtype)
     # The value of the mean, the gradient of this rank's terms
     return (sums[0] / count).to(loss.dtype) + (weighted - weighted.detach())
@@ -176,7 +174,7 @@ class VocabParallelCrossEntropy(nn.Module):
         self.z_loss = z_loss
         self.reduction = reduction
         self.inplace_backward = inplace_backward
-        self.mean_over: list[Group] = [axis.name for axis in data_axes(mean_over)]
+        self.mean_over: list[Group] = [axis.name for axis in data_axes(mean_over).axes]
         self.gradient_reduction = gradient_reduction
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ A tensor goes to its destinations along one axis after the other, so that no gro
 once along an axis, whatever the number of destinations behind it. All ranks know who sends what to whom.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,51 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tp_ext.group import process_group
+from tp_ext.mesh import DataAxes
+
 _ALIGNMENT = 8  # bytes: of the widest dtype
-
-
-class RankAxes(NamedTuple):
-    """The axes of the ranks that share work. A rank's number has the coordinate of the first axis as its fastest digit.
-
-    Attributes:
-        groups: this rank's group along each axis.
-    """
-
-    groups: tuple[ProcessGroup, ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of ranks of each axis."""
-        return tuple(group.size() for group in self.groups)
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return math.prod(self.sizes)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.number([group.rank() for group in self.groups])
-
-    def number(self, place: Sequence[int]) -> int:
-        """Returns the number of the rank at these coordinates."""
-        number = 0
-        for index, size in zip(reversed(place), reversed(self.sizes), strict=True):
-            number = number * size + index
-        return number
-
-    def place(self, rank: int) -> tuple[int, ...]:
-        """Returns the coordinates of a rank."""
-        place = []
-        for size in self.sizes:
-            rank, index = divmod(rank, size)
-            place.append(index)
-        return tuple(place)
-
-    def distance(self, a: int, b: int) -> int:
-        """Returns the number of axes along which a tensor goes from one rank to the other."""
-        return sum(x != y for x, y in zip(self.place(a), self.place(b), strict=True))
 
 
 class Item(NamedTuple):
@@ -91,18 +49,19 @@ class Exchange:
         device: on which the ranks communicate.
     """
 
-    def __init__(self, items: Sequence[Item], axes: RankAxes, device: torch.device) -> None:
+    def __init__(self, items: Sequence[Item], axes: DataAxes, device: torch.device) -> None:
         self.items, self.device = items, device
         self.rank = axes.rank
         here = axes.place(self.rank)
-        places = [axes.place(rank) for rank in range(axes.ranks)]
+        places = [axes.place(rank) for rank in range(axes.size)]
         self._hops: list[_Hop] = []
-        for axis, group in enumerate(axes.groups):
-            hop = _Hop(group, [[] for _ in range(group.size())], [[] for _ in range(group.size())])
+        # From the last axis on: along the axes after this one a tensor has reached its destinations
+        for axis, group in reversed(list(enumerate(axes.axes))):
+            hop = _Hop(process_group(group.name), [[] for _ in range(group.size)], [[] for _ in range(group.size)])
             used = False
             for index, item in enumerate(items):
                 start = places[item.source]
-                reached = {(*places[target][: axis + 1], *start[axis + 1 :]) for target in item.targets}
+                reached = {(*start[:axis], *places[target][axis:]) for target in item.targets}
                 for to in sorted(reached):
                     if to[axis] == start[axis] or not _same_row(to, here, axis):
                         continue

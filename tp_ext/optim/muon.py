@@ -17,9 +17,9 @@ from torch.optim.adamw import adamw
 
 from tp_ext._checks import check_bool, check_choice, check_number
 from tp_ext._object_collectives import all_gather_objects
-from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.group import NOT_GIVEN, Group, process_group
+from tp_ext.mesh import DataAxes
 from tp_ext.model.stages import Stages
-from tp_ext.optim.exchange import RankAxes
 from tp_ext.optim.matrices import ShardOf, local_tensor, shard_of
 from tp_ext.optim.parameters import Placed
 from tp_ext.optim.work import Bucket, MuonOptions, buckets, find_matrices
@@ -54,7 +54,8 @@ class Muon(Optimizer):
         bucket_cap_mb: MiB of matrices in ``ns_dtype`` that are exchanged at a time.
         model: the model, or the stages that this rank holds, whose layouts are used, and over whose replicas (DDP) the
             matrices are shared. Without it the layouts are those that parameters carry. Needed under FSDP2.
-        group: the group of parameters that carry ``tp_sharding`` alone; with ``model`` as for :func:`full_state_dict`.
+        group: deprecated: the group of parameters that carry ``tp_sharding`` alone; with ``model`` as for
+            :func:`full_state_dict`.
         mesh: with ``model``, in place of ``group``: a mesh with axes as of :func:`tp_ext.init_mesh`, over
             whose replicas, too, the matrices are shared.
 
@@ -101,7 +102,7 @@ class Muon(Optimizer):
         self._ns_dtype, self._form, self._bucket_bytes = ns_dtype, form, int(bucket_cap_mb * 2**20)
         self._placed = Placed(model, group, mesh)
         self._key: tuple[int, ...] | None = None
-        self._axes: tuple[int, RankAxes, torch.device] | None = None
+        self._axes: tuple[int, DataAxes, torch.device] | None = None
         self._buckets: list[Bucket] = []
         defaults = {
             "lr": lr,
@@ -205,16 +206,17 @@ class Muon(Optimizer):
             layouts = [self._placed.layout(param, number)[1] for number, param in enumerate(every)]
             self._axes = len(every), *self._placed.ranks(every, layouts)
         _, axes, device = self._axes
-        if axes.ranks == 1:
+        if axes.size == 1:
             return
         number = zlib.crc32(repr(key).encode())
         extremes = torch.tensor([number, -number], device=device)
-        for group in axes.groups:
+        groups = [process_group(axis.name) for axis in reversed(axes.axes)]
+        for group in groups:
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         if extremes.sum() == 0:
             return
         keys = [key]
-        for group in axes.groups:
+        for group in groups:
             keys = [one for of_rank in all_gather_objects(keys, group) for one in of_rank]
         some = min(number for key in keys for number in key if any(number not in other for other in keys))
         have = [rank for rank, one in enumerate(keys) if some in one]
@@ -305,13 +307,13 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"betas: {options['betas']!r} must be two numbers in [0, 1)")
 
 
-def _shards_of_all(shards: list[ShardOf], axes: RankAxes) -> list[list[ShardOf]]:
+def _shards_of_all(shards: list[ShardOf], axes: DataAxes) -> list[list[ShardOf]]:
     """Returns the shards of all ranks, in the order of their numbers.
 
     Communicates: one exchange of objects over each axis.
     """
     reports = [shards]
-    for axis in axes.groups:
-        gathered: Iterable[list[list[ShardOf]]] = all_gather_objects(reports, axis)
+    for axis in reversed(axes.axes):
+        gathered: Iterable[list[list[ShardOf]]] = all_gather_objects(reports, process_group(axis.name))
         reports = [one for of_rank in gathered for one in of_rank]
     return reports

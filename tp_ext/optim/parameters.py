@@ -9,12 +9,12 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
-from tp_ext.checkpoint.gather import Ranks, ranks_of
-from tp_ext.group import NOT_GIVEN, Group, parallel_group
-from tp_ext.model.fqn import layouts, resolve_fqn
-from tp_ext.model.stages import Stages, joined
+from tp_ext.checkpoint.gather import ranks_of
+from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group
+from tp_ext.mesh import DataAxes, mesh_axes
+from tp_ext.model.census import Census, census, warn_unneeded_group
+from tp_ext.model.stages import Stages
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
-from tp_ext.optim.exchange import RankAxes
 from tp_ext.sharding import Layout
 
 _NOT_HIDDEN = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, VocabParallelLMHead, _ConvNd)
@@ -30,12 +30,15 @@ class Placed:
 
     def __init__(self, model: Stages | None, group: Group, mesh: DeviceMesh | None) -> None:
         self._group, self._mesh = group, mesh
-        self.model = None if model is None else joined(model)
+        self.model: nn.Module | None = None
         self._known: dict[Tensor, tuple[str, Layout]] = {}
-        if self.model is not None:
-            default = ranks_of(self.model, group, mesh).groups.default
-            for name, param in self.model.named_parameters():
-                self._known[param] = name, resolve_fqn(self.model, name, default).layout
+        if model is not None:
+            known = census(model, mesh_axes(group, mesh))
+            ranks_of(known)  # raises here, not in the first step
+            self.model = known.model
+            if known.default is ALONE:
+                self._group = NOT_GIVEN  # of which this call has warned
+            self._known = {entry.value: (name, entry.layout) for name, entry in known.parameters.items()}
 
     def layout(self, param: Tensor, number: int) -> tuple[str, Layout]:
         """Returns the name and the layout of a parameter of the optimizer, its ``number`` in it.
@@ -53,6 +56,8 @@ class Placed:
                 )
             return self._known[param]
         layout, name = getattr(param, "tp_layout", None), f"parameter {number}"
+        if layout is not None and self._group is not NOT_GIVEN:
+            warn_unneeded_group()
         if isinstance(param, DTensor) and layout is None:
             raise ValueError(
                 f"model: must be given for parameter {number}, a DTensor of shape {shape}: FSDP2 does not keep "
@@ -66,26 +71,27 @@ class Placed:
             layout = Layout((sharding, parallel_group(self._group)))
         return name, layout or Layout()
 
-    def ranks(self, params: Iterable[Tensor], found: Iterable[Layout]) -> tuple[RankAxes, torch.device]:
+    def ranks(self, params: Iterable[Tensor], found: Iterable[Layout]) -> tuple[DataAxes, torch.device]:
         """Returns the axes of the ranks that hold these parameters, and the device on which they communicate."""
         if self.model is not None:
-            return _axes(ranks_of(self.model, self._group, self._mesh))
+            return _axes(census(self.model, mesh_axes(self._group, self._mesh)))
         carrier = nn.Module()
         carrier.tp_layouts = {str(i): layout for i, layout in enumerate(found)}  # type: ignore[assignment]
         for index, param in enumerate(params):
             carrier.register_parameter(str(index), nn.Parameter(param, requires_grad=False))
-        return _axes(ranks_of(carrier, NOT_GIVEN, self._mesh))
+        return _axes(census(carrier, mesh_axes(NOT_GIVEN, self._mesh)))
 
 
-def _axes(ranks: Ranks) -> tuple[RankAxes, torch.device]:
+def _axes(model: Census) -> tuple[DataAxes, torch.device]:
     """Returns the largest axes: a data axis may span the expert group."""
+    ranks = ranks_of(model)
     members = [set(dist.get_process_group_ranks(group)) for group in ranks.stage_axes]
     groups = [
         group
         for group, own in zip(ranks.stage_axes, members, strict=True)
         if len(own) > 1 and not any(own < other for other in members)
     ]
-    return RankAxes(tuple(groups)), ranks.device
+    return DataAxes(tuple(map(parallel_group, reversed(groups)))), ranks.device
 
 
 def split_parameters(model: Stages) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -107,16 +113,15 @@ def split_parameters(model: Stages) -> tuple[list[nn.Parameter], list[nn.Paramet
     stages = model if isinstance(model, list | tuple) else [model]
     if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
         raise TypeError(f"model: {model!r} must be a module, or a list of the stages that this rank holds")
-    whole = joined(model)
+    whole = census(model)
     outside: set[Tensor] = set()
     # By identity: a weight that is tied to an embedding or a head is none of a hidden layer
-    for module in whole.modules():
+    for _, module in whole.modules:
         heads: list[nn.Module] = [module] if isinstance(module, _NOT_HIDDEN) else []
         if callable(find := getattr(module, "get_output_embeddings", None)):
             heads += [head] if isinstance(head := find(), nn.Module) else []
         outside.update(param for head in heads for param in head.parameters())
-    known = dict(whole.named_parameters())
-    params = [known[name] for name, _ in layouts(whole) if known[name].requires_grad]
+    params = [entry.value for entry in whole.parameters.values() if entry.value.requires_grad]
     hidden = [param for param in params if param.dim() in (2, 3) and param not in outside]
     chosen = set(hidden)
     return hidden, [param for param in params if param not in chosen]

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_ext.optim.exchange import Exchange, Item, RankAxes
+from tp_ext.mesh import DataAxes
+from tp_ext.optim.exchange import Exchange, Item
 from tp_ext.optim.matrices import Chunk, HeldChunk, ShardOf
 from tp_ext.optim.newton_schulz import (
     adjusted_lr,
@@ -33,7 +34,7 @@ class MuonOptions(NamedTuple):
         bucket_bytes: the bytes of matrices that are exchanged at a time.
     """
 
-    axes: RankAxes
+    axes: DataAxes
     device: torch.device
     dtype: torch.dtype
     form: str
@@ -144,7 +145,7 @@ def buckets(matrices: Sequence[Matrix], steps: Sequence[int], options: MuonOptio
 
 
 def _assigned(bucket: Sequence[Matrix], steps: Sequence[int], options: MuonOptions) -> list[Assigned]:
-    load = [0] * options.axes.ranks
+    load = [0] * options.axes.size
     tasks: dict[int, Assigned] = {}
     by_cost = sorted(range(len(bucket)), key=lambda i: (-cost(bucket[i].shape, steps[bucket[i].param], False), i))
     for index in by_cost:
@@ -159,7 +160,7 @@ def _with_owner(matrix: Matrix, owner: int, options: MuonOptions) -> Assigned:
     if owner in matrix.holders.get(matrix.chunk, ()):
         return Assigned(matrix, owner, False, {matrix.chunk: owner})
     senders = {
-        chunk: min(ranks, key=lambda rank: (options.axes.distance(rank, owner), rank))
+        chunk: min(ranks, key=lambda rank: (_distance(options.axes, rank, owner), rank))
         for chunk, ranks in matrix.sources.items()
     }
     short = min(matrix.shape)
@@ -172,6 +173,11 @@ def _with_owner(matrix: Matrix, owner: int, options: MuonOptions) -> Assigned:
     return Assigned(
         matrix, owner, has_full_side and (options.form == "gram" or (options.form == "auto" and smaller)), senders
     )
+
+
+def _distance(axes: DataAxes, a: int, b: int) -> int:
+    """Returns the number of axes along which a tensor goes from one rank to the other."""
+    return sum(x != y for x, y in zip(axes.place(a), axes.place(b), strict=True))
 
 
 class Sent(NamedTuple):

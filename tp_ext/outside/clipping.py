@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tp_ext.model.carriers import Carriers
-from tp_ext.model.fqn import layouts_by_id, live_shards
+from tp_ext.outside.live_shards import layouts_by_id, live_shards
 from tp_ext.parallel.grad_norm import GradientRow, gradient_terms, norm_of_rows
 from tp_ext.sharding import Layout
 

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from tp_ext.checkpoint.full import full_state_dict, load_full_state_dict
 from tp_ext.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from tp_ext.checkpoint.optimizer_state import HeldState
-from tp_ext.model.fqn import resolve_optimizer
-from tp_ext.model.model_groups import model_groups
+from tp_ext.model.census import census
 from tp_ext.outside.places import UNKNOWN, found_place, held_by, is_placed, put_place
 from tp_ext.outside.state_dicts import has_place, layouts_in_use
 
@@ -75,7 +74,7 @@ def load_model(original: Function, model: nn.Module, state_dict: Any, info: Any)
 def _layouts_known(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Iterator[None]:
     """Within it, optimizers' states have the layouts that the model gives their parameters. Raises ValueError if a
     state has none."""
-    group = model_groups(model).default
+    known = census(model)
     try:
         for optimizer in optimizers:
             held = HeldState(optimizer)
@@ -84,10 +83,10 @@ def _layouts_known(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Itera
                     f"optimizers: {type(optimizer).__name__} must not be given, whose state is on several ranks: take "
                     "tp_ext.save_checkpoint and tp_ext.load_checkpoint"
                 )
-            for param, found, _ in resolve_optimizer(model, optimizer, group):
-                layouts_in_use[id(param)] = found.layout
-                if is_placed(param, found.layout):
-                    _check_state(found.name, param, held.of(param))
+            for name, param, layout, _, _ in known.optimized(optimizer):
+                layouts_in_use[id(param)] = layout
+                if is_placed(param, layout):
+                    _check_state(name, param, held.of(param))
         yield
     finally:
         layouts_in_use.clear()
@@ -159,8 +158,7 @@ def _check_places(state_dict: Mapping[str, Any], name: str, instead: str) -> Non
         if place is not None and place.held_by == UNKNOWN:
             raise RuntimeError(
                 f"state_dict: {key!r} is a shard of a tensor of shape {place.global_shape} by tp_shardings, which name "
-                f"no group, and {name} cannot know its place: declare it by tp_ext.declare_layouts, or take {instead} "
-                "with group="
+                f"no group, and {name} cannot know its place: declare it by tp_ext.declare_layouts"
             )
         if place is not None and not hasattr(dcp, "CheckpointableTensor"):  # torch before 2.15
             raise RuntimeError(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tp_ext.model.carriers import is_sharded
-from tp_ext.model.fqn import layouts_by_id
+from tp_ext.outside.live_shards import layouts_by_id
 from tp_ext.sharding import Layout
 
 

@@ -25,7 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tp_ext.model.fqn import layouts, layouts_by_id
+from tp_ext.model.census import Census
+from tp_ext.outside.live_shards import layouts_by_id
 from tp_ext.sharding import Layout
 
 _FAMILIES = re.compile(r"lbfgs|muon|adafactor|lamb(?!da)|lars|shampoo|soap|prodigy|dadapt", re.IGNORECASE)
@@ -66,14 +67,13 @@ def beyond_elements(optimizer: Optimizer, with_closure: bool = False) -> str:
     return "" if elementwise else type(optimizer).__name__
 
 
-def find_beyond_elements(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+def find_beyond_elements(model: Census, optimizer: Optimizer) -> Iterator[str]:
     """Yields a sentence if such an optimizer holds parameters that are sharded. Communicates nothing."""
     if optimizer in _checked:
         return
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
     held = {param for group in optimizer.param_groups for param in group["params"]}
-    params = dict(model.named_parameters())
-    found = _sharded((name, layout) for name, layout in layouts(model) if params[name] in held)
+    found = _sharded((name, entry.layout) for name, entry in model.parameters.items() if entry.value in held)
     if found and (kind := beyond_elements(inner if isinstance(inner, Optimizer) else optimizer)):
         yield _sentence(kind, *found)
 

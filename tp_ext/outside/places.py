@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_ext.chunks import mesh_position, start_of
 from tp_ext.group import ALONE, ParallelGroup
-from tp_ext.model.fqn import resolve_fqn
+from tp_ext.model.fqn import declares_shardings_alone, resolve_fqn
 from tp_ext.model.layouts import layouts_of
 from tp_ext.sharding import Layout
 
@@ -118,11 +118,6 @@ class Held(NamedTuple):
     name: str
     tensor: Tensor
     layout: Layout
-
-
-def declares_shardings_alone(module: nn.Module) -> bool:
-    """Returns whether the module has ``tp_shardings``, which name no group, in place of layouts."""
-    return "tp_shardings" in module.__dict__ and "tp_layouts" not in module.__dict__
 
 
 def held_by(module: nn.Module, group: ParallelGroup = ALONE) -> Iterator[Held]:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ext.group import global_ranks, process_group
-from tp_ext.model.fqn import layouts_by_id
+from tp_ext.outside.live_shards import layouts_by_id
 
 Flags = dict[torch.device, Tensor]
 

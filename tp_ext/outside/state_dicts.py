@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ext.group import ALONE
-from tp_ext.model.fqn import layouts_by_id
+from tp_ext.model.census import census
+from tp_ext.model.fqn import declares_shardings_alone
 from tp_ext.model.layouts import layouts_of, mirror_layouts
-from tp_ext.model.model_groups import model_groups
+from tp_ext.outside.live_shards import layouts_by_id
 from tp_ext.outside.places import (
     Place,
-    declares_shardings_alone,
     found_place,
     held_by,
     is_placed,
@@ -92,7 +92,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(root: nn.Module) -> Iterator[_Entry]:
-    group = model_groups(root).default if _lacks_group(root) else ALONE
+    group = census(root).default if _lacks_group(root) else ALONE
     for path, module in root.named_modules(remove_duplicate=False):
         prefix = f"{path}.".replace(_CHECKPOINTED, "") if path else ""
         for name, live, layout in held_by(module, group):

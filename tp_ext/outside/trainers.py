@@ -15,9 +15,9 @@ from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import global_ranks
 from tp_ext.model.carriers import Carriers
-from tp_ext.model.fqn import layouts
+from tp_ext.model.census import census
 from tp_ext.outside.places import local_of
-from tp_ext.parallel.replicas import check_layers, sharded_over
+from tp_ext.parallel.replicas import check_layers
 
 _INSTEAD = "take tp_ext.lightning.TensorParallelStrategy"
 
@@ -28,7 +28,7 @@ def set_up_replicas(theirs: Callable[..., Any], strategy: Any, trainer: Any) -> 
     Raises:
         ValueError: a layer is sharded over several of them.
     """
-    for ranks, name in sharded_over(strategy.model).items():
+    for ranks, name in census(strategy.model).sharded_over.items():
         raise ValueError(
             f"strategy: {type(strategy).__name__} takes each process for a data-parallel rank, and {name!r} is sharded "
             f"over ranks {list(ranks)}: {_INSTEAD}"
@@ -48,10 +48,11 @@ def set_up_mesh(theirs: Callable[..., Any], strategy: Any, trainer: Any) -> Any:
             axis, or weights differ on the tensor-parallel ranks.
     """
     model: nn.Module = strategy.model
-    if getattr(strategy, "averages_gradients", False) or not sharded_over(model):  # the former: ours
+    known = census(model)
+    if getattr(strategy, "averages_gradients", False) or not known.sharded_over:  # the former: ours
         return theirs(strategy, trainer)
     mesh: DeviceMesh = strategy.device_mesh
-    check_layers(model, mesh["tensor_parallel"], mesh["data_parallel"])
+    check_layers(known, mesh["tensor_parallel"], mesh["data_parallel"])
     _check_averaged(model, mesh, strategy, f"{_INSTEAD}, or fully_shard(.., mesh=device_mesh['data_parallel'])")
     made = theirs(strategy, trainer)
     _check_replicated(strategy.model, mesh["tensor_parallel"])
@@ -61,7 +62,7 @@ def set_up_mesh(theirs: Callable[..., Any], strategy: Any, trainer: Any) -> Any:
 def set_up_module(theirs: Callable[..., nn.Module], strategy: Any, module: nn.Module) -> nn.Module:
     """The same of Lightning Fabric, for one module."""
     made = theirs(strategy, module)
-    if sharded_over(made):
+    if census(made).sharded_over:
         _check_averaged(
             made, strategy.device_mesh, strategy, "call fully_shard(.., mesh=mesh['data_parallel']) in parallelize_fn"
         )
@@ -79,11 +80,11 @@ def _check_averaged(model: nn.Module, mesh: DeviceMesh, strategy: Any, instead: 
 
 
 def _check_replicated(model: nn.Module, axis: DeviceMesh) -> None:
-    ranks, params = global_ranks(axis), dict(model.named_parameters())
+    ranks = global_ranks(axis)
     mine = {
-        name: checksum(bits_of(local_of(params[name])))[0].item()
-        for name, layout in layouts(model)
-        if all(global_ranks(group.name) != ranks for _, group in layout)
+        name: checksum(bits_of(local_of(entry.value)))[0].item()
+        for name, entry in census(model).parameters.items()
+        if all(global_ranks(group.name) != ranks for _, group in entry.layout)
     }
     held = all_gather_objects(mine, axis.get_group())
     for name in mine:

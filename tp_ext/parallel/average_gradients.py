@@ -7,8 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext.group import Group, ParallelGroup, global_ranks
 from tp_ext.mesh import data_axes
-from tp_ext.model.fqn import layouts
-from tp_ext.model.module import ParallelModule
+from tp_ext.model.census import census, holds_experts
 from tp_ext.parallel.gradient_sum import average_over
 from tp_ext.sharding import Layout
 
@@ -33,10 +32,11 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
     Raises:
         ValueError: the experts are sharded over a group that shares several ranks with an axis and is not that axis.
     """
-    axes = data_axes(data_groups)
-    params, found = dict(model.named_parameters()), list(layouts(model))
-    found = [(name, layout) for name, layout in found if not isinstance(params[name], DTensor)]
-    averaged = [(axis, [params[name] for name, layout in found if not _shards(layout, axis, name)]) for axis in axes]
+    params = [(name, entry) for name, entry in census(model).parameters.items() if not isinstance(entry.value, DTensor)]
+    averaged = [
+        (axis, [entry.value for name, entry in params if not _shards(entry.layout, axis, name)])
+        for axis in data_axes(data_groups).axes
+    ]
     for axis, over in averaged:
         average_over(over, axis.name)
 
@@ -60,11 +60,7 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of the model whose experts are sharded over several ranks, so that their data axes are not
     those of the other parameters, for FSDP2: ``fully_shard(experts, mesh=mesh["dp"])`` of each, before the modules
     around them are sharded over all data ranks."""
-    return [module for module in model.modules() if _holds_experts(module)]
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    return isinstance(module, ParallelModule) and module.expert_group is not None and module.expert_group.size > 1
+    return [module for module in model.modules() if holds_experts(module)]
 
 
 def ignore_experts(model: nn.Module) -> list[nn.Parameter]:
@@ -72,8 +68,8 @@ def ignore_experts(model: nn.Module) -> list[nn.Parameter]:
     average different experts. To be called before ``DistributedDataParallel(model, ..)``; their gradients are averaged
     by :func:`average_gradients` of each of :func:`expert_modules`, over the data axes without the expert group."""
     ignored: dict[str, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        if _holds_experts(module):
-            ignored |= {f"{prefix}.{name}".lstrip("."): param for name, param in module.named_parameters()}
+    for path, module in model.named_modules():
+        if holds_experts(module):
+            ignored |= {f"{path}.{name}".lstrip("."): param for name, param in module.named_parameters()}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
     return list(ignored.values())

@@ -1,6 +1,5 @@
-"""The blocks of a model, and the wrappers that recompute or compile them."""
+"""The wrappers that recompute or compile the blocks of a model."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -9,21 +8,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from tp_ext.model.census import Census
+
 RECOMPUTE = (None, "full", "selective")
 
 
-def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """Returns the blocks of a model: those of ``pipeline_parts()``, the modules of an ``nn.Sequential``, or itself."""
-    if hasattr(model, "pipeline_parts"):
-        blocks = cast(Any, model).pipeline_parts()[1]
-        return list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
-    return list(model) if isinstance(model, nn.Sequential) else [model]
-
-
-def wrap_blocks(model: nn.Module, recompute: str | None, compile: bool) -> nn.Module:
+def wrap_blocks(model: Census, recompute: str | None, compile: bool) -> nn.Module:
     """Replaces each block by its wrappers, in the model; returns the model, or its wrapper if it is the block."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for block in blocks_of(model) if recompute or compile else ():
+    for block in model.blocks if recompute or compile else ():
         wrapped: Any = block
         if recompute is not None:
             options: dict[str, Any] = {}
@@ -32,10 +24,10 @@ def wrap_blocks(model: nn.Module, recompute: str | None, compile: bool) -> nn.Mo
             wrapped = checkpoint_wrapper(wrapped, **options)
         if compile:
             wrapped = torch.compile(wrapped)
-        if block is model:
+        if block is model.model:
             return cast(nn.Module, wrapped)
-        model.set_submodule(names[id(block)], wrapped)
-    return model
+        model.model.set_submodule(model.paths[block], wrapped)
+    return model.model
 
 
 def _policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:

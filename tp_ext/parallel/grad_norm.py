@@ -15,10 +15,9 @@ from tp_ext import _ops
 from tp_ext._build import load
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
 from tp_ext.mesh import MeshAxes, mesh_axes
-from tp_ext.model.fqn import layouts
-from tp_ext.model.model_groups import ModelGroups, axes_of_groups, model_groups
-from tp_ext.model.stages import Stages, joined
-from tp_ext.model.tied import copies_in
+from tp_ext.model.census import census, warn_unneeded_group
+from tp_ext.model.model_groups import ModelGroups, axes_of_groups
+from tp_ext.model.stages import Stages
 from tp_ext.sharding import Layout
 
 Given = Stages | Iterable[Tensor] | Tensor
@@ -134,7 +133,7 @@ def grad_norm(
             still carry ``tp_layout``. The gradient of a parameter is
             its ``.grad`` plus its ``main_grad``, if it has one (``grad_accumulation_fusion``).
         norm_type: positive, may be infinite.
-        group: not needed: the groups of the module's layers and of the layouts of parameters are known. If given, it
+        group: deprecated: the groups of the module's layers and of the layouts of parameters are known. If given, it
             must be one of them. Parameters that carry ``tp_sharding`` alone need it.
         mesh: in place of ``group`` and ``extra_groups``: a mesh with axes as of :func:`tp_ext.init_mesh`. The
             norm is that over the stages of all ranks of ``pp``; along ``dp``, ``ep`` and ``cp`` gradients are equal,
@@ -350,21 +349,22 @@ def _refuse_tangents(table: Sequence[GradientRow]) -> None:
 
 def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[GradientRow], Iterable[int]]:
     """Returns the groups that ``given`` is sharded over, the rows, and the ids of copies of another stage's."""
-    if isinstance(given, list | tuple) and any(isinstance(one, nn.Module) for one in given):
-        given = joined(given)  # stages of a pipeline; joined() refuses a list that mixes them with parameters
-    group = axes.group
-    if isinstance(given, nn.Module):  # its layers know how they are sharded
-        named = dict(given.named_parameters())
-        groups = model_groups(given, axes)
-        table = layouts(given, group=groups.default.name)
-        rows: list[GradientRow] = [(named[name], layout, gradient_terms(named[name])) for name, layout in table]
-        return groups, rows, copies_in(given)
+    stages = isinstance(given, list | tuple) and any(isinstance(one, nn.Module) for one in given)
+    if isinstance(given, nn.Module) or stages:  # its layers know how they are sharded
+        model = census(cast(Stages, given), axes)  # refuses a list that mixes stages with parameters
+        groups = model.groups
+        entries = model.parameters.values()
+        rows: list[GradientRow] = [(entry.value, entry.layout, gradient_terms(entry.value)) for entry in entries]
+        return groups, rows, model.copies
+    group = axes.tp
     over = parallel_group(group)
     # Bare parameters, as torch.nn.utils.clip_grad_norm_ takes them, know only what they carry
     params = [given] if isinstance(given, Tensor) else list(cast(Iterable[Tensor], given))
     for param in params:
         if not isinstance(param, Tensor):
             raise TypeError(f"parameters_or_module: {param!r} must be a module, a parameter or several")
+    if group is not NOT_GIVEN and params and all(hasattr(param, "tp_layout") for param in params):
+        warn_unneeded_group()
     known = [_layout_of_bare(param, group) for param in params]
     groups = axes_of_groups([over, *(axis for layout in known for _, axis in layout or ())])
     for param, found in zip(params, known, strict=True):

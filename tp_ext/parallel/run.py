@@ -14,25 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from tp_ext._checks import check_bool
-from tp_ext.group import NOT_GIVEN
+from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
+from tp_ext.model.census import census
 from tp_ext.model.names import name_modules, reset_parameters
 from tp_ext.parallel.average_gradients import ignore_experts
-from tp_ext.parallel.block_wrappers import blocks_of, wrap_blocks
-from tp_ext.parallel.data_mesh import DataMesh
-from tp_ext.parallel.ddp_guard import check_axes
+from tp_ext.parallel.block_wrappers import wrap_blocks
 from tp_ext.parallel.grad_norm import clip_grad_norm_
-from tp_ext.parallel.pipeline.stages import check_shards, materialise, pipeline_stages
+from tp_ext.parallel.pipeline.stages import materialise, pipeline_stages
 from tp_ext.parallel.pipeline.steps import reshard
-from tp_ext.parallel.run_checks import (
-    check_model_is_new,
-    check_options,
-    check_replicas,
-    check_trainable,
-    note_parallelized,
-)
-from tp_ext.parallel.run_experts import attach_router_losses, check_experts
+from tp_ext.parallel.replicas import replicas_of
+from tp_ext.parallel.run_checks import check_model, check_options, note_parallelized
 from tp_ext.parallel.step_inputs import StepInputs, on_all_data_ranks
 from tp_ext.parallel.step_loss import StepLoss, one_element
 from tp_ext.random import manual_seed
@@ -116,18 +108,16 @@ def parallelize(
         raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh")
-    mesh_axes(NOT_GIVEN, mesh)  # its axes
-    check_bool(offload=offload, compile=compile)
-    check_options(schedule, microbatches, loss, reduction, zero, offload, recompute, autocast)
-    check_model_is_new(model)
-    check_trainable(model)
-    check_axes(model, mesh)
-    check_experts(model, mesh, zero, recompute)
-    check_replicas(model, mesh)
-    attach_router_losses(model, microbatches)
+    axes = mesh_axes(NOT_GIVEN, mesh)
+    check_options(schedule, microbatches, loss, reduction, zero, offload, recompute, compile, autocast)
+    known = census(model, axes)
+    check_model(known, mesh, zero, recompute)
+    for layer in known.routing_layers.values():
+        if layer.attach_loss is None:  # backward adds the gradient of the routers' losses, the mean over microbatches
+            layer.attach_loss = 1 / microbatches
     manual_seed(seed, mesh)
     name_modules(model)
-    whole = wrap_blocks(model, recompute, compile)
+    whole = wrap_blocks(known, recompute, compile)
     run = ParallelRun(whole, mesh, schedule, microbatches, loss, reduction, count or _valid, zero, offload, autocast)
     note_parallelized(model, whole)
     return run
@@ -158,8 +148,9 @@ class ParallelRun:
         autocast: torch.dtype | None,
     ) -> None:
         self.mesh, self._microbatches, self._zero = mesh, microbatches, zero
-        self._data = data = DataMesh(mesh)
-        self.data_size, self.data_rank = data.size, data.rank
+        self._data = data = mesh_axes(NOT_GIVEN, mesh).data
+        self.data_size, self.data_rank = data.sequences.size, data.sequences.rank
+        self._replicas = replicas = replicas_of(mesh)
         self.next_step = 0
         self._device = device = _device(mesh)
         self._autocast = autocast
@@ -168,8 +159,7 @@ class ParallelRun:
         sharding: dict[str, Any] = {}
         if zero > 1:
             # Under a pipeline resharding would communicate in each microbatch, so zero = 3 keeps what it gathered
-            sharding = data.fsdp_options() | {"reshard_after_forward": zero == 3 and pp is None}
-            check_shards(model)
+            sharding = replicas.fsdp_options() | {"reshard_after_forward": zero == 3 and pp is None}
             if offload:
                 sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
@@ -181,6 +171,7 @@ class ParallelRun:
                 # Sums over tokens add up over microbatches and data ranks of unequal lengths; means do not
                 return value * count(target) if reduction == "mean" else value
 
+        mean_over: list[Group] = [axis.name for axis in data.axes]
         self._schedule = self._ddp = None
         if pp is not None:
             self._schedule = pipeline_stages(
@@ -190,7 +181,7 @@ class ParallelRun:
                 microbatches=microbatches,
                 loss=summed,
                 count=count,
-                mean_over=data.axes or None,
+                mean_over=mean_over,
                 fsdp=sharding or None,
                 context=self._context,
                 init=reset_parameters,
@@ -198,18 +189,19 @@ class ParallelRun:
             )
             self.state: Any = self._schedule.stages
             # DDP's hooks would fire in every microbatch; FSDP2 sums by itself
-            if data.replicates and not sharding:
-                self._schedule.reduce_gradients = lambda: data.average_gradients(self.state)
+            if replicas.exist and not sharding:
+                self._schedule.reduce_gradients = lambda: replicas.average_gradients(self.state)
             return
-        self._loss = StepLoss(summed, microbatches, count, data.axes or None, "mean")
-        materialise(model, device, reset_parameters, blocks_of(model), sharding)
+        self._loss = StepLoss(summed, microbatches, count, mean_over, "mean")
+        wrapped = census(model)
+        materialise(model, device, reset_parameters, wrapped.blocks, sharding, wrapped.experts.values())
         self.state = model
         # A data axis of one rank is no replica. What FSDP2 shards it also sums
-        if data.replicates and not sharding:
-            assert data.whole is not None
-            if data.shards_experts:  # different ones on the ranks of the data axis, which DDP would overwrite
+        if replicas.exist and not sharding:
+            assert replicas.whole is not None
+            if replicas.shards_experts:  # different ones on the ranks of the data axis, which DDP would overwrite
                 ignore_experts(model)
-            self._ddp = DistributedDataParallel(model, process_group=data.whole.get_group())
+            self._ddp = DistributedDataParallel(model, process_group=replicas.whole.get_group())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields this rank's parameters, those of its stages under a pipeline."""
@@ -221,9 +213,9 @@ class ParallelRun:
         loaded as any other. Communicates nothing but, with ``zero=1``, its constructor's exchange of sizes."""
         if not callable(optimizer_class):
             raise TypeError(f"optimizer_class: {optimizer_class!r} must be a class of torch.optim.Optimizer")
-        if self._zero == 1 and self._data.replicates:
-            assert self._data.whole is not None
-            group = self._data.whole.get_group()
+        if self._zero == 1 and self._replicas.exist:
+            assert self._replicas.whole is not None
+            group = self._replicas.whole.get_group()
             return ZeroRedundancyOptimizer(self.parameters(), optimizer_class, process_group=group, **options)
         return optimizer_class(self.parameters(), **options)
 
@@ -301,7 +293,7 @@ class ParallelRun:
             for i, microbatch in enumerate(zip(*self._inputs.microbatches(), strict=True)):
                 (self._train if train else self._evaluate)(i, *microbatch)
             if train and self._ddp is not None:
-                self._data.average_expert_gradients(self.state)
+                self._replicas.average_expert_gradients(self.state)
             return self._loss.mean()
         finally:
             del self._inputs  # they may be large

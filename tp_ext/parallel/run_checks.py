@@ -1,4 +1,4 @@
-"""Checks of the model and the options of ``parallelize``, and a note of the models that it has prepared."""
+"""Checks of the model, its groups and the options of ``parallelize``, and a note of the models that it has prepared."""
 
 import weakref
 
@@ -9,12 +9,12 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tp_ext._checks import check_choice, check_int
+from tp_ext._checks import check_bool, check_choice, check_int
 from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
-from tp_ext.group import global_ranks
+from tp_ext.group import ParallelGroup, global_ranks
 from tp_ext.mesh import DATA_AXES
-from tp_ext.model.fqn import resolve_fqn
+from tp_ext.model.census import Census
 from tp_ext.parallel.block_wrappers import RECOMPUTE
 from tp_ext.parallel.pipeline.schedules import check_schedule
 
@@ -32,32 +32,97 @@ def check_model_is_new(model: nn.Module) -> None:
         )
 
 
-def check_trainable(model: nn.Module) -> None:
+def check_model(model: Census, mesh: DeviceMesh, zero: int, recompute: str | None) -> None:
+    """Raises ValueError unless ``parallelize`` can train the model over the axes of the mesh.
+
+    Communicates: see :func:`_check_replicas`.
+    """
+    check_model_is_new(model.model)
+    _check_trainable(model)
+    _check_axes(model, mesh)
+    _check_experts(model, mesh, zero, recompute)
+    _check_replicas(model, mesh)
+    if zero > 1:
+        check_shards(model)
+
+
+def _check_trainable(model: Census) -> None:
     """Raises ValueError if the model has no parameter that gets a gradient, or is sharded by FSDP2."""
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(isinstance(module, FSDPModule) for _, module in model.modules):
         raise ValueError("model: must not be sharded by fully_shard yet; pass zero=2 or 3, which shards its blocks")
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ValueError(f"model: {type(model).__name__} must have a parameter that requires a gradient")
+    if not any(entry.value.requires_grad for entry in model.parameters.values()):
+        raise ValueError(f"model: {type(model.model).__name__} must have a parameter that requires a gradient")
+
+
+def _check_axes(model: Census, mesh: DeviceMesh) -> None:
+    """Raises ValueError if layers are sharded along an axis of the mesh whose ranks hold equal copies or other
+    stages: ``dp``, ``ep``, ``cp`` or ``pp``. Communicates nothing."""
+    axes = {name: dist.get_process_group_ranks(mesh[name].get_group()) for name in mesh.mesh_dim_names or ()}
+    own = axes.get("tp", [])
+    for path, layer in model.layers.items():
+        if layer.tp_group.size > 1:
+            ranks = global_ranks(layer.tp_group.name)
+            for name, others in axes.items():
+                if ranks == others and ranks != own:
+                    raise ValueError(
+                        f"model: the group of {path!r} is mesh[{name!r}], and must be mesh['tp']; along {name!r} "
+                        "weights are not sharded"
+                    )
+
+
+def _check_experts(model: Census, mesh: DeviceMesh, zero: int, recompute: str | None) -> None:
+    """Checks the groups of the model's experts against the mesh. Communicates nothing.
+
+    Raises:
+        ValueError: experts are sharded over another group than ``mesh["ep"]``; losses, capacities or correction biases
+            over other ranks than all data axes of the mesh; gradients are combined as a sum; ``zero`` = 1, or 2 and 3
+            with ``recompute="selective"``.
+    """
+    ep = dist.get_process_group_ranks(mesh["ep"].get_group()) if "ep" in (mesh.mesh_dim_names or ()) else None
+    for path, layer in model.experts.items():
+        assert isinstance(layer.expert_group, ParallelGroup)
+        ranks = global_ranks(layer.expert_group.name)
+        if ranks != ep:
+            raise ValueError(f"model: expert_group of {path!r}, ranks {ranks}, must be mesh['ep']")
+        if zero == 1:
+            raise ValueError("zero: 1 must be 0, 2 or 3 for a model whose experts are sharded over several ranks")
+        if zero > 1 and recompute == "selective":
+            # FSDP2's hooks of the experts are in the block, and selective checkpointing counts their operators
+            raise ValueError(
+                f"recompute: 'selective' must be None or 'full' with zero = {zero} for a model whose experts are "
+                "sharded over several ranks"
+            )
+    axes = {tuple(global_ranks(axis.name)) for axis in model.axes.data.axes}
+    for path, router in model.routing_layers.items():
+        if router.gradient_reduction != "mean":
+            raise ValueError(f"model: gradient_reduction of {path!r}, 'sum', must be 'mean'")
+        theirs = {tuple(global_ranks(axis.name)) for axis in router.data_ranks.axes}
+        if router.needs_data_ranks and theirs != axes:
+            raise ValueError(
+                f"model: data_groups and expert_group of {path!r} are the ranks {sorted(map(list, theirs))}, and must "
+                f"be the data axes of the mesh, {sorted(map(list, axes))}"
+            )
 
 
 @torch.no_grad()
-def check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+def _check_replicas(model: Census, mesh: DeviceMesh) -> None:
     """Raises ValueError, on all ranks, if replicas of a parameter along a data axis are not the same bits: FSDP2 would
     make one parameter of rows of several models. Parameters on meta are drawn alike later.
 
     Communicates: 8 bytes and the name of each parameter over each data axis, and what was found over every axis.
     """
     axes = {name: mesh[name].get_group() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
-    params = {name: param for name, param in model.named_parameters() if not param.is_meta}
-    local = [param.to_local() if isinstance(param, DTensor) else param for param in params.values()]
+    params = {name: entry for name, entry in model.parameters.items() if not entry.value.is_meta}
+    values = [entry.value for entry in params.values()]
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
     numbers = torch.stack([checksum(bits_of(tensor))[0].cpu() for tensor in local]).tolist() if local else []
     found: list[str] = []
     for axis in (axes[name] for name in DATA_AXES if name in axes):
         ranks = dist.get_process_group_ranks(axis)
         mine = {  # without those that this axis shards, experts: its ranks hold other slices of them
             name: number
-            for name, number in zip(params, numbers, strict=True)
-            if not any(global_ranks(group.name) == ranks for _, group in resolve_fqn(model, name).layout)
+            for (name, entry), number in zip(params.items(), numbers, strict=True)
+            if not any(global_ranks(group.name) == ranks for _, group in entry.layout)
         }
         held = all_gather_objects(mine, axis)
         # A parameter that the other lacks is of a model with other names, which is not found here
@@ -75,6 +140,18 @@ def check_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
+def check_shards(model: Census) -> None:
+    """Raises ValueError if FSDP2 could not shard the model, since some rank has no element of a parameter."""
+    for name, entry in model.parameters.items():
+        for sharding, group in entry.layout:
+            empty = [rank for rank in range(group.size) if sharding.local_size(rank, group.size) == 0]
+            if empty:
+                raise ValueError(
+                    f"model: {name!r} must have elements on all {group.size} ranks that share it, and has none on "
+                    f"{empty}: FSDP2 cannot shard an empty parameter"
+                )
+
+
 def note_parallelized(*models: nn.Module) -> None:
     """Notes models for :func:`check_model_is_new`; copies of them are other models."""
     _parallelized.update(models)
@@ -88,9 +165,11 @@ def check_options(
     zero: object,
     offload: bool,
     recompute: object,
+    compile: bool,
     autocast: object,
 ) -> None:
     """Raises TypeError or ValueError unless ``parallelize`` takes these options."""
+    check_bool(offload=offload, compile=compile)
     if schedule is not None:
         check_schedule(schedule)
     if reduction not in ("mean", "sum"):

@@ -12,19 +12,19 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from tp_ext._object_collectives import all_gather_objects, as_builtin_error, true_on_any_rank
 from tp_ext.context_layout import ContextLayout
 from tp_ext.group import process_group
-from tp_ext.parallel.data_mesh import DataMesh
+from tp_ext.mesh import DataAxes
 from tp_ext.random_scope import at
 
 T = TypeVar("T")
 
 
-def on_all_data_ranks(act: Callable[[], T], data: DataMesh, device: torch.device) -> T:
+def on_all_data_ranks(act: Callable[[], T], data: DataAxes, device: torch.device) -> T:
     """Returns ``act()``. If it raises on a data rank, all data ranks raise that error, of several the first one's.
 
     Communicates: over each data axis one number, for which the host waits, on a stream of its own lest it wait for the
     work that is queued; and, if it raises, one exchange of objects.
     """
-    axes = [process_group(axis) for axis in data.axes]
+    axes = [process_group(axis.name) for axis in data.axes]
     result: list[T] = []
     failure: Exception | None = None
     try:

@@ -1,15 +1,13 @@
 """Weights the loss of each microbatch so that the gradients of a step sum to those of the batch."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tp_ext._checks import check_choice
-from tp_ext.group import Group, ParallelGroup, process_group
+from tp_ext.group import Group
 from tp_ext.mesh import GRADIENT_REDUCTIONS, data_axes
 
 
@@ -37,8 +35,8 @@ class StepLoss:
         if count is not None and not callable(count):
             raise TypeError(f"count: {count!r} must be a function of the target, or None")
         check_choice(GRADIENT_REDUCTIONS, gradient_reduction=gradient_reduction)
-        self.axes: list[ParallelGroup] = data_axes(mean_over)
-        if self.axes and count is None:
+        self._data = data_axes(mean_over)
+        if self._data.axes and count is None:
             raise ValueError("mean_over: must be given with count, the number of tokens that loss sums over")
         if gradient_reduction == "sum" and count is None:
             raise ValueError(
@@ -48,7 +46,7 @@ class StepLoss:
         self.values: list[Tensor] = []
         self.total: Tensor | None = None
         self._loss, self._count, self._microbatches = loss, count, microbatches
-        self._ranks = math.prod(axis.size for axis in self.axes) if gradient_reduction == "mean" else 1
+        self._ranks = self._data.size if gradient_reduction == "mean" else 1
 
     def begin(self, targets: Sequence[Tensor] | None, device: torch.device) -> None:
         """Begins a step: counts the tokens of its targets, on the ranks of the last stage; None if it has no targets.
@@ -58,7 +56,7 @@ class StepLoss:
         self.values, self.total = [], None
         if self._count is not None and targets is not None:
             counts = [torch.as_tensor(self._count(target)).to(device, torch.float64) for target in targets]
-            self.total = self._over_axes(torch.stack(counts).sum()).clamp(min=1)
+            self.total = self._data.sum(torch.stack(counts).sum()).clamp(min=1)
 
     def __call__(self, output: Any, target: Any, **options: Any) -> Tensor:
         value = one_element(self._loss(output, target, **options))
@@ -75,12 +73,7 @@ class StepLoss:
     def mean(self) -> Tensor:
         """Returns the loss of the step. Communicates: one all-reduce over each axis of ``mean_over``."""
         losses = self.losses()
-        return losses.mean() if self.total is None else self._over_axes(losses.sum()) / self.total
-
-    def _over_axes(self, value: Tensor) -> Tensor:
-        for axis in self.axes:
-            dist.all_reduce(value, group=process_group(axis.name))
-        return value
+        return losses.mean() if self.total is None else self._data.sum(losses.sum()) / self.total
 
 
 def one_element(value: Any) -> Tensor:

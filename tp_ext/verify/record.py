@@ -15,10 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tp_ext.checkpoint.entries import state_entries
 from tp_ext.debug.collective_counts import count_collectives
 from tp_ext.group import parallel_group
-from tp_ext.model.fqn import resolve_fqn
+from tp_ext.model.census import census
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
 from tp_ext.verify.compare import Parts, Placement, compare, placements
@@ -131,7 +130,7 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     progress = task.progress[rank] = Progress()
     outcome = Outcome(rank)
     model = _built(group, task)
-    entries = state_entries(model, parallel_group(group))
+    entries = census(model, assumed=parallel_group(group)).state()
     tensors = {name: entry.value for name, entry in entries.items() if isinstance(entry.value, Tensor)}
     outcome.state = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     outcome.layouts = {name: entries[name].layout for name in tensors}
@@ -165,13 +164,12 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
         if loss.requires_grad:
             loss.backward()
         outcome.collectives = counts.select(group=group).by_kind()
-    group_of = parallel_group(group)
-    for name, param in model.named_parameters():
-        resolved = resolve_fqn(model, name, group_of)
-        outcome.gradients[resolved.name] = _kept(param.grad)
-        outcome.layouts.setdefault(resolved.name, resolved.layout)
-        outcome.owners[resolved.name] = [
-            owner for owner, module in model.named_modules() if any(p is param for p in module._parameters.values())
+    trained = census(model, assumed=parallel_group(group))
+    for entry in trained.parameters.values():
+        outcome.gradients[entry.name] = _kept(entry.value.grad)
+        outcome.layouts.setdefault(entry.name, entry.layout)
+        outcome.owners[entry.name] = [
+            path for path, module in trained.modules if any(p is entry.value for p in module._parameters.values())
         ]
     outcome.gradients |= {name: _kept(leaf.grad) for name, leaf in leaves.items()}
     progress.phase, progress.calling[:] = "optimizer", []

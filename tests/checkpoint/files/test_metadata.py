@@ -116,13 +116,13 @@ def test_enums_as_python_3_11_2_pickles_them(monkeypatch, tmp_path):
         _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
     )
     model = nn.Linear(3, 2)
-    tp_ext.save_checkpoint(tmp_path / "checkpoint", model, group=None)
+    tp_ext.save_checkpoint(tmp_path / "checkpoint", model)
     content = (tmp_path / "checkpoint" / ".metadata").read_bytes()
     assert b"getattr" in content
     assert parse_metadata(content).state_dict_metadata["model.weight"].size == (2, 3)
     weight = model.weight.detach().clone()
     nn.init.zeros_(model.weight)
-    tp_ext.load_checkpoint(tmp_path / "checkpoint", model, group=None)
+    tp_ext.load_checkpoint(tmp_path / "checkpoint", model)
     assert torch.equal(model.weight, weight)
     with pytest.raises(ValueError, match=r"getattr.* must be a Metadata"):
         parse_metadata(pickle.dumps(_Calls()))

@@ -129,7 +129,7 @@ def test_an_extra_that_runs_something(saved, tmp_path):
 
 
 def _load_on_all(group, path):
-    tp_ext.load_checkpoint(path, tp_ext.ColumnParallelLinear(3, 4, group=group), group=group)
+    tp_ext.load_checkpoint(path, tp_ext.ColumnParallelLinear(3, 4, group=group))
 
 
 def test_all_ranks_refuse_alike(saved, tmp_path):
@@ -329,7 +329,7 @@ def _load_late(group, path, others):
     model = tp_ext.ColumnParallelLinear(3, 4, group=group)
     CheckpointReader.read_metadata = opened
     try:
-        step = tp_ext.load_checkpoint(path, model, group=group)["step"].item()
+        step = tp_ext.load_checkpoint(path, model)["step"].item()
     finally:
         CheckpointReader.read_metadata = original
     return step, model.weight.detach()

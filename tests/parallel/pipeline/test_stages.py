@@ -214,7 +214,7 @@ def _sequential(group, path):
     with torch.no_grad():
         for param in one.parameters():
             param.zero_()
-    tp_ext.load_checkpoint(path, one, group=None)
+    tp_ext.load_checkpoint(path, one)
     assert torch.equal(one[2].up.weight, sequential()[2].up.weight)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
+from tp_ext.model.census import census
 from tp_ext.parallel import pipeline_stages
 from tp_ext.parallel.pipeline.parts import PipelinePart, parts_of
 
@@ -54,7 +55,7 @@ WRONG = ["method", "closure", "partial", "module"]
 
 @pytest.mark.parametrize("way", WRONG)
 def test_a_function_that_reads_a_parameter_is_refused(way):
-    part = PipelinePart(parts_of(Tied(way)).all)
+    part = PipelinePart(parts_of(census(Tied(way))).all)
     with pytest.raises(
         ValueError, match=r"model: the part .*, a function, must not read a parameter, as that of shape"
     ):
@@ -64,7 +65,7 @@ def test_a_function_that_reads_a_parameter_is_refused(way):
 def test_a_method_that_reads_no_parameter_is_a_part():
     model = Tied("none")
     want = model.doubled(model.last(model.blocks[1](model.blocks[0](model.e(torch.tensor([1, 2]))))))
-    assert torch.equal(PipelinePart(parts_of(model).all)(torch.tensor([1, 2])), want)
+    assert torch.equal(PipelinePart(parts_of(census(model)).all)(torch.tensor([1, 2])), want)
 
 
 def _stages(group, way):

@@ -13,8 +13,9 @@ from torch.autograd import forward_ad
 
 from tp_ext import _ops
 from tp_ext._checks import check_int, check_number, check_tensor
-from tp_ext.group import NOT_GIVEN, Group, global_ranks, parallel_group
-from tp_ext.model.data_ranks import DataRanks, LayerOverData
+from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
+from tp_ext.mesh import DataAxes, data_axes
+from tp_ext.model.module import LayerOverData
 from tp_ext.nn.mlp import ParallelMLP
 from tp_ext.nn.moe.experts import ParallelExperts, can_overlap, routed_and_shared
 from tp_ext.nn.moe.router import (
@@ -143,7 +144,7 @@ class ParallelMoE(LayerOverData):
             raise ValueError(
                 f"expert_group: must share this rank only with group, as axes of one mesh, not {sorted(shared_ranks)}"
             )
-        ranks = DataRanks(data_groups, ep, parallel_group(context_group))
+        ranks = _data_axes(data_groups, parallel_group(context_group), ep)
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.capacity, self.drop_order, self.attach_loss = capacity, drop_order, attach_loss
         self.data_ranks, self.gradient_reduction = ranks, gradient_reduction
@@ -280,6 +281,18 @@ class ParallelMoE(LayerOverData):
     def extra_repr(self) -> str:
         capacity = "" if self.capacity is None else f", capacity={self.capacity}, drop_order={self.drop_order!r}"
         return f"num_experts={self.num_experts}, top_k={self.top_k}{capacity}, {self.parallel_repr()}"
+
+
+def _data_axes(data_groups: Group | list[Group], context: ParallelGroup, experts: ParallelGroup) -> DataAxes:
+    """Returns the axes of the ranks that have other tokens, those of ``data_groups`` first."""
+    given = data_axes(data_groups).axes
+    axes = (*given, *(axis for axis in (context, experts) if axis.size > 1))
+    if len({axis.torch_name for axis in axes}) < len(axes):
+        shown = [axis.torch_name for axis in given]
+        raise ValueError(
+            f"data_groups: {shown} must not contain expert_group and context_group, which are added to them"
+        )
+    return DataAxes(axes, context)
 
 
 def _refuse_transforms(x: Tensor) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tp_ext._checks import check_choice, check_flag, check_int, check_number
 from tp_ext.group import Group
-from tp_ext.mesh import GRADIENT_REDUCTIONS
-from tp_ext.model.data_ranks import DataRanks, sum_of_constants
+from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, sum_of_constants
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import Init, torch_linear_init
 
@@ -138,7 +137,7 @@ class Router(ParallelModule):
         config: RouterConfig,
         *,
         group: Group,
-        data_ranks: DataRanks,
+        data_ranks: DataAxes,
         gradient_reduction: str = "mean",
         sequence_parallel: bool = False,
         init: Init | None = None,
@@ -331,7 +330,7 @@ class AttachedLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def drop_over_capacity(
-    experts: Tensor, weights: Tensor, num_experts: int, factor: float, order: str, ranks: DataRanks
+    experts: Tensor, weights: Tensor, num_experts: int, factor: float, order: str, ranks: DataAxes
 ) -> Tensor:
     """Returns ``experts`` ``[tokens, top_k]`` with -1 for the slots over capacity.
 

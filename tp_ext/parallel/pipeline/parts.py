@@ -1,7 +1,7 @@
 """The parts of a model that a pipeline is made of, and a stage: some of them, under the names of the whole model."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tp_ext.model.fqn import layouts
+from tp_ext.model.census import Census
 
 
 class ModelPart(NamedTuple):
@@ -54,7 +54,7 @@ class ModelParts(NamedTuple):
         return stages
 
 
-def parts_of(model: nn.Module) -> ModelParts:
+def parts_of(census: Census) -> ModelParts:
     """Returns the parts of a model, by its ``pipeline_parts()``; those of an ``nn.Sequential`` are all blocks.
 
     Raises:
@@ -62,6 +62,7 @@ def parts_of(model: nn.Module) -> ModelParts:
         ValueError: a module that is not in the model, lies in another part or has no block; a parameter or persistent
             buffer of the model that is in no part, or a module whose hooks a plan of ``tp_ext.auto`` needs.
     """
+    model = census.model
     if hasattr(model, "pipeline_parts"):
         first, blocks, last = cast(Any, model).pipeline_parts()
     elif isinstance(model, nn.Sequential):
@@ -71,11 +72,10 @@ def parts_of(model: nn.Module) -> ModelParts:
             f"model: {type(model).__name__} must have pipeline_parts(), which returns what comes before its blocks, "
             "the blocks, and what comes after, or be an nn.Sequential"
         )
-    names = {id(module): name for name, module in model.named_modules()}
-    parts = ModelParts(*([_part(one, names) for one in _listed(given)] for given in (first, blocks, last)))
+    parts = ModelParts(*([_part(one, census.paths) for one in _listed(given)] for given in (first, blocks, last)))
     if not parts.blocks:
         raise ValueError(f"model: {type(model).__name__} must have blocks")
-    _check_coverage(model, parts)
+    _check_coverage(census, parts)
     return parts
 
 
@@ -161,12 +161,9 @@ def _refuse(name: str, read: Iterable[Any]) -> None:
             )
 
 
-def elements(part: ModelPart) -> int:
-    """Returns the number of elements of the full parameters of a part: the same on every rank."""
-    if not isinstance(part.function, nn.Module):
-        return 0
-    layout_of = dict(layouts(part.function))
-    return sum(layout_of[name].full_shape(one.shape).numel() for name, one in part.function.named_parameters())
+def elements(part: ModelPart, sizes: Mapping[Tensor, int]) -> int:
+    """Returns the number of elements of the parameters of a part, from those of each."""
+    return sum(sizes[param] for param in part.function.parameters()) if isinstance(part.function, nn.Module) else 0
 
 
 def _listed(given: Any) -> list[Any]:
@@ -177,14 +174,14 @@ def _listed(given: Any) -> list[Any]:
     return list(given.values()) if isinstance(given, nn.ModuleDict) else [given]
 
 
-def _part(given: Any, names: dict[int, str]) -> ModelPart:
+def _part(given: Any, names: Mapping[nn.Module, str]) -> ModelPart:
     if isinstance(given, nn.Module):
-        if id(given) not in names or not names[id(given)]:
+        if not names.get(given):
             raise ValueError(
                 f"model: the part {type(given).__name__} must be a module inside of the model; list the modules "
                 "themselves"
             )
-        return ModelPart(names[id(given)], given, _keywords(given))
+        return ModelPart(names[given], given, _keywords(given))
     if not callable(given):
         raise TypeError(f"model: the part {given!r} must be a module or a function of the activations")
     return ModelPart("", given, _keywords(given))
@@ -216,7 +213,7 @@ def _wrapped(function: Callable[..., Any]) -> nn.Module | None:
     return None
 
 
-def _check_coverage(model: nn.Module, parts: ModelParts) -> None:
+def _check_coverage(census: Census, parts: ModelParts) -> None:
     """Raises ValueError unless each module with tensors is in one part: one in none has no stage, one inside of another
     part would run twice."""
     seen: dict[int, str] = {}
@@ -224,18 +221,18 @@ def _check_coverage(model: nn.Module, parts: ModelParts) -> None:
         for inner, module in part.function.named_modules() if isinstance(part.function, nn.Module) else ():
             other = seen.setdefault(id(module), part.name)
             # Two parts may share a module inside, as tied ones do, but a part itself must not be one
-            if other != part.name and (inner == "" or module is model.get_submodule(other)):
+            if other != part.name and (inner == "" or module is census.model.get_submodule(other)):
                 raise ValueError(f"model: the part {part.name!r} must not be inside of the part {other!r}")
     # By identity: a tied weight that hangs in no part may be one of a part under another name
     tensors = {id(one) for part in parts.all for one in _tensors(part.function)}
-    for prefix, module in model.named_modules():
+    for prefix, module in census.modules:
         if id(module) in seen:
             continue
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         # A plan of auto put a hook on a module that is only a container to the pipeline, so it would never run
         if any(getattr(hook, "is_needed_in_stages", False) for hook in hooks):
             raise ValueError(
-                f"model: {prefix or type(model).__name__!r} must be in one of the parts of pipeline_parts(): its "
+                f"model: {prefix or type(module).__name__!r} must be in one of the parts of pipeline_parts(): its "
                 "sharding by tp_ext.auto needs its forward to run"
             )
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 
 from tp_ext._checks import check_choice, check_int
+from tp_ext.model.census import Census
 from tp_ext.model.names import reset_parameters
 from tp_ext.parallel.pipeline.parts import compiled_modules
 
@@ -120,11 +121,11 @@ def check_microbatches(schedule: Schedule, microbatches: int, ranks: int, stages
         )
 
 
-def check_model(schedule: Schedule, model: nn.Module, parts: Sequence[nn.Module], init: Any) -> None:
+def check_model(schedule: Schedule, model: Census, parts: Sequence[nn.Module], init: Any) -> None:
     """Raises ValueError if parts of the model cannot be in a stage, or not under a schedule that splits the
     backward.
     """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(isinstance(module, FSDPModule) for _, module in model.modules):
         raise ValueError(
             "model: must not be sharded by fully_shard yet; pass fsdp=, which keeps the parameters after forward, "
             "since resharding them loses gradients under schedules that split the backward"

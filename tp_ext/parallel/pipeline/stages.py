@@ -1,7 +1,8 @@
 """Pipelines: the stages of a model over the ranks of a pipeline, under a schedule of torch.distributed.pipelining."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -12,10 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
+from tp_ext.model.census import Census, census
 from tp_ext.model.coalesce import uncoalesce_gradients
-from tp_ext.model.fqn import layouts
 from tp_ext.model.names import name_modules, reset_parameters
-from tp_ext.parallel.average_gradients import expert_modules
 from tp_ext.parallel.pipeline.clock import Clock, TimedStage
 from tp_ext.parallel.pipeline.parts import ModelParts, PipelinePart, elements, keywords_of, parts_of
 from tp_ext.parallel.pipeline.schedules import (
@@ -29,7 +29,7 @@ from tp_ext.parallel.pipeline.shapes import Precision, ShapeModel
 from tp_ext.parallel.pipeline.split import Split, split_blocks
 from tp_ext.parallel.pipeline.steps import PipelineSetup, PipelineSteps
 from tp_ext.parallel.pipeline.tied import TiedWeights, find_tied, retied
-from tp_ext.parallel.run_checks import check_model_is_new, note_parallelized
+from tp_ext.parallel.run_checks import check_model_is_new, check_shards, note_parallelized
 from tp_ext.parallel.step_loss import StepLoss
 
 Fsdp = None | DeviceMesh | Mapping[str, Any]
@@ -147,18 +147,19 @@ def pipeline_stages(
         if function is not None and not callable(function):
             raise TypeError(f"{name}: {function!r} must be a function of {arguments}, or None")
     step_loss = StepLoss(loss, microbatches, count, mean_over, gradient_reduction)
-    parts = parts_of(model)
-    check_model(known, model, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init)
+    whole = census(model)
+    parts = parts_of(whole)
+    check_model(known, whole, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init)
     options = _fsdp_options(fsdp)
     if options:
-        check_shards(model)
-    counts = split_blocks(split, len(parts.blocks), number, lambda: _sizes(parts))
+        check_shards(whole)
+    counts = split_blocks(split, len(parts.blocks), number, lambda: _sizes(parts, whole))
     modules_of_stages = [PipelinePart(part, model.training) for part in parts.of_stages(counts)]
-    tied = find_tied(model, modules_of_stages)
+    tied = find_tied(whole, modules_of_stages)
     if options:
         _check_sharding(modules_of_stages, [part.name for part in parts.blocks])
         _check_axis(options["mesh"], group)
-        _check_expert_mesh(model, options)
+        _check_expert_mesh(whole, options)
 
     # All checks have passed: from here on the model changes
     name_modules(model)
@@ -172,8 +173,9 @@ def pipeline_stages(
     owner_of = {stage: owner for owner in range(ranks) for stage in known.stages_of(owner, ranks, per_rank)}
     copies = TiedWeights(tied, own_stages, owner_of, group)
     copies.separate()
+    blocks = [cast(nn.Module, part.function) for part in parts.blocks]
     for stage in own_stages.values():
-        materialise(stage, stage_device, init, [cast(nn.Module, part.function) for part in parts.blocks], options)
+        materialise(stage, stage_device, init, blocks, options, whole.experts.values())
         if known.splits:
             uncoalesce_gradients(stage)
     copies.equalise()
@@ -204,12 +206,10 @@ def _no_context(step: int, microbatch: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _sizes(parts: ModelParts) -> list[float]:
-    return [
-        sum(map(elements, parts.first)),
-        *map(elements, parts.blocks),
-        sum(map(elements, parts.last)),
-    ]
+def _sizes(parts: ModelParts, model: Census) -> list[float]:
+    sizes = {entry.value: entry.shape.numel() for entry in model.parameters.values()}
+    first, blocks, last = ([elements(part, sizes) for part in of_kind] for of_kind in parts)
+    return [sum(first), *blocks, sum(last)]
 
 
 def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
@@ -244,11 +244,12 @@ def materialise(
     stage: nn.Module,
     device: torch.device,
     init: Callable[[nn.Module], None] | None,
-    blocks: Sequence[nn.Module],
-    options: dict[str, Any],
+    blocks: Sequence[nn.Module] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+    experts: Iterable[nn.Module] = (),
 ) -> None:
     """Gives a stage that is on meta memory and values, and moves what is not on meta to the device; shards it by FSDP2,
-    each of the blocks in it and the rest, if there are options of ``fully_shard``.
+    each of the blocks and of the experts in it and the rest, if there are options of ``fully_shard``.
 
     Weights by name are drawn as shards; other initialisers need the full tensors of the stage.
 
@@ -258,11 +259,11 @@ def materialise(
     if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
         stage.to(device)
         if options:
-            _shard(stage, blocks, options)
+            _shard(stage, blocks, options, experts)
         return
     check_meta([stage], init)
     if options and init is reset_parameters:
-        _shard(stage, blocks, options)
+        _shard(stage, blocks, options, experts)
     names: dict[int, list[str]] = {}
     for name, param in stage.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -282,19 +283,7 @@ def materialise(
                 reset()
     retied(stage, list(names.values()))  # each has its own memory
     if options and init is not reset_parameters:
-        _shard(stage, blocks, options)
-
-
-def check_shards(model: nn.Module) -> None:
-    """Raises ValueError if FSDP2 could not shard the model, since some rank has no element of a parameter."""
-    for name, layout in layouts(model):
-        for sharding, group in layout:
-            empty = [rank for rank in range(group.size) if sharding.local_size(rank, group.size) == 0]
-            if empty:
-                raise ValueError(
-                    f"model: {name!r} must have elements on all {group.size} ranks that share it, and has none on "
-                    f"{empty}: FSDP2 cannot shard an empty parameter"
-                )
+        _shard(stage, blocks, options, experts)
 
 
 def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:
@@ -319,14 +308,14 @@ def _check_axis(mesh: DeviceMesh, pipeline: ProcessGroup) -> None:
         raise ValueError(f"fsdp: {mesh} must be a data-parallel axis, not that of the pipeline")
 
 
-def _check_expert_mesh(model: nn.Module, options: dict[str, Any]) -> None:
+def _check_expert_mesh(model: Census, options: dict[str, Any]) -> None:
     """Raises ValueError if FSDP2 is to shard experts over ranks that hold different experts."""
     name = "expert_mesh" if "expert_mesh" in options else "mesh"
     mesh = options[name]
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fsdp: expert_mesh {mesh!r} must be a mesh")
     along = {rank for dim in range(mesh.ndim) for rank in global_ranks(mesh.get_group(dim))}
-    for module in expert_modules(model):
+    for module in model.experts.values():
         group = module.expert_group
         assert isinstance(group, ParallelGroup)
         shared = sorted(along & set(global_ranks(group.name)))
@@ -337,15 +326,18 @@ def _check_expert_mesh(model: nn.Module, options: dict[str, Any]) -> None:
             )
 
 
-def _shard(model: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
-    """Applies ``fully_shard`` to the experts and those of the blocks that are in the model, and to the model."""
+def _shard(
+    model: nn.Module, blocks: Sequence[nn.Module], options: Mapping[str, Any], experts: Iterable[nn.Module]
+) -> None:
+    """Applies ``fully_shard`` to those of the experts and of the blocks that are in the model, and to the model."""
     expert_mesh = options.get("expert_mesh")
     options = {name: value for name, value in options.items() if name != "expert_mesh"}
-    for experts in expert_modules(model) if expert_mesh is not None else ():
-        fully_shard(experts, **options | {"mesh": expert_mesh})
-    own = set(model.modules()) - {model}
+    inside = set(model.modules()) - {model}
+    for module in experts if expert_mesh is not None else ():
+        if module in inside:
+            fully_shard(module, **options | {"mesh": expert_mesh})
     for block in blocks:
-        if block in own:
+        if block in inside:
             fully_shard(block, **options)
     fully_shard(model, **options)
 

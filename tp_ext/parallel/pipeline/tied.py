@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from tp_ext.model.census import Census
 from tp_ext.model.tied import declare_tied
 
 
@@ -26,13 +27,13 @@ class TiedWeight(NamedTuple):
     names: dict[int, list[str]]
 
 
-def find_tied(model: nn.Module, stages: Sequence[nn.Module]) -> list[TiedWeight]:
+def find_tied(model: Census, stages: Sequence[nn.Module]) -> list[TiedWeight]:
     """Returns the weights that are tied over several stages, from the modules of all stages.
 
     Raises:
         ValueError: a module with parameters is in several stages.
     """
-    first = {id(param): name for name, param in model.named_parameters()}
+    first = {id(entry.value): name for name, entry in model.parameters.items()}
     places: dict[int, dict[int, list[str]]] = {}
     owners: dict[int, tuple[int, str]] = {}
     for index, stage in enumerate(stages):

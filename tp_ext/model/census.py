@@ -1,0 +1,309 @@
+"""The census of a model: its modules, parameters, layouts and groups as one value, which a call of a function of whole
+models makes once and hands on."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tp_ext._checks import warn_caller
+from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
+from tp_ext.mesh import MeshAxes
+from tp_ext.model.fqn import Entry, Places, StateDict, declares_shardings_alone, resolve_fqn
+from tp_ext.model.layouts import layouts_of
+from tp_ext.model.model_groups import ModelGroups, axes_of_groups
+from tp_ext.model.module import LayerOverData, ParallelModule
+from tp_ext.model.stages import Stages, joined
+from tp_ext.sharding import Layout, Sharding
+
+Modules = tuple[tuple[str, nn.Module], ...]
+
+
+class OptimizedParameter(NamedTuple):
+    """A parameter of an optimizer.
+
+    Attributes:
+        name: its name in the unsharded model; of a declared copy of another stage's that of the original.
+        layout: its layout.
+        options: the parameter group that holds it.
+        copy: whether it is a declared copy.
+    """
+
+    name: str
+    param: Tensor
+    layout: Layout
+    options: StateDict
+    copy: bool
+
+
+# [Note: one census for each call]
+@dataclass(frozen=True, eq=False)
+class Census:
+    """What a model consists of, at one moment; :func:`census` makes it.
+
+    Attributes:
+        model: the module, or the stages of this rank as one.
+        axes: the axes of the mesh that the function was given.
+        modules: the modules with their paths, as ``named_modules()`` gives them.
+        paths: the path of each module.
+        layers: the layers of this package, by path.
+        experts: those of experts that are sharded over several ranks, by path.
+        routing_layers: those that route tokens to experts, by path.
+        wrappers: the wrappers of DDP, by path.
+        tensors: the parameters and buffers.
+        meshes: the meshes over which FSDP2 has sharded them.
+        copies: the parameters that are declared copies (:func:`declare_tied`), by id: the name of the original of each.
+        default: the group of modules that declare ``tp_shardings``, which name none.
+        parameters: the parameters, each once, by their names in ``named_parameters()``.
+    """
+
+    model: nn.Module
+    axes: MeshAxes
+    modules: Modules
+    paths: dict[nn.Module, str]
+    layers: dict[str, ParallelModule]
+    experts: dict[str, ParallelModule]
+    routing_layers: dict[str, LayerOverData]
+    wrappers: dict[str, DistributedDataParallel]
+    tensors: list[Tensor]
+    meshes: list[DeviceMesh]
+    copies: dict[int, str]
+    default: ParallelGroup
+    parameters: dict[str, Entry]
+    _places: Places
+
+    @cached_property
+    def groups(self) -> ModelGroups:
+        """The groups of the layers and of all layouts. The tensor-parallel one of ``axes``, if it is known, must be one
+        of them; a model without any has that one.
+
+        Raises:
+            ValueError: that group has other ranks than each of the model's groups, but those of experts; two groups
+                overlap and are no axes of one mesh.
+        """
+        found = axes_of_groups(self.groups_in_use())
+        if self.axes.tp is NOT_GIVEN:
+            return found
+        group, argument = parallel_group(self.axes.tp).plain(), self.axes.argument
+        ranks = tuple(global_ranks(group.name))
+        theirs = {tuple(global_ranks(name)) for name in found.within} - {tuple(global_ranks(self.axes.ep.name))}
+        if theirs and ranks not in theirs:
+            names = " or ".join(_shown(members) for members in sorted(theirs))
+            raise ValueError(
+                f"{argument}: {_shown(ranks)} must be that of the model's layers, {names}; without "
+                f"{argument.split('[')[0]}= it is taken from them"
+            )
+        if not theirs and len(ranks) > 1 and any(any(layer.tp_layouts.values()) for layer in self.layers.values()):
+            raise ValueError(
+                f"{argument}: {_shown(ranks)} must be that of the model's layers, which were made without one"
+            )
+        return found if theirs else axes_of_groups([group, *self.groups_in_use()])
+
+    def groups_in_use(self) -> Iterator[ParallelGroup]:
+        """Yields the group of each layer and those of all layouts, in the order of the modules, some repeatedly."""
+        return _groups_in_use(self.modules)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The blocks: those of ``pipeline_parts()``, the modules of an ``nn.Sequential``, or the model itself."""
+        model = self.model
+        if hasattr(model, "pipeline_parts"):
+            blocks = cast(Any, model).pipeline_parts()[1]
+            return list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
+        return list(model) if isinstance(model, nn.Sequential) else [model]
+
+    @property
+    def sharded_over(self) -> dict[tuple[int, ...], str]:
+        """The ranks of each group over which parameters are sharded -> the name of the first of them."""
+        found: dict[tuple[int, ...], str] = {}
+        for name, entry in self.parameters.items():
+            for _, group in entry.layout:
+                if group.size > 1:
+                    found.setdefault(tuple(global_ranks(group.name)), name)
+        return found
+
+    def resolve(self, key: str) -> Entry:
+        """Returns :func:`resolve_fqn` of the model."""
+        return resolve_fqn(self.model, key, self.default, self._places)
+
+    def state(self) -> dict[str, Entry]:
+        """Returns the entries of the state dict, with the keys of the unwrapped, unsharded model. Tied ones have one
+        value.
+
+        Raises:
+            ValueError: an entry is on the meta device; its layout cannot be resolved (:func:`resolve_fqn`).
+        """
+        entries = {}
+        for key, value in self.model.state_dict(keep_vars=True).items():
+            entry = self.resolve(key)
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(f"module: {entry.name!r} is on the meta device and must have values; see to_empty")
+            entries[entry.name] = entry._replace(value=value, copy_of=self.copies.get(id(value), ""))
+        return entries
+
+    def optimized(self, optimizer: Optimizer) -> list[OptimizedParameter]:
+        """Returns the parameters of the optimizer, in order. One that has several names is listed under the first.
+
+        Raises:
+            ValueError: the optimizer holds a parameter that is not the model's.
+        """
+        entries = {entry.value: entry for entry in self.parameters.values()}
+        params = []
+        for options in optimizer.param_groups:
+            for param in options["params"]:
+                if param not in entries:
+                    raise ValueError(
+                        f"optimizer: a parameter of shape {tuple(param.shape)} must be one of the module's; "
+                        "under FSDP2 optimizers are made after fully_shard"
+                    )
+                entry = entries[param]
+                name = entry.copy_of or entry.name
+                params.append(OptimizedParameter(name, param, entry.layout, options, bool(entry.copy_of)))
+        return params
+
+
+def census(model: Stages, axes: MeshAxes | None = None, *, assumed: ParallelGroup = ALONE) -> Census:
+    """Makes the census of a model. It serves one call of a function: parameters may get values, FSDP2 or other modules
+    before the next one. Communicates nothing.
+
+    Args:
+        model: a module, or the stages of a pipeline that this rank holds.
+        axes: what the function was given as ``mesh``, or as the deprecated ``group``.
+        assumed: the group of modules that declare ``tp_shardings``, if the model has no group.
+
+    Raises:
+        TypeError: neither a module nor a list of modules; a group that is none of the accepted kinds.
+        ValueError: a parameter whose layout cannot be resolved (:func:`resolve_fqn`), a declared copy that is no
+            parameter any more; see also :class:`JoinedStages`.
+
+    Warns:
+        DeprecationWarning: a ``group`` that is not needed; modules that declare ``tp_shardings``.
+    """
+    model, axes = joined(model), axes or MeshAxes()
+    parallel_group(axes.tp)  # raises if it is no group
+    modules = tuple(model.named_modules())
+    layers = {path: module for path, module in modules if isinstance(module, ParallelModule)}
+    tables = (table for _, module in modules for table in (module._parameters, module._buffers))
+    tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
+    default = ALONE
+    if any(declares_shardings_alone(module) for _, module in modules):
+        default = _default_group(modules, axes, assumed)
+    elif axes.tp is not NOT_GIVEN and axes.argument == "group":
+        warn_unneeded_group()
+    copies, places = copies_in([module for _, module in modules]), Places()
+    return Census(
+        model,
+        axes,
+        modules,
+        paths={module: path for path, module in modules},
+        layers=layers,
+        experts={path: layer for path, layer in layers.items() if holds_experts(layer)},
+        routing_layers={path: layer for path, layer in layers.items() if isinstance(layer, LayerOverData)},
+        wrappers={path: module for path, module in modules if isinstance(module, DistributedDataParallel)},
+        tensors=tensors,
+        meshes=list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))),
+        copies=copies,
+        default=default,
+        parameters={
+            key: resolve_fqn(model, key, default, places)._replace(value=param, copy_of=copies.get(id(param), ""))
+            for key, param in model.named_parameters()
+        },
+        _places=places,
+    )
+
+
+def _groups_in_use(modules: Modules) -> Iterator[ParallelGroup]:
+    for _, module in modules:
+        if isinstance(module, ParallelModule):
+            yield module.tp_group
+        for layout in layouts_of(module).values():
+            yield from (group for _, group in layout)
+
+
+def _default_group(modules: Modules, axes: MeshAxes, assumed: ParallelGroup) -> ParallelGroup:
+    """Returns the group of modules that declare ``tp_shardings``: the one that is given, or the model's only one."""
+    warn_caller(
+        "tp_shardings: deprecated, since they name no group; declare layouts by tp_ext.declare_layouts",
+        DeprecationWarning,
+    )
+    if axes.tp is not NOT_GIVEN:
+        return parallel_group(axes.tp).plain()
+    found = axes_of_groups(_groups_in_use(modules)).axes
+    return found[0] if len(found) == 1 else assumed
+
+
+def copies_in(modules: Sequence[nn.Module]) -> dict[int, str]:
+    """Returns the parameters that are declared copies, by id: the name of the original of each.
+
+    Raises:
+        ValueError: a module no longer has a parameter that was declared, for example since it is parametrized.
+    """
+    found: dict[int, str] = {}
+    for module in modules:
+        for local, original in module.__dict__.get("tp_copies", {}).items():
+            param = module._parameters.get(local)
+            if param is None:
+                raise ValueError(f"module: {local!r}, a copy of {original!r}, must still be a parameter of its module")
+            found[id(param)] = original
+    for module in modules if found else ():
+        for local, param in module._parameters.items():
+            if param is not None and local not in module.__dict__.get("tp_copies", ()):
+                found.pop(id(param), None)  # the original itself
+    return found
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Returns whether the module holds experts that are sharded over several ranks."""
+    return isinstance(module, ParallelModule) and module.expert_group is not None and module.expert_group.size > 1
+
+
+def warn_unneeded_group() -> None:
+    """Warns of a ``group`` that a function of a whole model was given and does not need."""
+    warn_caller(
+        "group: deprecated and not needed, since layouts name their groups; leave it out, or pass mesh= for the stages "
+        "and replicas of a whole mesh",
+        DeprecationWarning,
+    )
+
+
+def layouts(model: nn.Module, *, group: Group = NOT_GIVEN) -> Iterator[tuple[str, Layout]]:
+    """Yields (name, layout) of every parameter of the model, named as in ``named_parameters()``.
+
+    Args:
+        model: any module, wrapped or not.
+        group: deprecated: the group of modules that declare ``tp_shardings`` and have no group.
+
+    Raises:
+        ValueError: a parametrization of a sharded tensor that does not act on each shard alone, at p > 1.
+    """
+    for name, entry in census(model, MeshAxes(group)).parameters.items():
+        yield name, entry.layout
+
+
+def shardings(model: nn.Module) -> Iterator[tuple[str, Sharding | None]]:
+    """Yields (name, sharding) of every parameter of the model, named as in ``named_parameters()``; None: replicated. Of
+    a parameter that is sharded over several groups it is the first entry of its layout (:func:`layouts`).
+
+    Raises:
+        ValueError: see :func:`layouts`.
+    """
+    for name, layout in layouts(model):
+        yield name, layout[0][0] if layout else None
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Returns the device on which the tensor is communicated: for one that FSDP2 offloads to the CPU, its mesh's."""
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+
+
+def _shown(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return "None"
+    return f"the group of ranks {list(ranks)}" if len(ranks) <= 16 else f"a group of {len(ranks)} ranks"

@@ -1,0 +1,45 @@
+"""The shards of live modules, for functions of torch that are given parameters, or an optimizer, and no model."""
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from tp_ext.model.fqn import resolve_fqn, unpruned
+from tp_ext.model.layouts import Carriers, is_sharded, layouts_of
+from tp_ext.sharding import Layout
+
+
+def layouts_by_id(params: Iterable[Tensor], padded: bool = False) -> dict[int, Layout]:
+    """Returns the layouts of all live shards by the ``id`` of the parameter (:func:`live_shards`), and those that
+    ``params`` carry: their module may be gone while an optimizer holds them."""
+    carried = {id(param): param.tp_layout for param in params if hasattr(param, "tp_layout")}
+    found = {key: layout for key, layout in carried.items() if padded or is_sharded(layout)}
+    return found | {id(param): layout for param, layout in live_shards(padded)}
+
+
+def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
+    """Yields the parameters of live modules that are shards, and their layouts; of what a parametrization or pruning
+    computes, the tensors that it is computed from.
+
+    Attributes of a parameter would not do: FSDP2, ``deepcopy`` and ``to_empty`` drop them.
+
+    Args:
+        padded: those that hold padding, too, at one rank.
+
+    Raises:
+        ValueError: see :func:`resolve_fqn`.
+    """
+    for module in [*Carriers.modules, *(Carriers.padded if padded else ())]:
+        params = module._parameters
+        for name, layout in layouts_of(module).items():
+            if not (padded or is_sharded(layout)):
+                continue
+            param = params.get(name)
+            if param is not None:
+                yield param, layout
+            elif name not in params:
+                for key, stored in module.named_parameters():
+                    if key.startswith(f"parametrizations.{name}.") or unpruned(key) == name:
+                        found = resolve_fqn(module, key).layout
+                        if padded or is_sharded(found):
+                            yield stored, found
