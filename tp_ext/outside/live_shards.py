@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from tp_ext.model.carriers import Carriers, is_sharded
 from tp_ext.model.fqn import resolve_fqn, unpruned
-from tp_ext.model.layouts import Carriers, is_sharded, layouts_of
+from tp_ext.model.layouts import layouts_of
 from tp_ext.sharding import Layout
 
 
