@@ -372,8 +372,8 @@ BUDGETS = {
     "model": 1600,
     "nn": 5550,
     "optim": 1150,
-    "outside": 1700,
-    "parallel": 3600,
+    "outside": 1750,
+    "parallel": 3550,
     "simulation": 850,
     "verify": 1550,
 }
