@@ -361,18 +361,18 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 3400,
+    "": 3600,
     "_ops": 1350,
     "auto": 10000,
-    "checkpoint": 4600,
+    "checkpoint": 4500,
     "debug": 2000,
     "huggingface": 1800,
     "lightning": 300,
     "mesh_program": 1100,
-    "model": 1600,
+    "model": 1700,
     "nn": 5550,
     "optim": 1150,
-    "outside": 1750,
+    "outside": 1800,
     "parallel": 3550,
     "simulation": 850,
     "verify": 1550,
