@@ -18,7 +18,7 @@ from tests.helpers import one_plan
 from tests.helpers.ranks import run_raises
 from tests.helpers.simulated import run
 from tp_ext import auto
-from tp_ext.auto.proof.copies import copied
+from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.proven_plan import for_one_rank
 from tp_ext.group import parallel_group
 
@@ -330,7 +330,7 @@ def test_verify_draws_the_same_masks_in_a_model_that_cannot_be_copied_whole() ->
 
 def test_copies_keep_what_is_the_same_object_the_same() -> None:
     model = Held()
-    found = copied(model, {})
+    found = copied_model(model, {})
     assert found.mlp is not model.mlp and found.mlp.up.weight is not model.mlp.up.weight
     assert found.by_default["calls"][0] is found.mlp.up and found.by_default.default_factory is list
     assert found.held["lock"] is model.held["lock"] and found.script is model.script
