@@ -28,7 +28,7 @@ ORDER = [
     {"outside", "simulation"},
     {"auto", "debug", "optim"},
     {"huggingface", "lightning", "verify"},
-    {"__init__"},
+    {"__init__", "smoke"},
 ]
 # The rooms of a folder, likewise; "" stands for its own modules
 ROOMS = {
