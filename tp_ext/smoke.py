@@ -51,7 +51,7 @@ def _check_layers() -> None:
             torch.testing.assert_close(got, [y.detach(), x.grad], rtol=1e-4, atol=1e-4)
 
 
-def _loss(rank: int, group: Group, logits: Tensor, targets: Tensor) -> Tensor:
+def _loss(rank: int, group: dist.ProcessGroup, logits: Tensor, targets: Tensor) -> Tensor:
     width = logits.shape[1] // dist.get_world_size(group)
     own = logits[:, rank * width : (rank + 1) * width]
     return vocab_parallel_cross_entropy(own, targets, group)
@@ -72,7 +72,7 @@ def _save(rank: int, group: Group, path: Path) -> dict[str, Tensor]:
 
 def _load(rank: int, group: Group, path: Path) -> dict[str, Tensor]:
     model = _model(group)
-    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model.get_parameter("0.weight"))
     load_checkpoint(path, model, group=group)
     return full_state_dict(model, group=group)
 

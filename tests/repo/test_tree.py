@@ -361,7 +361,7 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 2900,
+    "": 3100,
     "_ops": 1350,
     "auto": 9900,
     "checkpoint": 4600,
@@ -372,7 +372,7 @@ BUDGETS = {
     "model": 1600,
     "nn": 5550,
     "optim": 1150,
-    "outside": 1700,
+    "outside": 1750,
     "parallel": 3600,
     "simulation": 850,
     "verify": 1550,
