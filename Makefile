@@ -1,14 +1,17 @@
-# make demo | test | smoke | lint | docs | bench | gpu-check | cuda-check: each sets up what it needs, once, in
+# make demo | test | smoke | lint | docs | bench | gpu-check | cuda-check | wheels: each sets up what it needs, once, in
 # $(VENV) and next to the sources.
 #
 #   PYTHON=python3.13              the interpreter to make the environment from
 #   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
 #   TP_EXT_CUDA=0|1|auto           CUDA kernels; default: only where there is a GPU
+#   TORCHES='2.11.0 2.15.0' PYTHONS='python3.11 python3.13'  those of make wheels and make wheels-check
 #   PYTEST_ARGS='-k linear'  WORKERS=2 (processes that run tests)  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'
 
 PYTHON ?= python3
 TORCH ?= 2.15.0
 VENV ?= .venv
+TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
+PYTHONS ?= python3.11 python3.12 python3.13
 PYTEST_ARGS ?=
 WORKERS ?= 2# 3 are no faster on two cores. 0 runs the tests in pytest itself, for a debugger
 BENCH_ARGS ?=
@@ -38,7 +41,7 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-3d test test-all smoke lint docs bench gpu-check cuda-check build clean FORCE
+.PHONY: help demo demo-3d test test-all smoke lint docs bench gpu-check cuda-check wheels wheels-check build clean FORCE
 
 help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
@@ -51,6 +54,7 @@ help:
 	@echo 'make bench   runs every benchmark, tables and plots to $(BENCH_OUT) (BENCH_ARGS=--full takes longer)'
 	@echo 'make gpu-check  builds, tests and times everything on a GPU, results to runs/gpu_check'
 	@echo 'make cuda-check  compiles every CUDA kernel for several GPUs, prints its registers, fails on a spill'
+	@echo 'make wheels  builds a wheel for each of PYTHONS with a library for each of TORCHES, to dist/; make wheels-check tries them'
 	@echo 'make build   only compiles; the other targets do it when a source has changed'
 	@echo 'make clean   removes what was built; the environment $(VENV) stays'
 	@echo 'Options: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) TP_EXT_CUDA=$(TP_EXT_CUDA)'
@@ -98,6 +102,15 @@ gpu-check: $(STAMPS)/torch-$(TORCH) $(STAMPS)/test
 cuda-check:
 	@$(PYTHON) -m tests.machine_code.check
 
+# Resumable: torchs, objects and environments that are there are not made again
+wheels: $(STAMPS)/torch-$(TORCH) $(STAMPS)/wheels
+	@echo 'Each of torch $(TORCHES) is downloaded once, 0.5 GB each, without the libraries of CUDA'
+	$(BIN)/python release/build_wheels.py --torches $(TORCHES) --pythons $(PYTHONS)
+
+wheels-check: $(BUILT)
+	@echo 'Each of torch $(TORCHES) is downloaded for each of $(PYTHONS), 0.5 GB each'
+	$(BIN)/python release/check_wheels.py --torches $(TORCHES) --pythons $(PYTHONS) $(WHEELS_CHECK_ARGS)
+
 build: $(BUILT)
 
 clean:
@@ -127,7 +140,8 @@ $(STAMPS)/venv:
 	@touch $@
 
 $(STAMPS)/torch-$(TORCH): requirements/build.txt | $(STAMPS)/venv
-	@echo 'Installing torch $(TORCH) into $(VENV); the download takes some minutes ...'
+	@echo 'Installing torch $(TORCH) into $(VENV); with its CUDA libraries, which the package index adds on every machine,'
+	@echo 'it is a download of 3 GB and takes 5.4 GB of disk. A build of torch for the CPU alone that is in $(VENV) is kept'
 	$(PIP) torch==$(TORCH) -r requirements/build.txt
 	@rm -f $(STAMPS)/torch-*
 	@touch $@

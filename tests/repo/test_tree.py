@@ -28,7 +28,7 @@ ORDER = [
     {"outside", "simulation"},
     {"auto", "debug", "optim"},
     {"huggingface", "lightning", "verify"},
-    {"__init__", "lax"},  # what users see
+    {"__init__", "lax", "smoke"},  # what users see and run
 ]
 # The rooms of a folder, likewise; "" stands for its own modules
 ROOMS = {
@@ -361,7 +361,7 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 3600,
+    "": 3750,
     "_ops": 1350,
     "auto": 10000,
     "checkpoint": 4500,
