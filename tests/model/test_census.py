@@ -155,8 +155,8 @@ def _needed(rank, group):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         full = tp_ext.full_state_dict(_Alone(group), group=group)["weight"]
-        beside = nn.Sequential(_Alone(group), tp_ext.ColumnParallelLinear(2, 2, group=group))
-        same = tp_ext.full_state_dict(beside)["0.weight"]
+        both = nn.Sequential(_Alone(group), tp_ext.ColumnParallelLinear(2, 2, group=group))
+        same = tp_ext.full_state_dict(both)["0.weight"]
     return full.tolist(), same.tolist(), [str(one.message)[:24] for one in caught]
 
 

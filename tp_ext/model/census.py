@@ -61,7 +61,6 @@ class Census:
         meshes: the meshes over which FSDP2 has sharded them.
         copies: the parameters that are declared copies (:func:`declare_tied`), by id: the name of the original of each.
         default: the group of modules that declare ``tp_shardings``, which name none.
-        parameters: the parameters, each once, by their names in ``named_parameters()``.
     """
 
     model: nn.Module
@@ -76,7 +75,6 @@ class Census:
     meshes: list[DeviceMesh]
     copies: dict[int, str]
     default: ParallelGroup
-    parameters: dict[str, Entry]
     _places: Places
 
     @cached_property
@@ -129,9 +127,19 @@ class Census:
                     found.setdefault(tuple(global_ranks(group.name)), name)
         return found
 
-    def resolve(self, key: str) -> Entry:
-        """Returns :func:`resolve_fqn` of the model."""
-        return resolve_fqn(self.model, key, self.default, self._places)
+    @cached_property
+    def parameters(self) -> dict[str, Entry]:
+        """The parameters, each once, by their names in ``named_parameters()``.
+
+        Raises:
+            ValueError: a layout cannot be resolved (:func:`resolve_fqn`).
+        """
+        return {key: self.resolve(key, param) for key, param in self.model.named_parameters()}
+
+    def resolve(self, key: str, value: Any = None) -> Entry:
+        """Returns :func:`resolve_fqn` of the model, for an entry of this value."""
+        copy_of = self.copies.get(id(value), "") if self.copies else ""
+        return resolve_fqn(self.model, key, self.default, self._places, value, copy_of)
 
     def state(self) -> dict[str, Entry]:
         """Returns the entries of the state dict, with the keys of the unwrapped, unsharded model. Tied ones have one
@@ -142,10 +150,10 @@ class Census:
         """
         entries = {}
         for key, value in self.model.state_dict(keep_vars=True).items():
-            entry = self.resolve(key)
+            entry = self.resolve(key, value)
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError(f"module: {entry.name!r} is on the meta device and must have values; see to_empty")
-            entries[entry.name] = entry._replace(value=value, copy_of=self.copies.get(id(value), ""))
+            entries[entry.name] = entry
         return entries
 
     def optimized(self, optimizer: Optimizer) -> list[OptimizedParameter]:
@@ -180,8 +188,7 @@ def census(model: Stages, axes: MeshAxes | None = None, *, assumed: ParallelGrou
 
     Raises:
         TypeError: neither a module nor a list of modules; a group that is none of the accepted kinds.
-        ValueError: a parameter whose layout cannot be resolved (:func:`resolve_fqn`), a declared copy that is no
-            parameter any more; see also :class:`JoinedStages`.
+        ValueError: a declared copy that is no parameter any more; see also :class:`JoinedStages`.
 
     Warns:
         DeprecationWarning: a ``group`` that is not needed; modules that declare ``tp_shardings``.
@@ -197,7 +204,6 @@ def census(model: Stages, axes: MeshAxes | None = None, *, assumed: ParallelGrou
         default = _default_group(modules, axes, assumed)
     elif axes.tp is not NOT_GIVEN and axes.argument == "group":
         warn_unneeded_group()
-    copies, places = copies_in([module for _, module in modules]), Places()
     return Census(
         model,
         axes,
@@ -209,13 +215,9 @@ def census(model: Stages, axes: MeshAxes | None = None, *, assumed: ParallelGrou
         wrappers={path: module for path, module in modules if isinstance(module, DistributedDataParallel)},
         tensors=tensors,
         meshes=list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))),
-        copies=copies,
+        copies=copies_in([module for _, module in modules]),
         default=default,
-        parameters={
-            key: resolve_fqn(model, key, default, places)._replace(value=param, copy_of=copies.get(id(param), ""))
-            for key, param in model.named_parameters()
-        },
-        _places=places,
+        _places=Places(),
     )
 
 

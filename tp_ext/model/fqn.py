@@ -73,9 +73,11 @@ def resolve_fqn(
     key: str,
     group: ParallelGroup = ALONE,
     places: Places | None = None,
+    value: Any = None,
+    copy_of: str = "",
 ) -> Entry:
     """Resolves the parameter, buffer or state-dict entry ``key`` of the model, through DDP, ``torch.compile`` and
-    checkpoint wrappers, but for its value.
+    checkpoint wrappers.
 
     The tensors by which a parametrization (``torch.nn.utils.parametrize``) replaces a sharded tensor are sharded like
     that tensor if they have its number of elements in the sharded dims. Single numbers that are not trained are
@@ -84,6 +86,7 @@ def resolve_fqn(
     Args:
         group: that of modules that declare ``tp_shardings`` and have no group.
         places: the modules that are known by their paths; those that are found are added.
+        value, copy_of: of the entry, where the caller knows them.
 
     Raises:
         ValueError: at p > 1, a parametrization of a sharded tensor that does not act on each shard alone: torch's
@@ -97,7 +100,7 @@ def resolve_fqn(
     layout = layout_of(module, local, group)
     if not layout and parametrized is not None:
         layout = _layout_of_parametrization(key, *parametrized, module, local)
-    return Entry(f"{name}.{local}" if name else local, module, local, layout)
+    return Entry(f"{name}.{local}" if name else local, module, local, layout, value, copy_of)
 
 
 def _place_of(root: nn.Module, path: str, places: Places) -> Place:
