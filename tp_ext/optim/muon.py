@@ -19,6 +19,7 @@ from tp_ext._checks import check_bool, check_choice, check_number
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import NOT_GIVEN, Group, process_group
 from tp_ext.mesh import DataAxes
+from tp_ext.model.census import warn_unneeded_group
 from tp_ext.model.stages import Stages
 from tp_ext.optim.matrices import ShardOf, local_tensor, shard_of
 from tp_ext.optim.parameters import Placed
@@ -119,6 +120,9 @@ class Muon(Optimizer):
         matrices = [{**one, "use_muon": True} for one in _groups(params)]
         others = [{**one, "use_muon": False} for one in _groups(adamw_params)]
         super().__init__([*matrices, *others], defaults)
+        carried = [hasattr(param, "tp_layout") for one in self.param_groups for param in one["params"]]
+        if model is None and group is not NOT_GIVEN and all(carried):
+            warn_unneeded_group()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, for AdamW if it has ``use_muon=False``.

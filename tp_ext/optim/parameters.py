@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from tp_ext.checkpoint.gather import ranks_of
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group
 from tp_ext.mesh import DataAxes, mesh_axes
-from tp_ext.model.census import Census, census, warn_unneeded_group
+from tp_ext.model.census import Census, census
 from tp_ext.model.stages import Stages
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
 from tp_ext.sharding import Layout
@@ -56,8 +56,6 @@ class Placed:
                 )
             return self._known[param]
         layout, name = getattr(param, "tp_layout", None), f"parameter {number}"
-        if layout is not None and self._group is not NOT_GIVEN:
-            warn_unneeded_group()
         if isinstance(param, DTensor) and layout is None:
             raise ValueError(
                 f"model: must be given for parameter {number}, a DTensor of shape {shape}: FSDP2 does not keep "
