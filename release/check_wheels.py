@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).parents[1]
 WORK, DIST = ROOT / "build" / "wheels", ROOT / "dist"
 BACKENDS = ("tp_shm", "gloo")
@@ -96,11 +98,17 @@ class Environment:
         if more and (self.packages / "nvidia").exists():
             self.pip("--no-deps", *(f"nvidia-{name}" for name in sorted(more)))
 
+    def requirements(self) -> list[str]:
+        (info,) = self.packages.glob("tp_ext-*.dist-info")
+        return re.findall(r"^Requires-Dist: (.*)$", (info / "METADATA").read_text(), re.M)
+
     def install_wheel(self) -> float:
-        return self.pip("--no-index", "--find-links", DIST, "tp_ext")
+        return self.pip("--no-deps", "--no-index", "--find-links", DIST, "tp_ext")  # torch's own are not all there
 
     def check(self, version: str, wanted: dict[str, list[str]]) -> str:
         """Runs everything; returns a sentence."""
+        admitted = next(Requirement(one) for one in self.requirements() if one.startswith("torch"))
+        assert admitted.specifier.contains(version), f"the metadata requires {admitted}"
         code = "import tp_ext; print(tp_ext.build_info()['torch_built'])"
         built = run(self.python, "-c", code, PATH=self.path).strip()
         assert built.split(".")[:2] == version.split(".")[:2], f"a library for torch {built} under torch {version}"
