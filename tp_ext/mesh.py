@@ -90,7 +90,7 @@ class DataAxes:
 
     def __init__(self, axes: tuple[ParallelGroup, ...] = (), context: ParallelGroup = ALONE) -> None:
         self.axes, self.context = axes, context
-        self.size = math.prod(axis.size for axis in axes)
+        self.size = math.prod([axis.size for axis in axes])  # Dynamo takes no generator here
         self.rank = self.number([axis.rank for axis in axes])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -147,6 +147,9 @@ class DataAxes:
         return x
 
 
+NO_DATA_AXES = DataAxes()
+
+
 def sum_of_constants(x: Tensor, axis: ParallelGroup) -> Tensor:
     """Returns the sum over the ranks of an axis, without a gradient, for the computation of each rank. Communicates one
     all-reduce."""
@@ -156,6 +159,8 @@ def sum_of_constants(x: Tensor, axis: ParallelGroup) -> Tensor:
 def data_axes(ranks: Group | list[Group]) -> DataAxes:
     """Returns the axes of an argument such as ``mean_over``: a group, a list of groups that are axes of one mesh, or a
     mesh, for its data axes."""
+    if ranks is None:  # the default of every loss, whose host time is that of each step
+        return NO_DATA_AXES
     if isinstance(ranks, DeviceMesh) and ranks.ndim > 1:
         return mesh_axes(NOT_GIVEN, ranks).data
     groups = [parallel_group(group) for group in (ranks if isinstance(ranks, list) else [ranks])]
