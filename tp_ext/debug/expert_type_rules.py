@@ -54,9 +54,9 @@ def _added_once(*, y: Tensor, added: Tensor) -> Typed:
     return rules.einsum("...->...", y)
 
 
-def _sum_with_gradient(*, value: Tensor, own: Tensor, group: str) -> Typed:
-    ignored(value)  # the sum of the ranks' own
-    return type_rules.summed(own, group)
+def _sum_with_gradient(*, value: Tensor, terms: Tensor, group: str) -> Typed:
+    ignored(value)  # the sum of the terms of the ranks
+    return type_rules.summed(terms, group)
 
 
 def _attached_loss(*, x: Tensor, loss: Tensor) -> Typed:

@@ -295,7 +295,7 @@ class Router(ParallelModule):
 
 
 class SumWithGradient(torch.autograd.Function):
-    """``value``, a sum of terms of several ranks, with the gradient of this rank's terms ``own``. ``group``: the ranks
+    """``value``, a sum of terms of several ranks, with the gradient of this rank's ``terms``. ``group``: the ranks
     that differentiate the same sum; they add up the gradients of what they share."""
 
     @staticmethod
