@@ -22,7 +22,7 @@ namespace {
 }  // namespace
 
 PyObject* direct_call(const std::string& name, PyObject* overload);
-}
+}  // namespace tp_ext
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Operators of tp_ext (torch.ops.tp_ext) and how they were built.";
