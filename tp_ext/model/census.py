@@ -188,7 +188,7 @@ def census(model: Stages, axes: MeshAxes | None = None, *, assumed: ParallelGrou
 
     Raises:
         TypeError: neither a module nor a list of modules; a group that is none of the accepted kinds.
-        ValueError: a declared copy that is no parameter any more; see also :class:`JoinedStages`.
+        ValueError: a declared copy that is no parameter any more; see also :class:`tp_ext.model.stages.JoinedStages`.
 
     Warns:
         DeprecationWarning: a ``group`` that is not needed; modules that declare ``tp_shardings``.
