@@ -183,6 +183,8 @@ def build(name: str, train: bool = False) -> tuple[nn.Module, dict[str, Tensor]]
                 setattr(config, key, 0.1)
             elif key.endswith("layerdrop"):
                 setattr(config, key, 0.0)
+            elif key == "apply_spec_augment":  # its masks are NumPy's, whose generator simulated ranks share
+                setattr(config, key, False)
         model = getattr(transformers, model_name)(config).train(train)
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
