@@ -46,19 +46,13 @@ class OptimizedParameter(NamedTuple):
 # [Note: one census for each call]
 @dataclass(frozen=True, eq=False)
 class Census:
-    """What a model consists of, at one moment; :func:`census` makes it.
+    """The parts of a model at one moment; :func:`census` makes it.
 
     Attributes:
         model: the module, or the stages of this rank as one.
         axes: the axes of the mesh that the function was given.
         modules: the modules with their paths, as ``named_modules()`` gives them.
-        paths: the path of each module.
-        layers: the layers of this package, by path.
-        experts: those of experts that are sharded over several ranks, by path.
-        routing_layers: those that route tokens to experts, by path.
-        wrappers: the wrappers of DDP, by path.
         tensors: the parameters and buffers.
-        meshes: the meshes over which FSDP2 has sharded them.
         copies: the parameters that are declared copies (:func:`declare_tied`), by id: the name of the original of each.
         default: the group of modules that declare ``tp_shardings``, which name none.
     """
@@ -66,16 +60,41 @@ class Census:
     model: nn.Module
     axes: MeshAxes
     modules: Modules
-    paths: dict[nn.Module, str]
-    layers: dict[str, ParallelModule]
-    experts: dict[str, ParallelModule]
-    routing_layers: dict[str, LayerOverData]
-    wrappers: dict[str, DistributedDataParallel]
     tensors: list[Tensor]
-    meshes: list[DeviceMesh]
     copies: dict[int, str]
     default: ParallelGroup
     _places: Places
+
+    # Selections of the modules and tensors: made when they are first read, since a norm in each step reads few of them
+    @cached_property
+    def paths(self) -> dict[nn.Module, str]:
+        """The path of each module."""
+        return {module: path for path, module in self.modules}
+
+    @cached_property
+    def layers(self) -> dict[str, ParallelModule]:
+        """The layers of this package, by path."""
+        return {path: module for path, module in self.modules if isinstance(module, ParallelModule)}
+
+    @cached_property
+    def experts(self) -> dict[str, ParallelModule]:
+        """The layers of experts that are sharded over several ranks, by path."""
+        return {path: layer for path, layer in self.layers.items() if holds_experts(layer)}
+
+    @cached_property
+    def routing_layers(self) -> dict[str, LayerOverData]:
+        """The layers that route tokens to experts, by path."""
+        return {path: layer for path, layer in self.layers.items() if isinstance(layer, LayerOverData)}
+
+    @cached_property
+    def wrappers(self) -> dict[str, DistributedDataParallel]:
+        """The wrappers of DDP, by path."""
+        return {path: module for path, module in self.modules if isinstance(module, DistributedDataParallel)}
+
+    @cached_property
+    def meshes(self) -> list[DeviceMesh]:
+        """The meshes over which FSDP2 has sharded the tensors."""
+        return list(dict.fromkeys(tensor.device_mesh for tensor in self.tensors if isinstance(tensor, DTensor)))
 
     @cached_property
     def groups(self) -> ModelGroups:
@@ -196,9 +215,10 @@ def census(model: Stages, axes: MeshAxes | None = None, *, assumed: ParallelGrou
     model, axes = joined(model), axes or MeshAxes()
     parallel_group(axes.tp)  # raises if it is no group
     modules = tuple(model.named_modules())
-    layers = {path: module for path, module in modules if isinstance(module, ParallelModule)}
     tables = (table for _, module in modules for table in (module._parameters, module._buffers))
     tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
+    # Layouts name their groups. Only shardings without layouts need a group from elsewhere: the one that was given, or
+    # the only one of the model
     default = ALONE
     if any(declares_shardings_alone(module) for _, module in modules):
         default = _default_group(modules, axes, assumed)
@@ -208,13 +228,7 @@ def census(model: Stages, axes: MeshAxes | None = None, *, assumed: ParallelGrou
         model,
         axes,
         modules,
-        paths={module: path for path, module in modules},
-        layers=layers,
-        experts={path: layer for path, layer in layers.items() if holds_experts(layer)},
-        routing_layers={path: layer for path, layer in layers.items() if isinstance(layer, LayerOverData)},
-        wrappers={path: module for path, module in modules if isinstance(module, DistributedDataParallel)},
-        tensors=tensors,
-        meshes=list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))),
+        tensors,
         copies=copies_in([module for _, module in modules]),
         default=default,
         _places=Places(),

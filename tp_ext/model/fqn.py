@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
     @property
     def extra(self) -> bool:
-        """Whether it is extra state."""
+        """True if the entry is the extra state of its module."""
         return self.local == "_extra_state"
 
     @property
