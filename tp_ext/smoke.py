@@ -66,15 +66,15 @@ def _check_loss() -> None:
 
 def _save(rank: int, group: Group, path: Path) -> dict[str, Tensor]:
     model = _model(group)
-    save_checkpoint(path, model, group=group)
-    return full_state_dict(model, group=group)
+    save_checkpoint(path, model)
+    return full_state_dict(model)
 
 
 def _load(rank: int, group: Group, path: Path) -> dict[str, Tensor]:
     model = _model(group)
     nn.init.zeros_(model.get_parameter("0.weight"))
-    load_checkpoint(path, model, group=group)
-    return full_state_dict(model, group=group)
+    load_checkpoint(path, model)
+    return full_state_dict(model)
 
 
 def _check_checkpoint() -> None:
