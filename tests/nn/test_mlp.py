@@ -2,26 +2,24 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.oracle import count_collectives_of, full_gradients, gradients, own_tokens, results
+from tests.helpers.oracle import (
+    ACTIVATIONS,
+    GATED,
+    count_collectives_of,
+    full_gradients,
+    gradients,
+    own_tokens,
+    results,
+)
 from tp_ext import ParallelMLP, load_full_state_dict
 
 pytestmark = pytest.mark.core
 
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-    "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-}
-GATED = ("swiglu", "geglu")
 HIDDEN, FFN = 6, 10  # ffn: uneven for p = 3 and 4
 
 

@@ -1,4 +1,4 @@
-"""What a layer enters in the registry, and the sizes of its cases."""
+"""The kinds of entries of the registry of layers, and the sizes of the layers in its cases."""
 
 import random
 from collections.abc import Callable
@@ -14,7 +14,6 @@ HIDDEN, FFN, VOCAB, BATCH, SEQ = 8, 10, 13, 2, 3
 TOKENS = BATCH * SEQ
 TOTAL = {"total_tokens": TOKENS}  # what forward is called with: most layers
 SEQUENCES = {"batch_size": BATCH, **TOTAL}  # and those of sequences
-GATED = ("swiglu", "geglu")  # activations of two linears
 
 
 @dataclass(frozen=True)

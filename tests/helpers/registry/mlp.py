@@ -1,9 +1,9 @@
 """The MLP."""
 
-import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers.registry.entries import FFN, GATED, HIDDEN, Case, Kind
+from tests.helpers.oracle import ACTIVATIONS, GATED
+from tests.helpers.registry.entries import FFN, HIDDEN, Case, Kind
 
 CASES = {
     "mlp": Case("ParallelMLP", (HIDDEN, FFN), collectives=(2, 3)),
@@ -17,16 +17,6 @@ ERRORS = [
     ("MLP(4, -8, group=g)", ValueError, "ffn_hidden_size: -8 must be"),
     ('MLP(4, 8, activation="swiglu", group=g)(ones(3, 5))', ValueError, r"x: shape \[3, 5\]"),
 ]
-
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-    "geglu": lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-}
 
 
 class ParallelMLP(nn.Module):

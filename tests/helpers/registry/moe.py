@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from tests.helpers.dense_moe import DenseMoE
-from tests.helpers.registry.entries import GATED, Variant
+from tests.helpers.oracle import GATED
+from tests.helpers.registry.entries import Variant
 from tests.helpers.registry.mlp import ParallelMLP
 
 ERRORS = [
