@@ -102,7 +102,7 @@ gpu-check: $(STAMPS)/torch-$(TORCH) $(STAMPS)/test
 cuda-check:
 	@$(PYTHON) -m tests.machine_code.check
 
-# Resumable: torchs, objects and environments that are there are not made again
+# Resumable: torches, objects and environments that are there are not made again
 wheels: $(STAMPS)/torch-$(TORCH) $(STAMPS)/wheels
 	@echo 'Each of torch $(TORCHES) is downloaded once, 0.5 GB each, without the libraries of CUDA'
 	$(BIN)/python release/build_wheels.py --torches $(TORCHES) --pythons $(PYTHONS)

@@ -92,16 +92,16 @@ runpy.run_path("setup.py", run_name="__main__")
 def compile_for(version: str) -> Torch:
     """Compiles everything for a torch, and this Python. Ninja leaves out what is there."""
     package = package_of(version)
-    found = runpy.run_path(str(package / "version.py"))
+    built = runpy.run_path(str(package / "version.py"))
     kernels = os.environ.get("TP_EXT_CUDA") == "1"
-    objects = WORK / f"torch-{found['__version__']}-{'cuda' if kernels else 'cpu'}"  # setup.py names it so
+    objects = WORK / f"torch-{built['__version__']}-{'cuda' if kernels else 'cpu'}"  # setup.py names it so
     build = ("--build-temp", WORK, "--build-lib", objects / "lib")
     run(
         *(sys.executable, "-c", COMPILE, package, "setup.py", "--quiet", "build_ext", *build),
         TP_EXT_CUDA="1" if kernels else "0",
     )
     major, minor, *_ = version.split(".")
-    label = "cu" + found["cuda"].replace(".", "") if kernels else ""
+    label = "cu" + built["cuda"].replace(".", "") if kernels else ""
     return Torch((int(major), int(minor)), label, package / "lib", objects, objects / "lib/tp_ext/_built_for.py")
 
 
@@ -117,13 +117,13 @@ def objects_for(torch: Torch, python: Python, own: Python) -> list[Path]:
         names = run("nm", "--undefined-only", name)
         (bound if re.search(r" _?Py[A-Z_]| THP", names) else shared).append((name, rule))
     folder = torch.objects / python.tag
-    made = [(str(folder / Path(name).relative_to(torch.objects)), rule) for name, rule in bound]
+    compiled = [(str(folder / Path(name).relative_to(torch.objects)), rule) for name, rule in bound]
     rules = re.sub(r"^build .*\n", "", ninja, flags=re.M).replace(f"-I{own.include} ", f"-I{python.include} ")
     rules = re.sub(r"^default .*\n?", "", rules, flags=re.M)
     folder.mkdir(exist_ok=True)
-    (folder / "build.ninja").write_text(rules + "".join(f"build {name}: {rule}\n" for name, rule in made))
+    (folder / "build.ninja").write_text(rules + "".join(f"build {name}: {rule}\n" for name, rule in compiled))
     run("ninja", "-C", folder)
-    return [Path(name) for name, _ in (*shared, *made)]
+    return [Path(name) for name, _ in (*shared, *compiled)]
 
 
 def link(torch: Torch, objects: list[Path], target: Path) -> None:

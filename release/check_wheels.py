@@ -61,8 +61,8 @@ def losses(python: Path, backend: str, path: str, **environment: str) -> list[st
 
 
 def cuda_parts(requirements: str) -> set[str]:
-    found = re.search(r"cuda-toolkit\[(.*?)\]", requirements)
-    return set(found[1].split(",")) if found else set()
+    toolkit = re.search(r"cuda-toolkit\[(.*?)\]", requirements)
+    return set(toolkit[1].split(",")) if toolkit else set()
 
 
 class Environment:
@@ -107,7 +107,7 @@ class Environment:
 
     def check(self, version: str, wanted: dict[str, list[str]]) -> str:
         """Runs everything; returns a sentence."""
-        admitted = next(Requirement(one) for one in self.requirements() if one.startswith("torch"))
+        admitted = next(Requirement(line) for line in self.requirements() if line.startswith("torch"))
         assert admitted.specifier.contains(version), f"the metadata requires {admitted}"
         code = "import tp_ext; print(tp_ext.build_info()['torch_built'])"
         built = run(self.python, "-c", code, PATH=self.path).strip()

@@ -122,10 +122,10 @@ def compare_model(
         wanted.backward()
         tp_ext.manual_seed(step)
         with tp_ext.debug.count_collectives() as forward:
-            found = loss_or_squares(model(**inputs))
+            loss = loss_or_squares(model(**inputs))
         with tp_ext.debug.count_collectives() as backward:
-            found.backward()
-        _worse(result, abs(wanted.item() - found.item()), "the loss")
+            loss.backward()
+        _worse(result, abs(wanted.item() - loss.item()), "the loss")
         if step == 0:
             result.forward, result.backward = forward.number, backward.number
             _compare_gradients(result, reference, model, shards, own.rank)

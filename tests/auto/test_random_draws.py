@@ -330,11 +330,11 @@ def test_verify_draws_the_same_masks_in_a_model_that_cannot_be_copied_whole() ->
 
 def test_copies_keep_what_is_the_same_object_the_same() -> None:
     model = Held()
-    found = copied_model(model, {})
-    assert found.mlp is not model.mlp and found.mlp.up.weight is not model.mlp.up.weight
-    assert found.by_default["calls"][0] is found.mlp.up and found.by_default.default_factory is list
-    assert found.held["lock"] is model.held["lock"] and found.script is model.script
-    assert found.objects[0] is found.objects[1] is model.objects[0]  # it has a lock
+    clone = copied_model(model, {})
+    assert clone.mlp is not model.mlp and clone.mlp.up.weight is not model.mlp.up.weight
+    assert clone.by_default["calls"][0] is clone.mlp.up and clone.by_default.default_factory is list
+    assert clone.held["lock"] is model.held["lock"] and clone.script is model.script
+    assert clone.objects[0] is clone.objects[1] is model.objects[0]  # it has a lock
 
 
 # ---------------------------------------------------------------- one rank

@@ -208,13 +208,13 @@ def _permutations(group, x, y):
     value = torch.randn(p * 2, 3, dtype=torch.float64, requires_grad=True)
     for axes, (name, perm) in itertools.product((("x", "y"), ("y", "x")), PERMUTATIONS.items()):
         perm = [pair for pair in perm if max(pair) < p]
-        found = _over(mesh, lambda a, axes=axes, perm=perm: lax.ppermute(a, axes, perm), P(axes), P(axes))(value)
+        got = _over(mesh, lambda a, axes=axes, perm=perm: lax.ppermute(a, axes, perm), P(axes), P(axes))(value)
         source = {to: a for a, to in perm}
         blocks = [2 * source[k] + torch.arange(2) if k in source else None for k in range(p)]
         want = torch.cat([torch.zeros(2, 3).double() if b is None else value[b] for b in blocks])
-        torch.testing.assert_close(found, want, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
+        torch.testing.assert_close(got, want, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
         if perm:
-            grads = [torch.autograd.grad(one.sin().sum(), value)[0] for one in (found, want)]
+            grads = [torch.autograd.grad(y.sin().sum(), value)[0] for y in (got, want)]
             torch.testing.assert_close(*grads, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
 
 
@@ -233,11 +233,11 @@ def _exchanges(group, x, y):
         if other == -1:
             specs = P()
         result = P(*[axes if dim == one else None for dim in range(3)])
-        found = _over(mesh, lambda a, d=(axes, one, other): lax.all_to_all(a, *d), specs, result)(value)
+        got = _over(mesh, lambda a, d=(axes, one, other): lax.all_to_all(a, *d), specs, result)(value)
         # slice k of every rank, in the order of the ranks: the full tensor, or p copies of it
         want = torch.cat([value] * p, -1) if other == -1 else value
-        torch.testing.assert_close(found, want, **CLOSE)
-        grads = [torch.autograd.grad(y.sin().sum(), value)[0] for y in (found, want)]
+        torch.testing.assert_close(got, want, **CLOSE)
+        grads = [torch.autograd.grad(y.sin().sum(), value)[0] for y in (got, want)]
         torch.testing.assert_close(*grads, **CLOSE)
     if p > 1:
         with pytest.raises(ValueError, match=r"all_to_all: the \d ranks of axes .* must divide dim 0"):

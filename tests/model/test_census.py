@@ -43,8 +43,8 @@ def _of_wrapped(rank, group):
     assert got.state().keys() == want.state().keys() == plain.state_dict().keys()
     assert got.state()["head.weight"].value is got.parameters["embedding.weight"].value
     return [
-        [(entry.name, entry.local, entry.layout, type(entry.owner)) for entry in one.parameters.values()]
-        for one in (want, got)
+        [(entry.name, entry.local, entry.layout, type(entry.owner)) for entry in each.parameters.values()]
+        for each in (want, got)
     ]
 
 
@@ -77,9 +77,9 @@ def _of_parts(rank, mesh):
 
 
 def test_experts_copies_parametrizations_and_groups():
-    for found in simulate(_of_parts, {"ep": 2, "tp": 2}):
+    for parts in simulate(_of_parts, {"ep": 2, "tp": 2}):
         tensors = len(list(census(nn.Sequential(_model(None), tp_ext.ParallelMoE(4, 6, 4, 2, group=None))).tensors))
-        assert found == ({"1.experts": True}, ["1"], True, ["other.bias"], [1, 2], [2, 2], True, tensors)
+        assert parts == ({"1.experts": True}, ["1"], True, ["other.bias"], [1, 2], [2, 2], True, tensors)
 
 
 def _under_ddp(group):
@@ -122,22 +122,23 @@ def _warned(group, folder):
         param.grad = torch.ones_like(param)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
     optimizer.step()
-    found = {}
+    messages = {}
     for name, call in _calls(folder, model, optimizer).items():
         results = []
         for options in ({}, {"group": group}):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 results.append(call(**options))
-            of_ours = [one for one in caught if issubclass(one.category, DeprecationWarning)]
-            found[name, len(options)] = [str(one.message)[:32] for one in of_ours if one.filename == __file__]
+            deprecations = [warning for warning in caught if issubclass(warning.category, DeprecationWarning)]
+            texts = [str(warning.message)[:32] for warning in deprecations if warning.filename == __file__]
+            messages[name, len(options)] = texts
         assert str(results[1]) == str(results[0]), name
-    return found
+    return messages
 
 
 def test_group_is_deprecated_where_it_is_not_needed(tmp_path):
-    for found in ranks.run(_warned, 2, str(tmp_path)):
-        for (name, given), messages in found.items():
+    for of_rank in ranks.run(_warned, 2, str(tmp_path)):
+        for (name, given), messages in of_rank.items():
             assert messages == ["group: deprecated and not needed"] * given, name
 
 

@@ -263,7 +263,8 @@ def test_a_cpu_only_build_refuses_cuda_tensors_in_a_sentence() -> None:
 
 @pytest.mark.parametrize("running", ["2.11.0", "2.15.1+cpu"])
 def test_a_wheel_has_a_library_for_each_torch(tmp_path: Path, running: str) -> None:
-    """That of the running torch is opened, whatever its patch version; 2.9 is less than 2.11."""
+    """The import opens the library of the running minor version of torch, whatever the patch version; versions are
+    compared as numbers."""
     fake = fake_torch(tmp_path / "fake", running, None)
     error = import_error(wheel(tmp_path, "2.11.0", "2.15.0"), fake)
     assert error.startswith("ImportError: tp_ext's compiled library does not load (")

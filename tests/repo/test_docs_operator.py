@@ -28,13 +28,13 @@ _ops.scale_add, _ops.scale_add_fwd = activation.scale_add, activation.scale_add_
 
 def blocks():
     """The code of each file of the page, by its heading, and of its tests."""
-    found = {}
+    code_of = {}
     for section in re.split(r"^#{2,3} ", PAGE.read_text(), flags=re.M)[1:]:
         title, *code = re.split(r"^```(?:cpp|python theirs)?\n", section, flags=re.M)
         name = re.match(r"\d+\. `(.+?)`|Tests", title)
         if name and code:
-            found[name[1] or "Tests"] = code[0]
-    return found
+            code_of[name[1] or "Tests"] = code[0]
+    return code_of
 
 
 def compiler_flags():

@@ -61,7 +61,7 @@ def test_other_names_are_modules_or_errors() -> None:
 
 
 def test_functions_are_wrapped_whenever_their_module_is_imported() -> None:
-    """What was imported before tp_ext, after it, and under another name."""
+    """Modules imported before tp_ext, modules imported after it, and functions imported under another name."""
     program = """
         from torch.nn.utils import clip_grad_norm_
         import tp_ext, importlib

@@ -212,6 +212,8 @@ class Muon(Optimizer):
         _, axes, device = self._axes
         if axes.size == 1:
             return
+        # In a step that is right this costs one all-reduce of two numbers per axis: the greatest and the smallest hash
+        # are equal if all are. The numbers of the matrices are exchanged for the message alone
         number = zlib.crc32(repr(key).encode())
         extremes = torch.tensor([number, -number], device=device)
         groups = [process_group(axis.name) for axis in reversed(axes.axes)]
@@ -221,7 +223,7 @@ class Muon(Optimizer):
             return
         keys = [key]
         for group in groups:
-            keys = [one for of_rank in all_gather_objects(keys, group) for one in of_rank]
+            keys = [key for of_rank in all_gather_objects(keys, group) for key in of_rank]
         some = min(number for key in keys for number in key if any(number not in other for other in keys))
         have = [rank for rank, one in enumerate(keys) if some in one]
         raise ValueError(

@@ -99,7 +99,7 @@ class Attended(nn.Module):
 
     def attended(self, q, k, v, lengths, mask):
         sequences = zip(*(t.transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
-        y = [self._sequence(*one, mask) for one in sequences]
+        y = [self._sequence(*qkv, mask) for qkv in sequences]
         return torch.cat(y, 1).transpose(0, 1).flatten(1)
 
     def _sequence(self, q, k, v, mask):

@@ -230,7 +230,7 @@ def epsilon_of(module: nn.Module, weight: Tensor) -> float | None:
     x = torch.empty(2, 3, len(weight), dtype=weight.dtype, device="meta")
     try:
         trace(module, (x,), record=record)
-    except Exception:  # it takes other arguments, or branches on values
+    except Exception:  # any error of the user's forward: it takes other arguments, or branches on values; no RMS norm
         return None
     if any(tensor.dtype.itemsize < weight.dtype.itemsize for step in record.steps for tensor in step.outputs):
         return None  # it computes in fp32 what is fp64
@@ -243,6 +243,8 @@ def epsilon_of(module: nn.Module, weight: Tensor) -> float | None:
             tensor = record.maker[id(tensor)].inputs[0]
         return tensor
 
+    # The names alone do not decide: each operator must take the result of the one before it, x and the weight where the
+    # formula has them
     power, mean, plus = steps[:3]
     own_x, own_weight = record.inputs[0][1], next(t for _, t in record.parameters.values())
     makes = [source(step.outputs[0]) for step in steps]

@@ -39,6 +39,8 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     clone: Any
+    # Containers and functions are taken apart, since deepcopy would give up a whole one for a lock inside it. Dicts
+    # and lists are in the memo before their parts are copied: they may contain themselves
     if isinstance(value, _CONTAINERS) and type(value) in _CONTAINERS:
         clone = value.copy()
         memo[id(value)] = clone

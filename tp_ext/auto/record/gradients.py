@@ -91,6 +91,7 @@ def _examine(record: Record, what: str, function: Callable[..., Any], args: Any,
     reason = record.reason(what)
     fresh: list[tuple[Tensor, Tensor]] = []
 
+    # Copies with the dims of the arguments: the graph of the user's forward, in which these are, stays as it is
     def entered(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
@@ -112,6 +113,7 @@ def _examine(record: Record, what: str, function: Callable[..., Any], args: Any,
                 record.put(seed, record.dims_of(result))
             outputs, inputs = [t for t, _ in pairs], [t for _, t in fresh]
             gradients = GRAD(outputs, inputs, seeds, allow_unused=True) if outputs and inputs else ()
+        # A gradient has the dims of its argument; `unify` pins those that differ, with this reason
         for (value, _), gradient in zip(fresh, gradients, strict=bool(gradients)):
             for value_dim, dim in zip(
                 record.dims_of(value), record.dims_of(gradient) if gradient is not None else (), strict=False

@@ -108,6 +108,8 @@ def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> 
                 parts = decision.parts(label)
                 if parts and name not in decision.parameters:
                     decision.parameters[name] = Cut(id_, tensor, Sharding(dim, parts))
+    # Sharding pays for a parameter only if at least half of it is sharded, and a decision that leaves a parameter out
+    # must not have its atoms there
     for decision in by_sharded_atom.values():
         for name, cut in list(decision.parameters.items()):
             if 2 * sum(part.size for part in cut.sharding.parts if part.copies < p) < cut.sharding.size:

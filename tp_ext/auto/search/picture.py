@@ -149,6 +149,8 @@ def _rows(plan: ShownPlan, outputs: Sequence[Output]) -> list[dict[str, Any]]:
         if any(copy.kind == "output" and copy.module == output.module for copy in plan.copies):
             rows.append({"text": f"all-reduce of its gradient, backward: {_name(output.module)}"})
 
+    # A module comes before those inside it, so its collectives are drawn when the first module outside of it comes. A
+    # reduce-scatter stands in place of the all-reduce
     scattered = {tokens.module for tokens in plan.tokens if tokens.kind == "reduce_scatter"}
     for output in outputs:
         close(output.module)

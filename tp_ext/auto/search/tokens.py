@@ -305,6 +305,8 @@ def ban_mismatch(
         added = [bans.add(Origin(step=place), reason) for place in {*alike, origin.step}]
         return any(added)
 
+    # From the nearest cause to the farthest, each only if the ones before banned nothing: the operators that made the
+    # call's arguments, the tensors that the module has seen, its operators, and the sources of the shards
     banned = False
     if index < len(record.python_calls):
         for tensor in record.python_calls[index][2]:
