@@ -3,8 +3,8 @@
 // Public operators are composite: autograd/ implements them over torch::autograd::Function, so that
 // their collectives are visible to torch.compile, CommDebugMode and activation checkpointing.
 // Primitive operators (leading underscore) are opaque kernels: cpu/, cuda/ and a fake in
-// tp_ext/_ops/, without communication and without autograd of their own. tp_ext/_ops/ declares every
-// operator for Python.
+// tp_ext/_ops/, without communication and without autograd of their own. tp_ext/_ops/ declares
+// every operator for Python.
 //
 // `group` is the name of a process group, followed by this rank and the size if the caller knows
 // them ("0@1/4"); "" means no parallelism (one rank). `sizes` holds one length per rank.
@@ -38,16 +38,17 @@ TORCH_LIBRARY(tp_ext, m) {
   // full_starts[i].. of a full tensor with full_size rows: forward identity, backward sums each row
   // over its replicas; and the conjugate.
   m.def(
-      "copy_pieces_to_region(Tensor(a) x, str group, int[] local_starts, int[] lengths, int[] "
+      "copy_replicas_to_region(Tensor(a) x, str group, int[] local_starts, int[] lengths, int[] "
       "full_starts, int full_size) -> Tensor(a)",
       tags);
   m.def(
-      "reduce_pieces_from_region(Tensor(a) x, str group, int[] local_starts, int[] lengths, int[] "
+      "reduce_replicas_from_region(Tensor(a) x, str group, int[] local_starts, int[] lengths, "
+      "int[] "
       "full_starts, int full_size) -> Tensor(a)",
       tags);
-  // copy_to_region or copy_pieces_to_region of each of xs, backward one all-reduce per dtype;
-  // pieces: see coalesced.cpp
-  m.def("copy_to_region_coalesced(Tensor(a)[] xs, str group, int[] pieces=[]) -> Tensor(a)[]",
+  // copy_to_region or copy_replicas_to_region of each of xs, backward one all-reduce per dtype;
+  // replicas: see coalesced.cpp
+  m.def("copy_to_region_coalesced(Tensor(a)[] xs, str group, int[] replicas=[]) -> Tensor(a)[]",
         tags);
 
   // Blocks of a collective, one per rank, sizes[k] of dim each: [p, *shard] with zeros after the
@@ -56,8 +57,9 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_unpack_shards(Tensor blocks, int dim, SymInt[] sizes, SymInt[]? shape=None) -> Tensor",
         tags);
 
-  // a b, with a [.., m_local, k/y], b [k/x, n_local] and the result sharded over rows (x) and columns
-  // (y); k: of the full matrices; summa: panels are broadcast, else both operands are gathered
+  // a b, with a [.., m_local, k/y], b [k/x, n_local] and the result sharded over rows (x) and
+  // columns (y); k: of the full matrices; summa: panels are broadcast, else both operands are
+  // gathered
   m.def(
       "matmul_2d(Tensor a, Tensor b, str rows, str columns, int? k=None, bool summa=False) -> "
       "Tensor",
@@ -185,10 +187,11 @@ TORCH_LIBRARY(tp_ext, m) {
       "positions=None) -> Tensor",
       tags);
 
-  // Attention of q, k, v [batch, tokens_local, heads_local, head_dim], whose tokens are cut over the
-  // group: chunks are the lengths of chunks_per_sequence chunks of each sequence (context_tiles.h).
-  // Keys and values travel round a ring, or are gathered. seeds [sequences]: of the dropout masks,
-  // by the index in num_heads heads of the full layer, of which first_head is the first one here
+  // Attention of q, k, v [batch, tokens_local, heads_local, head_dim], whose tokens are cut over
+  // the group: chunks are the lengths of chunks_per_sequence chunks of each sequence
+  // (context_tiles.h). Keys and values travel round a ring, or are gathered. seeds [sequences]: of
+  // the dropout masks, by the index in num_heads heads of the full layer, of which first_head is
+  // the first one here
   m.def(
       "context_attention(Tensor q, Tensor k, Tensor v, Tensor? seeds, str group, bool ring, int[] "
       "chunks, int chunks_per_sequence, bool causal, float scale, int? sliding_window=None, "
@@ -196,8 +199,8 @@ TORCH_LIBRARY(tp_ext, m) {
       tags);
 
   // Randomness by global index: element i of a contiguous local tensor is element
-  // (i / local_inner) * full_inner + offset + i % local_inner of the full one. The seed of dropout is
-  // 0-d, or [2]: followed by the number of the first row, or [1 + rows]: by that of each row
+  // (i / local_inner) * full_inner + offset + i % local_inner of the full one. The seed of dropout
+  // is 0-d, or [2]: followed by the number of the first row, or [1 + rows]: by that of each row
   m.def(
       "bias_dropout_residual(Tensor x, Tensor? bias, Tensor? residual, Tensor seed, float p, "
       "SymInt local_inner, SymInt full_inner, SymInt offset) -> Tensor",
@@ -274,8 +277,8 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_vocab_chunk_input_grad(Tensor dlogits, Tensor weight) -> Tensor", tags);
   m.def("_vocab_chunk_weight_grad_(Tensor(a!) dw, Tensor dlogits, Tensor x, bool add) -> ()", tags);
 
-  // vocab_parallel_cross_entropy of the logits x weight^T + bias, which exist for one chunk of tokens
-  // at a time; entropy: of each row's probabilities, else empty
+  // vocab_parallel_cross_entropy of the logits x weight^T + bias, which exist for one chunk of
+  // tokens at a time; entropy: of each row's probabilities, else empty
   m.def(
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, str group, "
       "SymInt "
@@ -285,11 +288,11 @@ TORCH_LIBRARY(tp_ext, m) {
       "vocab_size_given=True) -> (Tensor loss, Tensor entropy)",
       tags);
 
-  // Mixture of experts. rows [tokens, choices]: the row of y that a choice of a token has, or -1, no
-  // row twice. sort: experts [tokens, choices], -1 for none, to rows in order of expert and token, and
-  // the rows of each expert. permute: y[rows[t, j]] = weights[t, j] * x[t], other rows 0; unpermute:
-  // x[t] = sum over j of weights[t, j] * y[rows[t, j]]; dot: weights[t, j] = <x[t], y[rows[t, j]]>;
-  // _moe_unpermute_bwd: permute and dot of grad
+  // Mixture of experts. rows [tokens, choices]: the row of y that a choice of a token has, or -1,
+  // no row twice. sort: experts [tokens, choices], -1 for none, to rows in order of expert and
+  // token, and the rows of each expert. permute: y[rows[t, j]] = weights[t, j] * x[t], other rows
+  // 0; unpermute: x[t] = sum over j of weights[t, j] * y[rows[t, j]]; dot: weights[t, j] = <x[t],
+  // y[rows[t, j]]>; _moe_unpermute_bwd: permute and dot of grad
   m.def("_moe_sort(Tensor experts, int num_experts) -> (Tensor rows, Tensor counts)", tags);
   m.def("moe_permute(Tensor x, Tensor rows, SymInt num_rows, Tensor? weights=None) -> Tensor",
         tags);

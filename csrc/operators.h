@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops.h"
+#include "types.h"
 
 // The typed handle of an operator declared below: TP_OP(_rope).call(x, ..). A lookup takes a lock;
 // where a call must be fast: static const auto op = TP_OP(_rope);
@@ -30,12 +30,12 @@ Tensor all_gather_region(const Tensor& x, const std::string& group, int64_t dim,
 Tensor reduce_scatter_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes);
 Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t split_dim,
                          int64_t concat_dim, Sizes split_sizes, Sizes concat_sizes);
-Tensor copy_pieces_to_region(const Tensor& x, const std::string& group,
-                             at::IntArrayRef local_starts, at::IntArrayRef lengths,
-                             at::IntArrayRef full_starts, int64_t full_size);
-Tensor reduce_pieces_from_region(const Tensor& x, const std::string& group,
-                                 at::IntArrayRef local_starts, at::IntArrayRef lengths,
-                                 at::IntArrayRef full_starts, int64_t full_size);
+Tensor copy_replicas_to_region(const Tensor& x, const std::string& group,
+                               at::IntArrayRef local_starts, at::IntArrayRef lengths,
+                               at::IntArrayRef full_starts, int64_t full_size);
+Tensor reduce_replicas_from_region(const Tensor& x, const std::string& group,
+                                   at::IntArrayRef local_starts, at::IntArrayRef lengths,
+                                   at::IntArrayRef full_starts, int64_t full_size);
 Tensor _pack_shards(const Tensor& x, int64_t dim, c10::SymIntArrayRef sizes, bool padded);
 Tensor _unpack_shards(const Tensor& blocks, int64_t dim, c10::SymIntArrayRef sizes, Sizes shape);
 

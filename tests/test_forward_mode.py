@@ -12,6 +12,8 @@ from torch.nn import functional as F
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.region_maps import Case, cases, simple_cases
+from tp_ext import _ops
+from tp_ext.group import group_name
 
 # Three ranks share most unevenly
 P = pytest.mark.parametrize("p", [1, 3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 4))])
@@ -255,12 +257,22 @@ def _gated(x, group):
     return tp_ext.ParallelMLP(4, 8, activation="swiglu", group=group, dtype=torch.float64)(x)
 
 
+def _all_to_all_linear(x, group):
+    return _ops.all_to_all_linear(x, group_name(group), None, None, x, torch.ones(5, 4, dtype=torch.float64))[0]
+
+
+ROWS = torch.arange(3).unsqueeze(1)  # of the slots of three tokens
+
 REFUSED = {
     "rms_norm": _norm,
     "layer_norm": _layer_norm,
     "vocab_parallel_cross_entropy": _cross_entropy,
     "(bias_act|parallel_mlp)": _mlp,
     "gated_act": _gated,
+    "moe_permute": lambda x, group: _ops.moe_permute(x, ROWS, 3),
+    "moe_unpermute": lambda x, group: _ops.moe_unpermute(x, ROWS),
+    "moe_dot": lambda x, group: _ops.moe_dot(x, x, ROWS),
+    "all_to_all_linear": _all_to_all_linear,
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.paths import ROOT
 
 PROGRAM = r"""
-#include "comm/stream_order.h"
+#include "comm/symmetric/stream_order.h"
 
 #include <cassert>
 #include <string>

@@ -47,15 +47,15 @@ class ParallelGroup(NamedTuple):
         return _parse(self.name)[0]
 
     def plain(self) -> "ParallelGroup":
-        """Returns the group without the fields that :mod:`tp_ext.symmetric_memory` appends to its name."""
+        """Returns the group without the options in its name (:func:`group_name`)."""
         return self.member(self.rank)
 
     def member(self, rank: int) -> "ParallelGroup":
-        """Returns the group as its member of this rank holds it, without those fields."""
+        """Returns the group as its member of this rank holds it, without options."""
         return ParallelGroup(_key(self.torch_name, rank, self.size) if self.name else "", self.size, rank)
 
     def __reduce__(self) -> tuple[type["ParallelGroup"], tuple[object, ...]]:
-        return ParallelGroup, tuple(self.plain())  # the process that unpickles it has no symmetric memory
+        return ParallelGroup, tuple(self.plain())  # options belong to this process
 
     def __copy__(self) -> "ParallelGroup":
         return self
@@ -72,8 +72,8 @@ def group_name(group: Group) -> str:
     """Returns the group as operators take it: name, this rank and size, as in "0@1/4"; "" means no parallelism.
 
     Rank and size are part of it because compiled code depends on them, and the caches of ``torch.compile``, which the
-    ranks share, distinguish graphs by their contents. A name with more numbers after the size comes from
-    :func:`tp_ext.symmetric_memory.enable`.
+    ranks share, distinguish graphs by their contents. Numbers after the size are options: they ask for an alternative
+    to the group's backend (csrc/comm/alternative.h).
 
     Raises:
         TypeError: group is none of the accepted kinds, or this rank is not in it.
@@ -212,7 +212,7 @@ def _parse(name: str) -> tuple[str, int, int]:
 
 def _is_key(name: str) -> bool:
     tail = name.rpartition("@")[2]
-    return tail != name and tail.count("/") in (1, 5) and all(number.isdigit() for number in tail.split("/"))
+    return tail != name and "/" in tail and all(number.isdigit() for number in tail.split("/"))
 
 
 def _rank_and_size(name: str) -> tuple[int, int]:

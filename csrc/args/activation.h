@@ -1,12 +1,16 @@
-// Argument checks of bias_act and gated_act, the same on every device.
+// Argument checks of bias_act and gated_act, and their primitives out of two functions of a device.
 
 #pragma once
 
+#include <ATen/ops/empty.h>
+
 #include <string_view>
+#include <tuple>
+#include <vector>
 
 #include "check.h"
 #include "kernels/activation.h"
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 
@@ -45,5 +49,36 @@ inline void check_activation_grad(const Tensor& grad, const Tensor& x, int64_t f
   TORCH_CHECK_VALUE(grad.sizes() == at::IntArrayRef(shape), "grad: shape ", grad.sizes(),
                     " must be that of the output, ", shape);
 }
+
+// Device::forward(x, bias, y, activation) and Device::backward(grad, x, bias, dx, dbias,
+// activation) fill y, dx and dbias; tensors are contiguous, bias is undefined if there is none. y
+// has 1 / fraction of the last dim of x: 1 for bias_act, 2 for gated_act.
+template <typename Device, auto check, int64_t fraction>
+struct ActivationPrimitives {
+  static Tensor fwd(const Tensor& x, const OptionalTensor& bias, std::string_view activation) {
+    check(x, bias, activation);
+    std::vector<int64_t> shape = x.sizes().vec();
+    if constexpr (fraction > 1) shape.back() /= fraction;
+    const Tensor y = at::empty(shape, x.options());
+    if (y.numel() > 0) Device::forward(x.contiguous(), contiguous(bias), y, activation);
+    return y;
+  }
+
+  static std::tuple<Tensor, Tensor> bwd(const Tensor& grad, const Tensor& x,
+                                        const OptionalTensor& bias, std::string_view activation) {
+    check(x, bias, activation);
+    check_activation_grad(grad, x, fraction);
+    const Tensor dx = at::empty(x.sizes(), x.options());
+    const Tensor dbias = at::empty({bias.has_value() ? bias->numel() : 0}, x.options());
+    if (dx.numel() > 0 || dbias.numel() > 0)
+      Device::backward(grad.contiguous(), x.contiguous(), contiguous(bias), dx, dbias, activation);
+    return {dx, dbias};
+  }
+
+ private:
+  static Tensor contiguous(const OptionalTensor& bias) {
+    return bias.has_value() ? bias->contiguous() : Tensor();
+  }
+};
 
 }  // namespace tp_ext

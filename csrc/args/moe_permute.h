@@ -5,7 +5,7 @@
 #include "check.h"
 #include "dtype_dispatch.h"
 #include "kernels/moe_permute.h"
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 

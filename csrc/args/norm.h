@@ -7,15 +7,13 @@
 #include <tuple>
 
 #include "check.h"
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 
 struct NormShape {
   int64_t rows, n;  // x is [.., n]
 };
-
-inline bool has(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 // weight or bias: [n], in x's dtype or, next to a half x, in fp32
 inline void check_norm_param(const OptionalTensor& t, const char* name, const Tensor& x) {

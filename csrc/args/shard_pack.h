@@ -1,12 +1,16 @@
-// Checks of the shard operators, and the position of each rank's chunks: the same on every device.
+// Checks of the shard operators, the position of each rank's chunks, and the primitives out of two
+// functions of a device.
 
 #pragma once
+
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "check.h"
 #include "kernels/shard_pack.h"
+#include "types.h"
 
 namespace tp_ext {
 
@@ -48,15 +52,18 @@ inline int64_t product(at::IntArrayRef shape) {
   return n;
 }
 
-// The chunks of a full tensor of that shape whose rows are row_stride elements apart; the unit is
-// the largest power of two up to `widest` bytes that divides all lengths, starts and addresses.
-inline ShardPlan shard_plan(at::IntArrayRef shape, int64_t dim, at::IntArrayRef sizes, bool padded,
-                            int64_t row_stride, int64_t element_size, const void* full,
-                            const void* blocks, int64_t widest) {
-  const int64_t outer = product(shape.slice(0, dim));
-  const int64_t inner = product(shape.slice(dim + 1)) * element_size;
+// How `full`, whose rows are row_stride elements apart, and the blocks of a collective correspond;
+// the unit is the largest power of two up to `widest` bytes that divides all lengths, starts and
+// addresses
+inline ShardPlan shard_plan(const Tensor& full, const Tensor& blocks, int64_t dim,
+                            at::IntArrayRef sizes, bool padded, int64_t row_stride,
+                            int64_t widest) {
+  const int64_t element_size = full.element_size();
+  const int64_t outer = product(full.sizes().slice(0, dim));
+  const int64_t inner = product(full.sizes().slice(dim + 1)) * element_size;
   ShardPlan plan{0, outer, row_stride * element_size, {}};
-  uint64_t all = reinterpret_cast<uintptr_t>(full) | reinterpret_cast<uintptr_t>(blocks) |
+  uint64_t all = reinterpret_cast<uintptr_t>(full.const_data_ptr()) |
+                 reinterpret_cast<uintptr_t>(blocks.const_data_ptr()) |
                  static_cast<uint64_t>(widest) | static_cast<uint64_t>(plan.full_row);
   int64_t start = 0, block_start = 0;
   for (const auto n : sizes) {
@@ -76,7 +83,7 @@ inline ShardPlan shard_plan(at::IntArrayRef shape, int64_t dim, at::IntArrayRef 
 
 // Elements from one row of x to the next, if all dims from dim on are contiguous and the dims
 // before it are one dim with a stride (x contiguous, or a slice of its last dims); -1 otherwise
-inline int64_t row_stride_of(const at::Tensor& x, int64_t dim) {
+inline int64_t row_stride_of(const Tensor& x, int64_t dim) {
   int64_t dense = 1;
   for (int64_t d = x.dim() - 1; d >= dim; --d) {
     if (x.size(d) != 1 && x.stride(d) != dense) return -1;
@@ -95,8 +102,8 @@ inline int64_t row_stride_of(const at::Tensor& x, int64_t dim) {
 }
 
 // pack for other strides of x: one ATen copy per rank
-inline void pack_by_copies(const at::Tensor& x, int64_t dim, at::IntArrayRef sizes, bool padded,
-                           const at::Tensor& blocks) {
+inline void pack_by_copies(const Tensor& x, int64_t dim, at::IntArrayRef sizes, bool padded,
+                           const Tensor& blocks) {
   const int64_t longest = longest_shard(sizes);
   int64_t start = 0, at = 0;
   for (int64_t k = 0; k < static_cast<int64_t>(sizes.size()); ++k) {
@@ -112,8 +119,8 @@ inline void pack_by_copies(const at::Tensor& x, int64_t dim, at::IntArrayRef siz
 
 // Checks the blocks given to unpack: [p, *shard], or the shape of full with one dim and no padding.
 // Returns that shape.
-inline std::vector<int64_t> check_unpack(const at::Tensor& blocks, int64_t& dim,
-                                         at::IntArrayRef sizes, at::OptionalIntArrayRef shape) {
+inline std::vector<int64_t> check_unpack(const Tensor& blocks, int64_t& dim, at::IntArrayRef sizes,
+                                         at::OptionalIntArrayRef shape) {
   const int64_t total = check_shard_sizes(sizes);
   if (shape.has_value()) {
     dim = check_dim(dim, static_cast<int64_t>(shape->size()), "dim");
@@ -132,10 +139,41 @@ inline std::vector<int64_t> check_unpack(const at::Tensor& blocks, int64_t& dim,
   return shape_with(block, dim, total);
 }
 
-inline void check_pack(const at::Tensor& x, int64_t& dim, at::IntArrayRef sizes) {
+inline void check_pack(const Tensor& x, int64_t& dim, at::IntArrayRef sizes) {
   dim = check_dim(dim, x.dim(), "dim");
   TORCH_CHECK_VALUE(check_shard_sizes(sizes) == x.size(dim), "sizes: ", sizes, " must sum to ",
                     x.size(dim), ", the length of dim ", dim, " of x");
 }
+
+// Device::pack(full, blocks, plan) and Device::unpack(blocks, full, plan) fill their second
+// argument, which is not empty, in units of up to Device::kWidest bytes.
+template <typename Device>
+struct ShardPrimitives {
+  static Tensor unpack(const Tensor& blocks_any, int64_t dim, at::IntArrayRef sizes,
+                       at::OptionalIntArrayRef given_shape) {
+    const auto shape = check_unpack(blocks_any, dim, sizes, given_shape);
+    const Tensor blocks = blocks_any.contiguous();
+    const Tensor full = at::empty(shape, blocks.options());
+    if (full.numel() == 0) return full;
+    Device::unpack(blocks, full,
+                   shard_plan(full, blocks, dim, sizes, !given_shape.has_value(),
+                              row_stride_of(full, dim), Device::kWidest));
+    return full;
+  }
+
+  static Tensor pack(const Tensor& x, int64_t dim, at::IntArrayRef sizes, bool padded) {
+    check_pack(x, dim, sizes);
+    const Tensor blocks = padded ? at::empty(padded_shape(x.sizes(), dim, sizes), x.options())
+                                 : at::empty({x.numel()}, x.options());
+    if (blocks.numel() == 0) return blocks;
+    const int64_t row_stride = row_stride_of(x, dim);
+    if (row_stride < 0)
+      pack_by_copies(x, dim, sizes, padded, blocks);
+    else
+      Device::pack(x, blocks,
+                   shard_plan(x, blocks, dim, sizes, padded, row_stride, Device::kWidest));
+    return blocks;
+  }
+};
 
 }  // namespace tp_ext

@@ -7,7 +7,7 @@
 #include <ATen/ops/mm.h>
 
 #include "check.h"
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext::composed {
 

@@ -1,22 +1,16 @@
 // bias_act and gated_act: autograd over the fused kernels. Saved: x and bias; backward recomputes
 // the rest. Its one kernel makes the gradients of x and bias; in a backward in two halves
-// (split_backward.h) the first keeps the bias's. Under autocast the dtype follows x, the output of a
-// linear layer; only the bias, an fp32 parameter, is cast to it.
+// (split_backward.h) the first keeps the bias's. Under autocast the dtype follows x, the output of
+// a linear layer; only the bias, an fp32 parameter, is cast to it.
 
-#include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include "autograd/differentiation.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "autograd/split_backward.h"
 #include "check.h"
 #include "operators.h"
 
 namespace tp_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 struct BiasAct {
   static constexpr const char* kName = "bias_act";
@@ -51,7 +45,7 @@ struct GatedAct {
 };
 
 template <typename Op>
-struct Activation : torch::autograd::Function<Activation<Op>> {
+struct Activation : Function<Activation<Op>> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& bias,
                         const std::string& activation) {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -69,12 +63,11 @@ struct Activation : torch::autograd::Function<Activation<Op>> {
     const bool give_dbias = bias.defined() && ctx->needs_input_grad(1);
     if (!give_dx)
       if (const auto kept = take_results(ctx, grads[0]); !kept.empty())
-        return {Tensor(), kept[0], Tensor()};
-    auto [dx, dbias] = Op::backward().call(grads[0], saved[0],
-                                           bias.defined() ? OptionalTensor(bias) : std::nullopt,
+        return gradients({Tensor(), kept[0]});
+    auto [dx, dbias] = Op::backward().call(grads[0], saved[0], optional(bias),
                                            ctx->saved_data["activation"].toStringRef());
     if (give_dx && bias.defined() && asked_later(ctx, 1)) keep_results(ctx, grads[0], {dbias});
-    return {give_dx ? dx : Tensor(), give_dbias ? dbias : Tensor(), Tensor()};
+    return gradients({give_dx ? dx : Tensor(), give_dbias ? dbias : Tensor()});
   }
 };
 
@@ -86,8 +79,7 @@ Tensor composite(const Tensor& x, const OptionalTensor& bias, std::string_view a
 
 template <typename Op, at::DeviceType device>
 Tensor autocast(const Tensor& x, const OptionalTensor& bias, std::string_view activation) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(
-      at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKey<device>);
   return Op::composite().call(x, at::autocast::cached_cast(x.scalar_type(), bias, device),
                               activation);
 }
@@ -107,14 +99,11 @@ TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<gated_act>(m, "gated_act");
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<autocast<BiasAct, at::kCPU>>(m, "bias_act");
-  impl_composite<autocast<GatedAct, at::kCPU>>(m, "gated_act");
-}
-
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<autocast<BiasAct, at::kCUDA>>(m, "bias_act");
-  impl_composite<autocast<GatedAct, at::kCUDA>>(m, "gated_act");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  impl_autocast<c10::kCPU, autocast<BiasAct, c10::kCPU>>(m, "bias_act");
+  impl_autocast<c10::kCUDA, autocast<BiasAct, c10::kCUDA>>(m, "bias_act");
+  impl_autocast<c10::kCPU, autocast<GatedAct, c10::kCPU>>(m, "gated_act");
+  impl_autocast<c10::kCUDA, autocast<GatedAct, c10::kCUDA>>(m, "gated_act");
 }
 
 }  // namespace tp_ext

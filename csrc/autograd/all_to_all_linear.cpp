@@ -5,18 +5,15 @@
 //
 // Both start the exchange first, compute, and wait for it. The linear communicates nothing: with
 // sharded weights, the caller sums y or dx. Saved: x and weight, each only if the other's gradient
-// may be needed. Double backward and forward mode are composed of all_to_all_region and a linear.
+// may be needed. Double backward is composed of all_to_all_region and a linear.
 // In a backward in two halves (split_backward.h) the second one has no exchange.
 
-#include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include "autograd/differentiation.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "autograd/linear_checks.h"
 #include "autograd/linear_overlap.h"
 #include "autograd/main_grad.h"
@@ -25,10 +22,6 @@
 
 namespace tp_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 struct AllToAllLinear : Function<AllToAllLinear> {
   static variable_list forward(AutogradContext* ctx, const Tensor& rows, const std::string& group,
@@ -42,8 +35,7 @@ struct AllToAllLinear : Function<AllToAllLinear> {
     data["received"] = c10::SymIntArrayRef(concat.sizes);
     // Not saved as a variable: it is written between forward and backward, in every microbatch
     if (main_grad.has_value()) data["main_grad"] = *main_grad;
-    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-    if (!comm::traced(rows) && !comm::traced(x)) guard.emplace();
+    const Unrecorded guard(comm::traced(rows) || comm::traced(x));
     auto arriving = comm::all_to_all_async(rows, group, 0, 0, split, concat);
     Tensor y = at::linear(x, weight);
     return {arriving.wait(), y};
@@ -59,15 +51,14 @@ struct AllToAllLinear : Function<AllToAllLinear> {
     const bool wants_w = ctx->needs_input_grad(2);
     const bool accumulates = data.count("main_grad") > 0;
     if (accumulates) refuse_double_backward("a linear with grad_accumulation_fusion", grads);
-    variable_list result(7);  // undefined for arguments that are not tensors
+    variable_list result = gradients();
     if (at::GradMode::is_enabled() || any_tangent(drows, dy)) {
       if (wants_rows) result[0] = all_to_all_region(drows, group, 0, 0, received.sizes, sent.sizes);
       if (wants_x) result[4] = at::matmul(dy, weight);
       if (wants_w) result[5] = at::mm(as_rows(dy).t(), as_rows(x));
       return result;
     }
-    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-    if (!comm::traced(drows) && !comm::traced(dy)) guard.emplace();
+    const Unrecorded guard(comm::traced(drows) || comm::traced(dy));
     std::optional<comm::Pending> returning;
     if (wants_rows) returning.emplace(comm::all_to_all_async(drows, group, 0, 0, received, sent));
     if (wants_x) result[4] = at::matmul(dy, weight);
@@ -89,44 +80,25 @@ std::tuple<Tensor, Tensor> all_to_all_linear(const Tensor& rows, const std::stri
                                              Sizes split_sizes, Sizes concat_sizes, const Tensor& x,
                                              const Tensor& weight,
                                              const OptionalTensor& main_grad) {
+  refuse_forward_mode("all_to_all_linear", rows, x, weight);
   check_linear(x, weight, std::nullopt, main_grad, 1);
   check_floating(rows, "rows");
   TORCH_CHECK_VALUE(rows.dim() > 0, "rows: shape ", rows.sym_sizes(), " must have a dim of rows");
   const int64_t p = comm::size(group), rank = comm::rank(group);
   const auto split = split_full(rows.sym_size(0), p, split_sizes, "split_sizes");
   const auto concat = split_local(split.sizes[rank], rank, p, concat_sizes, "concat_sizes");
-  if (p == 1 || any_tangent(rows, x, weight))
-    return {TP_OP(all_to_all_region).call(rows, group, 0, 0, split_sizes, concat_sizes),
-            TP_OP(column_parallel_linear)
-                .call(x, weight, std::nullopt, "", false, std::nullopt, main_grad, 1)};
+  if (p == 1)
+    return {rows,
+            column_parallel_linear(x, weight, std::nullopt, "", false, std::nullopt, main_grad, 1)};
   auto both = AllToAllLinear::apply(rows, group, split, concat, x, weight, main_grad);
   return {both[0], both[1]};
 }
 
-namespace {
-
-// The linear as torch's under autocast; the rows are exchanged as they are
-template <c10::DispatchKey key, c10::DeviceType device>
-std::tuple<Tensor, Tensor> autocast(const Tensor& rows, const std::string& group, Sizes split_sizes,
-                                    Sizes concat_sizes, const Tensor& x, const Tensor& weight,
-                                    const OptionalTensor& main_grad) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
-  return all_to_all_linear(rows, group, split_sizes, concat_sizes, cast(x), cast(weight),
-                           main_grad);
-}
-
-}  // namespace
-
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<all_to_all_linear>(m, "all_to_all_linear");
 }
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>>(m, "all_to_all_linear");
-}
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>>(m, "all_to_all_linear");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  autocast_to_low_precision<all_to_all_linear, 4, 5>(m, "all_to_all_linear");
 }
 
 }  // namespace tp_ext

@@ -26,13 +26,15 @@
 namespace tp_ext {
 namespace {
 
-using c10::SymInt;
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 at::ScalarType accumulating(const Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+Operands accumulating(const Operands& operands) {
+  const auto dtype = accumulating(operands.q);
+  return {operands.q.to(dtype), operands.k.to(dtype), operands.v.to(dtype)};
 }
 
 enum class Kernel { flash_cpu, flash, efficient, formula };
@@ -89,24 +91,27 @@ Attended fused_forward(Kernel kernel, const Tensor& q, const Tensor& k, const Te
   return {std::get<0>(all), std::get<1>(all).narrow_symint(2, 0, q.sym_size(2))};
 }
 
-Gradients fused_backward(Kernel kernel, const Tensor& dout, const Tensor& q, const Tensor& k,
-                         const Tensor& v, const Attended& merged, bool causal, double scale) {
+Operands fused_backward(Kernel kernel, const Tensor& dout, const Operands& operands,
+                        const Attended& result, bool causal, double scale) {
+  const auto& [q, k, v] = operands;
+  const auto first_three = [](const auto& all) {
+    return Operands{std::get<0>(all), std::get<1>(all), std::get<2>(all)};
+  };
   if (kernel == Kernel::flash_cpu)
-    return at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, merged.out, merged.lse, 0.0, causal, std::nullopt, scale);
+    return first_three(at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, result.out, result.lse, 0.0, causal, std::nullopt, scale));
   // State of the dropout that is not used
   const auto none = at::empty({2}, q.options().dtype(at::kLong));
   if (kernel == Kernel::flash)
-    return at::_scaled_dot_product_flash_attention_backward_symint(
-        dout, q, k, v, merged.out, merged.lse.contiguous(), Tensor(), Tensor(), q.sym_size(2),
-        k.sym_size(2), 0.0, causal, none, none, scale);
+    return first_three(at::_scaled_dot_product_flash_attention_backward_symint(
+        dout, q, k, v, result.out, result.lse.contiguous(), Tensor(), Tensor(), q.sym_size(2),
+        k.sym_size(2), 0.0, causal, none, none, scale));
   const auto padding = (32 - q.sym_size(2) % 32) % 32;
-  const auto lse = at::constant_pad_nd_symint(merged.lse, {0, padding}, kInfinity);
+  const auto lse = at::constant_pad_nd_symint(result.lse, {0, padding}, kInfinity);
   const auto zero = at::empty({}, q.options().dtype(at::kLong));
-  auto all = at::_scaled_dot_product_efficient_attention_backward(
-      dout, q, k, v, Tensor(), merged.out, lse, zero, zero, 0.0, {true, true, true, false}, causal,
-      scale);
-  return {std::get<0>(all), std::get<1>(all), std::get<2>(all)};
+  return first_three(at::_scaled_dot_product_efficient_attention_backward(
+      dout, q, k, v, Tensor(), result.out, lse, zero, zero, 0.0, {true, true, true, false}, causal,
+      scale));
 }
 
 // Where a query must not attend to a key, or nothing if it may everywhere
@@ -165,8 +170,9 @@ Tensor weights_of(const Scores& scores, const Tensor& lse) {
   return scores.masked().sub(lse.masked_fill(lse.eq(-kInfinity), 0).unsqueeze(-1)).exp();
 }
 
-Attended formula_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tile& tile,
-                         const TileOptions& options, int64_t length, const Tensor& seed) {
+Attended formula_forward(const Operands& operands, const Tile& tile, const TileOptions& options,
+                         int64_t length, const Tensor& seed) {
+  const auto& [q, k, v] = operands;
   const auto scores = scores_of(q, k, tile, options);
   const auto lse = at::logsumexp(scores.masked(), {3});
   auto weights = weights_of(scores, lse);
@@ -175,12 +181,13 @@ Attended formula_forward(const Tensor& q, const Tensor& k, const Tensor& v, cons
   return {unfolded(out, q.sym_size(1), tile.queries), lse};
 }
 
-Gradients formula_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                           const Attended& merged, const Tile& tile, const TileOptions& options,
-                           int64_t length, const Tensor& seed) {
+Operands formula_backward(const Tensor& dout, const Operands& operands, const Attended& result,
+                          const Tile& tile, const TileOptions& options, int64_t length,
+                          const Tensor& seed) {
+  const auto& [q, k, v] = operands;
   const auto kv_heads = k.sym_size(1);
   const auto scores = scores_of(q, k, tile, options);
-  const auto weights = weights_of(scores, merged.lse);
+  const auto weights = weights_of(scores, result.lse);
   const auto rows = folded(dout, kv_heads);
   auto dweights = at::matmul(rows, v.transpose(2, 3)).reshape_symint(weights.sym_sizes());
   auto dropped = weights;
@@ -190,7 +197,7 @@ Gradients formula_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
     dweights = dweights.mul(factors);
   }
   const auto dv = at::matmul(folded(dropped, kv_heads).transpose(2, 3), rows);
-  const auto delta = dout.mul(merged.out).sum(-1, true);
+  const auto delta = dout.mul(result.out).sum(-1, true);
   auto ds = weights.mul(dweights.sub(delta)).mul(options.scale);
   if (options.softcap) ds = ds.sub(ds.mul(scores.capped.div(*options.softcap).square()));
   const auto ds_rows = folded(ds, kv_heads);
@@ -207,15 +214,14 @@ TileOptions formula_options(const Tile& tile, TileOptions options) {
 
 }  // namespace
 
-Attended tile_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tile& tile,
-                      const TileOptions& options, int64_t length, const Tensor& seed) {
+Attended tile_forward(const Operands& operands, const Tile& tile, const TileOptions& options,
+                      int64_t length, const Tensor& seed) {
+  const auto& [q, k, v] = operands;
   const auto kernel = kernel_of(q, options);
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
-  if (kernel == Kernel::formula) {
-    const auto dtype = accumulating(q);
-    const auto here = formula_options(tile, options);
-    return formula_forward(q.to(dtype), k.to(dtype), v.to(dtype), tile, here, length, seed);
-  }
+  if (kernel == Kernel::formula)
+    return formula_forward(accumulating(operands), tile, formula_options(tile, options), length,
+                           seed);
   if (kernel == Kernel::flash || heads == kv_heads)  // it knows grouped heads
     return fused_forward(kernel, q, k, v, tile.diagonal, options.scale);
   if (tile.diagonal)
@@ -224,29 +230,30 @@ Attended tile_forward(const Tensor& q, const Tensor& k, const Tensor& v, const T
   return {unfolded(part.out, heads, tile.queries), unfolded(part.lse, heads, tile.queries)};
 }
 
-Gradients tile_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const Attended& merged, const Tile& tile, const TileOptions& options,
-                        int64_t length, const Tensor& seed) {
+Operands tile_backward(const Tensor& dout, const Operands& operands, const Attended& result,
+                       const Tile& tile, const TileOptions& options, int64_t length,
+                       const Tensor& seed) {
+  const auto& [q, k, v] = operands;
   const auto kernel = kernel_of(q, options);
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
   if (kernel == Kernel::formula) {
     const auto dtype = accumulating(q);
-    const auto here = formula_options(tile, options);
-    return formula_backward(dout.to(dtype), q.to(dtype), k.to(dtype), v.to(dtype),
-                            {merged.out.to(dtype), merged.lse}, tile, here, length, seed);
+    return formula_backward(dout.to(dtype), accumulating(operands),
+                            {result.out.to(dtype), result.lse}, tile,
+                            formula_options(tile, options), length, seed);
   }
   if (kernel == Kernel::flash || heads == kv_heads)
-    return fused_backward(kernel, dout, q, k, v, merged, tile.diagonal, options.scale);
+    return fused_backward(kernel, dout, operands, result, tile.diagonal, options.scale);
   if (tile.diagonal) {
-    auto [dq, dk, dv] = fused_backward(kernel, dout, q, expanded(k, heads), expanded(v, heads),
-                                       merged, true, options.scale);
-    return {dq, summed(dk, kv_heads), summed(dv, kv_heads)};
+    const auto grads = fused_backward(kernel, dout, {q, expanded(k, heads), expanded(v, heads)},
+                                      result, true, options.scale);
+    return {grads.q, summed(grads.k, kv_heads), summed(grads.v, kv_heads)};
   }
-  const Attended rows{folded(merged.out, kv_heads),
-                      merged.lse.reshape_symint({q.sym_size(0), kv_heads, -1})};
-  auto [dq, dk, dv] = fused_backward(kernel, folded(dout, kv_heads), folded(q, kv_heads), k, v,
-                                     rows, false, options.scale);
-  return {unfolded(dq, heads, tile.queries), dk, dv};
+  const Attended rows{folded(result.out, kv_heads),
+                      result.lse.reshape_symint({q.sym_size(0), kv_heads, -1})};
+  const auto grads = fused_backward(kernel, folded(dout, kv_heads), {folded(q, kv_heads), k, v},
+                                    rows, false, options.scale);
+  return {unfolded(grads.q, heads, tile.queries), grads.k, grads.v};
 }
 
 Attended merged(const Attended& a, const Attended& b) {

@@ -11,10 +11,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <optional>
-#include <tuple>
 
 #include "autograd/context_tiles.h"
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 
@@ -35,14 +34,17 @@ struct Attended {
   Tensor out, lse;
 };
 
+struct Operands {
+  Tensor q, k, v;
+};
+
 // length: tokens of the sequence, seed: of its dropout masks; used only if options.is_explicit()
-Attended tile_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tile& tile,
-                      const TileOptions& options, int64_t length, const Tensor& seed);
-std::tuple<Tensor, Tensor, Tensor> tile_backward(const Tensor& dout, const Tensor& q,
-                                                 const Tensor& k, const Tensor& v,
-                                                 const Attended& merged, const Tile& tile,
-                                                 const TileOptions& options, int64_t length,
-                                                 const Tensor& seed);
+Attended tile_forward(const Operands& operands, const Tile& tile, const TileOptions& options,
+                      int64_t length, const Tensor& seed);
+// The gradients of q, k and v
+Operands tile_backward(const Tensor& dout, const Operands& operands, const Attended& result,
+                       const Tile& tile, const TileOptions& options, int64_t length,
+                       const Tensor& seed);
 
 // The result for two disjoint sets of keys; out in lse's dtype. One without any key has lse -inf.
 Attended merged(const Attended& a, const Attended& b);

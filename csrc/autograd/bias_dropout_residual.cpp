@@ -3,17 +3,13 @@
 //
 //   dx = dropout(dy) with the same mask    dbias = sum of dx over rows    dresidual = dy itself
 //
-// Saved: the seed. In a backward in two halves (split_backward.h) the first keeps dbias, which comes
-// from the same pass as dx. Dropout is linear and its own transpose: the derivative of dx is the same
-// operator, and so is the tangent in forward mode.
-
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
+// Saved: the seed. In a backward in two halves (split_backward.h) the first keeps dbias, which
+// comes from the same pass as dx. Dropout is linear and its own transpose: the derivative of dx is
+// the same operator, and so is the tangent in forward mode.
 
 #include <utility>
 
-#include "autograd/differentiation.h"
+#include "autograd/function.h"
 #include "autograd/split_backward.h"
 #include "operators.h"
 #include "rows.h"
@@ -21,25 +17,35 @@
 namespace tp_ext {
 namespace {
 
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
+// The probability, and which elements of the full tensor these are
+struct Mask {
+  double p;
+  SymInt local_inner, full_inner, offset;
+
+  void put(AutogradContext* ctx) const {
+    auto& data = ctx->saved_data;
+    data["p"] = p;
+    data["local_inner"] = local_inner;
+    data["full_inner"] = full_inner;
+    data["offset"] = offset;
+  }
+  static Mask get(AutogradContext* ctx) {
+    auto& data = ctx->saved_data;
+    return {data["p"].toDouble(), data["local_inner"].toSymInt(), data["full_inner"].toSymInt(),
+            data["offset"].toSymInt()};
+  }
+};
 
 struct BiasDropoutResidual : Function<BiasDropoutResidual> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& bias,
-                        const OptionalTensor& residual, const Tensor& seed, double p,
-                        const SymInt& local_inner, const SymInt& full_inner, const SymInt& offset) {
+                        const OptionalTensor& residual, const Tensor& seed, const Mask& mask) {
     static const auto op = TP_OP(_bias_dropout_residual_fwd);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({seed});
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["has_residual"] = residual.has_value();
-    ctx->saved_data["p"] = p;
-    ctx->saved_data["local_inner"] = local_inner;
-    ctx->saved_data["full_inner"] = full_inner;
-    ctx->saved_data["offset"] = offset;
-    return op.call(x, bias, residual, seed, p, local_inner, full_inner, offset);
+    mask.put(ctx);
+    return op.call(x, bias, residual, seed, mask.p, mask.local_inner, mask.full_inner, mask.offset);
   }
 
   // dx, and the gradient of the bias if it is needed
@@ -48,11 +54,7 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     static const auto op = TP_OP(_dropout_bwd);
     static const auto op_with_bias = TP_OP(_bias_dropout_bwd);
     const auto saved = ctx->get_saved_variables();
-    auto& data = ctx->saved_data;
-    const double p = data["p"].toDouble();
-    const SymInt local_inner = data["local_inner"].toSymInt();
-    const SymInt full_inner = data["full_inner"].toSymInt();
-    const SymInt offset = data["offset"].toSymInt();
+    const auto [p, local_inner, full_inner, offset] = Mask::get(ctx);
     if (at::GradMode::is_enabled()) {  // create_graph: differentiable forms of both
       const Tensor dx = bias_dropout_residual(grad, std::nullopt, std::nullopt, saved[0], p,
                                               local_inner, full_inner, offset);
@@ -63,7 +65,7 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(8);
+    variable_list result = gradients();
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     // needs_input_grad counts defined tensors only
@@ -90,7 +92,7 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
 Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
                              const OptionalTensor& residual, const Tensor& seed, double p,
                              SymInt local_inner, SymInt full_inner, SymInt offset) {
-  const bool has_bias = bias && bias->defined(), has_residual = residual && residual->defined();
+  const bool has_bias = has(bias), has_residual = has(residual);
   const auto dtype =
       has_residual ? c10::promoteTypes(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
   if (any_tangent(x, bias, residual)) {
@@ -105,8 +107,8 @@ Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
   }
   return BiasDropoutResidual::apply(
       x.to(dtype), has_bias ? OptionalTensor(bias->to(dtype)) : std::nullopt,
-      has_residual ? OptionalTensor(residual->to(dtype)) : std::nullopt, seed, p, local_inner,
-      full_inner, offset);
+      has_residual ? OptionalTensor(residual->to(dtype)) : std::nullopt, seed,
+      Mask{p, local_inner, full_inner, offset});
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {

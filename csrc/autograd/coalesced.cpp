@@ -5,7 +5,7 @@
 //   reduce_coalesced          forward the sums, as one all-reduce    backward copy_to_.. of them
 //
 // Each tensor is summed whole (copy_to_region), or only in the rows that other ranks hold replicas
-// of (copy_pieces_to_region, see kv_replicas.cpp). `pieces` gives, tensor by tensor: 0 for the
+// of (copy_replicas_to_region, see kv_replicas.cpp). `replicas` gives, tensor by tensor: 0 for the
 // whole tensor, or the number of row ranges, the rows of the full tensor, and (local_start, length,
 // full_start) of each range.
 //
@@ -14,36 +14,29 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include "autograd/differentiation.h"
+#include "autograd/function.h"
 #include "comm/collectives.h"
 
 namespace tp_ext {
 namespace {
 
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
-
-// `pieces` of each tensor; empty: the whole tensor
+// `replicas` of each tensor; empty: the whole tensor
 using Layout = std::vector<std::vector<int64_t>>;
 
 struct ReplicatedRows {
   int64_t local_start, length, full_start;
 };
-ReplicatedRows replicated_rows(const std::vector<int64_t>& pieces, int64_t i) {
-  return {pieces[2 + 3 * i], pieces[3 + 3 * i], pieces[4 + 3 * i]};
+ReplicatedRows replicated_rows(const std::vector<int64_t>& replicas, int64_t i) {
+  return {replicas[2 + 3 * i], replicas[3 + 3 * i], replicas[4 + 3 * i]};
 }
-int64_t count(const std::vector<int64_t>& pieces) { return pieces.empty() ? 0 : pieces[0]; }
+int64_t count(const std::vector<int64_t>& replicas) { return replicas.empty() ? 0 : replicas[0]; }
 
 std::vector<int64_t> flattened(const Layout& layout) {
   std::vector<int64_t> flat;
-  for (const auto& pieces : layout) {
-    if (pieces.empty()) flat.push_back(0);
-    flat.insert(flat.end(), pieces.begin(), pieces.end());
+  for (const auto& replicas : layout) {
+    if (replicas.empty()) flat.push_back(0);
+    flat.insert(flat.end(), replicas.begin(), replicas.end());
   }
   return flat;
 }
@@ -53,39 +46,39 @@ Layout checked_layout(at::IntArrayRef flat, size_t tensors) {
   size_t i = 0;
   while (i < flat.size()) {
     const size_t end = flat[i] == 0 ? i + 1 : i + 2 + 3 * static_cast<size_t>(flat[i]);
-    TORCH_CHECK_VALUE(flat[i] >= 0 && end <= flat.size(), "pieces: ", flat,
-                      " must hold three numbers for each of the ", flat[i], " pieces at ", i);
+    TORCH_CHECK_VALUE(flat[i] >= 0 && end <= flat.size(), "replicas: ", flat,
+                      " must hold three numbers for each of the ", flat[i], " row ranges at ", i);
     layout.emplace_back(flat.begin() + i + (flat[i] == 0), flat.begin() + end);
     i = end;
   }
   if (flat.empty()) layout.resize(tensors);
-  TORCH_CHECK_VALUE(layout.size() == tensors, "pieces: ", flat, " must describe each of the ",
+  TORCH_CHECK_VALUE(layout.size() == tensors, "replicas: ", flat, " must describe each of the ",
                     tensors, " tensors");
   return layout;
 }
 
 // This rank's partial of the sum for x: x, or a full tensor that holds the rows of x, 0 elsewhere
-Tensor partial(const Tensor& x, const std::vector<int64_t>& pieces) {
-  if (pieces.empty()) return x.reshape({-1});
+Tensor partial(const Tensor& x, const std::vector<int64_t>& replicas) {
+  if (replicas.empty()) return x.reshape({-1});
   auto shape = x.sym_sizes().vec();
-  shape[0] = pieces[1];
+  shape[0] = replicas[1];
   Tensor full = at::zeros_symint(shape, x.options());
-  for (int64_t i = 0; i < count(pieces); ++i) {
-    const auto [local_start, length, full_start] = replicated_rows(pieces, i);
+  for (int64_t i = 0; i < count(replicas); ++i) {
+    const auto [local_start, length, full_start] = replicated_rows(replicas, i);
     full.narrow(0, full_start, length).copy_(x.narrow(0, local_start, length));
   }
   return full.view({-1});
 }
 
 // The gradient of x, taken from its part of the sum; a copy, since an optimizer may keep it
-Tensor summed(const Tensor& x, const std::vector<int64_t>& pieces, const Tensor& sum) {
-  if (pieces.empty()) return sum.view_symint(x.sym_sizes()).clone();
+Tensor summed(const Tensor& x, const std::vector<int64_t>& replicas, const Tensor& sum) {
+  if (replicas.empty()) return sum.view_symint(x.sym_sizes()).clone();
   auto shape = x.sym_sizes().vec();
-  shape[0] = pieces[1];
+  shape[0] = replicas[1];
   const Tensor full = sum.view_symint(shape);
   Tensor result = x.clone(at::MemoryFormat::Contiguous);
-  for (int64_t i = 0; i < count(pieces); ++i) {
-    const auto [local_start, length, full_start] = replicated_rows(pieces, i);
+  for (int64_t i = 0; i < count(replicas); ++i) {
+    const auto [local_start, length, full_start] = replicated_rows(replicas, i);
     result.narrow(0, local_start, length).copy_(full.narrow(0, full_start, length));
   }
   return result;
@@ -129,14 +122,14 @@ bool any_needs_graph(const variable_list& xs) {
 
 void remember(AutogradContext* ctx, const std::string& group, const Layout& layout) {
   ctx->saved_data["group"] = group;
-  ctx->saved_data["pieces"] = flattened(layout);
+  ctx->saved_data["replicas"] = flattened(layout);
   ctx->set_materialize_grads(false);
 }
 
 // The conjugate region, applied to the gradients that are defined and needed
 template <auto region>
 variable_list conjugate(AutogradContext* ctx, const variable_list& grads) {
-  const auto layout = checked_layout(ctx->saved_data["pieces"].toIntVector(), grads.size());
+  const auto layout = checked_layout(ctx->saved_data["replicas"].toIntVector(), grads.size());
   variable_list there;
   Layout theirs;
   std::vector<size_t> members;
@@ -219,20 +212,20 @@ variable_list reduce_coalesced(const variable_list& xs, const std::string& group
 }
 
 variable_list copy_to_region_coalesced(at::TensorList xs, const std::string& group,
-                                       at::IntArrayRef pieces) {
+                                       at::IntArrayRef replicas) {
   // There coalesce_gradients lets each layer sum its own parameters
   for (const auto& x : xs)
     TORCH_CHECK_NOT_IMPLEMENTED(!x.key_set().has(c10::DispatchKey::FuncTorchGradWrapper),
                                 "tp_ext: copy_to_region_coalesced does not work under the "
                                 "transforms of torch.func; copy_to_region does");
-  const auto layout = checked_layout(pieces, xs.size());
+  const auto layout = checked_layout(replicas, xs.size());
   for (size_t k = 0; k < xs.size(); ++k) {
     for (int64_t i = 0; i < count(layout[k]); ++i) {
       const auto [local_start, length, full_start] = replicated_rows(layout[k], i);
       TORCH_CHECK_VALUE(xs[k].dim() > 0 && 0 <= length && 0 <= local_start &&
                             local_start + length <= xs[k].sym_size(0) && 0 <= full_start &&
                             full_start + length <= layout[k][1],
-                        "pieces: ", length, " rows at ", local_start, " and ", full_start,
+                        "replicas: ", length, " rows at ", local_start, " and ", full_start,
                         " must lie inside tensor ", k, " of shape ", xs[k].sym_sizes(), " and its ",
                         layout[k][1], " full rows");
     }

@@ -1,5 +1,5 @@
-// Attention over a context group: each rank has the queries, keys and values of some tokens of every
-// sequence, and computes the results of its own queries.
+// Attention over a context group: each rank has the queries, keys and values of some tokens of
+// every sequence, and computes the results of its own queries.
 //
 //   ring     the blocks of keys and values travel from rank to rank, the next one while the present
 //            one is computed. Backward: so do their gradients, which each rank adds to
@@ -9,25 +9,17 @@
 // are merged by lse (attention_tile.h). Saved: q, this rank's k | v, the result and lse. Gradients
 // travel in the dtype of k and v. No second derivative, no forward mode.
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "autograd/attention_tile.h"
-#include "autograd/differentiation.h"
+#include "autograd/function.h"
 #include "check.h"
 #include "comm/rotate.h"
 #include "operators.h"
 
 namespace tp_ext {
 namespace {
-
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 struct Options : TileOptions {
   std::string group;
@@ -83,7 +75,7 @@ class Work {
   void attend(int64_t owner, const Tensor& kv) {
     if (parts_.empty()) parts_.resize(tiles_.sequences() * tiles_.per_rank());
     for (const auto& tile : tiles_of(owner)) {
-      const auto part = tile_forward(queries(q_, tile), keys(kv, tile), values(kv, tile), tile,
+      const auto part = tile_forward({queries(q_, tile), keys(kv, tile), values(kv, tile)}, tile,
                                      options_, tiles_.length(tile.sequence), seed(tile));
       int64_t row = 0;
       for (int64_t i = tile.first; i < tile.first + tile.count; ++i) {
@@ -119,7 +111,7 @@ class Work {
     for (const auto& tile : tiles_of(owner)) {
       const Attended own{queries(result.out, tile), result.lse.narrow(2, tile.q_row, tile.queries)};
       const auto [dq, dk, dv] =
-          tile_backward(queries(dout, tile), queries(q_, tile), keys(kv, tile), values(kv, tile),
+          tile_backward(queries(dout, tile), {queries(q_, tile), keys(kv, tile), values(kv, tile)},
                         own, tile, options_, tiles_.length(tile.sequence), seed(tile));
       add(dq_, dq.transpose(1, 2), rank_, tile.sequence, tile.q_row);
       add(dkv, at::cat({dk, dv}, 1).transpose(1, 2), owner, tile.sequence, tile.k_row);
@@ -274,7 +266,7 @@ struct ContextAttention : Function<ContextAttention> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward("context_attention", grads);
-    variable_list all(5);
+    variable_list all = gradients();
     if (!grads[0].defined()) return all;
     const auto saved = ctx->get_saved_variables();
     const auto options = Options::load(ctx);

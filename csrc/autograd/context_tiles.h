@@ -62,7 +62,7 @@ class ContextTiles {
       int64_t first = 0, k_count = per_rank_;
       if (causal && owner < rank) k_count = 1;
       if (causal && owner > rank) first = 1;
-      add(tiles, s, rank, first, per_rank_ - first, owner, 0, k_count, causal && owner == rank);
+      add(tiles, s, {rank, first, per_rank_ - first}, {owner, 0, k_count}, causal && owner == rank);
     }
     return tiles;
   }
@@ -79,20 +79,26 @@ class ContextTiles {
           const int64_t q_last = q.start + q.length - 1, k_last = k.start + k.length - 1;
           if (causal && k.start > q_last) continue;
           if (window && (k_last <= q.start - *window || k.start >= q_last + *window)) continue;
-          add(tiles, s, rank, i, 1, owner, j, 1, false);
+          add(tiles, s, {rank, i, 1}, {owner, j, 1}, false);
         }
     return tiles;
   }
 
  private:
-  void add(std::vector<Tile>& tiles, int64_t s, int64_t rank, int64_t first, int64_t count,
-           int64_t owner, int64_t k_first, int64_t k_count, bool diagonal) const {
-    Tile tile{s, first, count, 0, 0, 0, 0, 0, 0, diagonal};
-    if (count == 0 || k_count == 0) return;
-    const Chunk &q = chunk(rank, s, first), &k = chunk(owner, s, k_first);
+  // Consecutive chunks of a sequence in the block of a rank
+  struct Chunks {
+    int64_t rank, first, count;
+  };
+
+  void add(std::vector<Tile>& tiles, int64_t s, Chunks queries, Chunks keys, bool diagonal) const {
+    Tile tile{s, queries.first, queries.count, 0, 0, 0, 0, 0, 0, diagonal};
+    if (queries.count == 0 || keys.count == 0) return;
+    const Chunk &q = chunk(queries.rank, s, queries.first), &k = chunk(keys.rank, s, keys.first);
     tile.q_row = q.row, tile.q_start = q.start, tile.k_row = k.row, tile.k_start = k.start;
-    for (int64_t i = 0; i < count; ++i) tile.queries += chunk(rank, s, first + i).length;
-    for (int64_t i = 0; i < k_count; ++i) tile.keys += chunk(owner, s, k_first + i).length;
+    for (int64_t i = 0; i < queries.count; ++i)
+      tile.queries += chunk(queries.rank, s, queries.first + i).length;
+    for (int64_t i = 0; i < keys.count; ++i)
+      tile.keys += chunk(keys.rank, s, keys.first + i).length;
     if (tile.queries > 0 && tile.keys > 0) tiles.push_back(tile);
   }
 

@@ -12,8 +12,8 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_make_dual.h>
 #include <ATen/ops/zeros_like.h>
@@ -25,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 

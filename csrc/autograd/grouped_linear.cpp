@@ -8,20 +8,17 @@
 // expert by expert (main_grad.h). Saved: x and weight, each only if the other's gradient may be
 // needed. Derivatives of any order.
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/tensor.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <numeric>
 
-#include "autograd/differentiation.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "autograd/main_grad.h"
-#include "autograd/unrecorded.h"
 #include "check.h"
 #include "comm/collectives.h"
 #include "operators.h"
@@ -29,9 +26,6 @@
 namespace tp_ext {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 using Counts = std::vector<int64_t>;
 
 // How the products are computed
@@ -127,9 +121,9 @@ struct GroupedOuter : Function<GroupedOuter> {
     const auto times = [&](const Tensor& x, const Tensor& weight) {
       return grouped_linear(x, weight, grouping.counts, std::nullopt, 1, grouping.grouped_gemm);
     };
-    return {ctx->needs_input_grad(0) ? times(saved[1], grads[0]) : Tensor(),
-            ctx->needs_input_grad(1) ? times(saved[0], grads[0].transpose(1, 2)) : Tensor(),
-            Tensor()};
+    return gradients(
+        {ctx->needs_input_grad(0) ? times(saved[1], grads[0]) : Tensor(),
+         ctx->needs_input_grad(1) ? times(saved[0], grads[0].transpose(1, 2)) : Tensor()});
   }
 };
 
@@ -162,7 +156,7 @@ struct GroupedLinear : Function<GroupedLinear> {
                             grouping.grouped_gemm);
       if (wants_w) dw = GroupedOuter::apply(dy, x, grouping);
       if (wants_w && scale != 1) dw = at::mul(dw, scale);
-      return {dx, dw, Tensor(), Tensor(), Tensor()};
+      return gradients({dx, dw});
     }
     const Unrecorded guard(dy);
     if (wants_x) dx = rows_times(dy, weight.transpose(1, 2), grouping);
@@ -178,7 +172,7 @@ struct GroupedLinear : Function<GroupedLinear> {
       dw = outer(dy, x, grouping);
       if (scale != 1) dw = comm::traced(dw) ? at::mul(dw, scale) : dw.mul_(scale);
     }
-    return {dx, dw, Tensor(), Tensor(), Tensor()};
+    return gradients({dx, dw});
   }
 };
 
@@ -206,30 +200,11 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, at::IntArrayRef cou
                               grad_scale);
 }
 
-namespace {
-
-// As for torch's linear: both tensors in the low precision, fp32 weights cast once per autocast
-// region
-template <c10::DispatchKey key, c10::DeviceType device>
-Tensor autocast(const Tensor& x, const Tensor& weight, at::IntArrayRef counts,
-                const OptionalTensor& main_grad, double grad_scale,
-                std::optional<bool> grouped_gemm) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
-  return grouped_linear(cast(x), cast(weight), counts, main_grad, grad_scale, grouped_gemm);
-}
-
-}  // namespace
-
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<grouped_linear>(m, "grouped_linear");
 }
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>>(m, "grouped_linear");
-}
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>>(m, "grouped_linear");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  autocast_to_low_precision<grouped_linear, 0, 1>(m, "grouped_linear");
 }
 
 }  // namespace tp_ext

@@ -11,19 +11,13 @@
 // at once, needs no subgroup, and gives every holder the same bits, so that replicas never drift.
 
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include "autograd/differentiation.h"
+#include "autograd/function.h"
 #include "comm/collectives.h"
 #include "operators.h"
 
 namespace tp_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 struct ReplicatedRows {
   std::vector<int64_t> local_starts, lengths, full_starts;
@@ -70,8 +64,8 @@ struct CopyReplicas : Function<CopyReplicas> {
     return x;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {reduce_replicas_from(grads[0], ctx->saved_data["group"].toStringRef(), rows_of(ctx)),
-            Tensor(), Tensor()};
+    return gradients(
+        {reduce_replicas_from(grads[0], ctx->saved_data["group"].toStringRef(), rows_of(ctx))});
   }
 };
 
@@ -82,8 +76,8 @@ struct ReduceReplicas : Function<ReduceReplicas> {
     return sum_replicas(x, group, rows);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {copy_replicas_to(grads[0], ctx->saved_data["group"].toStringRef(), rows_of(ctx)),
-            Tensor(), Tensor()};
+    return gradients(
+        {copy_replicas_to(grads[0], ctx->saved_data["group"].toStringRef(), rows_of(ctx))});
   }
 };
 
@@ -95,12 +89,12 @@ Tensor on_dual_replicas(const Operator& op, const Tensor& x, const std::string& 
 }
 
 Tensor copy_replicas_to(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
-  if (has_tangent(x)) return on_dual_replicas(TP_OP(copy_pieces_to_region), x, group, rows);
+  if (has_tangent(x)) return on_dual_replicas(TP_OP(copy_replicas_to_region), x, group, rows);
   return needs_graph(x) ? CopyReplicas::apply(x, group, rows) : x;
 }
 
 Tensor reduce_replicas_from(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
-  if (has_tangent(x)) return on_dual_replicas(TP_OP(reduce_pieces_from_region), x, group, rows);
+  if (has_tangent(x)) return on_dual_replicas(TP_OP(reduce_replicas_from_region), x, group, rows);
   return needs_graph(x) ? ReduceReplicas::apply(x, group, rows) : sum_replicas(x, group, rows);
 }
 
@@ -120,23 +114,23 @@ ReplicatedRows checked(const Tensor& x, at::IntArrayRef local_starts, at::IntArr
 
 }  // namespace
 
-Tensor copy_pieces_to_region(const Tensor& x, const std::string& group,
-                             at::IntArrayRef local_starts, at::IntArrayRef lengths,
-                             at::IntArrayRef full_starts, int64_t full_size) {
+Tensor copy_replicas_to_region(const Tensor& x, const std::string& group,
+                               at::IntArrayRef local_starts, at::IntArrayRef lengths,
+                               at::IntArrayRef full_starts, int64_t full_size) {
   const auto rows = checked(x, local_starts, lengths, full_starts, full_size);
   return comm::size(group) == 1 ? x : copy_replicas_to(x, group, rows);
 }
 
-Tensor reduce_pieces_from_region(const Tensor& x, const std::string& group,
-                                 at::IntArrayRef local_starts, at::IntArrayRef lengths,
-                                 at::IntArrayRef full_starts, int64_t full_size) {
+Tensor reduce_replicas_from_region(const Tensor& x, const std::string& group,
+                                   at::IntArrayRef local_starts, at::IntArrayRef lengths,
+                                   at::IntArrayRef full_starts, int64_t full_size) {
   const auto rows = checked(x, local_starts, lengths, full_starts, full_size);
   return comm::size(group) == 1 ? x : reduce_replicas_from(x, group, rows);
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<copy_pieces_to_region>(m, "copy_pieces_to_region");
-  impl_composite<reduce_pieces_from_region>(m, "reduce_pieces_from_region");
+  impl_composite<copy_replicas_to_region>(m, "copy_replicas_to_region");
+  impl_composite<reduce_replicas_from_region>(m, "reduce_replicas_from_region");
 }
 
 }  // namespace tp_ext

@@ -16,31 +16,23 @@
 // (linear_overlap.h). Without sum_bias_grad the caller sums db over the ranks. In a backward in two
 // halves (split_backward.h) the row linear keeps the gathered dy for dw.
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include "autograd/differentiation.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "autograd/linear_checks.h"
-#include "autograd/main_grad.h"
 #include "autograd/linear_overlap.h"
+#include "autograd/main_grad.h"
 #include "autograd/split_backward.h"
-#include "autograd/unrecorded.h"
+#include "comm/alternative.h"
 #include "comm/collectives.h"
-#include "comm/symmetric_memory.h"
 #include "operators.h"
 
 namespace tp_ext {
 namespace {
-
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 Tensor input_grad(const Tensor& dy, const Tensor& weight) {
   if (dy.dim() == 2) return at::mm(dy, weight);
@@ -53,29 +45,34 @@ Tensor weight_grad(const Tensor& dy, const Tensor& x) {
 }
 Tensor bias_grad(const Tensor& dy) { return as_rows(dy).sum(0); }
 
+// How a call is computed
+struct LinearCall {
+  std::string group;
+  bool sequence_parallel;
+  Split tokens;  // under SP: tokens per rank
+  OptionalTensor main_grad;
+  int64_t overlap_chunks;
+  bool sum_bias_grad = true;
+};
+
 // State saved by forward for backward. Every entry of saved_data costs time, so absent ones are not
 // written.
-struct Saved {
-  Tensor x, weight, main_grad;
-  std::string group;
-  bool sequence_parallel, has_bias;
-  Split tokens;  // under SP: tokens per rank
-  int64_t overlap_chunks;
-  bool sum_bias_grad;
+struct Saved : LinearCall {
+  Tensor x, weight;
+  bool has_bias;
 
   static void put(AutogradContext* ctx, const Tensor& x, const Tensor& weight, bool has_bias,
-                  const std::string& group, bool sequence_parallel, const Split& tokens,
-                  const OptionalTensor& main_grad, int64_t overlap_chunks, bool sum_bias_grad) {
+                  const LinearCall& call) {
     ctx->save_for_backward(
         {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
     auto& data = ctx->saved_data;
-    data["group"] = group;
+    data["group"] = call.group;
     if (has_bias) data["has_bias"] = true;
-    if (sequence_parallel) data["tokens"] = c10::SymIntArrayRef(tokens.sizes);
-    if (overlap_chunks > 1) data["overlap_chunks"] = overlap_chunks;
-    if (!sum_bias_grad) data["caller_sums_bias_grad"] = true;
+    if (call.sequence_parallel) data["tokens"] = c10::SymIntArrayRef(call.tokens.sizes);
+    if (call.overlap_chunks > 1) data["overlap_chunks"] = call.overlap_chunks;
+    if (!call.sum_bias_grad) data["caller_sums_bias_grad"] = true;
     // Not saved as a variable: it is written between forward and backward, in every microbatch
-    if (main_grad.has_value()) data["main_grad"] = *main_grad;
+    if (call.main_grad.has_value()) data["main_grad"] = *call.main_grad;
   }
   static Saved get(AutogradContext* ctx) {
     auto tensors = ctx->get_saved_variables();
@@ -83,50 +80,43 @@ struct Saved {
     const auto none = data.end();
     const auto tokens = data.find("tokens"), main_grad = data.find("main_grad"),
                overlap_chunks = data.find("overlap_chunks");
-    return {std::move(tensors[0]),
+    return {{data.find("group")->second.toStringRef(), tokens != none,
+             tokens == none ? Split() : Split{tokens->second.toSymIntVector()},
+             main_grad == none ? std::nullopt : OptionalTensor(main_grad->second.toTensor()),
+             overlap_chunks == none ? 1 : overlap_chunks->second.toInt(),
+             data.count("caller_sums_bias_grad") == 0},
+            std::move(tensors[0]),
             std::move(tensors[1]),
-            main_grad == none ? Tensor() : main_grad->second.toTensor(),
-            data.find("group")->second.toStringRef(),
-            tokens != none,
-            data.count("has_bias") > 0,
-            tokens == none ? Split() : Split{tokens->second.toSymIntVector()},
-            overlap_chunks == none ? 1 : overlap_chunks->second.toInt(),
-            data.count("caller_sums_bias_grad") == 0};
+            data.count("has_bias") > 0};
   }
 };
 
 // The gradient of the weight, or what autograd gets in its place if it is added to main_grad
 Tensor weight_grad(const Saved& s, const Tensor& dy, const Tensor& x) {
-  if (!s.main_grad.defined()) return weight_grad(dy, x);
-  add_weight_grad(s.main_grad, as_rows(dy), as_rows(x));
-  return placeholder_grad(s.main_grad, dy, 1);
-}
-
-variable_list gradients(Tensor dx, Tensor dw, Tensor db) {
-  variable_list grads{std::move(dx), std::move(dw), std::move(db)};
-  grads.resize(9);  // undefined for arguments that are not tensors
-  return grads;
+  if (!s.main_grad.has_value()) return weight_grad(dy, x);
+  add_weight_grad(*s.main_grad, as_rows(dy), as_rows(x));
+  return placeholder_grad(*s.main_grad, dy, 1);
 }
 
 // Whether backward will itself be differentiated, in either mode
 bool differentiated(const Tensor& dy, const Saved& s) {
-  if (s.main_grad.defined()) refuse_double_backward("a linear with grad_accumulation_fusion", {dy});
+  if (s.main_grad.has_value())
+    refuse_double_backward("a linear with grad_accumulation_fusion", {dy});
   return at::GradMode::is_enabled() || has_tangent(dy);
 }
 
 // [Note: overlap on every backend]
 struct ColumnLinear : Function<ColumnLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                        const OptionalTensor& bias, const std::string& group,
-                        bool sequence_parallel, const Split& tokens,
-                        const OptionalTensor& main_grad, int64_t overlap_chunks, bool) {
-    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad, 1,
-               true);
+                        const OptionalTensor& bias, const LinearCall& call) {
+    Saved::put(ctx, x, weight, bias.has_value(), call);
     const Unrecorded guard(x);
-    if (!sequence_parallel) return at::linear(x, weight, bias);
+    if (!call.sequence_parallel) return at::linear(x, weight, bias);
+    const std::string& group = call.group;
+    const Split& tokens = call.tokens;
     if (auto fused = comm::fused_all_gather_matmul(x, weight, true, group, tokens, false))
       return bias.has_value() ? fused->y.add_(*bias) : fused->y;
-    const auto chunks = chunks_of(x, tokens.total(), overlap_chunks);
+    const auto chunks = chunks_of(x, tokens.total(), call.overlap_chunks);
     if (chunks > 1) return gather_linear(x, weight, bias, group, tokens, chunks);
     return at::linear(comm::all_gather(x, group, 0, tokens), weight, bias);
   }
@@ -151,7 +141,7 @@ struct ColumnLinear : Function<ColumnLinear> {
     // come later to overlap
     const Tensor db = wants_b ? bias_grad(dy) : Tensor();
     const Tensor dw = wants_w ? weight_grad(s, dy, x_full ? x_full->wait() : s.x) : Tensor();
-    return gradients(dx ? dx->wait() : Tensor(), dw, db);
+    return gradients({dx ? dx->wait() : Tensor(), dw, db});
   }
 
   static variable_list differentiable(const Tensor& dy, const Saved& s, bool wants_x, bool wants_w,
@@ -165,36 +155,33 @@ struct ColumnLinear : Function<ColumnLinear> {
     if (wants_w)
       dw = weight_grad(dy, s.sequence_parallel ? all_gather_region(s.x, s.group, 0, s.tokens.sizes)
                                                : copy_to_region(s.x, s.group));
-    return gradients(dx, dw, wants_b ? bias_grad(dy) : Tensor());
+    return gradients({dx, dw, wants_b ? bias_grad(dy) : Tensor()});
   }
 };
 
 struct RowLinear : Function<RowLinear> {
-  static Tensor summed(const Tensor& x, const Tensor& weight, const std::string& group,
-                       bool sequence_parallel, const Split& tokens, int64_t overlap_chunks) {
-    if (sequence_parallel)
+  static Tensor summed(const Tensor& x, const Tensor& weight, const LinearCall& call) {
+    const std::string& group = call.group;
+    const Split& tokens = call.tokens;
+    if (call.sequence_parallel)
       if (auto fused = comm::fused_matmul_reduce_scatter(x, weight, group, tokens)) return *fused;
-    if (overlap_chunks > 1) {
-      const auto rows = sequence_parallel ? tokens.total() : as_rows(x).sym_size(0);
-      const auto chunks = chunks_of(x, rows, overlap_chunks);
+    if (call.overlap_chunks > 1) {
+      const auto rows = call.sequence_parallel ? tokens.total() : as_rows(x).sym_size(0);
+      const auto chunks = chunks_of(x, rows, call.overlap_chunks);
       if (chunks > 1)
-        return sequence_parallel ? linear_reduce_scatter(x, weight, group, tokens, chunks)
-                                 : linear_all_reduce(x, weight, group, chunks);
+        return call.sequence_parallel ? linear_reduce_scatter(x, weight, group, tokens, chunks)
+                                      : linear_all_reduce(x, weight, group, chunks);
     }
     const Tensor partial = at::linear(x, weight);
-    return sequence_parallel ? comm::reduce_scatter_fresh(partial, group, 0, tokens)
-                             : comm::all_reduce_fresh(partial, group);
+    return call.sequence_parallel ? comm::reduce_scatter_fresh(partial, group, 0, tokens)
+                                  : comm::all_reduce_fresh(partial, group);
   }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                        const OptionalTensor& bias, const std::string& group,
-                        bool sequence_parallel, const Split& tokens,
-                        const OptionalTensor& main_grad, int64_t overlap_chunks,
-                        bool sum_bias_grad) {
-    Saved::put(ctx, x, weight, bias.has_value(), group, sequence_parallel, tokens, main_grad,
-               overlap_chunks, sum_bias_grad);
+                        const OptionalTensor& bias, const LinearCall& call) {
+    Saved::put(ctx, x, weight, bias.has_value(), call);
     const Unrecorded guard(x);
-    Tensor y = summed(x, weight, group, sequence_parallel, tokens, overlap_chunks);
+    Tensor y = summed(x, weight, call);
     if (!bias.has_value()) return y;
     return comm::traced(y) ? at::add(y, *bias) : y.add_(*bias);
   }
@@ -234,7 +221,7 @@ struct RowLinear : Function<RowLinear> {
     if (keeps_dy) keep_results(ctx, grads[0], {dy});
     if (wants_x && !dx.defined()) dx = input_grad(dy, s.weight);
     const Tensor dw = wants_w ? weight_grad(s, dy, s.x) : Tensor();
-    return gradients(dx, dw, db ? db->wait() : db_local);
+    return gradients({dx, dw, db ? db->wait() : db_local});
   }
 
   static variable_list differentiable(const Tensor& grad, const Saved& s, bool wants_x,
@@ -243,8 +230,8 @@ struct RowLinear : Function<RowLinear> {
                                           : copy_to_region(grad, s.group);
     Tensor db = wants_b ? bias_grad(grad) : Tensor();
     if (wants_b && s.sequence_parallel && s.sum_bias_grad) db = reduce_from_region(db, s.group);
-    return gradients(wants_x ? at::matmul(dy, s.weight) : Tensor(),
-                     wants_w ? weight_grad(dy, s.x) : Tensor(), db);
+    return gradients({wants_x ? at::matmul(dy, s.weight) : Tensor(),
+                      wants_w ? weight_grad(dy, s.x) : Tensor(), db});
   }
 };
 
@@ -262,24 +249,23 @@ Tensor accumulating(const Tensor& weight, const OptionalTensor& main_grad) {
 }
 
 Tensor column_by_regions(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                         const std::string& group, bool sequence_parallel, const Split& tokens,
-                         const OptionalTensor& main_grad) {
-  const Tensor x_full = sequence_parallel
-                            ? TP_OP(all_gather_region).call(x, group, 0, sizes_of(tokens))
-                            : TP_OP(copy_to_region).call(x, group);
-  return at::linear(x_full, accumulating(weight, main_grad), bias);
+                         const LinearCall& call) {
+  const Tensor x_full = call.sequence_parallel
+                            ? TP_OP(all_gather_region).call(x, call.group, 0, sizes_of(call.tokens))
+                            : TP_OP(copy_to_region).call(x, call.group);
+  return at::linear(x_full, accumulating(weight, call.main_grad), bias);
 }
 
 Tensor row_by_regions(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                      const std::string& group, bool sequence_parallel, const Split& tokens,
-                      const OptionalTensor& main_grad, bool sum_bias_grad) {
-  const Tensor partial = at::linear(x, accumulating(weight, main_grad));
-  const Tensor y = sequence_parallel
-                       ? TP_OP(reduce_scatter_region).call(partial, group, 0, sizes_of(tokens))
-                       : TP_OP(reduce_from_region).call(partial, group);
+                      const LinearCall& call) {
+  const Tensor partial = at::linear(x, accumulating(weight, call.main_grad));
+  const Tensor y =
+      call.sequence_parallel
+          ? TP_OP(reduce_scatter_region).call(partial, call.group, 0, sizes_of(call.tokens))
+          : TP_OP(reduce_from_region).call(partial, call.group);
   if (!bias.has_value()) return y;
-  const bool sum = sequence_parallel && sum_bias_grad;
-  return at::add(y, sum ? TP_OP(copy_to_region).call(*bias, group) : *bias);
+  const bool sum = call.sequence_parallel && call.sum_bias_grad;
+  return at::add(y, sum ? TP_OP(copy_to_region).call(*bias, call.group) : *bias);
 }
 
 }  // namespace
@@ -290,13 +276,10 @@ Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const Optio
   check_linear(x, weight, bias, main_grad, overlap_chunks);
   const int64_t p = comm::size(group);
   if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
-  sequence_parallel = sequence_parallel && p > 1;
-  const Split tokens =
-      sequence_parallel ? split_local(tokens_of(x), comm::rank(group), p, sizes) : Split();
-  if (any_tangent(x, weight, bias))
-    return column_by_regions(x, weight, bias, group, sequence_parallel, tokens, main_grad);
-  return ColumnLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad,
-                             overlap_chunks, false);
+  LinearCall call{group, sequence_parallel && p > 1, Split(), main_grad, overlap_chunks};
+  if (call.sequence_parallel) call.tokens = split_local(tokens_of(x), comm::rank(group), p, sizes);
+  if (any_tangent(x, weight, bias)) return column_by_regions(x, weight, bias, call);
+  return ColumnLinear::apply(x, weight, bias, call);
 }
 
 Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
@@ -306,51 +289,20 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
   check_linear(x, weight, bias, main_grad, overlap_chunks, true);
   const int64_t p = comm::size(group);
   if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
-  sequence_parallel = sequence_parallel && p > 1;
-  const Split tokens = sequence_parallel ? split_full(tokens_of(x), p, sizes) : Split();
-  if (any_tangent(x, weight, bias))
-    return row_by_regions(x, weight, bias, group, sequence_parallel, tokens, main_grad,
-                          sum_bias_grad);
-  return RowLinear::apply(x, weight, bias, group, sequence_parallel, tokens, main_grad,
-                          p > 1 ? overlap_chunks : 1, sum_bias_grad);
+  LinearCall call{group,     sequence_parallel && p > 1, Split(),
+                  main_grad, p > 1 ? overlap_chunks : 1, sum_bias_grad};
+  if (call.sequence_parallel) call.tokens = split_full(tokens_of(x), p, sizes);
+  if (any_tangent(x, weight, bias)) return row_by_regions(x, weight, bias, call);
+  return RowLinear::apply(x, weight, bias, call);
 }
-
-namespace {
-
-// Autocast as for torch's linear: all tensors in the low precision, fp32 weights cast once per
-// autocast region
-template <c10::DispatchKey key, c10::DeviceType device, auto linear, typename... Options>
-Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                const std::string& group, bool sequence_parallel, Sizes sizes,
-                const OptionalTensor& main_grad, Options... options) {
-  c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
-  return linear(cast(x), cast(weight), bias.has_value() ? OptionalTensor(cast(*bias)) : bias, group,
-                sequence_parallel, sizes, main_grad, options...);
-}
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<column_parallel_linear>(m, "column_parallel_linear");
   impl_composite<row_parallel_linear>(m, "row_parallel_linear");
 }
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<
-      autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, column_parallel_linear, int64_t>>(
-      m, "column_parallel_linear");
-  impl_composite<
-      autocast<c10::DispatchKey::AutocastCPU, c10::kCPU, row_parallel_linear, int64_t, bool>>(
-      m, "row_parallel_linear");
-}
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<
-      autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, column_parallel_linear, int64_t>>(
-      m, "column_parallel_linear");
-  impl_composite<
-      autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA, row_parallel_linear, int64_t, bool>>(
-      m, "row_parallel_linear");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  autocast_to_low_precision<column_parallel_linear, 0, 1, 2>(m, "column_parallel_linear");
+  autocast_to_low_precision<row_parallel_linear, 0, 1, 2>(m, "row_parallel_linear");
 }
 
 }  // namespace tp_ext

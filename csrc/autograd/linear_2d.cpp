@@ -21,30 +21,22 @@
 // mode are composed of regions and matmuls. In a backward in two halves (split_backward.h) the row
 // linear keeps the gathered dy.
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include "autograd/differentiation.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "autograd/linear_checks.h"
 #include "autograd/linear_overlap.h"
 #include "autograd/split_backward.h"
-#include "autograd/unrecorded.h"
 #include "autograd/weight_gather.h"
 #include "comm/collectives.h"
 #include "operators.h"
 
 namespace tp_ext {
 namespace {
-
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 // How one call is sharded
 struct Sharded {
@@ -156,7 +148,7 @@ struct Linear2d : Function<Linear2d> {
     }
     ctx->save_for_backward(std::move(saved));
     const Tensor b = s.row ? Tensor() : bias_full.wait();
-    Tensor y = at::linear(x_full, w, b.defined() ? OptionalTensor(b) : std::nullopt);
+    Tensor y = at::linear(x_full, w, optional(b));
     if (!s.row) return y;
     y = sum(y, s).wait();
     if (!bias.has_value()) return y;
@@ -165,72 +157,81 @@ struct Linear2d : Function<Linear2d> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto s = Sharded::get(ctx);
-    auto saved = ctx->get_saved_variables();
-    saved.resize(4);
-    const Tensor &x = saved[0], &weight = saved[1], &kept_x = saved[2], &kept_w = saved[3];
-    const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
+    const Backward b(ctx, grads[0]);
+    const Sharded& s = b.s;
     const bool wants_b = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(2);
-    variable_list result(5);
-    if (at::GradMode::is_enabled() || has_tangent(grads[0])) {
-      const Tensor dy = s.row ? gather_region(grads[0], s) : grads[0];
-      if (wants_b) result[2] = bias_grad_region(as_rows(grads[0]).sum(0), s);
-      if (wants_x) {
-        result[0] = at::matmul(dy, weight_region(weight, s));
+    variable_list result = gradients();
+    if (at::GradMode::is_enabled() || has_tangent(b.dy)) {
+      const Tensor dy = s.row ? gather_region(b.dy, s) : b.dy;
+      if (wants_b) result[2] = bias_grad_region(as_rows(b.dy).sum(0), s);
+      if (b.wants_x) {
+        result[0] = at::matmul(dy, weight_region(b.weight, s));
         if (!s.row) result[0] = sum_region(result[0], s);
       }
-      if (wants_w)
-        result[1] = weight_grad_region(weight_grad(dy, s.row ? x : gather_region(x, s)), s);
+      if (b.wants_w)
+        result[1] = weight_grad_region(weight_grad(dy, s.row ? b.x : gather_region(b.x, s)), s);
       return result;
     }
-    const Unrecorded guard(grads[0]);
+    const Unrecorded guard(b.dy);
     std::optional<comm::Pending> db;
-    if (wants_b) db.emplace(scatter_bias(as_rows(grads[0]).sum(0), s));
-    if (s.row)
-      row_gradients(ctx, grads[0], x, weight, kept_w, s, wants_x, wants_w, result);
-    else
-      column_gradients(ctx, grads[0], x, weight, kept_x, kept_w, s, wants_x, wants_w, result);
+    if (wants_b) db.emplace(scatter_bias(as_rows(b.dy).sum(0), s));
+    s.row ? row_gradients(b, result) : column_gradients(b, result);
     if (wants_b) result[2] = db->wait();
     return result;
   }
 
-  // The gathered weight, kept since forward or gathered again
-  static Tensor weight_for_dx(AutogradContext* ctx, const Tensor& weight, const Tensor& kept_w,
-                              const Sharded& s) {
-    if (kept_w.defined()) return kept_w;
-    const auto& data = ctx->saved_data;
-    const auto found = data.find("order");
-    return gathered_weight(weight, s.weight,
-                           found == data.end() ? nullptr
-                                               : c10::dynamic_intrusive_pointer_cast<GatherOrder>(
-                                                     found->second.toCapsule()));
+  struct Backward {
+    Backward(AutogradContext* ctx, const Tensor& dy)
+        : ctx(ctx),
+          s(Sharded::get(ctx)),
+          wants_x(ctx->needs_input_grad(0)),
+          wants_w(ctx->needs_input_grad(1)),
+          dy(dy) {
+      auto saved = ctx->get_saved_variables();
+      saved.resize(4);
+      x = saved[0], weight = saved[1], kept_x = saved[2], kept_w = saved[3];
+    }
+
+    // The gathered weight, kept since forward or gathered again
+    Tensor weight_for_dx() const {
+      if (kept_w.defined()) return kept_w;
+      const auto& data = ctx->saved_data;
+      const auto order = data.find("order");
+      return gathered_weight(weight, s.weight,
+                             order == data.end() ? nullptr
+                                                 : c10::dynamic_intrusive_pointer_cast<GatherOrder>(
+                                                       order->second.toCapsule()));
+    }
+
+    AutogradContext* const ctx;
+    const Sharded s;
+    const bool wants_x, wants_w;
+    const Tensor& dy;
+    Tensor x, weight, kept_x, kept_w;
+  };
+
+  static void column_gradients(const Backward& b, variable_list& result) {
+    std::optional<comm::Pending> x_full, dx;
+    if (b.wants_w)
+      x_full.emplace(b.kept_x.defined() ? comm::Pending(b.kept_x, nullptr) : gather(b.x, b.s));
+    if (b.wants_x) dx.emplace(sum(input_grad(b.dy, b.weight_for_dx()), b.s));
+    if (b.wants_w) result[1] = scattered(weight_grad(b.dy, x_full->wait()), b.s).wait();
+    if (b.wants_x) result[0] = dx->wait();
   }
 
-  static void column_gradients(AutogradContext* ctx, const Tensor& dy, const Tensor& x,
-                               const Tensor& weight, const Tensor& kept_x, const Tensor& kept_w,
-                               const Sharded& s, bool wants_x, bool wants_w,
-                               variable_list& result) {
-    std::optional<comm::Pending> x_full, dx, dw;
-    if (wants_w) x_full.emplace(kept_x.defined() ? comm::Pending(kept_x, nullptr) : gather(x, s));
-    if (wants_x) dx.emplace(sum(input_grad(dy, weight_for_dx(ctx, weight, kept_w, s)), s));
-    if (wants_w) result[1] = scattered(weight_grad(dy, x_full->wait()), s).wait();
-    if (wants_x) result[0] = dx->wait();
-  }
-
-  static void row_gradients(AutogradContext* ctx, const Tensor& grad, const Tensor& x,
-                            const Tensor& weight, const Tensor& kept_w, const Sharded& s,
-                            bool wants_x, bool wants_w, variable_list& result) {
-    const bool keeps_dy = !s.whole() && wants_x && asked_later(ctx, 1);
-    const auto kept = !s.whole() && wants_w && !wants_x ? take_results(ctx, grad) : variable_list();
+  static void row_gradients(const Backward& b, variable_list& result) {
+    const bool keeps_dy = !b.s.whole() && b.wants_x && asked_later(b.ctx, 1);
+    const auto kept =
+        !b.s.whole() && b.wants_w && !b.wants_x ? take_results(b.ctx, b.dy) : variable_list();
     std::optional<comm::Pending> dy_full, dw;
-    if (kept.empty()) dy_full.emplace(gather(grad, s));
-    const Tensor w = wants_x ? weight_for_dx(ctx, weight, kept_w, s) : Tensor();
+    if (kept.empty()) dy_full.emplace(gather(b.dy, b.s));
+    const Tensor w = b.wants_x ? b.weight_for_dx() : Tensor();
     const Tensor dy = kept.empty() ? dy_full->wait() : kept[0];
-    if (keeps_dy) keep_results(ctx, grad, {dy});
+    if (keeps_dy) keep_results(b.ctx, b.dy, {dy});
     // Before the GEMM of dx, which the reduce-scatter overlaps
-    if (wants_w) dw.emplace(scattered(weight_grad(dy, x), s));
-    if (wants_x) result[0] = input_grad(dy, w);
-    if (wants_w) result[1] = dw->wait();
+    if (b.wants_w) dw.emplace(scattered(weight_grad(dy, b.x), b.s));
+    if (b.wants_x) result[0] = input_grad(dy, w);
+    if (b.wants_w) result[1] = dw->wait();
   }
 
   static comm::Pending scattered(const Tensor& dw, const Sharded& s) {
@@ -307,18 +308,19 @@ Tensor linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
 
 namespace {
 
-template <c10::DispatchKey key, c10::DeviceType device>
+// The weight may be a cast for this call alone, whose gather no later call can use
+template <c10::DeviceType device>
 Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                 const std::string& group, const std::string& weight_group, SymInt weight_size,
                 bool row, const std::string& activations, Sizes sizes, bool reshard_after_forward) {
-  c10::impl::ExcludeDispatchKeyGuard guard(key);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKey<device>);
   const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
+  const auto cast = [&](const auto& t) { return at::autocast::cached_cast(dtype, t, device); };
   const Tensor w = cast(weight);
   std::optional<MadeForOneCall> made;
   if (!w.is_same(weight)) made.emplace();
-  return linear_2d(cast(x), w, bias.has_value() ? OptionalTensor(cast(*bias)) : bias, group,
-                   weight_group, weight_size, row, activations, sizes, reshard_after_forward);
+  return linear_2d(cast(x), w, cast(bias), group, weight_group, weight_size, row, activations,
+                   sizes, reshard_after_forward);
 }
 
 }  // namespace
@@ -326,11 +328,9 @@ Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<linear_2d>(m, "linear_2d");
 }
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>>(m, "linear_2d");
-}
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>>(m, "linear_2d");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  impl_autocast<c10::kCPU, autocast<c10::kCPU>>(m, "linear_2d");
+  impl_autocast<c10::kCUDA, autocast<c10::kCUDA>>(m, "linear_2d");
 }
 
 }  // namespace tp_ext

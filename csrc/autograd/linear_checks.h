@@ -4,7 +4,7 @@
 
 #include "autograd/main_grad.h"
 #include "check.h"
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 

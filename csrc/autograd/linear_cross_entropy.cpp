@@ -1,5 +1,5 @@
-// Cross entropy of a column linear's logits, whose columns (the vocabulary) are sharded, without the
-// logits: they exist for one chunk of tokens at a time.
+// Cross entropy of a column linear's logits, whose columns (the vocabulary) are sharded, without
+// the logits: they exist for one chunk of tokens at a time.
 //
 //   logits      x_c w^T + b                             of chunk c, [gather x_c]
 //   statistics  four numbers a row of logits; all-gather; loss and lse of each row
@@ -8,25 +8,21 @@
 //   dw, db      sum over chunks of dlogits^T x_c, of dlogits
 //
 // [..] marks the steps that sequence parallelism (SP) adds. There are two ways to the gradients:
-// scalar_loss.cpp for means and sums, token_losses.cpp without a reduction and for entropies. Here:
-// the operator, its checks, and the number of chunks.
+// linear_cross_entropy_mean.cpp for means and sums, linear_cross_entropy_rows.cpp without a
+// reduction and for entropies. Here: the operator, its checks, and the number of chunks.
 //
 // dw of half types is summed in fp32; with main_grad it is added there and autograd gets none.
 // Neither backward writes to what it saved, so it can run again. Traced calls gather and reduce
 // whole tensors, and write to none.
 
-#include <ATen/autocast_mode.h>
-#include <torch/library.h>
-
-#include "autograd/differentiation.h"
+#include "autograd/linear_cross_entropy.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "autograd/linear_checks.h"
-#include "autograd/linear_loss.h"
 #include "autograd/linear_overlap.h"
 
 namespace tp_ext {
 namespace {
-
-using c10::SymInt;
 
 // The number of chunks: of chunk_tokens rows, or 22, but at least 64 rows each. Entropies hold four
 // tensors of the size of a chunk's logits; products of half types on the CPU copies of operands.
@@ -73,8 +69,8 @@ std::tuple<Tensor, Tensor> composed(const Tensor& x, const Tensor& weight,
   const Tensor rows = as_rows(x), targets = target.reshape_symint({target.sym_numel()});
   const bool graph = needs_graph(x) || needs_graph(weight) || (bias && needs_graph(*bias));
   if (graph && call.reduction != "none" && !call.entropy)
-    return {scalar_loss(rows, weight, bias, targets, call), x.new_empty({0})};
-  auto [loss, entropy] = token_losses(rows, weight, bias, targets, call, graph);
+    return {mean_loss(rows, weight, bias, targets, call), x.new_empty({0})};
+  auto [loss, entropy] = row_losses(rows, weight, bias, targets, call, graph);
   if (call.reduction == "none") {
     loss = loss.view_symint(shape);
   } else {
@@ -86,58 +82,40 @@ std::tuple<Tensor, Tensor> composed(const Tensor& x, const Tensor& weight,
   return {loss, cast(entropy.view_symint(shape), call.loss_dtype)};
 }
 
+// Under autocast the product is in the low precision, as a linear's, and the loss in fp32, as that
+// of torch's cross_entropy
+template <bool kAutocast, c10::DeviceType device = c10::kCPU>
 std::tuple<Tensor, Tensor> linear_cross_entropy(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
     const std::string& group, SymInt vocab_start, SymInt vocab_local, SymInt vocab_size,
     int64_t ignore_index, double label_smoothing, double z_loss, const std::string& reduction,
     bool sequence_parallel, Sizes sizes, const OptionalTensor& main_grad, bool entropy,
     std::optional<int64_t> chunk_tokens, bool vocab_size_given) {
-  return composed(x, weight, bias, target, sequence_parallel, sizes, chunk_tokens,
-                  {{group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index,
-                    label_smoothing, z_loss},
-                   reduction,
-                   entropy,
-                   {},
-                   1,
-                   main_grad,
-                   x.scalar_type()});
-}
-
-// The product in the low precision, as a linear's; the loss in fp32, as that of torch's
-// cross_entropy
-template <c10::DispatchKey key, c10::DeviceType device>
-std::tuple<Tensor, Tensor> autocast(const Tensor& x, const Tensor& weight,
-                                    const OptionalTensor& bias, const Tensor& target,
-                                    const std::string& group, SymInt vocab_start,
-                                    SymInt vocab_local, SymInt vocab_size, int64_t ignore_index,
-                                    double label_smoothing, double z_loss,
-                                    const std::string& reduction, bool sequence_parallel,
-                                    Sizes sizes, const OptionalTensor& main_grad, bool entropy,
-                                    std::optional<int64_t> chunk_tokens, bool vocab_size_given) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+  LinearLoss call{{group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index,
+                   label_smoothing, z_loss},
+                  reduction,
+                  entropy,
+                  {},
+                  1,
+                  main_grad,
+                  x.scalar_type()};
+  if constexpr (!kAutocast)
+    return composed(x, weight, bias, target, sequence_parallel, sizes, chunk_tokens, call);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKey<device>);
   const auto low = at::autocast::get_autocast_dtype(device);
-  const auto to_low = [&](const Tensor& t) { return at::autocast::cached_cast(low, t, device); };
-  const Tensor x_low = to_low(x);
-  return composed(x_low, to_low(weight), bias ? OptionalTensor(to_low(*bias)) : bias, target,
-                  sequence_parallel, sizes, chunk_tokens,
-                  {{group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index,
-                    label_smoothing, z_loss},
-                   reduction,
-                   entropy,
-                   {},
-                   1,
-                   main_grad,
-                   x_low.scalar_type() == at::kDouble ? at::kDouble : at::kFloat});
+  const auto cast = [&](const auto& t) { return at::autocast::cached_cast(low, t, device); };
+  const Tensor x_low = cast(x);
+  call.loss_dtype = x_low.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return composed(x_low, cast(weight), cast(bias), target, sequence_parallel, sizes, chunk_tokens,
+                  call);
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<linear_cross_entropy>(m, "linear_cross_entropy");
+  impl_composite<linear_cross_entropy<false>>(m, "linear_cross_entropy");
 }
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>>(m, "linear_cross_entropy");
-}
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>>(m, "linear_cross_entropy");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  impl_autocast<c10::kCPU, linear_cross_entropy<true, c10::kCPU>>(m, "linear_cross_entropy");
+  impl_autocast<c10::kCUDA, linear_cross_entropy<true, c10::kCUDA>>(m, "linear_cross_entropy");
 }
 
 }  // namespace

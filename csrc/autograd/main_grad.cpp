@@ -1,19 +1,13 @@
 #include "autograd/main_grad.h"
 
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/library.h>
 
-#include "autograd/differentiation.h"
+#include "autograd/function.h"
 #include "check.h"
 #include "operators.h"
 
 namespace tp_ext {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 void check_main_grad(const std::optional<Tensor>& main_grad, const Tensor& weight) {
   if (!main_grad.has_value()) return;
@@ -57,7 +51,7 @@ struct AccumulateGrad : Function<AccumulateGrad> {
     refuse_double_backward("gradient accumulation into main_grad", grads);
     const Tensor main_grad = ctx->saved_data["main_grad"].toTensor();
     main_grad.add_(grads[0]);
-    return {placeholder_grad(main_grad, grads[0], 0), Tensor()};
+    return gradients({placeholder_grad(main_grad, grads[0], 0)});
   }
 };
 

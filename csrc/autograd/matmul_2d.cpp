@@ -10,23 +10,20 @@
 // Saved: the shards a and b, each only if the other's gradient may be needed. The gather form holds
 // the rows of a and the columns of b that its product needs, y and x times a shard. SUMMA (van de
 // Geijn and Watts, 1997) holds two panels of each at a time: the next ones come while the present
-// ones are multiplied. In its backward the sum for each rank travels once around the ring, and every
-// rank on its way adds its own term. Double backward and forward mode are composed of regions and
-// matmuls, in the gather form.
+// ones are multiplied. In its backward the sum for each rank travels once around the ring, and
+// every rank on its way adds its own term. Double backward and forward mode are composed of regions
+// and matmuls, in the gather form.
 
-#include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 #include <algorithm>
 
-#include "autograd/differentiation.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "check.h"
 #include "comm/broadcast.h"
 #include "comm/collectives.h"
@@ -35,11 +32,6 @@
 
 namespace tp_ext {
 namespace {
-
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 // A dim that is sharded over a group
 struct Shards {
@@ -186,7 +178,7 @@ struct Matmul2d : Function<Matmul2d> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list all(6);
+    variable_list all = gradients();
     const auto saved = ctx->get_saved_variables();
     const Tensor &dc = grads[0], &a = saved[0], &b = saved[1];
     const auto& data = ctx->saved_data;
@@ -283,27 +275,9 @@ Tensor matmul_2d(const Tensor& a, const Tensor& b, const std::string& rows,
   return Matmul2d::apply(a, b, rows, columns, k, by_summa);
 }
 
-namespace {
-
-template <c10::DispatchKey key, c10::DeviceType device>
-Tensor autocast(const Tensor& a, const Tensor& b, const std::string& rows,
-                const std::string& columns, std::optional<int64_t> k, bool by_summa) {
-  c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return matmul_2d(at::autocast::cached_cast(dtype, a, device),
-                   at::autocast::cached_cast(dtype, b, device), rows, columns, k, by_summa);
-}
-
-}  // namespace
-
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<matmul_2d>(m, "matmul_2d");
 }
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>>(m, "matmul_2d");
-}
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>>(m, "matmul_2d");
-}
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) { autocast_to_low_precision<matmul_2d, 0, 1>(m, "matmul_2d"); }
 
 }  // namespace tp_ext

@@ -3,7 +3,7 @@
 //   F(x, y, weights) = sum over slots s of weights[s] * <x[s / choices], y[rows[s]]>
 //
 // by y, by x and by weights (kernels/moe_permute.h). The derivatives of each are the other two, so
-// they have derivatives of any order:
+// they have derivatives of any order, in reverse mode:
 //
 //   y = permute(x, weights)      dx = unpermute(dy, weights)        dweights = dot(x, dy)
 //   x = unpermute(y, weights)    dy = permute(dx, weights)          dweights = dot(dx, y)
@@ -12,38 +12,14 @@
 // Saved: rows, and of the two factors those of which the other one needs a gradient. The two
 // gradients of unpermute share one pass over dx.
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/flatten.h>
-#include <ATen/ops/index_add.h>
-#include <ATen/ops/index_select.h>
-#include <ATen/ops/lt.h>
-#include <ATen/ops/masked_fill.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/new_zeros.h>
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/slice.h>
-#include <ATen/ops/sum.h>
-#include <ATen/ops/unsqueeze.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
 #include <tuple>
 
 #include "args/moe_permute.h"
-#include "autograd/differentiation.h"
+#include "autograd/function.h"
 #include "operators.h"
 
 namespace tp_ext {
 namespace {
-
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
-
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 bool any_needs_graph(const OptionalTensor& t) { return t.has_value() && needs_graph(*t); }
 
@@ -80,7 +56,7 @@ struct Permute : Function<Permute> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(6);
+    variable_list result = gradients();
     const Tensor& dy = grads[0];
     if (!dy.defined()) return result;
     const auto saved = ctx->get_saved_variables();
@@ -105,7 +81,7 @@ struct Unpermute : Function<Unpermute> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     static const auto both = TP_OP(_moe_unpermute_bwd);
-    variable_list result(5);
+    variable_list result = gradients();
     const Tensor& dx = grads[0];
     if (!dx.defined()) return result;
     const auto saved = ctx->get_saved_variables();
@@ -134,7 +110,7 @@ struct Dot : Function<Dot> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(5);
+    variable_list result = gradients();
     const Tensor& dweights = grads[0];
     if (!dweights.defined()) return result;
     const auto saved = ctx->get_saved_variables();
@@ -155,67 +131,25 @@ OptionalTensor weights_of(const OptionalTensor& weights, const Tensor& x) {
   return weights->to(moe_weights_dtype(x));
 }
 
-// Dual tensors take torch's operators: unlike a Function, these keep the tangents of what they save,
-// which the forward derivative of a gradient needs. The tensor of rows gets a row of zeros in front,
-// which stands for -1.
-
-struct Duals {
-  explicit Duals(const Tensor& rows)
-      : rows(rows), index(at::flatten(at::add(rows, 1))), dropped(at::lt(rows, 0)) {}
-
-  // The rows of y by slot, [tokens, choices, hidden], in the dtype that kernels compute in
-  Tensor gathered(const Tensor& y) const {
-    const Tensor padded = at::constant_pad_nd(y.to(moe_weights_dtype(y)), {0, 0, 1, 0});
-    return at::index_select(padded, 0, index)
-        .view_symint({rows.sym_size(0), rows.sym_size(1), y.sym_size(1)});
-  }
-
-  // The factor of each slot, [tokens, choices, 1]
-  Tensor factors(const OptionalTensor& weights, const Tensor& like) const {
-    const Tensor given = weights.has_value() ? *weights : at::ones_like(rows, like.options());
-    return at::unsqueeze(at::masked_fill(given, dropped, 0), -1);
-  }
-
-  Tensor permute(const Tensor& x, const SymInt& num_rows, const OptionalTensor& weights) const {
-    const Tensor wide = at::unsqueeze(x.to(moe_weights_dtype(x)), 1);
-    const Tensor slots = at::mul(wide, factors(weights, wide));
-    const Tensor zeros = wide.new_zeros_symint({num_rows + 1, x.sym_size(1)});
-    return at::slice_symint(at::index_add(zeros, 0, index, at::flatten(slots, 0, 1)), 0, 1)
-        .to(x.scalar_type());
-  }
-
-  Tensor unpermute(const Tensor& y, const OptionalTensor& weights) const {
-    const Tensor slots = gathered(y);
-    return at::sum(at::mul(slots, factors(weights, slots)), 1).to(y.scalar_type());
-  }
-
-  Tensor dot(const Tensor& x, const Tensor& y) const {
-    const Tensor wide = at::unsqueeze(x.to(moe_weights_dtype(x)), 1);
-    return at::sum(at::mul(wide, gathered(y)), -1);
-  }
-
-  const Tensor rows, index, dropped;
-};
-
 }  // namespace
 
 Tensor moe_permute(const Tensor& x, const Tensor& rows, SymInt num_rows,
                    const OptionalTensor& weights_any) {
+  refuse_forward_mode("moe_permute", x, weights_any);
   const OptionalTensor weights = weights_of(weights_any, x);
-  if (any_tangent(x, weights)) return Duals(rows).permute(x, num_rows, weights);
   if (!needs_graph(x) && !any_needs_graph(weights)) return permute(x, rows, num_rows, weights);
   return Permute::apply(x, rows, num_rows, weights, needs_graph(x), any_needs_graph(weights));
 }
 
 Tensor moe_unpermute(const Tensor& y, const Tensor& rows, const OptionalTensor& weights_any) {
+  refuse_forward_mode("moe_unpermute", y, weights_any);
   const OptionalTensor weights = weights_of(weights_any, y);
-  if (any_tangent(y, weights)) return Duals(rows).unpermute(y, weights);
   if (!needs_graph(y) && !any_needs_graph(weights)) return unpermute(y, rows, weights);
   return Unpermute::apply(y, rows, weights, needs_graph(y), any_needs_graph(weights));
 }
 
 Tensor moe_dot(const Tensor& x, const Tensor& y, const Tensor& rows) {
-  if (any_tangent(x, y)) return Duals(rows).dot(x, y);
+  refuse_forward_mode("moe_dot", x, y);
   if (!needs_graph(x) && !needs_graph(y)) return dot(x, y, rows);
   return Dot::apply(x, y, rows, needs_graph(x), needs_graph(y));
 }

@@ -15,25 +15,17 @@
 // torch's CPU autocast keeps the dtype of the input, and so do these: x and residual are cast to
 // their common type, as torch's addition would.
 
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-
 #include <array>
 #include <tuple>
 
-#include "autograd/differentiation.h"
 #include "args/norm.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "operators.h"
 #include "rows.h"
 
 namespace tp_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // y, sum (undefined without a residual) and rstd
 std::tuple<Tensor, Tensor, Tensor> rms_norm_fwd(const Tensor& x, const OptionalTensor& residual,
@@ -74,9 +66,6 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad, const Tens
   return op.call(grad, x, weight, mean, rstd, grad_sum, wanted);
 }
 
-// nullopt for an undefined tensor
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
 bool trained(const OptionalTensor& t) { return has(t) && t->requires_grad(); }
 
 variable_list outputs(const Tensor& y, const Tensor& sum) {
@@ -105,7 +94,7 @@ struct GradInputs {
   const Tensor grad, grad_sum;
 };
 
-struct RmsNorm : torch::autograd::Function<RmsNorm> {
+struct RmsNorm : Function<RmsNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x,
                                const OptionalTensor& residual, const OptionalTensor& weight,
                                double eps) {
@@ -117,7 +106,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(4);
+    variable_list result = gradients();
     const auto saved = ctx->get_saved_variables();
     const GradInputs in(ctx, grads, saved[1].defined(), false);
     if (!in.grad.defined()) {  // y has no gradient: only sum contributes
@@ -134,7 +123,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
   }
 };
 
-struct LayerNorm : torch::autograd::Function<LayerNorm> {
+struct LayerNorm : Function<LayerNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x,
                                const OptionalTensor& residual, const OptionalTensor& weight,
                                const OptionalTensor& bias, double eps) {
@@ -152,7 +141,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(5);
+    variable_list result = gradients();
     const auto saved = ctx->get_saved_variables();
     const bool has_weight = saved[1].defined();
     const GradInputs in(ctx, grads, has_weight, ctx->saved_data.count("bias_dtype") != 0);
@@ -211,38 +200,9 @@ std::tuple<Tensor, Tensor> layer_norm_residual(const Tensor& x, const Tensor& re
 
 namespace {
 
-template <typename T>
-T fp32(const T& t) {
-  return at::autocast::cached_cast(at::kFloat, t, at::kCUDA);
-}
-
-Tensor rms_norm_cuda(const Tensor& x, const OptionalTensor& weight, double eps) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  return rms_norm(fp32(x), fp32(weight), eps);
-}
-
-std::tuple<Tensor, Tensor> rms_norm_residual_cuda(const Tensor& x, const Tensor& residual,
-                                                  const OptionalTensor& weight, double eps) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  return rms_norm_residual(fp32(x), fp32(residual), fp32(weight), eps);
-}
-
-Tensor layer_norm_cuda(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                       double eps) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  return layer_norm(fp32(x), fp32(weight), fp32(bias), eps);
-}
-
-std::tuple<Tensor, Tensor> layer_norm_residual_cuda(const Tensor& x, const Tensor& residual,
-                                                    const OptionalTensor& weight,
-                                                    const OptionalTensor& bias, double eps) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  return layer_norm_residual(fp32(x), fp32(residual), fp32(weight), fp32(bias), eps);
-}
-
 std::tuple<Tensor, Tensor> rms_norm_residual_cpu(const Tensor& x, const Tensor& residual,
                                                  const OptionalTensor& weight, double eps) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKey<c10::kCPU>);
   const auto dtype = c10::promoteTypes(x.scalar_type(), residual.scalar_type());
   return rms_norm_residual(x.to(dtype), residual.to(dtype), weight, eps);
 }
@@ -250,7 +210,7 @@ std::tuple<Tensor, Tensor> rms_norm_residual_cpu(const Tensor& x, const Tensor& 
 std::tuple<Tensor, Tensor> layer_norm_residual_cpu(const Tensor& x, const Tensor& residual,
                                                    const OptionalTensor& weight,
                                                    const OptionalTensor& bias, double eps) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKey<c10::kCPU>);
   const auto dtype = c10::promoteTypes(x.scalar_type(), residual.scalar_type());
   return layer_norm_residual(x.to(dtype), residual.to(dtype), weight, bias, eps);
 }
@@ -264,16 +224,13 @@ TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<layer_norm_residual>(m, "layer_norm_residual");
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<rms_norm_cuda>(m, "rms_norm");
-  impl_composite<rms_norm_residual_cuda>(m, "rms_norm_residual");
-  impl_composite<layer_norm_cuda>(m, "layer_norm");
-  impl_composite<layer_norm_residual_cuda>(m, "layer_norm_residual");
-}
-
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<rms_norm_residual_cpu>(m, "rms_norm_residual");
-  impl_composite<layer_norm_residual_cpu>(m, "layer_norm_residual");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  autocast_to_fp32_on_cuda<rms_norm, 0, 1>(m, "rms_norm");
+  autocast_to_fp32_on_cuda<rms_norm_residual, 0, 1, 2>(m, "rms_norm_residual");
+  autocast_to_fp32_on_cuda<layer_norm, 0, 1, 2>(m, "layer_norm");
+  autocast_to_fp32_on_cuda<layer_norm_residual, 0, 1, 2, 3>(m, "layer_norm_residual");
+  impl_autocast<c10::kCPU, rms_norm_residual_cpu>(m, "rms_norm_residual");
+  impl_autocast<c10::kCPU, layer_norm_residual_cpu>(m, "layer_norm_residual");
 }
 
 }  // namespace tp_ext

@@ -16,20 +16,12 @@
 // rank computes the same gradient: take this rank's slice of it) or sharded work (gradients are
 // partials: sum them).
 
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include "autograd/differentiation.h"
+#include "autograd/function.h"
 #include "check.h"
 #include "comm/collectives.h"
 #include "operators.h"
 
 namespace tp_ext {
-
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 namespace {
 
@@ -52,7 +44,7 @@ struct CopyTo : Function<CopyTo> {
     return x;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {reduce_from_region(grads[0], group_of(ctx)), Tensor()};
+    return gradients({reduce_from_region(grads[0], group_of(ctx))});
   }
 };
 
@@ -62,7 +54,7 @@ struct ReduceFrom : Function<ReduceFrom> {
     return comm::all_reduce(x, group);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {copy_to_region(grads[0], group_of(ctx)), Tensor()};
+    return gradients({copy_to_region(grads[0], group_of(ctx))});
   }
 };
 
@@ -81,8 +73,7 @@ struct ScatterTo : Function<ScatterTo> {
     return slice(x, group, dim, split);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {gather_from_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx)), Tensor(),
-            Tensor(), Tensor()};
+    return gradients({gather_from_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx))});
   }
 };
 
@@ -93,8 +84,7 @@ struct GatherFrom : Function<GatherFrom> {
     return comm::all_gather(x, group, dim, split);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {scatter_to_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx)), Tensor(),
-            Tensor(), Tensor()};
+    return gradients({scatter_to_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx))});
   }
 };
 
@@ -105,8 +95,7 @@ struct AllGather : Function<AllGather> {
     return comm::all_gather(x, group, dim, split);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {reduce_scatter_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx)), Tensor(),
-            Tensor(), Tensor()};
+    return gradients({reduce_scatter_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx))});
   }
 };
 
@@ -117,8 +106,7 @@ struct ReduceScatter : Function<ReduceScatter> {
     return comm::reduce_scatter(x, group, dim, split);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {all_gather_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx)), Tensor(),
-            Tensor(), Tensor()};
+    return gradients({all_gather_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx))});
   }
 };
 
@@ -133,9 +121,9 @@ struct AllToAll : Function<AllToAll> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto split = sizes_of(ctx), concat = sizes_of(ctx, "concat_sizes");
-    auto dx = all_to_all_region(grads[0], group_of(ctx), ctx->saved_data["concat_dim"].toInt(),
-                                dim_of(ctx), concat, split);
-    return {dx, Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+    return gradients(
+        {all_to_all_region(grads[0], group_of(ctx), ctx->saved_data["concat_dim"].toInt(),
+                           dim_of(ctx), concat, split)});
   }
 };
 

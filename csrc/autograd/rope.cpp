@@ -5,19 +5,11 @@
 // cos and sin [positions, rotary_dim / 2], positions one per token; without them token t of a
 // sequence uses row t.
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include "autograd/differentiation.h"
+#include "autograd/function.h"
 #include "operators.h"
 
 namespace tp_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 struct Rope : Function<Rope> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cos, const Tensor& sin,
@@ -31,16 +23,10 @@ struct Rope : Function<Rope> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!ctx->needs_input_grad(0) || !grads[0].defined()) return variable_list(6);
+    if (!ctx->needs_input_grad(0) || !grads[0].defined()) return gradients();
     const auto saved = ctx->get_saved_variables();
-    return {apply(grads[0], saved[0], saved[1], ctx->saved_data["interleaved"].toBool(),
-                  !ctx->saved_data["inverse"].toBool(),
-                  saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt),
-            Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor()};
+    return gradients({apply(grads[0], saved[0], saved[1], ctx->saved_data["interleaved"].toBool(),
+                            !ctx->saved_data["inverse"].toBool(), optional(saved[2]))});
   }
 };
 

@@ -12,15 +12,12 @@
 // al. (1979), so that no large squares cancel. The sum in backward overlaps the gradients of weight
 // and bias. Statistics in fp32, for fp64 in fp64. Saved: x, w and the statistics.
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include "autograd/differentiation.h"
-#include "autograd/unrecorded.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "check.h"
 #include "comm/collectives.h"
 #include "operators.h"
@@ -29,17 +26,12 @@
 namespace tp_ext {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
-
 Tensor wide(const Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
 Tensor row_sum(const Tensor& x) { return x.sum(-1, /*keepdim=*/true); }
 // dy times the weight, which may be missing
 Tensor weighted(const Tensor& dy, const Tensor& weight) {
   return weight.defined() ? dy.mul(wide(weight)) : dy;
 }
-bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 struct ShardedRmsNorm : Function<ShardedRmsNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weight,
@@ -61,7 +53,7 @@ struct ShardedRmsNorm : Function<ShardedRmsNorm> {
     const double n = static_cast<double>(ctx->saved_data["n"].toInt());
     const Unrecorded guard(grads[0]);
     const Tensor dy = wide(grads[0]), normed = wide(saved[0]).mul(saved[2]), &weight = saved[1];
-    variable_list result(5);
+    variable_list result = gradients();
     std::optional<comm::Pending> dot;
     Tensor g;
     if (ctx->needs_input_grad(0)) {
@@ -85,9 +77,9 @@ struct ShardedLayerNorm : Function<ShardedLayerNorm> {
     const auto [mean, rstd] = statistics(wide_x, eps, group, n);
     ctx->save_for_backward({x, weight.value_or(Tensor()), mean, rstd});
     ctx->saved_data["group"] = group, ctx->saved_data["n"] = n;
-    if (present(bias)) ctx->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
+    if (has(bias)) ctx->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
     Tensor y = weighted(wide_x.sub(mean).mul(rstd), weight.value_or(Tensor()));
-    if (present(bias)) y = y.add(wide(*bias));
+    if (has(bias)) y = y.add(wide(*bias));
     return y.to(x.scalar_type());
   }
 
@@ -117,7 +109,7 @@ struct ShardedLayerNorm : Function<ShardedLayerNorm> {
     const Unrecorded guard(grads[0]);
     const Tensor dy = wide(grads[0]), &weight = saved[1];
     const Tensor normed = wide(saved[0]).sub(saved[2]).mul(saved[3]);
-    variable_list result(6);
+    variable_list result = gradients();
     std::optional<comm::Pending> sums;
     Tensor g;
     if (ctx->needs_input_grad(0)) {
@@ -144,7 +136,7 @@ void check(const Tensor& x, const OptionalTensor& weight, const std::string& gro
   const auto share = tensor_split(n, comm::size(group)).sizes[comm::rank(group)];
   TORCH_CHECK_VALUE(x.sym_size(-1) == share, "x: shape ", x.sym_sizes(), " must end in ", share,
                     ", this rank's share of ", n, " features");
-  TORCH_CHECK_VALUE(!present(weight) || (weight->dim() == 1 && weight->sym_size(0) == share),
+  TORCH_CHECK_VALUE(!has(weight) || (weight->dim() == 1 && weight->sym_size(0) == share),
                     "weight: must have ", share, " elements, this rank's share of ", n);
 }
 
@@ -164,34 +156,13 @@ Tensor sharded_layer_norm(const Tensor& x, const OptionalTensor& weight, const O
   return ShardedLayerNorm::apply(x, weight, bias, eps, group, n);
 }
 
-namespace {
-
-template <typename T>
-T fp32(const T& t) {
-  return at::autocast::cached_cast(at::kFloat, t, at::kCUDA);
-}
-
-Tensor rms_norm_cuda(const Tensor& x, const OptionalTensor& weight, double eps,
-                     const std::string& group, int64_t n) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  return sharded_rms_norm(fp32(x), fp32(weight), eps, group, n);
-}
-
-Tensor layer_norm_cuda(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                       double eps, const std::string& group, int64_t n) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  return sharded_layer_norm(fp32(x), fp32(weight), fp32(bias), eps, group, n);
-}
-
-}  // namespace
-
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<sharded_rms_norm>(m, "sharded_rms_norm");
   impl_composite<sharded_layer_norm>(m, "sharded_layer_norm");
 }
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<rms_norm_cuda>(m, "sharded_rms_norm");
-  impl_composite<layer_norm_cuda>(m, "sharded_layer_norm");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  autocast_to_fp32_on_cuda<sharded_rms_norm, 0, 1>(m, "sharded_rms_norm");
+  autocast_to_fp32_on_cuda<sharded_layer_norm, 0, 1, 2>(m, "sharded_layer_norm");
 }
 
 }  // namespace tp_ext

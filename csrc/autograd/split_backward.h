@@ -10,18 +10,15 @@
 
 #pragma once
 
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <vector>
-
-#include "ops.h"
+#include "autograd/function.h"
 
 namespace tp_ext {
 
 // Whether the gradient of input i, counted among the inputs that are tensors, is not asked for in
 // this call but can be in another one
-inline bool asked_later(torch::autograd::AutogradContext* ctx, size_t i) {
+inline bool asked_later(AutogradContext* ctx, size_t i) {
   if (ctx->needs_input_grad(i) || !torch::autograd::get_current_graph_task_keep_graph())
     return false;
   const auto node = torch::autograd::get_current_node();
@@ -30,8 +27,7 @@ inline bool asked_later(torch::autograd::AutogradContext* ctx, size_t i) {
 
 // [Note: a backward in two halves keeps results, not flags]
 // Keeps results that were computed from dy for the other half
-inline void keep_results(torch::autograd::AutogradContext* ctx, const Tensor& dy,
-                         const std::vector<Tensor>& results) {
+inline void keep_results(AutogradContext* ctx, const Tensor& dy, const variable_list& results) {
   if (dy.is_inference()) return;  // has no version
   auto& data = ctx->saved_data;
   data["kept_dy"] = dy;
@@ -40,12 +36,12 @@ inline void keep_results(torch::autograd::AutogradContext* ctx, const Tensor& dy
 }
 
 // The results that the other half kept, once; none if it had another dy or there was none
-inline std::vector<Tensor> take_results(torch::autograd::AutogradContext* ctx, const Tensor& dy) {
+inline variable_list take_results(AutogradContext* ctx, const Tensor& dy) {
   auto& data = ctx->saved_data;
   if (data.count("kept_dy") == 0) return {};
   const bool same = data["kept_dy"].toTensor().is_same(dy) && !dy.is_inference() &&
                     data["kept_version"].toInt() == static_cast<int64_t>(dy._version());
-  auto results = same ? data["kept_results"].toTensorVector() : std::vector<Tensor>();
+  auto results = same ? data["kept_results"].toTensorVector() : variable_list();
   for (const char* key : {"kept_dy", "kept_version", "kept_results"}) data.erase(key);
   return results;
 }

@@ -10,20 +10,13 @@
 //
 // [Note: ranks compare width and vocabulary in the exchange of the loss]
 
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include "autograd/differentiation.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "autograd/vocab_loss.h"
 #include "check.h"
 
 namespace tp_ext {
 namespace {
-
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 struct Arguments : VocabLoss {
   std::string reduction;
@@ -74,13 +67,13 @@ struct CrossEntropy : Function<CrossEntropy> {
                                : grad.expand_symint({target.sym_numel()});
 
     if (!data["inplace_backward"].toBool())
-      return {loss.backward(grad, logits, target, lse), Tensor(), Tensor()};
+      return gradients({loss.backward(grad, logits, target, lse)});
     const Tensor dlogits = logits.detach();  // the same memory
     loss.backward_(grad, dlogits, target, lse);
     // Anyone else who saved the logits for backward gets torch's error instead of a wrong gradient
     if (!dlogits.is_inference()) dlogits.unsafeGetTensorImpl()->bump_version();
     data["overwritten"] = true;
-    return {dlogits, Tensor(), Tensor()};
+    return gradients({dlogits});
   }
 };
 
@@ -102,46 +95,33 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target, const Arguments
                              : loss_and_lse(logits, target, a).first;
 }
 
+// Under autocast the loss is fp32 like that of torch's cross_entropy. The logits need no cast: the
+// arithmetic is fp32 anyway.
+template <bool kAutocast>
 Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& target,
                                     const std::string& group, SymInt vocab_start,
                                     SymInt vocab_local, SymInt vocab_size, int64_t ignore_index,
                                     double label_smoothing, double z_loss,
                                     const std::string& reduction, bool inplace_backward,
                                     bool vocab_size_given) {
-  return cross_entropy(logits, target,
-                       {{group, vocab_start, vocab_local, vocab_size, vocab_size_given,
-                         ignore_index, label_smoothing, z_loss},
-                        reduction,
-                        inplace_backward,
-                        logits.scalar_type()});
-}
-
-// The loss is fp32 like that of torch's cross_entropy. The logits need no cast: the arithmetic is
-// fp32 anyway.
-Tensor vocab_parallel_cross_entropy_autocast(const Tensor& logits, const Tensor& target,
-                                             const std::string& group, SymInt vocab_start,
-                                             SymInt vocab_local, SymInt vocab_size,
-                                             int64_t ignore_index, double label_smoothing,
-                                             double z_loss, const std::string& reduction,
-                                             bool inplace_backward, bool vocab_size_given) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const auto loss_dtype = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return cross_entropy(logits, target,
-                       {{group, vocab_start, vocab_local, vocab_size, vocab_size_given,
-                         ignore_index, label_smoothing, z_loss},
-                        reduction,
-                        inplace_backward,
-                        loss_dtype});
+  Arguments args{{group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index,
+                  label_smoothing, z_loss},
+                 reduction,
+                 inplace_backward,
+                 logits.scalar_type()};
+  if constexpr (!kAutocast) return cross_entropy(logits, target, args);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  if (args.loss_dtype != at::kDouble) args.loss_dtype = at::kFloat;
+  return cross_entropy(logits, target, args);
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<vocab_parallel_cross_entropy>(m, "vocab_parallel_cross_entropy");
+  impl_composite<vocab_parallel_cross_entropy<false>>(m, "vocab_parallel_cross_entropy");
 }
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<vocab_parallel_cross_entropy_autocast>(m, "vocab_parallel_cross_entropy");
-}
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<vocab_parallel_cross_entropy_autocast>(m, "vocab_parallel_cross_entropy");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  constexpr auto under_autocast = vocab_parallel_cross_entropy<true>;
+  impl_autocast<c10::kCPU, under_autocast>(m, "vocab_parallel_cross_entropy");
+  impl_autocast<c10::kCUDA, under_autocast>(m, "vocab_parallel_cross_entropy");
 }
 
 }  // namespace

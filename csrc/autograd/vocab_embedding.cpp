@@ -8,20 +8,12 @@
 // Saved: ids. The sum has a fixed order: the same bits on every run. Linear in weight: in forward
 // mode the tangent is the embedding with the tangent of weight.
 
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
-#include "autograd/differentiation.h"
+#include "autograd/function.h"
 #include "check.h"
 #include "operators.h"
 
 namespace tp_ext {
 namespace {
-
-using c10::SymInt;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 Tensor lookup(const Tensor& weight, const Tensor& ids, const SymInt& vocab_start,
               const SymInt& vocab_local, const SymInt& vocab_size) {
@@ -45,9 +37,8 @@ struct Lookup : Function<Lookup> {
     refuse_double_backward("vocab_parallel_embedding", grads);
     static const auto op = TP_OP(_vocab_embedding_bwd);
     auto& data = ctx->saved_data;
-    return {op.call(grads[0], ctx->get_saved_variables()[0], data["num_rows"].toSymInt(),
-                    data["vocab_start"].toSymInt(), data["vocab_local"].toSymInt()),
-            Tensor(), Tensor(), Tensor(), Tensor()};
+    return gradients({op.call(grads[0], ctx->get_saved_variables()[0], data["num_rows"].toSymInt(),
+                              data["vocab_start"].toSymInt(), data["vocab_local"].toSymInt())});
   }
 };
 

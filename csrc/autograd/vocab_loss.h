@@ -5,11 +5,11 @@
 #pragma once
 
 #include <ATen/ops/ne.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <string>
 #include <tuple>
 
+#include "autograd/function.h"
 #include "check.h"
 #include "comm/collectives.h"
 #include "operators.h"
@@ -31,7 +31,7 @@ struct VocabLoss {
     TORCH_CHECK_VALUE(z_loss >= 0, "z_loss: ", z_loss, " must be at least 0");
   }
 
-  void put(torch::autograd::AutogradContext* ctx) const {
+  void put(AutogradContext* ctx) const {
     auto& data = ctx->saved_data;
     data["group"] = group;
     data["vocab_start"] = vocab_start;
@@ -41,7 +41,7 @@ struct VocabLoss {
     data["label_smoothing"] = label_smoothing;
     data["z_loss"] = z_loss;
   }
-  static VocabLoss get(torch::autograd::AutogradContext* ctx) {
+  static VocabLoss get(AutogradContext* ctx) {
     auto& data = ctx->saved_data;
     return {data["group"].toStringRef(),
             data["vocab_start"].toSymInt(),

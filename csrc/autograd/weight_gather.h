@@ -9,10 +9,11 @@
 // A pass is one forward of a model, from GatherOrder::begin() to end() (tp_ext/nn/gather_ahead.py
 // calls them around the outermost module), or one run of the autograd engine. Nothing is gathered
 // ahead across its limits, so every write of a weight between two passes is seen: that of the
-// optimizer, through `p.data`, of a broadcast. Within a pass, where hooks and the code of a model may
-// write a weight that is being gathered, see Coming::is_of. What is gathered ahead follows from the calls alone: the
-// model owns its order, with the weights in it, so it is the same on all ranks whenever memory is
-// collected. A gather that is not used is dropped. Traced calls gather when they come.
+// optimizer, through `p.data`, of a broadcast. Within a pass, where hooks and the code of a model
+// may write a weight that is being gathered, see Coming::is_of. What is gathered ahead follows from
+// the calls alone: the model owns its order, with the weights in it, so it is the same on all ranks
+// whenever memory is collected. A gather that is not used is dropped. Traced calls gather when they
+// come.
 
 #pragma once
 

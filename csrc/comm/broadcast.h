@@ -9,8 +9,8 @@
 
 namespace tp_ext::comm {
 
-// x of the rank `root` on all ranks. Of the others, only dtype and device of x count, and `shape` is
-// that of the result.
+// x of the rank `root` on all ranks. Of the others, only dtype and device of x count, and `shape`
+// is that of the result.
 Pending broadcast_async(const at::Tensor& x, const std::string& group, int64_t root,
                         c10::SymIntArrayRef shape);
 

@@ -7,11 +7,11 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "comm/alternative.h"
 #include "comm/broadcast.h"
 #include "comm/group_name.h"
 #include "comm/pack.h"
 #include "comm/rotate.h"
-#include "comm/symmetric_memory.h"
 
 namespace tp_ext::comm {
 namespace {
@@ -162,7 +162,7 @@ Tensor Pending::wait() {
 
 Tensor all_reduce(const Tensor& x, const std::string& group) {
   if (traced(x)) return all_reduce_fresh(x, group);
-  if (auto sum = symmetric_all_reduce(x, group)) return *sum;
+  if (auto sum = alternative_all_reduce(x, group)) return *sum;
   BelowAutograd below;
   return all_reduce_fresh(fresh_contiguous(x), group);
 }
@@ -175,7 +175,7 @@ Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
         c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
     return functional(op, fresh.contiguous(), std::string("sum"), bare_name(group));
   }
-  if (auto sum = symmetric_all_reduce(fresh, group)) return *sum;
+  if (auto sum = alternative_all_reduce(fresh, group)) return *sum;
   BelowAutograd below;
   Tensor x = fresh.contiguous();
   finish(issue_all_reduce(resolve(group), x, false));

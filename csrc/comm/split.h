@@ -5,7 +5,7 @@
 #include <c10/core/SymInt.h>
 #include <vector>
 
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 

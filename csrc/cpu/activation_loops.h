@@ -6,9 +6,9 @@
 #include <ATen/ops/empty.h>
 #include <algorithm>
 
-#include "cpu/half_convert.h"
 #include "cpu/bf16_pairs.h"
 #include "cpu/dispatch.h"
+#include "cpu/half_convert.h"
 
 namespace tp_ext {
 

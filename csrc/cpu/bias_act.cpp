@@ -1,83 +1,73 @@
 // bias_act on CPU: y = act(x + bias), x [.., n], bias [n] or none; backward recomputes x + bias.
 
 #include <torch/library.h>
-#include <ATen/ops/empty.h>
 
 #include "args/activation.h"
 #include "cpu/bias_act_loops.h"
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 namespace {
 
-Tensor bias_act_fwd(const Tensor& x_any, const OptionalTensor& bias_any,
-                    std::string_view activation) {
-  check_bias_act(x_any, bias_any, activation);
-  const Tensor x = x_any.contiguous();
-  const Tensor bias = bias_any.has_value() ? bias_any->contiguous() : Tensor();
-  const Tensor y = at::empty(x.sizes(), x.options());
-  const int64_t n = bias.defined() ? bias.numel() : x.numel(), rows = n ? x.numel() / n : 0;
-  dispatch_floating(x.scalar_type(), "bias_act", [&](auto zero) {
-    using T = decltype(zero);
-    const T* const px = in<T>(x);
-    const Tensor wide = bias.defined() ? columns_of<T>(bias, 1) : bias;
-    const ConstColumns<T> columns{bias.defined() ? in<acc_t<T>>(wide) : nullptr, n};
-    T* const py = out<T>(y);
-    dispatch_activation(activation, [&](auto act) {
-      using Act = decltype(act);
-      for_each_row_chunk(rows, n, [&](int64_t row, int64_t column, int64_t length) {
-        const int64_t i = row * n + column;
-        if (columns.data)
-          forward_chunk<Act, true, T>(px + i, columns.from(column), py + i, length, kAhead<T>);
-        else
-          forward_chunk<Act, false, T>(px + i, columns, py + i, length, kAhead<T>);
+struct CpuBiasAct {
+  static void forward(const Tensor& x, const Tensor& bias, const Tensor& y,
+                      std::string_view activation) {
+    const int64_t n = bias.defined() ? bias.numel() : x.numel(), rows = x.numel() / n;
+    dispatch_floating(x.scalar_type(), "bias_act", [&](auto zero) {
+      using T = decltype(zero);
+      const T* const px = in<T>(x);
+      const Tensor wide = bias.defined() ? columns_of<T>(bias, 1) : bias;
+      const ConstColumns<T> columns{bias.defined() ? in<acc_t<T>>(wide) : nullptr, n};
+      T* const py = out<T>(y);
+      dispatch_activation(activation, [&](auto act) {
+        using Act = decltype(act);
+        for_each_row_chunk(rows, n, [&](int64_t row, int64_t column, int64_t length) {
+          const int64_t i = row * n + column;
+          if (columns.data)
+            forward_chunk<Act, true, T>(px + i, columns.from(column), py + i, length, kAhead<T>);
+          else
+            forward_chunk<Act, false, T>(px + i, columns, py + i, length, kAhead<T>);
+        });
       });
     });
-  });
-  return y;
-}
+  }
 
-std::tuple<Tensor, Tensor> bias_act_bwd(const Tensor& grad_any, const Tensor& x_any,
-                                        const OptionalTensor& bias_any,
-                                        std::string_view activation) {
-  check_bias_act(x_any, bias_any, activation);
-  check_activation_grad(grad_any, x_any, 1);
-  const Tensor x = x_any.contiguous(), grad = grad_any.contiguous();
-  const Tensor bias = bias_any.has_value() ? bias_any->contiguous() : Tensor();
-  const Tensor dx = at::empty(x.sizes(), x.options());
-  const Tensor dbias = at::empty({bias.defined() ? bias.numel() : 0}, x.options());
-  dispatch_floating(x.scalar_type(), "bias_act", [&](auto zero) {
-    using T = decltype(zero);
-    const T *pg = in<T>(grad), *px = in<T>(x);
-    T* const pd = out<T>(dx);
-    dispatch_activation(activation, [&](auto act) {
-      using Act = decltype(act);
-      if (!bias.defined()) {
-        for_each_row_chunk(1, x.numel(), [&](int64_t, int64_t i, int64_t length) {
-          backward_chunk<Act, false, T>(pg + i, px + i, {}, pd + i, {}, length, kAhead<T>);
-        });
-        return;
-      }
-      const int64_t n = bias.numel(), rows = n ? x.numel() / n : 0;
-      const Tensor wide = columns_of<T>(bias, 1);
-      const ConstColumns<T> columns{in<acc_t<T>>(wide), n};
-      for_each_row_chunk_with_sums<T>(
-          rows, n, 1, out<T>(dbias),
-          [&](int64_t row, int64_t column, int64_t length, MutableColumns<T> sums) {
-            const int64_t i = row * n + column;
-            backward_chunk<Act, true, T>(pg + i, px + i, columns.from(column), pd + i, sums, length,
-                                         row + 1 < rows ? n : 0);
+  static void backward(const Tensor& grad, const Tensor& x, const Tensor& bias, const Tensor& dx,
+                       const Tensor& dbias, std::string_view activation) {
+    dispatch_floating(x.scalar_type(), "bias_act", [&](auto zero) {
+      using T = decltype(zero);
+      const T *pg = in<T>(grad), *px = in<T>(x);
+      T* const pd = out<T>(dx);
+      dispatch_activation(activation, [&](auto act) {
+        using Act = decltype(act);
+        if (!bias.defined()) {
+          for_each_row_chunk(1, x.numel(), [&](int64_t, int64_t i, int64_t length) {
+            backward_chunk<Act, false, T>(pg + i, px + i, {}, pd + i, {}, length, kAhead<T>);
           });
+          return;
+        }
+        const int64_t n = bias.numel(), rows = n ? x.numel() / n : 0;
+        const Tensor wide = columns_of<T>(bias, 1);
+        const ConstColumns<T> columns{in<acc_t<T>>(wide), n};
+        for_each_row_chunk_with_sums<T>(
+            rows, n, 1, out<T>(dbias),
+            [&](int64_t row, int64_t column, int64_t length, MutableColumns<T> sums) {
+              const int64_t i = row * n + column;
+              backward_chunk<Act, true, T>(pg + i, px + i, columns.from(column), pd + i, sums,
+                                           length, row + 1 < rows ? n : 0);
+            });
+      });
     });
-  });
-  return {dx, dbias};
-}
+  }
+};
+
+using Primitives = ActivationPrimitives<CpuBiasAct, check_bias_act, 1>;
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
-  m.impl("_bias_act_fwd", bias_act_fwd);
-  m.impl("_bias_act_bwd", bias_act_bwd);
+  m.impl("_bias_act_fwd", Primitives::fwd);
+  m.impl("_bias_act_bwd", Primitives::bwd);
 }
 
 }  // namespace tp_ext

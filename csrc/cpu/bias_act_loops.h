@@ -4,9 +4,9 @@
 #pragma once
 
 #include "cpu/activation_loops.h"
-#include "cpu/prefetch.h"
-#include "cpu/fp16_avx512.h"
 #include "cpu/dispatch.h"
+#include "cpu/fp16_avx512.h"
+#include "cpu/prefetch.h"
 #include "kernels/half_math.h"
 
 namespace tp_ext {

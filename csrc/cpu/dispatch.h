@@ -5,8 +5,8 @@
 #include <ATen/Parallel.h>
 
 #include "cpu/multiversion.h"
-#include "kernels/half.h"
 #include "dtype_dispatch.h"
+#include "kernels/half.h"
 
 namespace tp_ext {
 

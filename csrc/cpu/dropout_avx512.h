@@ -3,8 +3,8 @@
 
 #pragma once
 
-#include "cpu/dropout_pass.h"
 #include "cpu/bf16_pairs.h"
+#include "cpu/dropout_pass.h"
 #include "cpu/philox_simd.h"
 
 #ifdef TP_PHILOX_X86

@@ -2,9 +2,9 @@
 
 #include "cpu/dropout_pass.h"
 
-#include "cpu/multiversion.h"
-#include "cpu/half_convert.h"
 #include "cpu/dropout_avx512.h"
+#include "cpu/half_convert.h"
+#include "cpu/multiversion.h"
 
 namespace tp_ext {
 namespace {

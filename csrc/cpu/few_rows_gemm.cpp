@@ -18,8 +18,8 @@ using Vector = float __attribute__((vector_size(64), aligned(4)));
 constexpr int64_t kLanes = 16;
 
 // Prefetches the lines of rows x columns elements, row after row, into the second cache, a few at a
-// time between the instructions that compute: in one burst they would wait for each other. An address
-// beyond the matrix does no harm
+// time between the instructions that compute: in one burst they would wait for each other. An
+// address beyond the matrix does no harm
 template <bool written = false>
 class Ahead {
  public:
@@ -76,18 +76,24 @@ TP_INLINE void transpose(Vector (&rows)[kLanes]) {
 TP_INLINE Vector& vector_at(float* p) { return *reinterpret_cast<Vector*>(p); }
 TP_INLINE const Vector& vector_at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
 
-// c [R, 16 N] (+)= a b over k, in registers: a [R, k] any strides, b [k, 16 N]. The sum over k is
-// added to c at its end, which keeps long sums accurate. Calls fetch() for each kSteps of k
+// A matrix [rows, k] whose rows are `row` elements apart
+struct Factor {
+  const float* data;
+  int64_t row;
+};
+
+// c [R, 16 N] (+)= a b over k, in registers: a [R, k], b [k, 16 N]. The sum over k is added to c at
+// its end, which keeps long sums accurate. Calls fetch() for each kSteps of k
 constexpr int64_t kSteps = 4;
 template <int R, int N, bool add, typename Fetch>
-TP_INLINE void block(int64_t k_end, const float* a, int64_t a_row, int64_t a_k, const float* b,
-                     int64_t b_k, float* c, int64_t c_row, const Fetch& fetch) {
+TP_INLINE void block(int64_t k_end, Factor a, Factor b, float* c, int64_t c_row,
+                     const Fetch& fetch) {
   Vector sums[R][N] = {};
   const auto step = [&](int64_t k) TP_INLINED {
     Vector v[N];
-    for (int n = 0; n < N; ++n) v[n] = vector_at(b + k * b_k + n * kLanes);
+    for (int n = 0; n < N; ++n) v[n] = vector_at(b.data + k * b.row + n * kLanes);
     for (int r = 0; r < R; ++r) {
-      const float factor = a[r * a_row + k * a_k];
+      const float factor = a.data[r * a.row + k];
       for (int n = 0; n < N; ++n) sums[r][n] += v[n] * factor;
     }
   };
@@ -111,8 +117,9 @@ TP_INLINE void block(int64_t k_end, const float* a, int64_t a_row, int64_t a_k, 
 
 bool supported() { return has_avx512(); }
 
-TP_AVX512 void logits(const float* x_columns, const float* w, float* y, int64_t stride,
-                      int64_t tokens, int64_t hidden, int64_t begin, int64_t end) {
+TP_AVX512 void logits(const float* x_columns, const float* w, float* y, int64_t stride, Shape shape,
+                      Range range) {
+  const int64_t tokens = shape.tokens, hidden = shape.hidden, begin = range.begin, end = range.end;
   constexpr int64_t rows = 8, ahead = 2 * rows, deep = 256;  // of w, and of its columns
   constexpr int wide = 3;                                    // vectors of tokens
   alignas(64) float columns[kColumns * kMaxTokens];
@@ -131,9 +138,9 @@ TP_AVX512 void logits(const float* x_columns, const float* w, float* y, int64_t 
           const float *a = w + (v + t) * hidden + k, *b = x_columns + k * kMaxTokens + m;
           float* to = columns + t * kMaxTokens + m;
           if (k == 0)
-            block<rows, wide, false>(depth, a, hidden, 1, b, kMaxTokens, to, kMaxTokens, fetch);
+            block<rows, wide, false>(depth, {a, hidden}, {b, kMaxTokens}, to, kMaxTokens, fetch);
           else
-            block<rows, wide, true>(depth, a, hidden, 1, b, kMaxTokens, to, kMaxTokens, fetch);
+            block<rows, wide, true>(depth, {a, hidden}, {b, kMaxTokens}, to, kMaxTokens, fetch);
         }
     for (int64_t m = 0; m < tokens; m += kLanes)
       for (int64_t t = 0; t < kColumns; t += kLanes) {
@@ -147,8 +154,9 @@ TP_AVX512 void logits(const float* x_columns, const float* w, float* y, int64_t 
 }
 
 TP_AVX512 void input_grad(const float* dy, int64_t stride, const float* w, float* dx_blocks,
-                          int64_t tokens, int64_t vocab, int64_t hidden, int64_t begin,
-                          int64_t end) {
+                          Shape shape, Range range) {
+  const int64_t tokens = shape.tokens, vocab = shape.vocab, hidden = shape.hidden;
+  const int64_t begin = range.begin, end = range.end;
   constexpr int64_t panel = 2048;  // columns of w, whose next rows stay in the second cache, as dx
   constexpr int64_t deep = 64;     // rows of w
   alignas(64) float packed[kMaxTokens * deep] = {}, tile[deep * kColumns];
@@ -169,8 +177,8 @@ TP_AVX512 void input_grad(const float* dy, int64_t stride, const float* w, float
           std::copy_n(w + (v + k) * hidden + h, kColumns, tile + k * kColumns);
         for (int64_t m = 0; m < blocks; ++m) {
           factors.fetch(each_factor);
-          block<kRows, kColumns / kLanes, true>(depth, packed + m * kRows * deep, deep, 1, tile,
-                                                kColumns,
+          block<kRows, kColumns / kLanes, true>(depth, {packed + m * kRows * deep, deep},
+                                                {tile, kColumns},
                                                 dx_blocks + (h * blocks + m * kColumns) * kRows,
                                                 kColumns, [&]() TP_INLINED { next.fetch(each); });
         }
@@ -180,7 +188,8 @@ TP_AVX512 void input_grad(const float* dy, int64_t stride, const float* w, float
 }
 
 TP_AVX512 void weight_grad(const float* dy, int64_t stride, const float* x_blocks, float* dw,
-                           int64_t tokens, int64_t hidden, bool add, int64_t begin, int64_t end) {
+                           Shape shape, bool add, Range range) {
+  const int64_t tokens = shape.tokens, hidden = shape.hidden, begin = range.begin, end = range.end;
   constexpr int64_t panel = 1024;       // columns; of x they stay in the second cache
   constexpr int64_t deep = 3 * kLanes;  // rows of dw whose factors are packed at a time
   static_assert(deep % kRows == 0);
@@ -215,13 +224,13 @@ TP_AVX512 void weight_grad(const float* dy, int64_t stride, const float* x_block
           const auto fetch = [&]() TP_INLINED { next.fetch(each); };
           constexpr int wide = kColumns / kLanes;
           if (some == 1 && add)
-            block<1, wide, true>(tokens, a, kMaxTokens, 1, b, kColumns, c, hidden, none);
+            block<1, wide, true>(tokens, {a, kMaxTokens}, {b, kColumns}, c, hidden, none);
           else if (some == 1)
-            block<1, wide, false>(tokens, a, kMaxTokens, 1, b, kColumns, c, hidden, none);
+            block<1, wide, false>(tokens, {a, kMaxTokens}, {b, kColumns}, c, hidden, none);
           else if (add)
-            block<kRows, wide, true>(tokens, a, kMaxTokens, 1, b, kColumns, c, hidden, fetch);
+            block<kRows, wide, true>(tokens, {a, kMaxTokens}, {b, kColumns}, c, hidden, fetch);
           else
-            block<kRows, wide, false>(tokens, a, kMaxTokens, 1, b, kColumns, c, hidden, fetch);
+            block<kRows, wide, false>(tokens, {a, kMaxTokens}, {b, kColumns}, c, hidden, fetch);
         }
         t += some;
       }
@@ -232,11 +241,9 @@ TP_AVX512 void weight_grad(const float* dy, int64_t stride, const float* x_block
 #else
 
 bool supported() { return false; }
-void logits(const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t) {}
-void input_grad(const float*, int64_t, const float*, float*, int64_t, int64_t, int64_t, int64_t,
-                int64_t) {}
-void weight_grad(const float*, int64_t, const float*, float*, int64_t, int64_t, bool, int64_t,
-                 int64_t) {}
+void logits(const float*, const float*, float*, int64_t, Shape, Range) {}
+void input_grad(const float*, int64_t, const float*, float*, Shape, Range) {}
+void weight_grad(const float*, int64_t, const float*, float*, Shape, bool, Range) {}
 
 #endif
 

@@ -2,88 +2,77 @@
 // (up + bias_up). Backward recomputes both factors.
 
 #include <torch/library.h>
-#include <ATen/ops/empty.h>
 
 #include "args/activation.h"
 #include "cpu/gated_act_loops.h"
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 namespace {
 
-Tensor gated_act_fwd(const Tensor& x_any, const OptionalTensor& bias_any,
-                     std::string_view activation) {
-  check_gated_act(x_any, bias_any, activation);
-  const Tensor x = x_any.contiguous();
-  const Tensor bias = bias_any.has_value() ? bias_any->contiguous() : Tensor();
-  std::vector<int64_t> shape = x.sizes().vec();
-  const int64_t f = shape.back() /= 2, rows = f ? x.numel() / (2 * f) : 0;
-  const Tensor y = at::empty(shape, x.options());
-  dispatch_floating(x.scalar_type(), "gated_act", [&](auto zero) {
-    using T = decltype(zero);
-    const T* const px = in<T>(x);
-    const Tensor wide = bias.defined() ? columns_of<T>(bias, 2) : bias;
-    const ConstColumns<T> columns{bias.defined() ? in<acc_t<T>>(wide) : nullptr, f};
-    T* const py = out<T>(y);
-    dispatch_gated_activation(activation, [&](auto act) {
-      using Act = decltype(act);
-      for_each_row_chunk(rows, f, [&](int64_t row, int64_t column, int64_t length) {
-        const T* const gate = px + row * 2 * f + column;
-        T* const to = py + row * f + column;
-        const int64_t ahead = row + 1 < rows;
-        if (columns.data)
-          forward_chunk<Act, true, T>(gate, columns.from(column), to, f, length, ahead);
-        else
-          forward_chunk<Act, false, T>(gate, columns, to, f, length, ahead);
+struct CpuGatedAct {
+  static void forward(const Tensor& x, const Tensor& bias, const Tensor& y,
+                      std::string_view activation) {
+    const int64_t f = y.size(-1), rows = y.numel() / f;
+    dispatch_floating(x.scalar_type(), "gated_act", [&](auto zero) {
+      using T = decltype(zero);
+      const T* const px = in<T>(x);
+      const Tensor wide = bias.defined() ? columns_of<T>(bias, 2) : bias;
+      const ConstColumns<T> columns{bias.defined() ? in<acc_t<T>>(wide) : nullptr, f};
+      T* const py = out<T>(y);
+      dispatch_gated_activation(activation, [&](auto act) {
+        using Act = decltype(act);
+        for_each_row_chunk(rows, f, [&](int64_t row, int64_t column, int64_t length) {
+          const T* const gate = px + row * 2 * f + column;
+          T* const to = py + row * f + column;
+          const int64_t ahead = row + 1 < rows;
+          if (columns.data)
+            forward_chunk<Act, true, T>(gate, columns.from(column), to, f, length, ahead);
+          else
+            forward_chunk<Act, false, T>(gate, columns, to, f, length, ahead);
+        });
       });
     });
-  });
-  return y;
-}
+  }
 
-std::tuple<Tensor, Tensor> gated_act_bwd(const Tensor& grad_any, const Tensor& x_any,
-                                         const OptionalTensor& bias_any,
-                                         std::string_view activation) {
-  check_gated_act(x_any, bias_any, activation);
-  check_activation_grad(grad_any, x_any, 2);
-  const Tensor x = x_any.contiguous(), grad = grad_any.contiguous();
-  const Tensor bias = bias_any.has_value() ? bias_any->contiguous() : Tensor();
-  const Tensor dx = at::empty(x.sizes(), x.options());
-  const Tensor dbias = at::empty({bias.defined() ? bias.numel() : 0}, x.options());
-  const int64_t f = x.size(-1) / 2, rows = f ? x.numel() / (2 * f) : 0;
-  dispatch_floating(x.scalar_type(), "gated_act", [&](auto zero) {
-    using T = decltype(zero);
-    const T *pg = in<T>(grad), *px = in<T>(x);
-    T* const pd = out<T>(dx);
-    dispatch_gated_activation(activation, [&](auto act) {
-      using Act = decltype(act);
-      if (!bias.defined()) {
-        for_each_row_chunk(rows, f, [&](int64_t row, int64_t column, int64_t length) {
-          const int64_t i = row * 2 * f + column;
-          backward_chunk<Act, false, T>(pg + row * f + column, px + i, {}, pd + i, {}, f, length,
-                                        row + 1 < rows);
-        });
-        return;
-      }
-      const Tensor wide = columns_of<T>(bias, 2);
-      const ConstColumns<T> columns{in<acc_t<T>>(wide), f};
-      for_each_row_chunk_with_sums<T>(
-          rows, f, 2, out<T>(dbias),
-          [&](int64_t row, int64_t column, int64_t length, MutableColumns<T> sums) {
+  static void backward(const Tensor& grad, const Tensor& x, const Tensor& bias, const Tensor& dx,
+                       const Tensor& dbias, std::string_view activation) {
+    const int64_t f = grad.size(-1), rows = grad.numel() / f;
+    dispatch_floating(x.scalar_type(), "gated_act", [&](auto zero) {
+      using T = decltype(zero);
+      const T *pg = in<T>(grad), *px = in<T>(x);
+      T* const pd = out<T>(dx);
+      dispatch_gated_activation(activation, [&](auto act) {
+        using Act = decltype(act);
+        if (!bias.defined()) {
+          for_each_row_chunk(rows, f, [&](int64_t row, int64_t column, int64_t length) {
             const int64_t i = row * 2 * f + column;
-            backward_chunk<Act, true, T>(pg + row * f + column, px + i, columns.from(column),
-                                         pd + i, sums, f, length, row + 1 < rows);
+            backward_chunk<Act, false, T>(pg + row * f + column, px + i, {}, pd + i, {}, f, length,
+                                          row + 1 < rows);
           });
+          return;
+        }
+        const Tensor wide = columns_of<T>(bias, 2);
+        const ConstColumns<T> columns{in<acc_t<T>>(wide), f};
+        for_each_row_chunk_with_sums<T>(
+            rows, f, 2, out<T>(dbias),
+            [&](int64_t row, int64_t column, int64_t length, MutableColumns<T> sums) {
+              const int64_t i = row * 2 * f + column;
+              backward_chunk<Act, true, T>(pg + row * f + column, px + i, columns.from(column),
+                                           pd + i, sums, f, length, row + 1 < rows);
+            });
+      });
     });
-  });
-  return {dx, dbias};
-}
+  }
+};
+
+using Primitives = ActivationPrimitives<CpuGatedAct, check_gated_act, 2>;
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
-  m.impl("_gated_act_fwd", gated_act_fwd);
-  m.impl("_gated_act_bwd", gated_act_bwd);
+  m.impl("_gated_act_fwd", Primitives::fwd);
+  m.impl("_gated_act_bwd", Primitives::bwd);
 }
 
 }  // namespace tp_ext

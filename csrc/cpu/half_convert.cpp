@@ -3,9 +3,9 @@
 
 #include "cpu/half_convert.h"
 
-#include "cpu/multiversion.h"
-#include "cpu/fp16_avx512.h"
 #include "cpu/bf16_pairs.h"
+#include "cpu/fp16_avx512.h"
+#include "cpu/multiversion.h"
 
 // As TP_MULTIVERSION: clang may not support the f16c target
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "cpu/dispatch.h"
 #include "args/multi_tensor.h"
-#include "ops.h"
+#include "cpu/dispatch.h"
+#include "types.h"
 
 namespace tp_ext {
 namespace {

@@ -22,9 +22,9 @@
 #include <vector>
 
 #include "args/norm.h"
+#include "cpu/dispatch.h"
 #include "cpu/norm_backward.h"
 #include "cpu/norm_forward.h"
-#include "cpu/dispatch.h"
 
 namespace tp_ext {
 namespace {

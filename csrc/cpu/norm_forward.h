@@ -37,40 +37,56 @@ struct NormSums {
   A squares[kNormLanes] = {}, rests[kNormLanes] = {};  // of the deviations
 };
 
+// A span of columns of the three rows of a step. Members are restrict, as gcc knows them through a
+// restrict reference.
+template <typename T, typename A = acc_t<T>>
+struct NormSpan {
+  int64_t n;
+  // The loaded row; `ahead`: distance in elements to the next one
+  const T* __restrict x, * __restrict residual;
+  T* __restrict sum;
+  A* __restrict cache;
+  int64_t ahead;
+  // The row whose deviations are summed
+  const A* __restrict squared;
+  A squared_mean;
+  // The written row; to_next: distance in elements to the next one
+  const A* __restrict row;
+  A mean, rstd;
+  const A* __restrict w, * __restrict b;
+  T* __restrict y;
+  int64_t to_next;
+  A* __restrict buffered;
+};
+
 // The enabled steps: x and residual are loaded, into sum and cache if not null; the deviations of
 // `squared` from its mean are summed; `row` is written to y. For buffered rows the loaded row is in
-// cache already, and the written row goes to `buffered`. `ahead`, `to_next`: distances in elements
-// to the rows that are loaded and written next. A disabled step computes no sum.
+// cache already, and the written row goes to `buffered`. A disabled step computes no sum.
 template <typename T, bool kCentred, bool kAdds, bool kLoad, bool kSquare, bool kWrite>
-TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x,
-                                 const T* __restrict residual, T* __restrict sum,
-                                 acc_t<T>* __restrict cache, int64_t ahead,
-                                 const acc_t<T>* __restrict squared, acc_t<T> squared_mean,
-                                 const acc_t<T>* __restrict row, acc_t<T> mean, acc_t<T> rstd,
-                                 const acc_t<T>* __restrict w, const acc_t<T>* __restrict b,
-                                 T* __restrict y, int64_t to_next, acc_t<T>* __restrict buffered,
-                                 int64_t n) {
+TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const NormSpan<T>& __restrict p) {
   using A = acc_t<T>;
   constexpr int kTile = kNormLanes;
   constexpr bool kConverts = !kBufferedRows<T>;
-  const auto add = [&](int64_t k)
-                       TP_INLINED { sum[k] = from_acc<T>(to_acc(x[k]) + to_acc(residual[k])); };
+  const auto add = [&](int64_t k) TP_INLINED {
+    const acc_t<T> sum = to_acc(p.x[k]) + to_acc(p.residual[k]);
+    p.sum[k] = from_acc<T>(sum);
+  };
   const auto load = [&](int64_t k) TP_INLINED {
     if constexpr (kConverts) {
-      const A value = to_acc(kAdds ? sum[k] : x[k]);
-      if constexpr (kIsHalf<T>) cache[k] = value;
+      const A value = to_acc(kAdds ? p.sum[k] : p.x[k]);
+      if constexpr (kIsHalf<T>) p.cache[k] = value;
       return value;
     } else {
-      return cache[k];
+      return p.cache[k];
     }
   };
   const auto write = [&](int64_t k) TP_INLINED {
-    const A product = norm_hat(row[k], mean, rstd) * w[k];
-    const A value = kCentred ? product + b[k] : product;
+    const A product = norm_hat(p.row[k], p.mean, p.rstd) * p.w[k];
+    const A value = kCentred ? product + p.b[k] : product;
     if constexpr (kConverts) {
-      y[k] = from_acc<T>(value);
+      p.y[k] = from_acc<T>(value);
     } else {
-      buffered[k] = value;
+      p.buffered[k] = value;
     }
   };
   const auto add_loaded = [&](A value, int l)
@@ -79,20 +95,21 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
     sums.squares[l] += d * d;
     sums.rests[l] += d;
   };
+  const int64_t n = p.n;
   int64_t k = 0;
   for (; k + kTile <= n; k += kTile) {
     if constexpr (kLoad && kWrite) {
       // One stream less where four are read and written already
-      if constexpr (!kAdds) fetch<2, kTile>(x + ahead + k);
-      if constexpr (kAdds) fetch<2, kTile>(sum + ahead + k);
-      fetch<2, kTile>(y + to_next + k);
+      if constexpr (!kAdds) fetch<2, kTile>(p.x + p.ahead + k);
+      if constexpr (kAdds) fetch<2, kTile>(p.sum + p.ahead + k);
+      fetch<2, kTile>(p.y + p.to_next + k);
     }
     if constexpr (kLoad && kAdds && kConverts)
       for (int l = 0; l < kTile; ++l) add(k + l);
     if constexpr (kLoad)
       for (int l = 0; l < kTile; ++l) add_loaded(load(k + l), l);
     if constexpr (kSquare)
-      for (int l = 0; l < kTile; ++l) add_deviation(squared[k + l] - squared_mean, l);
+      for (int l = 0; l < kTile; ++l) add_deviation(p.squared[k + l] - p.squared_mean, l);
     if constexpr (kWrite)
       for (int l = 0; l < kTile; ++l) write(k + l);
   }
@@ -108,7 +125,7 @@ TP_INLINE void norm_forward_step(NormSums<acc_t<T>>& sums, const T* __restrict x
   }
   if constexpr (kSquare) {
     A deviations[kTile] = {};
-    for (int l = 0; l < rest; ++l) deviations[l] = squared[k + l] - squared_mean;
+    for (int l = 0; l < rest; ++l) deviations[l] = p.squared[k + l] - p.squared_mean;
     for (int l = 0; l < kTile; ++l) add_deviation(deviations[l], l);
   }
   if constexpr (kWrite)
@@ -153,11 +170,25 @@ TP_INLINE void norm_forward_of(const NormForward<T>& p) {
       T* const sum = kAdds ? p.sum + from : nullptr;
       if constexpr (loads && kBufferedRows<T>)
         widen_part<kAdds>(p.x + from, residual, sum, cache, buffered, m);
-      norm_forward_step<T, kCentred, kAdds, loads, squares, writes>(
-          sums, p.x + from, residual, sum, cache, i + 1 < rows ? n : 0,
-          squares ? kept(previous) + begin : nullptr, squares ? p.means[previous] : A(0),
-          writes ? kept(last) + begin : nullptr, writes && kCentred ? p.means[last] : A(0),
-          writes ? p.rstds[last] : A(0), p.w + begin, p.b + begin, p.y + to, n, buffered, m);
+      const NormSpan<T> span{
+          m,
+          p.x + from,
+          residual,
+          sum,
+          cache,
+          i + 1 < rows ? n : 0,
+          squares ? kept(previous) + begin : nullptr,
+          squares ? p.means[previous] : A(0),
+          writes ? kept(last) + begin : nullptr,
+          writes && kCentred ? p.means[last] : A(0),
+          writes ? p.rstds[last] : A(0),
+          p.w + begin,
+          p.b + begin,
+          p.y + to,
+          n,
+          buffered,
+      };
+      norm_forward_step<T, kCentred, kAdds, loads, squares, writes>(sums, span);
     };
     if constexpr (kBufferedRows<T>) {
       static_assert(kBufferLength % kNormLanes == 0);

@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-#include "cpu/multiversion.h"
 #include "cpu/half_convert.h"
+#include "cpu/multiversion.h"
 #include "cpu/prefetch.h"
 #include "kernels/half.h"
 #include "kernels/norm.h"

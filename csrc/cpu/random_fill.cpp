@@ -4,10 +4,10 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include "cpu/philox_words.h"
-#include "cpu/dispatch.h"
-#include "ops.h"
 #include "args/random_fill.h"
+#include "cpu/dispatch.h"
+#include "cpu/philox_words.h"
+#include "types.h"
 
 namespace tp_ext {
 namespace {

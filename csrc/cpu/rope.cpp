@@ -10,10 +10,10 @@
 #include <tuple>
 #include <vector>
 
+#include "args/rope.h"
 #include "cpu/dispatch.h"
 #include "kernels/rope.h"
-#include "ops.h"
-#include "args/rope.h"
+#include "types.h"
 
 namespace tp_ext {
 namespace {
@@ -40,21 +40,27 @@ inline void rotate_neighbours(const T* __restrict x, const acc_t<T>* __restrict 
   }
 }
 
+// The angles of the rows of a table, times a sign
+template <typename A>
+struct Angles {
+  const A *cos, *sin;
+  A sign;
+};
+
 template <typename T, bool kInterleaved>
-TP_MULTIVERSION void rope_tokens(const T* x, const acc_t<T>* cos, const acc_t<T>* sin,
-                                 const int64_t* positions, T* y, RopeShape s, acc_t<T> sign,
-                                 int64_t begin, int64_t end) {
+TP_MULTIVERSION void rope_tokens(const T* x, Angles<acc_t<T>> angles, const int64_t* positions,
+                                 T* y, RopeShape s, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     const RopeToken token = rope_token(s, positions, t);
-    const acc_t<T>* c = cos + token.row * s.half;
-    const acc_t<T>* n = sin + token.row * s.half;
+    const acc_t<T>* c = angles.cos + token.row * s.half;
+    const acc_t<T>* n = angles.sin + token.row * s.half;
     for (int64_t h = 0; h < s.heads; ++h) {
       const T* from = x + token.start + h * s.head_stride;
       T* to = y + (t * s.heads + h) * s.head_dim;
       if constexpr (kInterleaved)
-        rotate_neighbours<T>(from, c, n, sign, s.half, to);
+        rotate_neighbours<T>(from, c, n, angles.sign, s.half, to);
       else
-        rotate_halves<T>(from, c, n, sign, s.half, to);
+        rotate_halves<T>(from, c, n, angles.sign, s.half, to);
       std::copy(from + 2 * s.half, from + s.head_dim, to + 2 * s.half);
     }
   }
@@ -82,8 +88,8 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, bool
     const auto tokens = interleaved ? &rope_tokens<T, true> : &rope_tokens<T, false>;
     at::parallel_for(0, shape.tokens, std::max<int64_t>(1, kGrain / per_token),
                      [&](int64_t begin, int64_t end) {
-                       tokens(in<T>(x), in<A>(cos), in<A>(sin), in<int64_t>(positions), out<T>(y),
-                              shape, inverse ? A(-1) : A(1), begin, end);
+                       tokens(in<T>(x), {in<A>(cos), in<A>(sin), inverse ? A(-1) : A(1)},
+                              in<int64_t>(positions), out<T>(y), shape, begin, end);
                      });
   });
   return y;

@@ -1,7 +1,6 @@
 // Packing of shards on CPU, from the full tensor to the blocks of a collective and back
 // (kernels/shard_pack.h): one read and one write, chunk by chunk.
 
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -9,9 +8,8 @@
 #include <emmintrin.h>
 #endif
 
-#include "cpu/dispatch.h"
-#include "ops.h"
 #include "args/shard_pack.h"
+#include "cpu/dispatch.h"
 
 namespace tp_ext {
 namespace {
@@ -102,69 +100,52 @@ void for_each_chunk(const ShardPlan& plan, Length length, Move move) {
   });
 }
 
-void unpack(const char* blocks, char* full, const ShardPlan& plan, bool streamed) {
-  for_each_chunk(
-      plan, [](const ShardChunk& chunk) { return chunk.length; },
-      [&](const ShardChunk& chunk, int64_t o, int64_t rows, int64_t begin, int64_t end) {
-        copy_rows(full + o * plan.full_row + chunk.full_start + begin, plan.full_row,
-                  blocks + chunk.block_start + o * chunk.block_row + begin, chunk.block_row,
-                  end - begin, rows, streamed);
-      });
+bool is_streamed(const Tensor& result) {
+  return static_cast<int64_t>(result.nbytes()) >= kStreamed;
 }
 
-void pack(const char* full, char* blocks, const ShardPlan& plan, bool streamed) {
-  for_each_chunk(
-      plan, [](const ShardChunk& chunk) { return chunk.block_row; },
-      [&](const ShardChunk& chunk, int64_t o, int64_t rows, int64_t begin, int64_t end) {
-        char* const block = blocks + chunk.block_start + o * chunk.block_row;
-        const int64_t held = std::clamp(chunk.length, begin, end);
-        copy_rows(block + begin, chunk.block_row,
-                  full + o * plan.full_row + chunk.full_start + begin, plan.full_row, held - begin,
-                  rows, streamed);
-        if (held < end)
-          for (int64_t r = 0; r < rows; ++r)
-            std::memset(block + r * chunk.block_row + held, 0, end - held);
-      });
-}
+struct CpuShards {
+  static constexpr int64_t kWidest = 1;
 
-Tensor unpack_shards(const Tensor& blocks_any, int64_t dim, at::IntArrayRef sizes,
-                     at::OptionalIntArrayRef given_shape) {
-  const auto shape = check_unpack(blocks_any, dim, sizes, given_shape);
-  const Tensor blocks = blocks_any.contiguous();
-  const Tensor full = at::empty(shape, blocks.options());
-  if (full.numel() == 0) return full;
-  const auto from = static_cast<const char*>(blocks.const_data_ptr());
-  const auto to = static_cast<char*>(full.mutable_data_ptr());
-  unpack(from, to,
-         shard_plan(shape, dim, sizes, !given_shape.has_value(), row_stride_of(full, dim),
-                    full.element_size(), to, from, 1),
-         static_cast<int64_t>(full.nbytes()) >= kStreamed);
-  return full;
-}
-
-Tensor pack_shards(const Tensor& x, int64_t dim, at::IntArrayRef sizes, bool padded) {
-  check_pack(x, dim, sizes);
-  const Tensor blocks = padded ? at::empty(padded_shape(x.sizes(), dim, sizes), x.options())
-                               : at::empty({x.numel()}, x.options());
-  if (blocks.numel() == 0) return blocks;
-  const int64_t row_stride = row_stride_of(x, dim);
-  if (row_stride < 0) {
-    pack_by_copies(x, dim, sizes, padded, blocks);
-    return blocks;
+  static void unpack(const Tensor& from, const Tensor& to, const ShardPlan& plan) {
+    const auto blocks = static_cast<const char*>(from.const_data_ptr());
+    const auto full = static_cast<char*>(to.mutable_data_ptr());
+    const bool streamed = is_streamed(to);
+    for_each_chunk(
+        plan, [](const ShardChunk& chunk) { return chunk.length; },
+        [&](const ShardChunk& chunk, int64_t o, int64_t rows, int64_t begin, int64_t end) {
+          copy_rows(full + o * plan.full_row + chunk.full_start + begin, plan.full_row,
+                    blocks + chunk.block_start + o * chunk.block_row + begin, chunk.block_row,
+                    end - begin, rows, streamed);
+        });
   }
-  const auto from = static_cast<const char*>(x.const_data_ptr());
-  const auto to = static_cast<char*>(blocks.mutable_data_ptr());
-  pack(from, to,
-       shard_plan(x.sizes(), dim, sizes, padded, row_stride, x.element_size(), from, to, 1),
-       static_cast<int64_t>(blocks.nbytes()) >= kStreamed);
-  return blocks;
-}
+
+  static void pack(const Tensor& from, const Tensor& to, const ShardPlan& plan) {
+    const auto full = static_cast<const char*>(from.const_data_ptr());
+    const auto blocks = static_cast<char*>(to.mutable_data_ptr());
+    const bool streamed = is_streamed(to);
+    for_each_chunk(
+        plan, [](const ShardChunk& chunk) { return chunk.block_row; },
+        [&](const ShardChunk& chunk, int64_t o, int64_t rows, int64_t begin, int64_t end) {
+          char* const block = blocks + chunk.block_start + o * chunk.block_row;
+          const int64_t held = std::clamp(chunk.length, begin, end);
+          copy_rows(block + begin, chunk.block_row,
+                    full + o * plan.full_row + chunk.full_start + begin, plan.full_row,
+                    held - begin, rows, streamed);
+          if (held < end)
+            for (int64_t r = 0; r < rows; ++r)
+              std::memset(block + r * chunk.block_row + held, 0, end - held);
+        });
+  }
+};
+
+using Primitives = ShardPrimitives<CpuShards>;
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
-  m.impl("_unpack_shards", unpack_shards);
-  m.impl("_pack_shards", pack_shards);
+  m.impl("_unpack_shards", Primitives::unpack);
+  m.impl("_pack_shards", Primitives::pack);
 }
 
 }  // namespace tp_ext

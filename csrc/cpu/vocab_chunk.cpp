@@ -46,7 +46,8 @@ void chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
   columns.narrow(1, 0, tokens).copy_(x.t());
   in_blocks(whole, [&](int64_t begin, int64_t end) {
     few_rows::logits(columns.const_data_ptr<float>(), weight.const_data_ptr<float>(),
-                     out.mutable_data_ptr<float>(), out.stride(0), tokens, hidden, begin, end);
+                     out.mutable_data_ptr<float>(), out.stride(0), {tokens, vocab, hidden},
+                     {begin, end});
   });
   if (whole < vocab) {
     Tensor rest = out.narrow(1, whole, vocab - whole);
@@ -64,8 +65,8 @@ Tensor chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
       at::zeros({hidden / few_rows::kColumns, rows, few_rows::kColumns}, weight.options());
   in_blocks(hidden, [&](int64_t begin, int64_t end) {
     few_rows::input_grad(dlogits.const_data_ptr<float>(), dlogits.stride(0),
-                         weight.const_data_ptr<float>(), blocks.mutable_data_ptr<float>(), tokens,
-                         weight.size(0), hidden, begin, end);
+                         weight.const_data_ptr<float>(), blocks.mutable_data_ptr<float>(),
+                         {tokens, weight.size(0), hidden}, {begin, end});
   });
   return blocks.narrow(1, 0, tokens).transpose(0, 1).reshape({tokens, hidden});
 }
@@ -78,8 +79,8 @@ void chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x
   const Tensor blocks = x.unflatten(1, {-1, few_rows::kColumns}).transpose(0, 1).contiguous();
   at::parallel_for(0, dw.size(0), 192, [&](int64_t begin, int64_t end) {
     few_rows::weight_grad(dlogits.const_data_ptr<float>(), dlogits.stride(0),
-                          blocks.const_data_ptr<float>(), dw.mutable_data_ptr<float>(), tokens,
-                          hidden, add, begin, end);
+                          blocks.const_data_ptr<float>(), dw.mutable_data_ptr<float>(),
+                          {tokens, dw.size(0), hidden}, add, {begin, end});
   });
 }
 

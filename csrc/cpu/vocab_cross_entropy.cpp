@@ -1,8 +1,6 @@
 // Vocab-parallel cross entropy on the CPU: a row is walked once, in chunks that stay in the L1
 // cache between finding their maximum and summing their exponentials.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -11,10 +9,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu/half_convert.h"
+#include "args/vocab_cross_entropy.h"
 #include "cpu/dispatch.h"
+#include "cpu/half_convert.h"
 #include "kernels/vocab_cross_entropy.h"
-#include "args/vocab.h"
 
 namespace tp_ext {
 namespace {
@@ -121,124 +119,84 @@ void check_shards(const A* stats, int64_t ranks, int64_t rows) {
                     ", or equally many, at least ", split[0]);
 }
 
-at::Tensor stats_cpu(const at::Tensor& logits, const at::Tensor& target_any, int64_t vocab_start,
-                     int64_t vocab_local, int64_t vocab_size, int64_t ignore_index, bool shard_row,
-                     bool vocab_size_given) {
-  check_ce_logits(logits, target_any, vocab_start, vocab_local, vocab_size);
-  const at::Tensor target = target_any.contiguous();
-  check_target_values(target, vocab_size, ignore_index, vocab_size_given || !shard_row);
-  const Rows rows = rows_of(logits);
-  const at::Tensor stats =
-      at::empty({rows.count + shard_row, 4}, logits.options().dtype(ce_stats_dtype(logits)));
-  dispatch_floating(logits.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
-    using T = decltype(type);
-    const T* x = in<T>(rows.tensor);
-    const int64_t* t = in<int64_t>(target);
-    auto* result = reinterpret_cast<CeStats<acc_t<T>>*>(out<acc_t<T>>(stats));
-    if (shard_row) put_shard_row(&result[rows.count].max, {rows.width, vocab_size});
-    at::parallel_for(0, rows.count, rows_per_thread(vocab_local), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        const T* row = x + r * rows.stride;
-        const int64_t hit = t[r] - vocab_start;
-        result[r] = row_stats(row, vocab_local);
-        if (hit >= 0 && hit < vocab_local) result[r].target = to_acc(row[hit]);
-      }
+struct CpuLoss {
+  static void stats(const Rows& rows, const Tensor& target, const CrossEntropyArgs& args,
+                    bool shard_row, bool vocab_size_given, const Tensor& stats) {
+    const auto& vocab = args.vocab;
+    check_target_values(target, vocab.size, args.ignore_index, vocab_size_given || !shard_row);
+    dispatch_floating(rows.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
+      using T = decltype(type);
+      const T* x = in<T>(rows.tensor);
+      const int64_t* t = in<int64_t>(target);
+      auto* result = reinterpret_cast<CeStats<acc_t<T>>*>(out<acc_t<T>>(stats));
+      if (shard_row) put_shard_row(&result[rows.count].max, {rows.width, vocab.size});
+      at::parallel_for(0, rows.count, rows_per_thread(vocab.local),
+                       [&](int64_t begin, int64_t end) {
+                         for (int64_t r = begin; r < end; ++r) {
+                           const T* row = x + r * rows.stride;
+                           const int64_t hit = t[r] - vocab.start;
+                           result[r] = row_stats(row, vocab.local);
+                           if (hit >= 0 && hit < vocab.local) result[r].target = to_acc(row[hit]);
+                         }
+                       });
     });
-  });
-  return stats;
-}
-
-std::tuple<at::Tensor, at::Tensor> loss_cpu(const at::Tensor& stats_any,
-                                            const at::Tensor& target_any, int64_t vocab_size,
-                                            int64_t ignore_index, double label_smoothing,
-                                            double z_loss) {
-  check_ce_stats(stats_any, target_any);
-  const at::Tensor stats = stats_any.contiguous(), target = target_any.contiguous();
-  const int64_t ranks = stats.size(0), count = target.numel(), rank_rows = stats.size(1);
-  const at::Tensor loss = at::empty({count}, stats.options());
-  const at::Tensor lse = at::empty({count, 2}, stats.options());
-  dispatch_floating(stats.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
-    using A = acc_t<decltype(type)>;
-    if (has_shard_row(stats, target)) {
-      check_shards(in<A>(stats), ranks, count);
-      check_target_values(target, vocab_size, ignore_index, true);
-    }
-    const auto* parts = reinterpret_cast<const CeStats<A>*>(in<A>(stats));
-    const CeOptions<A> options{A(label_smoothing), A(z_loss), A(vocab_size)};
-    for (int64_t r = 0; r < count; ++r) {
-      CeStats<A> row = parts[r];
-      for (int64_t rank = 1; rank < ranks; ++rank) merge(row, parts[rank * rank_rows + r]);
-      const bool ignored = in<int64_t>(target)[r] == ignore_index;
-      out<A>(loss)[r] = ignored ? A(0) : ce_loss(row, options);
-      out<A>(lse)[2 * r] = row.max;
-      out<A>(lse)[2 * r + 1] = log_of(row.sum_exp);
-    }
-  });
-  return {loss, lse};
-}
-
-void fill_grad(const at::Tensor& grad_any, const Rows& x, const Rows& dx,
-               const at::Tensor& target_any, const at::Tensor& lse_any, int64_t vocab_start,
-               int64_t vocab_local, int64_t vocab_size, int64_t ignore_index,
-               double label_smoothing, double z_loss) {
-  const at::Tensor grad = grad_any.contiguous(), target = target_any.contiguous(),
-                   lse = lse_any.contiguous();
-  dispatch_floating(x.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
-    using T = decltype(type);
-    using A = acc_t<T>;
-    const CeOptions<A> options{A(label_smoothing), A(z_loss), A(vocab_size)};
-    at::parallel_for(0, x.count, rows_per_thread(x.width), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        const T* from = in<T>(x.tensor) + r * x.stride;
-        T* to = out<T>(dx.tensor) + r * dx.stride;
-        const int64_t t = in<int64_t>(target)[r], hit = t - vocab_start;
-        const int64_t valid = t == ignore_index ? 0 : vocab_local;
-        const CeRowGrad<A> row(in<A>(grad)[r], in<A>(lse) + 2 * r, options);
-        const bool here = hit >= 0 && hit < valid;
-        const A x_hit = here ? to_acc(from[hit]) : A(0);  // before the row may be overwritten
-        row_grad(from, to, valid, row);
-        if (here) to[hit] = from_acc<T>(row.at_target(x_hit));
-        std::fill(to + valid, to + x.width, T(0));
-      }
-    });
-  });
-}
-
-at::Tensor bwd_cpu(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& target,
-                   const at::Tensor& lse, int64_t vocab_start, int64_t vocab_local,
-                   int64_t vocab_size, int64_t ignore_index, double label_smoothing,
-                   double z_loss) {
-  check_ce_logits(logits, target, vocab_start, vocab_local, vocab_size);
-  check_ce_grad(grad, lse, logits, target);
-  const at::Tensor dx = at::empty_like(logits, at::MemoryFormat::Contiguous);
-  fill_grad(grad, rows_of(logits), rows_of(dx), target, lse, vocab_start, vocab_local, vocab_size,
-            ignore_index, label_smoothing, z_loss);
-  return dx;
-}
-
-void bwd_inplace_cpu(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& target,
-                     const at::Tensor& lse, int64_t vocab_start, int64_t vocab_local,
-                     int64_t vocab_size, int64_t ignore_index, double label_smoothing,
-                     double z_loss) {
-  Rows rows;
-  check_ce_writable(logits);
-  if (!rows_of(logits, rows)) {  // no row structure in memory: copy
-    logits.copy_(bwd_cpu(grad, logits, target, lse, vocab_start, vocab_local, vocab_size,
-                         ignore_index, label_smoothing, z_loss));
-    return;
   }
-  check_ce_logits(logits, target, vocab_start, vocab_local, vocab_size);
-  check_ce_grad(grad, lse, logits, target);
-  fill_grad(grad, rows, rows, target, lse, vocab_start, vocab_local, vocab_size, ignore_index,
-            label_smoothing, z_loss);
-}
 
-TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
-  m.impl("_vocab_ce_stats", stats_cpu);
-  m.impl("_vocab_ce_loss", loss_cpu);
-  m.impl("_vocab_ce_bwd", bwd_cpu);
-  m.impl("_vocab_ce_bwd_", bwd_inplace_cpu);
-}
+  static void loss(const Tensor& stats, const Tensor& target, const CrossEntropyArgs& args,
+                   const Tensor& loss, const Tensor& lse) {
+    const int64_t ranks = stats.size(0), count = target.numel(), rank_rows = stats.size(1);
+    dispatch_floating(stats.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
+      using A = acc_t<decltype(type)>;
+      if (has_shard_row(stats, target)) {
+        check_shards(in<A>(stats), ranks, count);
+        check_target_values(target, args.vocab.size, args.ignore_index, true);
+      }
+      const auto* parts = reinterpret_cast<const CeStats<A>*>(in<A>(stats));
+      const auto options = args.options<A>();
+      for (int64_t r = 0; r < count; ++r) {
+        CeStats<A> row = parts[r];
+        for (int64_t rank = 1; rank < ranks; ++rank) merge(row, parts[rank * rank_rows + r]);
+        const bool ignored = in<int64_t>(target)[r] == args.ignore_index;
+        out<A>(loss)[r] = ignored ? A(0) : ce_loss(row, options);
+        out<A>(lse)[2 * r] = row.max;
+        out<A>(lse)[2 * r + 1] = log_of(row.sum_exp);
+      }
+    });
+  }
+
+  static void gradient(const CrossEntropyGrad& given, const Rows& x, const Rows& dx,
+                       const CrossEntropyArgs& args) {
+    dispatch_floating(x.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
+      using T = decltype(type);
+      using A = acc_t<T>;
+      const auto options = args.options<A>();
+      at::parallel_for(0, x.count, rows_per_thread(x.width), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+          const T* from = in<T>(x.tensor) + r * x.stride;
+          T* to = out<T>(dx.tensor) + r * dx.stride;
+          const int64_t t = in<int64_t>(given.target)[r], hit = t - args.vocab.start;
+          const int64_t valid = t == args.ignore_index ? 0 : args.vocab.local;
+          const CeRowGrad<A> row(in<A>(given.grad)[r], in<A>(given.lse) + 2 * r, options);
+          const bool here = hit >= 0 && hit < valid;
+          const A x_hit = here ? to_acc(from[hit]) : A(0);  // before the row may be overwritten
+          row_grad(from, to, valid, row);
+          if (here) to[hit] = from_acc<T>(row.at_target(x_hit));
+          std::fill(to + valid, to + x.width, T(0));
+        }
+      });
+    });
+  }
+};
+
+using Primitives = CrossEntropyPrimitives<CpuLoss>;
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  m.impl("_vocab_ce_stats", Primitives::stats);
+  m.impl("_vocab_ce_loss", Primitives::loss);
+  m.impl("_vocab_ce_bwd", Primitives::bwd);
+  m.impl("_vocab_ce_bwd_", Primitives::bwd_inplace);
+}
+
 }  // namespace tp_ext

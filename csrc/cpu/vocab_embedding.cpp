@@ -10,9 +10,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "args/vocab.h"
 #include "cpu/dispatch.h"
 #include "kernels/scalar.h"
-#include "args/vocab.h"
 
 namespace tp_ext {
 namespace {

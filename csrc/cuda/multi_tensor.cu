@@ -4,10 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "args/multi_tensor.h"
 #include "cuda/launch.h"
 #include "kernels/multi_tensor.cuh"
-#include "args/multi_tensor.h"
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 namespace {

@@ -13,8 +13,8 @@
 
 #include "args/norm.h"
 #include "cuda/launch.h"
-#include "kernels/norm_fwd.cuh"
 #include "kernels/norm_bwd.cuh"
+#include "kernels/norm_fwd.cuh"
 
 namespace tp_ext {
 namespace {

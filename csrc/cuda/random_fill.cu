@@ -4,10 +4,10 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "args/random_fill.h"
 #include "cuda/launch.h"
 #include "kernels/random_fill.cuh"
-#include "ops.h"
-#include "args/random_fill.h"
+#include "types.h"
 
 namespace tp_ext {
 namespace {

@@ -9,10 +9,10 @@
 #include <algorithm>
 #include <tuple>
 
+#include "args/rope.h"
 #include "cuda/launch.h"
 #include "kernels/rope.cuh"
-#include "ops.h"
-#include "args/rope.h"
+#include "types.h"
 
 namespace tp_ext {
 namespace {

@@ -1,13 +1,11 @@
 // Packing of shards on CUDA, from the full tensor to the blocks of a collective and back
 // (kernels/shard_pack.h).
 
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "args/shard_pack.h"
 #include "cuda/launch.h"
 #include "kernels/shard_pack.cuh"
-#include "ops.h"
-#include "args/shard_pack.h"
 
 namespace tp_ext {
 namespace {
@@ -47,61 +45,43 @@ void for_each_launch(const ShardPlan& plan, Row row, Launch launch) {
   }
 }
 
-Tensor unpack_shards(const Tensor& blocks_any, int64_t dim, at::IntArrayRef sizes,
-                     at::OptionalIntArrayRef given_shape) {
-  const auto shape = check_unpack(blocks_any, dim, sizes, given_shape);
-  const c10::cuda::CUDAGuard guard(blocks_any.device());
-  const Tensor blocks = blocks_any.contiguous();
-  const Tensor full = at::empty(shape, blocks.options());
-  if (full.numel() == 0) return full;
-  const void* const from = blocks.const_data_ptr();
-  void* const to = full.mutable_data_ptr();
-  const ShardPlan plan = shard_plan(shape, dim, sizes, !given_shape.has_value(),
-                                    row_stride_of(full, dim), full.element_size(), to, from, 16);
-  dispatch_unit(plan.unit, [&](auto tag) {
-    using U = decltype(tag);
-    for_each_launch(
-        plan, [](const ShardChunk& chunk) { return chunk.length; },
-        [&](dim3 grid, const ShardChunks& chunks) {
-          unpack_shards_kernel<U><<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-              static_cast<const U*>(from), static_cast<U*>(to), plan.outer, plan.full_row, chunks);
-        });
-  });
-  return full;
-}
+struct CudaShards {
+  static constexpr int64_t kWidest = 16;
 
-Tensor pack_shards(const Tensor& x, int64_t dim, at::IntArrayRef sizes, bool padded) {
-  check_pack(x, dim, sizes);
-  const c10::cuda::CUDAGuard guard(x.device());
-  const Tensor blocks = padded ? at::empty(padded_shape(x.sizes(), dim, sizes), x.options())
-                               : at::empty({x.numel()}, x.options());
-  if (blocks.numel() == 0) return blocks;
-  const int64_t row_stride = row_stride_of(x, dim);
-  if (row_stride < 0) {
-    pack_by_copies(x, dim, sizes, padded, blocks);
-    return blocks;
+  static void unpack(const Tensor& blocks, const Tensor& full, const ShardPlan& plan) {
+    const c10::cuda::CUDAGuard guard(full.device());
+    dispatch_unit(plan.unit, [&](auto tag) {
+      using U = decltype(tag);
+      for_each_launch(
+          plan, [](const ShardChunk& chunk) { return chunk.length; },
+          [&](dim3 grid, const ShardChunks& chunks) {
+            unpack_shards_kernel<U><<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+                in<U>(blocks), out<U>(full), plan.outer, plan.full_row, chunks);
+          });
+    });
   }
-  const void* const from = x.const_data_ptr();
-  void* const to = blocks.mutable_data_ptr();
-  const ShardPlan plan =
-      shard_plan(x.sizes(), dim, sizes, padded, row_stride, x.element_size(), from, to, 16);
-  dispatch_unit(plan.unit, [&](auto tag) {
-    using U = decltype(tag);
-    for_each_launch(
-        plan, [](const ShardChunk& chunk) { return chunk.block_row; },
-        [&](dim3 grid, const ShardChunks& chunks) {
-          pack_shards_kernel<U><<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-              static_cast<const U*>(from), static_cast<U*>(to), plan.outer, plan.full_row, chunks);
-        });
-  });
-  return blocks;
-}
+
+  static void pack(const Tensor& full, const Tensor& blocks, const ShardPlan& plan) {
+    const c10::cuda::CUDAGuard guard(blocks.device());
+    dispatch_unit(plan.unit, [&](auto tag) {
+      using U = decltype(tag);
+      for_each_launch(
+          plan, [](const ShardChunk& chunk) { return chunk.block_row; },
+          [&](dim3 grid, const ShardChunks& chunks) {
+            pack_shards_kernel<U><<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+                in<U>(full), out<U>(blocks), plan.outer, plan.full_row, chunks);
+          });
+    });
+  }
+};
+
+using Primitives = ShardPrimitives<CudaShards>;
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
-  m.impl("_unpack_shards", unpack_shards);
-  m.impl("_pack_shards", pack_shards);
+  m.impl("_unpack_shards", Primitives::unpack);
+  m.impl("_pack_shards", Primitives::pack);
 }
 
 }  // namespace tp_ext

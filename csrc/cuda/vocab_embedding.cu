@@ -5,9 +5,9 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "args/vocab.h"
 #include "cuda/launch.h"
 #include "kernels/vocab_embedding.cuh"
-#include "args/vocab.h"
 
 namespace tp_ext {
 namespace {

@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   });
 }
 
-// dot of x and y: a warp for each slot, the slots of a token are neighbours and share its row in the
-// cache. With kGradient also dy = weights * x on the same pass; then slot_of is given, and more
+// dot of x and y: a warp for each slot, the slots of a token are neighbours and share its row in
+// the cache. With kGradient also dy = weights * x on the same pass; then slot_of is given, and more
 // warps, one for each row, write zeros where no slot is.
 template <int N, bool kGradient, typename T, typename Ok>
 __global__ void moe_dot_kernel(const T* __restrict__ x, const T* __restrict__ y,

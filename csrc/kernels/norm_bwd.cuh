@@ -47,7 +47,8 @@ __device__ __forceinline__ Vec<T, kN> norm_reread(const Vec<T, kN>& v) {
   return result;
 }
 
-// The elements widened at once; LayerNorm, short of registers, does so one by one where it uses them
+// The elements widened at once; LayerNorm, short of registers, does so one by one where it uses
+// them
 template <bool kAtOnce, typename T, int kN>
 __device__ __forceinline__ decltype(auto) norm_widen(const Vec<T, kN>& v) {
   if constexpr (kAtOnce)

@@ -91,9 +91,9 @@ __device__ __forceinline__ void norm_each(int64_t n, F f) {
   }
 }
 
-// Calls f(slot, i, owns) for all vectors i, past the end of the row without `owns`: what f does then
-// must not matter. No branch separates the slots, so that their accesses overlap. Without kOverlap
-// as norm_each.
+// Calls f(slot, i, owns) for all vectors i, past the end of the row without `owns`: what f does
+// then must not matter. No branch separates the slots, so that their accesses overlap. Without
+// kOverlap as norm_each.
 template <int kN, int kCached, bool kOverlap, typename F>
 __device__ __forceinline__ void norm_each_slot(int64_t n, F f) {
   if constexpr (kOverlap) {

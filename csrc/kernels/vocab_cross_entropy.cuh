@@ -1,7 +1,7 @@
 // CUDA kernels of vocab-parallel cross entropy; formulas in vocab_cross_entropy.h. A block takes a
-// row at a time, and of short rows each of its warps takes one: forward reads it once (each thread an
-// online softmax of its own, merged at the end in a fixed order), backward reads and writes it once.
-// Never materialised: softmax, fp32 logits.
+// row at a time, and of short rows each of its warps takes one: forward reads it once (each thread
+// an online softmax of its own, merged at the end in a fixed order), backward reads and writes it
+// once. Never materialised: softmax, fp32 logits.
 //
 // Rows start at any address (a vocabulary of 50257 makes every second one odd): up to 15 bytes are
 // peeled off the front so that the body uses 16-byte accesses; the remainder is the tail.
@@ -14,8 +14,8 @@
 
 namespace tp_ext {
 
-// Threads of a row, and rows of a block. A row of up to 8 vectors a lane is one warp's: a sum over a
-// block would take longer than such a row.
+// Threads of a row, and rows of a block. A row of up to 8 vectors a lane is one warp's: a sum over
+// a block would take longer than such a row.
 struct CeBlock {
   int threads, rows;
 };

@@ -9,8 +9,8 @@ namespace tp_ext {
 
 constexpr int kWarp = 32;
 
-// Of a long row a warp takes this many times 32 vectors where each lane has them in flight together:
-// what is read or computed once per row is then shared by as many
+// Of a long row a warp takes this many times 32 vectors where each lane has them in flight
+// together: what is read or computed once per row is then shared by as many
 constexpr int kParts = 4;
 
 // Warps for a row, of parts times 32 vectors
@@ -64,8 +64,8 @@ __device__ __forceinline__ void for_parts(int left, F f) {
     if (part * kWarp * N < left) f(part, part * kWarp * N);
 }
 
-// One row's vectors of this lane, at p + column, past the end of the row any of its others: without a
-// branch around each the loads are in flight together
+// One row's vectors of this lane, at p + column, past the end of the row any of its others: without
+// a branch around each the loads are in flight together
 template <int N, typename T>
 struct Parts {
   Vec<T, N> v[kParts];

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops.h"
+#include "types.h"
 
 namespace tp_ext {
 

@@ -7,9 +7,9 @@
 #include <torch/version.h>
 
 #include "autograd/weight_gather.h"
+#include "comm/alternative.h"
 #include "comm/collectives.h"
 #include "comm/counter.h"
-#include "comm/symmetric_memory.h"
 #include "shm/backend.h"
 #include "simulate/backend.h"
 

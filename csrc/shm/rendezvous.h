@@ -22,8 +22,8 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "shm/core/segment.h"
 #include "shm/core/layout.h"
+#include "shm/core/segment.h"
 
 namespace tp_ext::shm {
 

@@ -110,7 +110,7 @@ CASES = [
     Case("all_to_all_region", {"x": _x(), **GROUP, "split_dim": 1, "concat_dim": 0}, {"x": S(0)}),
     *(
         Case(name, {"x": _x(), **GROUP, "full_size": ROWS, **_copied_rows(0, 1, {})}, {"x": S(0)}, _copied_rows)
-        for name in ("copy_pieces_to_region", "reduce_pieces_from_region")
+        for name in ("copy_replicas_to_region", "reduce_replicas_from_region")
     ),
     Case("copy_to_region_coalesced", {"xs": _x(), **GROUP}, {"xs": I}),
     Case("column_parallel_linear", {**LINEAR, **GROUP}, {"x": I, **COLUMN}),

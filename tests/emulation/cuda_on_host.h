@@ -57,8 +57,8 @@ inline unsigned full_mask(unsigned mask = 0xffffffffu) { return mask; }
 enum class Order { kAscending, kDescending, kShuffled };
 inline Order order = Order::kAscending;
 
-// Random numbers and references to functions that cost less to compile, and to run unoptimized, than
-// those of the standard library
+// Random numbers and references to functions that cost less to compile, and to run unoptimized,
+// than those of the standard library
 struct Random {
   uint64_t state;
   uint64_t operator()() {  // splitmix64

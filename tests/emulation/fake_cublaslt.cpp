@@ -1,8 +1,8 @@
-// cublasLt on host memory: the entry points that csrc/kernels/linear_gelu.cuh calls, from NVIDIA's
-// documentation of them. A plain loop per element in fp64, so a wrong layout, transpose, leading
-// dimension, epilogue, aux, bias, type or beta gives wrong numbers; and a broken rule (sizes that
-// do not fit, an aux leading dimension that is no multiple of 8, an alignment promised and not
-// kept, an algorithm of another problem) gives an error status.
+// cublasLt on host memory: the entry points that csrc/linear_gelu/epilogues.cuh and
+// kernels/gemm.cuh calls, from NVIDIA's documentation of them. A plain loop per element in fp64, so
+// a wrong layout, transpose, leading dimension, epilogue, aux, bias, type or beta gives wrong
+// numbers; and a broken rule (sizes that do not fit, an aux leading dimension that is no multiple
+// of 8, an alignment promised and not kept, an algorithm of another problem) gives an error status.
 
 #include "fake_cublaslt.h"
 

@@ -160,8 +160,8 @@ const char* type_name() {
          : std::is_same_v<T, BFloat16> ? "bf16"
                                        : "fp16";
 }
-// fp32 and bf16 differ in vectors and accumulate types; EVERY_TYPE adds the other two, which takes as
-// long to compile again
+// fp32 and bf16 differ in vectors and accumulate types; EVERY_TYPE adds the other two, which takes
+// as long to compile again
 template <typename F>
 void for_all_types(F f) {
   f(float{}), f(BFloat16{});

@@ -1,6 +1,6 @@
-// csrc/kernels/linear_gelu.cuh over fake_cublaslt.cpp: every problem against loops written from the
-// formulas, and the wrapper's cache, refusals and errors. Prints each failure; exits with the
-// number of failures.
+// csrc/linear_gelu/epilogues.cuh and kernels/gemm.cuh over fake_cublaslt.cpp: every problem against
+// loops written from the formulas, and the wrapper's cache, refusals and errors. Prints each
+// failure; exits with the number of failures.
 
 #include <cmath>
 #include <cstdio>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "fake_cublaslt.h"
-#include "kernels/linear_gelu.cuh"
+#include "linear_gelu/epilogues.cuh"
 
 namespace {
 

@@ -3,8 +3,8 @@
 
 #include "harness.h"
 
-#include "kernels/norm_fwd.cuh"
 #include "kernels/norm_bwd.cuh"
+#include "kernels/norm_fwd.cuh"
 
 using namespace emulation;
 using namespace tp_ext;

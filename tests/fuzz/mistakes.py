@@ -26,7 +26,7 @@ def norm_gradients_unsummed():
 
 def copied_heads_unsummed():
     """KV heads that several ranks hold, each with the gradient of its own query heads."""
-    return patch.object(_ops, "copy_pieces_to_region", lambda value, *rest: value)
+    return patch.object(_ops, "copy_replicas_to_region", lambda value, *rest: value)
 
 
 def mask_gradient_unsummed():

@@ -7,7 +7,7 @@ _bug = mutation_in("csrc")
 LINEAR_LOSS_BUGS = [
     _bug(
         "linear_cross_entropy_saved_gradient",
-        "autograd/scalar_loss.cpp",
+        "autograd/linear_cross_entropy_mean.cpp",
         "return cast(as_saved ? from : from.mul(scale), dtype);",
         "return cast(as_saved ? from : from.mul_(scale), dtype);",
         "Backward of the loss without logits scales its saved gradients in place.",
@@ -15,7 +15,7 @@ LINEAR_LOSS_BUGS = [
     ),
     _bug(
         "linear_cross_entropy_dx_not_summed",
-        "autograd/linear_loss_grads.h",
+        "autograd/linear_cross_entropy_grads.h",
         ": comm::all_reduce_async(part, call_.group));",
         ': comm::all_reduce_async(part, ""));',
         "The gradient of the hidden states is that of this rank's columns.",

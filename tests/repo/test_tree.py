@@ -185,17 +185,19 @@ def folder(file):
 TORCH = ("ATen/", "c10/", "torch/")
 CUDA = ("cuda", "c10/cuda", "ATen/cuda", "cub/", "thrust/")
 FORBIDDEN = {  # what a folder's files must not include
-    "kernels": (*TORCH, "args/", "autograd/", "comm/", "cuda/", "cpu/", "ops.h", "check.h"),
+    "kernels": (*TORCH, "args/", "autograd/", "comm/", "cuda/", "cpu/", "types.h", "check.h"),
     "args": ("autograd/", "comm/", "cpu/", *CUDA),
     "cuda": ("autograd/", "comm/", "cpu/", "torch/csrc/distributed"),
     "cpu": ("autograd/", "comm/", *CUDA),
     "autograd": (*CUDA, "cpu/", "kernels/", "torch/csrc/distributed"),
     "comm": (*CUDA, "args/", "autograd/", "kernels/", "cpu/"),
-    "shm": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "ops.h"),
-    "simulate": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "ops.h"),
+    "shm": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "types.h"),
+    "simulate": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "types.h"),
     "python": ("args/", "kernels/", "cpu/", *CUDA),
+    "linear_gelu": ("cpu/", "python/", "torch/csrc/distributed"),
     "": ("args/", "autograd/", "cpu/", *CUDA),
 }
+FENCED = ("linear_gelu", "comm/symmetric")  # experimental: a folder that no file outside includes or imports
 
 
 def test_cpp_includes():
@@ -207,12 +209,23 @@ def test_cpp_includes():
         if name.startswith(FORBIDDEN[folder(file)]) or name == "ATen/ATen.h"
     ]
     # c10::Stream of older torch does not report a capture
-    assert wrong == ["csrc/comm/symmetric_memory.cpp includes c10/cuda/CUDAGraphsC10Utils.h"]
+    assert wrong == ["csrc/comm/symmetric/symmetric_memory.cpp includes c10/cuda/CUDAGraphsC10Utils.h"]
+
+
+def test_no_file_knows_what_is_experimental():
+    """It registers operators, and alternatives to backends (comm/alternative.h), when the library is loaded."""
+    for fenced in FENCED:
+        inside = [file for file in SOURCES if file.is_relative_to(ROOT / "csrc" / fenced)]
+        assert inside
+        for file in set(SOURCES) - set(inside):
+            assert not [name for name in includes(file) if name.startswith(f"{fenced}/")], path(file)
+    knowing = [name for name, file in MODULES.items() if "tp_ext.symmetric_memory" in imported_modules(file)]
+    assert knowing == ["tp_ext"]
 
 
 def test_only_comm_and_the_backend_name_c10d():
     named = {str(file.relative_to(ROOT / "csrc").with_suffix("")) for file in SOURCES if "c10d" in code(file)}
-    comm = {"comm/collectives", "comm/counter", "comm/symmetric_memory"}
+    comm = {"comm/collectives", "comm/counter", "comm/symmetric/symmetric_memory"}
     shm = {"shm/backend", "shm/backend_data_movement", "shm/rendezvous", "shm/work"}
     assert named == comm | shm | {"simulate/backend"}
 
@@ -302,7 +315,7 @@ def test_tests_mirror_the_package(name):
 @pytest.mark.parametrize("files", ["tests/kernels/test_*.py", "benchmarks/kernels/bench_*.py"])
 def test_kernels_have_one_name(files):
     """The operator's, in all folders."""
-    kernels = {f.stem for f in SOURCES if folder(f) in ("kernels", "cpu", "autograd")}
+    kernels = {f.stem for f in SOURCES if folder(f) in ("kernels", "cpu", "autograd", "linear_gelu")}
     for file in ROOT.glob(files):
         name = file.stem.partition("_")[2]
         assert any(name == k or name.startswith(k + "_") for k in kernels), path(file)

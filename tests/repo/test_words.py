@@ -18,15 +18,10 @@ PLACES = (
     "csrc",
     "tests",
 )  # files and folders that are checked
-EXCEPTIONS = {  # an argument of an operator's schema; the method of Box and Muller
-    "csrc/autograd/coalesced.cpp": {"pieces"},
-    "csrc/library.cpp": {"pieces"},
-    "tp_ext/_ops/regions.py": {"pieces"},
-    "tp_ext/debug/type_rules.py": {"pieces"},
+EXCEPTIONS = {  # the method of Box and Muller
     "csrc/kernels/random_fill.h": {"box"},
     "tests/kernels/test_random_fill.py": {"box"},
 }
-SCHEMAS = re.compile(r"\b(?:copy_pieces_to_region|reduce_pieces_from_region)\b")  # operators, whose names stay
 GLOSSARY = ROOT / "docs" / "develop" / "glossary.md"
 TEXTS = {"", ".md", ".py", ".h", ".cpp", ".cu", ".cuh", ".txt"}
 
@@ -64,7 +59,7 @@ def test_the_table_is_read():
 def test_no_retired_word():
     retired, found = pattern(retired_words()), []
     for file in files():
-        text, name = SCHEMAS.sub("", file.read_text()), str(file.relative_to(ROOT))
+        text, name = file.read_text(), str(file.relative_to(ROOT))
         matches = [m for m in retired.finditer(text) if m[0].lower() not in EXCEPTIONS.get(name, ())]
         found += [f"{name}, line {text.count(chr(10), 0, m.start()) + 1}: {m[0]!r}" for m in matches]
     assert not found, "\n".join([*found, f"{GLOSSARY.relative_to(ROOT)} says which word to use"])

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "shm/core/engine.h"
 #include "shm/core/data_movement.h"
+#include "shm/core/engine.h"
 #include "shm/core/reductions.h"
 
 namespace tp_ext::shm::test {

@@ -77,12 +77,12 @@ from tp_ext._ops.random import (
 from tp_ext._ops.regions import (
     all_gather_region,
     all_to_all_region,
-    copy_pieces_to_region,
+    copy_replicas_to_region,
     copy_to_region,
     copy_to_region_coalesced,
     gather_from_region,
     reduce_from_region,
-    reduce_pieces_from_region,
+    reduce_replicas_from_region,
     reduce_scatter_region,
     scatter_to_region,
 )

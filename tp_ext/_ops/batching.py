@@ -83,7 +83,7 @@ for _name in ("scatter_to_region", "gather_from_region"):
     _register_dim(_name, -1)
 for _name in ("all_gather_region", "reduce_scatter_region"):
     _register_dim(_name, 0)
-for _name in ("copy_pieces_to_region", "reduce_pieces_from_region"):
+for _name in ("copy_replicas_to_region", "reduce_replicas_from_region"):
     _register_copied_rows(_name)
 _register("all_to_all_region", _all_to_all)
 _register("accumulate_grad_into", _refuse_accumulation)

@@ -1,7 +1,7 @@
 """Linear layers: the operators of :mod:`tp_ext.nn.linear` and :mod:`tp_ext.nn.mlp`, and the GEMMs that they fuse.
 
-C++: csrc/autograd/linear.cpp, linear_2d.cpp, mlp.cpp, all_to_all_linear.cpp, grouped_linear.cpp, main_grad.cpp;
-formulas, saved tensors and overlap are at the top of each.
+C++: csrc/autograd/linear.cpp, linear_2d.cpp, all_to_all_linear.cpp, grouped_linear.cpp, main_grad.cpp and
+csrc/linear_gelu/parallel_mlp.cpp; formulas, saved tensors and overlap are at the top of each.
 """
 
 from collections.abc import Sequence

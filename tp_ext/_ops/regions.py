@@ -57,7 +57,7 @@ def all_to_all_region(
 
 
 @operator
-def copy_pieces_to_region(
+def copy_replicas_to_region(
     x: Tensor,
     group: str,
     local_starts: Sequence[int],
@@ -73,12 +73,12 @@ def copy_pieces_to_region(
             ``full_starts[i]``, .. of the full tensor.
         full_size: rows of the full tensor.
 
-    Communicates: backward, one all-reduce of ``[full_size, ..]``. Conjugate: :func:`reduce_pieces_from_region`.
+    Communicates: backward, one all-reduce of ``[full_size, ..]``. Conjugate: :func:`reduce_replicas_from_region`.
     """
 
 
 @operator
-def reduce_pieces_from_region(
+def reduce_replicas_from_region(
     x: Tensor,
     group: str,
     local_starts: Sequence[int],
@@ -88,17 +88,17 @@ def reduce_pieces_from_region(
 ) -> Tensor:
     """Returns x with each replicated row summed over its replicas; dx = dy.
 
-    Arguments as :func:`copy_pieces_to_region`, its conjugate. Communicates: forward, one all-reduce of
+    Arguments as :func:`copy_replicas_to_region`, its conjugate. Communicates: forward, one all-reduce of
     ``[full_size, ..]``.
     """
 
 
 @operator
-def copy_to_region_coalesced(xs: Sequence[Tensor], group: str, pieces: Sequence[int] = ()) -> list[Tensor]:
-    """Returns xs, each through :func:`copy_to_region` or :func:`copy_pieces_to_region`.
+def copy_to_region_coalesced(xs: Sequence[Tensor], group: str, replicas: Sequence[int] = ()) -> list[Tensor]:
+    """Returns xs, each through :func:`copy_to_region` or :func:`copy_replicas_to_region`.
 
     Args:
-        pieces: the rows of each tensor that are summed; the encoding is that of csrc/autograd/coalesced.cpp. Default:
+        replicas: the rows of each tensor that are summed; the encoding is that of csrc/autograd/coalesced.cpp. Default:
             all rows of all tensors.
 
     Communicates: backward, once all gradients are computed, one all-reduce per dtype.

@@ -169,20 +169,20 @@ def all_to_all_region(*, x: Tensor, group: str, split_dim: int, concat_dim: int)
 
 
 @rule
-def copy_pieces_to_region(*, x: Tensor, group: str) -> Typed:
+def copy_replicas_to_region(*, x: Tensor, group: str) -> Typed:
     return sharded(x, group, 0)  # its shards overlap
 
 
 @rule
-def reduce_pieces_from_region(*, x: Tensor, group: str) -> Typed:
+def reduce_replicas_from_region(*, x: Tensor, group: str) -> Typed:
     return sharded(x, group, 0)
 
 
 @rule
-def copy_to_region_coalesced(*, xs: Sequence[Tensor], group: str, pieces: Sequence[int]) -> list[Typed]:
+def copy_to_region_coalesced(*, xs: Sequence[Tensor], group: str, replicas: Sequence[int]) -> list[Typed]:
     made, at = [], 0
     for x in xs:
-        ranges = pieces[at] if len(pieces) else 0
+        ranges = replicas[at] if len(replicas) else 0
         at += 2 + 3 * ranges if ranges else 1
         made.append(copied(x, group) if ranges == 0 else sharded(x, group, 0))
     return made

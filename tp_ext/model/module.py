@@ -274,7 +274,7 @@ class ParallelModule(nn.Module):
         if own["_gathered"]:
             given = self._all_gathered(name, given)
         if name in own["_copied"]:
-            return _ops.copy_pieces_to_region(self._entering(name, given), group.name, *own["_copied"][name])
+            return _ops.copy_replicas_to_region(self._entering(name, given), group.name, *own["_copied"][name])
         if own["sequence_parallel"] and group.size > 1 and self._replicated(name):
             return _ops.copy_to_region(given, group.name)
         return given

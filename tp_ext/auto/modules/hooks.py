@@ -145,7 +145,7 @@ class EnterParameters:
             module.__dict__[name] = entered / self.group.size if divided else entered
         for name, (dim, rows) in self.copied.items():
             parameter = module._parameters[name].movedim(dim, 0)  # type: ignore[union-attr]
-            module.__dict__[name] = _ops.copy_pieces_to_region(parameter, self.group.name, *rows).movedim(0, dim)
+            module.__dict__[name] = _ops.copy_replicas_to_region(parameter, self.group.name, *rows).movedim(0, dim)
 
     @property
     def names(self) -> list[str]:

@@ -1,23 +1,19 @@
-// linear_cross_entropy with a mean or a sum: the upstream gradient is one number, so forward computes
-// the gradients for an upstream gradient of 1 while it has the logits, three GEMMs in all; backward
-// scales them. Saved: dx, dw, db. Backward does not write to what it saved, so it can run again.
+// linear_cross_entropy with a mean or a sum: the upstream gradient is one number, so forward
+// computes the gradients for an upstream gradient of 1 while it has the logits, three GEMMs in all;
+// backward scales them. Saved: dx, dw, db. Backward does not write to what it saved, so it can run
+// again.
 
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/full.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "autograd/differentiation.h"
-#include "autograd/linear_loss.h"
-#include "autograd/linear_loss_grads.h"
+#include "autograd/function.h"
+#include "autograd/linear_cross_entropy.h"
+#include "autograd/linear_cross_entropy_grads.h"
 #include "autograd/main_grad.h"
 
 namespace tp_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 // Gradients of fp16 logits are computed times this: probabilities of 1e-6 are subnormal numbers
 constexpr double kFp16Scale = 256;
@@ -28,7 +24,7 @@ bool is_one(const Tensor& t) {
                                         : *t.const_data_ptr<float>() == 1;
 }
 
-struct ScalarLoss : Function<ScalarLoss> {
+struct MeanLoss : Function<MeanLoss> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const Tensor& target, const LinearLoss& call) {
     const bool wants_x = x.requires_grad(), wants_w = weight.requires_grad();
@@ -80,7 +76,7 @@ struct ScalarLoss : Function<ScalarLoss> {
       const auto from = cast(saved_grad, scale.scalar_type());
       return cast(as_saved ? from : from.mul(scale), dtype);
     };
-    variable_list grads(5);
+    variable_list grads = gradients();
     if (saved[0].defined() && ctx->needs_input_grad(0)) grads[0] = scaled(saved[0]);
     if (saved[1].defined() && ctx->needs_input_grad(1)) {
       if (data.count("main_grad") > 0) {
@@ -99,9 +95,9 @@ struct ScalarLoss : Function<ScalarLoss> {
 
 }  // namespace
 
-Tensor scalar_loss(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                   const Tensor& target, const LinearLoss& call) {
-  return ScalarLoss::apply(x, weight, bias, target, call);
+Tensor mean_loss(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                 const Tensor& target, const LinearLoss& call) {
+  return MeanLoss::apply(x, weight, bias, target, call);
 }
 
 }  // namespace tp_ext

@@ -1,6 +1,5 @@
-// linear_gelu and weight_grad composed of ATen's products and our activation kernels: used on the
-// CPU, and on CUDA where cublasLt's epilogues do not apply. Also the argument checks of both
-// devices.
+// linear_gelu composed of ATen's products and our activation kernels: used on the CPU, and on CUDA
+// where cublasLt's epilogues do not apply. Also the argument checks of both devices.
 
 #pragma once
 
@@ -46,18 +45,6 @@ inline void check_linear_dgelu(const Tensor& dy, const Tensor& weight, const Ten
                     at::IntArrayRef(shape), ", that of dy with the columns of weight");
 }
 
-inline void check_add_weight_grad(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
-  check_floating(main_grad, "main_grad");
-  check_same_dtype(x, "x", dy, "dy");
-  check_same_device(dy, "dy", main_grad, "main_grad");
-  check_same_device(x, "x", main_grad, "main_grad");
-  TORCH_CHECK_VALUE(dy.dim() == 2 && x.dim() == 2 && dy.size(0) == x.size(0), "dy: shape ",
-                    dy.sizes(), " must have two dims, and as many rows as x, ", x.sizes());
-  TORCH_CHECK_VALUE(main_grad.sizes() == at::IntArrayRef({dy.size(1), x.size(1)}),
-                    "main_grad: shape ", main_grad.sizes(), " must be [", dy.size(1), ", ",
-                    x.size(1), "], the columns of dy and x");
-}
-
 inline std::tuple<Tensor, Tensor> linear_gelu_fwd(const Tensor& x, const Tensor& weight,
                                                   const Tensor& bias, bool keep_pre) {
   static const auto activate = TP_OP(_bias_act_fwd);
@@ -71,12 +58,6 @@ inline std::tuple<Tensor, Tensor> linear_dgelu_bwd(const Tensor& dy, const Tenso
   static const auto backward = TP_OP(_bias_act_bwd);
   const Tensor dh = at::mm(rows_of(dy), weight).view(pre.sizes());
   return backward.call(dh, pre, at::zeros({pre.size(-1)}, pre.options()), "gelu_tanh");
-}
-
-// Multiplied and added in main_grad's dtype
-inline void add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
-  const auto dtype = main_grad.scalar_type();
-  main_grad.addmm_(dy.t().to(dtype), x.to(dtype));
 }
 
 }  // namespace tp_ext::composed

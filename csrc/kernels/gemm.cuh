@@ -1,15 +1,10 @@
-// Matrix products through cublasLt, with the operation after the product fused into its epilogue.
+// Matrix products through cublasLt, which can fuse an operation after the product as its epilogue.
 // Torch-free: pointers in, a status out; the caller supplies handle, workspace and stream.
-//
-//   linear_gelu    y = gelu_tanh(pre), pre = x w^T + b                 GELU_AUX_BIAS
-//   linear_dgelu   dpre = (dy w) * gelu_tanh'(pre), db = its sums      DGELU_BGRAD
-//   weight_grad    grad += dy^T x, grad fp32 next to half factors      beta = 1
 //
 // All matrices are row-major: element (i, j) of a matrix with leading dimension ld is [i * ld + j].
 // cublasLt's are column-major, where the same memory is the transposed matrix; so D = L R is
 // requested as D^T = R^T L^T, with R as its A and L as its B, and a bias along the columns of D is
-// along its rows. cublasLt's GELU is the tanh form, in both directions; it has none of the exact
-// form.
+// along its rows.
 //
 // Partial sums of a split product stay in fp32 (not in the output's type), so that a result is
 // rounded once. The algorithm for a problem is looked up once and cached, on the host alone.
@@ -61,29 +56,7 @@ struct Status {
   std::string message;  // what failed, with the shapes
 };
 
-// The three products listed at the top of this file. y, pre and dpre are dense; x, dy and the
-// weights may have a longer leading dimension. pre may be null: only y is computed.
-inline Problem linear_gelu(const Matrix& x, const Matrix& weight, const void* bias, void* y,
-                           void* pre) {
-  Problem problem{x, weight, {y, x.rows, weight.rows, weight.rows, x.type}};
-  problem.right.transposed = true;
-  problem.epilogue = pre ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_BIAS;
-  problem.bias = bias;
-  problem.aux = pre;
-  problem.aux_ld = pre ? weight.rows : 0;
-  return problem;
-}
-
-inline Problem linear_dgelu(const Matrix& dy, const Matrix& weight, const void* pre, void* dpre,
-                            void* dbias) {
-  Problem problem{dy, weight, {dpre, dy.rows, weight.cols, weight.cols, dy.type}};
-  problem.epilogue = CUBLASLT_EPILOGUE_DGELU_BGRAD;
-  problem.bias = dbias;
-  problem.aux = pre;
-  problem.aux_ld = weight.cols;
-  return problem;
-}
-
+// grad += dy^T x, grad fp32 next to half factors; all may have longer leading dimensions
 inline Problem weight_grad(const Matrix& dy, const Matrix& x, const Matrix& grad) {
   Problem problem{dy, x, grad};
   problem.left.transposed = true;
@@ -96,13 +69,6 @@ inline Problem weight_grad(const Matrix& dy, const Matrix& x, const Matrix& grad
 inline uint32_t alignment_of(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
   return static_cast<uint32_t>(address & (~address + 1));
-}
-
-// cublasLt's requirement on a GELU's aux matrix, and on every matrix that it reads 16 bytes at a
-// time
-inline bool fits_epilogue(const Problem& problem) {
-  return problem.aux_ld % 8 == 0 && alignment_of(problem.bias) >= 16 &&
-         alignment_of(problem.aux) >= 16 && alignment_of(problem.result.data) >= 16;
 }
 
 // Everything that the choice of an algorithm depends on

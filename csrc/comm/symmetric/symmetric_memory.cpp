@@ -1,4 +1,10 @@
-#include "comm/symmetric_memory.h"
+// torch's symmetric memory: memory of each rank that the other ranks read and write directly, over
+// NVLink or PCIe, and the operators torch::symm_mem that sum and multiply through it.
+//
+// The criteria (name, dtype, size, device type, streams of captures) are the same on every rank.
+// torch owns the buffer, which it calls a persistent allocation, and finds it by its number; this
+// file only keeps the stream that last used a group's memory, since uses on several streams must
+// wait for each other (stream_order.h).
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -14,10 +20,11 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "comm/group_name.h"
-#include "comm/pack.h"
+#include "comm/alternative.h"
 #include "comm/collectives.h"
-#include "comm/stream_order.h"
+#include "comm/pack.h"
+#include "comm/symmetric/group.h"
+#include "comm/symmetric/stream_order.h"
 
 namespace tp_ext::comm {
 namespace {
@@ -143,16 +150,14 @@ std::optional<SymmetricGroup> fusable(const Tensor& x, const std::string& group,
   return limits;
 }
 
-}  // namespace
-
-const char* all_reduce_algorithm(at::ScalarType dtype, int64_t numel, const std::string& group) {
+const char* algorithm_of(at::ScalarType dtype, int64_t numel, const std::string& group) {
   const auto limits = symmetric_group(group);
   const auto chosen = limits ? choose(dtype, numel, *limits) : Algorithm::backend;
   if (chosen == Algorithm::backend) return "backend";
   return chosen == Algorithm::one_shot ? "one_shot" : "two_shot";
 }
 
-std::optional<Tensor> symmetric_all_reduce(const Tensor& x, const std::string& group) {
+std::optional<Tensor> all_reduce_symmetric(const Tensor& x, const std::string& group) {
   const auto limits = symmetric_group(group);
   if (!limits) return std::nullopt;
   const auto chosen = choose(x.scalar_type(), x.numel(), *limits);
@@ -173,9 +178,9 @@ std::optional<Tensor> symmetric_all_reduce(const Tensor& x, const std::string& g
   return call(*op, buffer, std::string("sum"), limits->name, at::empty_like(in)).back().toTensor();
 }
 
-std::optional<GatherMatmul> fused_all_gather_matmul(const Tensor& x, const Tensor& w,
-                                                    bool transposed, const std::string& group,
-                                                    const Split& tokens, bool wants_x) {
+std::optional<GatherMatmul> all_gather_matmul(const Tensor& x, const Tensor& w, bool transposed,
+                                              const std::string& group, const Split& tokens,
+                                              bool wants_x) {
   const auto limits = fusable(x, group, tokens);
   if (!limits) return std::nullopt;
   const auto op = find("symm_mem::fused_all_gather_matmul", x);
@@ -188,8 +193,8 @@ std::optional<GatherMatmul> fused_all_gather_matmul(const Tensor& x, const Tenso
   return GatherMatmul{results[1].toTensorVector()[0], wants_x ? results[0].toTensor() : Tensor()};
 }
 
-std::optional<Tensor> fused_matmul_reduce_scatter(const Tensor& x, const Tensor& w,
-                                                  const std::string& group, const Split& tokens) {
+std::optional<Tensor> matmul_reduce_scatter(const Tensor& x, const Tensor& w,
+                                            const std::string& group, const Split& tokens) {
   const auto limits = fusable(x, group, tokens);
   if (!limits) return std::nullopt;
   const auto op = find("symm_mem::fused_matmul_reduce_scatter", x);
@@ -202,4 +207,11 @@ std::optional<Tensor> fused_matmul_reduce_scatter(const Tensor& x, const Tensor&
       .toTensor();
 }
 
+// Runs when the library is loaded
+[[maybe_unused]] const bool registered = [] {
+  alternative = {algorithm_of, all_reduce_symmetric, all_gather_matmul, matmul_reduce_scatter};
+  return true;
+}();
+
+}  // namespace
 }  // namespace tp_ext::comm

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "autograd/linear_loss.h"
+#include "autograd/linear_cross_entropy.h"
 #include "autograd/main_grad.h"
 
 namespace tp_ext {

@@ -1,9 +1,8 @@
-// linear_gelu and the accumulation of a weight's gradient on CPU: ATen's products, and our kernel
-// for the activation.
+// linear_gelu on the CPU: ATen's products, and our kernel for the activation.
 
 #include <torch/library.h>
 
-#include "args/linear_gelu.h"
+#include "linear_gelu/linear_gelu.h"
 
 namespace tp_ext {
 namespace {
@@ -20,17 +19,11 @@ std::tuple<Tensor, Tensor> linear_dgelu_bwd(const Tensor& dy, const Tensor& weig
   return composed::linear_dgelu_bwd(dy, weight, pre);
 }
 
-void add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
-  composed::check_add_weight_grad(main_grad, dy, x);
-  composed::add_weight_grad_(main_grad, dy, x);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
   m.impl("_linear_gelu_fwd", linear_gelu_fwd);
   m.impl("_linear_dgelu_bwd", linear_dgelu_bwd);
-  m.impl("_add_weight_grad_", add_weight_grad_);
 }
 
 }  // namespace tp_ext

@@ -1,5 +1,5 @@
-// Calls between C++ files: operators are called by name, through the dispatcher. Their types are in
-// operators.h.
+// Types of arguments that operators share, and the typed handle of an operator. The types of the
+// operators themselves are in operators.h.
 
 #pragma once
 
@@ -9,8 +9,11 @@
 namespace tp_ext {
 
 using at::Tensor;
+using c10::SymInt;
 using OptionalTensor = std::optional<at::Tensor>;
 using Sizes = at::OptionalSymIntArrayRef;
+
+inline bool has(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 // The typed handle of "tp_ext::<name>"; TP_OP of operators.h gives it the declared type
 template <typename Signature>

@@ -5,21 +5,16 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <limits>
 
-#include "autograd/differentiation.h"
-#include "autograd/linear_loss.h"
-#include "autograd/linear_loss_grads.h"
+#include "autograd/function.h"
+#include "autograd/linear_cross_entropy.h"
+#include "autograd/linear_cross_entropy_grads.h"
 #include "autograd/main_grad.h"
 
 namespace tp_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 // The logarithms of the probabilities of this rank's columns, in the dtype of lse
 Tensor log_probabilities(const Tensor& logits, const Tensor& lse, const LinearLoss& call) {
@@ -50,8 +45,8 @@ struct RowResults {
   Tensor losses, lse, entropies;
 };
 
-// Losses and what backward needs of each row, without gradients. One exchange; with entropies, which
-// need lse while the logits exist, one a chunk and one of the sums.
+// Losses and what backward needs of each row, without gradients. One exchange; with entropies,
+// which need lse while the logits exist, one a chunk and one of the sums.
 RowResults row_results(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                        const Tensor& target, const LinearLoss& call) {
   LogitsChunks chunks(x, weight, bias, call);
@@ -79,7 +74,7 @@ RowResults row_results(const Tensor& x, const Tensor& weight, const OptionalTens
   return {losses.all(), lse.all(), at::where(kept, sum, at::zeros({}, sum.options()))};
 }
 
-struct TokenLosses : Function<TokenLosses> {
+struct RowLosses : Function<RowLosses> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& target,
                                const LinearLoss& call) {
@@ -96,7 +91,7 @@ struct TokenLosses : Function<TokenLosses> {
     refuse_double_backward("linear_cross_entropy", upstream);
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1], &target = saved[3], &lse = saved[4];
-    const OptionalTensor bias = saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt;
+    const OptionalTensor bias = optional(saved[2]);
     const auto call = LinearLoss::get(ctx);
     const bool traced = comm::traced(x);
     const bool wants_w = ctx->needs_input_grad(1);
@@ -124,7 +119,7 @@ struct TokenLosses : Function<TokenLosses> {
     });
     grads.finish();
     const auto dtype = x.scalar_type();
-    variable_list result(5);
+    variable_list result = gradients();
     result[0] = grads.dx;
     if (grads.dw.defined()) result[1] = cast(grads.dw, dtype);
     if (wants_w && call.main_grad.has_value())
@@ -136,14 +131,14 @@ struct TokenLosses : Function<TokenLosses> {
 
 }  // namespace
 
-std::pair<Tensor, Tensor> token_losses(const Tensor& x, const Tensor& weight,
-                                       const OptionalTensor& bias, const Tensor& target,
-                                       const LinearLoss& call, bool graph) {
+std::pair<Tensor, Tensor> row_losses(const Tensor& x, const Tensor& weight,
+                                     const OptionalTensor& bias, const Tensor& target,
+                                     const LinearLoss& call, bool graph) {
   if (!graph) {
     const auto results = row_results(x, weight, bias, target, call);
     return {results.losses, results.entropies};
   }
-  const auto results = TokenLosses::apply(x, weight, bias, target, call);
+  const auto results = RowLosses::apply(x, weight, bias, target, call);
   return {results[0], call.entropy ? results[1] : Tensor()};
 }
 

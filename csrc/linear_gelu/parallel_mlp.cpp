@@ -14,21 +14,18 @@
 //
 // Saved: the input x (the shard), pre, h and the weights, each only if a gradient may need it: as
 // many bytes as the three separate operators save. Recomputing h from pre would cost one more pass
-// over both. In a backward in two halves (split_backward.h) the first keeps the gathered dy, dpre and
-// db_up.
+// over both. In a backward in two halves (split_backward.h) the first keeps the gathered dy, dpre
+// and db_up.
 
-#include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
-#include "autograd/differentiation.h"
+#include "autograd/autocast.h"
+#include "autograd/function.h"
 #include "autograd/linear_checks.h"
-#include "autograd/main_grad.h"
 #include "autograd/linear_overlap.h"
+#include "autograd/main_grad.h"
 #include "autograd/split_backward.h"
 #include "comm/collectives.h"
 #include "operators.h"
@@ -36,9 +33,15 @@
 namespace tp_ext {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
+// How a call is computed
+struct MlpCall {
+  std::string group;
+  bool sequence_parallel;
+  Split tokens;  // under SP: tokens per rank
+  OptionalTensor up_main_grad, down_main_grad;
+  bool sum_bias_grad;
+  bool recorded;  // whether there will be a backward
+};
 
 void check_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
                const Tensor& down_weight, const Tensor& down_bias,
@@ -81,11 +84,10 @@ Tensor weight_grad(AutogradContext* ctx, size_t i, const char* main_grad, const 
 struct ParallelMlp : Function<ParallelMlp> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& up_weight,
                         const Tensor& up_bias, const Tensor& down_weight, const Tensor& down_bias,
-                        const std::string& group, bool sequence_parallel, const Split& tokens,
-                        const OptionalTensor& up_main_grad, const OptionalTensor& down_main_grad,
-                        bool sum_bias_grad, bool recorded) {
-    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-    if (!comm::traced(x)) guard.emplace();
+                        const MlpCall& call) {
+    const Unrecorded guard(x);
+    const auto& [group, sequence_parallel, tokens, up_main_grad, down_main_grad, sum_bias_grad,
+                 recorded] = call;
     const bool needs_pre =
         recorded && (x.requires_grad() || up_weight.requires_grad() || up_bias.requires_grad());
     const bool needs_h = recorded && down_weight.requires_grad();
@@ -111,8 +113,7 @@ struct ParallelMlp : Function<ParallelMlp> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward("parallel_mlp (gemm_epilogue)", grads);
-    std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
-    if (!comm::traced(grads[0])) guard.emplace();
+    const Unrecorded guard(grads[0]);
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &up_weight = saved[1], &pre = saved[2], &h = saved[3],
                  &down_weight = saved[4];
@@ -156,7 +157,7 @@ struct ParallelMlp : Function<ParallelMlp> {
       dx_sum.emplace(sequence_parallel ? comm::reduce_scatter_async(partial, group, 0, tokens)
                                        : comm::all_reduce_async(partial, group));
     }
-    variable_list result(12);  // undefined for arguments that are not tensors
+    variable_list result = gradients();
     if (wants_down) result[3] = weight_grad(ctx, 3, "down_main_grad", dy, h);
     if (wants_up)
       result[1] = weight_grad(ctx, 1, "up_main_grad", dpre, x_full ? x_full->wait() : x);
@@ -176,40 +177,17 @@ Tensor parallel_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_b
   refuse_forward_mode("parallel_mlp", x, up_weight, up_bias, down_weight, down_bias);
   check_mlp(x, up_weight, up_bias, down_weight, down_bias, up_main_grad, down_main_grad);
   const int64_t p = comm::size(group);
-  sequence_parallel = sequence_parallel && p > 1;
-  const Split tokens =
-      sequence_parallel ? split_local(tokens_of(x), comm::rank(group), p, sizes) : Split();
-  return ParallelMlp::apply(x, up_weight, up_bias, down_weight, down_bias, group, sequence_parallel,
-                            tokens, up_main_grad, down_main_grad, sum_bias_grad,
-                            at::GradMode::is_enabled());
+  MlpCall call{group,         sequence_parallel && p > 1, Split(), up_main_grad, down_main_grad,
+               sum_bias_grad, at::GradMode::is_enabled()};
+  if (call.sequence_parallel) call.tokens = split_local(tokens_of(x), comm::rank(group), p, sizes);
+  return ParallelMlp::apply(x, up_weight, up_bias, down_weight, down_bias, call);
 }
-
-namespace {
-
-// As for the linears: all tensors in the low precision, fp32 parameters cast once per autocast
-// region
-template <c10::DispatchKey key, c10::DeviceType device>
-Tensor autocast(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
-                const Tensor& down_weight, const Tensor& down_bias, const std::string& group,
-                bool sequence_parallel, Sizes sizes, const OptionalTensor& up_main_grad,
-                const OptionalTensor& down_main_grad, bool sum_bias_grad) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
-  return parallel_mlp(cast(x), cast(up_weight), cast(up_bias), cast(down_weight), cast(down_bias),
-                      group, sequence_parallel, sizes, up_main_grad, down_main_grad, sum_bias_grad);
-}
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<parallel_mlp>(m, "parallel_mlp");
 }
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCPU, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>>(m, "parallel_mlp");
-}
-TORCH_LIBRARY_IMPL(tp_ext, AutocastCUDA, m) {
-  impl_composite<autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>>(m, "parallel_mlp");
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  autocast_to_low_precision<parallel_mlp, 0, 1, 2, 3, 4>(m, "parallel_mlp");
 }
 
 }  // namespace tp_ext

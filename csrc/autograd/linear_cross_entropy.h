@@ -6,15 +6,14 @@
 #pragma once
 
 #include <ATen/ops/cat.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "autograd/function.h"
 #include "autograd/token_chunks.h"
-#include "autograd/unrecorded.h"
 #include "autograd/vocab_chunk.h"
 #include "autograd/vocab_loss.h"
 
@@ -30,7 +29,7 @@ struct LinearLoss : VocabLoss {
 
   bool sequence_parallel() const { return !rows_of_ranks.sizes.empty(); }
 
-  void put(torch::autograd::AutogradContext* ctx) const {
+  void put(AutogradContext* ctx) const {
     VocabLoss::put(ctx);
     auto& data = ctx->saved_data;
     data["entropy"] = entropy;
@@ -38,7 +37,7 @@ struct LinearLoss : VocabLoss {
     data["chunks"] = chunks;
     if (main_grad.has_value()) data["main_grad"] = *main_grad;
   }
-  static LinearLoss get(torch::autograd::AutogradContext* ctx) {
+  static LinearLoss get(AutogradContext* ctx) {
     auto& data = ctx->saved_data;
     LinearLoss call{VocabLoss::get(ctx)};
     call.entropy = data["entropy"].toBool();
@@ -125,15 +124,15 @@ class LogitsChunks {
   std::vector<c10::SymInt> lengths_;
 };
 
-// The mean or the sum of the losses of x [rows, in]: forward computes the gradients, backward scales
-// them (scalar_loss.cpp)
-Tensor scalar_loss(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                   const Tensor& target, const LinearLoss& call);
+// The mean or the sum of the losses of x [rows, in]: forward computes the gradients, backward
+// scales them (linear_cross_entropy_mean.cpp)
+Tensor mean_loss(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                 const Tensor& target, const LinearLoss& call);
 
 // The loss of each row and, undefined if not asked for, its entropy; `graph`: backward computes the
-// logits again (token_losses.cpp)
-std::pair<Tensor, Tensor> token_losses(const Tensor& x, const Tensor& weight,
-                                       const OptionalTensor& bias, const Tensor& target,
-                                       const LinearLoss& call, bool graph);
+// logits again (linear_cross_entropy_rows.cpp)
+std::pair<Tensor, Tensor> row_losses(const Tensor& x, const Tensor& weight,
+                                     const OptionalTensor& bias, const Tensor& target,
+                                     const LinearLoss& call, bool graph);
 
 }  // namespace tp_ext
