@@ -41,6 +41,7 @@ REGIONS = [
         "all_to_all_backward_sizes",
         "autograd/regions.cpp",
         "dim_of(ctx), concat, split)",
+        "dim_of(ctx), split, concat)",
         "The backward of all_to_all_region exchanges with the sizes of the forward.",
         "test_regions.py::test_output_and_gradient_are_exact",
     ),
