@@ -78,7 +78,7 @@ def import_error(package: Path, torch: Path | None = None) -> str:
         (package / "tp_ext/__init__.py").write_text("")
         path = f"{torch}:{path}"
     command = "import tp_ext._build; tp_ext._build.load()"
-    # A cached module counts as fresh if second and size are the same, and tests rewrite _built_for.py within a second
+    # A cached module counts as fresh if second and size are the same, and tests rewrite files within a second
     result = run(sys.executable, "-B", "-c", command, cwd=package, PYTHONPATH=path)
     assert result.returncode != 0
     return result.stderr.strip().splitlines()[-1]
