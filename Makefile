@@ -32,7 +32,7 @@ export PATH := $(BIN):$(PATH)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-COMMAND_LINE := ^(\[[0-9]+/[0-9]+\]) .* -c \S*/(csrc/\S+) .*# by ninja: a file of a successful step
+COMMAND_LINE := ^(\[[0-9]+/[0-9]+\]) .* -c \S*/((csrc|build/units)/\S+) .*# by ninja: a file of a successful step
 
 BUILT := tp_ext/_built_for.py
 BUILD_CONFIG := $(BIN) TORCH=$(TORCH) TP_EXT_CUDA=$(TP_EXT_CUDA) ARCHS=$(TORCH_CUDA_ARCH_LIST)

@@ -83,9 +83,36 @@ def warn_if_a_gpu_is_left_out() -> None:
         )
 
 
+# [Note: files are compiled in units]
+# Loops are compiled alone, since the compiler inlines less in a large unit; shm/core includes no header of torch
+FILES_PER_UNIT = 7
+COMPILED_ALONE = {"csrc/cpu", "csrc/shm/core"}
+
+
+def write_units() -> list[str]:
+    """Returns the C++ files to compile; writes those that only include others."""
+    folders: dict[str, list[str]] = {}
+    for file in sorted(glob("csrc/**/*.cpp", recursive=True)):
+        folders.setdefault(os.path.dirname(file), []).append(file)
+    units = []
+    for folder, files in folders.items():
+        if folder in COMPILED_ALONE or len(files) == 1:
+            units += files
+            continue
+        count = -(-len(files) // FILES_PER_UNIT)
+        for i in range(count):
+            unit = Path("build/units", f"{folder.removeprefix('csrc/').replace('/', '_')}_{i + 1}_of_{count}.cpp")
+            text = "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files[i::count])
+            unit.parent.mkdir(parents=True, exist_ok=True)
+            if not unit.exists() or unit.read_text() != text:  # ninja compiles newer files again
+                unit.write_text(text)
+            units.append(str(unit))
+    return units
+
+
 def make_extension(nvcc: str | None) -> setuptools.Extension:
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-    sources, flags = sorted(glob("csrc/**/*.cpp", recursive=True)), {"cxx": list(CXX_FLAGS)}
+    sources, flags = write_units(), {"cxx": list(CXX_FLAGS)}
     make = cpp_extension.CppExtension
     if nvcc:
         banner = subprocess.check_output([nvcc, "--version"], text=True)

@@ -24,10 +24,10 @@ namespace {
 // `replicas` of each tensor; empty: the whole tensor
 using Layout = std::vector<std::vector<int64_t>>;
 
-struct ReplicatedRows {
+struct RowRange {
   int64_t local_start, length, full_start;
 };
-ReplicatedRows replicated_rows(const std::vector<int64_t>& replicas, int64_t i) {
+RowRange replicated_rows(const std::vector<int64_t>& replicas, int64_t i) {
   return {replicas[2 + 3 * i], replicas[3 + 3 * i], replicas[4 + 3 * i]};
 }
 int64_t count(const std::vector<int64_t>& replicas) { return replicas.empty() ? 0 : replicas[0]; }

@@ -149,7 +149,7 @@ class Work {
     const auto dtype = gradient.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const int64_t end = row + gradient.sym_size(1).guard_int(__FILE__, __LINE__);
     for (int64_t i = 0; i < tiles_.per_rank(); ++i) {
-      const Chunk& chunk = tiles_.chunk(rank, sequence, i);
+      const SequenceChunk& chunk = tiles_.chunk(rank, sequence, i);
       if (chunk.length == 0 || chunk.row < row || chunk.row >= end) continue;
       const auto own = gradient.narrow(1, chunk.row - row, chunk.length).to(dtype);
       auto& sum = sums[sequence * tiles_.per_rank() + i];
@@ -163,7 +163,7 @@ class Work {
     std::vector<Tensor> rows;
     for (int64_t s = 0; s < tiles_.sequences(); ++s)
       for (int64_t i = 0; i < tiles_.per_rank(); ++i) {
-        const Chunk& chunk = tiles_.chunk(rank, s, i);
+        const SequenceChunk& chunk = tiles_.chunk(rank, s, i);
         const size_t place = s * tiles_.per_rank() + i;
         if (chunk.length == 0) continue;
         shape[1] = chunk.length;

@@ -13,7 +13,7 @@
 
 namespace tp_ext {
 
-struct Chunk {
+struct SequenceChunk {
   int64_t row, start, length;  // its first token's row in the block, and place in the sequence
 };
 
@@ -50,7 +50,7 @@ class ContextTiles {
   bool empty() const {
     return std::all_of(tokens_.begin(), tokens_.end(), [](int64_t n) { return n == 0; });
   }
-  const Chunk& chunk(int64_t rank, int64_t sequence, int64_t i) const {
+  const SequenceChunk& chunk(int64_t rank, int64_t sequence, int64_t i) const {
     return chunks_[rank][sequence * per_rank_ + i];
   }
 
@@ -75,7 +75,7 @@ class ContextTiles {
     for (int64_t s = 0; s < sequences(); ++s)
       for (int64_t i = 0; i < per_rank_; ++i)
         for (int64_t j = 0; j < per_rank_; ++j) {
-          const Chunk &q = chunk(rank, s, i), &k = chunk(owner, s, j);
+          const SequenceChunk &q = chunk(rank, s, i), &k = chunk(owner, s, j);
           const int64_t q_last = q.start + q.length - 1, k_last = k.start + k.length - 1;
           if (causal && k.start > q_last) continue;
           if (window && (k_last <= q.start - *window || k.start >= q_last + *window)) continue;
@@ -93,7 +93,8 @@ class ContextTiles {
   void add(std::vector<Tile>& tiles, int64_t s, Chunks queries, Chunks keys, bool diagonal) const {
     Tile tile{s, queries.first, queries.count, 0, 0, 0, 0, 0, 0, diagonal};
     if (queries.count == 0 || keys.count == 0) return;
-    const Chunk &q = chunk(queries.rank, s, queries.first), &k = chunk(keys.rank, s, keys.first);
+    const SequenceChunk &q = chunk(queries.rank, s, queries.first),
+                        &k = chunk(keys.rank, s, keys.first);
     tile.q_row = q.row, tile.q_start = q.start, tile.k_row = k.row, tile.k_start = k.start;
     for (int64_t i = 0; i < queries.count; ++i)
       tile.queries += chunk(queries.rank, s, queries.first + i).length;
@@ -104,7 +105,7 @@ class ContextTiles {
 
   int64_t per_rank_;
   std::vector<int64_t> tokens_, lengths_;
-  std::vector<std::vector<Chunk>> chunks_;  // of each rank, in the order of its block
+  std::vector<std::vector<SequenceChunk>> chunks_;  // of each rank, in the order of its block
 };
 
 }  // namespace tp_ext

@@ -19,7 +19,6 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/mm.h>
 
 #include "autograd/autocast.h"
 #include "autograd/function.h"
@@ -34,15 +33,6 @@
 namespace tp_ext {
 namespace {
 
-Tensor input_grad(const Tensor& dy, const Tensor& weight) {
-  if (dy.dim() == 2) return at::mm(dy, weight);
-  auto shape = dy.sym_sizes().vec();
-  shape.back() = weight.sym_size(1);
-  return at::mm(as_rows(dy), weight).view_symint(shape);
-}
-Tensor weight_grad(const Tensor& dy, const Tensor& x) {
-  return at::mm(as_rows(dy).t(), as_rows(x));
-}
 Tensor bias_grad(const Tensor& dy) { return as_rows(dy).sum(0); }
 
 // How a call is computed
@@ -92,7 +82,7 @@ struct Saved : LinearCall {
 };
 
 // The gradient of the weight, or what autograd gets in its place if it is added to main_grad
-Tensor weight_grad(const Saved& s, const Tensor& dy, const Tensor& x) {
+Tensor accumulate_weight_grad(const Saved& s, const Tensor& dy, const Tensor& x) {
   if (!s.main_grad.has_value()) return weight_grad(dy, x);
   add_weight_grad(*s.main_grad, as_rows(dy), as_rows(x));
   return placeholder_grad(*s.main_grad, dy, 1);
@@ -140,7 +130,8 @@ struct ColumnLinear : Function<ColumnLinear> {
     // After issuing the collective: it waits for everything queued before it, so db and dw must
     // come later to overlap
     const Tensor db = wants_b ? bias_grad(dy) : Tensor();
-    const Tensor dw = wants_w ? weight_grad(s, dy, x_full ? x_full->wait() : s.x) : Tensor();
+    const Tensor dw =
+        wants_w ? accumulate_weight_grad(s, dy, x_full ? x_full->wait() : s.x) : Tensor();
     return gradients({dx ? dx->wait() : Tensor(), dw, db});
   }
 
@@ -220,7 +211,7 @@ struct RowLinear : Function<RowLinear> {
     if (dy_full) dy = dy_full->wait();
     if (keeps_dy) keep_results(ctx, grads[0], {dy});
     if (wants_x && !dx.defined()) dx = input_grad(dy, s.weight);
-    const Tensor dw = wants_w ? weight_grad(s, dy, s.x) : Tensor();
+    const Tensor dw = wants_w ? accumulate_weight_grad(s, dy, s.x) : Tensor();
     return gradients({dx, dw, db ? db->wait() : db_local});
   }
 

@@ -24,7 +24,6 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/mm.h>
 
 #include "autograd/autocast.h"
 #include "autograd/function.h"
@@ -116,16 +115,6 @@ Tensor bias_region(const Tensor& bias, const Sharded& s) {
 Tensor bias_grad_region(const Tensor& db, const Sharded& s) {
   return TP_OP(reduce_scatter_region)
       .call(db, s.weight.group, 0, c10::SymIntArrayRef(s.bias.sizes));
-}
-
-Tensor input_grad(const Tensor& dy, const Tensor& weight) {
-  if (dy.dim() == 2) return at::mm(dy, weight);
-  auto shape = dy.sym_sizes().vec();
-  shape.back() = weight.sym_size(1);
-  return at::mm(as_rows(dy), weight).view_symint(shape);
-}
-Tensor weight_grad(const Tensor& dy, const Tensor& x) {
-  return at::mm(as_rows(dy).t(), as_rows(x));
 }
 
 struct Linear2d : Function<Linear2d> {

@@ -53,7 +53,7 @@ class Collected {
  public:
   Collected(c10::SymInt rows, bool traced) : rows_(std::move(rows)), traced_(traced) {}
 
-  void put(const Tensor& part, const Chunk& chunk) {
+  void put(const Tensor& part, const TokenChunk& chunk) {
     if (traced_) return parts_.push_back(part);  // in order: one range a chunk
     if (parts_.empty()) {
       auto shape = part.sym_sizes().vec();
@@ -71,7 +71,7 @@ class Collected {
   std::vector<Tensor> parts_;
 };
 
-inline Tensor rows_in(const Tensor& all, const Chunk& chunk) {
+inline Tensor rows_in(const Tensor& all, const TokenChunk& chunk) {
   if (chunk.full.size() == 1) return tokens_of(all, chunk.full[0]);
   std::vector<Tensor> parts;
   for (const auto& range : chunk.full) parts.push_back(tokens_of(all, range));
@@ -104,13 +104,13 @@ class LogitsChunks {
       if (!gathers || i >= call_.chunks) return;
       const Tensor own =
           tokens_of(x_, chunk_of(lengths_[comm::rank(call_.group)], i, call_.chunks));
-      coming.emplace(
-          comm::all_gather_async(own, call_.group, 0, Chunk(lengths_, i, call_.chunks).tokens));
+      coming.emplace(comm::all_gather_async(own, call_.group, 0,
+                                            TokenChunk(lengths_, i, call_.chunks).tokens));
     };
     LogitsBuffer buffer(weight_, bias_, traced);
     issue(0);
     for (int64_t i = 0; i < call_.chunks; ++i) {
-      const Chunk chunk(lengths_, i, call_.chunks);
+      const TokenChunk chunk(lengths_, i, call_.chunks);
       const Tensor x = gathers ? coming->wait() : tokens_of(x_, chunk.full[0]);
       issue(i + 1);
       body(chunk, x, buffer.logits(x));

@@ -30,7 +30,7 @@ class LinearLossGrads {
         wants_b_(wants_b),
         main_grad_(main_grad) {}
 
-  void add(const Chunk& chunk, const Tensor& x, const Tensor& dlogits) {
+  void add(const TokenChunk& chunk, const Tensor& x, const Tensor& dlogits) {
     if (pending_) take();  // before input_grad takes memory
     if (wants_x_) add_x(chunk, input_grad(dlogits, weight_, traced_));
     if (wants_w_) {
@@ -54,7 +54,7 @@ class LinearLossGrads {
   }
 
  private:
-  void add_x(const Chunk& chunk, const Tensor& part) {
+  void add_x(const TokenChunk& chunk, const Tensor& part) {
     if (traced_) return parts_.push_back(part);
     pending_.emplace(call_.sequence_parallel()
                          ? comm::reduce_scatter_async(part, call_.group, 0, chunk.tokens)

@@ -38,7 +38,7 @@ struct MeanLoss : Function<MeanLoss> {
     const Tensor one = at::full({}, 1, x.options().dtype(dtype));
     Tensor unit = call.reduction == "mean" ? one.div(call.counted_rows(target)) : one, factor;
     if (fp16) std::tie(unit, factor) = std::pair(one.mul(kFp16Scale), unit.div(kFp16Scale));
-    chunks.each([&](const Chunk& chunk, const Tensor& x_chunk, const Tensor& logits) {
+    chunks.each([&](const TokenChunk& chunk, const Tensor& x_chunk, const Tensor& logits) {
       const Tensor targets = rows_in(target, chunk);
       const auto [loss, lse] = call.rows(call.stats(logits, targets), targets);
       losses.put(loss, chunk);

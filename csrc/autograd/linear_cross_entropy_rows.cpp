@@ -22,20 +22,21 @@ Tensor log_probabilities(const Tensor& logits, const Tensor& lse, const LinearLo
   return cast(own, lse.scalar_type()).sub(lse.narrow(1, 0, 1)).sub(lse.narrow(1, 1, 1));
 }
 // p (log p + entropy), 0 where p is: a masked column has log p = -inf
-Tensor weighted(const Tensor& log_p, const Tensor& entropy) {
+Tensor times_probability(const Tensor& log_p, const Tensor& entropy) {
   return log_p.exp().mul(
       log_p.clamp_min(std::numeric_limits<float>::lowest()).add(entropy.unsqueeze(1)));
 }
 // This rank's part of -sum p log p
 Tensor entropies(const Tensor& logits, const Tensor& lse, const LinearLoss& call) {
   const Tensor log_p = log_probabilities(logits, lse, call);
-  return weighted(log_p, lse.new_zeros_symint({lse.sym_size(0)})).sum(1).neg();
+  return times_probability(log_p, lse.new_zeros_symint({lse.sym_size(0)})).sum(1).neg();
 }
 
 // d entropy / d logits_j = -p_j (log p_j + entropy)
 Tensor add_entropy_grad(const Tensor& dlogits, const Tensor& logits, const Tensor& lse,
                         const Tensor& entropy, const Tensor& grad, const LinearLoss& call) {
-  Tensor own = weighted(log_probabilities(logits, lse, call), entropy).mul(grad.unsqueeze(1));
+  Tensor own =
+      times_probability(log_probabilities(logits, lse, call), entropy).mul(grad.unsqueeze(1));
   const auto padding = logits.sym_size(1) - call.vocab_local;
   if (padding != 0) own = at::constant_pad_nd_symint(own, {0, padding}, 0);
   return cast(cast(dlogits, own.scalar_type()).sub(own), dlogits.scalar_type());
@@ -52,7 +53,7 @@ RowResults row_results(const Tensor& x, const Tensor& weight, const OptionalTens
   LogitsChunks chunks(x, weight, bias, call);
   Collected stats(chunks.rows(), chunks.traced), entropy = stats, losses = stats, lse = stats;
   Tensor shard_row;
-  chunks.each([&](const Chunk& chunk, const Tensor&, const Tensor& logits) {
+  chunks.each([&](const TokenChunk& chunk, const Tensor&, const Tensor& logits) {
     const Tensor targets = rows_in(target, chunk), own = call.stats(logits, targets);
     if (!call.entropy) {
       const auto rows = targets.sym_size(0);
@@ -104,7 +105,7 @@ struct RowLosses : Function<RowLosses> {
       const Tensor kept = target.ne(call.ignore_index);
       grad_entropy = at::where(kept, upstream[1], at::zeros({}, upstream[1].options()));
     }
-    chunks.each([&](const Chunk& chunk, const Tensor& x_chunk, const Tensor& logits) {
+    chunks.each([&](const TokenChunk& chunk, const Tensor& x_chunk, const Tensor& logits) {
       const Tensor targets = rows_in(target, chunk), log_sums = rows_in(lse, chunk);
       const Tensor grad = rows_in(upstream[0], chunk);
       Tensor dlogits = logits;

@@ -39,11 +39,11 @@ Tensor gather_multiply(const Tensor& x, const Tensor& factor, const OptionalTens
   const auto& lengths = tokens.sizes;
   const int64_t p = static_cast<int64_t>(lengths.size()), rank = comm::rank(group);
   Tensor y = empty_output(x, tokens.total().expect_int(), factor.size(1));
-  std::deque<std::pair<Chunk, comm::Pending>> coming;
+  std::deque<std::pair<TokenChunk, comm::Pending>> coming;
   auto top_up = [&, issued = int64_t{0}]() mutable {
     for (; issued < chunks && coming.size() < 2; ++issued) {
       const Tensor own = tokens_of(x, chunk_of(lengths[rank], issued, chunks));
-      const Chunk chunk(lengths, issued, chunks);
+      const TokenChunk chunk(lengths, issued, chunks);
       coming.emplace_back(chunk, comm::all_gather_async(own, group, 0, chunk.tokens));
     }
   };
@@ -52,7 +52,7 @@ Tensor gather_multiply(const Tensor& x, const Tensor& factor, const OptionalTens
   multiply(x, factor, bias, tokens_of(y, own));
   if (x_full.defined()) tokens_of(x_full, own).copy_(x);
   while (!coming.empty()) {
-    const Chunk chunk = coming.front().first;
+    const TokenChunk chunk = coming.front().first;
     const Tensor there = coming.front().second.wait();
     coming.pop_front();
     top_up();
@@ -73,6 +73,17 @@ Tensor as_rows(const Tensor& x) {
   c10::SymInt rows = 1;  // -1 would be ambiguous where a rank has no features
   for (int64_t dim = 0; dim < x.dim() - 1; ++dim) rows *= x.sym_size(dim);
   return x.reshape_symint({rows, x.sym_size(-1)});
+}
+
+Tensor input_grad(const Tensor& dy, const Tensor& weight) {
+  if (dy.dim() == 2) return at::mm(dy, weight);
+  auto shape = dy.sym_sizes().vec();
+  shape.back() = weight.sym_size(1);
+  return at::mm(as_rows(dy), weight).view_symint(shape);
+}
+
+Tensor weight_grad(const Tensor& dy, const Tensor& x) {
+  return at::mm(as_rows(dy).t(), as_rows(x));
 }
 
 int64_t chunks_of(const Tensor& x, const c10::SymInt& tokens, int64_t chunks) {
@@ -107,7 +118,7 @@ Tensor linear_reduce_scatter(const Tensor& x, const Tensor& weight, const std::s
   };
   for (int64_t i = 0; i < chunks; ++i) {
     if (coming.size() == 2) take();
-    const Chunk chunk(lengths, i, chunks);
+    const TokenChunk chunk(lengths, i, chunks);
     Tensor partials = empty_output(x, chunk.tokens.total().expect_int(), weight.size(0));
     for (int64_t k = 0; k < p; ++k)
       multiply(tokens_of(x, chunk.full[k]), weight.t(), std::nullopt,

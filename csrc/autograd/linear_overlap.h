@@ -25,6 +25,10 @@ namespace tp_ext {
 // All dims but the last flattened into one
 at::Tensor as_rows(const at::Tensor& x);
 
+// dy weight, and dy^T x, of y = x weight^T
+at::Tensor input_grad(const at::Tensor& dy, const at::Tensor& weight);
+at::Tensor weight_grad(const at::Tensor& dy, const at::Tensor& x);
+
 // Number of chunks for the tokens of all ranks, given the requested `chunks`: fewer for few tokens,
 // 1 if the call is traced. The same on every rank.
 int64_t chunks_of(const at::Tensor& x, const c10::SymInt& tokens, int64_t chunks);

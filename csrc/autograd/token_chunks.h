@@ -26,11 +26,11 @@ inline at::Tensor tokens_of(const at::Tensor& x, const Range& range) {
 }
 
 // Chunk i of every rank's tokens: where they are in the full tensor and in the gathered chunk
-struct Chunk {
+struct TokenChunk {
   Split tokens;
   std::vector<Range> full, gathered;
 
-  Chunk(const std::vector<c10::SymInt>& lengths, int64_t i, int64_t chunks) {
+  TokenChunk(const std::vector<c10::SymInt>& lengths, int64_t i, int64_t chunks) {
     c10::SymInt start = 0, at = 0;
     for (const auto& n : lengths) {
       const auto own = chunk_of(n, i, chunks);

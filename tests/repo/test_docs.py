@@ -53,7 +53,7 @@ def test_every_block_is_python(page):
 
 
 # Tests below, and end_to_end/test_two_hosts.py, run all their blocks on other numbers of ranks
-ELSEWHERE = {"first_steps.md", "multi_node.md", "tutorial.md"}
+ELSEWHERE = {"first_steps.md", "multi_node.md", "notebook.md", "tutorial.md"}
 
 
 def _on_two_ranks():
@@ -112,6 +112,20 @@ def test_the_tutorial_prints_its_output_under_torchrun_and_the_same_losses_for_e
     losses = [[float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in (shown, job.output, three[0])]
     assert len(losses[0]) == 5
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(losses[:1]).expand(3, -1), rtol=1e-3, atol=0)
+
+
+def test_the_notebook_prints_what_it_shows():
+    """In one process, as a notebook does; numbers but for their last digit, which depends on the machine."""
+    page, printed = ROOT / "docs" / "guide" / "notebook.md", io.StringIO()
+    shown = "".join(re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.M | re.S))
+    names = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(printed):
+        for _, line, code in blocks(page):
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+    number = r"\d+\.\d+"
+    assert re.sub(number, "", printed.getvalue()) == re.sub(number, "", shown)
+    values = [[float(value) for value in re.findall(number, text)] for text in (printed.getvalue(), shown)]
+    torch.testing.assert_close(*map(torch.tensor, values), rtol=5e-3, atol=0)
 
 
 @cache
