@@ -213,6 +213,15 @@ WRAPPED = [
             ("load", "state_dict, metadata, strict=True", "distributed_checkpoint.load_plan"),
         )
     ),
+    Wrapped(
+        "torch.distributed.checkpoint.hf_storage",
+        "HuggingFaceStorageWriter",
+        "prepare_global_plan",
+        "self, plans",
+        "distributed_checkpoint.plan_of_safetensors",
+        "tp_ext.save_safetensors",
+        always=True,
+    ),
 ]
 
 
