@@ -248,6 +248,18 @@ TRAINERS = [
         )
         for root in ("lightning.fabric", "lightning_fabric")
     ),
+    *(
+        Wrapped(
+            f"{root}.{module}",
+            "",
+            "grad_norm",
+            "module, norm_type, group_separator='/'",
+            "trainers.gradient_norms",
+            "tp_ext.grad_norm(model)",
+        )
+        for root in ("lightning.pytorch", "pytorch_lightning")
+        for module in ("utilities.grads", "utilities")
+    ),
     Wrapped(
         "accelerate.accelerator",
         "Accelerator",
