@@ -182,7 +182,7 @@ def _check_complete(key: str, value: Tensor, saved: TensorStorageMetadata) -> No
 
 
 def _common(offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]) -> int:
-    """Returns the number of elements that two boxes have in common."""
+    """Returns the number of elements that two chunks have in common."""
     lengths = (
         min(start + size, other + other_size) - max(start, other)
         for start, size, other, other_size in zip(offsets, sizes, others, other_sizes, strict=True)
