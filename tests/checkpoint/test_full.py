@@ -73,7 +73,7 @@ def _count(group):
 
 def test_one_all_gather_per_sharded_entry():
     counts, sharded = ranks.run(_count, 2)[0]
-    assert counts == {"all_gather": sharded}  # the tied weight is two entries
+    assert counts == {"all_gather": sharded, "all_reduce": 1}  # the tied weight is two entries
 
 
 def _load_wrong(group, what, how):

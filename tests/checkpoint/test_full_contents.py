@@ -160,3 +160,55 @@ def test_one_full_tensor_at_a_time_and_on_rank_0_alone(dim):
     for peak, sent, loading, scattered in ranks.run(_peak, p, dim, False, False):
         assert 8 * MATRIX <= peak <= 11 * MATRIX
         assert sent == loading == scattered == 0  # views of what is given
+
+
+def _unlike(group, how, function):
+    layers = {name: tp_ext.ColumnParallelLinear(4, 4, group=group) for name in ("a", "b")}
+    other = group.rank() == 1
+    if how == "missing" and other:
+        del layers["b"]
+    elif how == "shape" and other:
+        layers["b"] = tp_ext.ColumnParallelLinear(4, 6, group=group)
+    elif how == "dense" and other:
+        layers["b"] = nn.Linear(4, 4)
+    elif how == "order" and other:
+        layers = dict(reversed(layers.items()))
+    elif how == "tied" and other:
+        layers["b"].weight = layers["a"].weight
+    model = nn.ModuleDict(layers)
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    if how == "no step" and other:
+        model["b"].bias.grad = None
+    optimizer.step()
+    FUNCTIONS[function](model, optimizer)
+
+
+FUNCTIONS = {
+    "full_state_dict": lambda model, _: tp_ext.full_state_dict(model),
+    "on rank 0": lambda model, _: tp_ext.full_state_dict(model, rank0_only=True),
+    "load": lambda model, _: tp_ext.load_full_state_dict(model, {}, strict=False, broadcast_from_rank0=True),
+    "optimizer": tp_ext.full_optimizer_state_dict,
+    "load optimizer": lambda *of: tp_ext.load_full_optimizer_state_dict(*of, {}, broadcast_from_rank0=True),
+    "safetensors": lambda model, _: tp_ext.save_safetensors("x.safetensors", model),
+}
+UNLIKE = {
+    "missing": r"'b.\w+' must be the same on all ranks that hold the model, and .* on rank 0, is missing on rank 1",
+    "shape": r"'b.weight' must be the same .* is of shape \(4, 4\).* on rank 0, is of shape \(6, 4\)",
+    "dense": r"'b.weight' must be the same .* torch.float32, sharded in dim 0 over 3 ranks on rank 0, is of shape .*",
+    "order": "ranks 0 and 1 must have the entries in the same order, and differ from 'a.(weight|bias)' on",
+    "tied": "'b.weight' must be the same .* tied to 'a.weight' on rank 1",
+    "no step": "optimizer: 'b.bias.(step|exp_avg)' must be the same .* is of shape .* on rank 0, is missing on rank 1",
+}
+
+PAIRS = [
+    *((how, function) for how in ("missing", "shape", "order") for function in FUNCTIONS),
+    *((how, function) for how in ("dense", "tied") for function in FUNCTIONS if "optimizer" not in function),
+    ("no step", "optimizer"),
+]
+
+
+@pytest.mark.parametrize(("how", "function"), PAIRS)
+def test_models_that_differ_between_ranks_are_refused_on_all(how, function):
+    ranks.run_raises(_unlike, 3, ValueError, UNLIKE[how], how, function, in_turns=False)

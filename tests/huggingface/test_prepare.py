@@ -148,6 +148,28 @@ def gather_names(group):
         return own.gather_for_metrics([f"rank {group.rank() // 2}"])
 
 
+def triggers_and_splits(group):
+    """Triggers that one process has set alone, as seen by all; what the process gets of five inputs."""
+    with accelerator(group) as own:
+        prepare(own, build(group, 2))
+        seen = []
+        for rank in range(4):
+            if group.rank() == rank:
+                own.set_trigger()
+            seen += [own.check_trigger(), own.check_trigger()]
+        with (
+            own.split_between_processes(list("abcde")) as inputs,
+            own.split_between_processes(list("abc"), True) as rest,
+        ):
+            return seen, inputs, rest
+
+
+def test_a_trigger_of_one_process_and_inputs_that_are_split():
+    for rank, (seen, inputs, rest) in enumerate(run(triggers_and_splits, 4)):
+        assert seen == [True, False] * 4
+        assert inputs == list("abcde")[3 * (rank // 2) :][:3] and rest == [["a", "b"], ["c", "c"]][rank // 2]
+
+
 @pytest.mark.parametrize(
     "case, match",
     [

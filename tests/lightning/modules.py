@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
@@ -50,6 +51,9 @@ class Module(lightning.LightningModule):
         self.losses.append(self.trainer.strategy.reduce(loss.detach()).item())
         return loss
 
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self, 2))
+
     def validation_step(self, batch, index):
         loss = self._loss(batch)
         self.log("val", loss, sync_dist=True)
@@ -71,7 +75,19 @@ def loader(data_size, data_rank=None):
     return DataLoader(rows, batch_size=8 // data_size, sampler=sampler)
 
 
-def fit(group, sizes, root, *, strategy=TensorParallelStrategy, save=True, ckpt=None, epochs=2, seed=3, **options):
+def fit(
+    group,
+    sizes,
+    root,
+    *,
+    strategy=TensorParallelStrategy,
+    save=True,
+    ckpt=None,
+    epochs=2,
+    seed=3,
+    monitor=None,
+    **options,
+):
     """Trains on the ranks of a pool, or without a group; returns losses, metrics and the path of the checkpoint."""
     module_options = {name: options.pop(name) for name in ("hidden", "fsdp", "meta", "axis") if name in options}
     settings = {**QUIET, "accelerator": "cpu", "max_epochs": epochs, "default_root_dir": root, **options}
@@ -85,7 +101,9 @@ def fit(group, sizes, root, *, strategy=TensorParallelStrategy, save=True, ckpt=
         warnings.simplefilter("ignore")
         lightning.seed_everything(seed if seed is not None else 3 + group.rank(), verbose=False)
         module = Module(**module_options)
-        kept = ModelCheckpoint(root, filename="last", enable_version_counter=False)
+        kept = ModelCheckpoint(
+            root, monitor=monitor, filename="{step}" if monitor else "last", enable_version_counter=False
+        )
         trainer = lightning.Trainer(callbacks=[kept], **settings)
         trainer.fit(module, loader(data_size, data_rank), loader(data_size), ckpt_path=ckpt)
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}

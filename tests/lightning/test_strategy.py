@@ -43,6 +43,17 @@ def test_losses_are_those_of_one_process(sizes, options, tmp_path):
     assert_same(run(fit, sizes[0] * sizes[1], sizes, tmp_path / "ranks", save=False, **options), want)
 
 
+@pytest.mark.parametrize("save", [pytest.param(True, marks=NEW), False])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
+def test_the_best_checkpoint_is_that_of_one_process(sizes, save, tmp_path):
+    """Of three, each better than the last; all ranks decide which."""
+    want = fit(None, None, tmp_path / "dense", epochs=3, monitor="val")[2]
+    assert want.endswith("step=12.ckpt")
+    for _, _, path in run(fit, sizes[0] * sizes[1], sizes, tmp_path / "x", save=save, epochs=3, monitor="val"):
+        assert path == str(tmp_path / "x" / "step=12.ckpt")
+        assert len([*(tmp_path / "x").glob("*.ckpt")]) == 1
+
+
 def test_mixed_precision(tmp_path):
     want = fit(None, None, tmp_path / "dense", precision="bf16-mixed", **OPTIONS)
     got = run(fit, 4, (2, 2), tmp_path / "ranks", save=False, precision="bf16-mixed", **OPTIONS)

@@ -33,6 +33,15 @@ def _total_norm(params, max_norm, norm_type, **options):
     return total
 
 
+def _of_data(params, max_norm, norm_type, **options):
+    """By aliases of the gradients, as older code has them."""
+    params = [param for param in params if param.grad is not None]
+    norm = utils.get_total_norm([param.grad.data for param in params], norm_type, **options)
+    torch.testing.assert_close(norm, utils.get_total_norm([p.grad.detach() for p in params], norm_type, **options))
+    utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm
+
+
 def _deprecated(params, max_norm, norm_type, **options):
     with pytest.warns(FutureWarning):
         return utils.clip_grad_norm(params, max_norm, norm_type, **options)
@@ -44,6 +53,7 @@ IDIOMS = {
     "iterator": lambda m, *a, **k: utils.clip_grad_norm_(iter([*m.parameters()]), *a, **k),
     "keywords": lambda m, x, n, **k: utils.clip_grad_norm_(parameters=m.parameters(), max_norm=x, norm_type=n, **k),
     "torchtitan": lambda m, *a, **k: _total_norm(m.parameters(), *a, **k),
+    "data": lambda m, *a, **k: _of_data(m.parameters(), *a, **k),
     "deprecated": lambda m, *a, **k: _deprecated(m.parameters(), *a, **k),
 }
 
@@ -215,7 +225,7 @@ def _data_parallel(group, how, idiom):
     return norms, state
 
 
-@pytest.mark.parametrize("idiom", ["parameters", "torchtitan"])
+@pytest.mark.parametrize("idiom", ["parameters", "torchtitan", "data"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_tensor_and_data_parallel(how, idiom):
     norms, state = _data_parallel(None, how, idiom)

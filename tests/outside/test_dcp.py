@@ -1,10 +1,14 @@
 """State dicts of shards through torch's own distributed checkpoints: the values of the unsharded model at any
 layout."""
 
+import functools
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -204,6 +208,9 @@ def _full(world, layout):
         assert same((m, o["state"]), want)
     full = get_state_dict(model, optimizer, options=FULL)
     frozen = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    partly = {name: value for name, value in full[0].items() if name != "norm.weight"} | {"more": torch.ones(1)}
+    loosely = StateDictOptions(full_state_dict=True, strict=False)
+    assert set_model_state_dict(make(layout, world, 2)[0], partly, options=loosely) == (["norm.weight"], ["more"])
     next(model.parameters()).requires_grad_(False)
     assert get_model_state_dict(model, options=frozen).keys() == want[0].keys() - {"embedding.weight"}
     for options in (FULL, FROM_RANK_0):
@@ -287,3 +294,76 @@ def _without_a_layout(group):
 def test_state_without_a_layout_is_refused():
     match = r"optimizers: state 'row' of 'weight' must be a tensor of the shape of the parameter, \(4, 6\)"
     ranks.run_raises(_without_a_layout, 2, ValueError, match)
+
+
+def _failures(call, *args, **options):
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        call(*args, **options)
+    return {str(error) for error, _ in caught.value.failures.values()}
+
+
+LIVE = {
+    "parameters": lambda model: dict(model.named_parameters()),
+    "keep_vars": lambda model: model.state_dict(keep_vars=True),
+    "data": lambda model: {name: param.data for name, param in model.named_parameters()},
+}
+
+
+def _live(world, layout, folder):
+    """Live parameters carry no place: neither saved nor loaded as if they were the whole tensors."""
+    model, _ = make(layout, world, 1)
+    return [
+        _failures(call, {"m": of(model)}, checkpoint_id=folder) for of in LIVE.values() for call in (dcp.save, dcp.load)
+    ]
+
+
+@pytest.mark.parametrize("layout", ["2", "fsdp"])
+def test_live_parameters_are_refused(tmp_path, layout):
+    dcp.save({"number": 1}, checkpoint_id=tmp_path / "a", no_dist=True)
+    for found in ranks.run(_live, size(layout), layout, str(tmp_path / "a")):
+        for texts, call in zip(found, ("save", "load") * len(LIVE), strict=True):
+            for text in texts:
+                assert "'m.embedding.weight' is a parameter of a layer, of which this rank has a shard" in text
+                assert f"dcp.{call} would take it" in text and f"tp_ext.{call}_checkpoint" in text
+
+
+def _alone(world, folder):
+    """Each rank saves by itself, and reads its own; what another has saved lacks elements."""
+    model, _ = make("2", world, 1)
+    want, rank = tp_ext.full_state_dict(model), dist.get_rank()
+    dcp.save({"m": model.state_dict()}, checkpoint_id=f"{folder}/{rank}", no_dist=True)
+    other, _ = make("2", world, 2)
+    dcp.load({"m": other.state_dict()}, checkpoint_id=f"{folder}/{rank}", no_dist=True)
+    got = tp_ext.full_state_dict(other)
+    assert all(torch.equal(value, got[name]) for name, value in want.items())
+    return [
+        _failures(dcp.load, {"m": one.state_dict()}, checkpoint_id=f"{folder}/{1 - rank}", no_dist=True)
+        for one in (other, Model(None))
+    ]
+
+
+def test_what_a_rank_has_saved_alone_is_not_the_model(tmp_path):
+    for rank, (sharded, dense) in enumerate(ranks.run(_alone, 2, str(tmp_path))):
+        other = (5 * 12, 8 * 12)[rank]  # rows of the table
+        assert f"'m.embedding.weight' has {156 - other} elements here, of which the checkpoint has 0" in str(sharded)
+        assert f"'m.embedding.weight' has 156 elements here, of which the checkpoint has {other}: all ranks" in str(
+            dense
+        )
+
+
+def _files_of_safetensors(world, folder):
+    """Fused weights have several chunks on a rank, for which torch's writer has one name."""
+    model, _ = make("2", world, 1)
+    writer = functools.partial(dcp.HuggingFaceStorageWriter, save_distributed=True, enable_consolidation=True)
+    (text,) = _failures(dcp.save, model.state_dict(), storage_writer=writer(f"{folder}/a"))
+    assert re.search(r"'(attention.qkv|mlp.up).\w+' has \d chunks on a rank, .*: take tp_ext.save_safetensors", text)
+    dcp.save(model.embedding.state_dict(), storage_writer=writer(f"{folder}/b"))
+    return tp_ext.full_state_dict(model.embedding)
+
+
+@pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="needs torch 2.15")
+def test_torchs_files_of_safetensors(tmp_path):
+    want = ranks.run(_files_of_safetensors, 2, str(tmp_path))[0]
+    assert not list((tmp_path / "a").rglob("*.safetensors"))
+    (file,) = (tmp_path / "b").glob("*.safetensors")
+    assert torch.equal(load_file(file)["weight"], want["weight"])

@@ -22,6 +22,8 @@ INITIALISERS = {
     "sparse_": lambda w: init.sparse_(w, 0.3),
     "eye_": init.eye_,
     "constant_": lambda w: init.constant_(w, 3.0),
+    "data": lambda w: init.xavier_normal_(w.data) is None or w,
+    "detached": lambda w: init.kaiming_normal_(w.detach()) is None or w,
     "own generator": lambda w: init.normal_(w, generator=torch.Generator().manual_seed(2)),
 }
 

@@ -44,7 +44,8 @@ def full_state_dict(
             from its wrapper: given the bare module, rank 0 of every replica counts.
         cpu_offload: tensors are moved to the CPU one by one; else they stay on the module's device.
 
-    Communicates: under FSDP2, an all-gather of every shard over the data axis. Then one all-gather per sharded tensor
+    Communicates: one all-reduce of two numbers over each group and data axis, which shows that all have the same
+        entries. Under FSDP2, an all-gather of every shard over the data axis. Then one all-gather per sharded tensor
         and group of its layout; with ``rank0_only``, one gather to rank 0. One full tensor at a time is made: with
         ``rank0_only`` the other ranks never hold one; with ``cpu_offload`` no device holds more than one and the shards
         it is made of. With a pipeline, one exchange of names and shapes over ``pp``, and one broadcast along it per
@@ -52,14 +53,15 @@ def full_state_dict(
 
     Raises:
         ValueError: an entry is on the meta device; its layout is not known; ``group`` is not one of the module's; two
-            of its groups overlap and are no axes of one mesh; ``mesh`` has other axes; two stages have one name.
+            of its groups overlap and are no axes of one mesh; ``mesh`` has other axes; two stages have one name;
+            on all ranks, the ranks' models have other entries.
         TypeError: ``group`` and ``mesh`` are both given.
     """
     model = census(module, mesh_axes(group, mesh))
     ranks, entries = ranks_of(model), model.state()
     state: StateDict = {}
     made: dict[str, Tensor | None] = {}
-    for name, one in whole_entries(entries, ranks, with_extra=True, unique=True).items():
+    for name, one in whole_entries(entries, ranks, with_extra=True, unique=True, collective=True).items():
         value = one.value
         if not one.extra and one.tensor is not None:
             if one.tied not in made:
@@ -89,7 +91,8 @@ def load_full_state_dict(
             stages of all ranks: a key is missing if a stage misses it, unexpected if no stage takes it.
         broadcast_from_rank0: ``state`` is given on rank 0 (in the sense of ``rank0_only``) alone and ignored elsewhere.
 
-    Communicates nothing; with ``broadcast_from_rank0``, the errors found, then every rank's shards, one tensor at a
+    Communicates nothing; with ``broadcast_from_rank0``, the two numbers of :func:`full_state_dict`, the errors found,
+        then every rank's shards, one tensor at a
         time. With a pipeline, one exchange of names and shapes over ``pp``, and with ``broadcast_from_rank0`` one
         broadcast per tensor of another stage than the first, between the first ranks of the stages.
 
@@ -101,7 +104,7 @@ def load_full_state_dict(
     """
     model = census(module, mesh_axes(group, mesh))
     ranks, entries = ranks_of(model), model.state()
-    whole = whole_entries(entries, ranks)
+    whole = whole_entries(entries, ranks, collective=broadcast_from_rank0)
     if not broadcast_from_rank0:
         for name in check_state(state, whole, strict):
             if (entry := entries.get(name)) is None:

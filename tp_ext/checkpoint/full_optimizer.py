@@ -12,7 +12,7 @@ from tp_ext._object_collectives import broadcast_from_first
 from tp_ext.checkpoint.full import check_full
 from tp_ext.checkpoint.gather import Ranks, check_one_mesh, gather_full, ranks_of, scatter_full, write_full
 from tp_ext.checkpoint.optimizer_state import HeldState, HeldTensor, check_class, copy_of_state
-from tp_ext.checkpoint.pipeline import WholeTensor, from_stage, over_stages, to_stages
+from tp_ext.checkpoint.pipeline import WholeTensor, check_same, from_stage, over_stages, to_stages
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
 from tp_ext.model.census import Census, census
@@ -40,13 +40,15 @@ def full_optimizer_state_dict(
 
     Raises:
         ValueError: the optimizer holds a parameter that is not the module's, or keeps its state in another optimizer;
-            the parameter groups of the stages differ. Others as :func:`full_state_dict`.
+            the parameter groups of the stages, or the states of the ranks, differ. Others as :func:`full_state_dict`.
     """
     model = census(module, mesh_axes(group, mesh))
     ranks = ranks_of(model)
     own = _Own(model, optimizer, ranks)
     described = dict(zip(own.params, own.held.described(own.params.values()), strict=True))
-    stages = over_stages((own.groups(), _whole_states(described, own, ranks)), ranks)
+    states_of_rank = _whole_states(described, own, ranks)
+    check_same("optimizer", own.descriptions(states_of_rank), ranks)
+    stages = over_stages((own.groups(), states_of_rank), ranks)
     groups = _merged_groups([groups for groups, _ in stages])
     states: StateDict = {}
     for of_stage in (states for _, states in stages):
@@ -93,6 +95,8 @@ def load_full_optimizer_state_dict(
     ranks = ranks_of(model)
     own = _Own(model, optimizer, ranks)
     # The state is that of the whole model: a stage knows the names and shapes of the others by this exchange alone
+    if broadcast_from_rank0:
+        check_same("optimizer", own.descriptions({}), ranks)
     stages = over_stages((own.order, {name: own.full_shape(name) for name in own.params}), ranks)
     order = _merged_names([names for names, _ in stages])
     shapes = {name: shape for _, of_stage in stages for name, shape in of_stage.items()}
@@ -161,6 +165,14 @@ class _Own:
 
     def full_shape(self, name: str) -> torch.Size:
         return self.layouts[name].full_shape(self.params[name].shape)
+
+    def descriptions(self, states: Mapping[str, StateDict]) -> dict[str, str]:
+        """Returns what :func:`check_same` compares: of the parameters, and of the tensors of their states."""
+        made = {name: f"of shape {tuple(self.full_shape(name))}" for name in self.params}
+        for name, entry in states.items():
+            tensors = {key: value for key, value in entry.items() if isinstance(value, WholeTensor)}
+            made |= {f"{name}.{key}": f"of shape {tuple(one.shape)}, {one.dtype}" for key, one in tensors.items()}
+        return made
 
     def layout_of(self, name: str, value: Tensor | HeldTensor) -> Layout:
         """Returns the layout of a state tensor: the parameter's, if it has its shape."""

@@ -2,6 +2,7 @@
 one stage to the others. Without a pipeline the module is the only stage, and nothing is communicated.
 """
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_ext._object_collectives import all_gather_objects
+from tp_ext._object_collectives import all_gather_objects, true_on_any_rank
 from tp_ext.checkpoint.gather import Ranks, as_bytes, gather_full
 from tp_ext.model.fqn import Entry
+from tp_ext.sharding import Layout
 
 T = TypeVar("T")
 
@@ -51,15 +53,21 @@ def over_stages(value: T, ranks: Ranks) -> list[T]:
 
 
 def whole_entries(
-    entries: Mapping[str, Entry], ranks: Ranks, *, with_extra: bool = False, unique: bool = False
+    entries: Mapping[str, Entry],
+    ranks: Ranks,
+    *,
+    with_extra: bool = False,
+    unique: bool = False,
+    collective: bool = False,
 ) -> dict[str, WholeEntry]:
     """Returns the entries of the whole model from those of each stage, the stages one after the other.
 
-    Communicates: one exchange over the pipeline, of names and shapes, and of extra state if ``with_extra``.
+    Communicates: one exchange over the pipeline, of names and shapes, and of extra state if ``with_extra``; under
+    ``collective`` also what :func:`check_same` does.
 
     Raises:
-        ValueError: under ``unique``, two stages have an entry of one name; a declared copy of an entry that no stage
-            has, or that has another shape.
+        ValueError: under ``unique``, two stages have an entry of one name; under ``collective``, the ranks of a stage
+            have other entries; a declared copy of an entry that no stage has, or that has another shape.
     """
     first: dict[int, str] = {}
     own: dict[str, WholeEntry] = {}
@@ -71,6 +79,9 @@ def whole_entries(
         tied = first.setdefault(id(entry.value), name)
         value = entry.value if entry.extra and with_extra else None
         own[name] = WholeEntry((ranks.stage,), tensor, tied, entry.copy_of, entry.extra, value)
+    if collective:
+        described = {name: _description(name, one, entries[name].layout) for name, one in own.items()}
+        check_same("module", described, ranks)
     found: dict[str, WholeEntry] = {}
     for of_stage in over_stages(own, ranks):
         for name, one in of_stage.items():
@@ -92,6 +103,51 @@ def whole_entries(
             )
         found[name] = one._replace(tied=original.tied)
     return found
+
+
+def _description(name: str, one: WholeEntry, layout: Layout) -> str:
+    if one.tensor is None:
+        return "no tensor"
+    words = [f"of shape {tuple(one.tensor.shape)}", str(one.tensor.dtype)]
+    words += [f"sharded in dim {sharding.dim} over {group.size} ranks" for sharding, group in layout if group.size > 1]
+    return ", ".join(words if one.tied == name else [*words, f"tied to {one.tied!r}"])
+
+
+def check_same(name: str, entries: Mapping[str, str], ranks: Ranks) -> None:
+    """Checks that all ranks of a stage have the same entries, in this order: else one would wait for the others in a
+    collective, or get the shards of another entry. ``entries`` are descriptions by name.
+
+    Communicates: one all-reduce of two numbers along every axis; before an error, one exchange of the entries.
+
+    Raises:
+        ValueError: on all ranks of all stages.
+    """
+    digest = int.from_bytes(hashlib.sha256(repr([*entries.items()]).encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest], device=ranks.device)
+    for axis in ranks.stage_axes:
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=axis)
+    differ = bool(extremes.sum())  # the largest and the smallest of all digests
+    if not (differ if ranks.pipeline is None else true_on_any_rank(differ, [ranks.pipeline], ranks.device)):
+        return
+    held = [(ranks.stage, dist.get_rank(), entries)]
+    for axis in ranks.axes:
+        held = [one for of_rank in all_gather_objects(held, axis) for one in of_rank]
+    first: dict[int, tuple[int, Mapping[str, str]]] = {}
+    for stage, rank, own in sorted(held, key=lambda one: one[:2]):
+        other_rank, others = first.setdefault(stage, (rank, own))
+        for key in (*others, *own):
+            if others.get(key) != own.get(key):
+                here, there = (f"is {one[key]}" if key in one else "is missing" for one in (others, own))
+                raise ValueError(
+                    f"{name}: {key!r} must be the same on all ranks that hold the model, and {here} on rank "
+                    f"{other_rank}, {there} on rank {rank}"
+                )
+        if list(others) != list(own):
+            key = next(a for a, b in zip(others, own, strict=True) if a != b)
+            raise ValueError(
+                f"{name}: ranks {other_rank} and {rank} must have the entries in the same order, and differ from "
+                f"{key!r} on"
+            )
 
 
 def check_unique(name: str, stages: tuple[int, ...], unique: bool = True) -> None:

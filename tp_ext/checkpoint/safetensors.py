@@ -86,7 +86,7 @@ def save_safetensors(
         raise TypeError(f"metadata: {wrong} must be strings, and their values")
     model = census(module, mesh_axes(group, mesh))
     ranks, entries = ranks_of(model), model.state()
-    whole = whole_entries(entries, ranks, with_extra=True, unique=True)
+    whole = whole_entries(entries, ranks, with_extra=True, unique=True, collective=True)
     published: dict[str, list[PublishedEntry]] = {}
     if expert_names is not None:
         shapes = {name: one.tensor.shape for name, one in whole.items() if one.tensor}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import PartialState
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
@@ -129,6 +131,12 @@ def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) ->
         accelerator.unscale_gradients()
         return clip_grad_norm_(_those(model, parameters), max_norm, norm_type)
 
+    def split_between_processes(inputs: Any, apply_padding: bool = False) -> Any:
+        own = SimpleNamespace(**{name: place[name] for name in ("num_processes", "process_index")})
+        own.device = accelerator.device
+        return PartialState.split_between_processes(own, inputs, apply_padding=apply_padding)
+
+    accelerator.split_between_processes = split_between_processes
     accelerator.prepare_model = prepare_model
     accelerator.prepare_data_loader = same_batches
     accelerator.clip_grad_norm_ = clip

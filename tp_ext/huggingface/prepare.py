@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tp_ext._object_collectives import all_gather_objects, broadcast_from_first
+from tp_ext._object_collectives import all_gather_objects, broadcast_from_first, true_on_any_rank
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint.full import full_state_dict
 from tp_ext.group import process_group
@@ -46,10 +46,10 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
                 optimizer.zero_grad()
 
     Processes that share a model's tensors read the same batches; others read other ones, and DDP averages their
-    gradients. ``clip_grad_norm_`` is that of the unsharded model; ``gather``, ``gather_for_metrics`` and ``reduce`` are
-    over the data-parallel ranks; a scheduler steps once with its optimizer, whatever the number of processes.
-    ``get_state_dict`` and ``save_model`` have the unsharded model; ``save_state`` writes a folder that ``load_state``
-    reads on any number of ranks.
+    gradients. ``clip_grad_norm_`` is that of the unsharded model; ``gather``, ``gather_for_metrics``, ``reduce`` and
+    ``split_between_processes`` are over the data-parallel ranks, ``check_trigger`` over all; a scheduler steps once
+    with its optimizer, whatever the number of processes. ``get_state_dict`` and ``save_model`` have the unsharded
+    model; ``save_state`` writes a folder that ``load_state`` reads on any number of ranks.
 
     Args:
         accelerator: new: nothing has been prepared by it. Its ``parallelism_config`` is None, or has the sizes
@@ -125,7 +125,7 @@ class _Shared:
         self._prepare_model = accelerator.prepare_model
         for name in ("prepare_model", "prepare_scheduler", "gather", "gather_for_metrics", "reduce"):
             setattr(accelerator, name, getattr(self, name))
-        for name in ("save_state", "load_state", "get_state_dict"):
+        for name in ("save_state", "load_state", "get_state_dict", "check_trigger"):
             setattr(accelerator, name, getattr(self, name))
         accelerator.register_save_state_pre_hook(self._note_saved)
         accelerator.register_load_state_pre_hook(self._note_loaded)
@@ -181,6 +181,15 @@ class _Shared:
             return reduced * scale / (self.mesh["dp"].size() if reduction == "mean" else 1)
 
         return recursively_apply(over_data, tensor, error_on_other_type=True)
+
+    def check_trigger(self) -> bool:
+        """Over all processes, of which one may have been triggered alone; ``reduce`` is over some of them."""
+        accelerator, world = self.accelerator, process_group(dist.group.WORLD)
+        flag = accelerator.flag_tensor
+        triggered = true_on_any_rank(flag is not None and bool(flag), [world], accelerator.device)
+        if triggered:
+            accelerator.flag_tensor = None
+        return triggered
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """The unsharded model's, on all ranks."""

@@ -136,6 +136,12 @@ class TensorParallelStrategy(ModelParallelStrategy):
             return total.copy_(total / dist.get_world_size(group))
         return super().reduce(tensor, group, reduce_op)
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Reduces over all ranks: callbacks decide by it whether to stop, and which checkpoint is the best."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the data-parallel ranks: others have the same numbers."""
         return super().all_gather(tensor, group or self.device_mesh["data_parallel"].get_group(), sync_grads)

@@ -1,6 +1,7 @@
 """Gradient norms of torch, over shards: those of the unsharded model.
 
-A parameter is found among those of live modules by its identity, and a gradient by that of a parameter's ``.grad``.
+A parameter is found among those of live modules by its identity, and a gradient by the memory of a parameter's
+``.grad``, which its ``.data`` and ``.detach()`` share.
 """
 
 import threading
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tp_ext.model.carriers import Carriers
-from tp_ext.outside.live_shards import layouts_by_id, live_shards
+from tp_ext.outside.live_shards import layouts_by_id, live_shards, memory_of
 from tp_ext.parallel.grad_norm import GradientRow, gradient_terms, norm_of_rows
 from tp_ext.sharding import Layout
 
@@ -97,11 +98,12 @@ def get_total_norm(
     if _here.unsharded:
         return torchs(tensors, norm_type, error_if_nonfinite, foreach)
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    known: dict[int, GradientRow] = {}
+    known: dict[object, GradientRow] = {}
     for param, layout in live_shards():
         for grad in gradient_terms(param):
-            known[id(grad)] = param, layout, [grad]
-    if known.keys().isdisjoint(map(id, listed)):
+            known[memory_of(grad)] = param, layout, [grad]
+    keys = [*map(memory_of, listed)]
+    if known.keys().isdisjoint(keys):
         return torchs(listed, norm_type, error_if_nonfinite, foreach)
-    rows = [known.get(id(tensor), (tensor, _REPLICATED, [tensor])) for tensor in listed]
+    rows = [known.get(key, (tensor, _REPLICATED, [tensor])) for key, tensor in zip(keys, listed, strict=True)]
     return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach)

@@ -7,7 +7,9 @@ functions are wrapped where torch looks them up (:mod:`tp_ext.outside.wrapped`).
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as states
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
@@ -22,6 +26,7 @@ from tp_ext.checkpoint.full import full_state_dict, load_full_state_dict
 from tp_ext.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.model.census import census
+from tp_ext.outside.live_shards import live_shards, memory_of
 from tp_ext.outside.places import UNKNOWN, found_place, held_by, is_placed, put_place
 from tp_ext.outside.state_dicts import has_place, layouts_in_use
 
@@ -67,7 +72,9 @@ def load_model(original: Function, model: nn.Module, state_dict: Any, info: Any)
     if not (info.handle_model and info.full_state_dict and given and has_shards(model)):
         return original(model, state_dict, info)
     load_full_state_dict(model, state_dict, strict=info.strict, broadcast_from_rank0=info.broadcast_from_rank0)
-    return _IncompatibleKeys([], [])
+    names = census(model).state().keys()
+    keys = dict(state_dict).keys() or names  # those of rank 0 are not known on the others
+    return _IncompatibleKeys([name for name in names if name not in keys], [key for key in keys if key not in names])
 
 
 @contextlib.contextmanager
@@ -146,15 +153,67 @@ def save_plan(original: Function, state_dict: Mapping[str, Any], *args: Any) -> 
     return original(state_dict, *args)
 
 
-def load_plan(original: Function, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-    """The same of ``dcp.load``."""
+def load_plan(original: Function, state_dict: Mapping[str, Any], metadata: Any, *args: Any, **options: Any) -> Any:
+    """The same of ``dcp.load``. Raises RuntimeError, too, if the checkpoint lacks elements that would stay as they are:
+    one that a rank has saved alone, by ``no_dist=True``."""
     _check_places(state_dict, "dcp.load", "tp_ext.load_checkpoint")
-    return original(state_dict, *args, **options)
+    for key, value in state_dict.items():
+        saved = metadata.state_dict_metadata.get(key)
+        if isinstance(saved, TensorStorageMetadata) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            _check_complete(key, value, saved)
+    return original(state_dict, metadata, *args, **options)
+
+
+def _check_complete(key: str, value: Tensor, saved: TensorStorageMetadata) -> None:
+    place = found_place(value)
+    shape = tuple(value.shape) if place is None else place.global_shape
+    if shape != tuple(saved.size):
+        return  # which torch refuses
+    chunks = (
+        [((0,) * len(shape), shape)] if place is None else [*zip(place.global_offsets, place.local_sizes, strict=True)]
+    )
+    wanted = sum(math.prod(sizes) for _, sizes in chunks)
+    held = sum(_common(*chunk, one.offsets, one.sizes) for chunk in chunks for one in saved.chunks)
+    if held < wanted:
+        raise RuntimeError(
+            f"state_dict: {key!r} has {wanted} elements here, of which the checkpoint has {held}: all ranks of the "
+            "model that was saved must call dcp.save, without no_dist"
+        )
+
+
+def _common(offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]) -> int:
+    """Returns the number of elements that two chunks have in common."""
+    lengths = (
+        min(start + size, other + other_size) - max(start, other)
+        for start, size, other, other_size in zip(offsets, sizes, others, other_sizes, strict=True)
+    )
+    return math.prod(max(length, 0) for length in lengths)
+
+
+def plan_of_safetensors(original: Function, writer: Any, plans: list[Any]) -> Any:
+    """The plan of torch's ``HuggingFaceStorageWriter``, whose files have one chunk of a tensor under a name. Raises
+    RuntimeError if a rank holds several, of which only the last would be written."""
+    for plan in plans:
+        name, count = max(
+            Counter(item.index.fqn for item in plan.items).items(), key=lambda one: one[1], default=("", 0)
+        )
+        if count > 1:
+            raise RuntimeError(
+                f"HuggingFaceStorageWriter: {name!r} has {count} chunks on a rank, of which it would write one: take "
+                "tp_ext.save_safetensors"
+            )
+    return original(writer, plans)
 
 
 def _check_places(state_dict: Mapping[str, Any], name: str, instead: str) -> None:
+    live = {memory_of(param) for param, _ in live_shards()}
     for key, value in state_dict.items():
         place = found_place(value)
+        if place is None and isinstance(value, Tensor) and memory_of(value) in live:
+            raise RuntimeError(
+                f"state_dict: {key!r} is a parameter of a layer, of which this rank has a shard, and {name} would take "
+                f"it for the whole tensor: take the values of model.state_dict(), or {instead}"
+            )
         if place is not None and place.held_by == UNKNOWN:
             raise RuntimeError(
                 f"state_dict: {key!r} is a shard of a tensor of shape {place.global_shape} by tp_shardings, which name "

@@ -4,20 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tp_ext.model.carriers import is_sharded
-from tp_ext.outside.live_shards import layouts_by_id
+from tp_ext.outside.live_shards import live_shards, memory_of
 from tp_ext.sharding import Layout
 
 
 def _layout(tensor: Tensor) -> Layout | None:
-    """Returns the layout of a shard. An initialiser is called for every tensor of a model, hence the attribute; the
-    parameters of FSDP2, which have none, are looked up."""
+    """Returns the layout of a shard. An initialiser is called for every parameter of a model, hence the attribute; the
+    parameters of FSDP2, which have none, and what is no parameter, as ``param.data``, are looked up."""
     layout: Layout | None = getattr(tensor, "tp_layout", None)
-    if layout is None and isinstance(tensor, DTensor):
-        layout = layouts_by_id(()).get(id(tensor))
+    if layout is None and (isinstance(tensor, DTensor) or not isinstance(tensor, nn.Parameter)):
+        key = memory_of(tensor)
+        layout = next((layout for param, layout in live_shards() if memory_of(param) == key), None)
     return layout if layout is not None and is_sharded(layout) else None
 
 

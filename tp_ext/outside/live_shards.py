@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tp_ext.model.carriers import Carriers, is_sharded
 from tp_ext.model.fqn import resolve_fqn, unpruned
@@ -44,3 +45,11 @@ def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
                         found = resolve_fqn(module, key).layout
                         if padded or is_sharded(found):
                             yield stored, found
+
+
+def memory_of(tensor: Tensor) -> object:
+    """Returns what is equal for two live tensors only if they are the same elements: a tensor and its ``.data``."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) not in (Tensor, nn.Parameter) or local.is_meta or not local.numel():
+        return id(tensor)
+    return local.data_ptr(), local.shape, local.stride()

@@ -16,8 +16,11 @@ from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import global_ranks
 from tp_ext.model.carriers import Carriers
 from tp_ext.model.census import census
+from tp_ext.outside.live_shards import layouts_by_id
 from tp_ext.outside.places import local_of
+from tp_ext.parallel.grad_norm import gradient_terms, norm_of_rows
 from tp_ext.parallel.replicas import check_layers
+from tp_ext.sharding import Layout
 
 _INSTEAD = "take tp_ext.lightning.TensorParallelStrategy"
 
@@ -93,6 +96,26 @@ def _check_replicated(model: nn.Module, axis: DeviceMesh) -> None:
                 f"model: {name!r} must be the same on the tensor-parallel ranks {ranks}, and differs: call "
                 f"lightning.seed_everything before the model is made, or {_INSTEAD}"
             )
+
+
+def gradient_norms(
+    theirs: Callable[..., dict[str, Any]], module: nn.Module, norm_type: Any, group_separator: str = "/"
+) -> dict[str, Any]:
+    """Returns the norm of each gradient, and of all, as Lightning's ``grad_norm``, of the unsharded model.
+
+    Communicates, if a parameter is a shard: as :func:`tp_ext.grad_norm`, for each parameter.
+    """
+    params = {name: param for name, param in module.named_parameters() if param.grad is not None}
+    known = layouts_by_id(params.values())
+    if known.keys().isdisjoint(map(id, params.values())):
+        return theirs(module, norm_type, group_separator)
+    order = float(norm_type)
+    title = f"grad_{order}_norm"
+    rows = {name: (param, known.get(id(param), Layout()), gradient_terms(param)) for name, param in params.items()}
+    norms: dict[str, Any] = {
+        f"{title}{group_separator}{name}": norm_of_rows([row], order) for name, row in rows.items()
+    }
+    return norms | {f"{title}_total": norm_of_rows([*rows.values()], order)}
 
 
 def prepare_data_loader(

@@ -213,6 +213,15 @@ WRAPPED = [
             ("load", "state_dict, metadata, strict=True", "distributed_checkpoint.load_plan"),
         )
     ),
+    Wrapped(
+        "torch.distributed.checkpoint.hf_storage",
+        "HuggingFaceStorageWriter",
+        "prepare_global_plan",
+        "self, plans",
+        "distributed_checkpoint.plan_of_safetensors",
+        "tp_ext.save_safetensors",
+        always=True,
+    ),
 ]
 
 
@@ -238,6 +247,18 @@ TRAINERS = [
             _STRATEGY,
         )
         for root in ("lightning.fabric", "lightning_fabric")
+    ),
+    *(
+        Wrapped(
+            f"{root}.{module}",
+            "",
+            "grad_norm",
+            "module, norm_type, group_separator='/'",
+            "trainers.gradient_norms",
+            "tp_ext.grad_norm(model)",
+        )
+        for root in ("lightning.pytorch", "pytorch_lightning")
+        for module in ("utilities.grads", "utilities")
     ),
     Wrapped(
         "accelerate.accelerator",

@@ -1,6 +1,7 @@
 """The norm of the full gradient, and clipping by it."""
 
 import functools
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -278,8 +279,9 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | 
 def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     devices = _by_device(tensors) if norm_type == 2 and tensors and foreach is not False else None
     if devices is None:  # torch fails on the largest element of an empty tensor
-        # Detached: get_total_norm knows a parameter's own .grad, and would sum over the ranks (tp_ext/outside)
-        return torch.nn.utils.get_total_norm([t.detach() for t in tensors if t.numel()], norm_type, foreach=foreach)
+        # Torch's own function: that of tp_ext/outside knows gradients of parameters, and would sum over the ranks
+        torchs = inspect.unwrap(torch.nn.utils.get_total_norm)
+        return torchs([tensor for tensor in tensors if tensor.numel()], norm_type, foreach=foreach)
     squares = [_ops.multi_tensor_squared_norm(there) for there in devices.values()]
     return sum((square.to(squares[0].device) for square in squares[1:]), squares[0]).sqrt()
 
