@@ -102,7 +102,7 @@ def get_total_norm(
     for param, layout in live_shards():
         for grad in gradient_terms(param):
             known[memory_of(grad)] = param, layout, [grad]
-    keys = [*map(memory_of, listed)]
+    keys = [*map(memory_of, listed)] if known else []  # an unsharded model pays nothing for it
     if known.keys().isdisjoint(keys):
         return torchs(listed, norm_type, error_if_nonfinite, foreach)
     rows = [known.get(key, (tensor, _REPLICATED, [tensor])) for key, tensor in zip(keys, listed, strict=True)]
