@@ -55,7 +55,7 @@ def _structures(group):
     values, indices = _over(lambda a: torch.max(a.view(2, 1), 1), out_specs=(X, X))(x)
     assert torch.equal(values, x) and not indices.any()
     for pack in (lambda a: {a}), Box:
-        with pytest.raises(ValueError, match="out_specs: a (set|Box) with tensors must be a structure that"):
+        with pytest.raises(ValueError, match=r"out_specs: a (set|Box) with tensors must be a structure that"):
             _over(pack)(x)
 
 

@@ -27,8 +27,8 @@ from tp_ext.mesh_program import regions
 Axes = Mapping[str, str]
 """Name of an axis -> its group, as operators take it."""
 
-_READS_NUMBERS = {"item", "tolist", "numpy", "__array__", "__dlpack__", "__contains__", "is_nonzero", "equal", "allclose"}
-_READS_NUMBERS |= {"__bool__", "__int__", "__float__", "__index__", "__complex__"}
+_READS_NUMBERS = {"item", "tolist", "numpy", "__array__", "__contains__", "is_nonzero", "equal", "allclose"}
+_READS_NUMBERS |= {"__dlpack__", "__bool__", "__int__", "__float__", "__index__", "__complex__"}
 _OPERATORS = (  # torch.compile does not follow those on the left, which are in Python
     (Tensor.__rsub__, torch.rsub),
     (Tensor.__rdiv__, lambda a, b: a.reciprocal() * b),
