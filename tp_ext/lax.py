@@ -295,7 +295,7 @@ def _at_once(
 
 
 def _dim(x: Tensor, dim: int, function: str, name: str = "dim") -> int:
-    check_int(**{f"{function}: {name}": dim})
+    check_int(**{f"{function}: {name}": cast(Any, dim)})
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"{function}: {name}: {dim} must be in [{-x.dim()}, {x.dim()}) for shape {tuple(x.shape)}")
     return dim % x.dim()
@@ -307,7 +307,7 @@ def _sizes(sizes: Sequence[int] | None, axis: Names, function: str) -> Sequence[
     if not isinstance(sizes, list | tuple | None):
         raise TypeError(f"{function}: sizes {sizes!r} must be a list of integers")
     for size in sizes or ():
-        check_int(least=0, **{f"{function}: sizes": size})
+        check_int(least=0, **{f"{function}: sizes": cast(Any, size)})
     return sizes
 
 

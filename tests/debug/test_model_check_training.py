@@ -104,7 +104,10 @@ DEFECTS = {
         r"6 findings\n- 0.weight.grad: ranks 0 and 1 hold the same bits and .* slices; something summed it over ranks",
     ),
     "sum by hand, later": (_sum_and_step, r"1.up.weight.grad: ranks 0 and 1 hold the same bits and should hold differ"),
-    "nan in main_grad": (_nan_in_main_grad, r"1 findings\n- on ranks \[1\]: 1.up.weight.main_grad: .* \(2, 3\): nan must"),
+    "nan in main_grad": (
+        _nan_in_main_grad,
+        r"1 findings\n- on ranks \[1\]: 1.up.weight.main_grad: .* \(2, 3\): nan must",
+    ),
     "sum of main_grad": (
         _sum_of_main_grad,
         r"6 findings\n- 0.weight.main_grad: ranks 0 and 1 hold the same bits and .* slices; something summed it over",

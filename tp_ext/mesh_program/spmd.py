@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tp_ext._checks import check_bool
 from tp_ext.group import ParallelGroup, parallel_group, process_group
@@ -150,7 +150,8 @@ def _map_tensors(each: Callable[[Tensor, P, str], Any], values: Any, specs: Spec
         raise ValueError(f"{where}: {len(specs)} specs must be as many as the values, {count}")
     pairs = enumerate(zip(values, specs, strict=True))
     mapped = [_map_tensors(each, value, spec, f"{where}[{k}]") for k, (value, spec) in pairs]
-    return type(values)._make(mapped) if is_namedtuple_instance(values) else type(values)(mapped)
+    make: Callable[..., Any] = getattr(type(values), "_make", type(values))  # of named tuples
+    return make(mapped)
 
 
 def _refuse_unknown_structures(result: Any) -> None:

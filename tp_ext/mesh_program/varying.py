@@ -46,6 +46,7 @@ _OPERATORS = (  # torch.compile does not follow those on the left, which are in 
 _WRAPPING = {eager_transforms: ("_wrap_for_grad", "_unwrap_for_grad"), vmap: ("_add_batch_dim", "_remove_batch_dim")}
 _DUNDERS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"}
 _DUNDERS |= {"__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__set__"}
+_BASE = torch._C.TensorBase.__dict__["_base"].__get__
 _CHANGES_NO_VALUE = {"requires_grad_", "share_memory_", "rename_"}
 _STATISTICS = (  # and the place of running_mean and running_var; then 5 says whether they are updated
     (F.batch_norm, 1),
@@ -71,7 +72,7 @@ class Varying(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func == Tensor._base.__get__:  # type: ignore[attr-defined]
+        if func == _BASE:
             return _without_types(func, args, kwargs)  # a typed one is a view of it, with a base again: Dynamo asks on
         if name in _DERIVATIVES:
             return _DERIVATIVES[name](func, args, kwargs)
