@@ -44,7 +44,7 @@ class Point(NamedTuple):
 
 
 @dataclasses.dataclass
-class Box:
+class Pair:
     x: torch.Tensor
 
 
@@ -54,8 +54,8 @@ def _structures(group):
     assert isinstance(point, Point) and torch.equal(point.y, x + 1)
     values, indices = _over(lambda a: torch.max(a.view(2, 1), 1), out_specs=(X, X))(x)
     assert torch.equal(values, x) and not indices.any()
-    for pack in (lambda a: {a}), Box:
-        with pytest.raises(ValueError, match=r"out_specs: a (set|Box) with tensors must be a structure that"):
+    for pack in (lambda a: {a}), Pair:
+        with pytest.raises(ValueError, match=r"out_specs: a (set|Pair) with tensors must be a structure that"):
             _over(pack)(x)
 
 
