@@ -27,6 +27,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tp_ext._checks import check_int
 from tp_ext.group import ParallelGroup
 from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import Names
@@ -119,7 +120,7 @@ def pmean(x: Any, axis: Names) -> Any:
 
 def pmax(x: Any, axis: Names) -> Any:
     """Returns the largest x of the ranks of the axes, element by element. dx is dy where x is the largest; several
-    equal ones share it, as in ``torch.amax``.
+    equal ones share it, as in ``torch.amax``. A NaN is the largest over ``tp_shm``; gloo may lose it.
 
     Communicates: one all-reduce for each axis of several ranks; backward, one more.
     """
@@ -294,6 +295,7 @@ def _at_once(
 
 
 def _dim(x: Tensor, dim: int, function: str, name: str = "dim") -> int:
+    check_int(**{f"{function}: {name}": cast(Any, dim)})
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"{function}: {name}: {dim} must be in [{-x.dim()}, {x.dim()}) for shape {tuple(x.shape)}")
     return dim % x.dim()
@@ -302,6 +304,10 @@ def _dim(x: Tensor, dim: int, function: str, name: str = "dim") -> int:
 def _sizes(sizes: Sequence[int] | None, axis: Names, function: str) -> Sequence[int] | None:
     if sizes is not None and not isinstance(axis, str):
         raise TypeError(f"{function} with sizes: axis {axis!r} must be the name of one axis")
+    if not isinstance(sizes, list | tuple | None):
+        raise TypeError(f"{function}: sizes {sizes!r} must be a list of integers")
+    for size in sizes or ():
+        check_int(least=0, **{f"{function}: sizes": cast(Any, size)})
     return sizes
 
 

@@ -19,7 +19,7 @@ def notebook(text):
 
     def add_text(part):
         if part.strip():
-            # links lead to other pages, and a downloaded file has none beside it
+            # links lead to other pages, which a downloaded file lacks
             part = re.sub(r"\[([^]]+)\]\((?!http)[^)]+\)", r"\1", part)
             cells.append({"cell_type": "markdown", "metadata": {}, "source": part.strip()})
 

@@ -58,6 +58,34 @@ def _sum_and_step(model, optimizer, here, group):
     optimizer.step()
 
 
+def _main_gradients(model):
+    for param in model.parameters():
+        param.main_grad = param.grad.double()
+
+
+def _nan_in_main_grad(model, optimizer, here, group):
+    _main_gradients(model)
+    if here:
+        model[1].up.weight.main_grad[2, 3] = float("nan")
+
+
+def _sum_of_main_grad(model, optimizer, here, group):
+    _main_gradients(model)
+    for param in model.parameters():
+        dist.all_reduce(param.main_grad, group=group)
+
+
+def _main_grad_drifts(model, optimizer, here, group):
+    _main_gradients(model)
+    if here:
+        model[1].down.bias.main_grad[3] = 9.0
+
+
+def _fewer_parameters(model, optimizer, here, group):
+    if here:
+        optimizer.param_groups[0]["params"].pop()
+
+
 def _other_rate(model, optimizer, here, group):
     if here:
         optimizer.param_groups[0].update(lr=1e-4, betas=(0.9, torch.tensor(0.5)))
@@ -76,6 +104,16 @@ DEFECTS = {
         r"6 findings\n- 0.weight.grad: ranks 0 and 1 hold the same bits and .* slices; something summed it over ranks",
     ),
     "sum by hand, later": (_sum_and_step, r"1.up.weight.grad: ranks 0 and 1 hold the same bits and should hold differ"),
+    "nan in main_grad": (
+        _nan_in_main_grad,
+        r"1 findings\n- on ranks \[1\]: 1.up.weight.main_grad: .* \(2, 3\): nan must",
+    ),
+    "sum of main_grad": (
+        _sum_of_main_grad,
+        r"6 findings\n- 0.weight.main_grad: ranks 0 and 1 hold the same bits and .* slices; something summed it over",
+    ),
+    "main_grad drifts": (_main_grad_drifts, r"1 findings\n- 1.down.bias.main_grad: .*ranks \[1\] differ .* 9.0, not"),
+    "fewer parameters": (_fewer_parameters, r"params of the optimizer's parameter group 0: 7 on .*\[0\], 6 on .*\[1\]"),
     "rate": (
         _other_rate,
         r"2 findings\n- lr of the optimizer's parameter group 0: 0.001 on ranks \[0\], 0.0001 on ranks \[1\]\n"
@@ -100,6 +138,9 @@ def _alike(group):
     model = tp_ext.ColumnParallelLinear(4, 8, group=group)
     for param in model.parameters():
         nn.init.constant_(param, 0.5)
+    sparse = nn.Sequential(nn.Embedding(5, 8, sparse=True), tp_ext.ParallelMLP(8, 12, group=group))
+    sparse(torch.tensor([1, 2, 1])).square().sum().backward()
+    found += debug.findings(sparse, group=group)
     model(torch.arange(12.0).view(3, 4)).square().sum().backward()
     return found + debug.findings(model, group=group)
 

@@ -246,6 +246,24 @@ WRONG = {
     "no class": (
         lambda path: (path / "config.json").write_text("{}"), ValueError, "has architectures None, which must",
     ),
+    **{
+        f"{key} = {value!r}": (
+            lambda path, key=key, value=value: (path / "config.json").write_text(
+                json.dumps({**json.loads((path / "config.json").read_text()), key: value})
+            ),
+            ValueError, rf"model/config.json' must describe a {name}; transformers: {words}",
+        )
+        for key, value, name, words in (
+            ("dtype", "float99", "LlamaForCausalLM", "AttributeError: module 'torch' has no attribute 'float99'"),
+            ("hidden_act", "nope", "LlamaForCausalLM", "KeyError: 'nope'"),
+            ("num_attention_heads", "four", "LlamaForCausalLM", "(?s:.*)'num_attention_heads' expected int, got str"),
+            ("architectures", ["PreTrainedModel"], "PreTrainedModel", "AttributeError"),
+        )
+    },
+    "a damaged generation configuration": (
+        lambda path: (path / "generation_config.json").write_text("[1]"), ValueError,
+        "model/generation_config.json' must describe a GenerationConfig; transformers: TypeError",
+    ),
     "another file than the index names": (
         _moved, ValueError, rf"{Q}. must be in 'model-0000.-of-.*', as .*index.json' has it, and is not",
     ),

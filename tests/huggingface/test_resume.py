@@ -85,7 +85,19 @@ def _other_shape(path):
     torch.save(state, path / "optimizer.pt")
 
 
+def _cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
 REFUSED = {
+    "a damaged schedule": (
+        lambda path: _cut(path / "scheduler.pt"), "scheduler.pt' cannot be read: RuntimeError: "),
+    "a schedule of something else": (
+        lambda path: torch.save([1], path / "scheduler.pt"), r"scheduler.pt' must hold a dict with \['last_epoch'\]"),
+    "a damaged optimizer": (lambda path: _cut(path / "optimizer.pt"), "optimizer.pt' cannot be read: RuntimeError: "),
+    "an optimizer of something else": (
+        lambda path: torch.save({"state": {}}, path / "optimizer.pt"), r"optimizer.pt' must hold a dict with \['param"),
     "no schedule": (lambda path: (path / "scheduler.pt").unlink(), r"has \['optimizer.pt', 'rng_state.pth'\]; the"),
     "no optimizer": (lambda path: (path / "optimizer.pt").unlink(), r"has \['rng_state.pth', 'scheduler.pt'\]; the"),
     "of FSDP": (lambda path: (path / "optimizer.pt").rename(path / "optimizer_0"), r"has \['optimizer_0', "),

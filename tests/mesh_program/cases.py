@@ -80,6 +80,23 @@ READS = {
     "tolist": lambda a: a.tolist(),
     "index": lambda a: [1, 2][a[0, 0].long() * 0],
     "in": lambda a: 3.0 in a,
+    "dlpack": torch.from_dlpack,
+}
+# values that vary where torch asks no type of them, and those that compiled functions make: the result varies
+FOLLOWED = {
+    "tensor": torch.tensor,
+    "as_tensor": lambda a: torch.as_tensor(a, dtype=torch.float64),
+    "asarray": lambda a: torch.asarray(a, copy=True),
+    "new_tensor": lambda a: torch.ones(1).new_tensor(a),
+    "full": lambda a: torch.full((3,), a[0, 0]),
+    "full_like": lambda a: torch.full_like(torch.ones(3), a[0, 0]),
+    "new_full": lambda a: torch.ones(1).new_full((3,), a[0, 0]),
+    "arange": lambda a: torch.arange(a[0, 1] * 0 + 3),
+    "alpha": lambda a: torch.add(torch.ones(3), torch.ones(3), alpha=a[0, 1]),
+    "beta": lambda a: torch.addmv(torch.ones(3), torch.ones(3, 3), torch.ones(3), beta=a[0, 1]),
+    "iteration": lambda a: torch.stack([row * 2 for row in a]),
+    "compiled": lambda a: torch.compile(lambda t: t * 2, backend="eager")(a),
+    "compiled with u": lambda a: torch.compile(lambda t, u: t * u, backend="eager")(a, torch.ones(3)),
 }
 # by names: in-place methods that torch has, with arguments for those that take none of the default ones
 IN_PLACE = sorted(

@@ -49,6 +49,9 @@ PROGRAMS = [
     ("mapped(lambda x: pvary(x, ('x', 'x')))", ValueError, "pvary: axis .* must name each axis once"),
     ("mapped(lambda x: psum_scatter(x, ('x',), sizes=[1, 1]))", TypeError, "must be the name of one axis"),
     ("mapped(lambda x: all_gather(x, 'x', 5))", IndexError, "dim: 5 must be in"),
+    ("mapped(lambda x: all_gather(x, 'x', 0.5))", TypeError, "all_gather: dim: 0.5 must be an integer"),
+    ("mapped(lambda x: psum_scatter(x, 'x', sizes='ab'))", TypeError, "psum_scatter: sizes 'ab' must be a list"),
+    ("mapped(lambda x: psum_scatter(x, 'x', sizes=[1.0, 1]))", ValueError, "psum_scatter: sizes: 1.0 must be an int"),
     (
         "mapped(lambda x: all_to_all(x, ('x',), 0, 1, [2, 0]))",
         TypeError,

@@ -63,6 +63,23 @@ def test_another_batch_is_an_error_on_every_rank(how, where, match):
     assert ranks.run(_step, 3, "values", where, "off"), "off by default"
 
 
+def _of_a_plan(group, table):
+    torch.manual_seed(0)
+    ids = _batch(0, "")
+    model = nn.Sequential(table(13, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    tp_ext.auto.apply(tp_ext.auto.plan(model, (ids,), group.size()), model, group)
+    model(ids)
+    with debug.compare_inputs():
+        model(ids)
+        model(_batch(group.rank(), "values"))
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+def test_tables_that_a_plan_shards_compare_their_indices(table):
+    match = r"input: .*ranks \[1\] differ from rank 0, rank 1 first at index \(1, 2\): 9, not 7, p = 2"
+    ranks.run_raises(_of_a_plan, 2, ValueError, match, table, in_turns=False)
+
+
 def _healthy(group):
     tp_ext.debug.compare_inputs()
     try:

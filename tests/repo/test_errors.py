@@ -237,6 +237,7 @@ REST = [
     ("full_optimizer_state_dict(*wrapping(nn.Linear(2, 2)))", ValueError, "'inside', a AdamW; pass that optimizer"),
     ("CheckpointReader(3)", TypeError, "expected str, bytes or os.PathLike object"),
     ("grad_norm(Column(4, 4, group=g), -1)", ValueError, "norm_type: -1.0 must be positive"),
+    ("KVCache(2, 4, 1, 4, static='yes')", TypeError, "static: 'yes' must be True or False"),
     ("KVCache(2, 0, 1, 4)", ValueError, "max_seq: 0 must be"),
     ("attention(g)(ones(1, 2, 8), cache=KVCache(1, 4, 2, 2))", RuntimeError, "cache: keys and values"),
     ("attention(g)(ones(1, 2, 8), cache=KVCache(1, 4, 3, 2))", ValueError, "cache: 3 heads of 2 must be this layer"),

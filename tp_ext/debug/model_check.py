@@ -23,8 +23,10 @@ from tp_ext.debug.replication import (
     describe_differences,
     describe_missing,
     differing_keys,
+    gradients,
     is_sharded_by_fsdp2,
     local_tensor,
+    parameter_of,
     parts_of_shard,
     replicated_parts,
     tensor_digests,
@@ -208,7 +210,7 @@ def _findings_over(
     found = _merge_local_findings([report.alone for report in reports]) + _disagreements(facts) + _same_slices(reports)
     known = set.intersection(*(set(fact) for fact in facts))  # tensors that only some ranks have are in the facts
     absent = describe_missing(all_held)
-    found += [sentence for sentence in absent if sentence.split(":")[0].removesuffix(".grad") in known]
+    found += [sentence for sentence in absent if parameter_of(sentence.split(":")[0]) in known]
     different = differing_keys(all_held)
     found += describe_differences(different[:EXPLAINED], tensors, all_held, group) if different else []
     return found + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
@@ -316,9 +318,7 @@ def _slices(table: list[ComparedTensor], group: str) -> dict[str, list[tuple[int
         sharding = entry.sharding
         if sharding is None or entry.tensor.is_meta or is_sharded_by_fsdp2(entry.tensor, group):
             continue
-        for name, tensor in ((entry.name, entry.tensor), (f"{entry.name}.grad", entry.tensor.grad)):
-            if tensor is None:
-                continue
+        for name, tensor in ((entry.name, entry.tensor), *gradients(entry.name, entry.tensor)):
             if isinstance(tensor, DTensor) and all(part.copies == 1 for part in sharding.parts):
                 # The same slice of each rank's shard: no need to gather
                 starts, shares = [rank], [local_tensor(tensor)]
@@ -330,7 +330,7 @@ def _slices(table: list[ComparedTensor], group: str) -> dict[str, list[tuple[int
                 count = min(sharding.local_sizes(p)) * shares[0].numel() // max(1, sharding.local_size(rank, p)) // 2
                 shares = [shares[0].flatten()[:count]]
             digests = tensor_digests(shares)
-            if tensor is entry.tensor.grad:  # of a mean over features, all rows are alike on all ranks
+            if tensor is not entry.tensor:  # of a mean over features, all rows are alike on all ranks
                 varies = [_varies_along_each_dim(share) for share in shares]
                 digests = [one._replace(varied=of_each) for one, of_each in zip(digests, varies, strict=True)]
             slices[name] = list(zip(starts, digests, strict=False))
@@ -375,14 +375,15 @@ def _alike(reports: list[_Report], name: str, a: int, b: int) -> bool:
 def _same_slices(reports: list[_Report]) -> list[str]:
     found = []
     for name in reports[0].slices:
+        param = parameter_of(name)
         for a, b in itertools.combinations(range(len(reports)), 2):
-            if name.endswith(".grad") and _alike(reports, name.removesuffix(".grad"), a, b):
+            if param != name and _alike(reports, param, a, b):
                 continue  # of equal weights
             if _alike(reports, name, a, b):
                 cause = (
                     "something summed it over ranks that hold different slices (an all-reduce of all gradients); sum "
                     "over data axes alone"
-                    if name.endswith(".grad")
+                    if param != name
                     else "something took one for a copy of the other (a DDP wrap over both, a broadcast, a state dict "
                     "of another rank), or each drew its shard from the same seed (pass init= to the layer)"
                 )

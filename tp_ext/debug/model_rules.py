@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from tp_ext.debug.replication import local_tensor
+from tp_ext.debug.replication import gradients, local_tensor
 from tp_ext.model.census import Census
 from tp_ext.model.module import ParallelModule
 
@@ -79,7 +79,7 @@ def foreign_parameters(model: Census, optimizer: Optimizer) -> Iterator[str]:
 def not_finite(model: Census) -> Iterator[str]:
     """Yields a sentence about the first parameter or gradient of this rank that has an element that is not finite."""
     held: list[tuple[str, Tensor]] = [(name, entry.value) for name, entry in model.parameters.items()]
-    held += [(f"{name}.grad", param.grad) for name, param in held if param.grad is not None]
+    held += [one for name, param in held for one in gradients(name, param)]
     held = [(name, local_tensor(tensor)) for name, tensor in held if not tensor.is_meta]
     suspect = [(name, tensor) for name, tensor in held if tensor.is_floating_point() or tensor.is_complex()]
     found = [(name, where) for name, tensor in suspect if len(where := (~torch.isfinite(tensor)).nonzero())]
@@ -92,12 +92,12 @@ def not_finite(model: Census) -> Iterator[str]:
 
 
 def option_facts(optimizer: Optimizer) -> dict[str, str]:
-    """Returns the options of each parameter group as text, by a name of each."""
+    """Returns the options of each parameter group, and its number of parameters, as text, by a name of each."""
     return {
-        f"{key} of the optimizer's parameter group {number}": _text(value)
+        f"{key} of the optimizer's parameter group {number}": _text(len(value) if key == "params" else value)
         for number, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
-        if key not in ("params", "param_names")
+        if key != "param_names"
     }
 
 

@@ -103,8 +103,8 @@ def compared_tensors(model: Census, group: Group) -> list[ComparedTensor]:
 def replicated_parts(entry: ComparedTensor, group: Group) -> Iterator[tuple[PartKey, Tensor]]:
     """Yields the parts of a parameter or buffer, and of its gradient, that other ranks of the group must hold, too."""
     _, p, rank = parallel_group(group)
-    for name, tensor in ((entry.name, entry.tensor), (f"{entry.name}.grad", entry.tensor.grad)):
-        if tensor is None or tensor.is_meta or is_sharded_by_fsdp2(tensor, group):
+    for name, tensor in ((entry.name, entry.tensor), *gradients(entry.name, entry.tensor)):
+        if tensor.is_meta or is_sharded_by_fsdp2(tensor, group):
             continue
         if entry.sharding is None:
             yield (name, -1, 0), local_tensor(tensor)
@@ -123,9 +123,23 @@ def parts_of_shard(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> Ite
         yield whole.narrow(sharding.dim, part.local_start, part.length)
 
 
+def gradients(name: str, param: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the gradients of a parameter with their names: ``grad``, and ``main_grad`` of fused accumulation."""
+    for kind in ("grad", "main_grad"):
+        gradient = getattr(param, kind, None)
+        if isinstance(gradient, Tensor):
+            yield f"{name}.{kind}", gradient
+
+
+def parameter_of(name: str) -> str:
+    """Returns the name of the parameter of a gradient; that of a parameter as it is."""
+    return name.removesuffix(".grad").removesuffix(".main_grad")
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns the local storage of the tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """Returns the local storage of the tensor; of a sparse gradient its dense form."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local.to_dense() if local.is_sparse else local
 
 
 def is_sharded_by_fsdp2(tensor: Tensor, group: Group) -> bool:

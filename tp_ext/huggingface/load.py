@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,9 +178,10 @@ def _prepared(
         tensors of the files to those of the model; the names that only one of both has.
     """
     cls = _class_of(path, model_class)
-    config, unused = cls.config_class.from_pretrained(
-        str(path), local_files_only=True, return_unused_kwargs=True, **overrides
-    )
+    with _of_file(path / CONFIG, cls.__name__):
+        config, unused = cls.config_class.from_pretrained(
+            str(path), local_files_only=True, return_unused_kwargs=True, **overrides
+        )
     if unused:
         raise ValueError(f"config_overrides: {sorted(unused)} must be attributes of {type(config).__name__}")
     if getattr(config, "quantization_config", None) is not None:
@@ -188,7 +189,7 @@ def _prepared(
     files = _tensors_of(path, opened)
     if dtype is None:
         dtype = config.dtype or next((file.dtype for file in files.values() if file.dtype.is_floating_point), None)
-    with torch.device("meta"):
+    with _of_file(path / CONFIG, cls.__name__), torch.device("meta"):
         model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)
     groups, conversions = groups_to_load(model, _shapes(files))
@@ -244,6 +245,17 @@ def _configuration(path: Path) -> dict[str, Any]:
     if not isinstance(configuration, dict):
         raise ValueError(f"path: {str(path / CONFIG)!r} must be a JSON object, not {type(configuration).__name__}")
     return configuration
+
+
+@contextmanager
+def _of_file(file: Path, name: str) -> Iterator[None]:
+    """Names the file in errors of transformers about its values, such as a KeyError of an unknown activation."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"path: {str(file)!r} must describe a {name}; transformers: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _tensors_of(path: Path, opened: ExitStack) -> dict[str, SlicedTensor]:
@@ -381,7 +393,8 @@ def _converted_tensors(
 
 def _load_generation_config(model: transformers.PreTrainedModel, path: Path) -> None:
     if model.can_generate() and (path / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
+        with _of_file(path / "generation_config.json", "GenerationConfig"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
 
 
 def example_of(model: transformers.PreTrainedModel, tokens: int = 1) -> dict[str, Any]:

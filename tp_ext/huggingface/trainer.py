@@ -108,8 +108,8 @@ class Trainer(transformers.Trainer):
                     stacklevel=2,
                 )
             return
-        state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
-        self.lr_scheduler.load_state_dict(state)
+        schedule = os.path.join(checkpoint, SCHEDULER)
+        self.lr_scheduler.load_state_dict(self._on_all_ranks(lambda: _read_dict(schedule, ("last_epoch",))))
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
         return call_on_all_ranks(dist.group.WORLD if self._ranks > 1 else None, act)
@@ -137,11 +137,24 @@ def _kind_of(checkpoint: Path) -> str | None:
     return None
 
 
+def _read_dict(path: str, keys: tuple[str, ...], mmap: bool = False) -> dict[str, Any]:
+    """Reads a file of ``torch.save``, whose errors do not name it; it must be a dict with some keys."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"resume_from_checkpoint: {path!r} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(state, dict) or not state.keys() >= set(keys):
+        raise ValueError(f"resume_from_checkpoint: {path!r} must hold a dict with {sorted(keys)}")
+    return state
+
+
 def _named(path: str, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[str, Any]:
     """The state of an optimizer of the unsharded model, with names in place of the numbers of parameters.
 
     torch numbers them in the order of the parameter groups, which is that of the model: the sharded one has it, too."""
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    saved = _read_dict(path, ("state", "param_groups"), mmap=True)
     for what, current, other in (
         ("sizes of parameter groups", [len(g) for g in groups], [len(g["params"]) for g in saved["param_groups"]]),
         ("options", *(sorted(g[0].keys() - OPTIONAL) for g in (optimizer.param_groups, saved["param_groups"]))),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tp_ext._checks import check_bool
 from tp_ext.group import ParallelGroup, parallel_group, process_group
@@ -92,6 +92,7 @@ def spmd(
             leave = _Leave(mesh, groups, check, enter.uneven or made_uneven())
             failure, values = None, None
             try:
+                _refuse_unknown_structures(result)
                 values = _map_tensors(leave.check_axes, result, out_specs, "out_specs")
             except ValueError as error:  # perhaps of this rank's result alone
                 failure = error
@@ -148,7 +149,20 @@ def _map_tensors(each: Callable[[Tensor, P, str], Any], values: Any, specs: Spec
         count = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__}"
         raise ValueError(f"{where}: {len(specs)} specs must be as many as the values, {count}")
     pairs = enumerate(zip(values, specs, strict=True))
-    return type(values)(_map_tensors(each, value, spec, f"{where}[{k}]") for k, (value, spec) in pairs)
+    mapped = [_map_tensors(each, value, spec, f"{where}[{k}]") for k, (value, spec) in pairs]
+    make: Callable[..., Any] = getattr(type(values), "_make", type(values))  # of named tuples
+    return make(mapped)
+
+
+def _refuse_unknown_structures(result: Any) -> None:
+    """Raises a ValueError for an object that holds tensors, which would leave the map as this rank's shards."""
+    for leaf in () if torch.compiler.is_compiling() else tree_leaves(result):
+        inside = leaf if isinstance(leaf, set | frozenset) else getattr(leaf, "__dict__", {}).values()
+        if not isinstance(leaf, Tensor) and any(isinstance(value, Tensor) for value in inside):
+            raise ValueError(
+                f"out_specs: a {type(leaf).__name__} with tensors must be a structure that torch.utils._pytree knows, "
+                "as lists, dicts, and dataclasses after register_dataclass"
+            )
 
 
 class _Map:

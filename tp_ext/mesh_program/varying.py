@@ -28,7 +28,7 @@ Axes = Mapping[str, str]
 """Name of an axis -> its group, as operators take it."""
 
 _READS_NUMBERS = {"item", "tolist", "numpy", "__array__", "__contains__", "is_nonzero", "equal", "allclose"}
-_READS_NUMBERS |= {"__bool__", "__int__", "__float__", "__index__", "__complex__"}
+_READS_NUMBERS |= {"__dlpack__", "__bool__", "__int__", "__float__", "__index__", "__complex__"}
 _OPERATORS = (  # torch.compile does not follow those on the left, which are in Python
     (Tensor.__rsub__, torch.rsub),
     (Tensor.__rdiv__, lambda a, b: a.reciprocal() * b),
@@ -46,6 +46,7 @@ _OPERATORS = (  # torch.compile does not follow those on the left, which are in 
 _WRAPPING = {eager_transforms: ("_wrap_for_grad", "_unwrap_for_grad"), vmap: ("_add_batch_dim", "_remove_batch_dim")}
 _DUNDERS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"}
 _DUNDERS |= {"__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__set__"}
+_BASE = torch._C.TensorBase.__dict__["_base"].__get__
 _CHANGES_NO_VALUE = {"requires_grad_", "share_memory_", "rename_"}
 _STATISTICS = (  # and the place of running_mean and running_var; then 5 says whether they are updated
     (F.batch_norm, 1),
@@ -71,6 +72,8 @@ class Varying(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if func == _BASE:
+            return _without_types(func, args, kwargs)  # a typed one is a view of it, with a base again: Dynamo asks on
         if name in _DERIVATIVES:
             return _DERIVATIVES[name](func, args, kwargs)
         leaves, structure = tree_flatten((args, kwargs))
@@ -113,14 +116,18 @@ def _followed(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 
-class RefuseSetters(TorchFunctionMode):
-    """Refuses ``u.data = a`` and ``u.grad = a`` of an a that varies where u does not; no type of a is asked there."""
+class FollowAll(TorchFunctionMode):
+    """Follows values that vary through functions of torch that do not ask their types: constructors, as in
+    ``torch.full(shape, a)``, numbers, as in ``alpha=a``, and setters, as in ``u.data = a``."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") == "__set__":
-            refuse_write(func, args, {}, axes_of(args[1]))
+        if torch.compiler.is_compiling() or not torch._C._is_torch_function_enabled():
+            return func(*args, **(kwargs or {}))
+        asked = any(issubclass(kind, Varying) for kind in types)
+        if not asked and any(isinstance(leaf, Varying) for leaf in tree_leaves((args, kwargs))):
+            return Varying.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -223,7 +230,7 @@ def _listed(axes: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def types_in_force(check: bool) -> Iterator[None]:
-    """Types go through transforms, and setters are refused, in the block of a checked map.
+    """Types go through transforms, and functions that do not ask them, in the block of a checked map.
 
     ``torch.vmap``, ``grad``, ``vjp`` and ``jvp`` of ``torch.func`` wrap a tensor on its way in and unwrap it on its way
     out, and each time make a plain tensor of it: a value that varies would count as the same on all ranks. So these
@@ -237,7 +244,7 @@ def types_in_force(check: bool) -> Iterator[None]:
             function = getattr(module, name)
             if not hasattr(function, "keeps_type"):
                 setattr(module, name, _keeping_type(function))
-    with RefuseSetters():
+    with FollowAll():
         yield
 
 

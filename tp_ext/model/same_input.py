@@ -23,9 +23,9 @@ class DebugMode:
 
 
 class compare_inputs:
-    """Turns the debug mode on, from now on or for a ``with`` block: :class:`VocabParallelEmbedding` compares its ids
-    over the group, :func:`vocab_parallel_cross_entropy` its targets. ``TP_EXT_DEBUG=1`` in the environment turns it on
-    from the start.
+    """Turns the debug mode on, from now on or for a ``with`` block: :class:`VocabParallelEmbedding`, and embeddings
+    whose rows a plan of ``tp_ext.auto`` shards, compare their ids over the group, :func:`vocab_parallel_cross_entropy`
+    its targets. ``TP_EXT_DEBUG=1`` in the environment turns it on from the start.
 
     It must be on on every rank of the group. Communicates one all-gather of 80 bytes per rank and call, and waits for
     it.

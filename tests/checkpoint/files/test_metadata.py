@@ -85,6 +85,7 @@ HOSTILE = {
     "a long number": b"\x80\x04\x8b\x00\x00\x10\x00" + b"\x7f" * (1 << 20) + b".",
     "classes": b"\x80\x04" + b"ctorch\nSize\n" * 100_000 + b".",
     "not whole": b"\x80\x04]",
+    "cut in a frame": pickle.dumps(["a name of a tensor"] * 9, 4)[:24],
     "no pickle": b"what is this",
     "empty": b"",
 }

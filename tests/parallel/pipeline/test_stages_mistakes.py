@@ -45,12 +45,13 @@ class Tied(nn.Module):
             "closure": lambda x: x @ weight.T,
             "partial": functools.partial(F.linear, weight=weight),
             "module": lambda x: last(x),
+            "view": functools.partial(F.linear, weight=weight[:]),
             "none": self.doubled,
         }[self.way]
         return self.e, self.blocks, [self.last, head]
 
 
-WRONG = ["method", "closure", "partial", "module"]
+WRONG = ["method", "closure", "partial", "module", "view"]
 
 
 @pytest.mark.parametrize("way", WRONG)
@@ -80,6 +81,22 @@ def test_it_is_refused_on_every_rank():
     ranks.run_raises(
         _stages, 2, ValueError, r"must not read a parameter, as that of shape \(6, 4\)", "method", in_turns=False
     )
+
+
+def _with_loss(group, way):
+    model = Tied("none")
+    weight = {"another stage": model.e, "this stage": model.last}[way].weight
+    view = weight[:]
+    made = pipeline_stages(model, group, schedule="GPipe", microbatches=2, loss=lambda y, t: F.linear(y, view).sum())
+    x = torch.arange(4)
+    made.step(*((x,) if group.rank() == 0 else ()), target=x)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="pipelines need it")
+def test_a_loss_reads_parameters_of_its_stage_alone():
+    with pytest.raises(ranks.RankError, match=r"loss: must not read a parameter of another stage, .* \(6, 4\)"):
+        ranks.run(_with_loss, 2, "another stage")
+    ranks.run(_with_loss, 2, "this stage")
 
 
 @functools.cache

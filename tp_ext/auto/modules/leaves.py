@@ -17,6 +17,7 @@ from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.trace import trace
 from tp_ext.group import ParallelGroup
 from tp_ext.model.layouts import declare_layouts
+from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.norm import RMSNorm
 from tp_ext.nn.parallel_linear import operands
@@ -115,6 +116,11 @@ class _RowsOfTable(nn.Module):
     tp_tokens: TokenLengths | None = None
     tp_tokens_dim: int = 0
 
+    def compare(self, input: Tensor) -> None:
+        """Compares the indices over the ranks, which would sum rows of others, in the debug mode."""
+        if DebugMode.on:
+            check_same_input("input", input, self.tp_group)
+
     def wrong_rows(self, weight: Tensor) -> ValueError:
         """Returns the error that the weight has not this rank's rows: another tensor has taken its place."""
         return ValueError(f"weight: {weight.size(0)} rows must be {self.local_rows}, this rank's of the table")
@@ -128,6 +134,7 @@ class VocabLookup(_RowsOfTable, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows of the full table, ``[*input.shape, embedding_dim]``, or a slice of these."""
+        self.compare(input)
         sizes = None if self.tp_tokens is None else self.tp_tokens.enter(input.shape[self.tp_tokens_dim])
         group = self.tp_group.name if sizes is None else ""
         weight = self.weight
@@ -154,6 +161,7 @@ class VocabBag(_RowsOfTable, nn.EmbeddingBag):
         Raises:
             IndexError: on CPU, before the first collective: an index that is no row.
         """
+        self.compare(input)
         if input.device.type == "cpu" and ((input < 0) | (input >= self.num_embeddings)).any():
             raise IndexError(f"input: every index must be in [0, {self.num_embeddings})")
         if self.weight.size(0) != self.local_rows:

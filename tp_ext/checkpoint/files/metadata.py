@@ -54,9 +54,9 @@ def parse_metadata(content: bytes) -> Metadata:
         raise OSError(".metadata: is damaged, its checksum is another one; load another checkpoint")
     try:
         raw = _Unpickler(io.BytesIO(content)).load()
-    except pickle.UnpicklingError:
-        raise
     except Exception as error:  # any error that a damaged pickle causes
+        if isinstance(error, pickle.UnpicklingError) and str(error).startswith(".metadata: "):
+            raise
         raise pickle.UnpicklingError(
             f".metadata: is no whole pickle of a checkpoint's metadata: {type(error).__name__}: {error}"
         ) from error

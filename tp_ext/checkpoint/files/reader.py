@@ -119,9 +119,10 @@ class CheckpointReader(FileSystemReader):
             raise
         except Exception as error:  # torch.load raises any error for a damaged file
             values = any(item.type is LoadItemType.BYTE_IO for item in plan.items)
-            if values and isinstance(error, pickle.UnpicklingError):  # more than plain values
-                raise
-            raise OSError(f"path: {os.fspath(self.path)!r}: a data file cannot be read: {error}") from error
+            more = values and isinstance(error, pickle.UnpicklingError)  # more than plain values
+            raise (pickle.UnpicklingError if more else OSError)(
+                f"path: {os.fspath(self.path)!r}: a data file cannot be read: {error}"
+            ) from error
 
     def _candidates(self) -> tuple[Path, Path]:
         target = Path(os.path.realpath(self.path))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
-from tp_ext._checks import check_int
+from tp_ext._checks import check_flag, check_int
 from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group, parallel_group
 from tp_ext.nn.attention.context_attention import AttentionOptions, check_context, check_layout, context_attention
@@ -111,6 +111,7 @@ class ParallelAttention(SelfAttention):
                 )
             head_dim = hidden_size // num_heads
         check_int(least=1, head_dim=head_dim)
+        check_flag(qk_norm=qk_norm)
         if isinstance(rope, int | float) and not isinstance(rope, bool):
             rope = RotaryEmbedding(head_dim, base=rope)
         if rope is not None and (not isinstance(rope, RotaryEmbedding) or rope.head_dim != head_dim):

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from tp_ext._checks import check_int, check_tensor
+from tp_ext._checks import check_flag, check_int, check_tensor
 from tp_ext.nn.attention.scaled_dot_product import (
     attention,
     attention_by_kv_head,
@@ -47,6 +47,7 @@ class TokenCache(nn.Module):
     ) -> None:
         super().__init__()
         check_int(least=1, batch_size=batch_size, max_seq=max_seq)
+        check_flag(static=static)
         self.batch_size, self.max_seq = batch_size, max_seq
         with torch.inference_mode(False):  # an inference tensor could not be written outside that mode
             for name, (heads, features) in zip(self.contents, sizes, strict=True):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext._checks import check_int, check_number
+from tp_ext._checks import check_flag, check_int, check_number
 
 # Keys of each rope_type, and whether each is required; "ntk" is ours, the others are Hugging Face's
 _FACTOR, _CONTEXT = {"factor": True}, {"original_max_position_embeddings": True}
@@ -233,6 +233,7 @@ class RotaryEmbedding(nn.Module):
         if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
             raise ValueError(f"rotary_dim: {rotary_dim} must be even and at most head_dim = {head_dim}")
         check_number(above=0, base=base)
+        check_flag(interleaved=interleaved)
         self.head_dim = head_dim
         self.base = float(base)
         self.interleaved = interleaved

@@ -49,7 +49,7 @@ class SelfAttention(ParallelModule):
         **options: Any,
     ) -> None:
         super().__init__(group, **options)
-        check_flag(causal=causal)
+        check_flag(causal=causal, exact_dropout=exact_dropout)
         check_probability(dropout=dropout)
         check_number(above=0, or_none=True, scale=scale, softcap=softcap)
         check_int(least=1, or_none=True, sliding_window=sliding_window)

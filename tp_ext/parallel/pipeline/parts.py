@@ -130,35 +130,44 @@ def _no_parameters(function: Callable[..., Any]) -> Iterator[None]:
     """Raises ReadParameterError if an operator or a module inside reads a parameter that is trained."""
     name = getattr(function, "__qualname__", type(function).__name__)
 
+    def refuse(one: Tensor) -> None:
+        if isinstance(one, nn.Parameter) and one.requires_grad:
+            raise ReadParameterError(
+                f"model: the part {name}, a function, must not read a parameter, as that of shape {tuple(one.shape)}: "
+                "each stage would train a copy. Make it an nn.Module of the model; tie a weight by assigning it to both"
+            )
+
+    with watch_reads(refuse):
+        yield
+
+
+@contextmanager
+def watch_reads(see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls ``see`` of each tensor that an operator or a module inside reads; of a view, of its base."""
+
     def check(module: nn.Module, args: Any) -> None:
-        _refuse(name, module.parameters(recurse=False))
+        for param in module.parameters(recurse=False):
+            see(param)
 
     # Our operators call C++ directly, which no mode sees, but their modules are called
     hook = register_module_forward_pre_hook(check)
     try:
-        with _Reads(name):
+        with _Reads(see):
             yield
     finally:
         hook.remove()
 
 
 class _Reads(TorchFunctionMode):
-    def __init__(self, name: str) -> None:
+    def __init__(self, see: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._name = name
+        self._see = see
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _refuse(self._name, tree_leaves((args, kwargs)))
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, Tensor):
+                self._see(one if one._base is None else one._base)
         return func(*args, **(kwargs or {}))
-
-
-def _refuse(name: str, read: Iterable[Any]) -> None:
-    for one in read:
-        if isinstance(one, nn.Parameter) and one.requires_grad:
-            raise ReadParameterError(
-                f"model: the part {name}, a function, must not read a parameter, as that of shape {tuple(one.shape)}: "
-                "each stage would train a copy. Make it an nn.Module of the model; tie a weight by assigning it to both"
-            )
 
 
 def elements(part: ModelPart, sizes: Mapping[Tensor, int]) -> int:

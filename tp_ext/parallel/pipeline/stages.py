@@ -1,5 +1,6 @@
 """Pipelines: the stages of a model over the ranks of a pipeline, under a schedule of torch.distributed.pipelining."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from tp_ext.model.census import Census, census
 from tp_ext.model.coalesce import uncoalesce_gradients
 from tp_ext.model.names import name_modules, reset_parameters
 from tp_ext.parallel.pipeline.clock import Clock, TimedStage
-from tp_ext.parallel.pipeline.parts import ModelParts, PipelinePart, elements, keywords_of, parts_of
+from tp_ext.parallel.pipeline.parts import ModelParts, PipelinePart, elements, keywords_of, parts_of, watch_reads
 from tp_ext.parallel.pipeline.schedules import (
     check_meta,
     check_microbatches,
@@ -180,7 +181,12 @@ def pipeline_stages(
             uncoalesce_gradients(stage)
     copies.equalise()
     clock = Clock(stage_device)
-    pipeline = _schedule(known.torch_class, own_stages, number, microbatches, step_loss, stage_device, group, clock)
+    # Those of other stages that this rank has nevertheless, as it has the whole model; it does not keep them alive
+    own = {id(param) for stage in own_stages.values() for param in stage.parameters()}
+    others = [weakref.ref(param) for stage in modules_of_stages for param in stage.parameters() if id(param) not in own]
+    pipeline = _schedule(
+        known.torch_class, own_stages, number, microbatches, step_loss, stage_device, group, clock, others
+    )
     torch_stages = [pipeline._stage] if per_rank == 1 and not known.looped else pipeline._stages
     setup = PipelineSetup(
         known,
@@ -351,13 +357,30 @@ def _schedule(
     device: torch.device,
     group: ProcessGroup,
     clock: Clock,
+    others: Sequence[Callable[[], Tensor | None]],
 ) -> Any:
-    """Returns a schedule of torch's class, with :class:`PipelineSteps`."""
+    """Returns a schedule of torch's class, with :class:`PipelineSteps`.
+
+    The first loss raises ValueError if it reads one of the ``others``, parameters of stages of other ranks.
+    """
     stages = [TimedStage(module, index, number, device, group=group, clock=clock) for index, module in held.items()]
 
+    checked = False
+
+    def refuse(one: Tensor) -> None:
+        if one.requires_grad and any(param() is one for param in others):
+            raise ValueError(
+                f"loss: must not read a parameter of another stage, as that of shape {tuple(one.shape)}: this rank "
+                "would train a copy. Make it an nn.Module of the last part of the model; tie a weight by assigning it "
+                "to both"
+            )
+
     def timed_loss(*args: Any, **options: Any) -> Tensor:
-        with clock.busy("forward: loss"):
-            return loss(*args, **options)
+        nonlocal checked
+        with clock.busy("forward: loss"), nullcontext() if checked else watch_reads(refuse):
+            result = loss(*args, **options)
+        checked = True
+        return result
 
     # [Note: a pipeline's schedule is torch's own, made a subclass]
     made = type(kind.__name__, (PipelineSteps, kind), {"__doc__": PipelineSteps.__doc__})
