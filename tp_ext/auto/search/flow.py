@@ -338,22 +338,19 @@ class Finder:
         if id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
             return False
         first = min(place for place, _ in self.used[id_])
-        # A module that returns its argument as it is comes last: code around it may use the argument itself
+        written = max((step.place for step in self.record.writes.get(id(self.record.root_of(source)), ())), default=-1)
+        # A module that returns its argument comes last: code around it may use the argument itself
         for passes_on in (False, True):
             for call, path in reversed(self.returned_by.get(id(source), ())):
                 tokens = SHARDS in self.type_now(self.by_id[id_])
                 copy = Copy("output", call.module, path, span, tokens=tokens)
                 known = not tokens or self.are_known(self.by_id[id_], [call.stop])
-                is_argument = any(source is tensor for _, tensor in call.inputs) and not self.writes(call, source)
-                if is_argument == passes_on and call.stop <= first and copy not in self.banned and known:
+                is_argument = any(source is tensor for _, tensor in call.inputs)
+                if is_argument == passes_on and written < call.stop <= first and copy not in self.banned and known:
                     self.placed.setdefault(copy, set()).add(call.order)
                     self.place(id_, copy)
                     return True
         return False
-
-    def writes(self, call: ModuleCall, tensor: Tensor) -> bool:
-        written = self.record.writes.get(id(self.record.root_of(tensor)), ())
-        return any(call.start <= step.place < call.stop for step in written)
 
     def place_at_arguments(self, id_: int, after: int = -1) -> list[tuple[int, Types]]:
         """Sums gradients at arguments of modules that use the tensor in sharded work only, and begin after an operator;
