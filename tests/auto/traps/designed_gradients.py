@@ -327,3 +327,69 @@ WEIGHTS = {
 }
 for name, f in WEIGHTS.items():
     raw(f"weights_{name}", "all of a weight is read", f)
+
+
+# One sum for all uses of a tensor in a module
+
+
+class Adapted(nn.Linear):
+    """A linear with an adapter of low rank, as loralib has it."""
+
+    def __init__(self, features: int, results: int, dropout: float) -> None:
+        super().__init__(features, results)
+        self.a = nn.Parameter(torch.randn(4, features) / 4)
+        self.b = nn.Parameter(torch.randn(results, 4) / 2)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.drop(x) @ self.a.mT @ self.b.mT
+
+
+class AdaptedMlp(Mlp):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = Adapted(WIDTH, INNER, dropout), Adapted(INNER, WIDTH, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(self.norm(x))
+
+
+add(
+    "Adapters",
+    lambda: AdaptedMlp(0.2),
+    "both x and its dropout are used, where a sum would be too early",
+    random=True,
+    share=0.85,
+    p=(2, 3),
+)
+add("AdaptersWithoutDropout", lambda: AdaptedMlp(0.0), "a dropout of 0 returns x itself", share=0.85)
+add(
+    "AdaptersOfTokens",
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), AdaptedMlp(0.2), AdaptedMlp(0.2), nn.LayerNorm(WIDTH)),
+    "the same while tokens are sharded",
+    random=True,
+    share=0.75,
+    plan={"sequence_parallel": True},
+)
+
+
+@trap("an intermediate result is returned, and used before that", bare=True, share=0.9)
+class ReturnsIntermediate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.after = Intermediate(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.inner(x)
+        return z + self.after(y)
+
+
+class Intermediate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, self.mlp(y)

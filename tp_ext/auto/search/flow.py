@@ -19,6 +19,7 @@ from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import Copy, Gather, LeafPath, Slice, Sum
 from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
 from tp_ext.auto.search.choose import Decision, carries
+from tp_ext.auto.search.gradient_types import COMPLETED, NOTHING, PARTIAL, SHARDS, SUMMED, Types, movable_sums
 from tp_ext.auto.search.partial_sums import PartialSums
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import VIEWS, Constants
@@ -26,12 +27,6 @@ from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.sharding import Sharding
 
 SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
-COMPLETE, PARTIAL = "complete", "partial"  # types of gradients
-SHARDS = "of shards"  # partial while tokens are sharded, else complete
-Types = frozenset[str]
-NOTHING: Types = frozenset()
-COMPLETED: Types = frozenset({COMPLETE})
-SUMMED = (frozenset({PARTIAL}), frozenset({SHARDS}))  # one of these may be summed: all of it, or none
 
 
 @dataclass
@@ -94,7 +89,8 @@ class Finder:
         self.shard_steps: dict[int, set[int]] = {}  # operators on shards that make a tensor's gradient one of shards
         self.summed: dict[tuple[int, int, int], list[Copy]] = {}  # by (id, first and last operator) of the uses
         self.placed: dict[Copy, set[int]] = {}  # the calls, by their order, at which a sum was placed
-        self.banned = banned  # sums that not every call of their module wants
+        self.banned = banned  # sums that not every call of their module wants, or that are needed further up
+        self.moved: set[Copy] = set()  # sums at outputs that keep another one from completing a gradient
 
     def find(self) -> Flow:
         self.sums.find()
@@ -273,6 +269,7 @@ class Finder:
             self.problem(maker.module, text, tensor, places)
             return COMPLETED
         if not only_partial:
+            self.moved |= movable_sums(self, id_, rest[0][0])
             uses = f"is used by sharded ({user.name}, {user.line}) and by replicated work"
             text = f"the result of {maker.name} ({maker.line}) {uses}, and no boundary of a module lies between"
             self.problem(maker.module or user.module, text, tensor, places)
@@ -300,9 +297,9 @@ class Finder:
         return all(tokens.entered_before(place, atom) for place in places for atom in shards)
 
     def unwanted(self) -> set[Copy]:
-        """Returns the sums at modules with several calls that some call must not make: its gradient there is complete,
-        sharded, or summed elsewhere."""
-        unwanted: set[Copy] = set()
+        """Returns the sums that stand in the way of others, and those at modules with several calls that some call must
+        not make: its gradient there is complete, sharded, or summed elsewhere."""
+        unwanted = self.moved - self.banned
         for copy, orders in self.placed.items():
             for call in self.record.calls if self.number_of_calls[copy.module] > 1 else ():
                 if call.module != copy.module or call.order in orders:
@@ -338,17 +335,22 @@ class Finder:
         self.summed.setdefault((id_, start, stop), []).append(copy)
 
     def place_at_output(self, id_: int, source: Tensor, span: tuple[int, int, int] | None) -> bool:
-        calls = self.returned_by.get(id(source))
-        if not calls or id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
+        if id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
             return False
-        call, path = calls[-1]
-        tokens = SHARDS in self.type_now(self.by_id[id_])
-        copy = Copy("output", call.module, path, span, tokens=tokens)
-        if copy in self.banned or (tokens and not self.are_known(self.by_id[id_], [call.stop])):
-            return False
-        self.placed.setdefault(copy, set()).add(call.order)
-        self.place(id_, copy)
-        return True
+        first = min(place for place, _ in self.used[id_])
+        written = max((step.place for step in self.record.writes.get(id(self.record.root_of(source)), ())), default=-1)
+        # A module that returns its argument comes last: code around it may use the argument itself
+        for passes_on in (False, True):
+            for call, path in reversed(self.returned_by.get(id(source), ())):
+                tokens = SHARDS in self.type_now(self.by_id[id_])
+                copy = Copy("output", call.module, path, span, tokens=tokens)
+                known = not tokens or self.are_known(self.by_id[id_], [call.stop])
+                is_argument = any(source is tensor for _, tensor in call.inputs)
+                if is_argument == passes_on and written < call.stop <= first and copy not in self.banned and known:
+                    self.placed.setdefault(copy, set()).add(call.order)
+                    self.place(id_, copy)
+                    return True
+        return False
 
     def place_at_arguments(self, id_: int, after: int = -1) -> list[tuple[int, Types]]:
         """Sums gradients at arguments of modules that use the tensor in sharded work only, and begin after an operator;

@@ -192,11 +192,18 @@ class Planner:
         owners = [[alias.rpartition(".")[0] for alias in self.names[name]] for name in decision.parameters]
         return all(any(roles.get(owner) in ("column", "vocab") for owner in of_one) for of_one in owners)
 
-    def finder(self, decisions: list[Decision], roles: dict[str, str], heads: set[Atom], cut: Any) -> Finder:
+    def finder(
+        self,
+        decisions: list[Decision],
+        roles: dict[str, str],
+        heads: set[Atom],
+        cut: Any,
+        tokens: TokenFlow | None = None,
+    ) -> Finder:
         """Places the collectives of these decisions. A sum that a call of its module must not make goes elsewhere."""
         banned: frozenset[Copy] = frozenset()
         while True:
-            finder = Finder(self.record, decisions, roles, heads, cut, banned=banned)
+            finder = Finder(self.record, decisions, roles, heads, cut, tokens, banned)
             finder.find()
             unwanted = finder.unwanted()
             if not unwanted:
@@ -349,8 +356,8 @@ class Planner:
             tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
             if not tokens.sources:
                 return base
-            finder = Finder(self.record, base.decisions, base.roles, base.heads_atoms, base.cut, tokens)
-            if finder.find().problems:
+            finder = self.finder(base.decisions, base.roles, base.heads_atoms, base.cut, tokens)
+            if finder.flow.problems:
                 ban_problems(finder.flow.problems, tokens, bans)
                 continue
             state = replace(base, finder=finder, tokens=tokens, proofs=[])
