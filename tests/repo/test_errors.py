@@ -111,6 +111,7 @@ CONTEXT = [
     ("context(g, attend=3)", TypeError, "attend: 3 must be a callable on q, k, v and a ContextLayout"),
     ("context(g, dropout=0.1, exact_dropout=False)", ValueError, "exact_dropout: False must not be combined"),
     ("context(g, way='ulysses', num_kv_heads=4, head_dim=2)(ones(3, 7))", ValueError, r"x: shape \[3, 7\] must end"),
+    ("tp_ext.ParallelAttention(8, 4, group=g, context_group=g)", ValueError, "context_group: .* must be another group"),
     ("context(g)(ones(4, 8))", ValueError, r"x: shape \(4, 8\) must be \[3, hidden\] or \[1, 3, hidden\]"),
     ("context(g)(ones(3, 8), layout=None)", ValueError, "layout: must be given with a context_group of 2 ranks"),
     ("context(g)(ones(3, 8), layout=[4, 2])", TypeError, r"layout: \[4, 2\] must be a ContextLayout"),

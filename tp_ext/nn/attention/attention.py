@@ -136,6 +136,9 @@ class ParallelAttention(SelfAttention):
         self.first_head_local, self.num_heads_local = first // head_dim, (last - first) // head_dim
         self.num_kv_heads_local = (last_kv - first_kv) // head_dim
         self.context_group, self.context, self.attend = parallel_group(context_group), context, attend
+        # Heads cut over the same ranks would see other tokens than their own
+        if self.context_group.size > 1 and self.context_group.plain() == self.tp_group.plain():
+            raise ValueError(f"context_group: {context_group!r} must be another group than group")
         self._check_context_options()
         options: dict[str, Any] = {"group": group, "weight_group": weight_group, "device": device, "dtype": dtype}
         linear = {"init": init, "sequence_parallel": sequence_parallel, "overlap_chunks": overlap_chunks, **options}
