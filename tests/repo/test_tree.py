@@ -386,7 +386,7 @@ BUDGETS = {
     "nn": 5550,
     "optim": 1150,
     "outside": 1900,
-    "parallel": 3550,
+    "parallel": 3650,
     "simulation": 850,
     "verify": 1550,
 }
