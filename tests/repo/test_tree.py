@@ -377,7 +377,7 @@ BUDGETS = {
     "": 3750,
     "_ops": 1350,
     "auto": 10000,
-    "checkpoint": 4550,
+    "checkpoint": 4700,
     "debug": 2000,
     "huggingface": 1800,
     "lightning": 350,
