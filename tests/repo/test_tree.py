@@ -381,7 +381,7 @@ BUDGETS = {
     "debug": 2000,
     "huggingface": 1800,
     "lightning": 350,
-    "mesh_program": 1100,
+    "mesh_program": 1150,
     "model": 1700,
     "nn": 5550,
     "optim": 1150,
