@@ -29,12 +29,14 @@ class RunningSave(Future[None]):
         self.path, self.reported = path, False
         # No daemon: the interpreter waits for it at exit
         self._thread = threading.Thread(target=self._run, args=(act,), name="tp_ext.save_checkpoint")
+        # Running: a cancelled future would leave the other ranks in their collectives
         self.set_running_or_notify_cancel()
         self._thread.start()
 
     def _run(self, act: Callable[[], None]) -> None:
         try:
             act()
+        # Anything, or result() would wait for ever
         except BaseException as error:
             self.set_exception(error)
         else:
@@ -68,6 +70,7 @@ def wait_for_last_save() -> None:
         return
     super(RunningSave, last).exception()  # interrupted by Ctrl-C, it is still the last one
     _Last.save = None
+    # Once is enough: a program that has handled the error of result() may go on saving
     if not last.reported:
         last.result()
 
@@ -107,12 +110,14 @@ def group_of_saves(process_group: ProcessGroup | None) -> ProcessGroup | None:
         return None
     over = dist.group.WORLD if process_group is None else process_group
     assert over is not None
+    # The name of a destroyed group may come again, for other ranks
     for name in [name for name, (known, _) in _groups.items() if not is_alive(known)]:
         del _groups[name]
     found = _groups.get(over.group_name)
     if found is None:
         ranks = dist.get_process_group_ranks(over)
         whole = len(ranks) == dist.get_world_size()
+        # gloo, since objects alone are exchanged. Ranks outside of the group make no save, and need not call this
         made = dist.new_group(ranks, backend="gloo", use_local_synchronization=not whole)
         assert isinstance(made, ProcessGroup)
         found = _groups[over.group_name] = over, made
@@ -127,6 +132,7 @@ def copy_to_host(payload: Payload) -> None:
             payload[index] = _copied(entry.detach() if entry.requires_grad else entry)
             if entry.is_cuda:
                 streams[entry.device] = torch.cuda.current_stream(entry.device)
+    # One wait for all copies, which were queued without one
     for stream in streams.values():
         stream.synchronize()
 

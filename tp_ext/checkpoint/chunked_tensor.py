@@ -46,6 +46,7 @@ class ChunkedTensor(torch.Tensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         items = []
         for offsets, tensor, owned in self.local_chunks:
+            # Copies of a KV head, for example, are on several ranks and owned by one
             if owned:
                 chunk = ChunkStorageMetadata(torch.Size(offsets), tensor.size())
                 properties = TensorProperties.create_from_tensor(tensor)

@@ -92,7 +92,9 @@ def save_checkpoint(
     check_lock_timeout(lock_timeout)
     check_bool(asynchronous=asynchronous)
     check_optimizer(optimizer)
+    # Through links, now: a relative path or a link may mean another directory when the thread writes
     target = Path(os.path.realpath(path))
+    # The exchange of plans, too, so that the thread's collectives follow it in one order on all ranks
     over = group_of_saves(process_group) if asynchronous else process_group
     rank = dist.get_rank(over) if dist.is_initialized() else 0
     first = rank == 0
@@ -102,10 +104,12 @@ def save_checkpoint(
         wait_for_last_save()
         axes = mesh_axes(group, mesh)
         state, names = sharded_state(census(module, axes), optimizer)
+        # Now, not in the thread: its values may change afterwards
         extra_bytes = _dump(extra) if first else b""
         plan, contents = plan_of_rank(state, names if mesh is not None else [], axes.pp.rank)
         payload.extend((*contents, extra_bytes))
         if first:
+            # Here its error reaches all ranks before anything is copied or written; checked again under the lock
             _check_replaceable(target)
             target.parent.mkdir(parents=True, exist_ok=True)
         return plan
@@ -127,6 +131,7 @@ def save_checkpoint(
         try:
             staging = _begin(target, lock, lock_timeout, made, failed, over)
             _write(target, staging, lock, rank, whole, contents, extra_bytes, over)
+        # Their messages say what to do; other errors get the path
         except (FileExistsError, TimeoutError):
             raise
         except Exception as error:
@@ -183,10 +188,12 @@ def _begin(
 
     def take_turn() -> str:
         if failed:
+            # On all ranks: call_and_gather passes it on
             raise failed[0]
         if lock is None or not lock.take_turn(begin, timeout):
             return ""
         _check_replaceable(target)
+        # Under the lock alone is it certain that the writers of leftovers have ended
         finish_interrupted_swap(target)
         made.append(staging_path(target))
         made[0].mkdir()
@@ -210,6 +217,7 @@ def _write(
     """Writes the checkpoint and moves it to ``target``, for which the first rank holds the lock and has the plan."""
 
     def write() -> list[Written]:
+        # A rank without entries makes no file, and _check_complete expects none
         return _write_entries(staging / _data_file(rank), contents) if contents else []
 
     def finish(written: list[list[Written]]) -> list[None]:
@@ -221,7 +229,9 @@ def _write(
         (staging / EXTRA).write_bytes(extra)
         for name in (METADATA, EXTRA):
             sync_to_disk(staging / name)
+        # Those of other hosts, too: nothing that is not whole is put in place
         _check_complete(staging, ends)
+        # Last: a rival may have taken over the lock of an owner that was silent for too long
         lock.check_held()
         swap_in(staging, target)
         return [None] * len(written)
@@ -240,8 +250,10 @@ def _write_entries(path: Path, contents: Payload) -> list[Written]:
         writer = EntryWriter(file)
         for index, entry in enumerate(contents):
             written.append(writer.write(entry))
+            # The copies of an asynchronous save need not all stay in memory until the end
             contents[index] = b""
         del entry
+        # On disk before the directory is moved into place: after a power failure it must not hold empty files
         file.flush()
         os.fsync(file.fileno())
     return written
@@ -281,6 +293,7 @@ def _check_replaceable(target: Path) -> None:
     if not target.is_dir():
         raise FileExistsError(f"path: {os.fspath(target)!r} is a file and must be a directory of a checkpoint, or new")
     for file in sorted(target.iterdir()):
+        # A .tmp is what torch's writer leaves if it is killed
         ours = file.name in (METADATA, f"{METADATA}.tmp", EXTRA) or file.suffix == ".distcp"
         if not ours or (file.is_dir() and not file.is_symlink()):
             raise FileExistsError(

@@ -59,8 +59,10 @@ class ExpertGather:
             return None if full is None else one.of(full)
         if (layer := own.rpartition(".")[0]) != self._layer:
             self._layer, self._kept = layer, {}
+        # Entries of a layer come one after the other, so one layer is kept at a time
         if own not in self._kept:
             self._kept[own] = without_data_axes(entry.value.detach())
+        # Only the first of equal copies go on; what FSDP2 shards all ranks have gathered above
         if not (self._ranks.data_first(entry.layout) and self._ranks.groups.counts(entry.layout)):
             return None
         return _gather_expert(self._kept[own], entry.layout, one)
@@ -78,10 +80,12 @@ def _gather_expert(local: Tensor, layout: Layout, one: PublishedEntry) -> Tensor
             index, owner = index - held.start, rank
             break
     value = None
+    # Ranks of other experts take part in the all-to-all below alone
     if group.rank == owner:
         value = _gather_rows(
             local[index], [(Sharding(sharding.dim - 1, sharding.parts), tp) for sharding, tp in within], one.part
         )
+    # A gather to the first rank has brought the weight there, so the other ranks of that group have no part in this
     if owner and all(tp.rank == 0 for _, tp in within):
         value = _move_to_first(value, one.shape(layout.full_shape(local.shape)), owner, group, local)
     return value
@@ -90,9 +94,11 @@ def _gather_expert(local: Tensor, layout: Layout, one: PublishedEntry) -> Tensor
 def _gather_rows(value: Tensor, within: list[tuple[Sharding, ParallelGroup]], part: int | None) -> Tensor | None:
     """Gathers a matrix from its shards over the first rank's group, or one part of its rows."""
     if part is not None and not any(sharding.dim == 0 for sharding, _ in within):
+        # Rows are whole on this rank: gate | up are halves
         value = value.chunk(2)[part]
     elif part is not None:
         (sharding, group), *others = sorted(within, key=lambda entry: entry[0].dim)
+        # Gate and up are cut separately, so a rank has a slice of each, one after the other
         held = list(sharding.local_parts(group.rank, group.size))[part]
         value = value.narrow(0, held.local_start, held.length + held.padding)
         within = [(Sharding(0, (sharding.parts[part],)), group), *others]

@@ -100,9 +100,11 @@ def published_entries(
 def _unnamed(shapes: Mapping[str, Sequence[int]], prefix: str, names: _Names) -> list[str]:
     """Returns the entries of an expert layer that published files have no names for."""
     up, down = f"{prefix}experts.up_weight", shapes.get(f"{prefix}experts.down_weight")
+    # Published files of these families have no biases
     lacking = [f"{prefix}experts.up_bias", f"{prefix}experts.down_bias"]
     if not names.shared:
         lacking.append(f"{prefix}shared.up.weight")
+    # up has 2 ffn rows (gate | up) and down ffn columns, unless the experts are not gated
     return [key for key in lacking if key in shapes] + ([up] if down and shapes[up][1] != 2 * down[2] else [])
 
 
@@ -148,10 +150,12 @@ def from_published_experts(state: Mapping[str, Tensor], family: str) -> dict[str
             f"{names.shared}.{names.up}.weight": "",  # joined with the gate
             f"{names.shared}.{names.down}.weight": "shared.down.weight",
         }
+    # Only names next to experts are renamed: other layers may have a gate.weight, too
     layers = {found.group(1) for key in state if (found := _EXPERT.fullmatch(key))}
     for key, value in state.items():
         if found := _EXPERT.fullmatch(key):
             prefix, expert, name = found.groups()
+            # The first expert stands for all, whose entries _stacked finds
             if name == names.down and expert == "0":
                 result[f"{prefix}experts.down_weight"] = _stacked(state, prefix, (names.down,))
             elif name == names.gate and expert == "0":
@@ -168,6 +172,7 @@ def from_published_experts(state: Mapping[str, Tensor], family: str) -> dict[str
 def _stacked(state: Mapping[str, Tensor], prefix: str, names: tuple[str, ...]) -> Tensor:
     """Returns ``[E, rows, ..]``: for each expert the weights of these names, one below the other."""
     pattern = re.compile(rf"{re.escape(prefix)}experts\.\d+\.{names[0]}\.weight")
+    # Counted, so that a gap in the numbers is a KeyError and no smaller layer
     number = sum(pattern.fullmatch(key) is not None for key in state)
     return torch.stack(
         [torch.cat([state[f"{prefix}experts.{e}.{name}.weight"] for name in names]) for e in range(number)]

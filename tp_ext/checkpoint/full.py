@@ -63,6 +63,7 @@ def full_state_dict(
     made: dict[str, Tensor | None] = {}
     for name, one in whole_entries(entries, ranks, with_extra=True, unique=True, collective=True).items():
         value = one.value
+        # All ranks in the order of the whole entries, whose collectives so match
         if not one.extra and one.tensor is not None:
             if one.tied not in made:
                 full = gather_whole(one.tensor, entries.get(name), ranks, rank0_only=rank0_only)
@@ -105,6 +106,7 @@ def load_full_state_dict(
     model = census(module, mesh_axes(group, mesh))
     ranks, entries = ranks_of(model), model.state()
     whole = whole_entries(entries, ranks, collective=broadcast_from_rank0)
+    # Everything is checked before the first write; then no rank needs another
     if not broadcast_from_rank0:
         for name in check_state(state, whole, strict):
             if (entry := entries.get(name)) is None:
@@ -114,11 +116,13 @@ def load_full_state_dict(
             else:
                 write_full(state[name].detach(), entry.value, entry.layout)
         return
+    # mesh= says which rank is the first
     if mesh is None:
         check_one_mesh(model)
 
     def plan() -> StateDict:
         known = check_state(state, whole, strict)
+        # Values of extra state travel with the plan; of tensors the dtype alone, their shapes are known
         return {name: state[name] if whole[name].extra else state[name].dtype for name in known}
 
     for name, planned in broadcast_from_first(plan, ranks.axes).items():

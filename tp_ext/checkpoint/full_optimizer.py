@@ -45,6 +45,7 @@ def full_optimizer_state_dict(
     model = census(module, mesh_axes(group, mesh))
     ranks = ranks_of(model)
     own = _Own(model, optimizer, ranks)
+    # The same keys on all ranks, also under ZeRO-1, where others hold the state: each key is a collective below
     described = dict(zip(own.params, own.held.described(own.params.values()), strict=True))
     states_of_rank = _whole_states(described, own, ranks)
     check_same("optimizer", own.descriptions(states_of_rank), ranks)
@@ -60,6 +61,7 @@ def full_optimizer_state_dict(
                 made[key] = value
                 if isinstance(value, WholeTensor):
                     full = None
+                    # Only the ranks of one stage gather; all stages meet in the broadcast along the pipeline
                     if value.stages[0] == ranks.stage:
                         full = own.gather(name, key, described[name][key], rank0_only)
                     full = from_stage(full, value, ranks, rank0_only=rank0_only)
@@ -131,6 +133,7 @@ def load_full_optimizer_state_dict(
             if broadcast_from_rank0:
                 given = to_stages(given, WholeTensor(holders[name], shapes[name], value, ranks.device.type), ranks)
             if param is not None:
+                # Of the dtype that was saved, not the parameter's: fp32 states of bf16 parameters
                 local[key] = made = torch.zeros_like(param.detach(), dtype=value)
                 if broadcast_from_rank0:
                     scatter_full(given, made, own.layouts[name], ranks)
@@ -156,6 +159,7 @@ class _Own:
         originals = {param.name for param in params if not param.copy}
         for name, param, layout, _, copy in params:
             names[param] = name
+            # Both on this rank, as in one process: one state in the file is that of both
             if copy and name in originals:
                 self.copies.append((param, name))
             else:
@@ -176,6 +180,7 @@ class _Own:
 
     def layout_of(self, name: str, value: Tensor | HeldTensor) -> Layout:
         """Returns the layout of a state tensor: the parameter's, if it has its shape."""
+        # State of another shape, such as Adafactor's rows and columns, is no shard of a known layout
         return self.layouts[name] if value.shape == self.params[name].shape else Layout()
 
     def groups(self) -> list[StateDict]:
@@ -204,6 +209,7 @@ def _whole_states(described: Mapping[str, Mapping[str, Any]], own: _Own, ranks: 
 
 def _merged_groups(stages: Sequence[Sequence[StateDict]]) -> list[StateDict]:
     """Returns the parameter groups of the whole model from those of each stage."""
+    # Without a pipeline options may be anything that the optimizer takes
     if len(stages) == 1:
         return list(stages[0])
     merged = _merged_names([[group["params"] for group in groups] for groups in stages])

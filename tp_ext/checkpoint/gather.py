@@ -106,10 +106,12 @@ def gather_full(local: Tensor, layout: Layout, ranks: Ranks, *, rank0_only: bool
     elements that the ranks own to rank 0 of each.
     """
     value = without_data_axes(local.detach())
+    # After the gather over data axes, in which all of their ranks take part
     if rank0_only and not (ranks.data_first(layout) and ranks.groups.counts(layout)):
         return None
     if not layout:
         own = local.to_local() if isinstance(local, DTensor) else local
+        # Nothing was gathered, or full_tensor has returned the local memory: the result must be a copy
         return value.clone() if value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else value
     return gather_shards(value, layout, rank0_only=rank0_only)
 
@@ -117,8 +119,10 @@ def gather_full(local: Tensor, layout: Layout, ranks: Ranks, *, rank0_only: bool
 def gather_shards(value: Tensor, layout: Layout, *, rank0_only: bool) -> Tensor | None:
     """Gathers the full tensor as :func:`gather_full`, from a shard that is no DTensor and on ranks that all take
     part."""
+    # A later entry shards what an earlier one has left, so it is undone first
     for sharding, group in reversed(layout):
         if group.size == 1:
+            # Without a collective, but not as it is: parts and padding have another order in the full tensor
             value = sharding.unshard([value])
         elif rank0_only:
             gathered = _gather_to_first(value, sharding, group)
@@ -137,6 +141,7 @@ def without_data_axes(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     device = device_of(tensor)
+    # FSDP2's offload: NCCL cannot gather what is on the CPU
     moved = tensor if tensor.device.type == device.type else cast(DTensor, tensor.to(device))
     return moved.full_tensor()
 
@@ -152,11 +157,13 @@ def _gather_to_first(local: Tensor, sharding: Sharding, tp: ParallelGroup) -> Te
     dim, pg = sharding.dim, process_group(tp.name)
     shape = list(local.shape)
     shape[dim] = sharding.size
+    # Others need its shape alone, for the sizes of all ranks
     full = local.new_empty(shape, device="meta" if rank else None)
     targets = [_owned_targets(full, sharding, sender, p) for sender in range(p)]
     sizes = [sum(target.shape[dim] for target in of_one) for of_one in targets]
     shape[dim] = max(sizes)
     sent = local.new_empty(shape)
+    # Equal on all ranks: none calls a collective for an empty tensor
     if sent.numel():
         for view, packed in zip(sharding.owned(local, rank, p), _packed(sent, targets[rank], dim), strict=True):
             packed.copy_(view)
@@ -216,6 +223,7 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
     Communicates: one scatter of the shards over the group of each entry of the layout, then one broadcast of them along
     every other axis. If a group is only a part of an axis, a broadcast of the full tensor along every axis instead.
     """
+    # Before it is sent: the others receive the dtype of their parameters
     value = None if full is None else full.to(device_of(local), local.dtype)
     shape = layout.full_shape(local.shape)
     groups = [group for _, group in layout if group.size > 1]
@@ -234,6 +242,7 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
         shape = sharding.local_shape(shape, group.rank, group.size)
         if group.size == 1:
             value = None if value is None else sharding.shard(value, 0, 1)
+        # Only ranks that are the first of all later axes take part; others get the shard by the broadcasts below
         elif process_group(group.name) in along:
             value = _scatter(value, shape, local, sharding, group)
     return write_full(_broadcast(value, shape, local, [axis for axis in along if axis in others]), local, Layout())

@@ -52,6 +52,7 @@ class HeldState:
                     f"optimizer: {kind.__name__} must have overlap_with_ddp=False; else its state is in no optimizer"
                 )
             self.inner, self.group = inner, optimizer.process_group  # type: ignore[attr-defined]
+        # An optimizer with state of its own is no wrapper, whatever other ones it refers to
         elif not optimizer.state:
             for name, other in vars(optimizer).items():
                 state = getattr(other, "state", None) if hasattr(other, "param_groups") else None
@@ -89,6 +90,7 @@ class HeldState:
         rank = self.group.rank()
         mine = [{key: _described(value, rank) for key, value in state.items()} for state in states]
         reports = all_gather_objects(mine, self.group)
+        # One rank has the state of a parameter, the others of the group report none
         return [next((report[i] for report in reports if report[i]), {}) for i in range(len(mine))]
 
     def fetch(self, param: Tensor, key: str, value: Any) -> Any:
@@ -100,6 +102,7 @@ class HeldState:
             return value
         assert self.group is not None
         if value.owner == self.group.rank():
+            # as_bytes needs contiguous memory
             tensor = self.of(param)[key].detach().contiguous()
         else:
             tensor = torch.empty(value.shape, dtype=value.dtype, device=param.device)
@@ -115,8 +118,10 @@ class HeldState:
             {**given, "params": [numbers[param] for param in group["params"]]}
             for group, given in zip(self.inner.param_groups, options, strict=True)
         ]
+        # By the numbers of the inner optimizer, which under ZeRO-1 has some of the parameters
         kept = {numbers[param]: state for param, state in states.items() if param in numbers}
         self.inner.load_state_dict({"state": kept, "param_groups": groups})
+        # Learning-rate schedulers change the outer groups, whose options each step copies to the inner ones
         if self.outer is not self.inner:
             for group, given in zip(self.outer.param_groups, options, strict=True):
                 group.update({key: value for key, value in given.items() if key != "params"})

@@ -90,6 +90,7 @@ def whole_entries(
                 continue
             other = found[name]
             check_unique(name, (*other.stages, *one.stages), unique and name not in (one.copy_of, other.copy_of))
+            # The original comes first, whose rank sends the tensor
             found[name] = _merged(one, other) if other.copy_of == name else _merged(other, one)
     for name, one in found.items():
         original = found.get(one.copy_of)
@@ -122,17 +123,21 @@ def check_same(name: str, entries: Mapping[str, str], ranks: Ranks) -> None:
     Raises:
         ValueError: on all ranks of all stages.
     """
+    # 7 bytes, so that the number and its negative fit an int64
     digest = int.from_bytes(hashlib.sha256(repr([*entries.items()]).encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest], device=ranks.device)
+    # The stages have different entries
     for axis in ranks.stage_axes:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=axis)
     differ = bool(extremes.sum())  # the largest and the smallest of all digests
+    # All stages raise, since they would wait for the stage that does
     if not (differ if ranks.pipeline is None else true_on_any_rank(differ, [ranks.pipeline], ranks.device)):
         return
     held = [(ranks.stage, dist.get_rank(), entries)]
     for axis in ranks.axes:
         held = [one for of_rank in all_gather_objects(held, axis) for one in of_rank]
     first: dict[int, tuple[int, Mapping[str, str]]] = {}
+    # In the order of ranks, so that all raise the same error
     for stage, rank, own in sorted(held, key=lambda one: one[:2]):
         other_rank, others = first.setdefault(stage, (rank, own))
         for key in (*others, *own):
@@ -142,6 +147,7 @@ def check_same(name: str, entries: Mapping[str, str], ranks: Ranks) -> None:
                     f"{name}: {key!r} must be the same on all ranks that hold the model, and {here} on rank "
                     f"{other_rank}, {there} on rank {rank}"
                 )
+        # Collectives follow the order of the entries: shards of two entries would be joined
         if list(others) != list(own):
             key = next(a for a, b in zip(others, own, strict=True) if a != b)
             raise ValueError(
@@ -180,6 +186,7 @@ def gather_whole(one: WholeTensor, entry: Entry | None, ranks: Ranks, *, rank0_o
 def from_stage(full: Tensor | None, one: WholeTensor, ranks: Ranks, *, rank0_only: bool) -> Tensor | None:
     """Returns the full tensor that the first stage of ``one.stages`` has: on all stages, or on rank 0 of the first."""
     source = one.stages[0]
+    # The first stage has it, or this rank is no first one, between which alone the broadcast is
     if ranks.pipeline is None or (rank0_only and (source == 0 or not ranks.stage_first)):
         return full
     moved = _along_pipeline(full, one, source, ranks)
@@ -192,6 +199,7 @@ def to_stages(full: Tensor | None, one: WholeTensor, ranks: Ranks) -> Tensor | N
     Communicates: one broadcast along the pipeline, between the first ranks of each stage; none for a tensor that only
     the first stage has.
     """
+    # Only the first ranks of stages have a part in it: they scatter it to the others of their stage
     if ranks.pipeline is None or one.stages == (0,) or not ranks.stage_first:
         return full
     moved = _along_pipeline(full, one, 0, ranks)
@@ -201,6 +209,7 @@ def to_stages(full: Tensor | None, one: WholeTensor, ranks: Ranks) -> Tensor | N
 def _along_pipeline(full: Tensor | None, one: WholeTensor, source: int, ranks: Ranks) -> Tensor:
     """Broadcasts the full tensor of one stage."""
     if full is None or ranks.stage != source:
+        # Stages that do not have it receive it, too: a broadcast is a collective of the whole pipeline
         sent = torch.empty(one.shape, dtype=one.dtype, device=ranks.device)
     else:
         sent = full.detach().to(ranks.device, one.dtype).contiguous()

@@ -37,6 +37,7 @@ def exchange_plans(
     Raises:
         ValueError: see :class:`GlobalPlan`. Any error of ``prepare``, on every rank.
     """
+    # Plans belong to a group: its ranks, and no others, have agreed on them
     group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
     name = "" if group is None else group.group_name
     # The name of a destroyed group may come again, for other ranks
@@ -66,6 +67,7 @@ def exchange_plans(
         assert last is not None
         assigned = last.assigned
     plans, whole = made[0] if made else ([], None)
+    # combine has decided it for all: a rank that kept nothing would send its plan and others not
     if kept:
         _last[name] = _Agreed(group, own[0], assigned, plans, whole)
     return assigned, whole

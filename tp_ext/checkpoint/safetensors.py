@@ -102,6 +102,7 @@ def save_safetensors(
         else:
             tied = published.get(one.tied, [PublishedEntry(one.tied)])
             for part, other in zip(own, tied, strict=True):
+                # A name that the user's metadata has already stays
                 head.setdefault(part.name, other.name)
     shards = split_into_files(written, max_shard_size)
     gather_part = ExpertGather(ranks)
@@ -139,6 +140,7 @@ def write_files(
         index_metadata: numbers for the index, besides ``total_size``.
         finish: called on rank 0 before the files are moved into place.
     """
+    # Rank 0 alone touches files; the others follow its steps
     export = Export(Path(path), shards, head, index_metadata) if ranks.first else None
     try:
         _wait_for(export, lock_timeout, ranks, path)
@@ -148,6 +150,7 @@ def write_files(
             _run_step(partial(export.write, number, tensors) if export else None, tensors, ranks, path)
         if finish is not None:
             _run_step(finish if export else None, (), ranks, path)
+        # Each step before has succeeded on all ranks: now the old export may be replaced
         _run_step(export.finish if export else None, (), ranks, path)
     finally:
         if export is not None:
@@ -237,9 +240,11 @@ def load_safetensors(
         except Exception as error:  # of any kind: it must reach the other ranks
             failure = error
         if true_on_any_rank(failure is not None, ranks.axes, ranks.device):
+            # A rank without the error must not load either: the model would be of two files
             raise failure or OSError(
                 f"path: {os.fspath(path)!r} could not be read on another rank, whose error has the cause"
             )
+        # All ranks have checked everything: from here on the model changes
         for name, source in found.items():
             entry = entries[name]
             if entry.extra:
@@ -252,6 +257,7 @@ def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
     """Opens the files; returns every tensor in them, also under the names of entries tied to it."""
     tensors, tied = open_export(path, opened)
     sources = {key: _Source(tensor, key) for key, tensor in tensors.items()}
+    # A tensor of that name in a file wins over the metadata, which any program may write
     return sources | {name: sources[kept] for name, kept in tied.items() if kept in sources and name not in sources}
 
 
@@ -292,6 +298,7 @@ def _match_sources(
                 f"path: {name!r} has shape {tuple(source.tensor.shape)} and must have {tuple(entry.shape)}, "
                 "that of the unsharded module"
             )
+        # By chunks: no rank reads the full tensors to compare them
         if strict and source != found[first] and not _equal(source, found[first], entry):
             raise ValueError(f"path: {first!r} and {name!r} are one tensor in the module and must be equal")
     return found
@@ -317,6 +324,7 @@ def _join_experts(
         missing = [one.name for one in published if one.name not in sources]
         if own in sources:
             raise ValueError(f"path: has {own!r}, and with expert_names={family!r} must have {published[0].name!r}, ..")
+        # Without strict a layer may be absent, but half of one would be a wrong model
         if missing and len(missing) < len(published) and not strict:
             raise KeyError(f"path: has only some of the entries of {own!r}, and lacks {_listed(missing)}")
         if not missing:

@@ -85,6 +85,7 @@ class Export:
             self.old = {name for name in weight_map(self.index).values() if _is_shard(name)}
         count = len(self.shards)
         if count > 1:
+            # The old index names files that readers may be reading: the new ones need other names until it is replaced
             for tag in ("-b", ""):
                 names = [f"{self.target.stem}{tag}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
                 self.names = names if self.old.isdisjoint(names) else self.names
@@ -115,6 +116,7 @@ class Export:
             offsets = [at, at := at + _size(entry)]
             entries[name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         head = json.dumps({"__metadata__": self.head, **entries}, separators=(",", ":")).encode()
+        # Aligns the data, as the library's writer does
         head += b" " * (-len(head) % 8)
         with self.temporary(self.names[number]).open("wb") as file:
             file.write(len(head).to_bytes(8, "little") + head)
@@ -136,9 +138,12 @@ class Export:
                 file.write((json.dumps(content, indent=2) + "\n").encode())
                 _sync(file)
             names.append(self.index.name)
+        # Renames begin: from here on the old export is replaced
         self.lock.check_held()
+        # The index last: until then the old one names the old files
         for name in names:
             self.temporary(name).replace(self.target.with_name(name))
+        # Last: a reader of the old index needs them until now. A single file and an index exclude each other
         for name in sorted((self.old | {self.target.name, self.index.name}) - set(names)):
             self.target.with_name(name).unlink(missing_ok=True)
         folder = os.open(self.target.parent, os.O_RDONLY)
@@ -247,10 +252,12 @@ def weight_map(index: Path) -> dict[str, str]:
     """
     try:
         with open_regular(index) as file:
+            # Before it is parsed: the objects take many times the memory of the file
             if os.fstat(file.fileno()).st_size > _LARGEST_INDEX:
                 raise ValueError
             places: dict[str, str] = json.loads(file.read())["weight_map"]
         whole = all(name == os.path.basename(name) and name not in ("", ".", "..") for name in places.values())
+    # Whatever JSON a file holds: a list, deep nesting, names that are no strings
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:

@@ -91,6 +91,7 @@ def _flattened(state: StateDict) -> tuple[StateDict, dict[str, KeyPath]]:
     paths: dict[str, KeyPath] = {}
     for section, entries in state.items():
         for name, value in entries.items():
+            # Nested values are rare, and get the keys of torch
             if not isinstance(value, _LEAVES) and isinstance(value, list | tuple | Mapping):
                 more, more_paths = flatten_state_dict({section: {name: value}})
                 flat |= more
@@ -105,6 +106,7 @@ def _chunks(value: Tensor) -> Iterable[tuple[Sequence[int], Tensor]]:
     if isinstance(value, ChunkedTensor):
         return [(offsets, tensor) for offsets, tensor, owned in value.local_chunks if owned]
     if not value.numel():
+        # chunks_of yields no chunk of a tensor without elements, which must be in the metadata all the same
         return [((0,) * value.dim(), value)]
     return [(chunk.offsets, chunk.tensor) for chunk in chunks_of(value, {}) if chunk.owned]
 
@@ -142,6 +144,7 @@ class GlobalPlan:
                 if ranks := shared.pop(one, None):  # this is the first of them
                     owner[one] = chosen = min(ranks, key=load.__getitem__)
                     load[chosen] += 1 if isinstance(entry, str) else entry.dtype.itemsize * prod(entry.sizes)
+                # Not of shared entries but to the chosen rank, which comes at or after this one
                 if owner[one] == rank:
                     self.assigned[rank].append(index)
                     self._add(entry)
@@ -152,6 +155,7 @@ class GlobalPlan:
     def _add(self, entry: PlannedChunk | str) -> None:
         key = entry if isinstance(entry, str) else entry.key
         found = self._entries.get(key)
+        # An entry that is no tensor is added once: if its key is known, another rank has a tensor there
         if isinstance(entry, str) or isinstance(found, BytesStorageMetadata):
             if found is not None:
                 raise ValueError(f"module: {key!r} is a tensor on one rank, and must be one on all")
@@ -175,6 +179,7 @@ class GlobalPlan:
         save_id, places = str(uuid.uuid4()), (written, files)
         if self._last is not None and self._last[0] == places:
             _, old_id, content = self._last
+            # UUIDs have one length, so the pickle stays well-formed
             content = content.replace(old_id.encode(), save_id.encode())
         else:
             content = pickle.dumps(self._metadata(written, files, save_id))
@@ -183,6 +188,7 @@ class GlobalPlan:
 
     def _metadata(self, written: Sequence[Sequence[Written]], files: Sequence[str], save_id: str) -> Metadata:
         paths: dict[str, KeyPath] = {}
+        # The first rank's paths win
         for plan in reversed(self._plans):
             paths.update(plan.paths)
         stored: dict[MetadataIndex, _StorageInfo] = {}
@@ -216,6 +222,7 @@ def _check_names(plans: Sequence[RankPlan]) -> None:
 
 def _check_whole(key: str, found: TensorStorageMetadata) -> None:
     """Raises ValueError unless the chunks are a partition of the tensor."""
+    # Most entries without parallelism: the check below takes longer
     if len(found.chunks) == 1 and found.chunks[0].sizes == found.size:
         return
     held = sum(prod(chunk.sizes) for chunk in found.chunks)

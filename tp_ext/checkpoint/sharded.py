@@ -104,6 +104,7 @@ class LocalChunks:
 
     def of(self, value: Tensor, layout: Layout) -> tuple[torch.Size, list[LocalChunk]]:
         """Returns :meth:`ModelGroups.local_chunks`."""
+        # DTensors and other subclasses are cut in ways that shape and strides do not determine
         if type(value) not in (Tensor, nn.Parameter):
             return self._groups.local_chunks(value, layout)
         value, key = value.detach(), (layout, value.shape, value.stride())
@@ -113,6 +114,7 @@ class LocalChunks:
             places = [(c.offsets, c.tensor.shape, int(c.tensor.storage_offset()) - begin, c.owned) for c in held]
             self._known[key] = shape, places
         shape, places = self._known[key]
+        # Most tensors without parallelism: no new view
         if len(places) == 1 and places[0][1] == value.shape:
             return shape, [LocalChunk(places[0][0], value, places[0][3])]
         strides = value.stride()
@@ -136,6 +138,7 @@ def _as_chunked_tensor(value: Tensor, layout: Layout, chunks: LocalChunks, *, ow
 def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, chunks: LocalChunks) -> Any:
     """Returns state of the parameter's shape sharded like the parameter; a single number, and state of a replicated
     parameter, unchanged."""
+    # Keys are split at dots at load, and flattening would add others
     if isinstance(value, dict | list | tuple) or "." in key:
         raise ValueError(f"optimizer: state {key!r} of {of.name!r}, a {type(value).__name__}, must be a tensor")
     if not isinstance(value, Tensor) or (value.dim() == 0 and of.param.dim() > 0):

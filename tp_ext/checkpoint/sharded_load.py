@@ -93,6 +93,7 @@ def load_from(
             return found
         except RetryError as error:  # on all ranks
             replaced = error
+            # Opens the path anew
             reader.reset()
     raise OSError(f"{replaced}; {_ATTEMPTS} attempts") from replaced
 
@@ -105,8 +106,10 @@ def _open(reader: StorageReader, process_group: ProcessGroup | None, before: Cal
     def read() -> str:
         nonlocal metadata, found
         metadata, found = reader.read_metadata(), before()
+        # Other readers than ours have none: nothing to compare
         return getattr(reader, "identity", "")
 
+    # Before anything is loaded: weights of two steps would be no error of any rank
     if len(set(call_and_gather(process_group, read))) > 1:
         path = os.fspath(getattr(reader, "path", ""))
         raise RetryError(f"path: {path!r} must be one checkpoint on all ranks, and was replaced while they opened it")
@@ -126,6 +129,7 @@ def _load(
     parts = ("model.", "optimizer.") if optimizer is not None else ("model.",)
     saved = {key for key in metadata.state_dict_metadata if key.startswith(parts)}
     _check_keys(set(flat), saved, process_group)
+    # Each rank sees its own entries, so what one finds all raise
     call_on_all_ranks(process_group, lambda: _check_entries(flat, metadata))
     # Entries that are no tensors come first: if one is refused, no tensor has been written
     plain = {key: value for key, value in flat.items() if not isinstance(value, Tensor)}
@@ -194,10 +198,12 @@ class _Destination:
                 one = next(params)
                 if one.name in saved_options:
                     check_class(held, saved_options[one.name], f"optimizer.param_groups.{one.name}")
+                # Of a parameter that was not saved one option is expected, so that it is reported as missing
                 for key, entry in saved_options.get(one.name, {"lr": None}).items():
                     flat_key = f"optimizer.param_groups.{one.name}.{key}"
                     keys.setdefault(key, []).append(flat_key)
                     self.flat[flat_key] = _option(entry)
+                # Under ZeRO-1 each rank loads the state of its own parameters
                 if not held.holds(one.param):
                     continue
                 if one.copy and one.name in originals:
@@ -208,6 +214,7 @@ class _Destination:
                     flat_key = f"optimizer.state.{one.name}.{key}"
                     value = _state(key, entry, one, held)
                     states[key] = flat_key, value
+                    # DCP fills these chunks in place; other values are set by put_back
                     self.flat[flat_key] = None if value is None else shard_optimizer_state(key, value, one, chunks)
             self.options.append(keys)
 
@@ -249,6 +256,7 @@ def _check_writable(flat: StateDict) -> None:
     """Raises ValueError if two elements of a tensor are at one place in memory, as in an expanded buffer."""
     for key, value in flat.items():
         for _, chunk, _ in value.local_chunks if isinstance(value, ChunkedTensor) else ():
+            # copy_ refuses to write into such memory, which would be in the middle of the load
             if any(size > 1 and stride == 0 for size, stride in zip(chunk.shape, chunk.stride(), strict=True)):
                 name = key.removeprefix("model.")
                 raise ValueError(f"module: {name!r} is expanded and must have memory for each element; see clone()")
@@ -275,9 +283,11 @@ def _state(key: str, entry: Any, of: OptimizedParameter, held: HeldState) -> Ten
         return None
     param, dtype = of.param, entry.properties.dtype
     current = held.of(param).get(key)
+    # In place, unless the optimizer keeps a single number where the file has a tensor
     if isinstance(current, Tensor) and (current.dim() == 0) == (len(entry.size) == 0):
         return current
     if len(entry.size) == 0 and param.dim() > 0:
+        # Where torch.optim keeps a step: on the CPU unless its kernels or a graph read it
         on_device = of.options.get("capturable") or of.options.get("fused") or key != "step"
         return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
     if not of.layout and not isinstance(param, DTensor):

@@ -76,8 +76,10 @@ def check_new(accelerator: accelerate.Accelerator, world: int) -> None:
             f"accelerator: knows of {accelerator.num_processes} processes and must know of all {world} of the job; "
             "start it by torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE"
         )
+    # What it has prepared before is wrapped in DDP, or reads other batches on each rank
     if accelerator._models or accelerator._optimizers or accelerator._dataloaders:
         raise ValueError("accelerator: must not have prepared anything; call share_batches first")
+    # FSDP, DeepSpeed and Megatron-LM would shard the shards
     if world > 1 and not accelerator.distributed_type.name.startswith("MULTI_"):
         raise ValueError(f"accelerator: must not shard by {accelerator.distributed_type.name}: the model is sharded")
 
@@ -95,6 +97,7 @@ def check_sharded_over_all(model: nn.Module) -> int:
 def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) -> None:
     """Replaces the methods that would take another rank, other than those of ``data``, for another batch."""
     cls = type(accelerator)
+    # As in one process: each rank reads whole batches
     place: dict[str, Any] = {"num_processes": 1, "process_index": 0}
     if data is not None:
         place = {
@@ -128,6 +131,7 @@ def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) ->
         return prepared
 
     def clip(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        # As accelerate's own: the norm is that of unscaled gradients
         accelerator.unscale_gradients()
         return clip_grad_norm_(_those(model, parameters), max_norm, norm_type)
 
@@ -142,8 +146,10 @@ def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) ->
     accelerator.clip_grad_norm_ = clip
     if accelerator.scaler is not None:
         scaler = accelerator.scaler
+        # An overflow in the shards of one rank must skip the step on all: this scaler reduces the flag
         accelerator.scaler = ShardedGradScaler(
             accelerator.device.type,
+            # The user's options, which the accelerator has given its own scaler
             init_scale=scaler.get_scale(),
             growth_factor=scaler.get_growth_factor(),
             backoff_factor=scaler.get_backoff_factor(),

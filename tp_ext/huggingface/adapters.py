@@ -73,12 +73,15 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
         r, alpha, dropout = config["r"], config["lora_alpha"], config.get("lora_dropout") or 0.0
         for name in names:
             layer = model.get_submodule(name)
+            # add_lora takes layers of this package: whole on every rank is a layer of a group of one
             if type(layer) is nn.Linear:
                 model.set_submodule(name, ColumnParallelLinear.from_linear(layer, group=None))
         if new := [name for name in names if not isinstance(model.get_submodule(name), LoRALinear)]:
             add_lora(model, targets=new, r=r, alpha=alpha, dropout=dropout)
         for name in names:
+            # add_lora has set alpha / r; use_rslora divides by the root of r
             model.get_submodule(name).scaling = _scaling(config)  # type: ignore[assignment]
+        # [Note: one census for each call]: add_lora has added the factors
         entries = census(model).state()
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -101,6 +104,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str], *, lock_timeout
     """
     _check(model, path)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+    # The configuration has one of each for all layers
     kinds = {(layer.r, layer.scaling, layer.dropout) for layer in layers.values()}
     if len(kinds) != 1 or any(layer.merged for layer in layers.values()):
         kind = f"(r, scale, dropout) {sorted(kinds)}" if len(kinds) != 1 else "merged ones"
@@ -195,6 +199,7 @@ def _checked(model: nn.Module, tensors: dict[str, SlicedTensor], config: dict[st
         if not isinstance(layer, ColumnParallelLinear | RowParallelLinear | nn.Linear):
             state = "is no linear layer" if name in modules else "does not exist"
             raise ValueError(f"path: {str(path)!r} has an adapter of {name!r}, which {state} in the model")
+        # The factors' gradients would be this rank's terms, which no hook of the plan completes
         if isinstance(layer, nn.Linear) and not _is_plain(layer):
             raise ValueError(
                 f"path: {str(path)!r} has an adapter of {name!r}, which is whole on all ranks and whose gradient the "
@@ -225,8 +230,10 @@ def _write_config(model: nn.Module, layers: list[str], kind: tuple[int, float, f
     alpha = scaling * r
     ends = sorted({name.rpartition(".")[2] for name in layers})
     inner = tuple(f"{name}." for name in layers)
+    # PEFT takes every layer whose name ends so: if others do, too, it needs the full names
     same = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends and not name.startswith(inner)]
     base = getattr(getattr(model, "config", None), "_name_or_path", None) or None
+    # fully_shard puts FSDP before the name of the class
     kinds = (task for end, task in TASKS.items() if type(model).__name__.removeprefix("FSDP").endswith(end))
     config = {
         "base_model_name_or_path": base,

@@ -56,10 +56,13 @@ def context_parallel(model: transformers.PreTrainedModel, *, context: str = "rin
         raise ValueError(f"model: {type(model).__name__} must use the attention interface of transformers")
     for name, module in model.named_modules():
         rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        # torch draws masks by the place in the local tensor: they would depend on how tokens are cut
         if isinstance(rate, float) and rate > 0:
             raise ValueError(f"model: {name} must not drop out over a context group, and has p = {rate}")
+        # transformers takes the length from the positions of the call, here those of one rank
         if getattr(module, "rope_type", None) in LENGTH_DEPENDENT_ROPE:
             raise ValueError(f"model: {name} must not depend on the length of a sequence, and is {module.rope_type!r}")
+    # Every part of a composite model has a configuration of its own
     for module in model.modules():
         if isinstance(getattr(module, "config", None), transformers.PreTrainedConfig):
             module.config._attn_implementation = f"tp_ext_{context}"
@@ -99,7 +102,9 @@ def context_inputs(
     positions = layout.positions.view(layout.batch, -1).to(local.device)
     inputs = {"input_ids": local, "position_ids": positions, "use_cache": False, "layout": layout}
     if labels is not None:
+        # Before the cut: the token after a rank's last one may be on another rank
         shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        # Of all ranks: transformers divides this rank's sum of losses by it
         number = (shifted != IGNORED).sum()
         inputs["num_items_in_batch"] = number if gradient_reduction == "sum" else number / layout.group.size
         inputs["labels"] = inputs["shift_labels"] = layout.shard(shifted, 1)
@@ -109,6 +114,7 @@ def context_inputs(
 def _check_inputs(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook: raises ValueError, on all ranks, for what attention over a context group does not know."""
     arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    # Keywords that forward does not name are bound under the name of its **kwargs
     arguments = {**arguments, **arguments.get("kwargs", {})}
     if arguments.get("layout") is None:
         raise ValueError("layout: must be given; call the model with context_inputs(layout, ids, labels)")
@@ -136,6 +142,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """An attention of transformers: q, k, v ``[batch, heads, seq_local, head_dim]`` -> ``[batch, seq_local, heads,
     head_dim]``."""
+    # Models whose blocks drop unknown keywords attend without it, to this rank's tokens alone
     if layout is None:
         raise ValueError(f"layout: must reach the attention of {type(module).__name__}, whose code does not pass it on")
     if attention_mask is not None or dropout:

@@ -38,6 +38,7 @@ class TensorGroup:
         """Converts the tensors of ``sources``."""
         if self.transform is None:
             return dict(zip(self.targets or self.sources, tensors, strict=True))
+        # It collects the tensors that it is given; a group is converted on meta first, then with data
         transform = copy.deepcopy(self.transform)
         for name, pattern, tensor in zip(self.sources, self._patterns, tensors, strict=True):
             transform.add_tensor(self._first, name, pattern, tensor)
@@ -66,12 +67,14 @@ def groups_to_load(
     names = dict.fromkeys(model.state_dict())
     wanted = {name: torch.empty(0) for name in names}
     by_target: dict[str, TensorGroup] = {}
+    # Numbers as numbers: expert 2 before expert 10, as they are stacked
     for name in sorted(files, key=core.dot_natural_key):
         target, pattern = core.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
         # A renaming for other classes: the model has the name of the file
         if target not in wanted and name in wanted:
             target, pattern = core.rename_source_key(name, [], [], model.base_model_prefix, wanted)
         if pattern is None:
+            # With the name in the files, so that of two tensors with one target none is lost
             by_target.setdefault(f"{target}\0{name}", TensorGroup([name], {target: files[name]}))
             continue
         group = by_target.setdefault(target, TensorGroup([], transform=of_pattern[pattern], _first=target))

@@ -100,6 +100,7 @@ def from_pretrained(
     parallel = parallel_group(axes.tp)
     ranks = process_group(parallel.name) if parallel is not ALONE and parallel.name else None
     where = torch.device(device) if device is not None else torch.get_default_device()
+    # Weights that no file has are drawn from rank 0's generators, to the bits of one process
     states = broadcast_from_first(lambda: generator_states(where), [ranks] if ranks is not None else [])
     with ExitStack() as opened:
         model, files, groups, left = call_on_all_ranks(
@@ -111,6 +112,7 @@ def from_pretrained(
         entries = census(model).state()
         with torch.no_grad():
             for name in list(left.values):
+                # Popped: the full tensor is freed when this rank has its shard
                 write_full(left.values.pop(name), entries[name].value, entries[name].layout)
         call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups))
     _load_generation_config(model, Path(path))
@@ -182,6 +184,7 @@ def _prepared(
         config, unused = cls.config_class.from_pretrained(
             str(path), local_files_only=True, return_unused_kwargs=True, **overrides
         )
+    # A misspelt option would leave the configuration as it is, without a word
     if unused:
         raise ValueError(f"config_overrides: {sorted(unused)} must be attributes of {type(config).__name__}")
     if getattr(config, "quantization_config", None) is not None:
@@ -189,6 +192,7 @@ def _prepared(
     files = _tensors_of(path, opened)
     if dtype is None:
         dtype = config.dtype or next((file.dtype for file in files.values() if file.dtype.is_floating_point), None)
+    # No rank has memory for the whole model
     with _of_file(path / CONFIG, cls.__name__), torch.device("meta"):
         model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)
@@ -262,6 +266,7 @@ def _tensors_of(path: Path, opened: ExitStack) -> dict[str, SlicedTensor]:
     try:
         return open_export(path, opened)[0]
     except FileNotFoundError as error:
+        # training_args.bin is Trainer's, and has no weights
         others = sorted({file.name for kind in OTHER_FORMATS for file in path.glob(kind)} - {"training_args.bin"})
         if not others or list(path.glob("*.safetensors*")):
             raise
@@ -303,6 +308,7 @@ def _matched(
         unexpected_keys={name for name in in_files if name not in state},
     )
     left.computed = set(left.missing_keys)
+    # By the patterns of the class, as transformers
     model._adjust_missing_and_unexpected_keys(left)
     if strict and (left.missing_keys or left.unexpected_keys):
         raise KeyError(
@@ -317,6 +323,7 @@ def _matched(
                     f"path: {name!r} has shape {tuple(tensor.shape)} in {str(path)!r} and must have "
                     f"{tuple(shapes[name])}, that of the configuration"
                 )
+            # copy_ would cast integers, such as packed quantized weights, without an error
             if tensor.is_floating_point() != state[name].is_floating_point():
                 raise ValueError(
                     f"path: {name!r} has dtype {tensor.dtype} in {str(path)!r} and must be of the kind of "
@@ -370,6 +377,7 @@ def _read(
         for name, tensor in _converted_tensors(model, files, group):
             entry = entries[name]
             first = read.setdefault(id(entry.value), name)
+            # Tied tensors that a file has twice: the second is compared, not written
             if first == name:
                 write_full(tensor, entry.value, entry.layout)
                 continue
@@ -387,6 +395,7 @@ def _converted_tensors(
     if group.transform is None:
         yield from ((name, files[group.sources[0]]) for name in group.targets)
         return
+    # Whole: which slices of the sources a converted shard needs is not known
     sources = [files[name][(slice(None),) * len(files[name].shape)] for name in group.sources]
     yield from ((name, tensor) for name, tensor in group.convert(model, sources).items() if name in group.targets)
 

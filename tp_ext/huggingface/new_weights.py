@@ -46,12 +46,14 @@ def compute(
     Returns:
         The values of missing parameters, which stay on meta in the model; buffers are put into it.
     """
+    # No file has buffers that are not persistent; tied weights are those that they are tied to
     computed = (missing | {name for name, _ in model.named_non_persistent_buffers()}) - set(model.all_tied_weights_keys)
     whole: dict[str, Tensor] = {}
     on_meta: list[tuple[nn.Module, str, nn.Parameter]] = []
     parameters = list(model.named_parameters(remove_duplicate=False))
     for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
         if name not in computed:
+            # initialize_weights draws for all others; this one comes from a file
             tensor._is_hf_initialized = True
             continue
         owner, _, attribute = name.rpartition(".")
@@ -65,5 +67,6 @@ def compute(
     with torch.device(device), drawing_from(states, device):
         model.initialize_weights()
     for module, attribute, parameter in on_meta:
+        # On meta again: the plan shards the parameter, of which only shards get memory
         module._parameters[attribute] = parameter
     return whole

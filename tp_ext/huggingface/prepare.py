@@ -78,6 +78,7 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     check_new(accelerator, world)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("model: must not be sharded by fully_shard; DDP averages its gradients")
+    # An optimizer of another model's parameters would leave this one untrained, without a word
     ids = {id(param) for param in model.parameters()}
     for other in others:
         if isinstance(other, Optimizer) and any(
@@ -86,6 +87,7 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
             raise ValueError(f"others: {type(other).__name__} must be an optimizer of parameters of the model")
     mesh = _mesh(accelerator, model, world)
     check_layers(census(model), mesh["tp"], mesh["dp"])
+    # Before the broadcast: NCCL sends tensors of the GPU alone
     model.to(accelerator.device)
     copy_from_first(census(model), mesh["dp"])
     _Shared(accelerator, model, mesh)
@@ -122,6 +124,7 @@ class _Shared:
         self.group = mesh["dp"].get_group()
         self.folder: Path | None = None
         share(accelerator, model, mesh["dp"])
+        # That of share(), before it is replaced below
         self._prepare_model = accelerator.prepare_model
         for name in ("prepare_model", "prepare_scheduler", "gather", "gather_for_metrics", "reduce"):
             setattr(accelerator, name, getattr(self, name))
@@ -135,6 +138,7 @@ class _Shared:
         if evaluation_mode or self.mesh["dp"].size() == 1 or isinstance(prepared, DistributedDataParallel):
             return prepared
         handler = self.accelerator.ddp_handler
+        # accelerate unwraps, saves and clears what this list holds, so it must be the wrapped model
         self.accelerator._models.remove(prepared)
         prepared = DistributedDataParallel(
             prepared, process_group=self.group, **({} if handler is None else handler.to_kwargs())
@@ -152,6 +156,7 @@ class _Shared:
 
     def gather(self, tensor: Any) -> Any:
         def of_all(tensor: Tensor) -> Tensor:
+            # Numbers become rows, as by accelerate
             rows = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
             gathered = [torch.empty_like(rows) for _ in range(self.mesh["dp"].size())]
             dist.all_gather(gathered, rows, group=self.group)
@@ -167,6 +172,7 @@ class _Shared:
         except TypeError:  # not tensors
             rows = [row for values_of_rank in all_gather_objects(values, self.group) for row in values_of_rank]
         state = self.accelerator.gradient_state
+        # accelerate fills up the last batch of all data ranks with rows of the first ones
         if not (state.end_of_dataloader and state.remainder > 0):
             return rows
         if isinstance(rows, list) and not all(isinstance(row, Tensor) for row in rows):
@@ -206,6 +212,7 @@ class _Shared:
         accelerator = self.accelerator
         with self._without_shards() as optimizers:
             folder = args[0] if args else options.get("input_dir")
+            # Before accelerate loads schedulers and counters: nothing has changed then
             if folder is not None and not (Path(folder) / _FOLDER.format(0)).is_dir():
                 raise ValueError(
                     f"input_dir: {str(folder)!r} has no {_FOLDER.format(0)!r}: save_state of an accelerator of "
@@ -216,6 +223,7 @@ class _Shared:
             load_checkpoint(path, self.model, optimizer)
         # A job of more ranks has more of them than files of their random numbers
         accelerator.step = broadcast_from_first(lambda: accelerator.step, [process_group(dist.group.WORLD)])
+        # Over tp alone: ranks that share a model draw alike, data ranks differently
         states = torch.get_rng_state(), torch.cuda.get_rng_state() if accelerator.device.type == "cuda" else None
         cpu, cuda = broadcast_from_first(lambda: states, [self.mesh["tp"].get_group()])
         torch.set_rng_state(cpu)

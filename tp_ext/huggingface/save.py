@@ -85,6 +85,7 @@ def save_pretrained(
                 ]
                 converted |= dict.fromkeys(group_.targets)
                 try:
+                    # After a failure tensors are gathered all the same: the others send theirs
                     if ranks.first and failure is None:
                         converted |= group_.convert(model, [source for source in sources if source is not None])
                 except Exception as error:  # raised when the other ranks have sent all of this file
@@ -144,11 +145,13 @@ def _count(model: transformers.PreTrainedModel, entries: Any) -> int:
 def _save_configuration(model: transformers.PreTrainedModel, path: Path) -> None:
     config = copy.deepcopy(model.config)
     plan = getattr(model, "tp_ext_plan", None)
+    # A plan sets numbers of the configuration, such as those of heads, to this rank's: files get the full ones
     for attribute, (full, _) in (plan.patches.get("", {}) if plan is not None else {}).items():
         holder, _, attribute_name = attribute.rpartition(".")
         if holder == "config":
             config.__dict__[attribute_name] = full
     config.dtype = str(model.dtype).removeprefix("torch.")
+    # fully_shard puts FSDP before the name of the class, which readers look up in transformers
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(path)
     if model.can_generate():

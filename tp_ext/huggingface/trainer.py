@@ -48,6 +48,7 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(self, model: nn.Module, args: Any = None, **kwargs: Any) -> None:
+        # Before the base class, which makes the accelerator and takes the ranks for data-parallel ones
         self._ranks = check_sharded_over_all(model)
         super().__init__(model, args, **kwargs)
 
@@ -60,6 +61,7 @@ class Trainer(transformers.Trainer):
                 "it by torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE"
             )
         share_batches(self.accelerator, self.model)
+        # The base class has taken the method that share_batches has replaced since
         self.gather_function = self.accelerator.gather_for_metrics
 
     def get_tp_size(self) -> int:
@@ -154,6 +156,7 @@ def _named(path: str, optimizer: torch.optim.Optimizer, groups: list[list[str]])
     """The state of an optimizer of the unsharded model, with names in place of the numbers of parameters.
 
     torch numbers them in the order of the parameter groups, which is that of the model: the sharded one has it, too."""
+    # Mapped: each rank reads its shards, and p copies of the full state would not fit the host
     saved = _read_dict(path, ("state", "param_groups"), mmap=True)
     for what, current, other in (
         ("sizes of parameter groups", [len(g) for g in groups], [len(g["params"]) for g in saved["param_groups"]]),

@@ -50,6 +50,7 @@ def permuted(x: Tensor, groups: Sequence[ParallelGroup], perm: Pairs) -> Tensor:
         # of the ranks that differ from this one in this axis only
         here = [path for path in paths if _place(path, k)[:k] + _place(path, k)[k + 1 :] == at[:k] + at[k + 1 :]]
         mine = [path for path in here if _place(path, k)[k] == at[k]]
+        # Received by source, but all-to-all needs them by destination; before the first axis there is one at most
         if k:
             goes_to = [to[k] for _, to in mine]
             order = sorted(range(len(mine)), key=goes_to.__getitem__)
@@ -61,6 +62,7 @@ def permuted(x: Tensor, groups: Sequence[ParallelGroup], perm: Pairs) -> Tensor:
         rows = regions.all_to_all(rows, group, (0, 0), sent, received)
         came_from = [_place(path, k)[k] for path in paths]  # as they arrive: by the rank that sent them
         paths = [paths[j] for j in sorted(range(len(paths)), key=came_from.__getitem__)]
+    # No row has come: zeros, by an operator so that the graph has one form on all ranks
     return F.pad(rows, (0, 0, 0, 1 - rows.shape[0])).reshape(x.shape)
 
 
@@ -68,6 +70,7 @@ def exchanged(x: Tensor, groups: Sequence[ParallelGroup], split_dim: int, concat
     """All-to-all over several axes, the first outermost, of equal slices."""
     y = x.unflatten(split_dim, (*(group.size for group in groups), -1))
     n = len(groups)
+    # A dim for each axis in front: an exchange along an axis puts the source's coordinate for the destination's
     y = y.movedim(tuple(range(split_dim, split_dim + n)), tuple(range(n)))
     for k, group in enumerate(groups):
         if group.size > 1:

@@ -59,6 +59,7 @@ def all_to_all(
 ) -> Tensor:
     """The region ``all_to_all_region``; ``dims``: the one that is split, the one that is concatenated."""
     sent = sent or split(x, dims[0], group)
+    # All ranks have x of one shape, so each sends this one the same length
     if received is None:
         length = sent[group.rank] if dims[0] == dims[1] else x.shape[dims[1]]
         received = [length] * group.size
@@ -79,6 +80,7 @@ def _region(
         return torch.view_as_complex(
             _region(name, real, group, tuple(dim % x.dim() for dim in dims), sizes).contiguous()
         )
+    # torch.compile traces the operator itself
     if not torch.compiler.is_compiling() and differentiated():
         y: Tensor = _Region.apply(x, name, group, dims, sizes)
         return y
@@ -111,6 +113,7 @@ class _Region(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         name, group, dims, sizes = ctx.called
         if name == "all_to_all_region":
+            # It is its own transposed with split and concatenated, sent and received exchanged
             dims, sizes = dims[::-1], sizes[::-1]
         return _region(_TRANSPOSED[name], dy, group, dims, sizes), None, None, None, None
 
@@ -122,5 +125,6 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *called: Any) -> tuple[Tensor, int]:
         name, group, dims, sizes = called
+        # The batch first, so that all dims of a region are one further
         moved = x.movedim(in_dims[0], 0)
         return _region(name, moved, group, tuple(dim + 1 for dim in dims), sizes), 0

@@ -54,6 +54,7 @@ def scope_of(groups: dict[str, ParallelGroup], check: bool) -> Iterator[Scope]:
     outer = _active.scopes[-1] if _active.scopes else Scope({}, check)
     if both := [name for name in groups if name in outer.groups]:
         raise ValueError(f"mesh: the axes {both} are those of a map around this one; slice the mesh, as in mesh['x']")
+    # A plain tensor is the same on all ranks in a checked map, and unknown in the other
     if outer.groups and outer.check != check:
         raise ValueError(f"check: {check} must be that of the map around this one, {outer.check}")
     scope = Scope({**outer.groups, **groups}, check)
@@ -63,6 +64,7 @@ def scope_of(groups: dict[str, ParallelGroup], check: bool) -> Iterator[Scope]:
         yield scope
     finally:
         _active.scopes.pop()
+        # A map without autograd nodes has no backward that could ask for it
         if (end := _next_sequence_number()) > begin:
             _runs.setdefault(threading.get_ident(), deque(maxlen=10_000)).append(_Run(begin, end, scope))
 
@@ -116,18 +118,22 @@ def _current() -> Scope | None:
         return _active.scopes[-1]
     if torch.compiler.is_compiling() or not _in_backward():
         return None
+    # Numbers are of a thread, and the backward may run in another: all threads are asked
     number = torch._C._current_autograd_node()._sequence_nr()
     scopes = [scope for runs in _runs.values() if (scope := _innermost(runs, number)) is not None]
     if not scopes:  # a node of a part that was computed again: any map, if all are alike
         scopes = [run.scope for runs in _runs.values() for run in runs]
+    # Threads number their nodes alike: if their maps differ it is open which one is meant
     return scopes[0] if scopes and all(scope == scopes[0] for scope in scopes) else None
 
 
 def _innermost(runs: deque[_Run], number: int) -> Scope | None:
     innermost: _Run | None = None
     for run in reversed(runs):
+        # Runs are in the order of their ends: no earlier one has the node
         if run.end <= number:
             break
+        # Of nested maps the one that began last
         if run.begin <= number and (innermost is None or run.begin >= innermost.begin):
             innermost = run
     return innermost.scope if innermost else None

@@ -76,6 +76,7 @@ def spmd(
     for argument, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
         _check_specs(specs, argument, groups)
     of_results = _axes_of_joined(out_specs)
+    # In the order of the mesh and by the specs, so that all ranks exchange over the same axes
     joined_axes = [name for name, group in groups.items() if group.size > 1 and name in of_results]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,12 +199,14 @@ class _Enter(_Map):
     def tensor(self, value: Tensor, spec: P, where: str) -> Any:
         self.check_dims(value, spec, where)
         if isinstance(value, DTensor):
+            # Its backward redistributes the gradient, so no region is needed
             value = value.redistribute(self.mesh, self.placements(spec, where)).to_local()
             outer: dict[str, str] = {}
         elif spec.form == "dtensor":
             raise TypeError(f"{where}: a {type(value).__name__} must be a DTensor, by {spec}")
         else:
             outer = axes_of(value)
+            # Types of this map name its axes: those of maps around it are put back below
             value = plain(value) if self.check else value
             if spec.form == "full":
                 value = self._shard(value, spec)
@@ -214,6 +217,7 @@ class _Enter(_Map):
             for axis in axes:
                 group = self.groups[axis]
                 if group.size > 1:
+                    # Under torch.compile lengths cannot be exchanged, so exchange_shapes refuses results of such shards
                     if value.shape[dim] % group.size:
                         self.uneven = True
                     value = regions.scatter_to(value, group, dim)
@@ -238,6 +242,7 @@ class _Leave(_Map):
         self.check_dims(value, spec, where)
         if self.check:
             for axis in axes_of(value):
+                # Returned as it is, the result would differ between ranks that take it for the same
                 if axis in self.groups and axis not in spec.axes:
                     line = f" of {value.line}" if hasattr(value, "line") else ""
                     raise VaryingValueError(
@@ -275,17 +280,22 @@ class _Leave(_Map):
                     "spmd: shards must have equal lengths under torch.compile; pad them, or use local ones"
                 )
             return
+        # A dtype as a number that is the same in all processes, unlike hash()
         shapes = [(zlib.crc32(str(value.dtype).encode()), value.dim(), *value.shape) for value, _, _ in self.joined]
         lines = [(failure is not None, len(shapes)), *shapes]
         lines += [()] * (-len(lines) % _LINES)  # a rank with other results must exchange as much
         width = max(_WIDTH, *(len(line) for line in lines))  # the same on ranks with another number of dims
+        # The table is no value of the program: it has no type
         with torch._C.DisableTorchFunctionSubclass():
             table = torch.tensor([(*line, *[0] * (width - len(line))) for line in lines])
+            # NCCL exchanges tensors of the GPU alone
             table = table.to(self.joined[0][0].device if self.joined else self.mesh.device_type)
+            # From the last axis on, so that the table has the axes in their order
             for name in reversed(axes):
                 tables = [torch.empty_like(table) for _ in range(self.groups[name].size)]
                 dist.all_gather(tables, table, group=process_group(self.groups[name].name))
                 table = torch.stack(tables)
+            # One copy: every check below reads numbers
             table = table.cpu()
         if failure is not None:
             raise failure
@@ -302,6 +312,7 @@ class _Leave(_Map):
     def tensor(self, value: Tensor, spec: P, where: str) -> Any:
         outer: dict[str, str] = {}
         if self.check:
+            # Along the axes of maps around this one the result still varies
             outer = {name: group for name, group in axes_of(value).items() if name not in self.groups}
             value = plain(value)
         lengths = None
@@ -318,6 +329,7 @@ class _Leave(_Map):
             for axis in reversed(axes):
                 group = self.groups[axis]
                 if group.size > 1:
+                    # The innermost axis first: its shards are neighbours in the dim
                     value = regions.gather_from(value, group, dim, lengths.get(axis))
         return value
 
@@ -328,6 +340,7 @@ class _Leave(_Map):
             for axis in reversed(axes):
                 group = self.groups[axis]
                 shape[dim] = sum(lengths[axis]) if axis in lengths else shape[dim] * group.size
+        # Given with the shape: from_local would take all shards for as long as this one
         strides = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
@@ -366,5 +379,6 @@ def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: 
                 k = names.index(axis)
                 place = [slice(None) if j == k else rank for j, rank in enumerate(at)]
                 sizes[axis] = lengths[tuple(place)].tolist()
+                # The next axis outwards joins blocks that this one has joined
                 lengths = lengths.sum(k, keepdim=True).expand_as(lengths)
     return sizes

@@ -74,6 +74,7 @@ class Varying(Tensor):
         name = getattr(func, "__name__", "")
         if func == _BASE:
             return _without_types(func, args, kwargs)  # a typed one is a view of it, with a base again: Dynamo asks on
+        # Inputs of a derivative meet in no operator, so they need no common axes
         if name in _DERIVATIVES:
             return _DERIVATIVES[name](func, args, kwargs)
         leaves, structure = tree_flatten((args, kwargs))
@@ -87,6 +88,7 @@ class Varying(Tensor):
                 "ranks; psum or all_gather it first, or use spmd(check=False)"
             )
         refuse_write(func, args, kwargs, axes)
+        # They are replaced by varying views, through which an operator could write them unseen
         less = [leaf for leaf in leaves if isinstance(leaf, Tensor) and axes_of(leaf).keys() != axes.keys()]
         unwritten = Unwritten(less) if less else None
         args, kwargs = tree_unflatten([as_varying(leaf, axes) for leaf in leaves], structure)
@@ -167,6 +169,7 @@ _types: dict[frozenset[tuple[str, str]], type[Tensor]] = {frozenset(): Tensor}
 @torch.compiler.assume_constant_result  # torch.compile does not follow the creation of a type
 def varying_type(axes: tuple[tuple[str, str], ...]) -> type[Tensor]:
     """Returns the type of tensors that vary along these axes, given with their groups."""
+    # The order in which axes came must not make two types
     key = frozenset(axes)
     if key not in _types:
         _types[key] = type("Varying_" + "_".join(sorted(dict(axes))), (Varying,), {"axes": dict(axes)})
@@ -209,6 +212,7 @@ def as_varying(value: Any, axes: Axes) -> Any:
     missing = {axis: group for axis, group in axes.items() if axis not in known}
     if not missing:
         return value
+    # Without a gradient the value is the same, so it needs no region and no collective
     if value.requires_grad or (not torch.compiler.is_compiling() and regions.differentiated()):
         with torch._C.DisableTorchFunctionSubclass():
             for group in missing.values():
@@ -242,6 +246,7 @@ def types_in_force(check: bool) -> Iterator[None]:
     for module, names in _WRAPPING.items():
         for name in names:
             function = getattr(module, name)
+            # Once in a process: for other tensors nothing changes
             if not hasattr(function, "keeps_type"):
                 setattr(module, name, _keeping_type(function))
     with FollowAll():
@@ -276,6 +281,7 @@ def written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def _has_version(x: Tensor) -> bool:
+    # Inference tensors and wrappers of transforms have no version to read
     return not x.is_inference() and not is_functorch_wrapped_tensor(x)
 
 

@@ -51,6 +51,7 @@ def dropout(
         ValueError: ``p`` is no probability, or ``sizes`` does not fit x. IndexError: no such ``dim``.
     """
     _check_p(p)
+    # Replicated: the slice is the full tensor
     index = (max(x.numel(), 1),) * 2 + (0,)
     if dim is not None:
         if not -x.dim() <= dim < x.dim():
@@ -117,6 +118,7 @@ def layer_dropout(
     if p == 0 or x.dim() == 0 or not draws_by_name(module, x.device):
         return dropout(x, p, residual=residual, group=module.tp_group.name or None, dim=dim, sizes=sizes)
     span = None if dim is None else _span(x, module.tp_group, dim, sizes)
+    # Dim 0 counts tokens; else it counts sequences, of which dim 1 are the tokens
     tokens = x.dim() <= 2 or module.sequence_parallel
     per_sequence = rows_are_listed() and not tokens  # rows of tokens, of x [batch, seq, ..]
     if dim == -1 and span is not None:

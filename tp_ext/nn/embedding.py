@@ -152,6 +152,7 @@ class VocabParallelEmbedding(_VocabParallel):
         """
         if not isinstance(embedding, nn.Embedding):
             raise TypeError(f"embedding: {type(embedding).__name__} must be an nn.Embedding")
+        # max_norm writes to the table in forward; our gradient is dense and not scaled
         for name, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             if getattr(embedding, name) != default:
                 raise ValueError(
@@ -191,12 +192,14 @@ class VocabParallelEmbedding(_VocabParallel):
         assert self.padding_idx is not None
         padding = ids.eq(self.padding_idx)
         if self.sequence_parallel:
+            # The operator has flattened the ids and split their tokens alike
             padding = padding.flatten().tensor_split(self.tp_group.size)[self.tp_group.rank]
         return torch.where(padding[..., None], y.detach(), y)
 
     def after_init(self, name: str, shard: Tensor) -> None:
         if self.padding_idx is not None and not shard.is_meta:
             row = self.padding_idx - self.vocab_start
+            # Only one rank has the row
             if 0 <= row < self.vocab_local:
                 shard[row].zero_()
 
@@ -374,6 +377,7 @@ class VocabParallelLMHead(_VocabParallel):
         Communicates and raises as these functions.
         """
         check_flag(keep_logits=keep_logits)
+        # The operator without logits knows one axis
         if keep_logits or self.on_two_axes:
             logits = self(x, total_tokens, weight=weight)
             return vocab_parallel_cross_entropy(

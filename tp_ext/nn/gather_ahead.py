@@ -21,6 +21,7 @@ _CALL = nn.Module._call_impl.__code__
 
 def find_forward(layer: nn.Module) -> None:
     """Puts hooks on the outermost module whose forward is running, unless it is the layer or has them."""
+    # A module that has the hooks has begun its forward: no need to walk up the stack
     if torch.compiler.is_compiling() or _C.gathers_ahead():
         return
     root = _outermost(sys._getframe(1))
@@ -45,6 +46,7 @@ class _Forward:
         if torch.compiler.is_compiling():
             return
         root = _outermost(sys._getframe(1))
+        # Within a larger forward the outermost module's hooks count
         if root is module:
             self.order.begin()
         elif root is not None:  # from its next call on, its forward is the one that counts

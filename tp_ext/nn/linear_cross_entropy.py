@@ -82,6 +82,7 @@ def linear_cross_entropy(
     if weight.dim() != 2:
         raise ValueError(f"weight: shape {tuple(weight.shape)} must have 2 dims, this rank's rows of the vocabulary")
     check_int(least=0, or_none=True, total_tokens=total_tokens)
+    # The operator would take it for 0 or 1
     if isinstance(chunk_tokens, bool):
         raise TypeError(f"chunk_tokens: {chunk_tokens!r} must be an integer of at least 1, or None")
     if DebugMode.on:
@@ -100,6 +101,7 @@ def linear_cross_entropy(
         ignore_index,
         label_smoothing,
         z_loss,
+        # The mean over the axes divides by the rows of all of them
         "sum" if axes.axes else reduction,
         sequence_parallel,
         split_sizes(total_tokens, resolved.size) if has_sizes and total_tokens is not None else None,

@@ -112,6 +112,7 @@ def global_mean(loss: Tensor, rows: Tensor, data: DataAxes, gradient_reduction: 
         sums = _ops.reduce_from_region(sums, axis.name)
     count = sums[1].clamp(min=1)
     ranks = data.size if gradient_reduction == "mean" else 1
+    # Data parallelism takes the mean of these gradients over its ranks: times their number it is the sum
     weighted = loss * (ranks / count).to(loss.dtype)
     # The value of the mean, the gradient of this rank's terms
     return (sums[0] / count).to(loss.dtype) + (weighted - weighted.detach())
@@ -134,6 +135,7 @@ def vocab_columns(
     if vocab_size < p:
         raise ValueError(f"vocab_size: {vocab_size} must be at least the number of ranks, p = {p}")
     sizes = split_sizes(vocab_size, p)
+    # Either torch.tensor_split, or below equal widths with padding
     if width == sizes[rank]:
         return sum(sizes[:rank]), width, vocab_size
     if p > 1 and width >= vocab_size:

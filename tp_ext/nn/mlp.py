@@ -93,6 +93,7 @@ class ParallelMLP(ParallelModule):
             "dtype": dtype,
         }
         parts = (ffn_hidden_size,) * (2 if self.gated else 1)
+        # skip_bias_add: the activation's kernel adds it in the same pass
         self.up = ColumnParallelLinear(hidden_size, sum(parts), bias, parts=parts, skip_bias_add=True, **options)
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, bias, **options)
 
@@ -103,6 +104,7 @@ class ParallelMLP(ParallelModule):
             x: ``[.., hidden]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
         """
+        # [Note: GEMM epilogues belong to a block]: hooks of the linears would not run
         if self.gemm_epilogue and not _has_any_global_hook() and self.is_plain() and self._has_biases():
             return self._forward_fused(x, total_tokens)
         activate = _ops.gated_act if self.gated else _ops.bias_act

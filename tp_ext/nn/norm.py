@@ -39,6 +39,7 @@ class _Norm(ParallelModule):
         if not shape or any(not isinstance(n, int) or n < 1 for n in shape):
             raise ValueError(f"normalized_shape: {normalized_shape!r} must be one or more integers of at least 1")
         self.normalized_shape = shape
+        # Only the last dim is sharded: of a row of several dims a rank would have no range
         if activations == "hidden" and len(shape) > 1:
             raise ValueError(f"normalized_shape: {normalized_shape!r} must be one dim with activations='hidden'")
         sharding = Sharding(0, shape) if activations == "hidden" else None
@@ -134,6 +135,7 @@ class RMSNorm(_Norm):
             raise TypeError(f"x: dtype {x.dtype} must be a floating point type")
         eps = self.eps
         if eps is None:
+            # Statistics of half types are computed in fp32
             eps = EPSILON_64 if x.dtype == torch.float64 else EPSILON_32
         flat, weight = self._flat(x), self._flat_parameter("weight")
         if residual is not None:

@@ -135,6 +135,7 @@ class ParallelLinear(ParallelModule):
         if name != "weight":
             return value
         self.check_shape(value)
+        # Where the gradient is summed over copies first, no operator can add it to main_grad
         return accumulated(value, main_grad_of(value)) if self.grad_accumulation_fusion else value
 
     def check_shape(self, weight: Tensor) -> None:
@@ -174,6 +175,7 @@ def linear_2d(
         full_size: the length of its dim that is sharded over ``weight_group``.
     """
     fused = "bias" in layer.operator_gathers
+    # Only weights of a second axis are gathered
     if layer.weight_group.size > 1:
         find_forward(layer)
     y = _ops.linear_2d(
@@ -215,6 +217,7 @@ def operands(
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # computed by a parametrization
             weight, bias = layer.weight, layer.bias
+        # Else the slow path names what is wrong
         if weight.shape == attributes["_weight_shape"]:
             return weight, bias, None
     weight = layer.parameter("weight", chosen)

@@ -64,6 +64,7 @@ class ReplicatedLinear(ParallelModule):
         """
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
+        # F.linear's own error does not name the argument
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x: dtype {x.dtype} must be that of weight, {self.weight.dtype}")
         if self.grad_accumulation_fusion and not self.is_coalesced("weight"):
@@ -71,6 +72,7 @@ class ReplicatedLinear(ParallelModule):
         else:
             weight = self.parameter("weight")
         bias = self.parameter("bias")
+        # Under SP parameter() sums them
         if has_own_tokens and not self.sequence_parallel:
             weight = _ops.copy_to_region(weight, self.tp_group.name)
             bias = None if bias is None else _ops.copy_to_region(bias, self.tp_group.name)

@@ -83,6 +83,7 @@ def vocab_parallel_sample(
         raise ValueError(f"top_p: {top_p!r} must be in (0, 1]")
     if temperature == 0:
         return _argmax(real, shard, resolved)
+    # Before the columns are joined: with other widths on a rank they would not belong together
     if resolved.size > 1 and top_k is None and top_p is not None and top_p < 1:  # gathers the columns themselves
         numbers = real.new_empty((1, 2), dtype=torch.float64)
         numbers[:, 0].fill_(shard.width)
@@ -92,6 +93,7 @@ def vocab_parallel_sample(
     noise = torch.empty(real.shape, dtype=torch.float64, device=real.device)
     if noise.numel():
         _ops.philox_uniform_(noise, draw_seed(real.device), 0.0, 1.0, real.shape[-1], shard.full, shard.start)
+        # Gumbel noise: the argmax of the sums is a draw from the softmax, which no rank has to normalise
         noise.log_().neg_().log_().neg_()
     else:
         draw_seed(real.device)  # keeps the ranks' generators in step
@@ -185,7 +187,9 @@ def _least_logit(
     # Probabilities in descending order over all ranks: the same sums for every p
     mass = ((ordered.double() - ordered[..., :1].double()) / temperature).exp()
     sums = mass.cumsum(-1)
+    # All ids that top_k lets pass: those that tie with the k-th, too
     total = sums[..., -1:] + ties * mass[..., -1:]
+    # The first id at which the sum reaches top_p
     enough = (sums < top_p * total).sum(-1, keepdim=True).clamp_max(ordered.shape[-1] - 1)
     return ordered.gather(-1, enough)
 

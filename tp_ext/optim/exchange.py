@@ -63,6 +63,7 @@ class Exchange:
                 start = places[item.source]
                 reached = {(*start[:axis], *places[target][axis:]) for target in item.targets}
                 for to in sorted(reached):
+                    # The item is there already along this axis, or another group of the axis moves it
                     if to[axis] == start[axis] or not _same_row(to, here, axis):
                         continue
                     used = True
@@ -70,6 +71,7 @@ class Exchange:
                         hop.sent[to[axis]].append(index)
                     if here[axis] == to[axis]:
                         hop.received[start[axis]].append(index)
+            # The items are the same on all ranks of a row, so all leave the axis out or none does
             if used:
                 self._hops.append(hop)
 
@@ -78,12 +80,14 @@ class Exchange:
 
         Communicates: one all-to-all along each axis along which an item goes.
         """
+        # Of the items that this rank has or has received so far: it passes them on along the next axis
         held = dict(given)
         for group, sent, received in self._hops:
             send = torch.empty(sum(self._sizes(sent)), dtype=torch.uint8, device=self.device)
             receive = torch.empty(sum(self._sizes(received)), dtype=torch.uint8, device=self.device)
             for index, view in self._views(send, sent):
                 view.copy_(held[index])
+            # As bytes: items of several dtypes go in one collective
             dist.all_to_all_single(receive, send, self._sizes(received), self._sizes(sent), group=group)
             held.update(self._views(receive, received))
         return {index: tensor for index, tensor in held.items() if self.rank in self.items[index].targets}

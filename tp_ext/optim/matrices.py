@@ -27,6 +27,7 @@ class Chunk(NamedTuple):
         """Returns the chunk that both have in common, None if there is none."""
         starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
         stops = [min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True)]
+        # Chunks that only touch have no element in common
         if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
             return None
         return Chunk(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
@@ -97,6 +98,7 @@ def _matrices(shape: torch.Size, layout: Layout) -> Iterator[Chunk]:
         for row, height in rows:
             for column, width in columns:
                 if height and width:
+                    # A stack, such as experts [E, rows, columns], has a matrix per index; muon.py admits 2 and 3 dims
                     first = () if ndim == 2 else (index,)
                     yield Chunk((*first, row, column), (*((1,) * len(first)), height, width))
 

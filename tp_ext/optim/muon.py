@@ -117,10 +117,13 @@ class Muon(Optimizer):
             "betas": betas,
             "adamw_eps": adamw_eps,
         }
+        # In the groups, not in two optimizers: checkpoints and schedulers know one
         matrices = [{**one, "use_muon": True} for one in _groups(params)]
         others = [{**one, "use_muon": False} for one in _groups(adamw_params)]
+        # Matrices first: the number of a parameter, which ranks compare, is its place in this order
         super().__init__([*matrices, *others], defaults)
         carried = [hasattr(param, "tp_layout") for one in self.param_groups for param in one["params"]]
+        # With a model its census has warned
         if model is None and group is not NOT_GIVEN and all(carried):
             warn_unneeded_group()
 
@@ -146,6 +149,7 @@ class Muon(Optimizer):
                 if not param.is_floating_point():
                     raise TypeError(f"params: parameter {number} is {param.dtype} and must be of a floating dtype")
                 self._placed.layout(param, number)
+        # Optimizer has appended the group before its layouts are known
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -174,11 +178,13 @@ class Muon(Optimizer):
                 if param.grad.is_sparse:
                     raise RuntimeError(f"params: a gradient of shape {tuple(param.shape)} is sparse and must be dense")
             if group["use_muon"]:
+                # lr may be a tensor, but alpha of add_ must be a number
                 options = {**group, "lr": float(group["lr"])}
                 matrices += [(p, options, number + i) for i, p in enumerate(group["params"]) if p.grad is not None]
             elif with_gradient:
                 self._step_adamw(with_gradient, group)
             number += len(group["params"])
+        # Also without any gradient on this rank: the others must learn of it in the exchange
         if any(group["use_muon"] and group["params"] for group in self.param_groups):
             self._step_muon(matrices)
         return loss
@@ -186,15 +192,18 @@ class Muon(Optimizer):
     def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any], int]]) -> None:
         key = tuple(number for _, _, number in matrices)
         self._check_same_on_all_ranks(key)
+        # Other parameters have gradients than at the last step, on all ranks: new buckets
         if key != self._key:
             self._buckets, self._key = self._planned(matrices), key
         params = [local_tensor(param) for param, _, _ in matrices]
         options = [of for _, of, _ in matrices]
+        # The matrices of one parameter may be in several buckets; its update is freed after the last one
         last = {index: bucket for bucket in self._buckets for index in bucket.params}
         updates: dict[int, Tensor] = {}
         for bucket in self._buckets:
             for index in bucket.params:
                 if index not in updates:
+                    # Bucket by bucket, so that not all updates are in memory at once
                     updates[index] = self._momentum(matrices[index][0], options[index])
                     params[index].mul_(1 - options[index]["lr"] * options[index]["weight_decay"])
             bucket.step(params, updates, options)
@@ -214,7 +223,9 @@ class Muon(Optimizer):
             return
         # In a step that is right this costs one all-reduce of two numbers per axis: the greatest and the smallest hash
         # are equal if all are. The numbers of the matrices are exchanged for the message alone
+        # Not hash(), whose values for tuples are no contract between builds of Python
         number = zlib.crc32(repr(key).encode())
+        # MAX of the negative is the least: one all-reduce for both
         extremes = torch.tensor([number, -number], device=device)
         groups = [process_group(axis.name) for axis in reversed(axes.axes)]
         for group in groups:
@@ -259,11 +270,13 @@ class Muon(Optimizer):
             state = self.state[param]
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+                # As torch.optim.AdamW makes them, whose checkpoints so have the same entries
                 state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             averages.append(local_tensor(state["exp_avg"]))
             squares.append(local_tensor(state["exp_avg_sq"]))
             steps.append(state["step"])
+        # On local tensors: the update is elementwise, and the dispatch of DTensors would cost the host more
         adamw(
             [local_tensor(param) for param in params],
             [local_tensor(param.grad) for param in params if param.grad is not None],

@@ -32,6 +32,7 @@ def orthogonalized(update: Tensor, coefficients: Coefficients, steps: int, eps: 
     """
     a, b, c = coefficients
     tall = update.shape[0] > update.shape[1]
+    # The Gram matrix is then that of the short side: fewer products for the same result
     x = update.T if tall else update
     x.div_(x.norm().clamp(min=eps))
     for _ in range(steps):
@@ -54,6 +55,7 @@ def gram_matrix(block: Tensor, tall: bool) -> Tensor:
 def gram_factor(gram: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
     """Returns Q with Q U the orthogonalized matrix U of this Gram matrix U U^T, or U Q of U^T U."""
     a, b, c = coefficients
+    # The trace of U U^T is the square of Frobenius' norm of U: no rank needs all of U
     norm = gram.diagonal().sum().sqrt().clamp(min=eps)
     gram = gram / norm.square()
     factor = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) / norm
@@ -61,6 +63,7 @@ def gram_factor(gram: Tensor, coefficients: Coefficients, steps: int, eps: float
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         polynomial.diagonal().add_(a)
         factor = polynomial @ factor if step else polynomial / norm
+        # Only another step would read it
         if step + 1 < steps:
             gram = polynomial @ gram @ polynomial
     return factor
@@ -75,5 +78,6 @@ def cost(shape: Sequence[int], steps: int, gram: bool) -> int:
     """Returns the multiplications on the rank that iterates: of the whole matrix, or of its Gram matrix."""
     short, long = min(shape), max(shape)
     if gram:
+        # Products of [s, s]: per step one for P, one for Q except in the first, two for G except in the last
         return (4 * steps - 3) * short**3
     return steps * (2 * short * short * long + short**3)

@@ -61,6 +61,7 @@ class Placed:
                 f"model: must be given for parameter {number}, a DTensor of shape {shape}: FSDP2 does not keep "
                 "the layouts on its parameters"
             )
+        # tp_sharding alone says how a dim is cut, not over which ranks
         if layout is None and (sharding := getattr(param, "tp_sharding", None)) is not None:
             if self._group is NOT_GIVEN:
                 raise ValueError(
@@ -73,6 +74,7 @@ class Placed:
         """Returns the axes of the ranks that hold these parameters, and the device on which they communicate."""
         if self.model is not None:
             return _axes(census(self.model, mesh_axes(self._group, self._mesh)))
+        # A census needs a module: this one has the parameters and layouts that the optimizer was given
         carrier = nn.Module()
         carrier.tp_layouts = {str(i): layout for i, layout in enumerate(found)}  # type: ignore[assignment]
         for index, param in enumerate(params):
@@ -87,6 +89,7 @@ def _axes(model: Census) -> tuple[DataAxes, torch.device]:
     groups = [
         group
         for group, own in zip(ranks.stage_axes, members, strict=True)
+        # A group within a data axis would count the ranks of that axis twice
         if len(own) > 1 and not any(own < other for other in members)
     ]
     return DataAxes(tuple(map(parallel_group, reversed(groups)))), ranks.device

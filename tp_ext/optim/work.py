@@ -67,6 +67,7 @@ class Matrix(NamedTuple):
 
     def candidates(self) -> Sequence[int]:
         """Returns the ranks that may orthogonalize it: those that hold all of it, or any of it."""
+        # A rank that holds all of it needs to receive nothing
         return self.holders.get(self.chunk) or sorted({rank for ranks in self.holders.values() for rank in ranks})
 
 
@@ -145,8 +146,10 @@ def buckets(matrices: Sequence[Matrix], steps: Sequence[int], options: MuonOptio
 
 
 def _assigned(bucket: Sequence[Matrix], steps: Sequence[int], options: MuonOptions) -> list[Assigned]:
+    # Anew in each bucket: its collectives wait for the slowest owner of this bucket
     load = [0] * options.axes.size
     tasks: dict[int, Assigned] = {}
+    # Ties by index and by rank: all ranks compute the same assignment, without communication
     by_cost = sorted(range(len(bucket)), key=lambda i: (-cost(bucket[i].shape, steps[bucket[i].param], False), i))
     for index in by_cost:
         matrix = bucket[index]
@@ -157,13 +160,16 @@ def _assigned(bucket: Sequence[Matrix], steps: Sequence[int], options: MuonOptio
 
 
 def _with_owner(matrix: Matrix, owner: int, options: MuonOptions) -> Assigned:
+    # The owner has the matrix: nothing to collect, so its Gram matrix would save nothing
     if owner in matrix.holders.get(matrix.chunk, ()):
         return Assigned(matrix, owner, False, {matrix.chunk: owner})
     senders = {
+        # Of several copies the one whose path to the owner has fewest axes
         chunk: min(ranks, key=lambda rank: (_distance(options.axes, rank, owner), rank))
         for chunk, ranks in matrix.sources.items()
     }
     short = min(matrix.shape)
+    # Gram matrices of chunks add up only if each chunk spans the whole short side
     has_full_side = all(chunk.sizes[-1 if matrix.tall else -2] == short for chunk in (*matrix.sources, *matrix.holders))
     others = {rank for ranks in matrix.holders.values() for rank in ranks} - {owner}
     of_gram = short**2 * gram_dtype(options.dtype).itemsize * (len({*senders.values()} - {owner}) + len(others))
@@ -217,9 +223,11 @@ class Bucket:
             if task.gram:
                 wide = gram_dtype(options.dtype)
                 holders = {rank for ranks in task.matrix.holders.values() for rank in ranks}
+                # One sum per rank, whatever the number of its chunks
                 for rank in sorted({*task.senders.values()}):
                     to_owner.append(Item(rank, (task.owner,), square, wide))
                     self.collected.append(Sent(index, None))
+                # The factor, [s, s], by which each holder multiplies its own chunks
                 from_owner.append(Item(task.owner, tuple(sorted(holders)), square, wide))
                 self.distributed.append(Sent(index, None))
                 continue
@@ -262,6 +270,7 @@ class Bucket:
             group = param_options[task.matrix.param]
             lr = adjusted_lr(group["lr"], group["adjust_lr_fn"], *task.matrix.shape)
             for chunk, held in self.own[sent.matrix].items():
+                # None is the factor, which applies to all chunks of the matrix
                 if sent.chunk not in (None, chunk):
                     continue
                 value = tensor
@@ -313,6 +322,7 @@ class Bucket:
             if task.gram:
                 results[index] = gram_factor(matrix, *coefficients)
             else:
+                # View: a matrix of a 3-D parameter is [1, m, n]
                 results[index] = orthogonalized(matrix.view(task.matrix.shape), *coefficients).view(
                     task.matrix.chunk.sizes
                 )

@@ -32,7 +32,9 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
     Raises:
         ValueError: the experts are sharded over a group that shares several ranks with an axis and is not that axis.
     """
+    # FSDP2 has taken the mean of the gradient of a DTensor already
     params = [(name, entry) for name, entry in census(model).parameters.items() if not isinstance(entry.value, DTensor)]
+    # All axes before the first collective: an axis that is refused must not leave other ranks waiting
     averaged = [
         (axis, [entry.value for name, entry in params if not _shards(entry.layout, axis, name)])
         for axis in data_axes(data_groups).axes
@@ -46,8 +48,11 @@ def _shards(layout: Layout, axis: ParallelGroup, name: str) -> bool:
     ranks = global_ranks(axis.name)
     for _, group in layout:
         own = global_ranks(group.name) if group.size > 1 else []
+        # By ranks: the layer and the axis may have made two groups of the same ranks
         if own == ranks:
             return True
+        # One common rank is this rank, in which two axes of a mesh cross. With several the axis has copies and other
+        # experts at once: neither its mean nor none would be right
         if len(set(own) & set(ranks)) > 1:
             raise ValueError(
                 f"data_groups: ranks {ranks} share {sorted(set(own) & set(ranks))} with those over which {name!r} is "
@@ -71,5 +76,6 @@ def ignore_experts(model: nn.Module) -> list[nn.Parameter]:
     for path, module in model.named_modules():
         if holds_experts(module):
             ignored |= {f"{path}.{name}".lstrip("."): param for name, param in module.named_parameters()}
+    # DDP reads the names in its constructor, before it broadcasts; they are those of the module that it wraps
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
     return list(ignored.values())

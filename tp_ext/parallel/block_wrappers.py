@@ -24,6 +24,7 @@ def wrap_blocks(model: Census, recompute: str | None, compile: bool) -> nn.Modul
             wrapped = checkpoint_wrapper(wrapped, **options)
         if compile:
             wrapped = torch.compile(wrapped)
+        # The root has no parent in which it could be replaced
         if block is model.model:
             return cast(nn.Module, wrapped)
         model.model.set_submodule(model.paths[block], wrapped)

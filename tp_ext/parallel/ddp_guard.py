@@ -69,6 +69,7 @@ def _describe_mixed(wrapper: DistributedDataParallel, model: nn.Module) -> str:
     ranks = dist.get_process_group_ranks(wrapper.process_group)
     for name, entry in census(model).parameters.items():
         shared = _shared_tp_ranks(ranks, entry.layout)
+        # Ignored are experts, for example, which differ along a data axis on purpose: see ignore_experts
         if shared and name not in wrapper.parameters_to_ignore:
             return (
                 f"ranks {ranks} would overwrite and average {name}, of which the tensor-parallel ranks "
@@ -81,6 +82,7 @@ def _shared_tp_ranks(ranks: list[int], layout: Layout) -> list[int]:
     """Returns the ranks of a group of the layout that are in ``ranks``, if there are several."""
     for _, group in layout:
         shared = [rank for rank in global_ranks(group.name) if rank in ranks]
+        # One common rank is this rank, in which the axes of a mesh cross
         if len(shared) > 1:
             return shared
     return []

@@ -198,18 +198,23 @@ def _norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
     tp = _axes([axis.name for axis in groups.axes])
+    # By ranks: an axis that is listed although layouts name it must not be summed twice
     last = tp | _axes(_listed(extra_groups))  # over which the total is reduced at the end
+    # What one mesh of FSDP2 shards is summed over its axes first: other parameters are whole there, and count once
     axes: dict[DeviceMesh | None, dict[tuple[int, ...], str]] = {None: {}}
     owned: dict[DeviceMesh | None, list[Tensor]] = {None: []}
     for param, layout, terms in table:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
+        # Before gradients are looked at: a rank without any under this mesh takes part in its collectives, too
         if mesh is not None and mesh not in axes:
             axes[mesh] = _axes(mesh.get_all_groups())
             owned[mesh] = []
         if not terms or (skipped and id(param) in skipped):
             continue
+        # The norm of a sum is not a function of the norms of its terms
         grad = terms[0] if len(terms) == 1 else terms[0] + terms[1]
         if not layout and not isinstance(grad, DTensor):
+            # The same value on all ranks: one of them counts it
             if groups.first:
                 owned[mesh].append(grad)
             continue
@@ -218,11 +223,14 @@ def _norm(
             owned[mesh] += Layout(*((sharding, None) for sharding, _ in layout)).owned(grad)
         elif groups.counts(layout, grad):
             owned[mesh] += [grad] if _is_owned_whole(grad, layout) else layout.owned(grad)
+    # A rank without gradients communicates, too, so the device is that of a parameter
     device = _device([param for param, _, _ in table[:1]])
     norms = []
     for mesh, counted in owned.items():
+        # fp64, since powers of it are summed over the axes, which overflow in half types
         norm = _norm_of(counted, norm_type, foreach).to(device, torch.float64)
         for members, axis in axes[mesh].items():
+            # An axis of the mesh that is one of the model's groups, too, is summed below, once
             norm = norm if members in last else _over(axis, norm, norm_type)
         spanned = groups.spanned(mesh) if mesh is not None else []
         if any(axis.rank for axis in spanned if tuple(global_ranks(axis.name)) not in axes[mesh]):
@@ -266,6 +274,7 @@ def _is_full(param: Tensor, layout: Layout) -> bool:
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]] | None:
     """Returns the tensors of each device, or None if our kernels do not support all of them."""
+    # By type, not isinstance: the kernels read memory, which of a subclass need not be its value
     if not {Tensor}.issuperset(map(type, tensors)) or not _DTYPES.issuperset([tensor.dtype for tensor in tensors]):
         return None
     devices = {tensor.device for tensor in tensors}
@@ -291,6 +300,7 @@ def _clip(tensors: list[Tensor], max_norm: float, total: Tensor, foreach: bool |
     if devices is None:
         stored = [_Stored(tensor) for tensor in tensors]
         return torch.nn.utils.clip_grads_with_norm_(stored, max_norm, total, foreach)  # type: ignore[arg-type]
+    # The formula of torch's clip_grads_with_norm_; a tensor, so that the host does not wait for a GPU
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for device, there in devices.items():
         _ops.multi_tensor_scale_(there, scale.to(device))
@@ -306,6 +316,7 @@ class _Stored(NamedTuple):
 def gradient_terms(param: Tensor) -> list[Tensor]:
     """Returns the tensors whose sum is the gradient of a parameter: ``.grad``, ``main_grad``, both or none."""
     grad, main_grad = param.grad, getattr(param, "main_grad", None)
+    # A program may set .grad to main_grad for the optimizer: one gradient, not two terms
     if main_grad is None or main_grad is grad:
         return [] if grad is None else [grad]
     return [main_grad] if grad is None else [grad, main_grad]
@@ -336,6 +347,7 @@ def _axes(groups: Sequence[Group]) -> dict[tuple[int, ...], str]:
 
 def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
     """Returns the norm of all ranks' elements from the norm of each rank's."""
+    # The regions only sum, so the maximum is taken of the gathered numbers
     if math.isinf(norm_type):
         return _ops.all_gather_region(norm.reshape(1), axis, 0, None).amax()
     return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
@@ -343,6 +355,7 @@ def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
 
 def _refuse_tangents(table: Sequence[GradientRow]) -> None:
     """Raises if a gradient has a tangent, which the kernels would drop."""
+    # No dual level is entered, so no tensor has a tangent: one comparison in place of a call per gradient
     if forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(grad).tangent is not None for _, _, terms in table for grad in terms):
@@ -392,6 +405,7 @@ def _layout_of_bare(param: Tensor, group: Group) -> Layout | None:
     if sharding is None:
         return Layout()
     layout = Layout((sharding, parallel_group(group)))
+    # A full parameter is one of an unsharded model, which has no group
     if group is NOT_GIVEN and not _is_full(param, layout):
         raise ValueError(
             f"group: must be given with parameters that carry tp_sharding alone: one of shape {tuple(param.shape)} is "

@@ -10,7 +10,9 @@ from tp_ext.group import Group, parallel_group, process_group
 from tp_ext.parallel.grad_norm import gradient_terms, local_gradient
 
 _BUCKET_BYTES = 64 << 20  # of a buffer of gradients that are summed together
+# The index of a dtype is its number in the exchange: in the order of torch's names, aliases once
 _DTYPES = tuple(dict.fromkeys(one for one in vars(torch).values() if isinstance(one, torch.dtype)))
+# Above all of these numbers, so that a missing ``grad`` is never the least one
 _ANY = 99
 
 
@@ -60,10 +62,12 @@ def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
                     f"model: {name} of parameter {number}, of shape {tuple(param.shape)}, must be alike on all ranks, "
                     f"and is {found} on some"
                 )
+        # Another rank has a gradient here: all must give the buffers the same number of elements
         if grad and param.grad is None:
             param.grad = torch.zeros_like(param)
         grads += map(local_gradient, gradient_terms(param))
     for bucket in _buckets(grads):
+        # Many small all-reduces would be bound by latency
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         dist.all_reduce(flat, group=pg)
         parts = flat.split([grad.numel() for grad in bucket])
@@ -105,6 +109,7 @@ def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
             continue
         size, key = grad.numel() * grad.element_size(), (grad.dtype, grad.device)
         bucket, filled = current.get(key, ([], _BUCKET_BYTES))
+        # Sizes are the same on all ranks, hence the buckets. A larger gradient has one of its own
         if filled + size > _BUCKET_BYTES:
             bucket, filled = [], 0
             buckets.append(bucket)

@@ -43,6 +43,7 @@ class Replicas(NamedTuple):
         Raises:
             ValueError: there is no axis but ``ep``.
         """
+        # With ep alone there is no axis left along which FSDP2 could shard experts
         if self.experts is None or self.whole is None:
             raise ValueError("zero: 2 and 3 need a mesh with the axis 'dp' or 'cp', of any number of ranks")
         return {"mesh": self.whole} | ({"expert_mesh": self.experts} if self.shards_experts else {})
@@ -64,6 +65,7 @@ def replicas_of(mesh: DeviceMesh) -> Replicas:
     names = [name for name in DATA_AXES if name in (mesh.mesh_dim_names or ())]
     experts = _as_one(mesh, [name for name in names if name != "ep"])
     shards_experts = "ep" in names and mesh["ep"].size() > 1
+    # The same object where ep shards nothing: shards_experts compares by identity
     return Replicas(_as_one(mesh, names) if shards_experts else experts, experts)
 
 

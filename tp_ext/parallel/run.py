@@ -117,6 +117,7 @@ def parallelize(
             layer.attach_loss = 1 / microbatches
     manual_seed(seed, mesh)
     name_modules(model)
+    # Before FSDP2, whose hooks are then around a block's recomputation: the selective one counts operators inside
     whole = wrap_blocks(known, recompute, compile)
     run = ParallelRun(whole, mesh, schedule, microbatches, loss, reduction, count or _valid, zero, offload, autocast)
     note_parallelized(model, whole)
@@ -161,11 +162,14 @@ class ParallelRun:
             # Under a pipeline resharding would communicate in each microbatch, so zero = 3 keeps what it gathered
             sharding = replicas.fsdp_options() | {"reshard_after_forward": zero == 3 and pp is None}
             if offload:
+                # Memory is pinned by the driver of CUDA; the default, True, raises without one
                 sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
         def summed(output: Any, target: Tensor) -> Tensor:
+            # The zero hangs on all outputs: DDP and FSDP2 need gradients of the same parameters on all ranks
             if target.numel() == 0:  # of a data rank without rows: a mean over no tokens is NaN
                 return torch.stack([one.sum() for one in tree_leaves(output) if isinstance(one, Tensor)]).sum() * 0
+            # A schedule calls the loss outside of the context of the forward
             with self._precision():
                 value = one_element(loss(output, target))
                 # Sums over tokens add up over microbatches and data ranks of unequal lengths; means do not
@@ -193,6 +197,7 @@ class ParallelRun:
                 self._schedule.reduce_gradients = lambda: replicas.average_gradients(self.state)
             return
         self._loss = StepLoss(summed, microbatches, count, mean_over, "mean")
+        # [Note: one census for each call]: wrap_blocks has replaced the blocks
         wrapped = census(model)
         materialise(model, device, reset_parameters, wrapped.blocks, sharding, wrapped.experts.values())
         self.state = model
@@ -254,12 +259,14 @@ class ParallelRun:
         """Runs the forward of all microbatches in evaluation mode, without gradients, for the arguments of
         :meth:`step`, which also says what is returned, communicated and raised. Gradients stay as they are."""
         modules = self.state if isinstance(self.state, list) else [self.state]
+        # Not by train() of the whole: modules that were in evaluation mode stay in it
         training = [one for module in modules for one in module.modules() if one.training]
         for module in modules:
             module.eval()
         try:
             with torch.no_grad():
                 value = self._run(inputs, target, keywords, train=False)
+            # No backward comes that frees what FSDP2 has gathered; the next step would compute with old weights
             reshard(modules)
         finally:
             for one in training:
@@ -280,11 +287,13 @@ class ParallelRun:
 
     def _run(self, inputs: Any, target: Tensor, keywords: dict[str, Any], *, train: bool) -> Tensor:
         """Runs all microbatches, with their backward or without; returns the loss."""
+        # Before any collective of the layers: with a bad batch on one rank the others would wait in theirs
         self._inputs = on_all_data_ranks(
             lambda: StepInputs(inputs, target, keywords, self._microbatches, self.data_rank), self._data, self._device
         )
         try:
             if self._schedule is not None:
+                # Users set this number after a checkpoint is loaded, not that of the schedule
                 self._schedule.next_step = self.next_step
                 args, named = self._inputs.of_schedule()
                 (self._schedule.step if train else self._schedule.eval)(*args, **named)
@@ -293,6 +302,7 @@ class ParallelRun:
             for i, microbatch in enumerate(zip(*self._inputs.microbatches(), strict=True)):
                 (self._train if train else self._evaluate)(i, *microbatch)
             if train and self._ddp is not None:
+                # DDP ignores experts that ep shards
                 self._replicas.average_expert_gradients(self.state)
             return self._loss.mean()
         finally:
@@ -301,10 +311,13 @@ class ParallelRun:
     def _train(self, i: int, args: Any, named: dict[str, Any], target: Tensor) -> None:
         last = i == self._microbatches - 1
         if isinstance(self.state, FSDPModule):
+            # Gradients add up on each rank; the sum over the data ranks is needed once
             self.state.set_requires_gradient_sync(last)
+        # Around the forward, too, in which DDP decides whether its backward reduces
         with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
             with record_function(f"forward {i}"), self._context(self.next_step, i):
                 value = self._loss((self._ddp or self.state)(*args, **named), target)
+            # Outside of the context: a backward must not run under autocast
             with record_function(f"backward {i}"):
                 value.backward()
 

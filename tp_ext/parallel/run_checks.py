@@ -20,6 +20,7 @@ from tp_ext.parallel.pipeline.schedules import check_schedule
 
 AUTOCAST = (None, torch.bfloat16, torch.float16)
 
+# Weak: the note must not keep a model alive
 _parallelized: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
@@ -41,6 +42,7 @@ def check_model(model: Census, mesh: DeviceMesh, zero: int, recompute: str | Non
     _check_trainable(model)
     _check_axes(model, mesh)
     _check_experts(model, mesh, zero, recompute)
+    # It communicates, so it comes after the checks by which one rank may raise
     _check_replicas(model, mesh)
     if zero > 1:
         check_shards(model)
@@ -144,6 +146,7 @@ def check_shards(model: Census) -> None:
     """Raises ValueError if FSDP2 could not shard the model, since some rank has no element of a parameter."""
     for name, entry in model.parameters.items():
         for sharding, group in entry.layout:
+            # Of all ranks, not of this one alone, so that all raise
             empty = [rank for rank in range(group.size) if sharding.local_size(rank, group.size) == 0]
             if empty:
                 raise ValueError(

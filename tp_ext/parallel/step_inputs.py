@@ -35,6 +35,7 @@ def on_all_data_ranks(act: Callable[[], T], data: DataAxes, device: torch.device
         with torch.cuda.stream(_agreements(device)) if device.type == "cuda" else nullcontext():
             failed = true_on_any_rank(failure is not None, axes, device)
         if failed:
+            # Only built-in classes can be read on every rank
             errors = [None if failure is None else as_builtin_error(failure)]
             for axis in axes:
                 errors = [one for of_rank in all_gather_objects(errors, axis) for one in of_rank]
@@ -99,6 +100,7 @@ class StepInputs:
 
     def of_schedule(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Returns the arguments of a schedule's ``step``: the batch or, with a list of layouts, each microbatch."""
+        # torch's step passes what is no tensor to every microbatch as it is, a list of layouts whole
         if not isinstance(self._keywords.get("layout"), list | tuple):
             return self._given, {"target": self._target, **self._keywords}
         arguments, options, targets = self.microbatches()
@@ -106,11 +108,14 @@ class StepInputs:
 
     def random_numbers(self, step: int, microbatch: int) -> AbstractContextManager[Any]:
         """Returns :func:`tp_ext.random.at` with the place of the microbatch in the global batch."""
+        # The global batch in the order [data rank, microbatch, row], whose masks one process draws
         row, layout = self._data_rank * self._microbatches + microbatch, self._layouts[microbatch]
+        # Packed: how many sequences other ranks have is unknown, so masks count tokens
         if layout is not None and layout.batch is None:
             return at(step, microbatch, batch_offset=row, token_offset=row * layout.tokens, layout=layout)
         if layout is not None:
             return at(step, microbatch, batch_offset=row * (layout.batch or 0), layout=layout)
+        # Of an input with one dim it is unknown which elements are a sequence
         if self._sequences is None:
             return at(step, microbatch)
         return at(step, microbatch, batch_offset=row * self._sequences, seq=self._seq)
@@ -129,6 +134,7 @@ def _layouts(layout: Any, microbatches: int) -> list[ContextLayout | None]:
             raise TypeError(f"layout: {one!r} in the list must be a ContextLayout")
     if len(layout) != microbatches:
         raise ValueError(f"layout: {len(layout)} layouts must be {microbatches}, one for each microbatch")
+    # The place of a microbatch is computed as a multiple of the length of this rank's
     if len({(one.tokens, one.batch) for one in layout}) > 1:
         raise ValueError(
             f"layout: microbatches of {[one.tokens for one in layout]} tokens in {[one.batch for one in layout]} "

@@ -54,15 +54,19 @@ class StepLoss:
         Communicates: one all-reduce of a number over each axis of ``mean_over``.
         """
         self.values, self.total = [], None
+        # fp64: fp32 counts exactly to 2^24 only. At least 1: the loss of no tokens is 0, not NaN
         if self._count is not None and targets is not None:
             counts = [torch.as_tensor(self._count(target)).to(device, torch.float64) for target in targets]
             self.total = self._data.sum(torch.stack(counts).sum()).clamp(min=1)
 
     def __call__(self, output: Any, target: Any, **options: Any) -> Tensor:
         value = one_element(self._loss(output, target, **options))
+        # Detached: the list would keep the graphs of all microbatches alive
         self.values.append(value.detach())
         if self.total is None:
             return value / self._microbatches
+        # Data parallelism divides by its ranks, which total has counted already. The cast: both factors are
+        # 0-d, so their product would be fp64
         return value * (self._ranks / self.total).to(value.dtype)
 
     def losses(self) -> Tensor:

@@ -32,6 +32,7 @@ def finish_interrupted_swap(target: Path) -> None:
     """Completes a swap that a kill interrupted: restores the old directory if ``target`` is missing, and removes
     leftovers."""
     backup = backup_path(target)
+    # Killed between two renames. If both exist, the second rename has taken place
     if backup.exists() and not target.exists():
         backup.rename(target)
     ours = re.compile(rf"\.{re.escape(target.name)}(\.[0-9a-f]{{8}})?\.(saving|removing|replaced)")
@@ -46,6 +47,7 @@ def swap_in(staging: Path, target: Path) -> None:
     The two are exchanged in one step (``renameat2``) where the file system supports it; else the old one is renamed to
     ``backup_path(target)`` first, and for a moment nothing exists at ``target``.
     """
+    # Before the rename: a directory whose names are lost must not be in place
     sync_to_disk(staging)
     old = None
     if not _rename_to_free_path(staging, target):
@@ -53,13 +55,16 @@ def swap_in(staging: Path, target: Path) -> None:
             old = staging
         else:
             old = backup_path(target)
+            # An earlier save could not remove its backup, and a rename needs a free name
             remove_directory(old, target)
             target.rename(old)
             try:
                 staging.rename(target)
+            # The old checkpoint comes back: its loss is worse than a failed save
             except OSError:
                 old.rename(target)
                 raise
+    # The old one is removed only when the new name is on disk
     sync_to_disk(target.parent)
     if old is not None:
         remove_directory(old, target)
@@ -73,6 +78,7 @@ def remove_directory(path: Path, target: Path) -> None:
     condemned = _hidden_path(target, "removing")
     with contextlib.suppress(FileNotFoundError):
         path.rename(condemned)
+        # NFS keeps an open file under another name in its directory until it is closed
         shutil.rmtree(condemned, ignore_errors=True)
 
 
@@ -94,6 +100,7 @@ def _rename_to_free_path(staging: Path, target: Path) -> bool:
     try:
         staging.rename(target)
     except OSError as error:
+        # POSIX leaves the choice between the two to the system
         if error.errno in _OCCUPIED:
             return False
         raise
@@ -103,6 +110,7 @@ def _rename_to_free_path(staging: Path, target: Path) -> bool:
 def _exchange(a: Path, b: Path) -> bool:
     """Exchanges two paths in one step; returns False if the system does not support it."""
     # [Note: a new checkpoint is exchanged with the old one]
+    # os has no function for it, and an old C library neither
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -89,6 +89,7 @@ class EntryWriter:
             if len(entry) <= _LARGEST_SHARED:
                 self._values[entry] = place
             return place
+        # Tensors of a synchronous save are live, and may be on a GPU
         tensor = entry.detach().cpu()
         if not _is_plain(tensor):
             torch.save(tensor, self._file)
@@ -103,12 +104,14 @@ class EntryWriter:
     def _write_small(self, tensor: Tensor) -> None:
         key = tensor.dtype, tensor.shape
         template = self._templates.get(key, b"")
+        # The first of a shape is written by torch; a template pays from the second on
         if isinstance(template, bytes) and template:
             template = self._templates[key] = _template(template, tensor.nbytes)
         if isinstance(template, _Template):
             self._file.writelines(template.filled(_bytes_of(tensor)))
             return
         content = saved_value(_with_own_storage(tensor))
+        # Not over None, which says that this torch writes another form
         self._templates.setdefault(key, content)
         self._file.write(content)
 
@@ -143,6 +146,7 @@ class _Range(io.RawIOBase):
 def check_entry(file: int, begin: int, length: int) -> None:
     """Raises ValueError if the archive that ``torch.save`` wrote to this range of an open file (its descriptor) does
     not have the checksums that it states."""
+    # All records of a zip archive begin with PK
     if os.pread(file, 2, begin) != _DIRECTORY_ENTRY[:2]:
         return  # the form without checksums, or no entry at all: torch.load knows
     try:
@@ -189,6 +193,7 @@ def _template(content: bytes, size: int) -> _Template | None:
     lengths = header + _LOCAL_NAME - 4
     begin = header + _LOCAL_NAME + sum(int.from_bytes(content[at : at + 2], "little") for at in (lengths, lengths + 2))
     end = begin + size
+    # The directory is at the end, where the name occurs last
     entry = content.rfind(_DIRECTORY_ENTRY, end, content.rfind(name))
     directory_checksum = entry + _ENTRY_CHECKSUM
     if (

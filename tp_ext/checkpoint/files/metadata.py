@@ -126,6 +126,7 @@ class _Unpickler(pickle._Unpickler):
         self.classes = 0
 
     def find_class(self, module: str, name: str) -> Any:
+        # By vars: getattr would run torch's own __getattr__ for names that it lacks
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if name not in _KNOWN.get(module, ()):
@@ -236,6 +237,7 @@ def _entry(key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadat
             _malformed(f"{key} has shape {tuple(size)}, a chunk of it reaches beyond: {tuple(offsets)}, {tuple(sizes)}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
         bounds.append(extent)
+    # Python's integers do not overflow, whatever sizes a file claims
     volume, held = prod(size), sum(prod(stop - start for start, stop in bound) for bound in bounds)
     if volume != held:
         _malformed(f"{key} has {volume} elements, its chunks {held}")
@@ -250,6 +252,7 @@ def _entry(key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadat
 
 def overlapping(chunks: list[ChunkBounds]) -> tuple[ChunkBounds, ChunkBounds] | None:
     """Returns two chunks that share an element, or None. O(n log n) for a grid, however irregular its last two dims."""
+    # Empty chunks share no element, but would be neighbours in the sweep
     chunks = [chunk for chunk in chunks if all(stop > start for start, stop in chunk)]
     return _overlapping(chunks, 0) if len(chunks) > 1 else None
 
@@ -264,6 +267,7 @@ def _overlapping(chunks: list[ChunkBounds], dim: int) -> tuple[ChunkBounds, Chun
     for chunk in chunks:
         rows.setdefault(chunk[dim], []).append(chunk)
     intervals = sorted(rows)
+    # Rows of a grid: only chunks of one row can overlap
     if all(stop <= start for (_, stop), (start, _) in pairwise(intervals)):
         return next((pair for row in rows.values() if (pair := _overlapping(row, dim + 1))), None)
     return _overlapping_by_sweep(chunks, dim)
@@ -271,6 +275,7 @@ def _overlapping(chunks: list[ChunkBounds], dim: int) -> tuple[ChunkBounds, Chun
 
 def _overlapping_by_sweep(chunks: list[ChunkBounds], dim: int) -> tuple[ChunkBounds, ChunkBounds] | None:
     """Does the same by a sweep along ``dim``; the chunks that it crosses are kept in the order of their last dim."""
+    # 0 before 1: a chunk that ends where another begins has left by then
     events = [(chunk[dim][0], 1, chunk) for chunk in chunks] + [(chunk[dim][1], 0, chunk) for chunk in chunks]
     last = len(chunks[0]) - 1
     crossed: list[tuple[tuple[int, int], ChunkBounds]] = []
@@ -280,6 +285,7 @@ def _overlapping_by_sweep(chunks: list[ChunkBounds], dim: int) -> tuple[ChunkBou
         if not begins:
             del crossed[at]
             continue
+        # With one dim left, chunks that do not overlap are in order, so the neighbours decide
         near = crossed[max(at - 1, 0) : at + 1] if dim + 2 > last else crossed
         for _, other in near:
             if all(a < d and c < b for (a, b), (c, d) in zip(chunk[dim + 1 :], other[dim + 1 :], strict=True)):
@@ -297,6 +303,7 @@ def _index(record: Any) -> MetadataIndex:
 def _storage_info(record: Any) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
     name = _typed(fields.get("relative_path"), str)
+    # A file of another directory, or a name for which the system has errors of its own
     if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name or len(name) > 255:
         _malformed(f"{_brief.repr(name)} must be a file of the checkpoint")
     transforms = fields.get("transform_descriptors")

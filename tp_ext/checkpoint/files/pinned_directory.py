@@ -15,6 +15,7 @@ _MAX_OPEN = 256  # files of one directory that are kept open
 
 def open_regular(path: str | os.PathLike[str], directory: int | None = None) -> BinaryIO:
     """Opens a file for reading. OSError: a pipe, a device or a directory; opening a pipe may block forever."""
+    # The type is checked after opening, since a path may change in between; hence O_NONBLOCK
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -35,6 +36,7 @@ class PinnedDirectory(FileSystem):
         super().__init__()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._files: dict[str, BinaryIO] = {}
+        # Also when the reader is garbage; it must not refer to self
         self.close = weakref.finalize(self, _close, self._descriptor, self._files)
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
@@ -55,6 +57,7 @@ class PinnedDirectory(FileSystem):
         file = self._files.get(name)
         if file is None:
             file = open_regular(name, self._descriptor)
+            # The number of open files of a process is limited, often to 1024
             if len(self._files) >= _MAX_OPEN:
                 with file:
                     yield file

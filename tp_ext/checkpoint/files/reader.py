@@ -97,6 +97,7 @@ class CheckpointReader(FileSystemReader):
         for item in plan.items:
             info: _StorageInfo = self.storage_data[item.storage_index]
             place = info.relative_path, info.offset
+            # A transformed entry, such as a compressed one, is no archive of torch.save
             if place not in self._verified and not info.transform_descriptors:
                 with directory.opened(info.relative_path) as file:
                     self._verify(info.relative_path, file, info.offset, info.length)
@@ -143,6 +144,7 @@ class CheckpointReader(FileSystemReader):
                 directory.size(METADATA)
                 return directory
             except OSError as error:
+                # Else it is of a save between two renames, or was replaced meanwhile: try the next candidate
                 stays = directory.is_at(path) and not isinstance(error, FileNotFoundError)
                 directory.close()
                 if stays:
@@ -157,6 +159,7 @@ class CheckpointReader(FileSystemReader):
             return read()
         except Exception as error:
             directory = self._opened()
+            # The directory is still in place, so the error is one of its content
             if any(directory.is_at(path) for path in self._candidates()):
                 raise
             raise ReplacedError(f"path: {os.fspath(self.path)!r} was replaced while it was read") from error
@@ -167,7 +170,9 @@ class CheckpointReader(FileSystemReader):
         with directory.opened(METADATA) as file:
             content = file.read()
         metadata = parse_metadata(content)
+        # As torch's reader does
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        # It may lack in a checkpoint of torch
         with contextlib.suppress(OSError):
             directory.size(EXTRA)  # opened now, so that it stays open like the others
         for name, end in file_ends(metadata.storage_data.values()).items():

@@ -94,14 +94,17 @@ class SlicedTensor:
         if not all(wanted):
             return torch.empty([len(one) for one in wanted], dtype=self.dtype)
         inner = math.prod(self.shape[1:])  # elements of a row
+        # Whole rows are one range of bytes
         if len(wanted) < 2 or all(len(one) == size for one, size in zip(wanted[1:], self.shape[1:], strict=True)):
             first = wanted[0] if wanted else range(1)
             return self._read(first.start * inner, len(first) * inner).view([len(one) for one in wanted])
+        # One read per row; shorter slices cost more calls than whole rows cost bytes
         if len(wanted) == 2 and len(wanted[1]) * self.dtype.itemsize >= _SHORTEST:
             read = torch.empty([len(one) for one in wanted], dtype=self.dtype)
             for i, row in enumerate(wanted[0]):
                 self._read_into(read[i], row * inner + wanted[1].start)
             return read
+        # In blocks: only a part of each row is kept, so whole rows need not be in memory together
         rows = max(1, _BLOCK // (inner * self.dtype.itemsize))
         inside = (slice(None), *where[1:])
         blocks = []
@@ -143,6 +146,7 @@ class JoinedTensor:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that holds the values of all parts."""
+        # As torch.cat of the parts, so that no value is rounded
         return functools.reduce(torch.promote_types, (part.dtype for part in self._parts))
 
     def __getitem__(self, where: tuple[slice, ...]) -> Tensor:

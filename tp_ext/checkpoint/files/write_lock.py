@@ -76,6 +76,7 @@ class WriteLock:
 
     def check_held(self) -> None:
         """Raises OSError if the lock file is no longer this lock's: another process has removed it."""
+        # Where flock is refused, a rival takes an owner that is silent for long for ended
         if self._descriptor is None or not self._is_ours():
             raise OSError(f"{self.path.name} was removed, or taken by {self.owner()}, while it was held")
 
@@ -93,6 +94,7 @@ class WriteLock:
 
     def _tried(self) -> bool:
         try:
+            # O_EXCL: where flock is refused, creating the file is the lock
             descriptor, new = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), True
         except FileExistsError:
             try:
@@ -106,6 +108,7 @@ class WriteLock:
             if self._locked(descriptor, new):
                 self._take(descriptor)
                 return True
+        # Ctrl-C, too: a descriptor that stays open would hold the lock
         except BaseException:
             self._drop()
             raise
@@ -132,6 +135,7 @@ class WriteLock:
             if error.errno not in _REFUSED:
                 raise
             self._by_flock = False
+            # Not taken at once: of several that find it so, each must create the file anew
             if not new and self._rival_has_ended():
                 self._break()
             return new
@@ -145,6 +149,7 @@ class WriteLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, content, 0)
         if not self._by_flock:
+            # A copy of the descriptor: the thread may still use it when the lock closes its own
             threading.Thread(target=_touch, args=(os.dup(descriptor), self._released), daemon=True).start()
 
     def _is_ours(self) -> bool:
@@ -169,6 +174,7 @@ class WriteLock:
         record = _parsed(seen[0])
         if record and record["machine"] == _machine():
             return record["started"] != _started(record["pid"])
+        # By this host's clock since it saw a change: clocks of hosts differ
         return time.monotonic() - self._seen_at > _SILENT_SECONDS
 
     def _break(self) -> None:
@@ -194,6 +200,7 @@ def _touch(descriptor: int, released: threading.Event) -> None:
 def _close(descriptor: int, released: threading.Event) -> None:
     released.set()
     with contextlib.suppress(OSError):
+        # Explicitly: a forked process may have the descriptor still open, and with it the lock
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 

@@ -130,6 +130,7 @@ class ParallelAttention(SelfAttention):
             activations=activations,
         )
         _, p, rank = self.tp_group
+        # [Note: padding and groups of a part]: query heads are cut within the group of their KV head
         q, kv = head_parts(num_heads, num_kv_heads, head_dim, p)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         (first, last), (first_kv, last_kv) = (part.span(rank, p) for part in (q, kv))
@@ -144,6 +145,7 @@ class ParallelAttention(SelfAttention):
         linear = {"init": init, "sequence_parallel": sequence_parallel, "overlap_chunks": overlap_chunks, **options}
         linear |= {"activations": activations, "grad_accumulation_fusion": grad_accumulation_fusion}
         linear |= {"reshard_after_forward": reshard_after_forward}
+        # Qwen's models have a bias of q, k and v alone
         qkv_bias, out_bias = (bias if option is None else option for option in (qkv_bias, out_bias))
         self.qkv = ColumnParallelLinear(hidden_size, q.size + 2 * kv.size, qkv_bias, parts=(q, kv, kv), **linear)
         self.out = RowParallelLinear(q.size, hidden_size, out_bias, parts=(q,), **linear)
@@ -192,6 +194,7 @@ class ParallelAttention(SelfAttention):
             if attn_mask is not None:
                 raise ValueError("attn_mask: must not be combined with layout")
             return self._forward_over_context(x, layout, cache, cos_sin)
+        # With a cache each rank continues alone, from the keys of all ranks that the prompt left there
         if self.context_group.size > 1 and cache is None:
             raise ValueError(f"layout: must be given with a context_group of {self.context_group.size} ranks")
         # Before the first collective, so that no rank waits for one that has raised
@@ -233,6 +236,7 @@ class ParallelAttention(SelfAttention):
             self._check_tables(cos_sin[0], seq, tokens)
         if cache is not None:
             self._check_prefill(cache, layout)
+        # SP cuts this rank's tokens over group: p need not divide them
         total_tokens = tokens if self.sequence_parallel else None
         qkv = self.qkv(x, total_tokens)
         rows = qkv.reshape(-1, qkv.shape[-1])
@@ -244,6 +248,7 @@ class ParallelAttention(SelfAttention):
         heads = self._heads(rows, (batch, seq) if same else (tokens,), tables)
         q, k, v = (t.reshape(batch, seq, t.shape[-2], t.shape[-1]) for t in heads)
         if cache is not None:
+            # k and v as one tensor: one all-gather
             k_full, v_full = layout.unshard(torch.cat([k, v], 2), 1).chunk(2, 2)
             cache.append(k_full, v_full)
         if self.attend is not None:
@@ -254,6 +259,7 @@ class ParallelAttention(SelfAttention):
             options = AttentionOptions(*scores, num_heads=self.num_heads, first_head=self.first_head_local)
             # Rows of the weights are queries, or with whole sequences on each rank those of a sequence
             unit = 1 if self.context == "ulysses" else self.num_heads * max(layout.lengths, default=0)
+            # exact: masks by index are the only ones that are the same for every cut of the tokens
             seeds = self._mask_seeds(q, layout.lengths if layout.batch is None else None, unit, exact=True)
             seeds = seeds if isinstance(seeds, Tensor) else None
             attended = context_attention(q, k, v, layout, self.context, options, seeds)
@@ -324,6 +330,7 @@ class ParallelAttention(SelfAttention):
         # [Note: q and k are rotated as one tensor]
         together = self.rope is not None and self.q_norm is None  # q and k adjacent: one kernel rotates both
         *rotating, v = heads.split((nq + nkv, nkv) if together else (nq, nkv, nkv), -2)
+        # Before the rotation, as in the models that have such norms
         if self.q_norm is not None and self.k_norm is not None:
             rotating = [self.q_norm(rotating[0]), self.k_norm(rotating[1])]
         if self.rope is not None and tables is not None:

@@ -87,6 +87,7 @@ def context_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else float(options.scale)
     options = options._replace(scale=scale, num_heads=options.num_heads or q.shape[-2])
     shape = q.shape
+    # Packed sequences are one batch of all tokens
     q, k, v = (t.view(batch, tokens // batch, t.shape[-2], t.shape[-1]) for t in (q, k, v))
     # One seed for each sequence, whose masks then do not depend on how the batch is packed
     if options.dropout and seeds is None:
@@ -105,6 +106,7 @@ def context_attention(
         layout.chunks_per_sequence,
         options.causal,
         scale,
+        # A window that reaches all keys restricts nothing
         None if window is None or window >= max(layout.lengths, default=0) else window,
         None if options.softcap is None else float(options.softcap),
         float(options.dropout) if seeds is not None else 0.0,
@@ -123,6 +125,7 @@ def check_layout(layout: ContextLayout, group: ParallelGroup, options: Mapping[s
     """Raises unless ``layout`` is one of the context group, and nothing else is given that says the same."""
     if not isinstance(layout, ContextLayout):
         raise TypeError(f"layout: {layout!r} must be a ContextLayout")
+    # Groups of one rank are alike, whatever their names
     alone = layout.group.size == group.size == 1
     if not alone and layout.group.plain() != group.plain():
         raise ValueError(f"layout: its group {layout.group.name!r} must be the context_group, {group.name!r}")
@@ -144,22 +147,26 @@ def _ulysses(
     for r in range(p):
         q_heads, shared = range(*q_part.span(r, p)), range(*kv_part.span(r, p))
         here = [*q_heads, *(heads + h for h in shared), *(heads + kv_heads + h for h in shared)]
+        # A KV head that two ranks need is in both of their blocks
         needed += here
         sizes.append(len(here))
     qkv = torch.cat([q, k, v], 2)
     order, inverse = _token_order(layout, q.device)
     if p > 1:
+        # An all-to-all sends consecutive blocks: the heads of rank 0, then those of rank 1, ..
         qkv = qkv.index_select(2, torch.tensor(needed, device=q.device))
         qkv = _ops.all_to_all_region(qkv, layout.group.name, 2, 1, sizes, layout.sequence_sizes)
         qkv = qkv.index_select(1, inverse)  # the tokens in the order of the sequences
     counts = [_count(part, rank, p) for part in (q_part, kv_part, kv_part)]
     first_head = options.first_head + q_part.span(rank, p)[0]
     attended, row = [], 0
+    # Sequence by sequence: of packed ones in one call the fused kernels would need a mask
     for i, chunks in enumerate(layout.chunks):
         n = sum(chunks)
         a, b, c = qkv.narrow(1, row, n).split(counts, 2)
         attended.append(_attend(a, b, c, options, first_head, None if seeds is None else seeds[i]))
         row += n
+    # Without sequences: no tokens, but the all-to-all below is a collective all the same
     y = torch.cat(attended, 1) if attended else qkv.narrow(2, 0, counts[0])
     if p == 1:
         return y

@@ -72,6 +72,7 @@ class TokenCache(nn.Module):
 
     @static.setter
     def static(self, static: bool) -> None:
+        # Read before the switch, by which it is in another place
         length = self.length
         self._static = static
         self._set_length(length)
@@ -136,6 +137,7 @@ class TokenCache(nn.Module):
             raise IndexError(f"index: {index.tolist()} must be sequences of the {self.batch_size} that the cache has")
         if index.shape != (self.batch_size,):
             raise ValueError(f"index: shape {tuple(index.shape)} must be [batch_size = {self.batch_size}]")
+        # On a GPU the length of a static cache would make the host wait
         filled = self.max_seq if self._static else self._length
         for buffer in (*(cached[:, :, :filled] for cached in self._held()), self.padding):
             buffer.copy_(buffer.index_select(0, index))
@@ -207,6 +209,7 @@ class TokenCache(nn.Module):
             slots = self._slots(n)
         for cached, value in zip(self._held(), values, strict=True):
             if slots is not None and self._static:
+                # Slots as a tensor: shapes and code are the same at each step of a static cache
                 cached.index_copy_(2, slots, value.transpose(1, 2))
             else:
                 cached.narrow(2, self._length, n).copy_(value.transpose(1, 2))
@@ -236,6 +239,7 @@ class TokenCache(nn.Module):
         slots = None if first or alone else self._slots(n)
         oldest = 0
         if not self._static and sliding_window is not None:
+            # The first key that the first of the new tokens may see
             oldest = max(0, self._length + 1 - sliding_window)
         self.write(values, slots)
         kept = self._held()
@@ -243,6 +247,7 @@ class TokenCache(nn.Module):
             kept = [cached.narrow(2, oldest, self._length - oldest) for cached in kept]
         if not first:
             count = kept[0].shape[2]
+            # The mask is over all keys, of which only those from oldest on are read
             if mask is not None and mask.shape[3] > 1:
                 mask = mask.narrow(3, oldest, count)
             if slots is not None:
@@ -349,6 +354,7 @@ class KVCache(TokenCache):
         q = q.transpose(1, 2)
         if first:
             y = attention(q, keys, values, mask, True, scale, sliding_window, softcap)
+        # torch's fused functions have no soft cap
         elif softcap is not None:
             blind = mask is not None
             y = explicit_attention(q, keys, values, seen, scale=scale, softcap=softcap, blind=blind)

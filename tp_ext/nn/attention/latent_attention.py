@@ -116,6 +116,7 @@ class ParallelLatentAttention(SelfAttention):
         if norm_eps < 0:
             raise ValueError(f"norm_eps: {norm_eps!r} must be at least 0")
         if isinstance(rope, int | float) and not isinstance(rope, bool):
+            # DeepSeek's weights are laid out for neighbouring pairs
             rope = RotaryEmbedding(qk_rope_head_dim, base=rope, interleaved=True)
         if rope is not None and (not isinstance(rope, RotaryEmbedding) or rope.head_dim != qk_rope_head_dim):
             raise ValueError(f"rope: {rope!r} must be a base or a RotaryEmbedding of {qk_rope_head_dim}, or None")
@@ -148,6 +149,7 @@ class ParallelLatentAttention(SelfAttention):
         if q_lora_rank is None:
             self.q_proj = ColumnParallelLinear(hidden_size, q_size, False, unit=qk_head_dim, **sharded)
         else:
+            # Replicated: the norm that follows is over all features of the latent
             self.q_a_proj = ReplicatedLinear(hidden_size, q_lora_rank, bias, **linear)
             self.q_a_layernorm = RMSNorm(q_lora_rank, eps=norm_eps, **place)
             self.q_b_proj = ColumnParallelLinear(q_lora_rank, q_size, False, unit=qk_head_dim, **sharded)
@@ -205,6 +207,7 @@ class ParallelLatentAttention(SelfAttention):
         q = self._query(q.reshape(*shape, self.num_heads_local, self.qk_nope_head_dim + self.qk_rope_head_dim), tables)
         sizes = self.token_sizes(total_tokens)
         if cache is not None:
+            # One collective for both
             latent_and_key = self._entered(torch.cat([latent.to(k_rope.dtype), k_rope], -1), sizes)
             latent, k_rope = latent_and_key.reshape(*shape, latent_and_key.shape[-1]).split(
                 (self.kv_lora_rank, self.qk_rope_head_dim), -1
@@ -218,6 +221,7 @@ class ParallelLatentAttention(SelfAttention):
                 mask,
             )
         else:
+            # All heads of all ranks use this one key, so its gradient is a sum over them
             k_rope = self._entered(k_rope, sizes).reshape(*shape, 1, self.qk_rope_head_dim)
             kv = self.kv_b_proj(latent, total_tokens)
             kv = kv.reshape(*shape, self.num_heads_local, self.qk_nope_head_dim + self.v_head_dim)
@@ -228,6 +232,7 @@ class ParallelLatentAttention(SelfAttention):
                 q, k, v = (t.view(batch, seq, *t.shape[-2:]) for t in (q, k, v))
                 mask = None if attn_mask is None else self._mask_local(attn_mask, q.dtype)
                 attended = self._attend(q, k, v, mask, self._mask_seeds(q, None)[0])
+        # v may have been padded
         attended = attended[..., : self.v_head_dim]
         y: Tensor = self.o_proj(attended.reshape(*leading, self.num_heads_local * self.v_head_dim), total_tokens)
         return y
@@ -271,6 +276,7 @@ class ParallelLatentAttention(SelfAttention):
         (kept,), seen, first = cache.extend([latent], mask)
         nope, v_dim, rank, n = self.qk_nope_head_dim, self.v_head_dim, self.kv_lora_rank, q.shape[1]
         weight = self._kv_b_weight()
+        # Multiplications per head and key: n (2 rank + rope) absorbed, against rank (nope + v) + n (nope + rope + v)
         if first or n * (2 * rank - nope - v_dim) > rank * (nope + v_dim):
             rows, k_rope = kept.transpose(1, 2).split((rank, self.qk_rope_head_dim), -1)
             kv = F.linear(rows.squeeze(2), weight).unflatten(-1, (self.num_heads_local, nope + v_dim))
@@ -295,8 +301,10 @@ class ParallelLatentAttention(SelfAttention):
             weight: Tensor = layer.parameter("weight")
             return weight
         like = self.kv_a_proj_with_mqa.weight
+        # A layer's result is known by calling it alone; for the identity it is its matrix
         identity = torch.eye(self.kv_lora_rank, device=like.device, dtype=like.dtype)
         if self.sequence_parallel:
+            # Under SP its input is sharded along the rows
             identity = _ops.scatter_to_region(identity, self.tp_group.name, 0)
         transposed: Tensor = layer(identity, self.kv_lora_rank)
         return transposed.T

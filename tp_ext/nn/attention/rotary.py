@@ -247,11 +247,13 @@ class RotaryEmbedding(nn.Module):
         ``length``, for dynamic scaling only: the number of tokens of the longest sequence. Default: the largest
         position + 1, for which the host waits for the device.
         """
+        # fp32 also for x in half types: tables in bf16 would have 8 bits
         table = torch.float64 if dtype == torch.float64 else torch.float32
         scaling = self.scaling
         if scaling is None:
             return _ops.rope_tables(positions, self.rotary_dim, self.base, table)
         if length is None:
+            # Only dynamic scaling depends on the length: no wait for the others
             length = int(positions.max()) + 1 if scaling.dynamic and positions.numel() else 0
         frequencies = scaling.frequencies(length)
         return _ops.rope_tables(positions, self.rotary_dim, self.base, table, frequencies, scaling.amplitude)
@@ -297,6 +299,7 @@ class RotaryEmbedding(nn.Module):
                 raise ValueError(
                     f"positions: shape {tuple(positions.shape)} must be one for each token of x, {tuple(x.shape[:-2])}"
                 )
+            # A row per token: positions may repeat or be in any order
             cos, sin = self.cos_sin(positions.flatten(), x.dtype)
             rows = x if x.dim() == 3 else x.flatten(0, 1)
             return _ops.rope(rows, cos, sin, self.interleaved, None).view(x.shape)

@@ -42,6 +42,7 @@ def dropout_by_index(weights: Tensor, seed: Tensor, p: float, num_heads: int, fi
         num_heads, first_head: the heads of the full layer, and the index of the first one here.
     """
     per_head = weights.shape[2] * weights.shape[3]
+    # At least 1: there may be no weights
     local, full = max(weights.shape[1] * per_head, 1), num_heads * per_head
     return _ops.bias_dropout_residual(weights, None, None, seed, p, local, full, first_head * per_head)
 
@@ -74,12 +75,14 @@ def attention(
     # [Note: a sliding window is computed in blocks of queries]
     window = sliding_window if sliding_window is not None and sliding_window < n else None
     explicit = softcap is not None or drop is not None
+    # torch's flash kernels take no mask: causal is given as a flag wherever there is nothing else
     if not explicit and mask is None and window is None:
         return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale, enable_gqa=gqa)
     if explicit:
         attend = partial(explicit_attention, scale=scale, softcap=softcap, blind=mask is not None, drop=drop)
     else:
         attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=gqa)
+    # Masks by index need the place in the whole [n, n], which blocks do not have
     if window is not None and drop is None:
         return _by_query_groups(attend, q, k, v, mask, causal, window)
     if causal or window is not None:
@@ -106,6 +109,7 @@ def _by_query_groups(
     for start in range(0, n, length):
         stop = min(start + length, n)
         first, last = max(0, start - window + 1), stop if causal else min(n, stop + window - 1)
+        # What a mask depends on: the offset of its first query, and its sizes
         alike = (start - first, stop - start, last - first)
         if alike not in shared:
             seen = visible(places[start:stop], places[first:last], causal, window)
@@ -113,6 +117,7 @@ def _by_query_groups(
             shared[alike] = seen if mask is not None else q.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
         mask_of_block = shared[alike]
         if mask is not None:
+            # A dim of length 1 broadcasts and is not cut
             rows = mask if mask.shape[2] == 1 else mask[:, :, start:stop]
             mask_of_block = restricted(rows if mask.shape[3] == 1 else rows[..., first:last], mask_of_block)
         outputs.append(attend(q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], attn_mask=mask_of_block))
@@ -148,6 +153,7 @@ def explicit_attention(
         scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
+    # torch's softmax of a row without a key is NaN
     softmax = _ops.safe_softmax if blind else torch.softmax
     weights = softmax(scores, -1, dtype=q.dtype)  # computed in fp32, kept in q's dtype
     if drop is not None:
@@ -169,6 +175,7 @@ def attention_by_kv_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
     kv_heads = k.shape[1]
     share = heads // kv_heads
     rows = q.reshape(batch, kv_heads, share * n, head_dim)
+    # Rows are [share, n], query heads outermost: a mask per head is laid out alike
     if mask is not None and mask.shape[1] > 1:
         mask = mask.expand(-1, -1, n, -1).reshape(mask.shape[0], kv_heads, share * n, mask.shape[3])
     elif mask is not None and mask.shape[2] > 1:

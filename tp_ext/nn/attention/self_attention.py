@@ -123,6 +123,7 @@ class SelfAttention(ParallelModule):
     def _mask_local(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the mask of this rank's heads, 4-D, bool or of ``dtype``."""
         if mask.requires_grad:
+            # Each rank has the gradient of its own heads: of the mask it is the sum of all
             mask = _ops.copy_to_region(mask, self.tp_group.name)
         mask = mask[(None,) * (4 - mask.dim())]
         if mask.shape[1] > 1:
@@ -158,6 +159,7 @@ class SelfAttention(ParallelModule):
         """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None."""
         starts = [0] if lengths is None else [0, *accumulate(lengths)][:-1]
         exact = exact or self.exact_dropout or self.softcap is not None
+        # torch's own masks, of dropout that is not exact, have no seed of ours
         if not (self.training and self.dropout and exact) or not starts:
             return [None] * len(starts)
         if not draws_by_name(self, q.device):
@@ -177,9 +179,11 @@ class SelfAttention(ParallelModule):
         options = (mask, self.causal, self.scale, self.sliding_window, self.softcap)
         if dropout and (self.exact_dropout or self.softcap is not None):
             heads = self.num_heads, self.first_head_local
+            # All ranks draw the same seed; the index of the head makes masks differ
             seed = draw_seed(q.device) if seed is None else seed
             y = attention(q, k, v, *options, drop=lambda w: dropout_by_index(w, seed, dropout, *heads))
         elif dropout:
+            # Ranks have other heads: with one generator state their masks would be equal
             with OwnRandomNumbers(self.tp_group.rank, q.device):
                 y = attention(q, k, v, *options, dropout=dropout)
         else:

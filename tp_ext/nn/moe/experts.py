@@ -78,8 +78,10 @@ class ParallelExperts(ParallelModule):
             raise ValueError(f"num_experts: {num_experts} must be at least the {ep.size} ranks of expert_group")
         self.num_experts, self.activation, self.gated = num_experts, activation, activation in GATED_ACTIVATIONS
         self.expert_counts = split_sizes(num_experts, ep.size)
+        # Its gradients are sums over the tokens of all ep ranks, where those of other parameters become means
         self.gradient_scale = 1 / ep.size if gradient_reduction == "mean" else 1.0
         parts = (ffn_hidden_size,) * (2 if self.gated else 1)
+        # Experts first: ffn features are cut within the experts that are left on this rank
         experts, features = (Sharding(0, (num_experts,)), ep), self.tp_group
         up, down = torch_linear_init(hidden_size), torch_linear_init(ffn_hidden_size)
 
@@ -120,6 +122,7 @@ class ParallelExperts(ParallelModule):
             h = h + up_bias[of_row].to(h.dtype)
         y = self._linear(activate(h, None, self.activation), "down_weight", counts)  # [R, D]
         if down_bias is not None:
+            # y is partial over group: the bias of each rank would count p times
             y = AddedOnce.apply(y, down_bias[of_row].to(y.dtype), self.tp_group.rank == 0)
         return y
 
@@ -136,6 +139,7 @@ class ParallelExperts(ParallelModule):
 
     def _bias(self, name: str) -> Any:
         value = self.parameter(name)
+        # grouped_linear scales the gradients of weights itself
         if value is None or self.gradient_scale == 1 or not (torch.is_grad_enabled() and value.requires_grad):
             return value
         return ScaledGradient.apply(value, self.gradient_scale)
@@ -147,6 +151,7 @@ class ParallelExperts(ParallelModule):
 
 def _experts_of_rows(counts: Sequence[int], device: torch.device) -> Tensor:
     """Returns the expert of each row."""
+    # output_size: without it the host would wait for the sum of the repeats
     return torch.arange(len(counts), device=device).repeat_interleave(
         torch.tensor(counts, device=device), output_size=sum(counts)
     )
@@ -158,6 +163,7 @@ class AddedOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(y: Tensor, added: Tensor, first: bool) -> Tensor:
+        # A Function must not return its input
         return y + added if first else y.view_as(y)
 
     @staticmethod
@@ -226,5 +232,6 @@ def routed_and_shared(
 
 def _linear(layer: ParallelLinear, x: Tensor) -> Linear:
     weight = layer.parameter("weight")
+    # The layer's own forward, which checks, is not called
     layer.check_shape(weight)
     return Linear(x, weight, main_grad_of(weight) if layer.grad_accumulation_fusion else None)

@@ -140,6 +140,7 @@ class ParallelMoE(LayerOverData):
         check_number(or_none=True, attach_loss=attach_loss)
         ep = parallel_group(expert_group)
         shared_ranks = set(global_ranks(ep.name)) & set(global_ranks(self.tp_group.name))
+        # Their ranks have other tokens, those of group the same ones
         if len(shared_ranks) > 1:
             raise ValueError(
                 f"expert_group: must share this rank only with group, as axes of one mesh, not {sorted(shared_ranks)}"
@@ -183,6 +184,7 @@ class ParallelMoE(LayerOverData):
                 **options,
             )
         losses = config.balance_loss or config.z_loss or config.correction_bias
+        # Else the layer never communicates over them, and parallelize need not compare them
         self.needs_data_ranks = bool(losses) or capacity is not None
         self._last = _LastLosses(None)
 
@@ -211,8 +213,10 @@ class ParallelMoE(LayerOverData):
         sequences = self._sequences(x, batch_size, total)
         routed = self.router(tokens, sequences, first, total)
         losses = routed.losses
+        # Before x enters: backward reaches this node once on each rank, whatever experts its tokens have
         if losses is not None and self.attach_loss is not None:
             tokens = AttachedLoss.apply(tokens, losses.total, self.attach_loss)
+            # Else adding it to the loss, too, would count it twice
             losses = losses._replace(total=losses.total.detach())
         self._last = _LastLosses(losses)  # a new one: copies on fake tensors, of a pipeline, share the old one
         experts, weights, entering = self._enter(tokens, routed, sizes)  # [T, K], [T, K], [T, D]
@@ -228,8 +232,10 @@ class ParallelMoE(LayerOverData):
         y = y.view(x.shape)
         if self.shared is None:
             return y
+        # A block with hooks or adapters is called as a whole, with its own collectives
         if not can_overlap(self.shared):
             return y + self.shared(x, total_tokens)
+        # After the sum over group, which would add it p times
         bias = self.shared.down.parameter("bias")
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -247,6 +253,7 @@ class ParallelMoE(LayerOverData):
         """Returns experts, weights and x of all tokens of ``group``, as they enter the sharded work."""
         name, k = self.tp_group.name, self.top_k
         if not self.sequence_parallel:
+            # Each rank has partial gradients of x and of the weights, from its features of the experts
             weights = _ops.copy_to_region(routed.weights, name)
             return routed.experts, weights, _ops.copy_to_region(x, name)
         # Experts are exact in fp32 up to 2^24
@@ -262,6 +269,7 @@ class ParallelMoE(LayerOverData):
             return None, 0, rows
         if total_tokens is None:
             return [rows] * p, rank * rows, p * rows
+        # total_tokens counts along dim 0, and each of its entries has this many tokens
         inner = x.shape[1:-1].numel()
         token_sizes = self.token_sizes(total_tokens, x)
         assert token_sizes is not None
@@ -274,6 +282,7 @@ class ParallelMoE(LayerOverData):
             if tokens % batch_size:
                 raise ValueError(f"batch_size: {batch_size} must divide the number of tokens, {tokens}")
             return batch_size
+        # A shard of tokens does not show where sequences end
         if self.sequence_parallel or x.dim() < 3:
             return 1
         return max(x.shape[:-2].numel(), 1)
@@ -287,6 +296,7 @@ def _data_axes(data_groups: Group | list[Group], context: ParallelGroup, experts
     """Returns the axes of the ranks that have other tokens, those of ``data_groups`` first."""
     given = data_axes(data_groups).axes
     axes = (*given, *(axis for axis in (context, experts) if axis.size > 1))
+    # Its counts and losses would be summed twice over that axis
     if len({axis.torch_name for axis in axes}) < len(axes):
         shown = [axis.torch_name for axis in given]
         raise ValueError(

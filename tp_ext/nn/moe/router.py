@@ -158,6 +158,7 @@ class Router(ParallelModule):
         self.data_ranks, self.gradient_reduction = data_ranks, gradient_reduction
         init = torch_linear_init(hidden_size) if init is None else init
         self.add_parameter("weight", (num_experts, hidden_size), init, device=device, dtype=dtype)
+        # On the CPU, also if the layer is made on meta: this tensor is no buffer that a later init would fill
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if config.correction_bias else None
         self.register_buffer("e_score_correction_bias", bias)
@@ -171,6 +172,7 @@ class Router(ParallelModule):
             first_token, total_tokens: under SP, the index of this rank's first token, and the number of all.
         """
         config = self.config
+        # In bf16, 8 bits, many scores would be equal, and the choice that of the lower index
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
             logits = F.linear(x.to(wide), self.parameter("weight").to(wide))  # [T, E]
@@ -178,6 +180,7 @@ class Router(ParallelModule):
             experts = self._choose(scores.detach())  # [T, K]
             weights = scores.gather(-1, experts)  # [T, K]
             if config.normalize:
+                # Sigmoids may all be 0; 1e-20 as DeepSeek-V3
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             if config.scaling != 1:
                 weights = weights * config.scaling
@@ -199,6 +202,7 @@ class Router(ParallelModule):
             largest = grouped.sort(-1, descending=True).values[..., :2].sum(-1)  # [T, G]
             best = largest.sort(dim=-1, descending=True, stable=True).indices[..., : config.top_groups]
             allowed = torch.zeros_like(largest, dtype=torch.bool).scatter_(-1, best, True)
+            # -inf, not 0: with a negative correction bias 0 could win
             choice = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
         return choice.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k].contiguous()
 
@@ -214,6 +218,7 @@ class Router(ParallelModule):
         differentiates its own terms."""
         config, n = self.config, self.num_experts
         zeros = scores.new_zeros(2, dtype=torch.float64)
+        # Sigmoids do not sum to 1
         probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
         squares = logits.logsumexp(-1).double().square().sum() if config.z_loss else zeros[1]
         if config.balance_over == "sequence" and config.balance_loss:
@@ -221,11 +226,14 @@ class Router(ParallelModule):
             index = (first_token + torch.arange(experts.shape[0], device=experts.device)) // max(length, 1)
             slots = (index[:, None] * n + experts).flatten()  # [T K], in [0, S E)
             counts = zeros.new_zeros(sequences * n).scatter_add(0, slots, torch.ones_like(slots, dtype=zeros.dtype))
+            # The length goes along: over a context group a sequence is the sum of its parts
             counts = torch.cat([self._over_tp(counts), zeros[:1] + length])
             counts = self.data_ranks.sum_over_context(counts)
+            # Without tokens the loss is 0, not NaN
             whole = counts[-1].clamp(min=1)
             share = counts[:-1].view(sequences, n) / (whole * self.top_k)  # [S, E]
             balance = n / whole * (probability.double() * share[index]).sum()
+            # Ranks that share sequences count them once
             first = self.data_ranks.context.rank == 0 and (self.tp_group.rank == 0 or not self.sequence_parallel)
             sequences_here = sequences if first else 0
             here = [balance.detach(), squares.detach(), zeros[0] + experts.shape[0], zeros[0] + sequences_here]
@@ -235,8 +243,10 @@ class Router(ParallelModule):
         sums = probability.double().sum(0)  # [E]
         counted = self._count(experts).double()  # [E]
         tokens_here = zeros[:1] + experts.shape[0]
+        # One all-reduce for all terms
         known = self._over_all(torch.cat([counted, sums.detach(), squares.detach()[None], tokens_here]))
         everyone = known[-1].clamp(min=1)
+        # f_e of all ranks, a number: only P has a gradient, of this rank's tokens
         factor = n / self.top_k / everyone.square() * known[:n]
         return self._combined(
             (factor * sums).sum(), squares / everyone, (factor * known[n : 2 * n]).sum(), known[-2] / everyone
@@ -245,6 +255,7 @@ class Router(ParallelModule):
     def _combined(self, balance: Tensor, z: Tensor, balance_value: Tensor, z_value: Tensor) -> RouterLosses:
         """Returns the losses of these values whose gradients are those of this rank's terms."""
         config = self.config
+        # A later mean over the ranks divides by it
         ranks = self.data_ranks.size if self.gradient_reduction == "mean" else 1
         terms = ranks * (config.balance_loss * balance + config.z_loss * z)
         value = config.balance_loss * balance_value + config.z_loss * z_value
@@ -258,6 +269,7 @@ class Router(ParallelModule):
 
     def _over_tp(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks that have other tokens of the same sequences; without a gradient."""
+        # Without SP the ranks of group have the same tokens
         return sum_of_constants(x, self.tp_group) if self.sequence_parallel else x
 
     def _over_all(self, x: Tensor) -> Tensor:
@@ -278,6 +290,7 @@ class Router(ParallelModule):
         if self.e_score_correction_bias is None:
             raise ValueError("update_correction_bias: the router must have RouterConfig(correction_bias=True)")
         counts = self._over_all(self.tokens_per_expert.to(self.e_score_correction_bias.device).double())
+        # The same counts on all ranks, so the bias stays the same without being sent
         self.e_score_correction_bias += rate * (counts.mean() - counts).sign().to(self.e_score_correction_bias.dtype)
         self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert)
 
@@ -347,14 +360,18 @@ def drop_over_capacity(
     one_each = torch.ones_like(flat)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add(0, flat, one_each)
     table = ranks.stack(counts)  # [data ranks, E]
+    # Of all tokens: a capacity of this rank's would depend on the number of ranks
     capacity = _capacity(factor, table.sum().double(), num_experts)
     if order == "token":
+        # Slots of earlier ranks come first
         position = _positions(flat, num_experts) + table[: ranks.rank].sum(0)[flat]
     else:
+        # Every token has top_k choices, so the counts give the number of tokens
         lengths = [n // top_k for n in table.sum(1).tolist()]
         slots = torch.cat([experts.double(), weights.double()], 1)  # [T, 2 K]; experts are exact in fp64
         everyone = ranks.concatenate(slots, lengths)
         all_experts, all_weights = everyone[:, :top_k].long().flatten(), everyone[:, top_k:].flatten()
+        # Stable: of equal weights the first token
         by_weight = all_weights.sort(descending=True, stable=True).indices
         all_positions = torch.empty_like(all_experts)
         all_positions[by_weight] = _positions(all_experts[by_weight], num_experts)
@@ -365,6 +382,7 @@ def drop_over_capacity(
 
 def _capacity(factor: float, slots: Tensor, num_experts: int) -> Tensor:
     """Returns the number of slots of an expert, 0-d."""
+    # Slots are top_k T: the capacity is ceil(factor top_k T / E)
     return (slots * factor / num_experts).ceil()
 
 

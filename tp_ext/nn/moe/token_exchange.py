@@ -92,16 +92,20 @@ def plan_exchange(experts: Tensor, expert_counts: list[int], group: ParallelGrou
     """
     num_experts = sum(expert_counts)
     rows, counted = _ops.moe_sort(experts, num_experts)  # [T, K], [E]
+    # moe_sort has the rows in the order of experts: nothing else to permute
     if group.size == 1:
         counts: list[int] = counted.tolist()
         return TokenExchange(group, rows, [sum(counts)], [sum(counts)], None, counts)
+    # All counts to all: a rank needs what it sends, what it receives, and from whom
     table = _ops.all_gather_region(counted[None], group.name, 0, None)  # [ranks, E]
     first = sum(expert_counts[: group.rank])
     own_experts = slice(first, first + expert_counts[group.rank])
+    # The one wait for the device; all sizes below are computed on the host
     on_host: list[list[int]] = table.tolist()
     sent = [sum(part) for part in _split(on_host[group.rank], expert_counts)]
     received = [sum(line[own_experts]) for line in on_host]
     counts = [sum(column) for column in zip(*(line[own_experts] for line in on_host), strict=True)]
+    # Rows come from each rank in the order of experts, so the counts alone say which expert each row has
     local = torch.arange(len(counts), device=rows.device).repeat(group.size)
     of_row = local.repeat_interleave(table[:, own_experts].flatten(), output_size=sum(received))  # [R]
     received_rows, _ = _ops.moe_sort(of_row[:, None], len(counts))

@@ -45,6 +45,7 @@ class Clock:
     def _now(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
+        # The host's clock would measure launches, or the host would have to wait for each pass
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -52,6 +53,7 @@ class Clock:
     def _sum(self, intervals: list[tuple[Any, Any]]) -> float:
         if not self._cuda:
             return sum(end - begin for begin, end in intervals)
+        # All events are on one stream, where the last one is reached last
         for _, end in intervals[-1:]:
             end.synchronize()
         return sum(begin.elapsed_time(end) for begin, end in intervals) / 1000
@@ -74,6 +76,7 @@ class TimedStage(PipelineStage):
         """
         with self._clock.busy(f"forward {fwd_chunk_id} of stage {self.stage_index}"):
             result = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        # The outputs of the last stage are sent to no other
         if not self.is_last:
             self._check_outputs(result if isinstance(result, tuple) else (result,))
         return result
@@ -95,6 +98,7 @@ class TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
         """Runs the second half of a backward."""
         if bwd_chunk_id in self._whole:
+            # Its first half was the whole backward
             self._whole.remove(bwd_chunk_id)
             return None
         with self._clock.busy(f"weight gradient {bwd_chunk_id} of stage {self.stage_index}"):
@@ -112,6 +116,7 @@ class TimedStage(PipelineStage):
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Returns the gradient of the input for the stage before on this rank; none in evaluation."""
+        # torch raises without a backward, and its looped schedules call this in evaluation, too
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -136,6 +141,7 @@ class TimedStage(PipelineStage):
         found = [(list(output.shape), output.dtype) for output in outputs]
         want = [(list(one.shape), one.dtype) for one in self._stage_meta.outputs or ()]
         static = self._inference_mode == _utils.InferenceMode.STATIC
+        # A fake output comes from a cache that the call on fake tensors has filled: it has no data to send
         if any(isinstance(output, FakeTensor) for output in outputs) or (static and found != want):
             raise RuntimeError(
                 f"model: the outputs of stage {self.stage_index}, {found}, must be those of the call on fake tensors, "

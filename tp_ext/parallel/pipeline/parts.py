@@ -117,6 +117,7 @@ class PipelinePart(nn.Module):
         for name, function, known in self._steps:
             act = function or self.get_submodule(name)
             taken = {key: value for key, value in keywords.items() if known is None or key in known}
+            # The mode slows every operator down, so it watches the first forward alone
             with nullcontext() if function is None or self._called else _no_parameters(function):
                 result = act(*inputs, **taken)
             inputs = result if isinstance(result, tuple) else (result,)
@@ -131,6 +132,7 @@ def _no_parameters(function: Callable[..., Any]) -> Iterator[None]:
     name = getattr(function, "__qualname__", type(function).__name__)
 
     def refuse(one: Tensor) -> None:
+        # Copies of a frozen parameter stay equal
         if isinstance(one, nn.Parameter) and one.requires_grad:
             raise ReadParameterError(
                 f"model: the part {name}, a function, must not read a parameter, as that of shape {tuple(one.shape)}: "
@@ -185,6 +187,7 @@ def _listed(given: Any) -> list[Any]:
 
 def _part(given: Any, names: Mapping[nn.Module, str]) -> ModelPart:
     if isinstance(given, nn.Module):
+        # The name of the model itself is empty: it cannot be one of its own parts
         if not names.get(given):
             raise ValueError(
                 f"model: the part {type(given).__name__} must be a module inside of the model; list the modules "

@@ -83,6 +83,7 @@ def known_schedule(name: str) -> Schedule:
         TypeError, ValueError: see :func:`check_schedule`. RuntimeError: a torch that lacks what the stages need.
     """
     check_schedule(name)
+    # Not the whole version, which may end in "+cu128" or begin a third part with letters
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if release < OLDEST_TORCH:
         raise RuntimeError(
@@ -114,6 +115,7 @@ def check_microbatches(schedule: Schedule, microbatches: int, ranks: int, stages
         raise ValueError(
             f"microbatches: {microbatches} must be at least the number of stages, {stages}, with {schedule.name}"
         )
+    # The rule of torch's constructor, which would raise after the model has been changed
     if schedule.rounds and microbatches % max(1, microbatches // ranks):
         raise ValueError(
             f"microbatches: {microbatches} must be a multiple of {microbatches // ranks}, the number of rounds of "
@@ -172,6 +174,7 @@ def check_meta(parts: Sequence[nn.Module], init: Any) -> None:
     """Raises ValueError if a tensor on meta would not get its value: from ``init``, or where that is None or
     :func:`tp_ext.reset_parameters` from ``reset_parameters()`` of its module.
     """
+    # init fills a whole stage: it would overwrite the parameters that have values
     params = {param.is_meta for part in parts for param in part.parameters()}
     if len(params) > 1:
         raise ValueError("model: its parameters must be all on meta or none of them")
@@ -180,11 +183,13 @@ def check_meta(parts: Sequence[nn.Module], init: Any) -> None:
     for module in {id(module): module for part in parts for module in part.modules()}.values():
         tensors = [*module._parameters.items(), *module._buffers.items()]
         on_meta = [name for name, tensor in tensors if tensor is not None and tensor.is_meta]
+        # Its value would come from init, which would also overwrite the parameters
         if on_meta and False in params:
             raise ValueError(
                 f"model: the buffer {on_meta[0]!r} of {type(module).__name__} must not be on meta, since the "
                 "parameters are not"
             )
+        # tp_ext.reset_parameters also calls that of nn.MultiheadAttention, which begins with an underscore
         resets = ["reset_parameters"] if init is None else ["reset_parameters", "_reset_parameters"]
         if on_meta and not own_init and not any(callable(getattr(module, name, None)) for name in resets):
             raise ValueError(

@@ -63,6 +63,7 @@ class ShapeModel:
     """
 
     def __init__(self, stages: Sequence[nn.Module], device: torch.device, precision: Precision) -> None:
+        # A module may hold tensors that are neither parameters nor buffers, such as tables: they stay real
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._precision = device, precision
         memo: dict[int, Any] = {}
@@ -96,7 +97,9 @@ class ShapeModel:
     def close(self) -> bool:
         """Drops the copies. Returns whether fake tensors are left, as in a cache outside of the modules."""
         self._stages = []
+        # Its casts of the fake parameters are no cache of the user's
         torch.clear_autocast_cache()
+        # Else fake tensors in cycles that nothing refers to would count as left
         gc.collect()
         return any(type(one) is FakeTensor and one.fake_mode is self._mode for one in gc.get_objects())
 
@@ -107,9 +110,11 @@ class ShapeModel:
         if id(module) in memo:
             copy: nn.Module = memo[id(module)]
             return copy
+        # Not by copy.deepcopy: [Note: a pipeline's schedule is torch's own, made a subclass]
         copy = module.__class__.__new__(module.__class__)
         memo[id(module)] = copy
         for name, value in module.__dict__.items():
+            # Hooks may act on what is outside of the module, such as FSDP2's and a user's log
             hooks = name.startswith(("_forward_", "_backward_", "_non_full_backward")) and isinstance(value, dict)
             copy.__dict__[name] = type(value)() if hooks else value.copy() if type(value) in _COPIED else value
         copy.__dict__["_parameters"] = {name: self._tensor(one, memo) for name, one in module._parameters.items()}
@@ -117,6 +122,7 @@ class ShapeModel:
         copy.__dict__["_modules"] = {
             name: None if child is None else self._module(child, memo) for name, child in module._modules.items()
         }
+        # It is bound to the original module
         copy.__dict__["_compiled_call_impl"] = None
         return copy
 
@@ -154,6 +160,7 @@ def calls_of_checkpoint() -> Iterator[list[str]]:
     before = sys.getprofile()
 
     def see(frame: Any, event: str, argument: Any) -> None:
+        # By its code: modules may have imported the function under any name before
         if event == "call" and frame.f_code is code:
             caller = frame.f_back
             while caller is not None and caller.f_code.co_filename.startswith(torch.__path__[0]):

@@ -69,6 +69,7 @@ def _best(until: list[float], stages: int, limit: float, add: Callable[[float, f
     totals: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # per stage: its end -> the total, its begin
     for stage in range(1, stages + 1):
         found: dict[int, tuple[float, int]] = {}
+        # One block at least for each stage before and after this boundary
         for end in range(stage, blocks - (stages - stage) + 1):
             for begin, (total, _) in totals[-1].items():
                 cost = until[end] - until[begin]

@@ -173,12 +173,14 @@ def pipeline_stages(
     own_stages = {stage: modules_of_stages[stage] for stage in known.stages_of(rank, ranks, per_rank)}
     owner_of = {stage: owner for owner in range(ranks) for stage in known.stages_of(owner, ranks, per_rank)}
     copies = TiedWeights(tied, own_stages, owner_of, group)
+    # Before memory and shards: a copy is a parameter of its own to the initialiser and to FSDP2
     copies.separate()
     blocks = [cast(nn.Module, part.function) for part in parts.blocks]
     for stage in own_stages.values():
         materialise(stage, stage_device, init, blocks, options, whole.experts.values())
         if known.splits:
             uncoalesce_gradients(stage)
+    # Only now do the stages have values, on meta each its own
     copies.equalise()
     clock = Clock(stage_device)
     # Those of other stages that this rank has nevertheless, as it has the whole model; it does not keep them alive
@@ -187,6 +189,7 @@ def pipeline_stages(
     pipeline = _schedule(
         known.torch_class, own_stages, number, microbatches, step_loss, stage_device, group, clock, others
     )
+    # torch's schedules of one stage per rank have another base class, with one attribute
     torch_stages = [pipeline._stage] if per_rank == 1 and not known.looped else pipeline._stages
     setup = PipelineSetup(
         known,
@@ -276,6 +279,7 @@ def materialise(
     offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
 
     def made(tensor: Tensor) -> Tensor:
+        # Under offload FSDP2 refuses parameters that are not on the CPU
         own = torch.device("cpu") if offloads and isinstance(tensor, DTensor) else device
         return torch.empty_like(tensor, device=own) if tensor.is_meta else tensor.to(own)
 
@@ -310,6 +314,7 @@ def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:
 def _check_axis(mesh: DeviceMesh, pipeline: ProcessGroup) -> None:
     """Raises ValueError if other ranks of the pipeline, which have other parameters, are to shard this rank's."""
     along = {rank for dim in range(mesh.ndim) for rank in global_ranks(mesh.get_group(dim))}
+    # This rank itself is in the groups of every axis
     if along & set(global_ranks(pipeline)) - {dist.get_rank()}:
         raise ValueError(f"fsdp: {mesh} must be a data-parallel axis, not that of the pipeline")
 
@@ -338,7 +343,9 @@ def _shard(
     """Applies ``fully_shard`` to those of the experts and of the blocks that are in the model, and to the model."""
     expert_mesh = options.get("expert_mesh")
     options = {name: value for name, value in options.items() if name != "expert_mesh"}
+    # A stage of a single block may be that block: it is sharded once, by the last call
     inside = set(model.modules()) - {model}
+    # From the inside out: fully_shard takes the parameters that no module inside has taken
     for module in experts if expert_mesh is not None else ():
         if module in inside:
             fully_shard(module, **options | {"mesh": expert_mesh})
@@ -384,5 +391,6 @@ def _schedule(
 
     # [Note: a pipeline's schedule is torch's own, made a subclass]
     made = type(kind.__name__, (PipelineSteps, kind), {"__doc__": PipelineSteps.__doc__})
+    # scale_grads: torch would divide the gradients of earlier steps, too; StepLoss has scaled the losses
     single = issubclass(kind, torch.distributed.pipelining.schedules.PipelineScheduleSingle)
     return made(stages[0] if single else stages, microbatches, loss_fn=timed_loss, scale_grads=False)

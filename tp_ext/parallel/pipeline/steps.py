@@ -95,6 +95,7 @@ class PipelineSteps:
             stage.register_forward_context(partial(self._context_of, stage.stage_index))
 
     def _context_of(self, stage: int, info: Any) -> AbstractContextManager[Any]:
+        # Modules without a name draw by it: those of two stages on a rank would draw the same numbers
         base.stage = stage
         return self._setup.context(self.next_step, info.microbatch_index)
 
@@ -241,6 +242,7 @@ class PipelineSteps:
         elif setup.sharded:  # forward alone leaves the parameters whole, the backward that frees them does not come
             reshard(self.stages)
         if losses is not None and on_last and setup.loss.values:
+            # Those of the user's loss; torch's own list has the scaled ones
             losses[:] = setup.loss.values[-setup.microbatches :]
         return result
 
@@ -271,6 +273,7 @@ class PipelineSteps:
         training = bool(self._has_backward)  # type: ignore[attr-defined]
 
         def checked() -> tuple[Batch, list[tuple[str, bool, bool]]]:
+            # Again: hooks may have been registered since the stages were made
             check_hooks(setup.schedule, self.stages)
             return batch(), setup.tied.states()
 
@@ -321,6 +324,7 @@ class PipelineSteps:
             metas = {stage.stage_index: _stage_meta(shapes[stage.stage_index]) for stage in setup.torch_stages}
         except ReadParameterError as error:  # of the model, not of its being fake
             raise ValueError(str(error)) from error
+        # A model may do anything that fake tensors cannot, such as branch on values: slower then, not wrong
         except Exception as error:
             warnings.warn(
                 f"the shapes between the stages cannot be computed without running the model ({type(error).__name__}: "
@@ -333,6 +337,7 @@ class PipelineSteps:
             refuse_recomputation(setup.schedule, called[0])
         for stage in setup.torch_stages:
             if stage.stage_index in metas:
+                # Its constructor would take them, but the shapes of a batch are known since the first step only
                 stage._user_meta = metas[stage.stage_index]
 
     def _requires_grad(self) -> list[bool]:
@@ -418,6 +423,7 @@ def _same_shapes(name: str, given: Any, count: int) -> tuple[Shape, ...]:
 
 
 def _contiguous(shape: torch.Size, like: Tensor) -> Shape:
+    # As of a contiguous tensor: batches that differ in strides alone are the same to the stages
     return Shape.of(torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=like.requires_grad))
 
 

@@ -38,6 +38,7 @@ def find_tied(model: Census, stages: Sequence[nn.Module]) -> list[TiedWeight]:
     owners: dict[int, tuple[int, str]] = {}
     for index, stage in enumerate(stages):
         for name, module in stage.named_modules():
+            # A module without parameters, such as an activation, may be in several stages
             if any(param is not None for param in module._parameters.values()):
                 other = owners.setdefault(id(module), (index, name))
                 if other[0] != index:
@@ -86,9 +87,11 @@ class TiedWeights:
                     module = self._stages[stage]
                     param = module.get_parameter(names[0])
                     copy = nn.Parameter(param.detach().clone(), param.requires_grad)
+                    # tp_layout, for example, says how the parameter is sharded
                     copy.__dict__.update(param.__dict__)
                     if isinstance(main := getattr(param, "main_grad", None), Tensor):
                         copy.main_grad = main.clone()  # type: ignore[attr-defined]
+                    # Hooks are not in __dict__; without them the copy's gradient would not be that of the original
                     for hook in (getattr(param, "_backward_hooks", None) or {}).values():
                         copy.register_hook(hook)
                     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -132,6 +135,7 @@ class TiedWeights:
                 kept = {"grad": param.grad, "main_grad": main.clone() if isinstance(main, Tensor) else None}
                 param.grad = None
                 if isinstance(main, Tensor):
+                    # In place: the buffer is the user's, and layers with grad_accumulation_fusion add to it
                     main.zero_()
                 self._before.append((param, kept))
 
@@ -164,6 +168,7 @@ class TiedWeights:
                 continue
             for name in ("grad", "main_grad"):
                 parts = [getattr(param, name, None) for param in params.values()]
+                # Whether another rank has a grad only the exchange says; states() has compared who has main_grad
                 if name == "grad" or any(isinstance(part, Tensor) for part in parts):
                     total = self._sum(one, parts, next(iter(params.values())))
                     for param, earlier in zip(params.values(), kept, strict=True):
@@ -183,6 +188,7 @@ class TiedWeights:
         if there:
             own[-1] = 1
         ranks = self._ranks[one.original]
+        # Messages: [Note: a pipeline's schedule is torch's own, made a subclass]
         found = {rank: own if rank == self._rank else torch.empty_like(own) for rank in ranks}
         others = [rank for rank in ranks if rank != self._rank]
         _exchange(
@@ -192,6 +198,7 @@ class TiedWeights:
         total = found[ranks[0]].clone()
         for rank in ranks[1:]:  # in the same order everywhere: the same bits
             total += found[rank]
+        # there first: reading an element of total makes the host wait for a GPU
         return total[:-1].view(like.shape) if there or total[-1] > 0 else None
 
     def _params(self, one: TiedWeight) -> dict[int, nn.Parameter]:
@@ -218,6 +225,7 @@ def _add(param: nn.Parameter, name: str, total: Tensor, earlier: Tensor | None) 
         return
     grad = total.clone()
     if isinstance(param, DTensor):
+        # With shape and stride: from_local would take all shards for as long as this one
         grad = DTensor.from_local(
             grad, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
         )
