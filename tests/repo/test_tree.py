@@ -379,7 +379,7 @@ BUDGETS = {
     "auto": 10050,
     "checkpoint": 4750,
     "debug": 2050,
-    "huggingface": 1850,
+    "huggingface": 1900,
     "lightning": 350,
     "mesh_program": 1150,
     "model": 1700,
