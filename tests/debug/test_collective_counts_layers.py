@@ -224,7 +224,7 @@ CASES = {
         _experts_tp(shared=2, bias=True, **SP), SP_EXPERTS, [*SP_EXPERTS_BACKWARD, (AR, H * E)]
     ),
     "clip_grad_norm_": Case(_norm, [(AR, 8)]),
-    "full_state_dict": Case(_full, [(AG, F * H * E), (AG, F * E)]),
+    "full_state_dict": Case(_full, [(AG, F * H * E), (AG, F * E), (AR, 16)]),
 }
 
 

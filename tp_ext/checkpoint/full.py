@@ -11,7 +11,7 @@ from torch.distributed import DeviceMesh
 
 from tp_ext._object_collectives import broadcast_from_first
 from tp_ext.checkpoint.gather import check_one_mesh, ranks_of, scatter_full, write_full
-from tp_ext.checkpoint.pipeline import WholeEntry, gather_whole, to_stages, whole_entries
+from tp_ext.checkpoint.pipeline import WholeEntry, check_entries, gather_whole, to_stages, whole_entries
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
 from tp_ext.model.census import census
@@ -61,7 +61,8 @@ def full_state_dict(
     ranks, entries = ranks_of(model), model.state()
     state: StateDict = {}
     made: dict[str, Tensor | None] = {}
-    for name, one in whole_entries(entries, ranks, with_extra=True, unique=True, collective=True).items():
+    check_entries(entries, ranks)
+    for name, one in whole_entries(entries, ranks, with_extra=True, unique=True).items():
         value = one.value
         # All ranks in the order of the whole entries, whose collectives so match
         if not one.extra and one.tensor is not None:
@@ -105,7 +106,9 @@ def load_full_state_dict(
     """
     model = census(module, mesh_axes(group, mesh))
     ranks, entries = ranks_of(model), model.state()
-    whole = whole_entries(entries, ranks, collective=broadcast_from_rank0)
+    if broadcast_from_rank0:
+        check_entries(entries, ranks)
+    whole = whole_entries(entries, ranks)
     # Everything is checked before the first write; then no rank needs another
     if not broadcast_from_rank0:
         for name in check_state(state, whole, strict):

@@ -52,23 +52,7 @@ def over_stages(value: T, ranks: Ranks) -> list[T]:
     return [value] if ranks.pipeline is None else all_gather_objects(value, ranks.pipeline)
 
 
-def whole_entries(
-    entries: Mapping[str, Entry],
-    ranks: Ranks,
-    *,
-    with_extra: bool = False,
-    unique: bool = False,
-    collective: bool = False,
-) -> dict[str, WholeEntry]:
-    """Returns the entries of the whole model from those of each stage, the stages one after the other.
-
-    Communicates: one exchange over the pipeline, of names and shapes, and of extra state if ``with_extra``; under
-    ``collective`` also what :func:`check_same` does.
-
-    Raises:
-        ValueError: under ``unique``, two stages have an entry of one name; under ``collective``, the ranks of a stage
-            have other entries; a declared copy of an entry that no stage has, or that has another shape.
-    """
+def _entries_of_stage(entries: Mapping[str, Entry], ranks: Ranks, with_extra: bool) -> dict[str, WholeEntry]:
     first: dict[int, str] = {}
     own: dict[str, WholeEntry] = {}
     for name, entry in entries.items():
@@ -79,11 +63,22 @@ def whole_entries(
         tied = first.setdefault(id(entry.value), name)
         value = entry.value if entry.extra and with_extra else None
         own[name] = WholeEntry((ranks.stage,), tensor, tied, entry.copy_of, entry.extra, value)
-    if collective:
-        described = {name: _description(name, one, entries[name].layout) for name, one in own.items()}
-        check_same("module", described, ranks)
+    return own
+
+
+def whole_entries(
+    entries: Mapping[str, Entry], ranks: Ranks, *, with_extra: bool = False, unique: bool = False
+) -> dict[str, WholeEntry]:
+    """Returns the entries of the whole model from those of each stage, the stages one after the other.
+
+    Communicates: one exchange over the pipeline, of names and shapes, and of extra state if ``with_extra``.
+
+    Raises:
+        ValueError: under ``unique``, two stages have an entry of one name; a declared copy of an entry that no stage
+            has, or that has another shape.
+    """
     found: dict[str, WholeEntry] = {}
-    for of_stage in over_stages(own, ranks):
+    for of_stage in over_stages(_entries_of_stage(entries, ranks, with_extra), ranks):
         for name, one in of_stage.items():
             if name not in found:
                 found[name] = one
@@ -112,6 +107,12 @@ def _description(name: str, one: WholeEntry, layout: Layout) -> str:
     words = [f"of shape {tuple(one.tensor.shape)}", str(one.tensor.dtype)]
     words += [f"sharded in dim {sharding.dim} over {group.size} ranks" for sharding, group in layout if group.size > 1]
     return ", ".join(words if one.tied == name else [*words, f"tied to {one.tied!r}"])
+
+
+def check_entries(entries: Mapping[str, Entry], ranks: Ranks) -> None:
+    """:func:`check_same` of the entries of a stage; called after all checks that need no communication."""
+    own = _entries_of_stage(entries, ranks, with_extra=False)
+    check_same("module", {name: _description(name, one, entries[name].layout) for name, one in own.items()}, ranks)
 
 
 def check_same(name: str, entries: Mapping[str, str], ranks: Ranks) -> None:

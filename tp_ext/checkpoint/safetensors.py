@@ -20,7 +20,7 @@ from tp_ext.checkpoint.expert_names import PublishedEntry, check_family, publish
 from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
 from tp_ext.checkpoint.files.write_lock import check_lock_timeout
 from tp_ext.checkpoint.gather import Ranks, chunk_slices, ranks_of, write_full
-from tp_ext.checkpoint.pipeline import WholeTensor, from_stage, gather_whole, whole_entries
+from tp_ext.checkpoint.pipeline import WholeTensor, check_entries, from_stage, gather_whole, whole_entries
 from tp_ext.checkpoint.safetensors_files import (
     Export,
     FileEntries,
@@ -86,7 +86,7 @@ def save_safetensors(
         raise TypeError(f"metadata: {wrong} must be strings, and their values")
     model = census(module, mesh_axes(group, mesh))
     ranks, entries = ranks_of(model), model.state()
-    whole = whole_entries(entries, ranks, with_extra=True, unique=True, collective=True)
+    whole = whole_entries(entries, ranks, with_extra=True, unique=True)
     published: dict[str, list[PublishedEntry]] = {}
     if expert_names is not None:
         shapes = {name: one.tensor.shape for name, one in whole.items() if one.tensor}
@@ -105,6 +105,7 @@ def save_safetensors(
                 # A name that the user's metadata has already stays
                 head.setdefault(part.name, other.name)
     shards = split_into_files(written, max_shard_size)
+    check_entries(entries, ranks)
     gather_part = ExpertGather(ranks)
 
     def gather(name: str, tensor: WholeTensor) -> Tensor | None:

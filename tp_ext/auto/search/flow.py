@@ -337,8 +337,9 @@ class Finder:
     def place_at_output(self, id_: int, source: Tensor, span: tuple[int, int, int] | None) -> bool:
         if id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
             return False
-        first = min(place for place, _ in self.used[id_])
         written = max((step.place for step in self.record.writes.get(id(self.record.root_of(source)), ())), default=-1)
+        # Uses before a write in place are of other values, whose gradient the sum reaches through the write
+        first = min((place for place, _ in self.used[id_] if place > written), default=sys.maxsize)
         # A module that returns its argument comes last: code around it may use the argument itself
         for passes_on in (False, True):
             for call, path in reversed(self.returned_by.get(id(source), ())):
