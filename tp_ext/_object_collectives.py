@@ -1,6 +1,7 @@
 """Object collectives that succeed on all ranks or raise on all ranks: an error of one rank is raised on every rank."""
 
 import contextlib
+import hashlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -175,6 +176,27 @@ def true_on_any_rank(flag: bool, axes: AxisGroups, device: torch.device) -> bool
     for axis in axes:
         dist.all_reduce(number, dist.ReduceOp.MAX, group=axis)
     return bool(number)
+
+
+def differs_between_ranks(value: object, axes: AxisGroups, device: torch.device) -> bool:
+    """Returns whether two ranks have different values, by a hash of ``repr(value)``.
+
+    Communicates: one all-reduce of two numbers along every axis.
+    """
+    # Not hash(), whose values are no contract between processes. 56 bits: the negative fits an int64, too
+    number = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+    # MAX of the negative is the least: one all-reduce for both
+    extremes = torch.tensor([number, -number], device=device)
+    for axis in axes:
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=axis)
+    return bool(extremes.sum())
+
+
+def all_gather_along(values: list[T], axes: AxisGroups) -> list[T]:
+    """Returns the values of all ranks of a mesh, gathered along one axis after another."""
+    for axis in axes:
+        values = [value for of_rank in all_gather_objects(values, axis) for value in of_rank]
+    return values
 
 
 def _error_to_raise(errors: Iterable[Exception]) -> Exception:

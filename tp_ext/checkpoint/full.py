@@ -94,9 +94,9 @@ def load_full_state_dict(
         broadcast_from_rank0: ``state`` is given on rank 0 (in the sense of ``rank0_only``) alone and ignored elsewhere.
 
     Communicates nothing; with ``broadcast_from_rank0``, the two numbers of :func:`full_state_dict`, the errors found,
-        then every rank's shards, one tensor at a
-        time. With a pipeline, one exchange of names and shapes over ``pp``, and with ``broadcast_from_rank0`` one
-        broadcast per tensor of another stage than the first, between the first ranks of the stages.
+        then every rank's shards, one tensor at a time. With a pipeline, one exchange of names and shapes over
+        ``pp``, and with ``broadcast_from_rank0`` one broadcast per tensor of another stage than the first, between the
+        first ranks of the stages.
 
     Raises:
         KeyError: under ``strict``, naming the missing and the unexpected keys.

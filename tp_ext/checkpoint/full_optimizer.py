@@ -172,11 +172,12 @@ class _Own:
 
     def descriptions(self, states: Mapping[str, StateDict]) -> dict[str, str]:
         """Returns what :func:`check_same` compares: of the parameters, and of the tensors of their states."""
-        made = {name: f"of shape {tuple(self.full_shape(name))}" for name in self.params}
+        described = {name: f"of shape {tuple(self.full_shape(name))}" for name in self.params}
         for name, entry in states.items():
-            tensors = {key: value for key, value in entry.items() if isinstance(value, WholeTensor)}
-            made |= {f"{name}.{key}": f"of shape {tuple(one.shape)}, {one.dtype}" for key, one in tensors.items()}
-        return made
+            for key, value in entry.items():
+                if isinstance(value, WholeTensor):
+                    described[f"{name}.{key}"] = f"of shape {tuple(value.shape)}, {value.dtype}"
+        return described
 
     def layout_of(self, name: str, value: Tensor | HeldTensor) -> Layout:
         """Returns the layout of a state tensor: the parameter's, if it has its shape."""

@@ -2,7 +2,6 @@
 one stage to the others. Without a pipeline the module is the only stage, and nothing is communicated.
 """
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_ext._object_collectives import all_gather_objects, true_on_any_rank
+from tp_ext._object_collectives import all_gather_along, all_gather_objects, differs_between_ranks, true_on_any_rank
 from tp_ext.checkpoint.gather import Ranks, as_bytes, gather_full
 from tp_ext.model.fqn import Entry
-from tp_ext.sharding import Layout
 
 T = TypeVar("T")
 
@@ -52,20 +50,6 @@ def over_stages(value: T, ranks: Ranks) -> list[T]:
     return [value] if ranks.pipeline is None else all_gather_objects(value, ranks.pipeline)
 
 
-def _entries_of_stage(entries: Mapping[str, Entry], ranks: Ranks, with_extra: bool) -> dict[str, WholeEntry]:
-    first: dict[int, str] = {}
-    own: dict[str, WholeEntry] = {}
-    for name, entry in entries.items():
-        tensor = None
-        if isinstance(entry.value, Tensor):
-            tensor = WholeTensor((ranks.stage,), entry.shape, entry.value.dtype, entry.value.device.type)
-        # Entries of one tensor are tied: the first name is that of all
-        tied = first.setdefault(id(entry.value), name)
-        value = entry.value if entry.extra and with_extra else None
-        own[name] = WholeEntry((ranks.stage,), tensor, tied, entry.copy_of, entry.extra, value)
-    return own
-
-
 def whole_entries(
     entries: Mapping[str, Entry], ranks: Ranks, *, with_extra: bool = False, unique: bool = False
 ) -> dict[str, WholeEntry]:
@@ -77,8 +61,18 @@ def whole_entries(
         ValueError: under ``unique``, two stages have an entry of one name; a declared copy of an entry that no stage
             has, or that has another shape.
     """
+    first: dict[int, str] = {}
+    own: dict[str, WholeEntry] = {}
+    for name, entry in entries.items():
+        tensor = None
+        if isinstance(entry.value, Tensor):
+            tensor = WholeTensor((ranks.stage,), entry.shape, entry.value.dtype, entry.value.device.type)
+        # Entries of one tensor are tied: the first name is that of all
+        tied = first.setdefault(id(entry.value), name)
+        value = entry.value if entry.extra and with_extra else None
+        own[name] = WholeEntry((ranks.stage,), tensor, tied, entry.copy_of, entry.extra, value)
     found: dict[str, WholeEntry] = {}
-    for of_stage in over_stages(_entries_of_stage(entries, ranks, with_extra), ranks):
+    for of_stage in over_stages(own, ranks):
         for name, one in of_stage.items():
             if name not in found:
                 found[name] = one
@@ -101,49 +95,41 @@ def whole_entries(
     return found
 
 
-def _description(name: str, one: WholeEntry, layout: Layout) -> str:
-    if one.tensor is None:
+def _description(name: str, entry: Entry, tied: str) -> str:
+    if not isinstance(entry.value, Tensor):
         return "no tensor"
-    words = [f"of shape {tuple(one.tensor.shape)}", str(one.tensor.dtype)]
-    words += [f"sharded in dim {sharding.dim} over {group.size} ranks" for sharding, group in layout if group.size > 1]
-    return ", ".join(words if one.tied == name else [*words, f"tied to {one.tied!r}"])
+    words = [f"of shape {tuple(entry.shape)}", str(entry.value.dtype)]
+    words += [f"sharded in dim {part.dim} over {group.size} ranks" for part, group in entry.layout if group.size > 1]
+    return ", ".join(words if tied == name else [*words, f"tied to {tied!r}"])
 
 
 def check_entries(entries: Mapping[str, Entry], ranks: Ranks) -> None:
     """:func:`check_same` of the entries of a stage; called after all checks that need no communication."""
-    own = _entries_of_stage(entries, ranks, with_extra=False)
-    check_same("module", {name: _description(name, one, entries[name].layout) for name, one in own.items()}, ranks)
+    first: dict[int, str] = {}
+    tied = {name: first.setdefault(id(entry.value), name) for name, entry in entries.items()}
+    check_same("module", {name: _description(name, entry, tied[name]) for name, entry in entries.items()}, ranks)
 
 
 def check_same(name: str, entries: Mapping[str, str], ranks: Ranks) -> None:
-    """Checks that all ranks of a stage have the same entries, in this order: else one would wait for the others in a
-    collective, or get the shards of another entry. ``entries`` are descriptions by name.
+    """Checks that all ranks of a stage have the same entries, in this order. Otherwise a rank could wait for the others
+    in a collective, or get the shards of another entry. ``entries`` are descriptions by name.
 
     Communicates: one all-reduce of two numbers along every axis; before an error, one exchange of the entries.
 
     Raises:
         ValueError: on all ranks of all stages.
     """
-    # 7 bytes, so that the number and its negative fit an int64
-    digest = int.from_bytes(hashlib.sha256(repr([*entries.items()]).encode()).digest()[:7], "big")
-    extremes = torch.tensor([digest, -digest], device=ranks.device)
-    # The stages have different entries
-    for axis in ranks.stage_axes:
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=axis)
-    differ = bool(extremes.sum())  # the largest and the smallest of all digests
-    # All stages raise, since they would wait for the stage that does
+    differ = differs_between_ranks([*entries.items()], ranks.stage_axes, ranks.device)
     if not (differ if ranks.pipeline is None else true_on_any_rank(differ, [ranks.pipeline], ranks.device)):
         return
-    held = [(ranks.stage, dist.get_rank(), entries)]
-    for axis in ranks.axes:
-        held = [one for of_rank in all_gather_objects(held, axis) for one in of_rank]
+    gathered = all_gather_along([(ranks.stage, dist.get_rank(), entries)], ranks.axes)
     first: dict[int, tuple[int, Mapping[str, str]]] = {}
     # In the order of ranks, so that all raise the same error
-    for stage, rank, own in sorted(held, key=lambda one: one[:2]):
+    for stage, rank, own in sorted(gathered, key=lambda described: described[:2]):
         other_rank, others = first.setdefault(stage, (rank, own))
         for key in (*others, *own):
             if others.get(key) != own.get(key):
-                here, there = (f"is {one[key]}" if key in one else "is missing" for one in (others, own))
+                here, there = (f"is {rows[key]}" if key in rows else "is missing" for rows in (others, own))
                 raise ValueError(
                     f"{name}: {key!r} must be the same on all ranks that hold the model, and {here} on rank "
                     f"{other_rank}, {there} on rank {rank}"

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from tp_ext._object_collectives import true_on_any_rank
+from tp_ext.group import process_group
 from tp_ext.lightning.checkpoints import META, load_checkpoint
 from tp_ext.model.census import census
 from tp_ext.model.names import reset_parameters
@@ -138,9 +140,8 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Reduces over all ranks: callbacks decide by it whether to stop, and which checkpoint is the best."""
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
+        # All agree if none disagrees
+        return true_on_any_rank(bool(decision) != all, [process_group(dist.group.WORLD)], self.root_device) != all
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the data-parallel ranks: others have the same numbers."""

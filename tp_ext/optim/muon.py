@@ -4,19 +4,17 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024);
 training" (arXiv:2502.16982), whose learning rate is ``adjust_lr_fn="match_rms_adamw"``.
 """
 
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from tp_ext._checks import check_bool, check_choice, check_number
-from tp_ext._object_collectives import all_gather_objects
+from tp_ext._object_collectives import all_gather_along, all_gather_objects, differs_between_ranks
 from tp_ext.group import NOT_GIVEN, Group, process_group
 from tp_ext.mesh import DataAxes
 from tp_ext.model.census import warn_unneeded_group
@@ -221,20 +219,10 @@ class Muon(Optimizer):
         _, axes, device = self._axes
         if axes.size == 1:
             return
-        # In a step that is right this costs one all-reduce of two numbers per axis: the greatest and the smallest hash
-        # are equal if all are. The numbers of the matrices are exchanged for the message alone
-        # Not hash(), whose values for tuples are no contract between builds of Python
-        number = zlib.crc32(repr(key).encode())
-        # MAX of the negative is the least: one all-reduce for both
-        extremes = torch.tensor([number, -number], device=device)
         groups = [process_group(axis.name) for axis in reversed(axes.axes)]
-        for group in groups:
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        if extremes.sum() == 0:
+        if not differs_between_ranks(key, groups, device):
             return
-        keys = [key]
-        for group in groups:
-            keys = [key for of_rank in all_gather_objects(keys, group) for key in of_rank]
+        keys = all_gather_along([key], groups)  # for the message alone
         some = min(number for key in keys for number in key if any(number not in other for other in keys))
         have = [rank for rank, one in enumerate(keys) if some in one]
         raise ValueError(

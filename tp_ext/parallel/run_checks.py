@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_ext._checks import check_bool, check_choice, check_int
 from tp_ext._checksum import bits_of, checksum
-from tp_ext._object_collectives import all_gather_objects
+from tp_ext._object_collectives import all_gather_along, all_gather_objects
 from tp_ext.group import ParallelGroup, global_ranks
 from tp_ext.mesh import DATA_AXES
 from tp_ext.model.census import Census
@@ -133,11 +133,9 @@ def _check_replicas(model: Census, mesh: DeviceMesh) -> None:
             own, other = ranks[axis.rank()], next(i for i, one in enumerate(held) if one != mine)
             more = f", as do {len(different) - 1} more" if len(different) > 1 else ""
             found.append(f"{different[0]!r} differs on the ranks {sorted((own, ranks[other]))}{more}")
-    for group in axes.values():  # also those that have no difference
-        found = [one for of_rank in all_gather_objects(found, group) for one in of_rank]
-    if found:
+    if known := all_gather_along(found, [*axes.values()]):  # also along axes that have no difference
         raise ValueError(
-            f"model: must have the same weights on all data ranks, and {min(found)}; seed them alike before it is "
+            f"model: must have the same weights on all data ranks, and {min(known)}; seed them alike before it is "
             "made, by tp_ext.manual_seed, or make it on meta"
         )
 

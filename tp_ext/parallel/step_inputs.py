@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
-from tp_ext._object_collectives import all_gather_objects, as_builtin_error, true_on_any_rank
+from tp_ext._object_collectives import all_gather_along, as_builtin_error, true_on_any_rank
 from tp_ext.context_layout import ContextLayout
 from tp_ext.group import process_group
 from tp_ext.mesh import DataAxes
@@ -36,9 +36,7 @@ def on_all_data_ranks(act: Callable[[], T], data: DataAxes, device: torch.device
             failed = true_on_any_rank(failure is not None, axes, device)
         if failed:
             # Only built-in classes can be read on every rank
-            errors = [None if failure is None else as_builtin_error(failure)]
-            for axis in axes:
-                errors = [one for of_rank in all_gather_objects(errors, axis) for one in of_rank]
+            errors = all_gather_along([None if failure is None else as_builtin_error(failure)], axes)
             rank, first = next((rank, one) for rank, one in enumerate(errors) if one is not None)
             raise type(first)(f"{first}, on data rank {rank}") from failure
     elif failure is not None:
