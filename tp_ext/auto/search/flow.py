@@ -340,17 +340,20 @@ class Finder:
         written = max((step.place for step in self.record.writes.get(id(self.record.root_of(source)), ())), default=-1)
         # Uses before a write in place are of other values, whose gradient the sum reaches through the write
         first = min((place for place, _ in self.used[id_] if place > written), default=sys.maxsize)
+        tokens = SHARDS in self.type_now(self.by_id[id_])
+
+        def is_argument(returned: tuple[ModuleCall, LeafPath]) -> bool:
+            return any(source is tensor for _, tensor in returned[0].inputs)
+
         # A module that returns its argument comes last: code around it may use the argument itself
-        for passes_on in (False, True):
-            for call, path in reversed(self.returned_by.get(id(source), ())):
-                tokens = SHARDS in self.type_now(self.by_id[id_])
-                copy = Copy("output", call.module, path, span, tokens=tokens)
-                known = not tokens or self.are_known(self.by_id[id_], [call.stop])
-                is_argument = any(source is tensor for _, tensor in call.inputs)
-                if is_argument == passes_on and written < call.stop <= first and copy not in self.banned and known:
-                    self.placed.setdefault(copy, set()).add(call.order)
-                    self.place(id_, copy)
-                    return True
+        last_first = self.returned_by.get(id(source), [])[::-1]
+        for call, path in sorted(last_first, key=is_argument):
+            copy = Copy("output", call.module, path, span, tokens=tokens)
+            known = not tokens or self.are_known(self.by_id[id_], [call.stop])
+            if written < call.stop <= first and copy not in self.banned and known:
+                self.placed.setdefault(copy, set()).add(call.order)
+                self.place(id_, copy)
+                return True
         return False
 
     def place_at_arguments(self, id_: int, after: int = -1) -> list[tuple[int, Types]]:
