@@ -89,12 +89,15 @@ FILES_PER_UNIT = 7
 COMPILED_ALONE = {"csrc/cpu", "csrc/shm/core"}
 
 
-def write_units() -> list[str]:
-    """Returns the C++ files to compile; writes those that only include others."""
+def write_units(sources: list[str]) -> list[str]:
+    """Returns the files to compile for these; writes those that only include others."""
     folders: dict[str, list[str]] = {}
-    for file in sorted(glob("csrc/**/*.cpp", recursive=True)):
-        folders.setdefault(os.path.dirname(file), []).append(file)
     units = []
+    for file in sources:
+        if file.endswith(".cpp"):
+            folders.setdefault(os.path.dirname(file), []).append(file)
+        else:
+            units.append(file)
     for folder, files in folders.items():
         if folder in COMPILED_ALONE or len(files) == 1:
             units += files
@@ -112,7 +115,7 @@ def write_units() -> list[str]:
 
 def make_extension(nvcc: str | None) -> setuptools.Extension:
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-    sources, flags = write_units(), {"cxx": list(CXX_FLAGS)}
+    sources, flags = sorted(glob("csrc/**/*.cpp", recursive=True)), {"cxx": list(CXX_FLAGS)}
     make = cpp_extension.CppExtension
     if nvcc:
         banner = subprocess.check_output([nvcc, "--version"], text=True)
@@ -154,6 +157,8 @@ class BuildExt(build_ext):
         # recompiles only what changed; one folder per torch and device, so that none is mixed up.
         base = "build/temp" if self.editable_mode else self.build_temp
         self.build_temp = os.path.join(base, f"torch-{TORCH}-{'cuda' if NVCC else 'cpu'}")
+        for ext in self.extensions:
+            ext.sources = write_units(ext.sources)
         self.force = True  # leaves it to ninja to decide what is compiled, links always
         super().run()
         built_for = f"TORCH = {str(TORCH)!r}\nTORCH_CUDA = {torch.version.cuda if NVCC else None!r}\n"
