@@ -68,7 +68,7 @@ def functions(file: Path) -> dict[str, str]:
     methods of structs, as `Struct::method`."""
     code = re.sub(r"//[^\n]*", "", file.read_text())
     patterns = r"^\w[^;{}=]*?\b(\w+)\([^;{}]*\) \{\n(.*?)^\}", r"^struct (\w+) \{\n(.*?)^\};"
-    bodies = {found[1]: found[2] for pattern in patterns for found in re.finditer(pattern, code, re.M | re.S)}
+    bodies = {match[1]: match[2] for pattern in patterns for match in re.finditer(pattern, code, re.M | re.S)}
     method = re.compile(r"^  static \w[^;{}=]*?\b(\w+)\([^;{}]*\) \{\n(.*?)^  \}", re.M | re.S)
     return bodies | {f"{name}::{m[1]}": m[2] for name, body in bodies.items() for m in method.finditer(body)}
 

@@ -46,7 +46,7 @@ def test_losses_are_those_of_one_process(sizes, options, tmp_path):
 @pytest.mark.parametrize("save", [pytest.param(True, marks=NEW), False])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
 def test_the_best_checkpoint_is_that_of_one_process(sizes, save, tmp_path):
-    """Of three, each better than the last; all ranks decide which."""
+    """Three epochs, each better than the one before. All ranks must agree on the best checkpoint."""
     want = fit(None, None, tmp_path / "dense", epochs=3, monitor="val")[2]
     assert want.endswith("step=12.ckpt")
     for _, _, path in run(fit, sizes[0] * sizes[1], sizes, tmp_path / "x", save=save, epochs=3, monitor="val"):

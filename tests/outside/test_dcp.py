@@ -320,8 +320,8 @@ def _live(world, layout, folder):
 @pytest.mark.parametrize("layout", ["2", "fsdp"])
 def test_live_parameters_are_refused(tmp_path, layout):
     dcp.save({"number": 1}, checkpoint_id=tmp_path / "a", no_dist=True)
-    for found in ranks.run(_live, size(layout), layout, str(tmp_path / "a")):
-        for texts, call in zip(found, ("save", "load") * len(LIVE), strict=True):
+    for messages in ranks.run(_live, size(layout), layout, str(tmp_path / "a")):
+        for texts, call in zip(messages, ("save", "load") * len(LIVE), strict=True):
             for text in texts:
                 assert "'m.embedding.weight' is a parameter of a layer, of which this rank has a shard" in text
                 assert f"dcp.{call} would take it" in text and f"tp_ext.{call}_checkpoint" in text
@@ -337,8 +337,8 @@ def _alone(world, folder):
     got = tp_ext.full_state_dict(other)
     assert all(torch.equal(value, got[name]) for name, value in want.items())
     return [
-        _failures(dcp.load, {"m": one.state_dict()}, checkpoint_id=f"{folder}/{1 - rank}", no_dist=True)
-        for one in (other, Model(None))
+        _failures(dcp.load, {"m": model.state_dict()}, checkpoint_id=f"{folder}/{1 - rank}", no_dist=True)
+        for model in (other, Model(None))
     ]
 
 

@@ -78,10 +78,10 @@ def foreign_parameters(model: Census, optimizer: Optimizer) -> Iterator[str]:
 
 def not_finite(model: Census) -> Iterator[str]:
     """Yields a sentence about the first parameter or gradient of this rank that has an element that is not finite."""
-    held: list[tuple[str, Tensor]] = [(name, entry.value) for name, entry in model.parameters.items()]
-    held += [one for name, param in held for one in gradients(name, param)]
-    held = [(name, local_tensor(tensor)) for name, tensor in held if not tensor.is_meta]
-    suspect = [(name, tensor) for name, tensor in held if tensor.is_floating_point() or tensor.is_complex()]
+    tensors: list[tuple[str, Tensor]] = [(name, entry.value) for name, entry in model.parameters.items()]
+    tensors += [gradient for name, param in tensors for gradient in gradients(name, param)]
+    tensors = [(name, local_tensor(tensor)) for name, tensor in tensors if not tensor.is_meta]
+    suspect = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     found = [(name, where) for name, tensor in suspect if len(where := (~torch.isfinite(tensor)).nonzero())]
     if found:
         name, where = found[0]

@@ -160,11 +160,11 @@ def load_plan(original: Function, state_dict: Mapping[str, Any], metadata: Any, 
     for key, value in state_dict.items():
         saved = metadata.state_dict_metadata.get(key)
         if isinstance(saved, TensorStorageMetadata) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            _check_complete(key, value, saved)
+            _check_elements(key, value, saved)
     return original(state_dict, metadata, *args, **options)
 
 
-def _check_complete(key: str, value: Tensor, saved: TensorStorageMetadata) -> None:
+def _check_elements(key: str, value: Tensor, saved: TensorStorageMetadata) -> None:
     place = found_place(value)
     shape = tuple(value.shape) if place is None else place.global_shape
     if shape != tuple(saved.size):
@@ -173,11 +173,11 @@ def _check_complete(key: str, value: Tensor, saved: TensorStorageMetadata) -> No
         [((0,) * len(shape), shape)] if place is None else [*zip(place.global_offsets, place.local_sizes, strict=True)]
     )
     wanted = sum(math.prod(sizes) for _, sizes in chunks)
-    held = sum(_common(*chunk, one.offsets, one.sizes) for chunk in chunks for one in saved.chunks)
-    if held < wanted:
+    available = sum(_common(*chunk, other.offsets, other.sizes) for chunk in chunks for other in saved.chunks)
+    if available < wanted:
         raise RuntimeError(
-            f"state_dict: {key!r} has {wanted} elements here, of which the checkpoint has {held}: all ranks of the "
-            "model that was saved must call dcp.save, without no_dist"
+            f"state_dict: {key!r} has {wanted} elements here, of which the checkpoint has {available}: all ranks of "
+            "the model that was saved must call dcp.save, without no_dist"
         )
 
 

@@ -87,9 +87,11 @@ def _with_loss(group, way):
     model = Tied("none")
     weight = {"another stage": model.e, "this stage": model.last}[way].weight
     view = weight[:]
-    made = pipeline_stages(model, group, schedule="GPipe", microbatches=2, loss=lambda y, t: F.linear(y, view).sum())
+    pipeline = pipeline_stages(
+        model, group, schedule="GPipe", microbatches=2, loss=lambda y, t: F.linear(y, view).sum()
+    )
     x = torch.arange(4)
-    made.step(*((x,) if group.rank() == 0 else ()), target=x)
+    pipeline.step(*((x,) if group.rank() == 0 else ()), target=x)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="pipelines need it")

@@ -131,12 +131,13 @@ def _no_parameters(function: Callable[..., Any]) -> Iterator[None]:
     """Raises ReadParameterError if an operator or a module inside reads a parameter that is trained."""
     name = getattr(function, "__qualname__", type(function).__name__)
 
-    def refuse(one: Tensor) -> None:
+    def refuse(tensor: Tensor) -> None:
         # Copies of a frozen parameter stay equal
-        if isinstance(one, nn.Parameter) and one.requires_grad:
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             raise ReadParameterError(
-                f"model: the part {name}, a function, must not read a parameter, as that of shape {tuple(one.shape)}: "
-                "each stage would train a copy. Make it an nn.Module of the model; tie a weight by assigning it to both"
+                f"model: the part {name}, a function, must not read a parameter, as that of shape "
+                f"{tuple(tensor.shape)}: each stage would train a copy. Make it an nn.Module of the model; tie a "
+                "weight by assigning it to both"
             )
 
     with watch_reads(refuse):
@@ -166,9 +167,9 @@ class _Reads(TorchFunctionMode):
         self._see = see
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in tree_leaves((args, kwargs)):
-            if isinstance(one, Tensor):
-                self._see(one if one._base is None else one._base)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._see(leaf if leaf._base is None else leaf._base)
         return func(*args, **(kwargs or {}))
 
 

@@ -374,10 +374,10 @@ def _schedule(
 
     checked = False
 
-    def refuse(one: Tensor) -> None:
-        if one.requires_grad and any(param() is one for param in others):
+    def refuse(tensor: Tensor) -> None:
+        if tensor.requires_grad and any(param() is tensor for param in others):
             raise ValueError(
-                f"loss: must not read a parameter of another stage, as that of shape {tuple(one.shape)}: this rank "
+                f"loss: must not read a parameter of another stage, as that of shape {tuple(tensor.shape)}: this rank "
                 "would train a copy. Make it an nn.Module of the last part of the model; tie a weight by assigning it "
                 "to both"
             )
