@@ -14,6 +14,7 @@ from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply
 from tp_ext.auto.check_applied import compare_with, reference_of
 from tp_ext.auto.guard import Guard, structure_of
+from tp_ext.auto.modules.direct_calls import convert_direct_calls
 from tp_ext.auto.modules.hooks import (
     CopyArguments,
     CopyOutput,
@@ -252,6 +253,7 @@ class _Applied:
         self.register_hooks(own_input)
         for name, calls in _sizes(self.plan, self.group.rank).items():
             SizedForward(self.model.get_submodule(name), name, calls).install()
+        convert_direct_calls(self.model, self.plan.direct_calls, self.group)
         for name in self.plan.direct:
             CalledForward(self.model.get_submodule(name)).install()
 
@@ -373,7 +375,7 @@ class _Applied:
         if plan.heads:
             model.register_forward_hook(FullLogits())
         for gather in plan.gathers:
-            model.register_forward_hook(GatherOutput(gather.path, gather.sharding, group))
+            model.register_forward_hook(GatherOutput(gather.path, gather.sharding, group), with_kwargs=True)
         if self.tokens is not None:
             model.register_forward_hook(EndForward(self.tokens), always_call=True)
 

@@ -101,14 +101,14 @@ class SumOutput:
 
 @dataclass
 class GatherOutput:
-    """Gathers an output of the model that has a sharded dim."""
+    """Gathers an output of the module that has a sharded dim."""
 
     path: LeafPath
     sharding: Sharding
     group: ParallelGroup
     is_needed_in_stages = True
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return replaced(output, self.path, self.gathered)
 
     def gathered(self, y: Tensor) -> Tensor:

@@ -122,6 +122,36 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class DirectCall:
+    """The conversions of a call of a module by other code than the model's forward, which has whole tensors.
+
+    Attributes:
+        module: name of the module.
+        slices: arguments of which it takes its shard, backward all-reduces their gradients.
+        sums: results that are partial, all-reduced.
+        gathers: results with a sharded dim, all-gathered.
+        copies: arguments whose gradients it leaves partial, all-reduced.
+        partial: results whose gradients it needs partial: backward keeps those of rank 0 alone.
+        refused: why it cannot be called so; refused_gradients: why not while gradients are recorded.
+    """
+
+    module: str
+    slices: tuple[Slice, ...] = ()
+    sums: tuple[LeafPath, ...] = ()
+    gathers: tuple[Gather, ...] = ()
+    copies: tuple[LeafPath, ...] = ()
+    partial: tuple[LeafPath, ...] = ()
+    refused: str = ""
+    refused_gradients: str = ""
+
+    def of_values(self) -> tuple[object, ...]:
+        return self.slices, self.sums, self.gathers, self.refused
+
+    def of_gradients(self) -> tuple[object, ...]:
+        return self.copies, self.partial, self.refused_gradients
+
+
+@dataclass(frozen=True)
 class Draw:
     """A call that draws a random mask: ``F.dropout`` or ``F.scaled_dot_product_attention``, in order within its module.
 

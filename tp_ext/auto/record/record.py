@@ -122,6 +122,7 @@ class Record:
         self.running: list[ModuleCall] = []  # their calls
         self.paused = False
         self.is_examined = False  # a backward runs, whose operators pin dims and are no steps
+        self.numbers: list[str] = []  # lines of code that read a parameter or buffer as a number
 
     def dims_of(self, tensor: Tensor) -> list[Dim]:
         dims = self.dims.get(id(tensor))

@@ -26,6 +26,7 @@ from tp_ext.auto.record.dims import Reason, pin
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
 from tp_ext.auto.record.multi_head import plain_paths
+from tp_ext.auto.record.numbers import READ, Change, Numbers
 from tp_ext.auto.record.record import ModuleCall, Record, source_line, tensors
 from tp_ext.auto.record.rules import Op, Rule, draws_random_numbers, no_rule, rule_of
 from tp_ext.auto.record.unchanged import unchanged
@@ -37,7 +38,7 @@ constrained_run: ContextVar[Record | None] = ContextVar("constrained_run", defau
 
 FAKES = (
     "torch._subclasses", "torch._prims", "torch._refs", "torch._meta", "torch._decomp", "torch.utils._python", __name__,
-    "tp_ext.auto.record.rules",
+    "tp_ext.auto.record.rules", "tp_ext.auto.record.numbers",
 )  # fmt: skip
 
 
@@ -52,7 +53,9 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         record = self.record
-        if not record.paused:
+        if func is READ and not record.paused:
+            self.read(args[0])
+        elif not record.paused:
             inputs = [t for _, t in tensors([list(args), kwargs])]
             outputs = [t for _, t in tensors(result)]
             if outputs and not inputs:  # a factory: its dims are new ones
@@ -74,6 +77,13 @@ class _Operators(TorchDispatchMode):
                 elif inputs:
                     record.add(op)
         return result
+
+    def read(self, tensor: Tensor) -> None:
+        """Records that code reads a tensor as a number: by it the tensor, and what it is a sum of, stay whole."""
+        record = self.record
+        op = Op("item", (tensor,), {}, [tensor], [torch.empty_like(tensor)], record, record.reason("item"))
+        op.pin(*op.dims_of(tensor))
+        record.add(op)
 
 
 def _is_of_fakes(caller: Any) -> bool:
@@ -185,6 +195,7 @@ def trace(
     operators: bool = True,
     grad: bool = True,
     mode: TorchFunctionMode | None = None,
+    change: Change | None = None,
 ) -> Record:
     """Runs a model once on fakes and returns the record.
 
@@ -194,6 +205,7 @@ def trace(
         grad: run as in training: code that asks finds gradients enabled.
         operators: False: only calls from Python and of modules are recorded, faster.
         mode: sees the calls from Python before they are recorded, and may change them.
+        change: of the numbers that code reads of parameters and buffers.
     """
     record = Record() if record is None else record
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -242,6 +254,7 @@ def trace(
         torch.enable_grad() if grad else torch.no_grad(),
         watched_gradients(record, tensors),
         fakes,
+        Numbers(record, {id(state[name]): tensor for name, tensor in named}, change),
         _Calls(record, operators),
     ]
     if operators:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from tp_ext.auto.record.edits import (
     Collective,
     Copy,
+    DirectCall,
     Draw,
     Factor,
     Gather,
@@ -30,7 +31,7 @@ from tp_ext.auto.record.edits import (
 from tp_ext.auto.search import picture
 from tp_ext.sharding import Part, Sharding
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Plan:
         sizes: module -> its calls with sizes as arguments, of which some are changed while it runs
             (:class:`~tp_ext.auto.record.edits.SizeCall`): one list for all ranks, or one for each.
         direct: modules whose ``forward`` the model's code calls by name; the hooks of the plan run then, too.
+        direct_calls: the conversions of calls of modules by other code than the model's forward.
     """
 
     p: int
@@ -91,6 +93,7 @@ class Plan:
     whole_tokens: dict[str, str] = field(default_factory=dict)
     direct: list[str] = field(default_factory=list)
     sizes: dict[str, list[list[SizeCall]]] = field(default_factory=dict)
+    direct_calls: list[DirectCall] = field(default_factory=list)
 
     @property
     def fingerprint(self) -> str:
@@ -129,11 +132,9 @@ class Plan:
             for copy in data["copies"]
         ]
         data["sums"] = [Sum(sum_["module"], tuple(sum_["path"])) for sum_ in data["sums"]]
-        data["slices"] = [
-            Slice(slice_["module"], tuple(slice_["path"]), slice_["dim"], _factor(slice_["factor"]))
-            for slice_ in data["slices"]
-        ]
-        data["gathers"] = [Gather(tuple(gather["path"]), _sharding(gather["sharding"])) for gather in data["gathers"]]
+        data["slices"] = [_slice(slice_) for slice_ in data["slices"]]
+        data["gathers"] = [_gather(gather) for gather in data["gathers"]]
+        data["direct_calls"] = [_direct_call(direct) for direct in data["direct_calls"]]
         data["refused_inputs"] = [tuple(path) for path in data["refused_inputs"]]
         data["draws"] = [_draw(draw) for draw in data["draws"]]
         data["patches"] = {
@@ -152,6 +153,16 @@ class Plan:
         ]
         data["shapes"] = {name: tuple(shape) for name, shape in data["shapes"].items()}
         return cls(**data)
+
+    def local(self) -> list[str]:
+        """Returns the names of the modules that have integers, parameters or buffers of a shard."""
+        owners = (name.rpartition(".")[0] for name in (*self.shardings, *self.buffers))
+        return list(dict.fromkeys((*self.patches, *self.sizes, *owners)))
+
+    def edited(self) -> set[str]:
+        """Returns the names of the modules that the plan changes, or their boundaries."""
+        edits: tuple[Any, ...] = (*self.copies, *self.sums, *self.slices, *self.tokens, *self.draws)
+        return {*self.roles, *self.local(), *(edit.module for edit in edits)}
 
     def why(self, name: str) -> str:
         """Returns why a parameter is sharded as it is, or whole; or, of a module that sums over the ranks, whether its
@@ -361,6 +372,20 @@ def _sharding(data: dict[str, Any]) -> Sharding:
 
 def _factor(data: dict[str, Any]) -> Factor:
     return Factor(tuple(Part(**part) for part in data["parts"]), data["is_minor"])
+
+
+def _slice(data: dict[str, Any]) -> Slice:
+    return Slice(**{**data, "path": tuple(data["path"]), "factor": _factor(data["factor"])})
+
+
+def _gather(data: dict[str, Any]) -> Gather:
+    return Gather(tuple(data["path"]), _sharding(data["sharding"]))
+
+
+def _direct_call(data: dict[str, Any]) -> DirectCall:
+    paths = {kind: tuple(map(tuple, data[kind])) for kind in ("sums", "copies", "partial")}
+    slices, gathers = tuple(map(_slice, data["slices"])), tuple(map(_gather, data["gathers"]))
+    return DirectCall(**{**data, **paths, "slices": slices, "gathers": gathers})
 
 
 def _draw(data: dict[str, Any]) -> Draw:

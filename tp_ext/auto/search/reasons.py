@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tp_ext.auto.record.dims import Atom, Major, contains, majors
+from tp_ext.auto.record.numbers import CHANGES, Change
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import trace
@@ -132,7 +134,7 @@ def traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record:
     """
     record = Record()
     try:
-        return trace(model, example, rules=rules, record=record)
+        trace(model, example, rules=rules, record=record)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         kind = "branches on" if isinstance(error, DataDependentOutputException) else "computes lengths from"
         raise ValueError(
@@ -144,6 +146,27 @@ def traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record:
             raise
         where = record.modules[-1] or "the model"
         raise ValueError(f"example: forward fails on fake tensors like it, in {where}: {failure_of(error)}") from error
+    if record.numbers and any(map(functools.partial(_branches, model, example, record), CHANGES)):
+        lines = ", ".join(dict.fromkeys(record.numbers))
+        raise ValueError(
+            f"model: forward branches on numbers that it reads from parameters or buffers, at {lines}, or computes "
+            "lengths from them; it must not: make them attributes, or rewrite that code"
+        )
+    return record
+
+
+def _branches(model: nn.Module, example: Any, record: Record, change: Change) -> bool:
+    """True if a forward makes other calls, or calls of other shapes, when the numbers that it reads are others."""
+    try:
+        other = trace(model, example, operators=False, change=change)
+    except ArithmeticError:  # a logarithm of a number of another sign
+        return False
+    except ValueError as error:
+        return "math domain" not in str(error)
+    except Exception:
+        return True
+    calls = ([(*call[:2], [t.shape for t in call[2]]) for call in of.python_calls] for of in (record, other))
+    return next(calls) != next(calls)
 
 
 def _is_own(error: Exception) -> bool:

@@ -18,6 +18,7 @@ from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.rules import LOOK_UPS
 from tp_ext.auto.search.choose import Cut, Decision, carries, choose
 from tp_ext.auto.search.collectives import collectives_of, on_the_wire
+from tp_ext.auto.search.direct_calls import direct_calls
 from tp_ext.auto.search.flow import Finder, Flow
 from tp_ext.auto.search.hints import hint_of
 from tp_ext.auto.search.integers import Local, Search, merged, merged_sizes
@@ -390,7 +391,7 @@ class Planner:
     def finished(self, state: State) -> Plan:
         self.together = [list(decision.parameters) for decision in state.decisions]
         names = [name for name, _ in self.record.parameters.values()]
-        return Plan(
+        plan = Plan(
             p=self.p,
             shardings=self.shardings(state),
             tied=[group for name, group in self.names.items() if len(group) > 1 and name in state.cut],
@@ -418,6 +419,8 @@ class Planner:
             whole_tokens=state.whole_tokens,
             direct=self.record.direct,
         )
+        plan.direct_calls = direct_calls(state.finder, plan.edited(), plan.local())
+        return plan
 
     def outputs(self, state: State) -> list[Output]:
         summed = {partial.module for partial in state.flow.sums} | {

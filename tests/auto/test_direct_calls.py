@@ -1,0 +1,158 @@
+"""Calls of a sharded model's modules by other code than its forward: whole tensors in and out, complete gradients."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.simulated import run
+from tp_ext import auto
+
+WIDTH, HEADS, VOCAB = 16, 4, 40
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 36), nn.Linear(36, 4)
+        self.back, self.out = nn.Linear(4, 36), nn.Linear(36, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.out(F.gelu(self.back(z)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.norm, self.qkv, self.o = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.ModuleDict(
+            {"norm": nn.LayerNorm(WIDTH), "up": nn.Linear(WIDTH, 36), "down": nn.Linear(36, WIDTH)}
+        )
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (y.view(b, t, self.heads, WIDTH // HEADS).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm(x))
+        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.mlp["norm"](x))))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.Sequential(Block(), Block())
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def body(self, tokens: Tensor) -> Tensor:
+        return self.norm(self.blocks(self.embedding(tokens)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(tokens))
+
+
+class SharedDropout(nn.Module):
+    """A dropout that masks features of a rank, and those of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 36), nn.Linear(36, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(self.dropout(F.gelu(self.up(x)))))
+
+
+def tokens() -> Tensor:
+    return torch.arange(12).view(2, 6) % VOCAB
+
+
+CALLS: dict[str, tuple[type[nn.Module], Callable[[Any, Tensor], Tensor]]] = {
+    "a method that runs layers as forward does": (Autoencoder, lambda m, x: m.encode(x)),
+    "its second half": (Autoencoder, lambda m, x: m.decode(x[..., :4])),
+    "features of a column layer": (Autoencoder, lambda m, x: m.up(x).softmax(-1)),
+    "features for a row layer": (Autoencoder, lambda m, x: m.down(x.repeat(1, 1, 3)[..., :36])),
+    "a norm whose gradient forward sums": (Autoencoder, lambda m, x: m.norm(x)),
+    "forward and other code": (Autoencoder, lambda m, x: m(m(x)) + m.up(x).softmax(-1)[..., :WIDTH]),
+    "a block": (LanguageModel, lambda m, x: m.blocks[0](x)),
+    "blocks": (LanguageModel, lambda m, x: m.blocks(x)),
+    "the body alone": (LanguageModel, lambda m, x: m.body(tokens()) + x),
+    "the body, then the head": (LanguageModel, lambda m, x: m.head(m.body(tokens()) + x)),
+    "a head alone": (LanguageModel, lambda m, x: m.head(x)[..., 3:9]),
+    "an embedding": (LanguageModel, lambda m, x: m.embedding(tokens()) * x),
+    "a norm before two layers": (LanguageModel, lambda m, x: m.blocks[1].norm(x)),
+    "recomputed": (LanguageModel, lambda m, x: checkpoint(m.blocks[0], x, use_reentrant=False)),
+    "recomputed, reentrant": (LanguageModel, lambda m, x: checkpoint(m.blocks[0], x, use_reentrant=True)),
+    "compiled": (Autoencoder, lambda m, x: torch.compile(m.encode, backend="aot_eager")(x)),
+    "a copy": (Autoencoder, lambda m, x: m.encode(x) + copy.deepcopy(m).encode(x.detach())),
+}
+REFUSED: dict[str, tuple[type[nn.Module], Callable[[Any, Tensor], Tensor]]] = {
+    "a method that reads heads of a rank": (LanguageModel, lambda m, x: m.blocks[0].attend(x)),
+    "a layer next to heads of a rank": (LanguageModel, lambda m, x: m.blocks[0].qkv(x)),
+    "a module that forward calls in two ways": (SharedDropout, lambda m, x: m.dropout(x)),
+}
+
+
+def _compare(group: Any, made: type[nn.Module], call: Callable[[Any, Tensor], Tensor], tokens_too: bool | str) -> None:
+    torch.manual_seed(0)
+    model, x = made().double(), torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    plan = auto.plan(model, (tokens() if made is LanguageModel else x,), group.size(), sequence_parallel=tokens_too)
+    assert plan.shardings
+    sharded = auto.apply(plan, copy.deepcopy(model), group)
+    gradients = []
+    for each in (model, sharded):
+        argument = x.clone().requires_grad_()
+        y = call(each, argument)
+        (y**2).sum().backward()
+        gradients.append((y.detach(), argument.grad))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-11, atol=1e-12)
+    of_rank = dict(sharded.named_parameters())
+    for name, parameter in model.named_parameters():
+        wanted, sharding = parameter.grad, plan.shardings.get(name)
+        wanted = torch.zeros_like(parameter) if wanted is None else wanted
+        wanted = wanted if sharding is None else sharding.shard(wanted, group.rank(), group.size())
+        found = of_rank[name].grad
+        torch.testing.assert_close(torch.zeros_like(wanted) if found is None else found, wanted, rtol=1e-11, atol=1e-12)
+
+
+def _compare_named(group: Any, name: str, tokens_too: bool | str) -> None:
+    _compare(group, *{**CALLS, **REFUSED}[name], tokens_too)
+
+
+@pytest.mark.parametrize("tokens_too", [False, "auto"])
+@pytest.mark.parametrize("name", CALLS)
+def test_whole_tensors_and_complete_gradients(name: str, tokens_too: bool | str):
+    for p in (2, 3):
+        run(_compare_named, p, name, tokens_too)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_converted_is_refused(name: str):
+    with pytest.raises(RuntimeError, match=r"cannot be called by other code than the forward .*Let forward call it"):
+        run(_compare_named, 2, name, False)
+
+
+def _raises_and_goes_on(group: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Autoencoder().double(), torch.randn(3, WIDTH, dtype=torch.float64)
+    sharded = auto.apply(auto.plan(model, (x,), 2), copy.deepcopy(model), group)
+    with pytest.raises(RuntimeError):
+        sharded(x[:, :3])  # fails inside of forward: what comes next is not inside of it
+    torch.testing.assert_close(sharded.up(x), model.up(x))
+
+
+def test_an_exception_ends_forward():
+    run(_raises_and_goes_on, 2)

@@ -1,0 +1,173 @@
+"""Direct calls: of a model's modules by other code than its forward, such as ``encode`` of an autoencoder.
+
+Inside of forward a module may take and return shards, leave the gradient of an argument partial, and expect that of a
+result to be: the modules around it complete them. Other code has whole tensors and complete gradients, so a direct call
+converts them at the boundary of the module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor
+
+from tp_ext.auto.record.dims import contains
+from tp_ext.auto.record.edits import DirectCall, Factor, Gather, LeafPath, Slice
+from tp_ext.auto.record.record import ModuleCall
+from tp_ext.auto.search.flow import Finder
+from tp_ext.auto.search.gradient_types import COMPLETE, PARTIAL
+from tp_ext.auto.search.tokens import TokenGather
+from tp_ext.sharding import Sharding
+
+
+class _NoConversionError(Exception):
+    """A tensor at the boundary of a module cannot be converted."""
+
+
+def direct_calls(finder: Finder, edited: Iterable[str], local: Iterable[str]) -> list[DirectCall]:
+    """Returns the conversions of a direct call, for each module that a plan edits and those around them.
+
+    Args:
+        finder: of the plan, after its search.
+        edited: names of the modules that the plan edits: any other computes on whole tensors as without a plan.
+        local: names of the modules whose own code reads integers, parameters or buffers of a shard.
+    """
+    around: set[str] = set()
+    for name in edited:
+        parts = name.split(".")
+        around.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    conversions: dict[str, DirectCall] = {}
+    for call in finder.record.calls:
+        if call.module and call.module in around:
+            new = _Boundary(finder, call).conversions()
+            conversions[call.module] = _common(conversions.setdefault(call.module, new), new)
+    return [
+        _refused_in(direct, local) if direct.slices or direct.gathers else direct for direct in conversions.values()
+    ]
+
+
+def _refused_in(direct: DirectCall, local: Iterable[str]) -> DirectCall:
+    """A direct call, refused if another method around it could combine its whole tensors with sizes of a shard."""
+    for name in local:
+        if not name or direct.module.startswith(f"{name}."):
+            text = f"{name or 'the model'} has sizes or parameters of a shard, and this module takes or returns shards"
+            return DirectCall(direct.module, refused=text)
+    return direct
+
+
+def _common(one: DirectCall, other: DirectCall) -> DirectCall:
+    """The conversions for two calls of a module in forward: where they differ, a direct call could be either."""
+    if one.refused or one.of_values() != other.of_values():
+        return DirectCall(one.module, refused=one.refused or "its calls in forward take or return other shards")
+    if one.refused_gradients or one.of_gradients() != other.of_gradients():
+        why = one.refused_gradients or "its calls in forward complete other gradients"
+        return replace(one, copies=(), partial=(), refused_gradients=why)
+    return one
+
+
+class _Boundary:
+    """The boundary of one call of a module."""
+
+    def __init__(self, finder: Finder, call: ModuleCall) -> None:
+        self.finder, self.call = finder, call
+
+    def conversions(self) -> DirectCall:
+        try:
+            direct = self.of_values()
+        except _NoConversionError as error:
+            return DirectCall(self.call.module, refused=str(error))
+        try:
+            return self.of_gradients(direct)
+        except _NoConversionError as error:
+            return replace(direct, refused_gradients=str(error))
+
+    def of_values(self) -> DirectCall:
+        module, slices, sums, gathers = self.call.module, list[Slice](), list[LeafPath](), list[Gather]()
+        for path, tensor in self.call.inputs:
+            for sharding in self.shardings(tensor):
+                slices.append(Slice(module, path, sharding.dim, Factor(tuple(sharding.parts))))
+        for path, tensor in self.call.outputs:
+            gathers += [Gather(path, sharding) for sharding in self.shardings(tensor)]
+            if self.is_partial(tensor):
+                sums.append(path)
+        return DirectCall(module, tuple(slices), tuple(sums), tuple(gathers))
+
+    def of_gradients(self, direct: DirectCall) -> DirectCall:
+        copies = [path for path, tensor in self.call.inputs if PARTIAL in self.gradients(tensor, inside=True)]
+        not_whole = {*self.finder.sharded, *self.finder.partial}
+        whole = [(path, tensor) for path, tensor in self.call.outputs if id(tensor) not in not_whole]
+        partial = [path for path, tensor in whole if self.expects_partial(tensor)]
+        return replace(direct, copies=tuple(copies), partial=tuple(partial))
+
+    def shardings(self, tensor: Tensor) -> list[Sharding]:
+        """The shardings of the dims of a tensor of which a rank has its shard.
+
+        Raises:
+            _NoConversionError: a dim has a sharded factor with others before it, such as heads after a batch.
+        """
+        finder, shardings = self.finder, list[Sharding]()
+        for dim, label in enumerate(finder.record.dims_of(tensor) if id(tensor) in finder.flow.local else ()):
+            for decision in finder.chosen:
+                # Logits have their full shape for any code
+                if decision.atom in finder.whole_heads or not any(contains(label, atom) for atom in decision.sharded):
+                    continue
+                parts = decision.parts(label)
+                if parts is None:
+                    raise _NoConversionError(f"it takes or returns a tensor whose dim {dim} has a sharded factor")
+                shardings.append(Sharding(dim, parts))
+        return shardings
+
+    def is_partial(self, tensor: Tensor) -> bool:
+        """True if a result is summed by a module around this one."""
+        module = self.finder.partial.get(id(tensor))
+        if module is None or self.is_inside(module):
+            return False
+        if any(id(given) in self.finder.partial for _, given in self.call.inputs):
+            raise _NoConversionError("it takes and returns terms of a sum over the ranks")
+        return True
+
+    def is_inside(self, module: str) -> bool:
+        return module == self.call.module or module.startswith(f"{self.call.module}.")
+
+    def gradients(self, tensor: Tensor, inside: bool) -> set[str]:
+        """The types of the gradients that a tensor gets from its uses in this call, or from those after it, without
+        sums at arguments there. Those of sharded tokens are complete: a direct call has all tokens."""
+        finder, call, types = self.finder, self.call, set[str]()
+        first, stop = (call.start, call.stop) if inside else (call.stop, sys.maxsize)
+        sums = [(begin, end) for id_, begin, end in finder.summed if id_ == id(tensor) and end < sys.maxsize]
+        for place, of_use in finder.used.get(id(tensor), ()):
+            if not first <= place < stop:
+                continue
+            gather = finder.tokens.gather_at(tensor, place) if finder.tokens is not None else None
+            if gather is not None and gather.kind == "all_gather":  # with all tokens it is a sum, backward
+                is_summed, of_use = self.is_beyond(gather, inside), frozenset({PARTIAL})
+            else:
+                is_summed = any(begin <= place < end and first <= begin and end <= stop for begin, end in sums)
+            types |= {COMPLETE} if is_summed else of_use
+        return types
+
+    def is_beyond(self, gather: TokenGather, inside: bool) -> bool:
+        """True if a sum at a boundary of tokens is, seen from the boundary of this call, on the side of the uses."""
+        call = gather.call
+        if inside:
+            return call is not None and (call is self.call or self.call.around(call))
+        return call is None or not (gather.after and (call is self.call or self.call.around(call)))
+
+    def expects_partial(self, tensor: Tensor) -> bool:
+        """True if the gradient of a result is partial where this module gets it.
+
+        Raises:
+            _NoConversionError: it is partial in some of its elements or uses.
+        """
+        finder = self.finder
+        sums = [copy for copy in finder.summed.get((id(tensor), 0, sys.maxsize), ()) if copy.kind == "output"]
+        if any(not self.is_inside(copy.module) for copy in sums):
+            return False  # a module around this one completes it
+        returned = {call.module for call, _ in finder.returned_by.get(id(tensor), ())}
+        if any(copy.span is not None and copy.module in returned for copy in finder.flow.copies):
+            raise _NoConversionError("the gradient of a part of its result is summed")
+        types = self.gradients(tensor, inside=False) | ({COMPLETE} if id(tensor) in finder.outputs else set())
+        if {PARTIAL, COMPLETE} <= types:
+            raise _NoConversionError("the gradients of its result are summed in some of its uses")
+        return PARTIAL in types
