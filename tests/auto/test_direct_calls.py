@@ -145,6 +145,24 @@ def test_what_cannot_be_converted_is_refused(name: str):
         run(_compare_named, 2, name, False)
 
 
+class Recomputed(nn.Module):
+    """Column and row layers that backward calls again, next to each other in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 36), nn.Linear(WIDTH, 36)
+        self.down = nn.Linear(36, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.norm, x, use_reentrant=False)
+        up, gate = (checkpoint(layer, h, use_reentrant=False) for layer in (self.up, self.gate))
+        return checkpoint(self.down, F.silu(gate) * up, use_reentrant=False)
+
+
+def test_recomputation_inside_of_forward():
+    run(_compare, 2, Recomputed, Recomputed.__call__, False)
+
+
 def _raises_and_goes_on(group: Any) -> None:
     torch.manual_seed(0)
     model, x = Autoencoder().double(), torch.randn(3, WIDTH, dtype=torch.float64)

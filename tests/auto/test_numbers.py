@@ -54,6 +54,11 @@ class Total(Base):  # partial, were the columns sharded
         return self.mlp(x, self.down.weight.sum().item())
 
 
+class Product(Base):  # a term of it on each rank
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x, (self.up.bias[None] @ self.up.bias[:, None]).item())
+
+
 class Branches(Base):
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(x) if self.scale.item() > 0 else x
@@ -77,7 +82,9 @@ class OfInputs(Base):
 def _compare(group: Any, made: type[Base], on_meta: bool) -> list[str]:
     torch.manual_seed(0)
     model, x = made().double(), torch.randn(3, WIDTH, dtype=torch.float64)
-    plan = auto.plan(copy.deepcopy(model).to("meta") if on_meta else model, (x,), 2)
+    # The rules alone, without the proof that would catch what they let through
+    prove = "values" if on_meta else "shapes"
+    plan = auto.plan(copy.deepcopy(model).to("meta") if on_meta else model, (x,), 2, prove=prove)
     sharded = auto.apply(plan, copy.deepcopy(model), group)
     for each in (model, sharded):
         (each(x) ** 2).sum().backward()
@@ -99,6 +106,7 @@ def _compare(group: Any, made: type[Base], on_meta: bool) -> list[str]:
         (Unpacked, ["down.weight", "up.bias", "up.weight"]),
         (Largest, ["down.bias", "down.weight"]),
         (Total, []),
+        (Product, []),
     ],
 )
 def test_a_number_of_a_parameter_or_buffer(made: type[Base], sharded: list[str], on_meta: bool):

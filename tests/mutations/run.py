@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
+from tests.mutations.auto_bugs import AUTO_BUGS
 from tests.mutations.context_bugs import CONTEXT_BUGS
 from tests.mutations.csrc_bugs import CSRC_BUGS
 from tests.mutations.experts_bugs import EXPERTS_BUGS
@@ -42,6 +43,7 @@ MUTATIONS = [
     *CSRC_BUGS,
     *LINEAR_LOSS_BUGS,
     *MOE_BUGS,
+    *AUTO_BUGS,
 ]
 SECONDS = 400  # for the tests of one bug
 

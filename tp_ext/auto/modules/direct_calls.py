@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tp_ext.auto.modules.hooks import CopyArguments, GatherOutput, SliceArgument, SumOutput
 from tp_ext.auto.record.edits import DirectCall, LeafPath
 from tp_ext.auto.record.forwards import run_forward
+from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.localize import replaced
 from tp_ext.group import ParallelGroup
 
@@ -92,7 +93,9 @@ class Conversions:
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         for conversion in self.after:
-            output = conversion(module, (), {}, output)
+            # A call with other arguments may return no attention weights, say
+            if _has_tensor(output, conversion.path):
+                output = conversion(module, (), {}, output)
         return output
 
 
@@ -121,6 +124,10 @@ class DirectForward:
         finally:
             self.outermost.name = ""
         return conversions.leave(self.module, output)
+
+
+def _has_tensor(output: Any, path: LeafPath) -> bool:
+    return any(place == path for place, _ in tensors(output))
 
 
 @dataclass

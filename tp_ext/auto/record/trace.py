@@ -79,11 +79,9 @@ class _Operators(TorchDispatchMode):
         return result
 
     def read(self, tensor: Tensor) -> None:
-        """Records that code reads a tensor as a number: by it the tensor, and what it is a sum of, stay whole."""
+        """Records that code reads a tensor of one element as a number, which must be no term of a sum over ranks."""
         record = self.record
-        op = Op("item", (tensor,), {}, [tensor], [torch.empty_like(tensor)], record, record.reason("item"))
-        op.pin(*op.dims_of(tensor))
-        record.add(op)
+        record.add(Op("item", (tensor,), {}, [tensor], [torch.empty_like(tensor)], record, record.reason("item")))
 
 
 def _is_of_fakes(caller: Any) -> bool:
