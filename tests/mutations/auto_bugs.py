@@ -48,14 +48,6 @@ AUTO_BUGS = [
         "auto/test_direct_calls.py::test_recomputation_inside_of_forward",
     ),
     _bug(
-        "number_of_a_shard",
-        "record/trace.py",
-        "self.read(args[0])",
-        "pass",
-        "Code reads the sum of a rank's columns as that of the parameter.",
-        "auto/test_numbers.py::test_a_number_of_a_parameter_or_buffer",
-    ),
-    _bug(
         "number_that_is_branched_on",
         "search/reasons.py",
         "return next(calls) != next(calls)",
