@@ -42,7 +42,7 @@ class ParallelMLP(ParallelModule):
             GELU, which is the tanh form, so exact ``gelu`` keeps its kernel. Elsewhere the same is computed in steps.
             Values equal those without it up to rounding; saved tensors and communication are the same. Where ``up`` or
             ``down`` has hooks, was replaced (LoRA, FSDP2 on each) or lost its bias, they are called one by one.
-            False by default, since it has not been measured on a GPU: docs/reference/performance.md.
+            False by default, since it is slower on an H100 and an H200: docs/reference/performance.md.
         init: initialiser of both weights.
 
     Raises:
