@@ -65,6 +65,7 @@ def check_plan_options(
     if prove is not False and prove not in ("values", "shapes"):
         raise ValueError(f"prove: {prove!r} must be 'values', 'shapes' or False")
     for name, value in (("memory_budget", memory_budget), ("budget", budget)):
+        # True is an int in Python
         number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         if not number and not (name == "memory_budget" and value is None):
             raise ValueError(f"{name}: {value!r} must be a positive number of bytes")

@@ -36,6 +36,7 @@ def loss_or_squares(output: Any) -> Tensor:
     if isinstance(output, Tensor) and output.dim() == 0:
         return output
     first = next(t for _, t in tensors(output) if t.is_floating_point())
+    # In fp32: squares overflow in fp16, and their mean is rounded in bf16
     return first.float().pow(2).mean() if first.dtype in (torch.float16, torch.bfloat16) else first.pow(2).mean()
 
 
@@ -75,6 +76,7 @@ def compare_with(model: nn.Module, reference: nn.Module, example: Any, group: Gr
         expected = layouts[name].shard(full.grad) if name in layouts else full.grad
         if expected.numel():
             error = (expected - gradient).abs().max().item() / max(full.grad.abs().max().item(), 1e-3 * scale, 1e-10)
+            # NaN compares as smaller than nothing, and would pass as no difference
             worst = max(worst, (error if error == error else float("inf"), name))
     for name, parameter in model.named_parameters():
         parameter.grad = kept[name]

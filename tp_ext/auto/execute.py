@@ -107,6 +107,7 @@ def apply_quietly(
     if plan.p != parallel.size:
         raise ValueError(f"plan: is for p = {plan.p} and must be for the {parallel.size} ranks of the group")
     _compare_over_group(plan, model, group)
+    # A copy of the full weights, which the model does not have after it is sharded
     reference = reference_of(plan, model) if verify else None
     if parallel.size > 1:
         guard = Guard(plan, structure_of(model), apply_quietly) if plan.shardings and plan.example is not None else None
@@ -143,6 +144,7 @@ def _compare_over_group(plan: Plan, model: nn.Module, group: Group) -> None:
     """Raises the same ValueError on all ranks unless all have the same plan, and models of the same structure."""
     kinds = [(name, type(module).__qualname__) for name, module in model.named_modules()]
     dtypes = [(name, str(t.dtype), t.requires_grad) for name, t in model.named_parameters()]
+    # A rank that fails alone does not raise yet: the others would wait for it in the all-gather
     failed = _misfit(plan, model) or _prove(plan, model, group)
     description = plan.fingerprint, hashlib.sha256(repr((kinds, dtypes)).encode()).hexdigest(), failed
     descriptions = (
@@ -192,6 +194,7 @@ def _failure(plan: Plan, model: nn.Module, rank: int) -> str:
     )
     local = Localized(model, example, edits)
     try:
+        # Another version of the model's code makes other calls, although its parameters fit the plan
         if digest(local.calls(rank, _patches(plan, rank), _sizes(plan, rank))) == plan.proofs[rank]:
             return ""
     except MismatchError as mismatch:
@@ -224,6 +227,7 @@ class _Applied:
 
     def apply(self) -> None:
         own_input = {copy.module for copy in self.plan.copies if self.sums_own_input(copy)}
+        # Linear layers first: they make shards of their own, which tied parameters of other modules then take
         for name, role in self.plan.roles.items():
             if isinstance(self.model.get_submodule(name), nn.Linear):
                 self.replace_linear(name, role, name in own_input)
@@ -255,6 +259,7 @@ class _Applied:
             SizedForward(self.model.get_submodule(name), name, calls).install()
         convert_direct_calls(self.model, self.plan.direct_calls, self.group)
         for name in self.plan.direct:
+            # Last: it wraps the other forwards of the instance, so that a call by name runs the hooks and then these
             CalledForward(self.model.get_submodule(name)).install()
 
     def apply_alone(self) -> None:
@@ -280,8 +285,10 @@ class _Applied:
         layer.train(old.training)
         for hooks in HOOKS:
             getattr(layer, hooks).update(getattr(old, hooks))
+        # Forward code reads attributes that the layer's own class does not have
         for key, value in old.__dict__.items():
             layer.__dict__.setdefault(key, value)
+        # Code may call the module by any of its names
         for other, module in list(self.model.named_modules(remove_duplicate=False)):
             if module is old:
                 self.model.set_submodule(other, layer)
@@ -354,6 +361,7 @@ class _Applied:
             model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
         self.enter_parameters()
         for sum_ in plan.sums:
+            # Its reduce-scatter is the sum
             if sum_.module in self.scattered:
                 continue
             model.get_submodule(sum_.module).register_forward_hook(SumOutput(sum_.path, group), with_kwargs=True)

@@ -54,9 +54,11 @@ def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> d
     named: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
         kind = forward.parameters[name].kind
+        # The arguments in *args have no names by which two calls could be compared
         if kind == inspect.Parameter.VAR_POSITIONAL:
             return None
         named |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
+    # A call with mask=None takes the path of a call without a mask
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -76,12 +78,15 @@ def signature(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> str | N
 def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dim(), "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "int"
+    # Code branches on these values
     if value is None or isinstance(value, bool | str | torch.dtype | torch.device):
         return str(value)
+    # Without its value: a scale that differs in each call would need a proof in each call
     if isinstance(value, int | float | complex):
         return type(value).__name__
     if isinstance(value, Mapping):
         return {str(key): _kind(inner) for key, inner in value.items()}
+    # Exact types: a subclass may be a cache, which holds more than its items
     if type(value) in (list, tuple):
         return [_kind(inner) for inner in value]
     raise _OpaqueError
@@ -114,10 +119,12 @@ class Guard:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.plan.refused_inputs and torch.is_grad_enabled():
             self.refuse_partial_gradients(args, kwargs)
+        # A run on fakes and a proof cannot be parts of a compiled graph
         if torch.compiler.is_compiling():
             return
         kinds = signature(self.structure, args, kwargs)
         key = kinds and f"{kinds} {torch.is_grad_enabled()}"  # sums of gradients do not matter without any
+        # The example's kinds are there without the mode: its proof has run with gradients and without
         if key not in self.proven and kinds not in self.proven:
             self.convert_as(module)
             self.prove(args, kwargs)
@@ -230,14 +237,17 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
         changed = {edit for edit in (edits_now - edits if whole_heads else edits ^ edits_now) if edit.module in called}
         if changed:
             return f"it communicates elsewhere then, in {next(iter(changed)).module or 'the model'}"
+    # The integers of a rank are set in the modules, for all calls of them
     for module in called:
         if again.patches.get(module) != plan.patches.get(module) or again.sizes.get(module) != plan.sizes.get(module):
             return f"{module or 'the model'} reads other integers then"
+    # Hooks of the model gather its results in every call
     if again.gathers != plan.gathers or not {*again.heads} <= {*plan.heads}:
         return "it has other results with a sharded dim then"
     try:
         prover = prover_of(planner, again, rules, BUDGET, apply) if plan.proof == "values" else None
         differences = prover.differences(again) if prover is not None else {}
     except UnprovenError:
+        # The shapes of this call are proven. Its values cannot be on this machine, which is no fault of the call
         return ""
     return next(iter(differences.values()), "")

@@ -98,11 +98,13 @@ def _proven(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: flo
     try:
         prover = prover_of(planner, plan, rules, budget, apply_quietly)
         while True:
+            # The reduced model must shard tokens exactly if the plan does, or another plan would be proven
             planner.proves_tokens = bool(plan.tokens)
             different = prover.differences(plan)
             if not different:
                 break
             planner.whole_tokens.update(different.pop(TOKEN_SUMS, {}))
+            # By kind: of equal layers only the first two have run
             for name in list(plan.shardings):
                 if kind_of(name) in different:
                     planner.why.setdefault(name, different[kind_of(name)])
@@ -111,6 +113,7 @@ def _proven(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: flo
                 break
         plan.proof = "values"
     except UnprovenError as error:
+        # Not an error: the shapes are proven, and the plan says that the values are not
         plan.proof = f"shapes: {error}"
     return plan
 

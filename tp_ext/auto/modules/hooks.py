@@ -32,6 +32,7 @@ class CopyOutput:
     is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        # With whole tokens every rank has the complete gradient, and a sum of it would be p times too large
         if self.tokens is not None and self.tokens.length is None:
             return output
         return replaced(output, self.path, self.copied)
@@ -40,6 +41,7 @@ class CopyOutput:
         if self.span is None:
             return _ops.copy_to_region(y, self.group.name)
         dim, start, stop = self.span
+        # Only the gradient of this part is partial as a whole. The rest has another sum, or needs none
         before, middle, after = y.split([start, stop - start, y.shape[dim] - stop], dim)
         return torch.cat([before, _ops.copy_to_region(middle, self.group.name), after], dim)
 
@@ -54,6 +56,7 @@ class CopyArguments:
     is_needed_in_stages = True
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # With whole tokens the gradients are complete, as in CopyOutput
         both = args, kwargs
         if self.tokens is not None and self.tokens.length is None:
             return both
@@ -113,6 +116,7 @@ class GatherOutput:
 
     def gathered(self, y: Tensor) -> Tensor:
         sizes, dim = self.sharding.local_sizes(self.group.size), self.sharding.dim
+        # A gather appends shard after shard. The full dim has q of all ranks, then k, then v
         return self.sharding.unshard(_ops.gather_from_region(y, self.group.name, dim, sizes).split(sizes, dim))
 
 
@@ -142,8 +146,10 @@ class EnterParameters:
             if name in self.on_tokens and self.tokens is not None and self.tokens.length is None:
                 continue
             entered = _ops.copy_to_region(module._parameters[name], self.group.name)  # type: ignore[arg-type]
+            # Every rank adds a divided parameter to its partial sum, and the p shares make it once
             module.__dict__[name] = entered / self.group.size if divided else entered
         for name, (dim, rows) in self.copied.items():
+            # The operator counts the copied rows along dim 0
             parameter = module._parameters[name].movedim(dim, 0)  # type: ignore[union-attr]
             module.__dict__[name] = _ops.copy_replicas_to_region(parameter, self.group.name, *rows).movedim(0, dim)
 
@@ -160,6 +166,7 @@ class LeaveParameters:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         for name in self.names:
+            # It is not there if tokens are whole, or if another hook has raised before
             module.__dict__.pop(name, None)
 
 

@@ -38,6 +38,7 @@ class EnteredColumnLinear(ColumnParallelLinear):
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
         """Computes y = x W_local^T + b_local."""
         weight, bias, _ = operands(self, self.__dict__, weight, self._copied)
+        # A full bias in the place of the shard: F.linear would fail without the name of the parameter
         if bias is not None and bias.size(0) != weight.size(0):
             raise ValueError(f"bias: shape {tuple(bias.shape)} must be [{weight.size(0)}], this rank's shard")
         return F.linear(x, weight, bias)
@@ -67,6 +68,7 @@ class RowTokensLinear(RowParallelLinear):
 def _scattered_sum(y: Tensor, bias: Tensor | None, group: str, dim: int, sizes: list[int]) -> Tensor:
     """This rank's slice of the sum of y over the ranks, plus the bias."""
     y = _ops.reduce_scatter_region(y, group, dim, sizes)
+    # After the sum, where it counts once. Each rank adds it to its tokens, so that its gradient is partial
     return y if bias is None else y + _ops.copy_to_region(bias, group)
 
 
@@ -126,6 +128,7 @@ class _RowsOfTable(nn.Module):
         return ValueError(f"weight: {weight.size(0)} rows must be {self.local_rows}, this rank's of the table")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made while the program runs: pickle would not find it by its name
         return _empty, (type(self).__bases__[0],), self.__getstate__()
 
 
@@ -136,6 +139,7 @@ class VocabLookup(_RowsOfTable, nn.Embedding):
         """Returns the rows of the full table, ``[*input.shape, embedding_dim]``, or a slice of these."""
         self.compare(input)
         sizes = None if self.tp_tokens is None else self.tp_tokens.enter(input.shape[self.tp_tokens_dim])
+        # Without a group the operator leaves its sum to the reduce-scatter below
         group = self.tp_group.name if sizes is None else ""
         weight = self.weight
         if weight.size(0) != self.local_rows:
@@ -162,6 +166,7 @@ class VocabBag(_RowsOfTable, nn.EmbeddingBag):
             IndexError: on CPU, before the first collective: an index that is no row.
         """
         self.compare(input)
+        # Indices of other ranks become row 0 below, so that torch's own check would find no wrong index
         if input.device.type == "cpu" and ((input < 0) | (input >= self.num_embeddings)).any():
             raise IndexError(f"input: every index must be in [0, {self.num_embeddings})")
         if self.weight.size(0) != self.local_rows:
@@ -171,9 +176,11 @@ class VocabBag(_RowsOfTable, nn.EmbeddingBag):
             kept = input != self.padding_idx
         mine = kept & (local >= 0) & (local < self.local_rows)
         weights = mine.to(self.weight.dtype)
+        # A rank has the gradients of the weights of its own rows, and zeros for the others
         if per_sample_weights is not None:
             weights = weights * _ops.copy_to_region(per_sample_weights, self.tp_group.name)
         y = self.bags(local.where(mine, 0), self.weight, offsets, weights)
+        # The mean is over all indices of a bag, those of other ranks included. An empty bag is zero
         if self.mode == "mean":
             ones = self.weight.new_ones(1, 1)
             y = y / self.bags(input.new_zeros(input.shape), ones, offsets, kept.to(y.dtype)).clamp(min=1)
@@ -220,6 +227,7 @@ def fused_norm(module: nn.Module) -> RMSNorm | None:
     over the last dim, plus epsilon, the reciprocal root, times x, times the weight."""
     weight = module._parameters.get("weight")
     is_alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    # The fused norm has one weight: a bias, a buffer or an inner module would be lost
     if not is_alone or weight is None or weight.dim() != 1 or isinstance(module, RMSNorm):
         return None
     if len(inspect.signature(module.forward).parameters) != 1:  # a gate, for example

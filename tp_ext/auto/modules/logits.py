@@ -67,15 +67,18 @@ class ShardedLogits(Tensor):
         name = getattr(func, "__name__", "")
         x = next(t for _, t in tensors([list(args), kwargs]) if isinstance(t, ShardedLogits))
         with torch._C.DisableTorchFunctionSubclass():
+            # Code builds views, targets and masks from the shape, which must be that of the full logits
             if name == "__get__":
                 value = func(local(x))
                 return torch.Size([*value[:-1], cls._vocab()]) if isinstance(value, torch.Size) else value
+            # The answer does not depend on the columns of other ranks: a gather for it would be of no use
             if name in LOCAL or (name.startswith("_") and not name.startswith("__")):
                 return func(local(x), *args[1:], **kwargs)
             handled = _HANDLERS.get(func, _HANDLERS.get(name, lambda *_: NotImplemented))(cls, func, x, args, kwargs)
         if handled is not NotImplemented:
             return handled
         full, written = x.full(), bool(args) and args[0] is x and _writes(name)
+        # One gather of x, however often it is an argument
         args = [full if a is x else _gathered(a) for a in args]
         result = func(*args, **{key: full if value is x else _gathered(value) for key, value in kwargs.items()})
         if not written:
@@ -107,6 +110,7 @@ def _writes(name: str) -> bool:
 def _gathered(value: Any) -> Any:
     if isinstance(value, ShardedLogits):
         return value.full()
+    # torch.cat and torch.stack take a list of tensors
     if isinstance(value, list | tuple) and any(isinstance(inner, ShardedLogits) for inner in value):
         return type(value)([_gathered(inner) for inner in value])
     return value
@@ -140,6 +144,7 @@ def _cross_entropy(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kw
     arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     target, plain = arguments["target"], local(x)
     unusual = [arguments.get(name) for name in ("weight", "size_average", "reduce")]
+    # Classes in another dim than the last, targets of probabilities and weights of classes need the full logits
     if plain.shape[:-1] != target.shape or target.is_floating_point() or any(value is not None for value in unusual):
         return NotImplemented
     return vocab_parallel_cross_entropy(
@@ -155,6 +160,7 @@ def _cross_entropy(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kw
 
 def _argmax(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    # Only the position over the vocabulary, as a tensor without that dim, has a sharded form
     if dim not in (-1, x.dim() - 1) or kwargs.get("keepdim") or len(args) > 2:
         return NotImplemented
     return vocab_parallel_argmax(local(x).contiguous(), cls.group.name, vocab_size=cls._vocab())
@@ -163,6 +169,7 @@ def _argmax(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -
 def _view(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
     shape = list(args[1]) if isinstance(args[1], list | tuple) else list(args[1:])
     plain = local(x)
+    # Only a view that leaves all columns in a dim of their own has a local form
     last = bool(shape) and (shape[-1] == cls._vocab() or (shape[-1] == -1 and shape[:-1] == list(plain.shape[:-1])))
     return plain.reshape(*shape[:-1], plain.shape[-1]).as_subclass(cls) if last else NotImplemented
 
@@ -173,6 +180,7 @@ def _flatten(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) 
 
 
 def _same(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
+    # y.type_as(x) has the shape of y, of which nothing is sharded
     if args[0] is not x:
         return NotImplemented
     return func(*[local(a) for a in args], **kwargs).as_subclass(cls)
@@ -184,6 +192,7 @@ def _pointwise(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs
     def columns(value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, ShardedLogits):
             return local(value)
+        # A bias or a mask of the vocabulary has all columns, a scalar none
         return value if value.dim() == 0 or value.shape[-1] == 1 else value.narrow(-1, start, plain.shape[-1])
 
     return func(*map(columns, args), **kwargs).as_subclass(cls)
@@ -191,10 +200,12 @@ def _pointwise(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs
 
 def _item(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    # A new dim or a mask may move the columns, or select among them
     if any(entry is None or isinstance(entry, Tensor) for entry in index):
         return NotImplemented
     has_ellipsis = any(entry is Ellipsis for entry in index)
     reaches_last = (has_ellipsis and index[-1] is not Ellipsis) or len(index) == x.dim()
+    # An index of the last dim counts the columns of the full logits
     if reaches_last and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
         return NotImplemented
     return func(local(x), args[1]).as_subclass(cls)

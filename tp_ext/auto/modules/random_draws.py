@@ -89,9 +89,11 @@ class Masks(TorchFunctionMode):
             return self.drop(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self.attention(func, *args, **kwargs)
+        # Other operators draw for replicated tensors alone: a plan leaves whole what they read and write
         return func(*args, **kwargs)
 
     def begin(self, call: _Running) -> None:
+        # Once for all modules: with a mode for each, modules around saw a replaced call again (OPT, BART)
         if not self.running:
             self.__enter__()
         self.running.append(call)
@@ -112,11 +114,13 @@ class Masks(TorchFunctionMode):
         running = self.running[-1]
         self.keep_for_recomputation(running)
         draws = running.draws
+        # A loop may run more often than in the example, so that its draws begin again
         planned = draws[running.next % len(draws)] if draws else None
         running.next += 1
         if planned is not None and planned.call == call and self.fits(planned, x):
             return planned
         fitting = [draw for draw in running.begun.draws if draw.call == call and self.fits(draw, x)]
+        # The place does not fit, but all draws that fit the tensor would give the same mask
         if fitting and all(draw.mask == fitting[0].mask for draw in fitting):
             return fitting[0]
         where, planned_calls = running.begun.module or "the model", sorted({draw.call for draw in running.begun.draws})
@@ -156,10 +160,12 @@ class Masks(TorchFunctionMode):
         return input.copy_(result) if inplace and result is not input else result
 
     def masked(self, draw: Draw, x: Tensor, p: float, training: bool = True) -> Tensor:
+        # The lengths of shards of tokens are those of the run: the plan does not have them
         if draw.tokens and self.tokens is not None and draw.dim is not None:
             sizes = self.tokens.sizes_of(x, draw.dim)
             dim = None if sizes is None else draw.dim
             return dropout(x, p, training, group=self.group.name, dim=dim, sizes=sizes)
+        # All ranks draw the mask of one process for a replicated tensor, so that it stays replicated
         if draw.factor is None or draw.dim is None or not training or p == 0:
             return dropout(x, p, training)
         factor, group = draw.factor, self.group
@@ -181,12 +187,14 @@ class Masks(TorchFunctionMode):
     ) -> Tensor:
         """softmax(q k^T scale + mask) v with dropout of the weights, as the documentation of torch computes it."""
         draw = self.take("scaled_dot_product_attention", query)
+        # Nothing is drawn, and the fused kernels may run
         if not dropout_p:
             options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return func(query, key, value, attn_mask, dropout_p, **options)
         if enable_gqa:
             groups = query.shape[-3] // key.shape[-3]
             key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
+        # A fused kernel would draw a mask of its own, which no other number of ranks has
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -209,9 +217,11 @@ def _recomputation(frame: FrameType) -> tuple[Any, str]:
     if frame.f_code is torch.utils.checkpoint.CheckpointFunction.forward.__code__:
         return frame.f_locals["ctx"], "run_function"
     generator = frame.f_locals.get("gen")
+    # Other frames of torch's file are wrappers, which keep no function
     if generator is None:
         return None, ""
     holder = generator.gi_frame.f_locals.get("new_frame")
+    # An error, since the recomputation would draw other masks than the forward, with wrong gradients
     if not hasattr(holder, "recompute_fn"):
         raise RuntimeError(
             f"torch.utils.checkpoint of torch {torch.__version__} inside of a module's forward cannot be followed; "
@@ -235,6 +245,7 @@ class Recomputed:
         try:
             return self.function(*args, **kwargs)
         finally:
+            # torch stops a recomputation by an exception once it has all tensors, within calls of modules
             while len(running) > outside:
                 self.masks.end()
 
@@ -271,6 +282,7 @@ class BeginDraws:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         masks = self.masks
+        # Within a call that draws, a module in eval mode must be the innermost, or it would take draws of its caller
         if not (module.training or self.always or masks.running):
             return
         draws = self.draws
@@ -295,6 +307,7 @@ class EndDraws:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self.begun.masks.running
+        # In eval mode, or after an exception of an earlier hook, no call has begun
         if running and running[-1].begun is self.begun:
             call = running[-1]
             self.begun.masks.end()

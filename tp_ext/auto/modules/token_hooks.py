@@ -57,6 +57,7 @@ class TokenLengths:
     def enter(self, length: int) -> list[int] | None:
         """Begins to shard tokens of a full length; returns the lengths on the ranks, None: they stay whole."""
         shards = self.records
+        # No forward of the model runs: backward recomputes this module, or other code calls it
         if not self.forwards:
             backward = _backward()
             shards = backward >= 0 and not (self.whole and backward == self.backward)
@@ -86,6 +87,7 @@ class TokenLengths:
         storage = x.untyped_storage()
         if len(self.known) > MAX_KNOWN:
             self.known = {key: entry for key, entry in self.known.items() if not entry[0].expired()}
+        # By storage: a checkpoint detaches its arguments, so that a recomputation has other tensors of the same memory
         self.known[storage._cdata] = StorageWeakRef(storage), self.length
 
     def recall(self, x: Tensor) -> None:
@@ -133,6 +135,7 @@ class BeginForward:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         lengths = self.lengths
+        # The outermost forward decides for those inside of it
         if lengths.forwards == 0:
             lengths.length, lengths.records = None, torch.is_grad_enabled()
         lengths.forwards += 1
@@ -145,6 +148,7 @@ class EndForward:
     lengths: TokenLengths
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        # An exception in an earlier hook ends a forward that BeginForward has not counted
         self.lengths.forwards = max(0, self.lengths.forwards - 1)
 
 
@@ -187,6 +191,7 @@ class TokenBoundary:
     def converted(self, x: Tensor) -> Tensor:
         name, dim, kind = self.lengths.group.name, self.dim, self.kind
         if kind == "reduce_scatter":
+            # Whole tokens, here and below: the collectives are those without sequence parallelism
             sizes = self.lengths.enter(x.shape[dim])
             if sizes is None:
                 return _ops.reduce_from_region(x, name)
@@ -197,6 +202,7 @@ class TokenBoundary:
         sizes = self.lengths.sizes_of(x, dim)
         if kind == "all_gather":
             if sizes is None:
+                # The gradient is partial with whole tokens, too: sharded work uses the tensor
                 return _ops.copy_to_region(x, name)
             return _ops.all_gather_region(x, name, dim, sizes)
         return x if sizes is None else _ops.gather_from_region(x, name, dim, sizes)

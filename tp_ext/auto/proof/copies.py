@@ -76,11 +76,13 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
 def _function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
     """Copies a function: its closure and defaults refer to copies."""
     cells = function.__closure__ or ()
+    # It refers to globals alone, which a model and its copy share
     if not cells and not function.__defaults__ and not function.__kwdefaults__:
         return function
     clone = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(map(_empty, cells))
     )
+    # Before its closure is copied: a recursive function refers to itself
     memo[id(function)] = clone
     clone.__kwdefaults__ = _copy(function.__kwdefaults__, memo)
     clone.__defaults__ = _copy(function.__defaults__, memo)

@@ -156,6 +156,7 @@ def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None
         return torch.randn(tensor.shape, generator=generator, dtype=_target(tensor, dtype))
     if tensor.dtype == torch.bool:
         return torch.ones(tensor.shape, dtype=tensor.dtype)
+    # The sizes of tables are not known here: 0 and 1 are rows of nearly every table
     return torch.randint(0, 2, tensor.shape, generator=generator, dtype=tensor.dtype)
 
 
@@ -168,6 +169,7 @@ def examples(example: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Any
 
     first = tree_map(value, arguments(example))
     yield "the example", first
+    # A second batch shows a length of the example that has become a constant of the plan
     batch = next((t.shape[0] for _, t in tensors(first) if t.dim() > 1), None)
 
     def longer(x: Any) -> Any:
@@ -183,6 +185,7 @@ def few_tokens(example: Any, p: int) -> Any:
     """The example with a batch of at most 2 and at most 2 p + 3 tokens, if its first tensor of integers has both."""
     args, kwargs = arguments(example)
     ids = next((t for _, t in tensors((args, kwargs)) if t.dim() == 2 and not t.is_floating_point()), None)
+    # Images and features have no dim that is known to be of tokens
     if ids is None or ids.numel() <= FEW:
         return example
     lengths = {ids.shape[0]: min(2, ids.shape[0]), ids.shape[1]: min(2 * p + 3, ids.shape[1])}
@@ -190,6 +193,7 @@ def few_tokens(example: Any, p: int) -> Any:
     def shorter(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
+        # A mask [batch, 1, query, key] has tokens in its last dims, too
         for dim, size in enumerate(x.shape[:2] if x.dim() < 4 else x.shape):
             x = x.narrow(dim, 0, lengths.get(size, size))
         return x
@@ -246,6 +250,7 @@ def full_logits(result: Any) -> Any:
 
 def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: float) -> tuple[float, str]:
     """The difference of a tensor relative to its largest element; infinite where one is missing."""
+    # A missing gradient equals zeros: the code of one side may have no path to the tensor
     if wanted is None or got is None:
         present = got if wanted is None else wanted
         return (float("inf") if present is not None and present.any() else 0.0), name
@@ -255,6 +260,7 @@ def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: flo
         return 0.0, name
     wanted, got = (t.double() if not t.is_complex() else torch.view_as_real(t).double() for t in (wanted, got))
     error, largest = (wanted - got).abs().max().item(), wanted.abs().max().item()
+    # An output may be -inf on both sides, as masked scores are, and the difference of these is NaN
     if not math.isfinite(error + largest):
         both = torch.isfinite(wanted)
         if not torch.equal(both, torch.isfinite(got)):
@@ -268,6 +274,7 @@ def compare_runs(wanted: Run, got: Run, layouts: Mapping[str, Any]) -> tuple[flo
     rows = []
     for kind in ("outputs", "gradients", "buffers"):
         left, right = getattr(wanted, kind), getattr(got, kind)
+        # A gradient of rounding noise alone has no size of its own, and is compared with the largest
         scale = 1e-3 * max((t.abs().max().item() for t in left.values() if t.numel()), default=0.0)
         for name in {**left, **right}:
             full = left.get(name)
@@ -342,6 +349,7 @@ def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any, apply: A
     try:
         return simulate(runs, 1)[0]
     except RuntimeError:
+        # The example itself must run: its error is the reason why nothing is proven
         if len(calls) == 1:
             raise
     return [*_reference(reduced, whole, calls[:1], modes, apply), []]  # the other call is one that it does not accept

@@ -68,6 +68,7 @@ class Prover:
         # Grouped products of torch exist for some types only: None leaves those of the model
         self.dtypes = [*(t for t in TYPES if bytes_of(self.reduced, t) <= budget), None]
         same_model = len(list(self.reduced.modules())) == len(list(model.modules()))
+        # A plan for all layers does not fit a reduced model, for which another is made
         self.is_all = same_model and self.p == plan.p and self.example is example
         self.modules = dict(self.reduced.named_modules(remove_duplicate=False))
 
@@ -128,6 +129,7 @@ class Prover:
         if not text:
             return {}
         sources = {kind_of(edit.module) for edit in plan.tokens if edit.kind == "reduce_scatter"}
+        # Without scattered sums nothing differs: the shards of tokens are the cause, and no weight need be whole
         if sources and not self._tried(only, dict.fromkeys(sources, text)):
             reason = f"values differ when it is sharded on its tokens: {text}"
             wrong = {s for s in sources if self._tried(only, dict.fromkeys(sources - {s}, text))}
@@ -158,6 +160,7 @@ class Prover:
         """Runs the model with these parameters sharded; returns the difference, or "" if there is none."""
         if plan is None:
             plan = self.planner_of(self.reduced, self.example, self.p, only, whole_tokens).decide()
+        # With nothing sharded both models are the same
         if not plan.shardings:
             return ""
         whole = for_one_rank(plan, self.modules)
@@ -171,6 +174,7 @@ class Prover:
             except DifferentValuesError as error:
                 return str(error)
             except UnprovenError as error:
+                # The unsharded model may not run in this type: the next type may prove the plan
                 failed = error
         assert failed is not None
         raise failed
@@ -198,6 +202,7 @@ def alone(planner: Planner) -> Plan:
             planner.model, planner.example, 2, planner.record, planner.hints, None, False, planner.only
         ).decide()
     except ValueError:
+        # A constraint that two ranks cannot hold must not forbid a plan of a single rank
         two = planner.decide()
     return for_one_rank(two, planner.modules)
 

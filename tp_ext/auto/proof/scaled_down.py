@@ -84,6 +84,7 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
     tables |= state.heads_atoms
     units = _units(state.decisions, tables)
     others = _others(part, units)
+    # Integers for fewer unsharded features may not be found, where those of fewer units are
     for kept in [{**units, **others}, units] if others else [units]:
         shapes = _shapes(part, kept)
         smaller = _Smaller(part.localized(state), shapes, kept)
@@ -167,6 +168,7 @@ def _shrink(model: nn.Module, shapes: Mapping[str, _Shape]) -> None:
             module.normalized_shape = tuple(weight.shape)
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.num_embeddings, module.embedding_dim = weight.shape
+            # The padding row of the full table may lie after the last row of the smaller table
             if module.padding_idx is not None:
                 module.padding_idx %= module.num_embeddings
 
@@ -180,6 +182,7 @@ def _with_fewer_ids(example: Any, rows: int | None) -> Any:
     """The example with integers below the rows of the smallest table; negative ones, which losses ignore, stay."""
 
     def fewer(x: Any) -> Any:
+        # Other tensors are no indices, and without a table no index can be too large
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.is_meta or rows is None:
             return x
         return torch.where(x < rows, x, x % rows)

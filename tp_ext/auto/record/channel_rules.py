@@ -21,6 +21,7 @@ def convolution(op: Op) -> None:
     """Input channels are summed over, within their group; groups pass, places are whole."""
     x, weight, groups, transposed = op.dims(0), op.dims(1), op.args[8], op.args[6]
     spatial = op.inputs[1].dim() - 2
+    # A window reads places of its neighbours, which would be on another rank
     op.pin(*x[-spatial:], *weight[2:])
     into, out = (weight[0], weight[1]) if transposed else (weight[1], weight[0])
     if groups == 1:
@@ -32,6 +33,7 @@ def convolution(op: Op) -> None:
         ]  # those of x and of the weight's dim 0 are the same; the other dim has those of one group
         inputs = op.inputs[0].shape[-spatial - 1] // groups
         outputs = op.outputs[0].shape[-spatial - 1] // groups
+        # A group is whole on a rank: each of its outputs sums over all of its channels
         op.pin(weight[1])
         op.unify(x[-spatial - 1], [*by_group, Atom(inputs, op.reason)])
         op.unify(weight[0], [*by_group, Atom(inputs if transposed else outputs, op.reason)])
@@ -52,11 +54,13 @@ BATCH_NORMS = (
 def batch_norm(op: Op) -> None:
     """Each channel is normalized by itself, over all other dims."""
     batch, channels, *places = op.dims()
+    # The mean of a rank's part of the batch or of the places is another mean
     op.pin(batch, *places)
     for tensor in op.inputs[1:]:
         op.unify(op.dims_of(tensor)[0], channels)
     op.give(op.dims())
     for place, result in enumerate(op.outputs[1:], 1):  # mean and reciprocal deviation; what a backend keeps
+        # cuDNN also returns a reserve of bytes, which has no channels
         if tuple(result.shape) == (length(channels),):
             op.give([channels], place)
 
@@ -65,6 +69,7 @@ def group_norm(op: Op, groups: int) -> None:
     """Groups of channels pass; what a group normalizes is whole. A second result has the statistics of each group."""
     batch, channels, *places = op.dims()
     by_group = [Atom(groups)]
+    # A part of a group would be normalized by its own mean
     op.unify(channels, [*by_group, Atom(length(channels) // groups, op.reason)])
     op.pin(*places)
     for tensor in op.inputs[1:]:
@@ -104,6 +109,7 @@ def pixel_shuffle(op: Op) -> None:
     """[C r r, H, W] and [C, H r, W r], in either direction."""
     factor = op.args[1]
     *lead, channels, height, width = op.dims()
+    # The factors become places, of which a rank needs all: whole blocks of r x r channels are sharded
     inside = [Atom(factor, op.reason), Atom(factor, op.reason)]
     op.pin(height, width)
     if op.name == "pixel_shuffle":
@@ -135,6 +141,7 @@ def unfolded_image(op: Op) -> None:
 def fourier(op: Op) -> None:
     dims = list(op.dims())
     for axis in op.args[1]:
+        # Each frequency is a sum over the whole dim
         op.pin(dims[axis])
         dims[axis] = [Atom(op.outputs[0].shape[axis], op.reason)]
     op.give(dims)
@@ -156,10 +163,12 @@ def glu(op: Op) -> None:
     concatenate(dims[axis], [half], op.reason)
     now = atoms(dims[axis])
     first, second = span_of(now, 0, half), span_of(now, half, 2 * half)
+    # An edge in the middle may cut an inner factor. Then the dim has no two halves that a rank could shard alike
     if first is None or second is None:
         op.pin(dims[axis])
         dims[axis] = [Atom(half, op.reason)]
     else:
+        # An element is multiplied by that of the other half: a rank needs the same shard of both halves
         op.unify(first, second)
         dims[axis] = first
     op.give(dims)
@@ -177,6 +186,7 @@ def trilinear(op: Op) -> None:
                 continue
             dim = next(dims)
             known = full[i]
+            # A dim of one element is broadcast: another tensor gives the dim of the result
             if known is None or length(known) == 1:
                 full[i] = dim
             elif length(dim) == length(known):
@@ -207,6 +217,7 @@ def embedding(op: Op) -> None:
     """Rows are summed over, as each rank has others; the features pass."""
     (rows, features), ids = op.dims(0), op.dims(1)
     op.contracted = rows
+    # The look-up of shards has neither option. It would drop them without an error
     for place, option in ((3, "scale_grad_by_freq"), (4, "sparse")):
         if op.argument(place, option, False):
             op.reason = _named(op, f"{option}=True")
@@ -236,6 +247,7 @@ def embedding_bag(op: Op) -> None:
         op.reason = Reason(f"{option} of embedding_bag", op.reason.module, op.reason.line)
         op.pin(rows)
     op.contracted = rows
+    # Any index may be a row of any rank, so that all ranks need all indices, offsets and weights
     op.pin(*(dim for tensor in op.inputs[1:] for dim in op.dims_of(tensor)))
     op.give([[Atom(op.outputs[0].shape[0], op.reason)], features])
     for place, result in enumerate(op.outputs[1:], 1):  # bags of indices, their sizes, the indices of the largest
@@ -246,6 +258,7 @@ def embedding_bag(op: Op) -> None:
 @rule("_grouped_mm")
 def grouped_mm(op: Op) -> None:
     """Rows by groups, ``t k, g k n -> t n``: features are sharded in units of 16 bytes, which its rows need."""
+    # With two 2-D operands the groups divide the summed dim, with 3-D ones they are a batch: this rule fits neither
     if [t.dim() for t in op.inputs[:2]] != [2, 3]:
         return no_rule(op)
     (tokens, into), (groups, k, n) = op.dims(0), op.dims(1)

@@ -53,6 +53,7 @@ def atoms(dim: Iterable[Atom]) -> Dim:
     current: Dim = []
     for atom in dim:
         if atom.same is None:
+            # An atom of size 1 cannot be sharded, and would hide the slowest factor of its dim
             if atom.size != 1:
                 current.append(atom)
         else:
@@ -68,6 +69,7 @@ def length(dim: Iterable[Atom]) -> int:
 def pin(dim: Iterable[Atom], reason: Reason) -> None:
     """Pins all atoms of a dim, and of its parts: they stay whole. The first reason stays."""
     pinned = atoms(dim)
+    # Also atoms that are pinned already: sequence parallelism asks each operator which atoms it needs whole
     reason.pinned.extend(pinned)
     for atom in pinned:
         atom.pinned = atom.pinned or reason
@@ -81,6 +83,7 @@ def contains(dim: Iterable[Atom], atom: Atom) -> bool:
 
 def divide(atom: Atom, major: int, reason: Reason) -> bool:
     """Makes an undivided atom a product ``major x rest``; pins it and returns False if that is not possible."""
+    # A factor of a concatenation would cross the edges between parts, which are sharded separately
     if atom.parts is not None or atom.size % major:
         pin([atom], reason)
         return False
@@ -89,6 +92,7 @@ def divide(atom: Atom, major: int, reason: Reason) -> bool:
 
 
 def _become(atom: Atom, dim: Dim) -> None:
+    # What an operator needs whole stays whole under its new factors, in every tensor that has them
     if atom.pinned:
         pin(dim, atom.pinned)
     atom.same = dim
@@ -107,6 +111,7 @@ def concatenate(dim: Dim, ends: Sequence[int], reason: Reason) -> None:
         return
     first, rest = dim[0], length(dim[1:])
     if rest > 1:
+        # An edge between two steps of the slowest factor is its edge. Any other edge cuts a unit, such as a head
         if all(end % rest == 0 for end in ends):
             concatenate([first], [end // rest for end in ends], reason)
         else:
@@ -115,6 +120,7 @@ def concatenate(dim: Dim, ends: Sequence[int], reason: Reason) -> None:
     if first.parts is None:
         bounds = sorted({0, first.size, *ends})
         first.parts = [[Atom(stop - start)] for start, stop in itertools.pairwise(bounds)]
+        # A split takes the parts out of the concatenation, so that they need the pin themselves
         if first.pinned:
             pin(dim, first.pinned)
         return
@@ -125,6 +131,7 @@ def concatenate(dim: Dim, ends: Sequence[int], reason: Reason) -> None:
         if inner := [end - start for end in ends if start < end < stop]:
             concatenate(part, inner, reason)
             now = atoms(part)
+            # Flat: unification compares the edges of the outermost level alone
             parts += now[0].parts if len(now) == 1 and now[0].parts is not None else [part]
         else:
             parts.append(part)
@@ -137,10 +144,12 @@ def unify(one: Dim, other: Dim, reason: Reason) -> None:
     left, right = atoms(one), atoms(other)
     while left and right:
         a, b = left[0], right[0]
+        # First: an atom contains itself, and would be pinned as a part of itself
         if a is b:
             left, right = left[1:], right[1:]
         elif a.size == b.size:
             _unify_equal(a, b, reason)
+            # Read again: unification may have divided atoms that follow
             left, right = atoms(left[1:]), atoms(right[1:])
         elif divide(a, b.size, reason) if a.size > b.size else divide(b, a.size, reason):
             left, right = atoms(left), atoms(right)
@@ -153,6 +162,7 @@ def _unify_equal(a: Atom, b: Atom, reason: Reason) -> None:
     if a.parts is not None and b.parts is None:
         a, b = b, a
     if a.parts is None:
+        # A dim that is a part of itself has no finite form (the occurs check of type inference)
         if contains([b], a):
             pin([a, b], reason)
         else:
@@ -160,13 +170,16 @@ def _unify_equal(a: Atom, b: Atom, reason: Reason) -> None:
         return
     edges_a, edges_b = edges(a), edges(b)
     if edges_a != edges_b:
+        # Both get the edges of both, so that each part has a counterpart
         concatenate([a], edges_b, reason)
         concatenate([b], edges_a, reason)
+    # An edge inside of a product makes no part: concatenate has pinned it instead
     if edges(a) != edges(b):
         pin([a, b], reason)
         return
     for mine, yours in zip(a.parts, b.parts or (), strict=True):
         unify(mine, yours, reason)
+    # Only the parts are unified. The concatenations stay two atoms, which do not share a pin by themselves
     if pinned := a.pinned or b.pinned:
         pin([a, b], pinned)
 
@@ -211,6 +224,7 @@ def majors(dim: Iterable[Atom]) -> Iterator[Major]:
         return
     first, rest = factors[0], factors[1:]
     if first.parts is None:
+        # Only after a pinned factor: a free factor is sharded itself, in whole units
         inner = list(majors(rest)) if first.pinned and first.size <= MAX_EQUAL_PARTS else []
         if inner and not any(major.atom.pinned for major in inner):
             yield from inner * first.size

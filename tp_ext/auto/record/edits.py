@@ -92,11 +92,13 @@ class Factor:
             ValueError: the dim has another length.
         """
         length = x.shape[dim]
+        # First: an empty factor divides no length
         if length == size:
             return x, dim
         if not size or length % size:
             raise ValueError(f"a tensor {tuple(x.shape)} must have a multiple of {size} elements in dim {dim}")
         others = length // size
+        # Batch x heads has the sharded factor last, heads x batch has it first
         if self.is_minor:
             return x.unflatten(dim, (others, size)), dim + 1
         return x.unflatten(dim, (size, others)), dim

@@ -31,6 +31,7 @@ class CalledForward:
             if self.direct is not None:
                 self.direct()
             return self.module(*args, **kwargs)
+        # Before forward runs: a call of itself by name inside of it must run the hooks, too
         self.entered = False
         return run_forward(self.module, self.own, *args, **kwargs)
 
@@ -65,6 +66,7 @@ def looks_up(module: nn.Module) -> bool:
     forward = type(module).forward
     if isinstance(module, nn.EmbeddingBag):
         return forward is nn.EmbeddingBag.forward
+    # A forward with a free variable __class__ calls super(). A look-up of its own would index rows of other ranks
     return isinstance(module, nn.Embedding) and (
         forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
     )

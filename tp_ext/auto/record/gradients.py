@@ -33,23 +33,28 @@ def watched_gradients(record: Record, tensors: Callable[[Any], Iterator[tuple[An
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = apply.__get__(None, cls)(*args, **kwargs)
+        # Functions of torch, such as a reentrant checkpoint, compute the gradient of what they ran
         if record.paused or record.is_examined or cls.__module__.partition(".")[0] == "torch":
             return result
         results = [t for _, t in tensors(result)]
+        # ``functions`` knows them by id, which a freed tensor would leave to another tensor
         record.kept += results
 
         def again(*inputs: Any) -> Any:
             return apply.__get__(None, cls)(*inputs, **kwargs)
 
         what = f"the backward of {cls.__name__}"
+        # A linear backward of the terms of a sum gives the terms of its result: these may be summed later
         if not _is_linear(again, args):
             record.functions.update((id(t), what) for t in results)
         _examine(record, what, again, args, results)
         return result
 
     def gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # On a rank it would be the gradient of the rank's part, which no boundary of a module completes
         record.problems.append(("", f"{record.modules[-1] or 'the model'} computes gradients in its forward"))
         several = isinstance(inputs, list | tuple)
+        # The run goes on with a result of these shapes, so that the plan can name this code
         return tuple(torch.empty_like(t) for t in (inputs if several else [inputs]))
 
     def back(*args: Any, **kwargs: Any) -> None:
@@ -66,6 +71,7 @@ def watched_gradients(record: Record, tensors: Callable[[Any], Iterator[tuple[An
 
 def _is_linear(function: Callable[..., Any], args: Any) -> bool:
     """True if a backward gives the sum of gradients the sum of its results, tried with random numbers."""
+    # Fakes have no values to compare. The trial is no step of the model, and must leave its generators alone
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad(), torch.random.fork_rng([]):
         torch.manual_seed(0)
         try:
@@ -120,6 +126,7 @@ def _examine(record: Record, what: str, function: Callable[..., Any], args: Any,
             ):
                 unify(value_dim, dim, reason)
     except Exception:  # of any code of the user's, run in a way that it does not know
+        # What this backward mixes is not known, so that its arguments and results stay whole
         for tensor in [*(value for value, _ in fresh), *results]:
             for dim in record.dims_of(tensor):
                 pin(dim, reason)
@@ -132,6 +139,7 @@ GRAD = torch.autograd.grad  # that of torch, while another stands in its place
 
 def of_call(record: Record, func: Any, args: Any) -> Any:
     """The result of a call from Python that concerns gradients, which fakes do not have; None: it concerns none."""
+    # A hook on a fake never runs. It may clamp the gradient, which must be complete for that
     if func in REGISTERS:
         x, hook = args[0], args[1]
         record.functions[id(x)] = "a hook"
@@ -139,6 +147,7 @@ def of_call(record: Record, func: Any, args: Any) -> Any:
         _examine_hook(record, hook, x)
         return _Handle()
     name = getattr(func, "__name__", "")
+    # Fakes require no gradient, and code branches on it, as in ``if x.requires_grad: x.register_hook(..)``
     if name == "__get__" and func == REQUIRES_GRAD:
         return torch.is_grad_enabled() and (id(args[0]) in record.differentiable or func(args[0]))
     return None

@@ -91,7 +91,9 @@ def multi_head_attention(record: Any, args: Sequence[Any], kwargs: Mapping[str, 
     for batch_q, batch_k, batch_v in zip(of_q[1:-1], of_k[1:-1], of_v[1:-1], strict=True):
         op.unify(batch_q, batch_k)
         op.unify(batch_q, batch_v)
+    # The softmax is over all keys. Sharded features of an argument would leave q, k or v partial before it
     op.pin(of_k[0], of_q[-1], of_k[-1], of_v[-1])
+    # A mask [batch x heads, query, key] comes with all heads: the layer takes those of its rank
     for mask in masks:
         op.pin(*op.dims_of(mask)[: mask.dim() - 2], *op.dims_of(mask)[-1:])
     op.give([*of_q[:-1], of_heads])
@@ -126,6 +128,7 @@ def _tie_projections(op: Op, call: Mapping[str, Any], of_heads: Dim) -> None:
     for name in WEIGHTS:
         if call[name] is not None:
             op.pin(op.dims_of(call[name])[1])
+            # The rows of in_proj_weight are q | k | v, and are unified above, part by part
             if name != "in_proj_weight":
                 op.unify(op.dims_of(call[name])[0], of_heads)
 
@@ -179,6 +182,7 @@ class ShardedAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the output and, with ``need_weights``, the attention weights."""
+        # As torch, whose is_causal is a hint on a mask and makes none
         if is_causal and attn_mask is None:
             raise RuntimeError("attn_mask: must be given with is_causal, a hint that it is causal")
         dtype, other = query.dtype, F._none_or_dtype(attn_mask)
@@ -234,6 +238,7 @@ class ShardedAttention(nn.MultiheadAttention):
 
     def merged(self, mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Tensor | None:
         """The sum of both masks, broadcast to ``[batch, heads_local, query, key]``."""
+        # Code around the layer knows nothing of ranks: its mask has the heads of all of them
         if mask is not None and mask.dim() == 3:  # [batch heads, query, key], of all heads
             first = 0 if self.tp_group is None else sum(self.heads_of_ranks[: self.tp_group.rank])
             mask = mask.view(batch, self.num_heads, *mask.shape[1:])[:, first : first + heads]
@@ -245,9 +250,11 @@ class ShardedAttention(nn.MultiheadAttention):
     def of_all_heads(self, weights: Tensor, average: bool) -> Tensor:
         """The attention weights, their mean over all heads or those of each."""
         group = self.tp_group
+        # The mean is linear in the heads: an all-reduce of one map communicates less than a gather of all maps
         if average:
             mean = weights.sum(1) / self.num_heads
             return mean if group is None else _ops.reduce_from_region(mean, group.name)
+        # Nothing communicates on fakes, and the code around the layer expects all heads
         if group is None:
             return weights.new_empty(weights.shape[0], self.num_heads, *weights.shape[2:])
         return _ops.gather_from_region(weights, group.name, 1, self.heads_of_ranks)
@@ -275,6 +282,7 @@ def refuse_fused_paths(model: nn.Module, sharded: Sequence[str]) -> None:
     would take a shard for the full weight."""
     for name, module in model.named_modules():
         inside = any(name_.startswith(f"{name}." if name else "") for name_ in sharded)
+        # A value of 0 fails a condition of the fused path, which torch takes where a layer has no hooks
         if inside and isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         if inside and isinstance(module, nn.TransformerEncoder):

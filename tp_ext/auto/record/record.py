@@ -34,6 +34,7 @@ def tensors(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Tensor]
         for i, inner in enumerate(value):
             yield from tensors(inner, (*path, i))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # After Mapping: an output of transformers is both, and its items leave out the fields that are None
         for field in dataclasses.fields(value):
             yield from tensors(getattr(value, field.name, None), (*path, field.name))
 
@@ -143,6 +144,7 @@ class Record:
 
     def add(self, op: Op, is_loss: bool = False) -> None:
         """Adds an operator whose rule has been applied."""
+        # A rule may leave a second output without dims: it gets new ones, which nothing relates to the inputs
         for tensor in op.outputs:
             self.dims_of(tensor)
         step = Step(
@@ -163,9 +165,11 @@ class Record:
                 self.writes.setdefault(id(self.root_of(tensor)), []).append(step)
         self.kept += op.inputs
         for reached in (self.differentiable, self.from_inputs) if op.name not in WITHOUT_GRADIENT else ():
+            # Integers and Booleans, such as indices of a maximum, hand no gradient on
             if any(id(t) in reached for t in op.inputs):
                 reached |= {id(t) for t in op.outputs if t.is_floating_point() or t.is_complex()}
         for tensor in op.outputs:
+            # A write in place does not replace the maker: by the maker a view leads back to its memory
             self.maker.setdefault(id(tensor), step)
 
     def draw(self, name: str, masked: Tensor, draws: bool) -> None:
@@ -192,6 +196,7 @@ def source_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
+        # A name such as <string> is no file in which a user finds the line
         if "/torch/" not in name and "/tp_ext/auto/" not in name and not name.startswith("<"):
             return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]

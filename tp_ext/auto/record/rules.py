@@ -156,6 +156,7 @@ def parsed(notation: str) -> tuple[list[list[Word]], list[list[Word]]]:
         tensors = []
         for text in side.split(","):
             words = re.findall(r"\([A-Za-z_][\w ]*\)[\^+]?|[A-Za-z_]\w*[\^+]?|\*", text)
+            # findall skips text that is no word: what it has skipped is a mistake in the line
             if re.sub(r"\s", "", "".join(words)) != re.sub(r"\s", "", text) or "*" in words[1:]:
                 raise ValueError(
                     f"rules: {text.strip()!r} in {notation!r} must be names, products (h d), marks ^ or + after "
@@ -191,6 +192,7 @@ class _Notation:
 
     def apply(self, inputs: list[list[Word]], results: list[list[Word]]) -> None:
         op = self.op
+        # Fewer inputs are right: a call may leave out optional tensors at the end
         if len(op.inputs) > len(inputs) or len(op.outputs) != len(results):
             self.refuse(f"{len(op.inputs)} tensors in and {len(op.outputs)} out")
         pairs = list(zip(inputs, op.inputs, strict=False))
@@ -213,6 +215,7 @@ class _Notation:
             for one, other in zip(reversed(lead), reversed(self.leading), strict=False):
                 if length(one) == length(other):
                     self.op.unify(one, other)
+            # The longest, to which tensors with fewer leading dims are broadcast
             self.leading = max(self.leading, lead, key=len)
         for word, dim in zip(names, dims[len(dims) - len(names) :], strict=True):
             name = word.rstrip("^+")
@@ -239,6 +242,7 @@ class _Notation:
                     self.refuse(f"a dim of {length(dim)} for {name}, of {length(product)}")
                 self.op.unify(dim, product)
                 return
+        # A product with two unknown factors cannot be divided: it is known by its text, as a name is
         seen = self.known.setdefault(name, dim)
         if length(seen) != length(dim):
             self.refuse(f"dims of {length(seen)} and {length(dim)} for {name}")
@@ -267,12 +271,15 @@ def rule_of(function: Any, extra: Mapping[str, Rule]) -> Rule:
     """Returns the rule of an operator of torch: the user's, by torch's tags that of random numbers or that of its name
     or pointwise, or none."""
     namespace, name = function._schema.name.split("::")
+    # First: a user may replace a rule of this package
     user_rule = extra.get(f"{namespace}::{name}")
     if user_rule is not None:
         return user_rule
+    # Before the tag pointwise, which rrelu has, too: shards would get the same numbers on every rank
     if draws_random_numbers(function):
         return draws
     of_torch = namespace in ("aten", "prims")
+    # A final underscore names a form in place by the convention of torch alone
     for known in (name, name.removesuffix("_")) if of_torch else (f"{namespace}::{name}",):
         if known in RULES:
             return RULES[known]

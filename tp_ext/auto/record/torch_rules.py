@@ -23,6 +23,7 @@ def view(op: Op) -> None:
         dim: Dim = []
         while length(dim) < size and left:
             atom, need = left[0], size // length(dim)
+            # The new dim ends at no factor of this atom: without this check a view of ProphetNet never ended
             if size % length(dim) or (atom.size > need and atom.size % need):
                 break
             left.pop(0)
@@ -35,6 +36,7 @@ def view(op: Op) -> None:
                 _divide_parts(op, atom, need)
                 left = atoms([atom]) + left
             else:
+                # Parts of unequal length are no product: the rows of the view would mix them
                 op.pin([atom])
                 dim.append(Atom(need, op.reason))
                 left.insert(0, Atom(atom.size // need, op.reason))
@@ -115,6 +117,7 @@ def squeeze(op: Op) -> None:
 def expand(op: Op) -> None:
     x, shape = op.inputs[0], op.outputs[0].shape
     new = len(shape) - x.dim()
+    # A dim that is repeated gets a new atom: nothing relates it to the element that it repeats
     op.give([op.dims()[i - new] if i >= new and x.shape[i - new] == n else [Atom(n)] for i, n in enumerate(shape)])
 
 
@@ -124,6 +127,7 @@ def repeat(op: Op) -> None:
     new = len(shape) - x.dim()
     result: list[Dim] = [[Atom(n)] for n in shape[:new]]
     for dim, size, n in zip(op.dims(), x.shape, shape[new:], strict=True):
+        # The copies follow each other, so that their number is the slower factor: a rank has all copies of its shard
         result.append(dim if size == n else [Atom(n // size, op.reason), *dim])
     op.give(result)
 
@@ -145,6 +149,7 @@ def slice_(op: Op) -> None:
         _spans(op, axis, [(start, start + y.shape[axis])])
         return
     dims = list(op.dims())
+    # Only a step that divides the dim makes the slice a column of [n / step, step]
     halves = split_off(dims[axis], step, op.reason) if y.shape[axis] * step == x.shape[axis] else None
     if halves is None:
         op.pin(dims[axis])
@@ -158,6 +163,7 @@ def slice_(op: Op) -> None:
 def _spans(op: Op, axis: int, spans: Sequence[tuple[int, int]]) -> None:
     """The outputs are these spans of one dim, which becomes the concatenation of them."""
     dims, full = op.dims(), op.inputs[0].shape[axis]
+    # A concatenation of a single part would hide the factors of the dim
     if spans == [(0, full)]:
         op.give(dims)
         return
@@ -170,6 +176,7 @@ def _spans(op: Op, axis: int, spans: Sequence[tuple[int, int]]) -> None:
 
 def span_of(dim: Dim, start: int, stop: int) -> Dim | None:
     """The parts of a concatenation from one edge to another; None if these are no edges."""
+    # There are no edges: concatenate has pinned the dim in place of making parts
     if not dim or dim[0].parts is None:
         return None
     rest, parts, at = dim[1:], [], 0
@@ -180,6 +187,7 @@ def span_of(dim: Dim, start: int, stop: int) -> Dim | None:
         at += size
     if len(parts) == 1:
         return [*parts[0], *rest]
+    # Several parts together, such as q and k of q | k | v, are a concatenation of their own
     whole = Atom(sum(map(length, parts)))
     whole.parts = parts
     return [whole, *rest] if parts and whole.size * length(rest) == stop - start else None
@@ -189,6 +197,7 @@ def span_of(dim: Dim, start: int, stop: int) -> Dim | None:
 def select(op: Op) -> None:
     axis = op.argument(1, "dim", 0) % op.inputs[0].dim()
     dims = op.dims()
+    # The same position of a shard is another element on each rank
     op.pin(dims[axis])
     for place in range(len(op.outputs)):
         op.give(dims[:axis] + dims[axis + 1 :], place)
@@ -224,10 +233,12 @@ def index(op: Op) -> None:
     """x[i, j]: the indexed dims are whole, the others stay."""
     indices = op.args[1]
     at = [i for i, t in enumerate(indices) if t is not None]
+    # A mask selects by its values, so that the length of the result is data
     if any(indices[i].dtype == torch.bool for i in at):
         return no_rule(op)
     dims = op.dims()
     op.pin(*(dims[i] for i in at))
+    # As torch: the dims of indices that are not next to each other come first
     together = at == list(range(at[0], at[0] + len(at)))
     lead, size = at[0] if together else 0, max(indices[i].dim() for i in at)
     rest = [dim for i, dim in enumerate(dims) if i not in at]
@@ -241,6 +252,7 @@ def gather(op: Op) -> None:
     op.pin(dims[axis])
     for i, dim in enumerate(dims):
         if i != axis:
+            # A shorter index reads the first positions of the full dim, which only the first ranks have
             op.unify(dim, wanted[i]) if op.inputs[0].shape[i] == op.inputs[1].shape[i] else op.pin(dim, wanted[i])
     op.give(wanted)
 
@@ -277,6 +289,7 @@ def reduction(op: Op) -> None:
     # max(x, y) is elementwise
     if isinstance(which, Tensor) or (op.name in ("max", "min") and len(op.inputs) > 1):
         return pointwise(op)
+    # As torch: an empty list of dims means all
     reduced = range(x.dim()) if which is None or which == [] else [which] if isinstance(which, int) else which
     at = {i % x.dim() for i in reduced} if x.dim() else set()
     dims = op.dims()
@@ -307,6 +320,7 @@ def new(op: Op) -> None:
 def pad(op: Op) -> None:
     dims = op.dims()
     for i, (n, m) in enumerate(zip(op.inputs[0].shape, op.outputs[0].shape, strict=True)):
+        # The padding is at the ends of the full dim, which only the first and the last rank have
         if n != m:
             op.pin(dims[i])
             dims = [*dims[:i], [Atom(m, op.reason)], *dims[i + 1 :]]
@@ -322,6 +336,7 @@ def matmul_and_add(op: Op) -> None:
     op.contracted = left[-1]
     result = [*(left if op.outputs[0].dim() == len(left) else left[1:])[:-1], right[-1]]
     op.give(result)
+    # After the product: the added tensor may be a vector, which gets its dim from the result
     op.broadcast(op.inputs[:1], result, op.outputs[0].shape)
 
 
@@ -350,6 +365,7 @@ def scatter(op: Op) -> None:
     op.pin(dims[axis])
     op.give(dims)
     for tensor in op.inputs[1:]:
+        # An index of fewer dims, as of index_add, has the positions of the whole dim alone
         if tensor.dim() != x.dim() or (tensor is not source and tensor.dtype != torch.int64):
             continue
         for i, dim in enumerate(op.dims_of(tensor)):
@@ -386,6 +402,7 @@ def view_as_real(op: Op) -> None:
 def unfold(op: Op) -> None:
     axis, result = op.args[1] % op.inputs[0].dim(), op.outputs[0]
     dims = list(op.dims())
+    # A window at the end of a shard needs elements of the next rank
     op.pin(dims[axis])
     dims[axis] = [Atom(result.shape[axis], op.reason)]
     op.give([*dims, [Atom(result.shape[-1], op.reason)]])
@@ -393,6 +410,7 @@ def unfold(op: Op) -> None:
 
 @rule("diagonal")
 def diagonal(op: Op) -> None:
+    # The diagonal of a shard begins at the first row of that shard, at another element than that of the full tensor
     op.pin(*op.dims())
     op.give(op.fresh())
 

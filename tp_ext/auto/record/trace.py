@@ -53,6 +53,7 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         record = self.record
+        # Without a rule: its result is a number, and an operator without a tensor as its result is no step
         if func is READ and not record.paused:
             self.read(args[0])
         elif not record.paused:
@@ -61,6 +62,7 @@ class _Operators(TorchDispatchMode):
             if outputs and not inputs:  # a factory: its dims are new ones
                 record.factories.update((id(t), func._schema.name.rpartition("::")[2]) for t in outputs)
                 record.kept += outputs
+            # A draw such as torch.rand(shape) has no inputs. It is pinned: all ranks would draw the same numbers
             if outputs and (inputs or draws_random_numbers(func)):
                 namespace, name = func._schema.name.split("::")
                 reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
@@ -69,6 +71,7 @@ class _Operators(TorchDispatchMode):
                     rule_of(func, self.rules)(op)
                 except (AttributeError, IndexError, KeyError, TypeError):  # arguments that the rule does not know
                     no_rule(op)
+                # A sum over a sharded atom in a backward has no boundary of a module at which it is completed
                 if record.is_examined:
                     pin(op.contracted, reason)
                     for tensor in outputs:
@@ -103,6 +106,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         record = self.record
+        # torch makes such calls to compute with fakes: the code of the model has not made them
         if _is_of_fakes(sys._getframe(1)):
             return func(*args, **kwargs)
         whole = WHOLE_CALLS.get(func)
@@ -113,6 +117,7 @@ class _Calls(TorchFunctionMode):
             if not record.paused and not record.is_examined:
                 self.log(func, result)
             return result
+        # The rule of the call stands for its operators, which must not be steps as well
         record.paused = True
         try:
             result = func(*args, **kwargs)
@@ -126,6 +131,7 @@ class _Calls(TorchFunctionMode):
 
     def log(self, func: Any, result: Any) -> None:
         results = [t for _, t in tensors(result)]
+        # Calls without a tensor as their result, such as size(), have no shape to compare
         if results:
             self.record.python_calls.append((self.record.modules[-1], getattr(func, "__name__", str(func)), results))
             self.record.lines.append(source_line() if self.operators else "")
@@ -206,6 +212,7 @@ def trace(
         change: of the numbers that code reads of parameters and buffers.
     """
     record = Record() if record is None else record
+    # Code may hold tensors that are no parameters or buffers, such as a table in a closure
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     fakes_by_id: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
@@ -237,10 +244,12 @@ def trace(
         # A tied parameter is one, under its first name
         record.parameters.setdefault(id(state[name]), (name, state[name]))
         pin_hooked(record, name, parameter, state[name])
+        # A frozen parameter has no gradient that would have to be complete
         if parameter.requires_grad:
             record.differentiable.add(id(state[name]))
     record.buffers = {id(state[name]): (name, state[name]) for name, _ in model.named_buffers() if name in state}
     record.inputs = list(tensors((args, kwargs)))
+    # They may require no gradient in the example, and do so where the model is a part of a larger model
     record.from_inputs = {id(t) for _, t in record.inputs if t.is_floating_point() or t.is_complex()}
     record.differentiable |= {id(fakes_by_id[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
     # Every rank gets the whole inputs
@@ -264,9 +273,11 @@ def trace(
         stack.enter_context(plain_paths())
         for entered in modes:
             stack.enter_context(entered)
+        # Only a run with operators has dims that a constraint can pin
         if operators:
             stack.callback(constrained_run.reset, constrained_run.set(record))
         record.output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+        # Inside of `unchanged`, after which no module has what its forward has stored
         for name, module in model.named_modules():
             kept = {
                 key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")

@@ -40,6 +40,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 if isinstance(value, functools._lru_cache_wrapper):
                     caches[id(value)] = value
                 elif type(value) in CONTAINERS and not name.startswith("__"):
+                    # Names such as __builtins__ are Python's own state, not the model's
                     kept.setdefault(id(value), (value, value.copy()))
     # A cached function may be an attribute of a module, alone or in a partial
     for _, contents in list(kept.values()):
@@ -68,6 +69,7 @@ def _keep(holder: Any, kept: dict[int, tuple[Any, Any]], depth: int) -> Iterator
         if type(value) in CONTAINERS:
             yield value
         elif isinstance(value, tuple):
+            # A tuple itself does not change, but the containers in it may
             yield [*value]
         elif not isinstance(value, OPAQUE) and isinstance(attributes := getattr(value, "__dict__", None), dict):
             yield attributes
@@ -90,6 +92,7 @@ def _caches_in(value: Any) -> Iterator[Any]:
 def _same(holder: Any, contents: Any) -> bool:
     if len(holder) != len(contents):
         return False
+    # By identity: tensors have no truth value of ==, and a fake that equals the tensor must go, too
     if isinstance(holder, dict):
         return all(a is b and x is y for (a, x), (b, y) in zip(holder.items(), contents.items(), strict=True))
     return all(a is b for a, b in zip(holder, contents, strict=True))

@@ -31,6 +31,7 @@ def _cross_entropy(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any
 def _dropout(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> None:
     x = _argument(args, kwargs, 0, "input")
     op = Op("dropout", args, kwargs, [x], [result], record, record.reason("dropout"))
+    # Without training, or in place, the result is x itself, which keeps its dims and its maker
     if result is not x:
         op.give(op.dims())
         record.add(op)
@@ -52,15 +53,18 @@ def _attention(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], r
         if q.shape[i] == k.shape[i]:
             op.unify(of_q[i], of_k[i])
         elif i == q.dim() - 3:
+            # The query heads of a KV head follow each other, so that the KV heads are the slower factor
             op.unify(of_q[i], [*of_k[i], Atom(q.shape[i] // k.shape[i])])
         else:
             op.pin(of_q[i], of_k[i])
     op.unify(of_k[-2], of_v[-2])
     op.unify(of_q[-1], of_k[-1])
+    # The softmax is over all keys. Sharded features of a head would leave the scores partial before it
     op.pin(of_k[-2], of_q[-1])
     if mask is not None:
         scores = [*of_q[:-1], of_k[-2]]
         for i, dim in enumerate(reversed(op.dims(3)), 1):
+            # A dim of length 1 is broadcast, and is the same on all ranks
             if mask.shape[-i] != 1:
                 op.unify(dim, scores[-i])
     op.give([*of_q[:-1], of_v[-1]])

@@ -69,6 +69,7 @@ class Decision:
             return Part(size, unit=size, copies=self.p)
         if self.group is None:
             return Part(size, unit=major.unit)
+        # Query heads are divided among the holders of their KV head, which all hold its k and v
         if major.inner and major.inner[0] is self.group:
             return Part(size, unit=major.unit // self.group.size, groups=self.atom.size)
         return Part(size, unit=major.unit, copies=self.p // self.atom.size)
@@ -106,6 +107,7 @@ def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> 
                     continue
                 by_sharded_atom[major.atom] = decision
                 parts = decision.parts(label)
+                # A square weight may have the atom in both dims. `_is_consistent` then refuses the decision
                 if parts and name not in decision.parameters:
                     decision.parameters[name] = Cut(id_, tensor, Sharding(dim, parts))
     # Sharding pays for a parameter only if at least half of it is sharded, and a decision that leaves a parameter out
@@ -177,6 +179,7 @@ def constant_atoms(record: Record, buffers: bool = True) -> set[Atom]:
     for _, tensor in record.inputs:
         for label in record.dims_of(tensor):
             add(label, inputs)
+    # An atom that an input has, too, is a length of the run, as that of positions that are added to the tokens
     return constant - inputs
 
 
@@ -195,8 +198,10 @@ def _decision(atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]]) -> Decisi
         return None
     if atom.size >= p:
         return Decision(atom, p)
+    # Each KV head needs the same number of holders
     if atom.size == 1 or p % atom.size:
         return None
+    # k and v do not have the group: some other parameter must say how many query heads a KV head has
     for major in by_atom[atom]:
         if major.inner and not major.inner[0].pinned and major.inner[0].size * atom.size >= p:
             return Decision(atom, p, major.inner[0])
@@ -281,6 +286,7 @@ def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[
     for i in members:
         if not excluded[i].intersection(greedy):
             greedy.append(i)
+    # Greedy alone takes the heavy centre of a star, whose light leaves outweigh it together
     left = MAX_BRANCHES
 
     def total(chosen: Iterable[int]) -> float:
@@ -292,6 +298,7 @@ def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[
         nonlocal left
         degree = {i: len(excluded[i] & allowed) for i in sorted(allowed)}
         free = [i for i, others in degree.items() if not others]
+        # At the end of the search what excludes nothing is still a valid set, and the greedy set may replace it
         if len(free) == len(degree) or left <= 0:
             return free
         left -= 1

@@ -46,6 +46,7 @@ def collectives_of(record: Record, p: int, state: PlannedState, activations: boo
                 collectives.append(Collective("all-reduce", call.module, "forward", _bytes(tensor)))
     for step in record.steps:
         if step.is_loss and any(contains(step.contracted, atom) for atom in state.heads_atoms):
+            # The numbers of a loss are in fp32, for logits in fp64 in fp64
             size = 8 if step.inputs[0].element_size() == 8 else 4
             rows = step.inputs[0].numel() // max(1, step.inputs[0].shape[1 if step.inputs[0].dim() > 1 else 0])
             # of each rank: four numbers of each row, and of all rows together
@@ -88,6 +89,7 @@ def collectives_of_tokens(record: Record, state: PlannedState, activations: bool
     biases = {name: t for name, t in record.parameters.values() if name.endswith(".bias")}
     for module in [] if activations or state.tokens is None else sorted(state.tokens.sources):
         bias = biases.get(f"{module}.bias")
+        # A row layer adds its bias to the rank's tokens alone, so that the gradient of the bias is partial
         if bias is not None and state.roles.get(module) == "row" and id(bias) in record.differentiable:
             collectives.append(Collective("all-reduce", module, "backward", _bytes(bias)))
     return collectives

@@ -140,6 +140,7 @@ class Finder:
     def works_sharded(self, step: Step) -> bool:
         if any(id(tensor) in self.sharded or self.is_partial_in(tensor, step) for tensor in step.outputs):
             return True
+        # A row layer and a look-up sum their own result, which is replicated then
         return not step.is_loss and self.sums.contracts(step) and self.roles.get(step.module) not in ("row", "vocab")
 
     # ------------------------------------------------------------ backward
@@ -184,6 +185,7 @@ class Finder:
 
     def given(self, step: Step, tensor: Tensor, types: Types) -> Types:
         """The type of the gradient that an operator gives one of its inputs."""
+        # Each rank gets the complete gradient of its columns: the loss communicates in forward alone
         if step.is_loss:
             return COMPLETED
         if self.tokens is not None and step.place in self.tokens.steps:
@@ -192,6 +194,7 @@ class Finder:
             return types  # the bias, added once
         if not self.working[step.place]:
             return types
+        # Backward of a sum over the ranks hands its complete gradient to the term of each rank
         return NOTHING if self.is_partial_in(tensor, step) else frozenset({PARTIAL})
 
     def converted(self, step: Step, tensor: Tensor, gradient: Types) -> Types:
@@ -383,6 +386,7 @@ class Finder:
             if other is call
         ):
             return False
+        # One type for all uses in the module: a complete gradient that is summed again is p times too large
         inside = {types for place, types in self.used[id_] if call.start <= place < call.stop}
         known = not any(SHARDS in types for types in inside) or self.are_known(self.by_id[id_], [call.start])
         return len(inside) == 1 and inside <= set(SUMMED) and known

@@ -22,7 +22,9 @@ def movable_sums(finder: Any, id_: int, at: int) -> set[Copy]:
     Args:
         finder: the ``Finder`` of :mod:`tp_ext.auto.search.flow`, which completes gradients as early as it can.
     """
+    # An adapter of low rank uses x and its dropout. A sum at the dropout's output would complete some uses alone
     calls = [call for call, _ in finder.calls_with.get(id_, ()) if call.start <= at < call.stop]
+    # All uses first: one sum communicates less than a sum in each module that takes the tensor
     for start, stop in [(0, sys.maxsize), *((call.start, call.stop) for call in calls)]:
         complete = [place for place, types in finder.used[id_] if COMPLETE in types and start <= place < stop]
         if copies := _completing(finder, complete):
@@ -38,11 +40,13 @@ def _completing(finder: Any, places: list[int]) -> set[Copy]:
     while places:
         step = finder.record.steps[places.pop()]
         results = {id(tensor) for tensor in step.outputs}
+        # Its gradient is complete without any sum, so that a ban of sums would not make it partial
         if step.is_loss or results & finder.outputs:
             return set()
         for id_ in (results & finder.used.keys()) - seen:
             seen.add(id_)
             summed = [copy for copy in finder.summed.get((id_, 0, sys.maxsize), ()) if copy.kind == "output"]
+            # No sum at an output has given this gradient its type, so that a ban of sums would not change it
             if not summed and finder.type_now(finder.by_id[id_]) != COMPLETED:
                 return set()
             copies.update(summed)

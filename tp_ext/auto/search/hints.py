@@ -29,4 +29,5 @@ def fits(pattern: str, name: str) -> bool:
 def hint_of(hints: Mapping[str, str | P], name: str) -> str | P | None:
     """The value of the most specific pattern that fits."""
     fitting = [pattern for pattern in hints if fits(pattern, name)]
+    # Patterns of equal length by their text, so that the order of the dict does not matter
     return hints[max(fitting, key=lambda pattern: (len(pattern), pattern))] if fitting else None

@@ -82,6 +82,7 @@ class Search:
             if best.mismatch is not None:
                 raise best.mismatch
             kinds = {type(self.localized.model.get_submodule(n)) for n in best.wrong if n not in self.changed}
+            # By name: a set of classes has another order in each process, and the plan must be the same in all
             kind = next(iter(sorted(kinds, key=lambda candidate: candidate.__qualname__)))
             wrong = [n for n in best.wrong if type(self.localized.model.get_submodule(n)) is kind]
             if missing := [n for n in wrong if n not in best.sizes]:
@@ -89,6 +90,7 @@ class Search:
             self.changed.update(wrong)
         best = self.without_needless(best)
         local = Local(best.patches, {name: best.sizes[name] for name in sorted(self.changed & set(best.sizes))})
+        # Again without the observer, which has made all sizes right itself
         calls, raised = self.localized.run(self.rank, local.patches, local.sizes)
         _, mismatch = compare_calls(self.wanted, calls, raised, self.lines)
         if mismatch is not None:
@@ -97,6 +99,7 @@ class Search:
 
     def best_from(self, start: _Seen) -> _Seen:
         """The first set with nothing wrong; else the best that was seen."""
+        # Breaks ties in the heap, whose sets cannot be compared
         order = itertools.count()
         heap: list[tuple[tuple[int, int], int, int, _Seen, Iterator[Patches]]] = []
 
@@ -109,6 +112,7 @@ class Search:
         push(start)
         best, tried = start, {_key(start.patches)}
         while heap and best.score(self.changed) != (0, 0) and not self.is_over(best):
+            # The best set stays in the heap: its other trials wait while a child of it is better
             trials = heap[0][-1]
             patches = next((trial for trial in trials if _key(trial) not in tried), None)
             if patches is None:
@@ -133,6 +137,7 @@ class Search:
             observer = self.localized.observer(self.rank)
             calls, raised = self.localized.run(self.rank, patches, observer=observer)
             reached, mismatch = compare_calls(self.wanted, calls, raised, self.lines)
+            # At least 1, since calls in addition differ after all wanted calls were reached
             left = 0 if mismatch is None else max(1, len(self.wanted) - reached)
             self.seen[key] = _Seen(patches, left, mismatch, observer.wrong(), observer.planned())
         return self.seen[key]
@@ -211,6 +216,7 @@ class Search:
             number = dict(integers(module)).get(attribute)
             options = self.values(name, of_its_own=True).get(number, []) if number is not None else []
             if number is not None and (options or name == holder):
+                # The share of the holder: 12 -> 6 there makes 24 -> 12 here, where 24 may have other local lengths, too
                 same = [option for option in options if option * value == new * number]
                 local = new if name == holder else (same or options)[0]
                 changed.setdefault(name, {}).setdefault(attribute, (number, local))
@@ -229,6 +235,7 @@ def known_integers(localized: Localized, rank: int) -> dict[str, dict[str, tuple
     modules = dict(localized.model.named_modules(remove_duplicate=False))
     for name, function, tensors in localized.recorded.record.python_calls:
         module = modules[name]
+        # A forward of the user's may take the number of groups from elsewhere than from num_groups
         if function != "group_norm" or type(module).forward is not nn.GroupNorm.forward:
             continue
         statistics = tensors[-1]
@@ -256,6 +263,7 @@ def _is_config(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, nn.Module | type) or not isinstance(getattr(value, "__dict__", None), dict):
         return False
+    # Integers of functions, groups of ranks and objects of torch are no sizes of the model
     return kind.__name__.endswith("Config") or not (callable(value) or kind.__module__.startswith(("torch", "tp_ext")))
 
 

@@ -104,6 +104,7 @@ class Localized:
         sizes: dict[Atom, int] = {}
         for decision in self.recorded.decisions:
             sizes.update(decision.sizes(rank))
+        # Code sees logits of all columns: sharded logits answer with their full shape
         return {atom: size for atom, size in sizes.items() if atom not in self.recorded.heads_atoms}
 
     def expected(self, rank: int) -> list[PythonCall]:
@@ -114,6 +115,7 @@ class Localized:
             if id(tensor) in self.recorded.local:
                 return tuple(local_length(dim, sizes) for dim in record.dims_of(tensor))
             lengths = list(tensor.shape)
+            # By the place of the call: a tensor may be whole in some uses and sharded on its tokens in others
             if tokens is not None and (token_range := tokens.range_of_call(tensor, index)) is not None:
                 dim, atom = token_range.dim, token_range.atom
                 lengths[dim] = local_length(record.dims_of(tensor)[dim], {atom: split_sizes(atom.size, self.p)[rank]})
@@ -216,6 +218,7 @@ class Localized:
             with self.local_model(rank, patches, sizes or {}) as shapes:
                 trace(self.model, self.example, shapes=shapes, record=record, operators=False, mode=observer)
         except Exception as error:
+            # Of any type: wrong integers lead to wrong views, wrong indices and failed assertions of the user's code
             raised = MismatchError(record.modules[-1], f"{failure_of(error)}; {ADVICE}")
         finally:
             logger.disabled = False
@@ -307,6 +310,7 @@ class _LocalTokens:
                 return x.narrow(dim, 0, split_sizes(x.shape[dim], self.p)[self.rank])
             if self.tokens.kind == "keep":
                 return x
+            # Shards may be uneven, so that the full length does not follow from this rank's
             return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])
 
 
@@ -326,6 +330,7 @@ def argument_path(module: nn.Module, args: Any, kwargs: Any, path: LeafPath) -> 
     names = argument_names(module)
     if isinstance(key, str):
         return (0, names.index(key), *rest) if key in names[: len(args)] else None
+    # A default is no tensor of the example, and has no place in the plan
     return (1, names[key], *rest) if key < len(names) and names[key] in kwargs else None
 
 
@@ -345,7 +350,9 @@ def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -
     key, rest = path[0], path[1:]
     if isinstance(value, tuple):
         items = [replaced(item, rest, function) if i == key else item for i, item in enumerate(value)]
+        # A named tuple takes its items as arguments
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    # The caller's container stays as it is: other code may hold it
     changed = copy.copy(value)
     if isinstance(changed, list | Mapping):
         changed[key] = replaced(value[key], rest, function)  # type: ignore[index]
@@ -381,11 +388,13 @@ def compare_calls(
                 return i, MismatchError(want[0], text, i)
             continue
         i, j = i + 1, j + 1
+    # Before missing calls, which an exception explains
     if raised is not None:
         raised.at = i
         return i, raised
     if i < len(wanted):
         return i, MismatchError(wanted[i][0], f"{_shown(wanted[i], lines, i)} is not called on a rank; {BRANCHES}", i)
+    # Nothing says which local shapes a call in addition must have
     if j < len(got):
         return i, MismatchError(got[j][0], f"{got[j][1]} is called on a rank in addition; {BRANCHES}", i)
     return i + 1, None
@@ -398,9 +407,11 @@ def _shown(call: PythonCall, lines: Sequence[str], i: int) -> str:
 def _views_before(calls: Sequence[PythonCall], start: int, other: PythonCall) -> int:
     """The number of calls from ``start`` that are views in one module and lead to a call like the other; 0: none do."""
     module, name, _ = calls[start]
+    # Only views may be skipped, which compute no numbers
     if name not in VIEW_CALLS:
         return 0
     for number in range(1, MAX_VIEWS + 1):
+        # Views at the end lead to no common call by which both sides agree again
         if start + number >= len(calls):
             return 0
         last = calls[start + number - 1]
@@ -416,6 +427,7 @@ def patch(model: nn.Module, patches: Mapping[str, Mapping[str, tuple[int, int]]]
     for name, changes in patches.items():
         module = model.get_submodule(name)
         for holder in {attribute.partition(".")[0] for attribute in changes if "." in attribute}:
+            # Modules share a config, and those that are whole must keep the full number
             module.__dict__[holder] = copy.copy(getattr(module, holder))
         for attribute, (_, new) in changes.items():
             holder, _, attribute_name = attribute.rpartition(".")

@@ -88,6 +88,7 @@ class PartialSums:
 
     def mark(self, ids: Iterable[int], module: str, place: int, blame: frozenset[Atom]) -> None:
         """Makes tensors partial up to the end of the call of the module that runs at ``place``."""
+        # At the end of this call the output is summed: code after it sees no partial tensor
         stop = next((c.stop for c in self.calls.get(module, ()) if c.start <= place < c.stop), sys.maxsize)
         for id_ in ids:
             self.partial[id_], self.blame[id_], self.stop[id_] = module, blame, stop
@@ -102,6 +103,7 @@ class PartialSums:
         if self.roles.get(step.module) in ("row", "vocab"):
             return
         atoms_ = frozenset(atom for atom in self.atoms if contains(step.contracted, atom))
+        # Before the problems below, which take the atoms to blame from here
         self.blame.update((id(t), atoms_) for t in step.outputs)
         if step.name in LOOK_UPS:  # ids of other ranks' rows
             where = step.module or "the model"
@@ -198,6 +200,7 @@ def stays_partial(finder: PartialSums, step: Step, inside: list[Tensor]) -> bool
     # From here on by operator: linear in what is partial, with nothing added that is on every rank
     if name in WRITES and step.kwargs.get("reduce") is None and len(step.args) <= MAX_ARGUMENTS.get(name, 4):
         return _write_stays_partial(finder, step, *WRITES[name])
+    # An index that is a partial sum itself has no value yet
     if name in UNARY:
         return id(step.inputs[0]) in partial and len(inside) == 1
     # A product of two partial sums is not the sum of the products
@@ -210,6 +213,7 @@ def stays_partial(finder: PartialSums, step: Step, inside: list[Tensor]) -> bool
     if name in ("constant_pad_nd", "masked_fill"):
         filled = _argument(step, 2, "value", 0)
         return len(inside) == 1 and not isinstance(filled, Tensor) and filled == 0
+    # A replicated part of the result would be summed with the others, p times
     if name in ("cat", "stack"):
         return len(inside) == len(step.inputs)
     if name in ("add", "sub", "rsub"):
@@ -225,6 +229,7 @@ def _write_stays_partial(finder: PartialSums, step: Step, base: int, source: int
     target, value = (step.args[i] if len(step.args) > i else None for i in (base, source))
     if not isinstance(target, Tensor) or not isinstance(value, Tensor) or id(value) not in finder.partial:
         return False
+    # copy_ into a view leaves the rest of its base as it was, and the base must be partial as a whole
     covers = base_name(step) == "copy" and not is_view(finder.record, target)
     return covers or id(target) in finder.partial or is_zero(finder.record, target, step.place)
 

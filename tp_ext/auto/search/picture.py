@@ -81,6 +81,7 @@ def layer_of(plan: ShownPlan) -> str:
                 lists.setdefault(".".join(parts[:i]), set()).add(part)
     if not lists:
         return ""
+    # Of lists of equal length the shortest name, which is the nearest to the model: layers, not experts in a layer
     around = max(lists, key=lambda name: (len(lists[name]), -len(name)))
     first = min(lists[around], key=int)
     return f"{around}.{first}" if around else first

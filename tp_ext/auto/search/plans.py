@@ -171,6 +171,7 @@ class Plan:
         Raises:
             ValueError: there is no such parameter, and no such module.
         """
+        # Names of modules and of parameters differ, so that any order of these tests is right
         if name in self.whole_tokens:
             return f"the result of {name} has all tokens: {self.whole_tokens[name]}"
         if any(edit.kind == "reduce_scatter" and edit.module == name for edit in self.tokens):
@@ -246,6 +247,7 @@ class Plan:
     def parameter_bytes(self, rank: int | None = None) -> int:
         """Returns the bytes of all parameters, of the full model or of a rank."""
         total = 0
+        # Not by shapes, which have a tied parameter under each of its names
         for name, size in self.bytes_of_element.items():
             shape = self.shapes[name]
             if rank is not None and name in self.shardings:
@@ -330,11 +332,13 @@ def described(example: Any) -> Any:
     if isinstance(example, list | tuple):
         items_of = [described(value) for value in example]
         return None if None in items_of else {type(example).__name__: items_of}
+    # A value of None is described, too: a description of None means that there is none
     return {"value": example} if example is None or type(example) in (int, float, str, bool) else None
 
 
 def undescribed(data: Any) -> Any:
     """The example of a description, its tensors on meta."""
+    # Each kind has keys of its own, so that any order of these tests is right
     if "shape" in data:
         return torch.empty(data["shape"], dtype=getattr(torch, data["dtype"]), device="meta")
     if "dict" in data:
@@ -354,6 +358,7 @@ def example_for(plan: Plan, model: nn.Module) -> Any:
     types = [(planned[n], p.dtype) for n, p in model.named_parameters() if p.is_floating_point() and n in planned]
     if not types:
         return example
+    # Tensors of another width than the planned parameters, such as times in fp32, were not of the model's type before
     size, now = types[0]
 
     def convert(x: Any) -> Any:

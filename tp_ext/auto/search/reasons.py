@@ -88,11 +88,13 @@ def _not_chosen(
     for decision in decisions(record, p, may_shard):
         if decision.atom in atoms_of_dim and name in decision.parameters:
             taken = next((other for other in decision.parameters if other in sharded), None)
+            # Only small tables are left out where no other decision has taken their parameters
             if taken is None:
                 return "it is a table below 1 % of all parameters, and its all-reduce would cost more than its bytes"
             return f"sharding {taken} on another dim leaves fewer bytes on a rank"
     for other, tensor in record.parameters.values():
         if other != name and any(contains(label, atom) for label in record.dims_of(tensor) for atom in atoms_of_dim):
+            # A round left the other parameter whole, and its reason is the cause here, too
             if other in why:
                 return f"it goes with {other}, which is whole: {why[other]}"
             return f"its factor is in {other}, too, where it cannot be sharded, or only in part"
@@ -101,6 +103,7 @@ def _not_chosen(
 
 def _too_short(record: Record, slowest: list[Major], p: int) -> str:
     """Returns the numbers of ranks over which a dim can be sharded, or "" if p is one of them."""
+    # All parts of a dim are sharded over the same ranks, so that the shortest decides
     atom = min((major.atom for major in slowest), key=lambda candidate: candidate.size)
     if atom.size >= p:
         return ""
@@ -112,6 +115,7 @@ def _too_short(record: Record, slowest: list[Major], p: int) -> str:
             if len(major.inner) > 1 and not major.inner[0].pinned:  # query heads of a KV head, then their features
                 groups = max(groups, major.inner[0].size)
     allowed = f"at most {atom.size}"
+    # More ranks than units need a group that is sharded further: the query heads of a KV head
     if atom.size == 1 or groups == 1:
         return allowed
     most = atom.size * groups
@@ -142,6 +146,7 @@ def traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record:
             f"{line_of(error)}; it must not: pass arguments with which that code does not run, or rewrite it"
         ) from error
     except Exception as error:
+        # Errors of rules, hints and constraints say already what to do
         if _is_own(error):
             raise
         where = record.modules[-1] or "the model"
@@ -162,8 +167,10 @@ def _branches(model: nn.Module, example: Any, record: Record, change: Change) ->
     except ArithmeticError:  # a logarithm of a number of another sign
         return False
     except ValueError as error:
+        # math.log of a changed number raises it, too, which is no branch of the code
         return "math domain" not in str(error)
     except Exception:
+        # The true numbers do not lead to this error, so that the code depends on them
         return True
     calls = ([(*call[:2], [t.shape for t in call[2]]) for call in of.python_calls] for of in (record, other))
     return next(calls) != next(calls)
@@ -172,6 +179,7 @@ def _branches(model: nn.Module, example: Any, record: Record, change: Change) ->
 def _is_own(error: Exception) -> bool:
     """True if the last of the Python code that raised an exception is of this package: rules, hints, constraints."""
     last = extract_tb(error.__traceback__)[-1].filename
+    # All operators of the user's code run in the modes of trace.py: what C++ raises there is the user's error
     return last.startswith(OWN) and not last.endswith("trace.py")
 
 

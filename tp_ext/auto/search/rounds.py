@@ -104,6 +104,7 @@ class Planner:
         """True if hints, and the rounds before, allow a parameter to be sharded on a dim."""
         if name in self.why or (self.only is not None and self.only.get(name) != dim):
             return False
+        # A tied parameter is whole if a hint says so of any of its names
         for alias in self.names[name]:
             hint = hint_of(self.hints, alias)
             if hint == "whole" or (isinstance(hint, P) and not (dim < len(hint.dims) and hint.dims[dim])):
@@ -323,6 +324,7 @@ class Planner:
             state.local[rank] = searched[key]
             state.proofs.append(proofs[key])
         kinds = {str({m: sorted(changes) for m, changes in integers.patches.items()}) for integers in searched.values()}
+        # `merged` writes one attribute down for all ranks, with the number of each
         if len(kinds) > 1:
             module = next(iter(next(integers.patches for integers in searched.values() if integers.patches)), "")
             raise MismatchError(module, f"ranks differ in the integers that must be local: {sorted(kinds)}")
@@ -353,6 +355,7 @@ class Planner:
 
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
         """Shards tokens until gradients and proof accept; adds what they refuse to ``bans`` before each new attempt."""
+        # Each attempt bans more. At the end, or after too many attempts, all tokens stay whole
         for _ in range(MAX_ROUNDS):
             tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
             if not tokens.sources:
@@ -436,6 +439,7 @@ class Planner:
         """Returns why a parameter stays whole."""
         if self.p == 1:
             return "p = 1"
+        # First: the dims of a parameter that a round has left whole do not show why
         if name in self.why:
             return self.why[name]
         return reason_of(self.record, name, self.p, self.may_shard, state.cut, self.why)

@@ -38,6 +38,7 @@ class SizeArguments:
 
 def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeArguments | None:
     """The sizes that a function is called with; None: it is another function, or they are no integers."""
+    # Another function may have one of these names, without a tensor as its first argument
     if name not in SIZES or not args or not isinstance(args[0], Tensor):
         return None
     place, names = SIZES[name]
@@ -46,11 +47,13 @@ def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeAr
         value, end = kwargs[key], len(args)
     elif len(args) > place:
         value, end = args[place], place + 1
+        # Only these take their sizes as separate arguments, as in view(b, 12, 64)
         if name in ("view", "reshape", "expand") and type(value) is int:
             value, end = tuple(args[place:]), len(args)
     else:
         return None
     values = [value] if type(value) is int else list(value) if isinstance(value, list | tuple) else []
+    # view(dtype) has no sizes, and symbolic sizes of a compiler no numbers
     if not values or not all(type(size) is int for size in values):
         return None
 
@@ -106,6 +109,7 @@ class Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         changes: dict[int, int] = {}
         shapes = self.matching(module, name, args, sizes)
+        # A call that is right with its own sizes, by -1 or a local integer, needs no change
         if shapes is not None and not _gives(func, args, kwargs, shapes):
             wanted = _wanted(name, args, kwargs, sizes, shapes)
             pairs = enumerate(zip(sizes.values, wanted, strict=True))
@@ -124,6 +128,7 @@ class Observer(TorchFunctionMode):
         wanted = self.wanted.get(module, ())
         for i in range(self.next.get(module, 0), len(wanted)):
             other, shapes = wanted[i]
+            # A view has the elements of its input. Only expand repeats them
             elements = sum(torch.Size(shape).numel() for shape in shapes)
             if name == other and (name == "expand" or elements == args[0].numel()):
                 fits = len(sizes.values) == len(shapes[0]) if name in ("view", "reshape", "expand") else True
@@ -161,6 +166,7 @@ def _wanted(name: str, args: Any, kwargs: Any, sizes: SizeArguments, shapes: Seq
     if name.startswith("split"):
         dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
         lengths = [shape[dim] for shape in shapes]
+        # One size is that of all parts but the last. Another number of sections belongs to another call
         return lengths[:number] if number in (1, len(lengths)) else sizes.values
     if name == "unflatten":
         dim = args[1] % args[0].dim()
@@ -220,6 +226,7 @@ class SizedForward:
         self.running: list[_Rewriting] = []
 
     def install(self) -> None:
+        # The mode sees all calls that run below it, and those of inner modules are no part of this plan
         for inner in self.module.modules():
             if inner is not self.module:
                 inner.register_forward_pre_hook(Pause(self), prepend=True)
@@ -234,6 +241,7 @@ class SizedForward:
                 result = run_forward(self.module, self.own, *args, **kwargs)
         finally:
             self.running.pop()
+        # A forward that makes fewer calls has taken a branch that the example does not show
         if mode.next != len(self.calls):
             mode.refuse("nothing", self.calls[mode.next].name)
         return result

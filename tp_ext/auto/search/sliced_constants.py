@@ -59,6 +59,7 @@ class Constants:
         for step in record.steps:
             works = any(id(t) in local for t in step.inputs) or any(id(t) in self.partial for t in step.outputs)
             for tensor in step.inputs if works else ():
+                # A parameter here has a sharded dim and no shard: `Finder.check` reports it
                 if id(tensor) in self.sharded and id(tensor) not in local and id(tensor) not in record.parameters:
                     self.constant(step, tensor, local)
             if any(id(t) in local for t in step.inputs) or works:
@@ -111,6 +112,7 @@ class Constants:
                 if name.removesuffix("_like") not in UNIFORM:
                     return name
             elif maker.name.removesuffix("_like").removeprefix("new_") not in UNIFORM:
+                # zeros_like reads no number of its input. Any other operator may hand on numbers that vary
                 left += maker.inputs
         return ""
 

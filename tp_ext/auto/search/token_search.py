@@ -62,6 +62,7 @@ class _Search:
         self.sources = self.find_sources()
 
     def run(self) -> None:
+        # Each of them adds a ban or a slice where it returns False, and both are limited in number: the loop ends
         while not (self.attempt() and self.has_sources_everywhere() and self.draws_alike()):
             pass
 
@@ -98,6 +99,7 @@ class _Search:
                 if choice is not None:
                     ranges_of_module.append(Range(tensor, choice[1], choice[0], Origin(source=module), call))
                     dims.add(choice[0])
+            # A layer scatters all of its results along one dim, in all of its calls
             if len(ranges_of_module) < len(results) or len(dims) > 1:
                 text = f"its result of shape {tuple(results[0][2].shape)} has no dim of {self.p} or more tokens"
                 self.bans.sources.setdefault(module, text)
@@ -113,6 +115,7 @@ class _Search:
             for dim, label in enumerate(map(atoms, self.record.dims_of(tensor)))
             if len(label) == 1 and label[0].size >= self.p and not self.is_fixed(label[0])
         ]
+        # Attention mixes the tokens, and few operators the batch. At a tie the later dim: the batch usually comes first
         candidates.sort(key=lambda candidate: (-self.mixed.get(candidate[1], 0), -candidate[0]))
         return candidates[min(self.alternative, len(candidates) - 1)] if candidates else None
 
@@ -124,6 +127,7 @@ class _Search:
 
     def attempt(self) -> bool:
         """Propagates the sharded tokens. Returns True if every range has its boundaries; bans the others."""
+        # From the start: shards that a ban takes away were the reason of other shards
         self.ranges, self.steps, self.why, self.gathers = {}, {}, {}, []
         for r in [*self.sources, *self.scatters.values()]:
             if r.origin.source not in self.bans.sources:
@@ -147,6 +151,7 @@ class _Search:
                     assert dim is not None
                     result_range = Range(tensor, atom, dim, Origin(step=step.place))
                     self.ranges.setdefault(id(tensor), []).append(result_range)
+        # A new slice makes further operators work on shards: all is propagated again
         if needs:
             for tensor, dim, step in needs:
                 self.scatter(tensor, dim, step)
@@ -177,6 +182,7 @@ class _Search:
             return f"{where} works on partial sums", []
         if others or step.name == ATTENTION or atom in atoms([*step.reason.pinned, *step.contracted]):
             return f"{where} needs all tokens", []
+        # Each rank would draw the same numbers for other tokens
         if step.name in RANDOM:
             return f"{where} draws random numbers", []
         # What is whole must be sliced on its way in, and every result must have the tokens as one dim
@@ -185,6 +191,7 @@ class _Search:
             dims = self.record.dims_of(tensor)
             token_dims = [i for i, label in enumerate(dims) if contains(label, atom)]
             is_output = any(tensor is t for t in step.outputs)
+            # The code around has the tensor whole, before and after the write
             if is_output and id(tensor) not in shards and any(tensor is t for t in step.inputs):
                 return f"{where} writes shards into a whole tensor", []
             if (
@@ -194,6 +201,7 @@ class _Search:
             ):
                 return f"{where} has a result without the dim of tokens, or with several", []
             if token_dims and not is_output and id(tensor) not in shards and self.range_at(tensor, step.place) is None:
+                # A slice of a dim batch x tokens has whole rows of the batch, not a part of the tokens of each
                 if len(atoms(dims[token_dims[0]])) > 1:
                     return f"{where} uses a whole tensor with tokens inside of a dim", []
                 wanted.append((tensor, token_dims[0]))
@@ -315,8 +323,10 @@ class _Search:
         return call if self.finder.number_of_calls[call.module] == 1 and self.entered(r, call.stop) else None
 
     def may_gather(self, r: Range, call: ModuleCall, at: int, whole: list[int]) -> bool:
+        # A hook of a module acts in all of its calls, of which others may have whole arguments
         if not call.module or not call.start <= at < call.stop or self.finder.number_of_calls[call.module] > 1:
             return False
+        # A module that returns its argument would hand the gathered tensor to code that expects shards
         if r.entered is call or not r.has_call(call) or any(t is r.tensor for _, t in call.outputs):
             return False
         inside = [place for place in self.uses[id(r.tensor)] if call.start <= place < call.stop]
@@ -351,4 +361,5 @@ class _Search:
 
 
 def _kind(types: set[str]) -> str:
+    # A partial gradient is summed and sliced in one collective. A complete gradient is only sliced: each rank has it
     return "all_gather" if types == {PARTIAL} else "gather"

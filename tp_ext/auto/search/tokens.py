@@ -195,6 +195,7 @@ class TokenFlow:
                 kept.setdefault((call.module, path), []).append(self._dim_in(tensor, call))
         for call in record.calls:
             for path, _ in call.inputs:
+                # An argument that is whole in some calls: a recomputation could not say which call it repeats
                 dim, *others = set(kept[call.module, path])
                 if dim is not None and not others and call.module:
                     self._put(Tokens("keep", call.module, "argument", path, dim))
@@ -246,6 +247,7 @@ class TokenFlow:
         # Calls that have returned before
         for inner in record.calls:
             if call.around(inner) and inner.last <= index and inner.module.rpartition(".")[0] == call.module:
+                # Code reads a length of what a module that it calls has returned
                 yield from (r for _, t in inner.outputs if (r := self.range_in(t, inner)) is not None)
         for place in self.steps:
             step = record.steps[place]
@@ -275,6 +277,7 @@ def ban_problems(problems: Sequence[Problem], tokens: TokenFlow, bans: Bans) -> 
     for problem in problems:
         for place in problem.steps:
             banned |= bans.add(Origin(step=place), problem.text)
+    # No operator is to blame. Without its scattered sums the model has no shards of tokens, and the search ends
     if not banned:
         for module in tokens.sources:
             bans.add(Origin(source=module), problems[0].text)
@@ -295,6 +298,7 @@ def ban_mismatch(
         if origin.step < 0:
             return bans.add(origin, reason)
         step = record.steps[origin.step]
+        # Layers of one class run the same code. A ban for each alone would need a round for each layer
         alike = [
             place
             for place in tokens.steps
@@ -302,6 +306,7 @@ def ban_mismatch(
             and record.steps[place].line == step.line
             and kinds[record.steps[place].module] == kinds[step.module]
         ]
+        # A list: any() of a generator would stop at the first new ban
         added = [bans.add(Origin(step=place), reason) for place in {*alike, origin.step}]
         return any(added)
 
