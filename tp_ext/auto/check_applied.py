@@ -35,7 +35,9 @@ def loss_or_squares(output: Any) -> Tensor:
         return loss
     if isinstance(output, Tensor) and output.dim() == 0:
         return output
-    first = next(t for _, t in tensors(output) if t.is_floating_point())
+    first = next((t for _, t in tensors(output) if t.is_floating_point()), None)
+    if first is None:
+        raise ValueError("verify: True needs an output with a tensor of floating-point numbers, which the model lacks")
     # In fp32: squares overflow in fp16, and their mean is rounded in bf16
     return first.float().pow(2).mean() if first.dtype in (torch.float16, torch.bfloat16) else first.pow(2).mean()
 

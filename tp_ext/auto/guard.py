@@ -22,7 +22,7 @@ from tp_ext.auto.proof.prove_values import Apply, UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
 from tp_ext.auto.record.edits import Slice
 from tp_ext.auto.record.rules import from_notation
-from tp_ext.auto.record.trace import arguments, trace
+from tp_ext.auto.record.trace import Arguments, arguments, trace
 from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.reasons import traced
@@ -149,8 +149,9 @@ class Guard:
 
     def refuse_partial_gradients(self, args: Any, kwargs: Any) -> None:
         """Raises RuntimeError if an argument wants a gradient that would be this rank's part of it."""
-        names = argument_names(self.structure)
-        named = named_arguments(self.structure, args, kwargs) or {}
+        names, named = argument_names(self.structure), named_arguments(self.structure, args, kwargs)
+        if named is None:  # any number by position
+            names, named = [], {**dict(zip(map(str, range(len(args))), args, strict=True)), **kwargs}
         for place, key, *rest in self.plan.refused_inputs:
             name = names[int(key)] if place == 0 and int(key) < len(names) else str(key)
             value = named.get(name)
@@ -182,7 +183,8 @@ class Guard:
 def _example(structure: nn.Module, args: Any, kwargs: Any) -> Any:
     """The arguments of a call as an example on meta."""
     named = named_arguments(structure, args, kwargs)
-    return tree_map(lambda x: _on_meta(x) if isinstance(x, Tensor) else x, args if named is None else named)
+    example = named if named is not None else Arguments(args, kwargs) if kwargs else args
+    return tree_map(lambda x: _on_meta(x) if isinstance(x, Tensor) else x, example)
 
 
 def _on_meta(x: Tensor) -> Tensor:

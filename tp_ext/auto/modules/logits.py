@@ -195,7 +195,8 @@ def _pointwise(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs
         # A bias or a mask of the vocabulary has all columns, a scalar none
         return value if value.dim() == 0 or value.shape[-1] == 1 else value.narrow(-1, start, plain.shape[-1])
 
-    return func(*map(columns, args), **kwargs).as_subclass(cls)
+    named = {key: columns(value) for key, value in kwargs.items()}
+    return func(*map(columns, args), **named).as_subclass(cls)
 
 
 def _item(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:

@@ -52,7 +52,9 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         rows.extend(_copy(inner, memo) for inner in value)
         return rows
     if type(value) in (tuple, set):
-        return type(value)(_copy(inner, memo) for inner in value)
+        # In the memo, too: two attributes may share a set
+        memo[id(value)] = clone = type(value)(_copy(inner, memo) for inner in value)
+        return clone
     if isinstance(value, types.MethodType):
         return types.MethodType(value.__func__, _copy(value.__self__, memo))
     if type(value) is functools.partial:

@@ -25,7 +25,7 @@ import tp_ext.random as tp_random
 from tp_ext.auto.modules.logits import ShardedLogits
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.record.record import tensors
-from tp_ext.auto.record.trace import arguments
+from tp_ext.auto.record.trace import Arguments, arguments
 from tp_ext.auto.search.localize import replaced
 from tp_ext.auto.search.plans import Plan
 from tp_ext.model.layouts import layouts_of
@@ -199,6 +199,8 @@ def few_tokens(example: Any, p: int) -> Any:
         return x
 
     short = tree_map(shorter, (args, kwargs))
+    if isinstance(example, Arguments):
+        return Arguments(*short)
     return {**short[1]} if isinstance(example, Mapping) else short[0]
 
 

@@ -82,10 +82,10 @@ def _is_linear(function: Callable[..., Any], args: Any) -> bool:
             one, other = ([torch.randn_like(t) for t in outputs] for _ in range(2))
             both = [a + b for a, b in zip(one, other, strict=True)]
             results = [GRAD(outputs, wanted, g, retain_graph=True, allow_unused=True) for g in (one, other, both)]
+            rows = zip(*results, strict=True)
+            return all(a is None or torch.allclose(a + b, c, rtol=1e-4, atol=1e-5) for a, b, c in rows)
         except Exception:  # of any code of the user's: integers with a meaning, devices that are not here
             return False
-        rows = zip(*results, strict=True)
-        return all(a is None or torch.allclose(a + b, c, rtol=1e-4, atol=1e-5) for a, b, c in rows)
 
 
 def _is_real(value: Any) -> bool:

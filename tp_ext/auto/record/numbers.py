@@ -23,7 +23,7 @@ from tp_ext.auto.record.record import Record, source_line
 Change = Callable[[float], float]
 
 CHANGES: tuple[Change, ...] = (lambda x: 2 * x + math.copysign(1, x), lambda x: -x - 1)  # the second: to another sign
-READ = torch.ops.aten._local_scalar_dense.default
+READ = "aten::_local_scalar_dense"
 
 
 class Numbers(TorchDispatchMode):
@@ -41,7 +41,7 @@ class Numbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is READ and self.is_constant(args[0]) and args[0].dtype != torch.bool:
+        if func._schema.name == READ and self.is_constant(args[0]) and args[0].dtype != torch.bool:
             return self.number(args[0])
         result = func(*args, **kwargs)
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

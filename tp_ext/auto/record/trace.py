@@ -8,11 +8,13 @@ whole."""
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import sys
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +56,7 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **kwargs)
         record = self.record
         # Without a rule: its result is a number, and an operator without a tensor as its result is no step
-        if func is READ and not record.paused:
+        if func._schema.name == READ and not record.paused:
             self.read(args[0])
         elif not record.paused:
             inputs = [t for _, t in tensors([list(args), kwargs])]
@@ -176,6 +178,13 @@ def _watch(model: nn.Module, record: Record) -> None:
             CalledForward(module, functools.partial(called, name)).install()
 
 
+class Arguments(NamedTuple):
+    """An example with arguments by position and by name, of a forward that takes any number by position."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and the keyword arguments that an example means.
 
@@ -184,6 +193,8 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     if isinstance(example, Mapping):
         return (), dict(example)
+    if isinstance(example, Arguments):
+        return example.args, example.kwargs
     if isinstance(example, tuple):
         return example, {}
     raise TypeError(f"example: {type(example).__name__} must be a dict of keyword arguments or a tuple of arguments")
@@ -217,6 +228,12 @@ def trace(
     fakes_by_id: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
     def fake(value: Any, shape: Sequence[int] | None = None) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            # tree_map takes it for a leaf
+            clone = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(clone, field.name, tree_map(fake, getattr(value, field.name)))
+            return clone
         if not isinstance(value, Tensor):
             return value
         if id(value) not in fakes_by_id:

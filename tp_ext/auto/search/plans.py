@@ -28,6 +28,7 @@ from tp_ext.auto.record.edits import (
     Sum,
     Tokens,
 )
+from tp_ext.auto.record.trace import Arguments
 from tp_ext.auto.search import picture
 from tp_ext.sharding import Part, Sharding
 
@@ -324,6 +325,8 @@ def _by_text(reasons: dict[str, str]) -> dict[str, list[str]]:
 def described(example: Any) -> Any:
     """An example as JSON holds it; None if it has other objects than tensors, numbers and text in dicts, lists and
     tuples."""
+    if isinstance(example, Arguments):  # of a call that the guard proves: no plan that is saved has it
+        return None
     if isinstance(example, Tensor):
         return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch.")}
     if isinstance(example, dict):
