@@ -42,8 +42,8 @@ AUTO_BUGS = [
     _bug(
         "direct_call_in_backward",
         "modules/direct_calls.py",
-        "and not (self.converts and _is_in_backward())",
-        "",
+        "return not in_backward",
+        "return True",
         "What backward recomputes converts as a call by other code.",
         "auto/test_direct_calls.py::test_recomputation_inside_of_forward",
     ),

@@ -257,7 +257,7 @@ class _Applied:
         self.register_hooks(own_input)
         for name, calls in _sizes(self.plan, self.group.rank).items():
             SizedForward(self.model.get_submodule(name), name, calls).install()
-        convert_direct_calls(self.model, self.plan.direct_calls, self.group)
+        convert_direct_calls(self.model, self.plan, self.group)
         for name in self.plan.direct:
             # Last: it wraps the other forwards of the instance, so that a call by name runs the hooks and then these
             CalledForward(self.model.get_submodule(name)).install()

@@ -2,39 +2,40 @@
 
 [Note: direct calls cost little inside of forward] A forward hook costs microseconds in each call of its module, and
 most modules of a sharded model would have two. So a module without other hooks gets a ``forward`` in the instance,
-which costs a tenth of that; one with hooks pays already, and conversions must come outside of them."""
+which costs a tenth of that; one with hooks pays already, and conversions must come outside of them.
+
+The name of the outermost call is set around forward alone, in a ``finally``: hooks do not run after an interruption."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tp_ext.auto.modules.hooks import CopyArguments, GatherOutput, SliceArgument, SumOutput
-from tp_ext.auto.record.edits import DirectCall, LeafPath
-from tp_ext.auto.record.forwards import run_forward
+from tp_ext.auto.record.edits import DirectCall, LeafPath, Slice, Tokens
+from tp_ext.auto.record.forwards import options_of, run_forward
 from tp_ext.auto.record.record import tensors
-from tp_ext.auto.search.localize import replaced
+from tp_ext.auto.search.localize import replaced, replaced_argument
 from tp_ext.group import ParallelGroup
+from tp_ext.sharding import Sharding
+
+RETURNED = {"return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "use_cache"}
+"""Names of transformers' options that decide what is returned, which is compared."""
 
 
-@dataclass
 class Outermost:
-    """The outermost call of a module of the model that runs now: all others are inside of it.
+    """The outermost call of a module of the model that runs now, by its name; "": none. All others are inside of it."""
 
-    Attributes:
-        name: of the module, the model's own is "model"; "": none runs. again: how often it runs inside of itself.
-    """
-
-    name: str = ""
-    again: int = 0
+    name = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": "", "again": 0}
+        return {}
 
 
 @dataclass
@@ -48,64 +49,126 @@ class PartialGradient:
         return replaced(output, self.path, self.converted)
 
     def converted(self, y: Tensor) -> Tensor:
-        if self.group.rank == 0 or not (y.requires_grad and torch.is_grad_enabled()):
+        if not (y.requires_grad and torch.is_grad_enabled()):
             return y
-        # Zeros, and not none: every rank takes part in the sums of this backward
-        return torch.where(torch.zeros((), dtype=torch.bool, device=y.device), y, y.detach())
+        # Zeros, and not none, and the same graph on every rank: each takes part in the sums of this backward
+        flag = torch.full((), self.group.rank == 0, dtype=torch.bool, device=y.device)
+        return torch.where(flag, y, y.detach())
 
 
 class Conversions:
-    """The conversions of a direct call of a module; none: those of the model itself, whose arguments are whole."""
+    """The conversions of a direct call of a module.
 
-    def __init__(self, outermost: Outermost, direct: DirectCall | None, group: ParallelGroup) -> None:
-        self.outermost, self.direct = outermost, direct
-        self.name = "model" if direct is None else f"model.{direct.module}"
-        direct = direct or DirectCall("")
-        self.converts = direct != DirectCall(direct.module)
+    Attributes:
+        takes_any: it is a layer that takes any number of dims before its last ones. in_hooks: hooks of the module
+            convert, outside of its others. entered: they have run before the forward that comes next. converting: and
+            this is a direct call.
+    """
+
+    def __init__(
+        self, outermost: Outermost, direct: DirectCall, group: ParallelGroup, takes_any: bool, tokens: bool
+    ) -> None:
+        self.outermost, self.direct, self.group, self.takes_any = outermost, direct, group, takes_any
+        # With sharded tokens, any module can: a recomputation must know whether its forward had them sharded
+        self.checks_backward = direct.converts or tokens
         # The gradient of a slice is that of this rank's elements: summed with those of the others
         copies = list(dict.fromkeys((*direct.copies, *(edit.path for edit in direct.slices))))
-        self.before: list[Any] = [CopyArguments(copies, group)] if copies else []
-        self.before += [SliceArgument(edit, group) for edit in direct.slices]
-        self.after: list[Any] = [SumOutput(path, group) for path in direct.sums]
-        self.after += [GatherOutput(gather.path, gather.sharding, group) for gather in direct.gathers]
-        self.after += [PartialGradient(path, group) for path in direct.partial]
+        self.copies = CopyArguments(copies, group)
+        self.after: list[Any] = [PartialGradient(path, group) for path in direct.partial]
+        self.sums = [SumOutput(path, group) for path in direct.sums]
+        self.in_hooks = self.entered = self.converting = False
 
-    @property
     def is_direct(self) -> bool:
         """True if a call that begins now is that of other code: what backward recomputes ran inside of forward.
 
         One that converts nothing may count as direct then, too: modules inside of it are inside of a call either way.
+
+        Raises:
+            RuntimeError: it is one inside of a checkpoint, whose recomputation would look like one of forward's.
         """
-        return not self.outermost.name and not (self.converts and _is_in_backward())
+        if self.outermost.name:
+            return False
+        if self.checks_backward:
+            in_backward, in_checkpoint = _place()
+            if in_checkpoint and not in_backward:
+                self.refuse("it is inside of torch.utils.checkpoint")
+            return not in_backward
+        return True
+
+    def refuse(self, why: str) -> None:
+        raise RuntimeError(
+            f"{self.direct.module}: cannot be called so by other code than the forward of the model that tp_ext.auto "
+            f"has sharded: {why}. Let forward call it, by an argument of its own: calls with new arguments are proven"
+        )
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a direct call as those of a call in forward."""
         direct = self.direct
-        if direct is not None and (
-            why := direct.refused or (direct.refused_gradients if torch.is_grad_enabled() else "")
-        ):
-            raise RuntimeError(
-                f"{direct.module}: cannot be called by other code than the forward of the model that tp_ext.auto has "
-                f"sharded: {why}. Let forward call it, by an argument of its own: calls with new arguments are proven"
-            )
-        for conversion in self.before:
-            args, kwargs = conversion(module, args, kwargs)
+        if direct.refused or (direct.refused_gradients and torch.is_grad_enabled()):
+            self.refuse(direct.refused or direct.refused_gradients)
+        given, defaults = options_of(module, args, kwargs)
+        for name, value in given.items():
+            if value not in (*direct.options.get(name, ()), defaults.get(name)) and name not in RETURNED:
+                self.refuse(f"forward does not call it with {name}={value}")
+        args, kwargs = self.copies(module, args, kwargs) if self.copies.paths else (args, kwargs)
+        for edit, dims in zip(direct.slices, direct.dims, strict=True):
+
+            def sliced(x: Tensor, edit: Slice = edit, dims: int = dims) -> Tensor:
+                dim = self.moved(edit.dim, dims, x)
+                return SliceArgument(dataclasses.replace(edit, dim=dim), self.group).sliced(x)
+
+            args, kwargs = replaced_argument(module, args, kwargs, edit.path, sliced)
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
+        """The results of a direct call, whole."""
+        found = dict(tensors(output))
+        for conversion in self.sums:
+            output = conversion(module, (), {}, output) if conversion.path in found else output
+        for gather in self.direct.gathers:
+            if gather.path in found:
+                lengths = next(of[_name(gather.path)] for of in self.direct.results if _name(gather.path) in of)
+                dim = self.moved(gather.sharding.dim, len(lengths), found[gather.path])
+                sharding = Sharding(dim, gather.sharding.parts)
+                output = replaced(output, gather.path, GatherOutput(gather.path, sharding, self.group).gathered)
+        self.compare({_name(path): tensor.shape for path, tensor in tensors(output)})
         for conversion in self.after:
-            # A call with other arguments may return no attention weights, say
-            if _has_tensor(output, conversion.path):
-                output = conversion(module, (), {}, output)
+            output = conversion(module, (), {}, output) if conversion.path in found else output
         return output
+
+    def moved(self, dim: int, dims: int, x: Tensor) -> int:
+        """The place of a dim in a tensor with another number of dims before the last ones."""
+        if x.dim() == dims:
+            return dim
+        if not self.takes_any or dim - dims + x.dim() < 0:
+            self.refuse(f"it takes or returns a tensor of {x.dim()} dims, in forward of {dims}")
+        return dim - dims + x.dim()
+
+    def compare(self, shapes: dict[str, torch.Size]) -> None:
+        """Refuses results that no call in forward has: another path through the code returned them, maybe shards."""
+
+        def fits(results: dict[str, list[int]]) -> bool:
+            return all(name in results and self.fits(shape, results[name]) for name, shape in shapes.items())
+
+        if not any(map(fits, self.direct.results)):
+            self.refuse(f"it returned {', '.join(f'{name} {tuple(shape)}' for name, shape in shapes.items())}")
+
+    def fits(self, shape: torch.Size, lengths: list[int]) -> bool:
+        last = min(len(shape), len(lengths)) if self.takes_any else len(lengths)
+        if not self.takes_any and len(shape) != len(lengths):
+            return False
+        pairs = zip(shape[len(shape) - last :], lengths[len(lengths) - last :], strict=True)
+        return all(wanted in (0, length) for length, wanted in pairs)
 
 
 class DirectForward:
     """A module's ``forward`` in the instance, which converts in a direct call.
 
-    It is an object of a class that knows the module, no bound method, so that the module can be copied and pickled."""
+    It is an object of a class that knows the module, no bound method, so that the module can be copied and pickled.
+    ``conversions`` is None for the model itself, whose arguments are whole."""
 
-    def __init__(self, module: nn.Module, conversions: Conversions) -> None:
-        self.module, self.conversions, self.outermost = module, conversions, conversions.outermost
+    def __init__(self, module: nn.Module, name: str, outermost: Outermost, conversions: Conversions | None) -> None:
+        self.module, self.name, self.outermost, self.conversions = module, name, outermost, conversions
         self.own = vars(module).get("forward")
 
     @property
@@ -114,74 +177,93 @@ class DirectForward:
         return inspect.signature(self.own or type(self.module).forward.__get__(self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        conversions = self.conversions
-        if self.outermost.name or not conversions.is_direct:
+        conversions, outermost = self.conversions, self.outermost
+        in_hooks = conversions is not None and conversions.in_hooks
+        if conversions is None:
+            is_outermost = not outermost.name
+        elif in_hooks:
+            if not conversions.entered:
+                return self.module(*args, **kwargs)  # called by name, past its hooks
+            conversions.entered = False
+            is_outermost = not outermost.name and conversions.converting
+        else:
+            is_outermost = conversions.is_direct()
+        if not is_outermost:
             return run_forward(self.module, self.own, *args, **kwargs)
-        self.outermost.name = conversions.name
-        try:
+        if conversions is not None and not in_hooks:
             args, kwargs = conversions.enter(self.module, args, kwargs)
+        outermost.name = self.name
+        try:
             output = run_forward(self.module, self.own, *args, **kwargs)
         finally:
-            self.outermost.name = ""
-        return conversions.leave(self.module, output)
-
-
-def _has_tensor(output: Any, path: LeafPath) -> bool:
-    return any(place == path for place, _ in tensors(output))
+            outermost.name = ""
+        return output if conversions is None or in_hooks else conversions.leave(self.module, output)
 
 
 @dataclass
 class BeginCall:
-    """A forward pre-hook of the model, and of modules that have other hooks."""
+    """A forward pre-hook of modules that have other hooks."""
 
     conversions: Conversions
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        outermost, conversions = self.conversions.outermost, self.conversions
-        if not conversions.is_direct:
-            outermost.again += outermost.name == conversions.name
+        conversions = self.conversions
+        conversions.entered = True
+        if conversions.outermost.name:
             return None
-        outermost.name = conversions.name
-        return conversions.enter(module, args, kwargs)
+        conversions.converting = conversions.is_direct()
+        return conversions.enter(module, args, kwargs) if conversions.converting else None
 
 
 @dataclass
 class EndCall:
-    """The forward hook that ends :class:`BeginCall`, also after an exception."""
+    """The forward hook that ends :class:`BeginCall`."""
 
     conversions: Conversions
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        outermost = self.conversions.outermost
-        if outermost.name != self.conversions.name:
+        conversions = self.conversions
+        if conversions.outermost.name or not conversions.converting:
             return output
-        if outermost.again:
-            outermost.again -= 1
-            return output
-        outermost.name = ""
-        return output if output is None else self.conversions.leave(module, output)
+        conversions.converting = False
+        return conversions.leave(module, output)
 
 
 @torch.compiler.disable  # a break of the graph: Dynamo would not compile again in backward
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() >= 0
+def _place() -> tuple[bool, bool]:
+    """Whether a call is in backward, and in ``torch.utils.checkpoint``."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return torch._C._current_graph_task_id() >= 0, frame is not None
 
 
-def convert_direct_calls(model: nn.Module, direct_calls: Sequence[DirectCall], group: ParallelGroup) -> None:
+def _name(path: LeafPath) -> str:
+    return ".".join(map(str, path))
+
+
+def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGroup) -> None:
     """Lets all modules convert that need it, or have one inside that does. After all other hooks and forwards."""
     outermost = Outermost()
-    needed = {direct.module for direct in direct_calls if direct != DirectCall(direct.module)}
-    for direct in direct_calls:
+    needed = {direct.module for direct in plan.direct_calls if direct.converts}
+    if not needed:
+        return
+    for direct in plan.direct_calls:
         if direct.module in needed or any(name.startswith(f"{direct.module}.") for name in needed):
-            module, conversions = model.get_submodule(direct.module), Conversions(outermost, direct, group)
+            module = model.get_submodule(direct.module)
+            takes_any = plan.roles.get(direct.module) in ("column", "row", "vocab")
+            conversions = Conversions(outermost, direct, group, takes_any, bool(plan.tokens))
             if module._forward_pre_hooks or module._forward_hooks:
-                _register(module, conversions)
-            else:
-                module.forward = DirectForward(module, conversions)
-    if needed:
-        _register(model, Conversions(outermost, None, group))
+                conversions.in_hooks = True
+                module.register_forward_pre_hook(BeginCall(conversions), prepend=True, with_kwargs=True)
+                module.register_forward_hook(EndCall(conversions), with_kwargs=True)
+            module.forward = DirectForward(module, direct.module, outermost, conversions)
+    model.forward = DirectForward(model, "the model", outermost, None)
 
 
-def _register(module: nn.Module, conversions: Conversions) -> None:
-    module.register_forward_pre_hook(BeginCall(conversions), prepend=True, with_kwargs=True)
-    module.register_forward_hook(EndCall(conversions), with_kwargs=True, always_call=True)
+class DirectPlan(Protocol):
+    """The attributes of a :class:`tp_ext.auto.Plan` that direct calls need."""
+
+    direct_calls: list[DirectCall]
+    roles: dict[str, str]
+    tokens: list[Tokens]

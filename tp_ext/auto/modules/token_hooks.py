@@ -31,7 +31,7 @@ class TokenLengths:
 
     Attributes:
         length: None: they are whole. forwards: of the model that run now. records: the running one records gradients.
-        backward: the one in which a recomputation last set the length; whole: it was that of a module called by itself.
+        backward: the one in which a recomputation last set the length.
         known: storage of an argument -> the length of its tokens.
     """
 
@@ -40,28 +40,18 @@ class TokenLengths:
     forwards: int = 0
     records: bool = False
     backward: int = -1
-    whole: bool = False
     known: dict[int, tuple[StorageWeakRef, int | None]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "length": None,
-            "forwards": 0,
-            "records": False,
-            "backward": -1,
-            "whole": False,
-            "known": {},
-        }
+        return {**self.__dict__, "length": None, "forwards": 0, "records": False, "backward": -1, "known": {}}
 
     def enter(self, length: int) -> list[int] | None:
         """Begins to shard tokens of a full length; returns the lengths on the ranks, None: they stay whole."""
         shards = self.records
         # No forward of the model runs: backward recomputes this module, or other code calls it
         if not self.forwards:
-            backward = _backward()
-            shards = backward >= 0 and not (self.whole and backward == self.backward)
-            self.backward = backward
+            self.backward = _backward()
+            shards = self.backward >= 0
         self.length = length if shards and length >= self.group.size else None
         return self.sizes()
 
@@ -106,7 +96,6 @@ def _recall(lengths: TokenLengths, x: Tensor) -> None:
     backward = _backward()
     if backward < 0:
         lengths.length = None  # a module called by itself has whole arguments
-        lengths.remember(x)
         return
     known = lengths.known.get(x.untyped_storage()._cdata)
     if known is None or known[0].expired():
@@ -116,7 +105,7 @@ def _recall(lengths: TokenLengths, x: Tensor) -> None:
             "sequence parallelism: a module is recomputed in backward from arguments that its forward did not have; "
             "compile what contains the checkpoint, or nothing, and keep its arguments where they are"
         )
-    lengths.length, lengths.backward, lengths.whole = known[1], backward, known[1] is None
+    lengths.length, lengths.backward = known[1], backward
 
 
 def _at(value: Any, path: LeafPath) -> Any:

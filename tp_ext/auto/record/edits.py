@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -123,7 +123,7 @@ class Gather:
     sharding: Sharding
 
 
-@dataclass(frozen=True)
+@dataclass
 class DirectCall:
     """The conversions of a call of a module by other code than the model's forward, which has whole tensors.
 
@@ -134,6 +134,9 @@ class DirectCall:
         gathers: results with a sharded dim, all-gathered.
         copies: arguments whose gradients it leaves partial, all-reduced.
         partial: results whose gradients it needs partial: backward keeps those of rank 0 alone.
+        dims: for each slice, the number of dims of the argument.
+        options: switches that its calls in forward pass -> their values.
+        results: for each of its calls in forward, the paths of its results with their lengths, 0 for those of a run.
         refused: why it cannot be called so; refused_gradients: why not while gradients are recorded.
     """
 
@@ -143,8 +146,15 @@ class DirectCall:
     gathers: tuple[Gather, ...] = ()
     copies: tuple[LeafPath, ...] = ()
     partial: tuple[LeafPath, ...] = ()
+    dims: tuple[int, ...] = ()
+    options: dict[str, list[str]] = field(default_factory=dict)
+    results: list[dict[str, list[int]]] = field(default_factory=list)
     refused: str = ""
     refused_gradients: str = ""
+
+    @property
+    def converts(self) -> bool:
+        return any((*self.of_values(), *self.of_gradients()))
 
     def of_values(self) -> tuple[object, ...]:
         return self.slices, self.sums, self.gathers, self.refused

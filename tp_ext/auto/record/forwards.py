@@ -41,6 +41,21 @@ def run_forward(module: nn.Module, forward: Callable[..., Any] | None, *args: An
     return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
+def options_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """The switches of a call of a module, truth values and text by name, and the defaults of all arguments."""
+    signature = inspect.signature(type(module).forward)
+    try:
+        bound = signature.bind(module, *args, **kwargs).arguments
+    except TypeError:  # which the call itself will raise
+        return {}, {}
+    given: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        given |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
+    defaults = {name: repr(parameter.default) for name, parameter in signature.parameters.items()}
+    return {name: repr(value) for name, value in given.items() if isinstance(value, bool | str)}, defaults
+
+
 @dataclass
 class Enter:
     """A forward pre-hook: what forward is called with next has come through ``module()``."""

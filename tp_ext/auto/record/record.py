@@ -55,6 +55,7 @@ class ModuleCall:
     end: int = sys.maxsize
     training: bool = False
     caller: ModuleCall | None = None
+    options: dict[str, str] = dataclasses.field(default_factory=dict)  # switches among the arguments
 
     def around(self, other: ModuleCall) -> bool:
         return self.order < other.order < self.end

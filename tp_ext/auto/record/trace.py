@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from tp_ext.auto.record import torch_rules as torch_rules  # registers the rules
 from tp_ext.auto.record.dims import Reason, pin
-from tp_ext.auto.record.forwards import CalledForward
+from tp_ext.auto.record.forwards import CalledForward, options_of
 from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
 from tp_ext.auto.record.multi_head import plain_paths
 from tp_ext.auto.record.numbers import READ, Change, Numbers
@@ -151,6 +151,7 @@ def _watch(model: nn.Module, record: Record) -> None:
             call = ModuleCall(name, list(tensors((args, kwargs))), len(record.steps))
             call.first, call.order = len(record.python_calls), len(record.calls)
             call.training, call.caller = module.training, running[-1] if running else None
+            call.options = options_of(module, args, kwargs)[0]
             record.calls.append(call)
             running.append(call)
             record.modules.append(name)

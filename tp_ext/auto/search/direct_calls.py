@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tp_ext.auto.record.dims import contains
+from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import DirectCall, Factor, Gather, LeafPath, Slice
-from tp_ext.auto.record.record import ModuleCall
+from tp_ext.auto.record.record import ModuleCall, Record
+from tp_ext.auto.search.choose import constant_atoms
 from tp_ext.auto.search.flow import Finder
 from tp_ext.auto.search.gradient_types import COMPLETE, PARTIAL
 from tp_ext.auto.search.tokens import TokenGather
@@ -38,13 +39,30 @@ def direct_calls(finder: Finder, edited: Iterable[str], local: Iterable[str]) ->
         parts = name.split(".")
         around.update(".".join(parts[: i + 1]) for i in range(len(parts)))
     conversions: dict[str, DirectCall] = {}
+    constant = constant_atoms(finder.record)
     for call in finder.record.calls:
         if call.module and call.module in around:
             new = _Boundary(finder, call).conversions()
-            conversions[call.module] = _common(conversions.setdefault(call.module, new), new)
+            common = _common(conversions.setdefault(call.module, new), new)
+            conversions[call.module] = _with_call(common, finder.record, call, constant)
     return [
         _refused_in(direct, local) if direct.slices or direct.gathers else direct for direct in conversions.values()
     ]
+
+
+def _with_call(direct: DirectCall, record: Record, call: ModuleCall, constant: set[Atom]) -> DirectCall:
+    """A direct call that may have the options and the results of a call in forward, too: no others are proven."""
+    for name, value in call.options.items():
+        if value not in (values := direct.options.setdefault(name, [])):
+            values.append(value)
+    results: dict[str, list[int]] = {}
+    for path, tensor in call.outputs:
+        labels = [set(atoms(label)) for label in record.dims_of(tensor)]  # empty: of length 1, as a batch may be
+        lengths = [n if of_dim and of_dim <= constant else 0 for n, of_dim in zip(tensor.shape, labels, strict=True)]
+        results[".".join(map(str, path))] = lengths
+    if results not in direct.results:
+        direct.results.append(results)
+    return direct
 
 
 def _refused_in(direct: DirectCall, local: Iterable[str]) -> DirectCall:
@@ -52,14 +70,15 @@ def _refused_in(direct: DirectCall, local: Iterable[str]) -> DirectCall:
     for name in local:
         if not name or direct.module.startswith(f"{name}."):
             text = f"{name or 'the model'} has sizes or parameters of a shard, and this module takes or returns shards"
-            return DirectCall(direct.module, refused=text)
+            return replace(direct, slices=(), sums=(), gathers=(), copies=(), partial=(), dims=(), refused=text)
     return direct
 
 
 def _common(one: DirectCall, other: DirectCall) -> DirectCall:
     """The conversions for two calls of a module in forward: where they differ, a direct call could be either."""
     if one.refused or one.of_values() != other.of_values():
-        return DirectCall(one.module, refused=one.refused or "its calls in forward take or return other shards")
+        why = one.refused or "its calls in forward take or return other shards"
+        return DirectCall(one.module, options=one.options, results=one.results, refused=why)
     if one.refused_gradients or one.of_gradients() != other.of_gradients():
         why = one.refused_gradients or "its calls in forward complete other gradients"
         return replace(one, copies=(), partial=(), refused_gradients=why)
@@ -84,19 +103,23 @@ class _Boundary:
 
     def of_values(self) -> DirectCall:
         module, slices, sums, gathers = self.call.module, list[Slice](), list[LeafPath](), list[Gather]()
+        dims: list[int] = []
         for path, tensor in self.call.inputs:
             for sharding in self.shardings(tensor):
                 slices.append(Slice(module, path, sharding.dim, Factor(tuple(sharding.parts))))
+                dims.append(tensor.dim())
         for path, tensor in self.call.outputs:
             gathers += [Gather(path, sharding) for sharding in self.shardings(tensor)]
             if self.is_partial(tensor):
                 sums.append(path)
-        return DirectCall(module, tuple(slices), tuple(sums), tuple(gathers))
+        return DirectCall(module, tuple(slices), tuple(sums), tuple(gathers), dims=tuple(dims))
 
     def of_gradients(self, direct: DirectCall) -> DirectCall:
         copies = [path for path, tensor in self.call.inputs if PARTIAL in self.gradients(tensor, inside=True)]
-        not_whole = {*self.finder.sharded, *self.finder.partial}
-        whole = [(path, tensor) for path, tensor in self.call.outputs if id(tensor) not in not_whole]
+        # A partial result that this module sums itself has a gradient as any other
+        whole = [
+            (path, t) for path, t in self.call.outputs if id(t) not in self.finder.sharded and not self.is_partial(t)
+        ]
         partial = [path for path, tensor in whole if self.expects_partial(tensor)]
         return replace(direct, copies=tuple(copies), partial=tuple(partial))
 

@@ -435,7 +435,9 @@ class Finder:
         for key, types in under.items():
             copy = self.summed[key][0]
             if types != {SHARDS if copy.tokens else PARTIAL} or (key[0] in self.outputs and key[1] == 0):
-                self.problem(copy.module, f"the gradient of an {copy.kind} of {copy.module} is {sorted(types)}")
+                self.problem(
+                    copy.module, f"the gradient of an {copy.kind} of {copy.module or 'the model'} is {sorted(types)}"
+                )
         for id_, (name, tensor) in record.parameters.items():
             if name in self.cut:
                 continue

@@ -393,7 +393,7 @@ def _gather(data: dict[str, Any]) -> Gather:
 def _direct_call(data: dict[str, Any]) -> DirectCall:
     paths = {kind: tuple(map(tuple, data[kind])) for kind in ("sums", "copies", "partial")}
     slices, gathers = tuple(map(_slice, data["slices"])), tuple(map(_gather, data["gathers"]))
-    return DirectCall(**{**data, **paths, "slices": slices, "gathers": gathers})
+    return DirectCall(**{**data, **paths, "slices": slices, "gathers": gathers, "dims": tuple(data["dims"])})
 
 
 def _draw(data: dict[str, Any]) -> Draw:
