@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from tests.helpers.simulated import run
 from tp_ext import auto
+from tp_ext.auto.proof.prove_values import examples, filled
 
 WIDTH = 8
 
@@ -71,3 +73,14 @@ def _dataclass(group: Any) -> None:
 
 def test_a_tensor_of_a_dataclass_has_a_complete_gradient():
     run(_dataclass, 2)
+
+
+def test_a_proof_runs_on_the_host():
+    with FakeTensorMode():
+        module = nn.BatchNorm1d(4, device="cuda")
+        module.held = torch.ones(3, device="cuda")
+        filled(module, torch.float64)
+        mask = torch.ones(2, dtype=torch.bool, device="cuda")
+        ((given,), _), *_ = (call for _, call in examples((mask,), None))
+    of_module = [*module.parameters(), *module.buffers(), module.held, given]
+    assert {tensor.device.type for tensor in of_module} == {"cpu"} and len(of_module) == 7

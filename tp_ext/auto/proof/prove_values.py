@@ -127,7 +127,7 @@ def filled(model: nn.Module, dtype: torch.dtype | None) -> None:
         # Tensors that modules hold as plain attributes
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not name.startswith("_") and value.is_floating_point():
-                vars(module)[name] = value.to(_target(value, dtype))
+                vars(module)[name] = value.to("cpu", _target(value, dtype))
 
 
 def _target(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -137,7 +137,7 @@ def _target(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def _weight(tensor: Tensor, noise: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Random numbers: repeated noise, which costs a copy; of matrices so small that sums keep their size."""
     if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().clone()
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().to("cpu", copy=True)
     flat = torch.empty(tensor.numel(), dtype=_target(tensor, dtype))
     for start in range(0, flat.numel(), noise.numel()):
         flat[start : start + noise.numel()] = noise[: flat.numel() - start]
@@ -151,7 +151,7 @@ def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None
     if not tensor.is_meta and (
         is_buffer or tensor.dtype == torch.bool or bool(tensor.any())
     ):  # zeros stand for any values, and hide errors
-        return tensor.detach().to(_target(tensor, dtype), copy=True)
+        return tensor.detach().to("cpu", _target(tensor, dtype), copy=True)
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.randn(tensor.shape, generator=generator, dtype=_target(tensor, dtype))
     if tensor.dtype == torch.bool:
