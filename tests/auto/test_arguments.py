@@ -36,6 +36,11 @@ class AnyNumber(Mlp):
         return y if added is None else y + added
 
 
+class ByName(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(input=F.gelu(self.up(input=x)))
+
+
 class OfDataclass(Mlp):
     def forward(self, of: Scaled) -> Tensor:
         return self.down(F.gelu(self.up(of.x) * of.scale))
@@ -73,6 +78,16 @@ def _dataclass(group: Any) -> None:
 
 def test_a_tensor_of_a_dataclass_has_a_complete_gradient():
     run(_dataclass, 2)
+
+
+def _by_name(group: Any) -> None:
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, WIDTH)
+    model, sharded = _models(group, ByName, (x,))
+    torch.testing.assert_close(sharded(x), model(x), rtol=1e-12, atol=1e-12)
+
+
+def test_linear_layers_called_with_the_name_of_their_argument():
+    run(_by_name, 2)
 
 
 def test_a_proof_runs_on_the_host():

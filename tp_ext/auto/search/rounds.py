@@ -86,6 +86,7 @@ class Planner:
             names.setdefault(id(tensor), []).append(name)
         self.names = {group[0]: group for group in names.values()}  # all names of a parameter, by its first
         self.used_in = self._used_in()
+        self.called_by_name = {call.module for call in record.calls if any(path[0] == 1 for path, _ in call.inputs)}
 
     def _used_in(self) -> dict[int, set[str]]:
         """The modules that multiply or look up each parameter, by id."""
@@ -223,7 +224,8 @@ class Planner:
                     roles[owner] = "attention"
                 if attribute != "weight" or owner not in self.used_in.get(cut.id, ()):
                     continue
-                if type(module).forward is nn.Linear.forward:  # a subclass with its own keeps it, sharded in place
+                # Sharded in place: a subclass with its own forward, and one called with `input=`, no name of the layers
+                if type(module).forward is nn.Linear.forward and owner not in self.called_by_name:
                     roles[owner] = "column" if dim == 0 else "row"
                 elif is_conv1d(module):
                     roles[owner] = "column" if dim == 1 else "row"
@@ -236,8 +238,7 @@ class Planner:
         # The others may follow from those whose cause is known: they are seen again in the next round
         known = [problem for problem in state.flow.problems if problem.blame]
         for problem in known or state.flow.problems:
-            # From what is known most exactly to the least: the decisions to blame, the parameters of the module, those
-            # around it, all
+            # From the most exact to the least: the decisions to blame, the module's parameters, those around it, all
             names = [n for n, decision in state.cut.items() if problem.blame.intersection(decision.sharded)]
             if not names and problem.name:
                 names = [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")]
