@@ -182,10 +182,11 @@ class DirectForward:
         if conversions is None:
             is_outermost = not outermost.name
         elif in_hooks:
-            if not conversions.entered:
-                return self.module(*args, **kwargs)  # called by name, past its hooks
+            # Called by name, past its hooks; in backward by a checkpoint around this forward, which hooks surrounded
+            if not conversions.entered and not _place()[0]:
+                return self.module(*args, **kwargs)
+            is_outermost = conversions.entered and not outermost.name and conversions.converting
             conversions.entered = False
-            is_outermost = not outermost.name and conversions.converting
         else:
             is_outermost = conversions.is_direct()
         if not is_outermost:
