@@ -16,6 +16,7 @@ from tests.auto.test_planner import EXAMPLE, VOCAB, WIDTH, Block, Model
 from tests.auto.traps.run import TRAPS
 from tests.helpers import ranks
 from tests.helpers.ranks import run_raises
+from tests.helpers.same_gradients import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto.modules.logits import ShardedLogits
@@ -37,25 +38,13 @@ def _pair(group: Any, model: nn.Module, example: Any, **options: Any) -> tuple[n
     return model, auto.apply(plan, copy.deepcopy(model), group)
 
 
-def _same_gradients(group: Any, dense: nn.Module, sharded: nn.Module) -> None:
-    own, layouts = dict(sharded.named_parameters()), dict(tp_ext.layouts(sharded))
-    for name, parameter in dense.named_parameters():
-        expected, found = parameter.grad, own[name].grad
-        if expected is None or found is None:
-            assert expected is found, name
-            continue
-        torch.testing.assert_close(
-            found, layouts[name].shard(expected) if layouts.get(name) else expected, **close, msg=name
-        )
-
-
 def _trains(group: Any) -> None:
     dense, sharded = _pair(group, Model(), EXAMPLE)
     expected, found = dense(**_inputs()), sharded(**_inputs())
     torch.testing.assert_close(found, expected, **close)
     expected.backward()
     found.backward()
-    _same_gradients(group, dense, sharded)
+    same_gradients(dense, sharded, **close)
     state = tp_ext.full_state_dict(sharded, group=group)
     assert list(sharded.state_dict()) == list(dense.state_dict())
     assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
@@ -110,7 +99,7 @@ def _survives(group: Any, how: str) -> None:
             block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
     for model in (dense, sharded):
         model(**_inputs()).backward()
-    _same_gradients(group, dense, sharded)
+    same_gradients(dense, sharded, **close)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "compile", "checkpoint"])
@@ -249,7 +238,7 @@ def _unusual(group: Any) -> list[str]:
     dense, sharded = _pair(group, Unusual(), (ids,))
     for model in (dense, sharded):
         (model(ids) ** 3).mean().backward()
-    _same_gradients(group, dense, sharded)
+    same_gradients(dense, sharded, **close)
     assert sharded.first is sharded.second
     found = [sharded.up, sharded.down, sharded.first, sharded.table, sharded.own]
     return [f"{type(module).__name__} {tuple(module.weight.shape)}" for module in found]

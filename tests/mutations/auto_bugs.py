@@ -34,7 +34,7 @@ AUTO_BUGS = [
     _bug(
         "direct_call_next_to_sizes_of_a_rank",
         "search/direct_calls.py",
-        'if not name or direct.module.startswith(f"{name}."):',
+        "if name in local:",
         "if False:",
         "A method that reads the heads of a rank gets the features of all ranks.",
         f"{REFUSED}[a method that reads heads of a rank]",

@@ -8,7 +8,6 @@ what the model does."""
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import Apply, UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
 from tp_ext.auto.record.edits import Slice
+from tp_ext.auto.record.forwards import named_arguments
 from tp_ext.auto.record.rules import from_notation
 from tp_ext.auto.record.trace import Arguments, arguments, trace
 from tp_ext.auto.search.localize import argument_names
@@ -42,24 +42,6 @@ def structure_of(model: nn.Module) -> nn.Module:
 
 class _OpaqueError(Exception):
     """An argument whose contents are not known, such as a cache."""
-
-
-def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call by their names, without those that are None; None: they have no names."""
-    forward = inspect.signature(type(model).forward)
-    try:
-        bound = forward.bind(model, *args, **kwargs)
-    except TypeError:  # which the call itself will raise
-        return None
-    named: dict[str, Any] = {}
-    for name, value in list(bound.arguments.items())[1:]:
-        kind = forward.parameters[name].kind
-        # The arguments in *args have no names by which two calls could be compared
-        if kind == inspect.Parameter.VAR_POSITIONAL:
-            return None
-        named |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
-    # A call with mask=None takes the path of a call without a mask
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def signature(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> str | None:

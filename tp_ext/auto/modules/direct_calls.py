@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.auto.modules.hooks import CopyArguments, GatherOutput, SliceArgument, SumOutput
-from tp_ext.auto.record.edits import DirectCall, LeafPath, Slice, Tokens
+from tp_ext.auto.record.edits import DirectCall, LeafPath, Slice, Tokens, leaf_name
 from tp_ext.auto.record.forwards import options_of, run_forward
 from tp_ext.auto.record.record import tensors
+from tp_ext.auto.search.direct_calls import with_parents
 from tp_ext.auto.search.localize import replaced, replaced_argument
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import Sharding
@@ -74,7 +75,7 @@ class Conversions:
         # The gradient of a slice is that of this rank's elements: summed with those of the others
         copies = list(dict.fromkeys((*direct.copies, *(edit.path for edit in direct.slices))))
         self.copies = CopyArguments(copies, group)
-        self.after: list[Any] = [PartialGradient(path, group) for path in direct.partial]
+        self.partial = [PartialGradient(path, group) for path in direct.partial]
         self.sums = [SumOutput(path, group) for path in direct.sums]
         self.in_hooks = self.entered = self.converting = False
 
@@ -106,9 +107,10 @@ class Conversions:
         direct = self.direct
         if direct.refused or (direct.refused_gradients and torch.is_grad_enabled()):
             self.refuse(direct.refused or direct.refused_gradients)
-        given, defaults = options_of(module, args, kwargs)
-        for name, value in given.items():
-            if value not in (*direct.options.get(name, ()), defaults.get(name)) and name not in RETURNED:
+        parameters = inspect.signature(type(module).forward).parameters
+        for name, value in options_of(module, args, kwargs).items():
+            default = repr(parameters[name].default) if name in parameters else None
+            if value not in (*direct.options.get(name, ()), default) and name not in RETURNED:
                 self.refuse(f"forward does not call it with {name}={value}")
         args, kwargs = self.copies(module, args, kwargs) if self.copies.paths else (args, kwargs)
         for edit, dims in zip(direct.slices, direct.dims, strict=True):
@@ -122,18 +124,18 @@ class Conversions:
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         """The results of a direct call, whole."""
-        found = dict(tensors(output))
-        for conversion in self.sums:
-            output = conversion(module, (), {}, output) if conversion.path in found else output
+        returned = dict(tensors(output))  # by path: a call with other arguments may not return all
+        for summed in self.sums:
+            output = summed(module, (), {}, output) if summed.path in returned else output
         for gather in self.direct.gathers:
-            if gather.path in found:
-                lengths = next(of[_name(gather.path)] for of in self.direct.results if _name(gather.path) in of)
-                dim = self.moved(gather.sharding.dim, len(lengths), found[gather.path])
+            if gather.path in returned:
+                lengths = next(of[leaf_name(gather.path)] for of in self.direct.results if leaf_name(gather.path) in of)
+                dim = self.moved(gather.sharding.dim, len(lengths), returned[gather.path])
                 sharding = Sharding(dim, gather.sharding.parts)
                 output = replaced(output, gather.path, GatherOutput(gather.path, sharding, self.group).gathered)
-        self.compare({_name(path): tensor.shape for path, tensor in tensors(output)})
-        for conversion in self.after:
-            output = conversion(module, (), {}, output) if conversion.path in found else output
+        self.compare({leaf_name(path): tensor.shape for path, tensor in tensors(output)})
+        for partial in self.partial:
+            output = partial(module, (), {}, output) if partial.path in returned else output
         return output
 
     def moved(self, dim: int, dims: int, x: Tensor) -> int:
@@ -154,11 +156,10 @@ class Conversions:
             self.refuse(f"it returned {', '.join(f'{name} {tuple(shape)}' for name, shape in shapes.items())}")
 
     def fits(self, shape: torch.Size, lengths: list[int]) -> bool:
-        last = min(len(shape), len(lengths)) if self.takes_any else len(lengths)
         if not self.takes_any and len(shape) != len(lengths):
             return False
-        pairs = zip(shape[len(shape) - last :], lengths[len(lengths) - last :], strict=True)
-        return all(wanted in (0, length) for length, wanted in pairs)
+        # From the last dim on: those that both have
+        return all(wanted in (0, n) for n, wanted in zip(reversed(shape), reversed(lengths), strict=False))
 
 
 class DirectForward:
@@ -232,25 +233,21 @@ class EndCall:
 
 @torch.compiler.disable  # a break of the graph: Dynamo would not compile again in backward
 def _place() -> tuple[bool, bool]:
-    """Whether a call is in backward, and in ``torch.utils.checkpoint``."""
+    """Returns whether a backward runs, and whether ``torch.utils.checkpoint`` is among the callers."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
         frame = frame.f_back
     return torch._C._current_graph_task_id() >= 0, frame is not None
 
 
-def _name(path: LeafPath) -> str:
-    return ".".join(map(str, path))
-
-
 def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGroup) -> None:
     """Lets all modules convert that need it, or have one inside that does. After all other hooks and forwards."""
     outermost = Outermost()
-    needed = {direct.module for direct in plan.direct_calls if direct.converts}
+    needed = {name for direct in plan.direct_calls if direct.converts for name in with_parents(direct.module)}
     if not needed:
         return
     for direct in plan.direct_calls:
-        if direct.module in needed or any(name.startswith(f"{direct.module}.") for name in needed):
+        if direct.module in needed:
             module = model.get_submodule(direct.module)
             takes_any = plan.roles.get(direct.module) in ("column", "row", "vocab")
             conversions = Conversions(outermost, direct, group, takes_any, bool(plan.tokens))

@@ -13,6 +13,11 @@ LeafPath = tuple[str | int, ...]
 itself."""
 
 
+def leaf_name(path: LeafPath) -> str:
+    """A path as text, which JSON takes for a key."""
+    return ".".join(map(str, path))
+
+
 @dataclass(frozen=True)
 class Copy:
     """A replicated tensor whose gradients are partial: backward sums them (:func:`tp_ext.copy_to_region`).

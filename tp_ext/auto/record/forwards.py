@@ -4,7 +4,7 @@ are torch's own."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,19 +41,29 @@ def run_forward(module: nn.Module, forward: Callable[..., Any] | None, *args: An
     return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
-def options_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """The switches of a call of a module, truth values and text by name, and the defaults of all arguments."""
-    signature = inspect.signature(type(module).forward)
+def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by their names, without those that are None; None: they have no names."""
+    forward = inspect.signature(type(model).forward)
     try:
-        bound = signature.bind(module, *args, **kwargs).arguments
+        bound = forward.bind(model, *args, **kwargs)
     except TypeError:  # which the call itself will raise
-        return {}, {}
-    given: dict[str, Any] = {}
-    for name, value in bound.items():
-        kind = signature.parameters[name].kind
-        given |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
-    defaults = {name: repr(parameter.default) for name, parameter in signature.parameters.items()}
-    return {name: repr(value) for name, value in given.items() if isinstance(value, bool | str)}, defaults
+        return None
+    named: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        kind = forward.parameters[name].kind
+        # The arguments in *args have no names by which two calls could be compared
+        if kind == inspect.Parameter.VAR_POSITIONAL:
+            return None
+        named |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
+    # A call with mask=None takes the path of a call without a mask
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def options_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """The switches of a call of a module: its truth values and text, by name."""
+    named = named_arguments(module, args, kwargs)
+    given = kwargs if named is None else named
+    return {name: repr(value) for name, value in given.items() if isinstance(value, bool | str)}
 
 
 @dataclass

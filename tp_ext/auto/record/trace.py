@@ -140,7 +140,7 @@ class _Calls(TorchFunctionMode):
             self.record.kept += results
 
 
-def _watch(model: nn.Module, record: Record) -> None:
+def _watch(model: nn.Module, record: Record, operators: bool) -> None:
     """Records calls of modules, by hooks and forwards that :func:`unchanged` removes again."""
     running = record.running
 
@@ -151,7 +151,7 @@ def _watch(model: nn.Module, record: Record) -> None:
             call = ModuleCall(name, list(tensors((args, kwargs))), len(record.steps))
             call.first, call.order = len(record.python_calls), len(record.calls)
             call.training, call.caller = module.training, running[-1] if running else None
-            call.options = options_of(module, args, kwargs)[0]
+            call.options = options_of(module, args, kwargs) if operators else {}
             record.calls.append(call)
             running.append(call)
             record.modules.append(name)
@@ -287,7 +287,7 @@ def trace(
     if mode is not None:
         modes.append(mode)
     with unchanged(model), contextlib.ExitStack() as stack:
-        _watch(model, record)
+        _watch(model, record, operators)
         stack.enter_context(plain_paths())
         for entered in modes:
             stack.enter_context(entered)

@@ -6,6 +6,7 @@ converts them at the boundary of the module."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms, contains
-from tp_ext.auto.record.edits import DirectCall, Factor, Gather, LeafPath, Slice
+from tp_ext.auto.record.edits import DirectCall, Factor, Gather, LeafPath, Slice, leaf_name
 from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import constant_atoms
 from tp_ext.auto.search.flow import Finder
@@ -34,10 +35,8 @@ def direct_calls(finder: Finder, edited: Iterable[str], local: Iterable[str]) ->
         edited: names of the modules that the plan edits: any other computes on whole tensors as without a plan.
         local: names of the modules whose own code reads integers, parameters or buffers of a shard.
     """
-    around: set[str] = set()
-    for name in edited:
-        parts = name.split(".")
-        around.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    around = {name for module in edited for name in with_parents(module)}
+    local = set(local)
     conversions: dict[str, DirectCall] = {}
     constant = constant_atoms(finder.record)
     for call in finder.record.calls:
@@ -50,6 +49,11 @@ def direct_calls(finder: Finder, edited: Iterable[str], local: Iterable[str]) ->
     ]
 
 
+def with_parents(module: str) -> list[str]:
+    """The names of the modules around a module, from the outermost on, and its own; not that of the model."""
+    return list(itertools.accumulate(module.split("."), "{}.{}".format))
+
+
 def _with_call(direct: DirectCall, record: Record, call: ModuleCall, constant: set[Atom]) -> DirectCall:
     """A direct call that may have the options and the results of a call in forward, too: no others are proven."""
     for name, value in call.options.items():
@@ -59,16 +63,16 @@ def _with_call(direct: DirectCall, record: Record, call: ModuleCall, constant: s
     for path, tensor in call.outputs:
         labels = [set(atoms(label)) for label in record.dims_of(tensor)]  # empty: of length 1, as a batch may be
         lengths = [n if of_dim and of_dim <= constant else 0 for n, of_dim in zip(tensor.shape, labels, strict=True)]
-        results[".".join(map(str, path))] = lengths
+        results[leaf_name(path)] = lengths
     if results not in direct.results:
         direct.results.append(results)
     return direct
 
 
-def _refused_in(direct: DirectCall, local: Iterable[str]) -> DirectCall:
+def _refused_in(direct: DirectCall, local: set[str]) -> DirectCall:
     """A direct call, refused if another method around it could combine its whole tensors with sizes of a shard."""
-    for name in local:
-        if not name or direct.module.startswith(f"{name}."):
+    for name in ("", *with_parents(direct.module)[:-1]):
+        if name in local:
             text = f"{name or 'the model'} has sizes or parameters of a shard, and this module takes or returns shards"
             return replace(direct, slices=(), sums=(), gathers=(), copies=(), partial=(), dims=(), refused=text)
     return direct
