@@ -1,6 +1,7 @@
 """Calls of a sharded model's modules by other code than its forward: whole tensors in and out, complete gradients."""
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.same_gradients import same_gradients
@@ -241,3 +243,54 @@ def _raises_and_goes_on(group: Any) -> None:
 
 def test_an_exception_ends_forward():
     run(_raises_and_goes_on, 2)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Autoencoder() for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _compiles_layers(group: Any) -> int:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(2, 3, WIDTH)
+    sharded = auto.apply(auto.plan(model, (x,), 2), model, group)
+    graphs = CompileCounter()
+    torch.compiler.reset()
+    for layer in sharded.layers:
+        layer.compile(backend=graphs)
+    sharded(x)
+    return graphs.frame_count
+
+
+def test_equal_layers_share_what_is_compiled():
+    """Dynamo gives up after eight compilations of a function: its guards must hold for every layer."""
+    assert max(run(_compiles_layers, 2)) <= 2
+
+
+def _copies(group: Any) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel().double()
+    sharded = auto.apply(auto.plan(model, (tokens(),), 2), copy.deepcopy(model), group)
+    file = io.BytesIO()
+    torch.save(sharded, file)
+    file.seek(0)
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    for other in (copy.deepcopy(sharded), torch.load(file, weights_only=False)):
+        assert type(other).__name__ == "LanguageModel" and isinstance(other.embedding, nn.Embedding)
+        with torch.no_grad():
+            other.head.weight.zero_()  # of its own
+            torch.testing.assert_close(other.blocks[0](x), model.blocks[0](x), **close)
+            torch.testing.assert_close(other.embedding(tokens()), model.embedding(tokens()), **close)
+        with pytest.raises(RuntimeError, match="cannot be called so by other code"):
+            other.blocks[0].attend(x)
+        assert other(tokens()).abs().sum() == 0 and sharded(tokens()).abs().sum() > 0
+
+
+def test_copies_and_files_of_a_model_convert():
+    run(_copies, 2)

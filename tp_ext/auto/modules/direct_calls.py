@@ -1,16 +1,19 @@
 """Direct calls: of a sharded model's modules by other code than its forward, with whole tensors.
 
 [Note: direct calls cost little inside of forward] A forward hook costs microseconds in each call of its module, and
-most modules of a sharded model would have two. So a module without other hooks gets a ``forward`` in the instance,
-which costs a tenth of that; one with hooks pays already, and conversions must come outside of them.
+most modules of a sharded model would have two. So a module without other hooks gets a subclass of its class with
+another ``forward``, which costs a tenth of that; one with hooks pays already, and conversions must come outside of
+them. A ``forward`` in the instance would do, but Dynamo compiles again for each object that it finds there.
 
 The name of the outermost call is set around forward alone, in a ``finally``: hooks do not run after an interruption."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.auto.modules.hooks import CopyArguments, GatherOutput, SliceArgument, SumOutput
+from tp_ext.auto.modules.leaves import empty_of
 from tp_ext.auto.record.edits import DirectCall, LeafPath, Slice, Tokens, leaf_name
-from tp_ext.auto.record.forwards import options_of, run_forward
+from tp_ext.auto.record.forwards import options_of
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.direct_calls import with_parents
 from tp_ext.auto.search.localize import replaced, replaced_argument
@@ -162,44 +166,69 @@ class Conversions:
         return all(wanted in (0, n) for n, wanted in zip(reversed(shape), reversed(lengths), strict=False))
 
 
-class DirectForward:
-    """A module's ``forward`` in the instance, which converts in a direct call.
+@dataclass
+class CallOfModule:
+    """What the forward of a module needs to know of direct calls; ``conversions`` is None for the model itself."""
 
-    It is an object of a class that knows the module, no bound method, so that the module can be copied and pickled.
-    ``conversions`` is None for the model itself, whose arguments are whole."""
+    name: str
+    outermost: Outermost
+    conversions: Conversions | None
 
-    def __init__(self, module: nn.Module, name: str, outermost: Outermost, conversions: Conversions | None) -> None:
-        self.module, self.name, self.outermost, self.conversions = module, name, outermost, conversions
-        self.own = vars(module).get("forward")
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """Callers look for the names of the arguments."""
-        return inspect.signature(self.own or type(self.module).forward.__get__(self.module))
+class DirectlyCalled(nn.Module):
+    """A module whose forward converts in a direct call.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        conversions, outermost = self.conversions, self.outermost
-        in_hooks = conversions is not None and conversions.in_hooks
-        if conversions is None:
-            is_outermost = not outermost.name
-        elif in_hooks:
-            # Called by name, past its hooks; in backward by a checkpoint around this forward, which hooks surrounded
-            if not conversions.entered and not _place()[0]:
-                return self.module(*args, **kwargs)
-            is_outermost = conversions.entered and not outermost.name and conversions.converting
-            conversions.entered = False
-        else:
-            is_outermost = conversions.is_direct()
-        if not is_outermost:
-            return run_forward(self.module, self.own, *args, **kwargs)
-        if conversions is not None and not in_hooks:
-            args, kwargs = conversions.enter(self.module, args, kwargs)
-        outermost.name = self.name
-        try:
-            output = run_forward(self.module, self.own, *args, **kwargs)
-        finally:
-            outermost.name = ""
-        return output if conversions is None or in_hooks else conversions.leave(self.module, output)
+    Never constructed: it becomes a base of an existing module's class, before what that is."""
+
+    tp_call: CallOfModule
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made while the program runs: pickle would not find it by its name
+        return _empty, empty_of(type(self).__bases__[1]), self.__getstate__()
+
+
+@functools.cache
+def _with_direct_calls(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a module's class with a forward that converts; one for each class."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: DirectlyCalled, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, cls.forward, args, kwargs)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (DirectlyCalled, cls), {**names, "forward": forward})
+
+
+def _empty(make: Callable[[Any], nn.Module], cls: type[nn.Module]) -> nn.Module:
+    module = make(cls)
+    module.__class__ = _with_direct_calls(type(module))  # type: ignore[arg-type]
+    return module
+
+
+def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls the forward of a module's own class, with conversions if it is the outermost call."""
+    conversions, outermost = module.tp_call.conversions, module.tp_call.outermost
+    in_hooks = conversions is not None and conversions.in_hooks
+    if conversions is None:
+        is_outermost = not outermost.name
+    elif in_hooks:
+        # Called by name, past its hooks; in backward by a checkpoint around this forward, which hooks surrounded
+        if not conversions.entered and not _place()[0]:
+            return module(*args, **kwargs)
+        is_outermost = conversions.entered and not outermost.name and conversions.converting
+        conversions.entered = False
+    else:
+        is_outermost = conversions.is_direct()
+    if not is_outermost:
+        return forward(module, *args, **kwargs)
+    if conversions is not None and not in_hooks:
+        args, kwargs = conversions.enter(module, args, kwargs)
+    outermost.name = module.tp_call.name
+    try:
+        output = forward(module, *args, **kwargs)
+    finally:
+        outermost.name = ""
+    return output if conversions is None or in_hooks else conversions.leave(module, output)
 
 
 @dataclass
@@ -251,12 +280,18 @@ def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGrou
             module = model.get_submodule(direct.module)
             takes_any = plan.roles.get(direct.module) in ("column", "row", "vocab")
             conversions = Conversions(outermost, direct, group, takes_any, bool(plan.tokens))
-            if module._forward_pre_hooks or module._forward_hooks:
+            # A forward in the instance changes sizes of calls, which those of conversions must not be among
+            if module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module):
                 conversions.in_hooks = True
                 module.register_forward_pre_hook(BeginCall(conversions), prepend=True, with_kwargs=True)
                 module.register_forward_hook(EndCall(conversions), with_kwargs=True)
-            module.forward = DirectForward(module, direct.module, outermost, conversions)
-    model.forward = DirectForward(model, "the model", outermost, None)
+            _convert(module, CallOfModule(direct.module, outermost, conversions))
+    _convert(model, CallOfModule("the model", outermost, None))
+
+
+def _convert(module: nn.Module, call: CallOfModule) -> None:
+    module.__class__ = _with_direct_calls(type(module))  # type: ignore[arg-type]
+    module.tp_call = call  # type: ignore[assignment]
 
 
 class DirectPlan(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -129,7 +130,8 @@ class _RowsOfTable(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made while the program runs: pickle would not find it by its name
-        return _empty, (type(self).__bases__[0],), self.__getstate__()
+        make, base = empty_of(type(self))
+        return make, (base,), self.__getstate__()
 
 
 class VocabLookup(_RowsOfTable, nn.Embedding):
@@ -205,6 +207,15 @@ def _with_lookup(cls: type[nn.Module]) -> type[nn.Module]:
     lookup = next(LOOKUPS[table] for table in LOOKUPS if issubclass(cls, table))
     base = (lookup,) if cls in LOOKUPS else (cls, lookup)
     return type(cls.__name__, base, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def empty_of(cls: type[nn.Module]) -> tuple[Callable[[Any], nn.Module], type[nn.Module]]:
+    """A function and its argument, both known by name, that give a module of a class without its state."""
+    return (_empty, cls.__bases__[0]) if issubclass(cls, _RowsOfTable) else (_new, cls)
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
 
 
 def _empty(base: type[nn.Module]) -> nn.Module:
