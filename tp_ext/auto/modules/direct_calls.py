@@ -178,9 +178,10 @@ class CallOfModule:
 class DirectlyCalled(nn.Module):
     """A module whose forward converts in a direct call.
 
-    Never constructed: it becomes a base of an existing module's class, before what that is."""
+    It becomes a base of an existing module's class, before what that is. One constructed anew, as ``type(layer)(...)``,
+    converts nothing."""
 
-    tp_call: CallOfModule
+    tp_call: CallOfModule | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made while the program runs: pickle would not find it by its name
@@ -207,13 +208,16 @@ def _empty(make: Callable[[Any], nn.Module], cls: type[nn.Module]) -> nn.Module:
 
 def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls the forward of a module's own class, with conversions if it is the outermost call."""
-    conversions, outermost = module.tp_call.conversions, module.tp_call.outermost
+    call = module.tp_call
+    if call is None:
+        return forward(module, *args, **kwargs)
+    conversions, outermost = call.conversions, call.outermost
     in_hooks = conversions is not None and conversions.in_hooks
     if conversions is None:
         is_outermost = not outermost.name
     elif in_hooks:
         # Called by name, past its hooks; in backward by a checkpoint around this forward, which hooks surrounded
-        if not conversions.entered and not _place()[0]:
+        if not conversions.entered and not _place()[0] and _has_hook(module):
             return module(*args, **kwargs)
         is_outermost = conversions.entered and not outermost.name and conversions.converting
         conversions.entered = False
@@ -223,7 +227,7 @@ def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwa
         return forward(module, *args, **kwargs)
     if conversions is not None and not in_hooks:
         args, kwargs = conversions.enter(module, args, kwargs)
-    outermost.name = module.tp_call.name
+    outermost.name = call.name
     try:
         output = forward(module, *args, **kwargs)
     finally:
@@ -244,6 +248,11 @@ class BeginCall:
             return None
         conversions.converting = conversions.is_direct()
         return conversions.enter(module, args, kwargs) if conversions.converting else None
+
+
+def _has_hook(module: nn.Module) -> bool:
+    """True unless it is a copy without hooks, such as a pipeline makes to find the shapes between its stages."""
+    return any(isinstance(hook, BeginCall) for hook in module._forward_pre_hooks.values())
 
 
 @dataclass
