@@ -18,7 +18,6 @@ from benchmarks.lib.harness import what
 from benchmarks.lib.report import print_table, text
 
 Row = dict[str, str]
-OURS = {"without gemm_epilogue"}  # peers that are ours, too
 GOAL, LIMIT = 1.5, 1.0  # for the families and passes of WANTED; for every row
 WANTED = {
     "bias_act": "",
@@ -39,10 +38,9 @@ def read_rows(folder: Path) -> list[Row]:
             (r["case"], r["dtype"], r["threads"], r["peer"]): r for r in found if r["commit"] == found[-1]["commit"]
         }
         fastest: dict[tuple[str, ...], Row] = {}
-        for (*case, peer), row in last.items():
-            if peer not in OURS:
-                known = fastest.setdefault(tuple(case), row)
-                fastest[tuple(case)] = min(known, row, key=lambda r: float(r["ratio"]))
+        for (*case, _peer), row in last.items():
+            known = fastest.setdefault(tuple(case), row)
+            fastest[tuple(case)] = min(known, row, key=lambda r: float(r["ratio"]))
         kernel = path.stem.removeprefix("bench_")
         rows += [r | {"family": family(kernel, r["case"]), "pass": what(r["case"])} for r in fastest.values()]
     return rows

@@ -85,13 +85,6 @@ TORCH_LIBRARY(tp_ext, m) {
       "weight_size, bool row, str activations, SymInt[]? sizes=None, bool "
       "reshard_after_forward=True) -> Tensor",
       tags);
-  // The two linears with gelu_tanh between them as one operator: the GEMMs fuse bias, activation
-  // and its gradient
-  m.def(
-      "parallel_mlp(Tensor x, Tensor up_weight, Tensor up_bias, Tensor down_weight, Tensor "
-      "down_bias, str group, bool sequence_parallel=False, SymInt[]? sizes=None, Tensor? "
-      "up_main_grad=None, Tensor? down_main_grad=None, bool sum_bias_grad=True) -> Tensor",
-      tags);
   // all_to_all_region(rows, group, 0, 0, ..) during y = x weight^T; the gradient of weight as
   // above
   m.def(
@@ -105,14 +98,7 @@ TORCH_LIBRARY(tp_ext, m) {
       "grouped_linear(Tensor x, Tensor weight, int[] counts, Tensor? main_grad=None, float "
       "grad_scale=1.0, bool? grouped_gemm=None) -> Tensor",
       tags);
-  // y = gelu_tanh(pre), pre = x weight^T + bias, empty unless keep_pre; dpre = (dy weight) *
-  // gelu_tanh'(pre) and its sums over rows; main_grad += dy^T x
-  m.def(
-      "_linear_gelu_fwd(Tensor x, Tensor weight, Tensor bias, bool keep_pre) -> (Tensor y, Tensor "
-      "pre)",
-      tags);
-  m.def("_linear_dgelu_bwd(Tensor dy, Tensor weight, Tensor pre) -> (Tensor dpre, Tensor dbias)",
-        tags);
+  // main_grad += dy^T x
   m.def("_add_weight_grad_(Tensor(a!) main_grad, Tensor dy, Tensor x) -> ()", tags);
   // Identity; the gradient is added to main_grad and goes no further
   m.def("accumulate_grad_into(Tensor(a) x, Tensor main_grad) -> Tensor(a)", tags);

@@ -54,20 +54,12 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
                            const std::string& group, bool sequence_parallel, Sizes sizes,
                            const OptionalTensor& main_grad, int64_t overlap_chunks,
                            bool sum_bias_grad);
-Tensor parallel_mlp(const Tensor& x, const Tensor& up_weight, const Tensor& up_bias,
-                    const Tensor& down_weight, const Tensor& down_bias, const std::string& group,
-                    bool sequence_parallel, Sizes sizes, const OptionalTensor& up_main_grad,
-                    const OptionalTensor& down_main_grad, bool sum_bias_grad);
 std::tuple<Tensor, Tensor> all_to_all_linear(const Tensor& rows, const std::string& group,
                                              Sizes split_sizes, Sizes concat_sizes, const Tensor& x,
                                              const Tensor& weight, const OptionalTensor& main_grad);
 Tensor grouped_linear(const Tensor& x, const Tensor& weight, at::IntArrayRef counts,
                       const OptionalTensor& main_grad, double grad_scale,
                       std::optional<bool> grouped_gemm);
-std::tuple<Tensor, Tensor> _linear_gelu_fwd(const Tensor& x, const Tensor& weight,
-                                            const Tensor& bias, bool keep_pre);
-std::tuple<Tensor, Tensor> _linear_dgelu_bwd(const Tensor& dy, const Tensor& weight,
-                                             const Tensor& pre);
 void _add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x);
 Tensor accumulate_grad_into(const Tensor& x, const Tensor& main_grad);
 

@@ -267,7 +267,7 @@ REFUSED = {
     "rms_norm": _norm,
     "layer_norm": _layer_norm,
     "vocab_parallel_cross_entropy": _cross_entropy,
-    "(bias_act|parallel_mlp)": _mlp,
+    "bias_act": _mlp,
     "gated_act": _gated,
     "moe_permute": lambda x, group: _ops.moe_permute(x, ROWS, 3),
     "moe_unpermute": lambda x, group: _ops.moe_unpermute(x, ROWS),

@@ -31,8 +31,6 @@ CALLS = {
     "copy_to_region_coalesced": (lambda: ([_x(4, 6), _x(3)],), ([1, 2, 1, 2, 0, 0],)),
     "column_parallel_linear": (lambda: (_x(4, 6), _x(5, 6), _x(5)), (False, None)),
     "row_parallel_linear": (lambda: (_x(4, 6), _x(5, 6), _x(5)), (False, None)),
-    "parallel_mlp": (lambda: (_x(4, 6), _x(5, 6), _x(5), _x(6, 5), _x(6)), (False, None)),
-    "parallel_mlp-sp": (lambda: (_x(4, 6), _x(5, 6), _x(5), _x(6, 5), _x(6)), (True, None)),
     "column_parallel_linear-sp": (lambda: (_x(2, 3, 6), _x(5, 6), None), (True, None)),
     "row_parallel_linear-sp": (lambda: (_x(4, 6), _x(5, 6), _x(5)), (True, None)),
 }

@@ -19,7 +19,6 @@ def arguments(name):
     return {
         "column_parallel_linear": (x, w, b, "", False, None, None, 1),
         "row_parallel_linear": (x, w, None, "", True, [3], None, 1, True),
-        "parallel_mlp": (x, w, b, w.T, row, "", False, None, None, None, True),
         "bias_act": (x, row, "gelu"),
         "gated_act": (x, None, "swiglu"),
         "rms_norm": (x, row, 1e-5),

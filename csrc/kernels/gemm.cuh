@@ -1,10 +1,9 @@
-// Matrix products through cublasLt, which can fuse an operation after the product as its epilogue.
+// Matrix products through cublasLt, which adds to a result of another type than the factors'.
 // Torch-free: pointers in, a status out; the caller supplies handle, workspace and stream.
 //
 // All matrices are row-major: element (i, j) of a matrix with leading dimension ld is [i * ld + j].
 // cublasLt's are column-major, where the same memory is the transposed matrix; so D = L R is
-// requested as D^T = R^T L^T, with R as its A and L as its B, and a bias along the columns of D is
-// along its rows.
+// requested as D^T = R^T L^T, with R as its A and L as its B.
 //
 // Partial sums of a split product stay in fp32 (not in the output's type), so that a result is
 // rounded once. The algorithm for a problem is looked up once and cached, on the host alone.
@@ -31,14 +30,10 @@ struct Matrix {
   bool transposed = false;
 };
 
-// D = L R, or D += L R, and an epilogue. bias: along D's columns; aux: as large as D.
+// D = L R, or D += L R
 struct Problem {
   Matrix left, right, result;
   bool accumulate = false;
-  cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-  const void* bias = nullptr;  // DGELU_BGRAD writes it
-  const void* aux = nullptr;   // GELU_AUX_BIAS writes it
-  int64_t aux_ld = 0;
 };
 
 struct Context {
@@ -72,36 +67,16 @@ inline uint32_t alignment_of(const void* pointer) {
 }
 
 // Everything that the choice of an algorithm depends on
-using Key = std::array<int64_t, 24>;
+using Key = std::array<int64_t, 20>;
 inline Key key_of(const Problem& p, const Context& context) {
   const auto of = [](const Matrix& m) {
     return std::array<int64_t, 6>{m.rows, m.cols, m.ld, m.type, m.transposed, alignment_of(m.data)};
   };
   const auto l = of(p.left), r = of(p.right), d = of(p.result);
-  return {l[0],
-          l[1],
-          l[2],
-          l[3],
-          l[4],
-          l[5],
-          r[0],
-          r[1],
-          r[2],
-          r[3],
-          r[4],
-          r[5],
-          d[0],
-          d[1],
-          d[2],
-          d[3],
-          d[5],
-          p.accumulate,
-          p.epilogue,
-          alignment_of(p.bias),
-          alignment_of(p.aux),
-          p.aux_ld,
-          context.device,
-          static_cast<int64_t>(context.workspace_bytes)};
+  return {l[0], l[1], l[2],         l[3],           l[4],
+          l[5], r[0], r[1],         r[2],           r[3],
+          r[4], r[5], d[0],         d[1],           d[2],
+          d[3], d[5], p.accumulate, context.device, static_cast<int64_t>(context.workspace_bytes)};
 }
 
 // Algorithms by problem, nullopt where there is none; cleared when there are many, as with batches
@@ -176,12 +151,6 @@ inline Description description_of(const Problem& p) {
   };
   set(description, CUBLASLT_MATMUL_DESC_TRANSA, op(p.right));
   set(description, CUBLASLT_MATMUL_DESC_TRANSB, op(p.left));
-  set(description, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(p.epilogue));
-  if (p.bias) set(description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-  if (p.aux) {
-    set(description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.aux);
-    set(description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.aux_ld);
-  }
   return description;
 }
 
@@ -225,8 +194,7 @@ inline std::string words(const Matrix& m) {
 // "D = L R" in words, for messages
 inline std::string words(const Problem& p) {
   return "result " + detail::words(p.result) + (p.accumulate ? " += " : " = ") +
-         detail::words(p.left) + " times " + detail::words(p.right) + ", epilogue " +
-         std::to_string(p.epilogue);
+         detail::words(p.left) + " times " + detail::words(p.right);
 }
 
 // Computes the problem on the context's stream. Sizes must be positive.

@@ -24,7 +24,6 @@ const std::map<std::string, Make>& table() {
       TP_DIRECT(reduce_scatter_region),
       TP_DIRECT(column_parallel_linear),
       TP_DIRECT(row_parallel_linear),
-      TP_DIRECT(parallel_mlp),
       TP_DIRECT(bias_act),
       TP_DIRECT(gated_act),
       TP_DIRECT(rms_norm),

@@ -3,7 +3,7 @@
 // operators without boxing, the shared-memory backend, and that of simulated ranks.
 
 #include <pybind11/chrono.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include "autograd/weight_gather.h"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
+import tp_ext
 from tests.helpers.same_gradients import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -294,3 +295,22 @@ def _copies(group: Any) -> None:
 
 def test_copies_and_files_of_a_model_convert():
     run(_copies, 2)
+
+
+def _made_of_its_class(group: Any) -> None:
+    torch.manual_seed(0)
+    sharded = auto.apply(auto.plan(LanguageModel(), (tokens(),), 2), LanguageModel(), group)
+    down = sharded.blocks[0].mlp["down"]
+    x = torch.randn(3, down.weight.shape[1])
+    anew = type(down)(down.in_features, down.out_features, group=group)
+    anew.load_state_dict(down.state_dict())
+    # A shard as in forward, where the model's own layer takes whole tensors
+    torch.testing.assert_close(anew(x), tp_ext.reduce_from_region(x @ down.weight.T, group) + down.bias)
+    for module in sharded.modules():  # as in the copies by which a pipeline finds the shapes of its stages
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    sharded(tokens())
+
+
+def test_layers_of_its_class_and_modules_without_hooks_convert_nothing():
+    run(_made_of_its_class, 2)

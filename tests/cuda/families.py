@@ -169,14 +169,6 @@ def _weight(n: int) -> tuple[int, int]:
     return 24, n
 
 
-def _down(n: int) -> tuple[int, int]:
-    return n, 24
-
-
-def mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
-    return _ops.parallel_mlp(x, up, up_bias, down, down_bias, "", False, None, None, None, True)
-
-
 def accumulated(x: Tensor, dy: Tensor) -> Tensor:
     main_grad = torch.ones(dy.shape[1], x.shape[1], device=x.device)
     _ops.add_weight_grad_(main_grad, dy.detach(), x.detach())
@@ -224,7 +216,6 @@ FAMILIES: dict[str, Family] = {
     "vocab_cross_entropy": Family(_logits, partial(loss, inplace=False)),
     "vocab_cross_entropy in place": Family(_logits, partial(loss, inplace=True)),
     "column_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.column_parallel_linear), False),
-    "parallel_mlp": Family(rows(same, _weight, lambda n: (24,), _down, vector), mlp, False),
     "weight_grad": Family(rows(same, lambda n: 24), accumulated, False),
     "multi_tensor": Family(rows(same, lambda n: n // 2 + 1, lambda n: 1), clipped),
     "shard_pack": Family(rows(same), packed),

@@ -152,9 +152,6 @@ ONE_AXIS = {
     "all_to_all": Case(_function(tp_ext.all_to_all_region, 1, 0), (_x(S(0)),), S(1), 1, modes=(False,)),
     "column, gathered": Case(_layer(tp_ext.ColumnParallelLinear, *LINEAR, gather_output=True), (_x(I),), I, 2),
     "row, scattered": Case(_layer(tp_ext.RowParallelLinear, *LINEAR, input_is_parallel=False), (_x(I),), I, 2),
-    "mlp, one operator": Case(
-        _layer(tp_ext.ParallelMLP, *MLP, activation="gelu_tanh", gemm_epilogue=True, **SP), (_x(S(0)),), S(0), 3
-    ),
     "experts": Case(_layer(Experts), (_x(I),), I, 3, modes=(True,)),
     # Tokens of a shard are V, and so are rows and sums of a sharded ffn; without these three their numbers do not fit
     "experts, tokens": Case(_layer(Experts, **SP), (_x(S(0)),), S(0), 5, modes=(True,), unseen=(1, 2, 3)),

@@ -83,8 +83,6 @@ def _own_rows(rank: int, p: int, given: dict) -> dict[str, Any]:
 GROUP, SP = {"group": "tp"}, {"group": "tp", "sequence_parallel": True}
 LINEAR = {"x": _x(), "weight": _x(OUT, IN), "bias": _x(OUT)}
 COLUMN, ROW = {"weight": S(0), "bias": S(0)}, {"weight": S(1), "bias": I}
-MLP = {"x": _x(), "up_weight": _x(OUT, IN), "up_bias": _x(OUT), "down_weight": _x(IN, OUT), "down_bias": _x(IN)}
-MLP_TYPES = {"up_weight": S(0), "up_bias": S(0), "down_weight": S(1), "down_bias": I}
 NORM = {"x": _x(), "weight": _x(IN), "bias": _x(IN), "eps": 1e-5}
 MASK = {"seed": torch.tensor(3), "p": 0.4, "local_inner": IN, "full_inner": IN, "offset": 0}
 WORDS = {"group": "tp", "vocab_start": 0, "vocab_local": VOCAB, "vocab_size": VOCAB}
@@ -117,8 +115,6 @@ CASES = [
     Case("column_parallel_linear", {**LINEAR, **SP}, {"x": S(0), **COLUMN}),
     Case("row_parallel_linear", {**LINEAR, **GROUP}, {"x": S(1), **ROW}),
     Case("row_parallel_linear", {**LINEAR, **SP}, {"x": S(1), **ROW}),
-    Case("parallel_mlp", {**MLP, **GROUP}, {"x": I, **MLP_TYPES}),
-    Case("parallel_mlp", {**MLP, **SP}, {"x": S(0), **MLP_TYPES}),
     Case(
         "linear_2d",
         {**LINEAR, **PLANE, "weight_size": IN, "row": False, "activations": "replicated"},

@@ -1,12 +1,10 @@
-// cublasLt on host memory: the entry points that csrc/linear_gelu/epilogues.cuh and
-// kernels/gemm.cuh calls, from NVIDIA's documentation of them. A plain loop per element in fp64, so
-// a wrong layout, transpose, leading dimension, epilogue, aux, bias, type or beta gives wrong
-// numbers; and a broken rule (sizes that do not fit, an aux leading dimension that is no multiple
-// of 8, an alignment promised and not kept, an algorithm of another problem) gives an error status.
+// cublasLt on host memory: the entry points that csrc/kernels/gemm.cuh calls, from NVIDIA's
+// documentation of them. A plain loop per element in fp64, so a wrong layout, transpose, leading
+// dimension, type or beta gives wrong numbers; and a broken rule (sizes that do not fit, an
+// alignment promised and not kept, an algorithm of another problem) gives an error status.
 
 #include "fake_cublaslt.h"
 
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -28,9 +26,6 @@ struct Layout {
 };
 struct Description {
   int32_t transa = CUBLAS_OP_N, transb = CUBLAS_OP_N;
-  uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-  void *bias = nullptr, *aux = nullptr;
-  int64_t aux_ld = 0;
 };
 struct Preference {
   uint64_t workspace = 0;
@@ -58,14 +53,6 @@ void store(void* data, cudaDataType type, int64_t i, double value) {
   type == CUDA_R_32F ? std::memcpy(at, &single, 4) : std::memcpy(at, &bits, 2);
 }
 
-double gelu(double x) {
-  return 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
-}
-double gelu_slope(double x) {
-  const double t = std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x));
-  return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.7978845608028654 * (1 + 0.134145 * x * x);
-}
-
 bool aligned(const void* pointer, uint32_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
@@ -74,10 +61,7 @@ bool aligned(const void* pointer, uint32_t bytes) {
 struct Chosen {
   Layout a, b, c, d;
   int32_t transa, transb;
-  uint32_t epilogue;
-  int64_t aux_ld;
   uint32_t align_a, align_b, align_c, align_d;
-  bool has_bias, has_aux;
   uint64_t workspace;
   bool operator==(const Chosen&) const = default;
 };
@@ -101,10 +85,7 @@ bool fits(const Description& op, const Layout& a, const Layout& b, const Layout&
   for (const Layout* m : {&a, &b, &c, &d})
     if (m->rows == 0 || m->cols == 0 || m->ld < static_cast<int64_t>(m->rows)) return false;
   if (shape.k != k_of_b || d.rows != shape.m || d.cols != shape.n || !(c == d)) return false;
-  if (a.type != b.type || (d.type != a.type && d.type != CUDA_R_32F)) return false;
-  const bool wants_aux = op.epilogue & 128, wants_bias = op.epilogue & (4 | 16);
-  if (wants_aux != (op.aux != nullptr) || wants_bias != (op.bias != nullptr)) return false;
-  return !wants_aux || (op.aux_ld % 8 == 0 && op.aux_ld >= static_cast<int64_t>(shape.m));
+  return a.type == b.type && (d.type == a.type || d.type == CUDA_R_32F);
 }
 
 }  // namespace
@@ -155,14 +136,6 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t made,
       return take(op.transa, value, size);
     case CUBLASLT_MATMUL_DESC_TRANSB:
       return take(op.transb, value, size);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE:
-      return take(op.epilogue, value, size);
-    case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
-      return take(op.bias, value, size);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
-      return take(op.aux, value, size);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
-      return take(op.aux_ld, value, size);
     default:
       return CUBLAS_STATUS_INVALID_VALUE;
   }
@@ -209,10 +182,9 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
   ++counts.heuristics;
   const auto& op = as<Description>(made);
   const auto& wanted = as<Preference>(preference);
-  const Chosen choice{as<Layout>(a),      as<Layout>(b),     as<Layout>(c),   as<Layout>(d),
-                      op.transa,          op.transb,         op.epilogue,     op.aux_ld,
-                      wanted.a,           wanted.b,          wanted.c,        wanted.d,
-                      op.bias != nullptr, op.aux != nullptr, wanted.workspace};
+  const Chosen choice{as<Layout>(a), as<Layout>(b), as<Layout>(c),   as<Layout>(d),
+                      op.transa,     op.transb,     wanted.a,        wanted.b,
+                      wanted.c,      wanted.d,      wanted.workspace};
   Shape shape;
   if (asked < 1 || !fits(op, choice.a, choice.b, choice.c, choice.d, shape))
     return CUBLAS_STATUS_INVALID_VALUE;
@@ -244,31 +216,17 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t made, const
       algo->data[0] > chosen().size())
     return CUBLAS_STATUS_INVALID_VALUE;
   const Chosen& had = chosen()[algo->data[0] - 1];
-  const Chosen now{la,
-                   lb,
-                   lc,
-                   ld,
-                   op.transa,
-                   op.transb,
-                   op.epilogue,
-                   op.aux_ld,
-                   had.align_a,
-                   had.align_b,
-                   had.align_c,
-                   had.align_d,
-                   op.bias != nullptr,
-                   op.aux != nullptr,
-                   had.workspace};
+  const Chosen now{la,          lb,          lc,          ld,          op.transa,    op.transb,
+                   had.align_a, had.align_b, had.align_c, had.align_d, had.workspace};
   if (!(now == had) || bytes < had.workspace || (bytes > 0 && workspace == nullptr))
     return CUBLAS_STATUS_INVALID_VALUE;
   if (!aligned(pa, had.align_a) || !aligned(pb, had.align_b) || !aligned(pc, had.align_c) ||
-      !aligned(pd, had.align_d) || !aligned(op.aux, 16))
+      !aligned(pd, had.align_d))
     return CUBLAS_STATUS_INVALID_VALUE;
   std::memset(workspace, 0xcd, bytes);  // the algorithm may overwrite it
 
   const double scale = as<float>(alpha), factor = as<float>(beta);
   for (uint64_t i = 0; i < shape.m; ++i) {
-    double sum_of_row = 0;
     for (uint64_t j = 0; j < shape.n; ++j) {
       double sum = 0;
       for (uint64_t l = 0; l < shape.k; ++l)
@@ -276,17 +234,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t made, const
                load(pb, lb.type, op.transb == CUBLAS_OP_N ? l + j * lb.ld : j + l * lb.ld);
       double value = scale * sum;
       if (factor != 0) value += factor * load(pc, lc.type, i + j * lc.ld);
-      if (op.epilogue & 4) value += load(op.bias, ld.type, i);
-      const int64_t at_aux = i + j * op.aux_ld;
-      if (op.epilogue & 64) value *= fake::gelu_slope(load(op.aux, ld.type, at_aux));
-      if (op.epilogue & 32) {
-        if (op.epilogue & 128) store(op.aux, ld.type, at_aux, value);
-        value = fake::gelu(value);
-      }
-      sum_of_row += value;
       store(pd, ld.type, i + j * ld.ld, value);
     }
-    if (op.epilogue & 16) store(op.bias, ld.type, i, sum_of_row);
   }
   return CUBLAS_STATUS_SUCCESS;
 }

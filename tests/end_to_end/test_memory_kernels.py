@@ -62,10 +62,6 @@ def _embedded(ids: Tensor, weight: Tensor) -> Tensor:
     return _ops.vocab_parallel_embedding(ids, weight, "", 0, VOCAB, VOCAB, False, None)
 
 
-def _mlp(x: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor) -> Tensor:
-    return _ops.parallel_mlp(x, up_weight, up_bias, down_weight, down_bias, "")
-
-
 def _rows(dtype: torch.dtype) -> Tensor:
     return torch.randperm(ROWS * CHOICES).view(ROWS, CHOICES)
 
@@ -127,18 +123,6 @@ CALLS: dict[str, list[tuple[Callable[..., Tensor], dict[str, Callable[[torch.dty
         (
             lambda y, rows, weights: _ops.moe_unpermute(y, rows, weights),
             {"y": _normal(ROWS * CHOICES, N), "rows": _rows, "weights": _weights},
-        )
-    ],
-    "parallel_mlp": [
-        (
-            _mlp,
-            {
-                "x": x,
-                "up_weight": _normal(FFN, N),
-                "up_bias": _normal(FFN),
-                "down_weight": _normal(N, FFN),
-                "down_bias": row,
-            },
         )
     ],
 }

@@ -194,7 +194,6 @@ def _options_of_one_axis(group, name, value, layer):
     [
         ("overlap_chunks", 2, "linear", "overlap_chunks: 2 must not be combined with weight_group"),
         ("grad_accumulation_fusion", True, "linear", "grad_accumulation_fusion: True must not be combined"),
-        ("gemm_epilogue", True, "mlp", "gemm_epilogue: True must not be combined with weight_group"),
         ("activations", "rows", "linear", "activations: 'rows' must be 'replicated' or 'hidden'"),
     ],
 )

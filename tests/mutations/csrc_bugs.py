@@ -168,14 +168,6 @@ LINEARS = [
         "In chunks the bias is added to this rank's tokens alone.",
         "nn/test_linear_overlap.py::test_the_same_in_chunks",
     ),
-    _bug(
-        "mlp_bias_gradient",
-        "linear_gelu/parallel_mlp.cpp",
-        'if (wants_down_bias && sequence_parallel && data.count("caller_sums_bias_grad") == 0)',
-        'if (wants_down_bias && sequence_parallel && data.count("caller_sums_bias_grad") == 1)',
-        "Under SP the fused block does not sum the gradient of its last bias.",
-        "nn/test_mlp_linear_gelu.py::test_forward_and_every_gradient",
-    ),
 ]
 
 LOSS = [

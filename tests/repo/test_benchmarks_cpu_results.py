@@ -32,10 +32,9 @@ def folder(tmp_path):
     )
     saved(
         tmp_path,
-        "gemm_epilogue",
-        (*one, "MLP fwd", "torch eager", 1.3),
-        (*one, "MLP fwd", "another", 1.2),
-        (*one, "MLP fwd", "without gemm_epilogue", 0.5),  # ours, too
+        "gated_act",
+        (*one, "swiglu fwd", "torch eager", 1.3),
+        (*one, "swiglu fwd", "another", 1.2),
         (*one, "alone", "", ""),  # no peer
     )
     (tmp_path / "bench_mlp.csv").write_text("commit,case,ratio\nnew,dense,3\n")  # another harness
@@ -50,7 +49,7 @@ def test_the_fastest_peer_of_the_last_run_counts(folder):
         ("rms_norm residual", "rms_norm residual 128 fwd+bwd"): ("fwd+bwd", 1.6),
         ("layer_norm residual", "layer_norm residual 128 fwd+bwd"): ("fwd+bwd", 1.4),
         ("layer_norm", "layer_norm 128 bwd"): ("bwd", 0.9),
-        ("gemm_epilogue", "MLP fwd"): ("fwd", 1.2),
+        ("gated_act", "swiglu fwd"): ("fwd", 1.2),
     }
 
 
@@ -73,7 +72,9 @@ def test_goals_count_the_rows_that_reach_them(folder):
 def test_table_and_rows_below_the_goal(folder, capsys):
     cpu_results.main([str(folder)])
     printed = capsys.readouterr().out
-    assert printed.index("0.90: layer_norm, layer_norm 128 bwd, bfloat16, threads: 2") < printed.index("1.20: gemm_")
+    assert printed.index("0.90: layer_norm, layer_norm 128 bwd, bfloat16, threads: 2") < printed.index(
+        "1.20: gated_act"
+    )
     cpu_results.main([str(folder), "--markdown"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| kernel | pass | float32, 1 thread | bfloat16, 2 threads |"

@@ -139,7 +139,6 @@ BY_POSITION = [
     ("Row(4, 4, g)", TypeError, "bias: .*pass group= by keyword"),
     ("Row(4, 4, group=g, input_is_parallel=2)", TypeError, "input_is_parallel: 2 must be True or False"),
     ("MLP(4, 8, bias=g)", TypeError, "bias: .*pass group= by keyword"),
-    ("MLP(4, 8, group=g, gemm_epilogue='no')", TypeError, "gemm_epilogue: 'no' must be"),
     ("attention(g, bias='no')", TypeError, "bias: 'no' must be True or False"),
     ("RMSNorm(4, g)", TypeError, "eps: .*pass group= by keyword"),
     ("RMSNorm(g)", TypeError, "normalized_shape: .*pass group= by keyword"),

@@ -62,24 +62,6 @@ def test_gradients_and_work_are_those_of_one_backward(p, sp):
     ranks.run(_in_halves, p, sp)
 
 
-def _epilogue(group, sp, frozen):
-    module = tp_ext.ParallelMLP(
-        8, 10, activation="gelu_tanh", gemm_epilogue=True, group=group, sequence_parallel=sp, dtype=torch.float64
-    )
-    for name in frozen:
-        module.get_parameter(name).requires_grad_(False)
-    want, once = _backward("mlp", module, group, sp, _whole)
-    got, ran = _backward("mlp", module, group, sp, _halves)
-    assert same(got, want) and ran == once
-    assert ran["tp_ext::_linear_dgelu_bwd"] == 1
-
-
-@pytest.mark.parametrize("frozen", [(), ("up.weight",), ("down.weight",), ("up.weight", "down.weight", "down.bias")])
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-def test_gemm_epilogue(sp, frozen):
-    ranks.run(_epilogue, 2, sp, frozen)
-
-
 def _another_gradient(group):
     """The second half with another dy, or with dy modified since, uses that one."""
     module = build("row", group, True)
@@ -105,7 +87,6 @@ def _accumulated(group, name, sp, low_precision):
         modules[fused] = {
             "column": lambda o: tp_ext.ColumnParallelLinear(8, 10, **o),
             "row": lambda o: tp_ext.RowParallelLinear(10, 8, **o),
-            "mlp": lambda o: tp_ext.ParallelMLP(8, 10, activation="gelu_tanh", gemm_epilogue=True, **o),
         }[name](options)
     plain, fused = modules[False], modules[True]
     weights = [param for param in fused.parameters() if param.dim() == 2]
@@ -130,7 +111,7 @@ def _accumulated(group, name, sp, low_precision):
 
 @pytest.mark.parametrize("low_precision", [False, True])
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("name", ["column", "row", "mlp"])
+@pytest.mark.parametrize("name", ["column", "row"])
 def test_gradients_accumulated_into_main_grad(name, sp, low_precision):
     """The second half, torch.autograd.grad, gets zeros for these weights, since it takes no missing gradient."""
     ranks.run(_accumulated, 2, name, sp, low_precision)

@@ -26,9 +26,6 @@ from tp_ext._ops.linear import (
     column_parallel_linear,
     grouped_linear,
     linear_2d,
-    linear_dgelu_bwd,
-    linear_gelu_fwd,
-    parallel_mlp,
     row_parallel_linear,
 )
 from tp_ext._ops.matmul_2d import matmul_2d

@@ -1,7 +1,7 @@
-"""Linear layers: the operators of :mod:`tp_ext.nn.linear` and :mod:`tp_ext.nn.mlp`, and the GEMMs that they fuse.
+"""Linear layers: the operators of :mod:`tp_ext.nn.linear`.
 
-C++: csrc/autograd/linear.cpp, linear_2d.cpp, all_to_all_linear.cpp, grouped_linear.cpp, main_grad.cpp and
-csrc/linear_gelu/parallel_mlp.cpp; formulas, saved tensors and overlap are at the top of each.
+C++: csrc/autograd/linear.cpp, linear_2d.cpp, all_to_all_linear.cpp, grouped_linear.cpp and main_grad.cpp; formulas,
+saved tensors and overlap are at the top of each.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tp_ext._ops.binding import Sizes, direct_operator, operator, primitive
-from tp_ext._ops.fake_tensors import like
 
 
 @direct_operator
@@ -96,32 +95,6 @@ def linear_2d(
     """
 
 
-@direct_operator
-def parallel_mlp(
-    x: Tensor,
-    up_weight: Tensor,
-    up_bias: Tensor,
-    down_weight: Tensor,
-    down_bias: Tensor,
-    group: str,
-    sequence_parallel: bool = False,
-    sizes: Sizes = None,
-    up_main_grad: Tensor | None = None,
-    down_main_grad: Tensor | None = None,
-    sum_bias_grad: bool = True,
-) -> Tensor:
-    """Returns a column linear, gelu_tanh and a row linear as one operator, whose GEMMs fuse bias and activation.
-
-    Args:
-        x: ``[.., in]``, under SP this rank's shard of dim 0, like the result.
-        up_weight, up_bias: ``[ffn_local, in]`` and ``[ffn_local]``.
-        down_weight, down_bias: ``[out, ffn_local]`` and ``[out]``.
-        sizes, up_main_grad, down_main_grad, sum_bias_grad: as in the two linears.
-
-    Communicates: what the two linears do.
-    """
-
-
 @operator
 def all_to_all_linear(
     rows: Tensor,
@@ -167,25 +140,6 @@ def grouped_linear(
         grouped_gemm: by ``torch._grouped_mm``, or by a GEMM for each expert that has rows; default: the former where
             torch supports it, on CUDA in bf16, with features that are multiples of 8.
     """
-
-
-@primitive("_linear_gelu_fwd")
-def linear_gelu_fwd(x: Tensor, weight: Tensor, bias: Tensor, keep_pre: bool) -> tuple[Tensor, Tensor]:
-    """Returns y = gelu_tanh(pre) and pre = x weight^T + bias, both ``[.., out]``; pre is empty unless ``keep_pre``."""
-    y = x.new_empty([*x.shape[:-1], weight.shape[0]])
-    return y, y.new_empty(y.shape if keep_pre else 0)
-
-
-@primitive("_linear_dgelu_bwd")
-def linear_dgelu_bwd(dy: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns dpre = (dy weight) * gelu_tanh'(pre), and its sums over rows, dbias.
-
-    Args:
-        dy: ``[.., out]``, the gradient after the next linear.
-        weight: ``[out, ffn_local]``, of the next linear.
-        pre: ``[.., ffn_local]``, of :func:`linear_gelu_fwd`.
-    """
-    return like(pre), pre.new_empty(weight.shape[1])
 
 
 @primitive("_add_weight_grad_")

@@ -15,8 +15,7 @@ def annotate(model: nn.Module) -> Iterator[None]:
     Ranges nest as calls do, and operators and collectives of a forward lie within the range of their module. Operators
     of backward carry the sequence number of the forward operator that they belong to, which ``torch.profiler`` draws as
     an arrow. It works by hooks, which are removed at the end: outside of the block nothing is slower; inside, each call
-    costs some microseconds, compiled modules are compiled anew, and ``ParallelMLP(gemm_epilogue=True)`` calls its
-    linears one by one. One thread at a time.
+    costs some microseconds, and compiled modules are compiled anew. One thread at a time.
 
     Communicates nothing.
     """

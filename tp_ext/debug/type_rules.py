@@ -258,26 +258,6 @@ def linear_2d(
     return _column(x, weight, bias, group, activations)
 
 
-@rule
-def parallel_mlp(
-    *,
-    x: Tensor,
-    up_weight: Tensor,
-    up_bias: Tensor,
-    down_weight: Tensor,
-    down_bias: Tensor,
-    group: str,
-    sequence_parallel: bool,
-    up_main_grad: Tensor | None,
-    down_main_grad: Tensor | None,
-    sum_bias_grad: bool,
-) -> Typed:
-    ignored(up_main_grad, down_main_grad)
-    activations = _activations(sequence_parallel)
-    hidden = _column(x, up_weight, up_bias, group, activations)
-    return _row(hidden, down_weight, down_bias, group, activations, sum_bias_grad)
-
-
 def _activations(sequence_parallel: bool) -> str:
     return "tokens" if sequence_parallel else "replicated"
 

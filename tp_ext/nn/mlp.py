@@ -4,14 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _has_any_global_hook
 
 from tp_ext import _ops
 from tp_ext._checks import check_choice, check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from tp_ext.nn.parallel_linear import check_one_axis_options, operands
 from tp_ext.random import Init
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
@@ -36,18 +34,10 @@ class ParallelMLP(ParallelModule):
         bias: in both linears.
         group, sequence_parallel, weight_group, activations, grad_accumulation_fusion, overlap_chunks,
             reshard_after_forward: as :class:`ColumnParallelLinear`; with ``activations="hidden"`` y is sharded as x.
-        gemm_epilogue: runs the block as one operator with bias and activation as epilogue of the GEMMs, and their
-            gradients as epilogue in backward: no separate pass over the activation. For ``activation="gelu_tanh"``,
-            with biases. It is fused on CUDA in bf16 and fp16 where the local ffn is a multiple of 8, by cublasLt's
-            GELU, which is the tanh form, so exact ``gelu`` keeps its kernel. Elsewhere the same is computed in steps.
-            Values equal those without it up to rounding; saved tensors and communication are the same. Where ``up`` or
-            ``down`` has hooks, was replaced (LoRA, FSDP2 on each) or lost its bias, they are called one by one.
-            False by default, since it is slower on an H100 and an H200: docs/reference/performance.md.
         init: initialiser of both weights.
 
     Raises:
-        ValueError: an unknown activation; ``gemm_epilogue`` with another than gelu_tanh, without bias, or with
-            ``overlap_chunks`` above 1, ``weight_group`` or ``activations="hidden"``.
+        ValueError: an unknown activation.
     """
 
     def __init__(
@@ -64,7 +54,6 @@ class ParallelMLP(ParallelModule):
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
         reshard_after_forward: bool = True,
-        gemm_epilogue: bool = False,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -72,13 +61,8 @@ class ParallelMLP(ParallelModule):
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         check_choice(ACTIVATIONS + GATED_ACTIVATIONS, activation=activation)
         check_int(least=1, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        check_flag(bias=bias, gemm_epilogue=gemm_epilogue)
-        if gemm_epilogue:
-            if self.weight_group.size > 1 or activations == "hidden":
-                check_one_axis_options(gemm_epilogue=gemm_epilogue)
-            _check_epilogue(activation, bias, overlap_chunks)
+        check_flag(bias=bias)
         self.activation = activation
-        self.gemm_epilogue = gemm_epilogue
         self.gated = activation in GATED_ACTIVATIONS
         options: dict[str, Any] = {
             "group": group,
@@ -104,9 +88,6 @@ class ParallelMLP(ParallelModule):
             x: ``[.., hidden]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
         """
-        # [Note: GEMM epilogues belong to a block]: hooks of the linears would not run
-        if self.gemm_epilogue and not _has_any_global_hook() and self.is_plain() and self._has_biases():
-            return self._forward_fused(x, total_tokens)
         activate = _ops.gated_act if self.gated else _ops.bias_act
         h, bias = self.up(x, total_tokens)
         y: Tensor = self.down(activate(h, bias, self.activation), total_tokens)
@@ -118,30 +99,8 @@ class ParallelMLP(ParallelModule):
         kinds: dict[str, type] = {"up": ColumnParallelLinear, "down": RowParallelLinear}
         return all(is_plain(getattr(self, name), kind) for name, kind in kinds.items())
 
-    def _has_biases(self) -> bool:
-        return self.up.bias is not None and self.down.bias is not None
-
-    def _forward_fused(self, x: Tensor, total_tokens: int | None) -> Tensor:
-        up, down = self.up, self.down
-        up_weight, up_bias, up_main_grad = operands(up, up.__dict__, None, up._copied)
-        down_weight, down_bias, down_main_grad = operands(down, down.__dict__, None, down._coalesced)
-        assert up_bias is not None and down_bias is not None
-        return _ops.parallel_mlp(
-            x,
-            up_weight,
-            up_bias,
-            down_weight,
-            down_bias,
-            self.tp_group.name,
-            self.sequence_parallel,
-            self.token_sizes(total_tokens, x),
-            up_main_grad,
-            down_main_grad,
-            not down.is_coalesced("bias"),
-        )
-
     def extra_repr(self) -> str:
-        return f"activation={self.activation}" + (", gemm_epilogue=True" if self.gemm_epilogue else "")
+        return f"activation={self.activation}"
 
 
 def is_plain(layer: torch.nn.Module, kind: type) -> bool:
@@ -150,13 +109,3 @@ def is_plain(layer: torch.nn.Module, kind: type) -> bool:
         return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return not any(hooks)
-
-
-def _check_epilogue(activation: str, bias: bool, overlap_chunks: int) -> None:
-    for name, value, rule in (("activation", activation, "gelu_tanh"), ("bias", bias, True)):
-        if value != rule:
-            raise ValueError(f"gemm_epilogue: True must not be combined with {name}={value!r}: it must be {rule!r}")
-    if overlap_chunks != 1:
-        raise ValueError(
-            f"gemm_epilogue: True must not be combined with overlap_chunks={overlap_chunks!r}: it must be 1"
-        )

@@ -13,7 +13,6 @@ CASES = {
 
 ERRORS = [
     ('MLP(4, 8, activation="tanh", group=g)', ValueError, "activation: 'tanh' must be one of .*swiglu"),
-    ("MLP(4, 8, gemm_epilogue=True, group=g)", ValueError, "gemm_epilogue: True must not .* activation='gelu'"),
     ("MLP(4, -8, group=g)", ValueError, "ffn_hidden_size: -8 must be"),
     ('MLP(4, 8, activation="swiglu", group=g)(ones(3, 5))', ValueError, r"x: shape \[3, 5\]"),
 ]
@@ -35,8 +34,7 @@ PLAIN = {"ParallelMLP": ParallelMLP}
 
 
 def _mlp(r, p, dropout):
-    options = {"ffn": r.randint(1, 12), "activation": r.choice(list(ACTIVATIONS)), "bias": r.random() < 0.6}
-    return {**options, "gemm_epilogue": options["activation"] == "gelu_tanh" and options["bias"]}
+    return {"ffn": r.randint(1, 12), "activation": r.choice(list(ACTIVATIONS)), "bias": r.random() < 0.6}
 
 
 class MLP(nn.Module):
@@ -44,8 +42,6 @@ class MLP(nn.Module):
         super().__init__()
         make, self.tell = place.kit.ParallelMLP, place.tell
         kind = {name: options[name] for name in ("activation", "bias")}
-        if options["gemm_epilogue"] and kind == {"activation": "gelu_tanh", "bias": True}:  # or made simpler
-            kind["gemm_epilogue"] = True
         self.mlp = make(config["hidden"], options["ffn"], **kind, **place.linear)
 
     def forward(self, x):
@@ -53,4 +49,4 @@ class MLP(nn.Module):
 
 
 KINDS = {"mlp": Kind(_mlp, MLP)}
-OFF = {"activation": "relu", "bias": False, "gemm_epilogue": False}
+OFF = {"activation": "relu", "bias": False}

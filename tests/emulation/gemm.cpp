@@ -1,6 +1,6 @@
-// csrc/linear_gelu/epilogues.cuh and kernels/gemm.cuh over fake_cublaslt.cpp: every problem against
-// loops written from the formulas, and the wrapper's cache, refusals and errors. Prints each
-// failure; exits with the number of failures.
+// csrc/kernels/gemm.cuh over fake_cublaslt.cpp: products against loops written from the formulas,
+// and the wrapper's cache, refusals and errors. Prints each failure; exits with the number of
+// failures.
 
 #include <cmath>
 #include <cstdio>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "fake_cublaslt.h"
-#include "linear_gelu/epilogues.cuh"
+#include "kernels/gemm.cuh"
 
 namespace {
 
@@ -94,63 +94,10 @@ void done(const Problem& problem, const std::string& what) {
   expect(status.outcome == Outcome::kDone, what + ": " + status.message);
 }
 
-// x sigmoid(1.702..) in the form of kernels/activation.h, not the fake's
-double gelu(double x) {
-  return x / (1 + std::exp(-x * (1.5957691216057308 + 0.07135481627260025 * x * x)));
-}
-double gelu_slope(double x) {
-  const double h = 1e-6;
-  return (gelu(x + h) - gelu(x - h)) / (2 * h);
-}
-
 struct Case {
   int64_t rows, in, out, extra,
       shift;  // extra: how much longer the leading dimensions of x, dy and weight are
 };
-
-void linear_gelu_is_right(cudaDataType type, const Case& c, bool keeps_pre) {
-  const Buffer x(c.rows, c.in, c.in + c.extra, type, c.shift),
-      weight(c.out, c.in, c.in + c.extra, type, c.shift);
-  const Buffer bias(1, c.out, c.out, type), y(c.rows, c.out, c.out, type),
-      pre(c.rows, c.out, c.out, type);
-  const auto problem =
-      linear_gelu(x.matrix(), weight.matrix(), bias.data, y.data, keeps_pre ? pre.data : nullptr);
-  expect(fits_epilogue(problem), "linear_gelu fits");
-  const double untouched = pre.get(0, 0);
-  done(problem, "linear_gelu");
-  const auto before = [&](int64_t i, int64_t j) {
-    double sum = bias.get(0, j);
-    for (int64_t k = 0; k < c.in; ++k) sum += x.get(i, k) * weight.get(j, k);
-    return sum;
-  };
-  if (keeps_pre)
-    pre.is(before, "pre");
-  else
-    expect(pre.get(0, 0) == untouched, "pre is not asked for");
-  y.is([&](int64_t i, int64_t j) { return gelu(before(i, j)); }, "y");
-}
-
-void linear_dgelu_is_right(cudaDataType type, const Case& c) {
-  const Buffer dy(c.rows, c.in, c.in + c.extra, type, c.shift),
-      weight(c.in, c.out, c.out + c.extra, type, c.shift);
-  const Buffer pre(c.rows, c.out, c.out, type), dpre(c.rows, c.out, c.out, type),
-      dbias(1, c.out, c.out, type);
-  const auto problem = linear_dgelu(dy.matrix(), weight.matrix(), pre.data, dpre.data, dbias.data);
-  expect(fits_epilogue(problem), "linear_dgelu fits");
-  done(problem, "linear_dgelu");
-  const auto want = [&](int64_t i, int64_t j) {
-    double sum = 0;
-    for (int64_t k = 0; k < c.in; ++k) sum += dy.get(i, k) * weight.get(k, j);
-    return sum * gelu_slope(pre.get(i, j));
-  };
-  dpre.is(want, "dpre");
-  const auto column = [&](int64_t, int64_t j) {
-    double sum = 0;
-    for (int64_t i = 0; i < c.rows; ++i) sum += want(i, j);
-    return sum;
-  };
-  dbias.is(column, "dbias");
-}
 
 void weight_grad_is_right(cudaDataType type, cudaDataType of_grad, const Case& c) {
   const Buffer dy(c.rows, c.out, c.out + c.extra, type, c.shift),
@@ -239,17 +186,6 @@ void what_is_not_done_is_reported() {
              invalid.message.find("AlgoGetHeuristic: status 7") != std::string::npos,
          "sizes that do not fit: " + invalid.message);
 
-  const Buffer weight(12, 24, 24, CUDA_R_16F), bias(1, 16, 16, CUDA_R_16F),
-      y(5, 16, 16, CUDA_R_16F);
-  expect(!fits_epilogue(linear_gelu(x.matrix(), weight.matrix(), bias.data, y.data, y.data)),
-         "12 is no multiple of 8");
-  const Buffer wide(16, 24, 24, CUDA_R_16F);
-  expect(!fits_epilogue(linear_gelu(x.matrix(), wide.matrix(), bias.data + 2, y.data, y.data)),
-         "bias at 2 bytes");
-  expect(!fits_epilogue(linear_gelu(x.matrix(), wide.matrix(), bias.data, y.data, y.data + 8)),
-         "aux at 8 bytes");
-  expect(fits_epilogue(linear_gelu(x.matrix(), wide.matrix(), bias.data, y.data, y.data)),
-         "16 fits");
   for (const int shift : {2, 4, 16, 64, 256})
     expect(alignment_of(reinterpret_cast<void*>(0x10000 + shift)) == static_cast<uint32_t>(shift),
            "alignment");
@@ -262,9 +198,6 @@ int main() {
                         {2, 1, 16, 0, 0}, {9, 24, 16, 8, 0}, {4, 3, 8, 5, 0},  {6, 10, 8, 3, 1}};
   for (const auto type : {CUDA_R_16BF, CUDA_R_16F}) {
     for (const Case& c : cases) {
-      linear_gelu_is_right(type, c, true);
-      linear_gelu_is_right(type, c, false);
-      linear_dgelu_is_right(type, c);
       weight_grad_is_right(type, CUDA_R_32F, c);
       weight_grad_is_right(type, type, c);
     }
