@@ -84,27 +84,28 @@ def warn_if_a_gpu_is_left_out() -> None:
 
 
 # [Note: files are compiled in units]
-# Loops are compiled alone, since the compiler inlines less in a large unit; shm/core includes no header of torch
 FILES_PER_UNIT = 7
-COMPILED_ALONE = {"csrc/cpu", "csrc/shm/core"}
+# Files of csrc/cpu of which most is loops, and those that include few headers of torch, as all of shm/core
+COMPILED_ALONE = "bias_act", "few_rows_gemm", "gated_act", "half_convert", "norm", "philox_words", "random_fill"
 
 
 def write_units(sources: list[str]) -> list[str]:
     """Returns the files to compile for these; writes those that only include others."""
+    alone = {f"csrc/cpu/{name}.cpp" for name in COMPILED_ALONE}
     folders: dict[str, list[str]] = {}
     units = []
     for file in sources:
-        if file.endswith(".cpp"):
-            folders.setdefault(os.path.dirname(file), []).append(file)
-        else:
+        if not file.endswith(".cpp") or file in alone or file.startswith("csrc/shm/core/"):
             units.append(file)
+        else:
+            folders.setdefault(file.split("/")[1], []).append(file)
     for folder, files in folders.items():
-        if folder in COMPILED_ALONE or len(files) == 1:
+        if len(files) == 1:
             units += files
             continue
         count = -(-len(files) // FILES_PER_UNIT)
         for i in range(count):
-            unit = Path("build/units", f"{folder.removeprefix('csrc/').replace('/', '_')}_{i + 1}_of_{count}.cpp")
+            unit = Path("build/units", f"{folder}_{i + 1}_of_{count}.cpp")
             text = "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files[i::count])
             unit.parent.mkdir(parents=True, exist_ok=True)
             if not unit.exists() or unit.read_text() != text:  # ninja compiles newer files again

@@ -61,11 +61,10 @@ struct CpuBiasAct {
   }
 };
 
-using Primitives = ActivationPrimitives<CpuBiasAct, check_bias_act, 1>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  using Primitives = ActivationPrimitives<CpuBiasAct, check_bias_act, 1>;
   m.impl("_bias_act_fwd", Primitives::fwd);
   m.impl("_bias_act_bwd", Primitives::bwd);
 }

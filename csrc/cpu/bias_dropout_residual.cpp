@@ -56,8 +56,6 @@ struct CpuDropout {
   }
 };
 
-using Primitives = DropoutPrimitives<CpuDropout>;
-
 std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad_in, const Tensor& seed, double p,
                                             int64_t local_inner, int64_t full_inner,
                                             int64_t offset) {
@@ -91,6 +89,7 @@ std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad_in, const Tensor&
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  using Primitives = DropoutPrimitives<CpuDropout>;
   m.impl("_bias_dropout_residual_fwd", Primitives::fwd);
   m.impl("_dropout_bwd", Primitives::bwd);
   m.impl("_bias_dropout_bwd", bias_dropout_bwd);

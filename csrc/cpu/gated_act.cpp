@@ -66,11 +66,10 @@ struct CpuGatedAct {
   }
 };
 
-using Primitives = ActivationPrimitives<CpuGatedAct, check_gated_act, 2>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  using Primitives = ActivationPrimitives<CpuGatedAct, check_gated_act, 2>;
   m.impl("_gated_act_fwd", Primitives::fwd);
   m.impl("_gated_act_bwd", Primitives::bwd);
 }

@@ -13,16 +13,16 @@
 namespace tp_ext {
 namespace {
 
-constexpr int kLanes = 32;  // partial sums per chunk: many vectors wide on any machine
+constexpr int kSums = 32;  // partial sums per chunk: many vectors wide on any machine
 
 template <typename T>
 TP_MULTIVERSION double squared_norm_of(const T* x, int64_t n) {
-  double sum[kLanes] = {};
+  double sum[kSums] = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int k = 0; k < kLanes; ++k) sum[k] += squared(x[i + k]);
+  for (; i + kSums <= n; i += kSums)
+    for (int k = 0; k < kSums; ++k) sum[k] += squared(x[i + k]);
   for (int k = 0; i + k < n; ++k) sum[k] += squared(x[i + k]);
-  for (int half = kLanes / 2; half > 0; half /= 2)
+  for (int half = kSums / 2; half > 0; half /= 2)
     for (int k = 0; k < half; ++k) sum[k] += sum[k + half];
   return sum[0];
 }

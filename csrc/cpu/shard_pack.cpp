@@ -139,11 +139,10 @@ struct CpuShards {
   }
 };
 
-using Primitives = ShardPrimitives<CpuShards>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  using Primitives = ShardPrimitives<CpuShards>;
   m.impl("_unpack_shards", Primitives::unpack);
   m.impl("_pack_shards", Primitives::pack);
 }

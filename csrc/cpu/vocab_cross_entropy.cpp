@@ -77,8 +77,6 @@ void row_grad(const T* x, T* dx, int64_t n, CeRowGrad<acc_t<T>> row) {
   });
 }
 
-int64_t rows_per_thread(int64_t width) { return std::max<int64_t>(1, kGrain / (width + 1)); }
-
 // Every rank checks every target, so that all of them raise. Without exact_size vocab_size is p
 // times this rank's width: only the exchange shows whether all ranks have that width, and whether a
 // target is too large.
@@ -188,11 +186,10 @@ struct CpuLoss {
   }
 };
 
-using Primitives = CrossEntropyPrimitives<CpuLoss>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
+  using Primitives = CrossEntropyPrimitives<CpuLoss>;
   m.impl("_vocab_ce_stats", Primitives::stats);
   m.impl("_vocab_ce_loss", Primitives::loss);
   m.impl("_vocab_ce_bwd", Primitives::bwd);

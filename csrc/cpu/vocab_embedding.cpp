@@ -17,15 +17,13 @@
 namespace tp_ext {
 namespace {
 
-constexpr int64_t kChunk = 1024;
+constexpr int64_t kColumns = 1024;
 
 // Calls f(index type) for int64 and int32 ids
 template <typename F>
 void dispatch_ids(const at::Tensor& ids, F f) {
   ids.scalar_type() == at::kLong ? f(int64_t{}) : f(int32_t{});
 }
-
-int64_t rows_per_thread(int64_t width) { return std::max<int64_t>(1, kGrain / (width + 1)); }
 
 at::Tensor fwd_cpu(const at::Tensor& weight_any, const at::Tensor& ids_any, int64_t vocab_start,
                    int64_t vocab_local, int64_t vocab_size) {
@@ -65,9 +63,9 @@ template <typename T>
 TP_MULTIVERSION void sum_rows(const T* grad, const int64_t* positions, int64_t count,
                               int64_t hidden, T* dw) {
   using A = acc_t<T>;
-  A sum[kChunk];
-  for (int64_t start = 0; start < hidden; start += kChunk) {
-    const int64_t size = std::min(kChunk, hidden - start);
+  A sum[kColumns];
+  for (int64_t start = 0; start < hidden; start += kColumns) {
+    const int64_t size = std::min(kColumns, hidden - start);
     for (int64_t j = 0; j < size; ++j) sum[j] = 0;
     for (int64_t k = 0; k < count; ++k) {
       const T* g = grad + positions[k] * hidden + start;

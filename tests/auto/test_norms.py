@@ -70,7 +70,7 @@ def _applied(group: Any) -> None:
     torch.manual_seed(0)
     model, x = Wrapped(), torch.randn(3, 5, 16)
     auto.apply(auto.plan(model, (x,), 2), model, group, verify=True, example=(x,))
-    assert type(model.norm) is tp_ext.RMSNorm and list(model.norm.state_dict()) == ["weight"]
+    assert isinstance(model.norm, tp_ext.RMSNorm) and list(model.norm.state_dict()) == ["weight"]
 
 
 def test_apply_replaces_them() -> None:
