@@ -377,7 +377,7 @@ BUDGETS = {
     "_ops": 1350,
     "auto": 11200,  # conversions of direct calls, numbers read of parameters
     "checkpoint": 4750,
-    "debug": 2050,
+    "debug": 2100,  # one digest of a model
     "huggingface": 1900,
     "lightning": 350,
     "mesh_program": 1150,

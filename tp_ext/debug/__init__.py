@@ -6,6 +6,7 @@ slightly wrong loss: see docs/guide/debugging.md.
 """
 
 from tp_ext.debug.collective_counts import CollectiveCount, CollectiveCounts, count_collectives
+from tp_ext.debug.digest import sha256
 from tp_ext.debug.model_check import check, findings
 from tp_ext.debug.profiling import annotate
 from tp_ext.debug.replication import assert_replicated
@@ -27,6 +28,7 @@ __all__ = [
     "enable",
     "findings",
     "record_timeline",
+    "sha256",
     "simulate",
     "typecheck",
 ]
