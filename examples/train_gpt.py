@@ -178,6 +178,8 @@ def peak_memory_mib(device: torch.device) -> float:
 
 def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch.device) -> None:
     rank = dist.get_rank()
+    if device.type == "cpu":
+        tp_ext.keep_memory()  # the next step's activations are where those of this step were
     plain_options = saved_form(options, hashlib.sha256(b"".join(texts)).hexdigest())
     check_output(options, plain_options)
     train_text, held_out_text = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from tp_ext.lax import psum as psum
     from tp_ext.lax import psum_scatter as psum_scatter
     from tp_ext.lax import pvary as pvary
+    from tp_ext.memory import keep_memory as keep_memory
     from tp_ext.mesh import init_mesh as init_mesh
     from tp_ext.mesh_program.partition_spec import P as P
     from tp_ext.mesh_program.spmd import spmd as spmd
@@ -112,6 +113,7 @@ _NAMES = {
     "checkpoint.sharded_load": "load_sharded_state_dict",
     "context_layout": "ContextLayout",
     "lax": "all_gather all_to_all axis_index axis_random axis_size pmax pmean pmin ppermute psum psum_scatter pvary",
+    "memory": "keep_memory",
     "mesh": "init_mesh",
     "mesh_program.partition_spec": "P",
     "mesh_program.spmd": "spmd",

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.lib.report import Record, add_options, draw_bars, line, stamp, write
-from benchmarks.lib.timing import Call, TimeOnCuda, extra_bytes, keep_memory, time_on_cpu
+from benchmarks.lib.timing import Call, TimeOnCuda, extra_bytes, time_on_cpu
+from tp_ext import keep_memory
 
 Outputs = torch.Tensor | Sequence[torch.Tensor]
 Forward = Callable[..., Outputs]
@@ -241,7 +242,7 @@ def main(cases_factory: Callable[..., Iterable[Case]]) -> None:
     size = (args.size or (64 if args.device == "cuda" else 16)) << 20
     sized = len(inspect.signature(cases_factory).parameters) == 3
     if args.device == "cpu":
-        keep_memory()
+        keep_memory()  # ours and the peers' tensors: else some calls wait for fresh pages, at random
     run_stamp = stamp(args.device)
     print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
     records: list[Record] = []

@@ -1,6 +1,5 @@
 """The time of one call, on the CPU by the clock, on a GPU by its events; and the memory that it takes there."""
 
-import ctypes
 import time
 from collections.abc import Callable
 
@@ -10,22 +9,6 @@ Call = Callable[[], object]
 
 FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
 LONGEST_PAUSE = 1 << 26  # cycles, some 30 ms: a call that takes the host longer waits for the device by itself
-
-
-def keep_memory(ready: int = 0) -> None:
-    """Makes glibc keep freed memory in the process, ``ready`` bytes of it from now on. Otherwise it returns some of it,
-    depending on the layout of the heap, and the next call waits for fresh pages: 4 ms for 16 MiB, on either side, at
-    random.
-    """
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-    glibc = ctypes.CDLL(None)
-    if not hasattr(glibc, "mallopt"):
-        return
-    glibc.mallopt(M_MMAP_MAX, 0)
-    glibc.mallopt(M_TRIM_THRESHOLD, -1)
-    if ready:
-        glibc.malloc_trim(0)  # free ranges of earlier calls, which may not fit
-        torch.empty(ready, dtype=torch.uint8).fill_(1)
 
 
 def time_on_cpu(call: Call, before: Call | None) -> float:

@@ -10,6 +10,7 @@
 #include "comm/alternative.h"
 #include "comm/collectives.h"
 #include "comm/counter.h"
+#include "memory/keep_memory.h"
 #include "shm/backend.h"
 #include "simulate/backend.h"
 
@@ -64,5 +65,7 @@ PYBIND11_MODULE(_C, m) {
       .def("begin", &GatherOrder::begin, pybind11::call_guard<pybind11::gil_scoped_release>())
       .def("end", &GatherOrder::end, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("gathers_ahead", &GatherOrder::is_running);
+  m.def("keep_memory", &tp_ext::memory::keep);
+  m.def("kept_bytes", &tp_ext::memory::kept_bytes);
   tp_ext::simulate::bind(m);
 }

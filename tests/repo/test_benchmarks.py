@@ -26,7 +26,7 @@ TP = {"megatron-core, gloo", *(f"{name}, {over}" for name in ("DTensor", "ours")
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_as_found():
-    """Restores the state that a script changes: threads and glibc in this process; pins and Megatron's state in the
+    """Restores the state that a script changes: threads and allocator of this process; pins and Megatron's state in the
     ranks, which are closed. They are new at the start too: a pool closes when it has made too many groups."""
     ranks.close()
     threads = torch.get_num_threads()

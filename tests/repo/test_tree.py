@@ -193,6 +193,7 @@ FORBIDDEN = {  # what a folder's files must not include
     "comm": (*CUDA, "args/", "autograd/", "kernels/", "cpu/"),
     "shm": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "types.h"),
     "simulate": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "types.h"),
+    "memory": ("ATen/", "torch/", "args/", "autograd/", "comm/", "kernels/", "cpu/", *CUDA),
     "python": ("args/", "kernels/", "cpu/", *CUDA),
     "": ("args/", "autograd/", "cpu/", *CUDA),
 }
