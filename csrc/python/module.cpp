@@ -1,6 +1,6 @@
 // The Python extension module. Importing it loads the operators. It also exports the build's
 // options, size and rank of a group by its name, the collective counters, functions that call
-// operators without boxing, the shared-memory backend, and that of simulated ranks.
+// operators without boxing, the shared-memory backend, that of simulated ranks, and the planner.
 
 #include <pybind11/chrono.h>
 #include <torch/extension.h>
@@ -10,6 +10,7 @@
 #include "comm/alternative.h"
 #include "comm/collectives.h"
 #include "comm/counter.h"
+#include "python/planner.h"
 #include "shm/backend.h"
 #include "simulate/backend.h"
 
@@ -65,4 +66,5 @@ PYBIND11_MODULE(_C, m) {
       .def("end", &GatherOrder::end, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("gathers_ahead", &GatherOrder::is_running);
   tp_ext::simulate::bind(m);
+  tp_ext::planner::bind(m);
 }

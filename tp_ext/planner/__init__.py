@@ -1,0 +1,36 @@
+"""Planner and simulator of training steps: which layout is fastest, how long its step takes, whether it fits, before a
+machine is rented. No process group and no GPU; seconds, bytes, FLOP/s."""
+
+from tp_ext.planner.goodput import Goodput, goodput
+from tp_ext.planner.layout import Layout
+from tp_ext.planner.machine import Cluster, Device, EfficiencyCurve, Link
+from tp_ext.planner.pipeline import Timeline, simulate_pipeline
+from tp_ext.planner.prediction import CollectiveRow, Prediction, StageMemory, predict
+from tp_ext.planner.presets import SOURCES, cluster, device
+from tp_ext.planner.search import search
+from tp_ext.planner.workload import Block, Op, Workload, from_config, transformer
+
+__all__ = [
+    "SOURCES",
+    "Block",
+    "Cluster",
+    "CollectiveRow",
+    "Device",
+    "EfficiencyCurve",
+    "Goodput",
+    "Layout",
+    "Link",
+    "Op",
+    "Prediction",
+    "StageMemory",
+    "Timeline",
+    "Workload",
+    "cluster",
+    "device",
+    "from_config",
+    "goodput",
+    "predict",
+    "search",
+    "simulate_pipeline",
+    "transformer",
+]
