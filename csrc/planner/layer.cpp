@@ -9,8 +9,9 @@ namespace {
 // Prices the operators of one layer, in their order
 class Pricing {
  public:
-  Pricing(bool is_block, const Workload& workload, const Layout& layout, const Machine& machine)
-      : workload_(workload), layout_(layout), machine_(machine) {
+  Pricing(bool is_block, bool accumulates, const Workload& workload, const Layout& layout,
+          const Machine& machine)
+      : workload_(workload), layout_(layout), machine_(machine), accumulates_(accumulates) {
     tokens_ = double(divide_up(layout.micro_batch * workload.seq, layout.cp));
     split_ = layout.tp > 1 && layout.sequence_parallel;
     own_ = split_ ? double(divide_up(int64_t(tokens_), layout.tp)) : tokens_;
@@ -60,7 +61,7 @@ class Pricing {
     if (group.size <= 1 || payload <= 0) return;
     const double time = axis == Axis::Cp ? machine_.message(group.stride, payload)
                                          : machine_.collective(kind, group, payload);
-    const double exposed = number * std::max(0.0, time - hidden);
+    const double exposed = number * shown(time, hidden);
     const Traffic row{axis, kind, group.size, number, payload, number * time, exposed};
     add_traffic(layer_.traffic, row);
     if (&seconds == &layer_.forward) forward_traffic_.push_back(row);
@@ -100,16 +101,20 @@ class Pricing {
     (op.experts ? layer_.experts : layer_.dense) += weights;
 
     const bool low = op.low_precision;
-    const double forward = times * machine_.gemm(rows, out, in, low);
-    const double input_grad = times * machine_.gemm(rows, in, out, low);
-    const double weight_grad = times * machine_.gemm(in, out, rows, low);
+    const double moved = element * (rows * (in + out) + in * out);
+    const double forward = times * machine_.gemm(rows, out, in, low, moved);
+    const double input_grad = times * machine_.gemm(rows, in, out, low, moved);
+    // Gradients add up over microbatches: parameters of less bytes have theirs in main_grad, to
+    // which the GEMM adds; otherwise autograd adds them in a pass
+    const bool fused = layout_.param_bytes < layout_.grad_bytes;
+    const double sums = accumulates_ && fused ? 2 * layout_.grad_bytes * in * out : 0;
+    const double weight_grad = times * machine_.gemm(in, out, rows, low, moved + sums);
     kernel(layer_.forward, &Seconds::gemm, forward);
     kernel(layer_.input_grad, &Seconds::gemm, input_grad);
     kernel(layer_.weight_grad, &Seconds::gemm, weight_grad);
-    // Gradients add up over microbatches, in the epilogue or in a pass
-    memory(layer_.weight_grad, 2 * layout_.grad_bytes * weights);
-    if (low && layout_.quantized) {
-      memory(layer_.forward, (element + 1) * (times * rows * in + weights));
+    if (accumulates_ && !fused) memory(layer_.weight_grad, 3 * layout_.grad_bytes * weights);
+    if (low && layout_.quantized) {  // weights are cast once in a step
+      memory(layer_.forward, (element + 1) * times * rows * in);
       memory(layer_.input_grad, (element + 1) * times * rows * out);
     }
     if (layout_.param_bytes > element)
@@ -172,8 +177,8 @@ class Pricing {
       // Flash attention's backward has five products for two, at about 0.8 of the forward's speed
       kernel(layer_.input_grad, &Seconds::attention, 2.5 / 0.8 * flops / speed);
     } else {
-      const double products = machine_.gemm(tokens_, keys, op.key_features, false) +
-                              machine_.gemm(tokens_, op.value_features, keys, false);
+      const double products = machine_.gemm(tokens_, keys, op.key_features, false, 0) +
+                              machine_.gemm(tokens_, op.value_features, keys, false, 0);
       kernel(forward, &Seconds::attention, heads * products);
       kernel(layer_.input_grad, &Seconds::attention, 2 * heads * products);
       // Scale, mask and softmax in one pass, dropout in one: of each score read and write
@@ -297,6 +302,7 @@ class Pricing {
   const Workload& workload_;
   const Layout& layout_;
   const Machine& machine_;
+  const bool accumulates_;
   Recompute recompute_;
   bool split_;
   double tokens_, own_, gathered_;  // of the tp group, of this rank, padded ones of the group
@@ -362,9 +368,9 @@ Heads heads_of(int64_t heads, int64_t kv_heads, int64_t tp) {
   return {divide_up(heads / kv_heads, divide_up(tp, kv_heads)), 1};
 }
 
-Layer price(const std::vector<Op>& ops, bool is_block, const Workload& workload,
+Layer price(const std::vector<Op>& ops, bool is_block, bool accumulates, const Workload& workload,
             const Layout& layout, const Machine& machine) {
-  return Pricing(is_block, workload, layout, machine).result(ops);
+  return Pricing(is_block, accumulates, workload, layout, machine).result(ops);
 }
 
 }  // namespace tp_ext::planner

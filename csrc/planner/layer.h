@@ -49,7 +49,8 @@ struct Layer : Costs {
 // Adds the numbers of calls of the same axis, kind, size and payload
 void add_traffic(std::vector<Traffic>& rows, const Traffic& row, double times = 1);
 
-Layer price(const std::vector<Op>& ops, bool is_block, const Workload& workload,
+// `accumulates`: a step has several microbatches
+Layer price(const std::vector<Op>& ops, bool is_block, bool accumulates, const Workload& workload,
             const Layout& layout, const Machine& machine);
 
 // The heads of the rank that has most of them

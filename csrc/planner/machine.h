@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string>
@@ -21,6 +22,14 @@ struct Level {
   double latency, bandwidth;
   int64_t devices;  // that share the level
 };
+
+// Multiprocessors that the kernels of a collective occupy: 16 of an A100's 108
+constexpr double kOccupied = 0.15;
+
+// What a collective adds to a computation during which it runs
+inline double shown(double time, double computed) {
+  return std::max(0.0, time - computed) + kOccupied * std::min(time, computed);
+}
 
 // Ranks at a distance of stride from one another
 struct Group {
@@ -49,7 +58,8 @@ struct Machine {
   int64_t count = 1;
   std::vector<Level> levels;
 
-  double gemm(double m, double n, double k, bool in_blocks) const;
+  // By FLOPs, or by the bytes that it moves if these take longer
+  double gemm(double m, double n, double k, bool in_blocks, double moved) const;
   double collective(Collective kind, Group group, double payload) const;
   // Of a message to the rank at this distance
   double message(int64_t stride, double payload) const;

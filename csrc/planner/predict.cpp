@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "planner/split.h"
 
@@ -39,15 +38,17 @@ Planner::Planner(Workload workload, Machine machine, int64_t global_batch, Sched
       schedules_(std::move(schedules)) {}
 
 const Planner::Layers& Planner::layers(const Layout& layout) {
-  const auto key = std::make_tuple(layout.tp, layout.cp, layout.ep, layout.micro_batch,
-                                   layout.sequence_parallel, layout.overlap_tp, layout.recompute);
+  const bool accumulates = layout.microbatches(global_batch_) > 1;
+  const auto key =
+      std::make_tuple(layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.sequence_parallel,
+                      layout.overlap_tp, layout.recompute, accumulates);
   const auto found = layers_.find(key);
   if (found != layers_.end()) return found->second;
   Layers made;
-  made.first = price(workload_.first, false, workload_, layout, machine_);
-  made.last = price(workload_.last, false, workload_, layout, machine_);
+  made.first = price(workload_.first, false, accumulates, workload_, layout, machine_);
+  made.last = price(workload_.last, false, accumulates, workload_, layout, machine_);
   for (const BlockOps& block : workload_.blocks)
-    made.blocks.push_back(price(block.ops, true, workload_, layout, machine_));
+    made.blocks.push_back(price(block.ops, true, accumulates, workload_, layout, machine_));
   return layers_.emplace(key, std::move(made)).first->second;
 }
 
@@ -55,7 +56,13 @@ std::vector<Planner::Stage> Planner::stages(const Layout& layout) {
   const Layers& priced = layers(layout);
   const int64_t count = layout.pp * layout.virtual_stages;
   auto& split = splits_[count];
-  if (split.empty()) split = split_blocks(workload_.layers, count);
+  if (split.empty()) {
+    // More stages than blocks: the first, and the last, have what is around the blocks alone
+    const int64_t ends = std::max<int64_t>(0, count - workload_.layers);
+    split = split_blocks(workload_.layers, count - ends);
+    if (ends > 0) split.insert(split.begin(), 0);
+    if (ends > 1) split.push_back(0);
+  }
   std::vector<Stage> stages(count);
   size_t kind = 0;
   int64_t left = workload_.blocks.empty() ? 0 : workload_.blocks[0].layers;
@@ -85,8 +92,8 @@ std::vector<Planner::Stage> Planner::stages(const Layout& layout) {
 // share of each is counted.
 void Planner::add_gathers(const Layout& layout, const Layers& layers, Stage& stage) const {
   const double microbatches = double(layout.microbatches(global_batch_));
-  const bool again = layout.zero == 3 && layout.pp == 1;  // for each forward and backward
-  const double rounds = again ? 1 : 1 / microbatches;
+  const bool again = layout.zero == 3 && layout.pp == 1;        // for each backward, too
+  const double rounds = layout.pp == 1 ? 1 : 1 / microbatches;  // a pipeline keeps what it gathers
   for (size_t k = 0; k < stage.blocks.size(); ++k) {
     if (!stage.blocks[k]) continue;
     const Layer& block = layers.blocks[k];
@@ -99,11 +106,11 @@ void Planner::add_gathers(const Layout& layout, const Layers& layers, Stage& sta
     const double gather = time(Collective::AllGather, layout.param_bytes);
     const double reduce = time(Collective::ReduceScatter, layout.grad_bytes);
     const double forward = block.forward.total(), backward = block.backward();
-    stage.forward_gathers += rounds * (number * std::max(0.0, gather - forward) +
+    stage.forward_gathers += rounds * (number * shown(gather, forward) +
                                        std::min(gather, forward));  // nothing precedes the first
     const double both = (again ? gather : 0) + reduce;
-    const double last = number * std::max(0.0, both - backward) + std::min(reduce, backward);
-    const double others = again ? number * std::max(0.0, gather - backward) : 0;
+    const double last = number * shown(both, backward) + std::min(reduce, backward);
+    const double others = again ? number * shown(gather, backward) : 0;
     stage.backward_gathers += (last + others * (microbatches - 1)) / microbatches;
   }
 }
@@ -201,10 +208,10 @@ std::vector<Memory> Planner::memory(const Layout& layout, const std::vector<Stag
     // Two blocks are gathered at once, unless a stage keeps all that it has gathered; without the
     // reduction of every microbatch the gradients of the others wait unsharded
     const bool keeps = layout.zero == 2 || layout.pp > 1;
-    if (gathers)
+    if (gathers && layout.zero == 2)  // of which the parameters are one copy
+      memory.buffers += layout.param_bytes * shard;
+    else if (gathers)
       memory.buffers += layout.param_bytes * (keeps ? whole : std::min(whole, 2 * largest));
-    if (gathers && layout.zero == 2 && !layout.offload)
-      memory.buffers -= memory.parameters / shards;
     if (gathers) memory.buffers += layout.grad_bytes * (microbatches > 1 ? whole : largest);
     // The weights that autocast casts, which backward needs, too
     if (layout.param_bytes > layout.element)
@@ -249,9 +256,9 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
                         double share) {
     if (group.size == 1 || payload <= 0) return;
     const double time = number * machine_.collective(kind, group, payload) / share;
-    const double shown = std::max(0.0, time - hidden);
-    exposed += shown;
-    if (rows) add_traffic(*rows, {Axis::Dp, kind, group.size, number, payload, time, shown});
+    const double seen = shown(time, hidden);
+    exposed += seen;
+    if (rows) add_traffic(*rows, {Axis::Dp, kind, group.size, number, payload, time, seen});
   };
   const Group data = data_group(layout), of_experts = expert_group(layout);
   if (layout.zero < 2) {
@@ -267,21 +274,26 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
            layout.param_bytes * (dense + experts) / double(data.size), 0, 1);
     return exposed;
   }
-  // Their exposed time is in the passes
-  const double gathers = layout.zero == 3 && layout.pp == 1 ? 2 * microbatches : 1;
+  // Their exposed time is in the passes; of each block, and of what is around the blocks
+  const double gathers = layout.pp > 1 ? 1 : microbatches * (layout.zero == 3 ? 2 : 1);
+  const Layers& kinds = layers(layout);
   const double before = exposed;
-  double blocks = 0;
-  for (const int64_t index : own)
-    blocks += double(std::accumulate(stages[index].blocks.begin(), stages[index].blocks.end(), 0L));
-  const double groups = blocks + 1;
-  const auto both = [&](Group group, double parameters) {
-    call(Collective::AllGather, group, gathers * groups, layout.param_bytes * parameters / groups,
-         0, machine_.gather);
-    call(Collective::ReduceScatter, group, groups, layout.grad_bytes * parameters / groups, 0,
-         machine_.gather);
+  const auto both = [&](double number, double dense_of_one, double experts_of_one) {
+    for (const auto& [group, one] :
+         {std::pair(data, dense_of_one), std::pair(of_experts, experts_of_one)}) {
+      call(Collective::AllGather, group, gathers * number, layout.param_bytes * one, 0,
+           machine_.gather);
+      call(Collective::ReduceScatter, group, number, layout.grad_bytes * one, 0, machine_.gather);
+    }
   };
-  both(data, dense);
-  both(of_experts, experts);
+  double rest = dense;
+  for (const int64_t index : own)
+    for (size_t k = 0; k < stages[index].blocks.size(); ++k)
+      if (const double number = double(stages[index].blocks[k]); number > 0) {
+        both(number, kinds.blocks[k].dense, kinds.blocks[k].experts);
+        rest -= number * kinds.blocks[k].dense;
+      }
+  both(1, rest, 0);
   return before;
 }
 
@@ -383,6 +395,15 @@ Prediction Planner::predict(const Layout& layout) {
       for (const Collective kind : {Collective::Send, Collective::Recv})
         add_traffic(rows, {Axis::Pp, kind, layout.pp, outward * microbatches, message_bytes(layout),
                            outward * microbatches * result.send, 0});
+    const auto tied = [&](int64_t end) { return workload_.tied && is_own(end) && outward > 0; };
+    const int64_t last = int64_t(priced.size()) - 1;
+    if (tied(0) != tied(last))  // the gradient of a tied weight, to its other stage and from there
+      for (const Collective kind : {Collective::Send, Collective::Recv}) {
+        const double rows_of_rank = double(divide_up(workload_.vocab, layout.tp));
+        const double payload = rows_of_rank * workload_.hidden * layout.param_bytes + 4;
+        add_traffic(rows, {Axis::Pp, kind, layout.pp, 1, payload,
+                           machine_.message(layout.tp * layout.shards(), payload), 0});
+      }
     const double data = data_time(layout, priced, own[rank], &rows);
     const double optimizer = optimizer_time(layout, result.memory[rank]);
     result.breakdown.dp += data / ranks;

@@ -89,7 +89,8 @@ class Planner {
   Machine machine_;
   int64_t global_batch_;
   Schedules schedules_;
-  std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, Recompute>, Layers> layers_;
+  std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, Recompute, bool>, Layers>
+      layers_;
   std::map<int64_t, std::vector<int64_t>> splits_;
   std::map<std::tuple<std::string, int64_t, int64_t, int64_t>, Sample> samples_;
 };

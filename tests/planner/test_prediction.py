@@ -217,7 +217,7 @@ def test_pictures_and_traces(tmp_path, monkeypatch):
     [
         ({"layout": {"tp": 32}}, ValueError, "must multiply to count, 16"),
         ({"layout": {"tp": 16}, "heads": 8}, ValueError, "tp: 16 must be at most heads, 8"),
-        ({"layout": {"pp": 16}}, ValueError, "pp virtual: 16 must be at most layers, 8"),
+        ({"layout": {"pp": 16}}, ValueError, "pp virtual: 16 must be at most layers \\+ 2, 10"),
         ({"layout": {"ep": 2}}, ValueError, "ep: 2 must be at most experts, 1"),
         ({"global_batch": 8}, ValueError, "dp ep micro_batch: 16 must be at most global_batch, 8"),
         ({"global_batch": 0}, ValueError, "global_batch: 0 must be an integer of at least 1"),

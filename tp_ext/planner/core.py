@@ -15,13 +15,9 @@ _EVERYWHERE = 2**62
 
 def curve_of(cluster: Cluster, dtype: str) -> Any:
     """Returns the efficiency curve of one dtype."""
-    given, made = cluster.device.curve, load().planner.Curve()
-    factor = cluster.factor(f"gemm_{'bf16' if dtype == 'fp16' else dtype}")
-    made.share = given.share_of(dtype) * factor
-    made.tile_m, made.tile_n = given.tile
-    made.units, made.half_k = given.units, given.half_k
-    made.table = [(m, n, k, share * factor) for m, n, k, of, share in given.table if of == dtype]
-    return made
+    device = cluster.device
+    peak = device.flops(dtype) / device.flops("bf16") if dtype != "fp32" and "bf16" in device.peak else 1.0
+    return device.curve.of(dtype, cluster.factor(f"gemm_{'bf16' if dtype == 'fp16' else dtype}"), peak)
 
 
 @functools.lru_cache(maxsize=256)

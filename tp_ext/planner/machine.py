@@ -27,17 +27,20 @@ class EfficiencyCurve(Value):
     """The share of the peak that a GEMM of m x k by k x n reaches.
 
     By formula: ``share q k / (k + half_k)``, where q is the part of the tiles' work that is of the matrix, by the whole
-    tiles and whole waves of ``units`` tiles in which the device computes::
+    tiles and waves of ``units`` tiles in which the device computes::
 
-        q = m n / (ceil(tiles / units) units tile_m tile_n), at most 1; tiles = ceil(m / tile_m) ceil(n / tile_n)
+        waves = ceil(m / tile_m) ceil(n / tile_n) / units, q = m n / ((waves + idle) units tile_m tile_n), at most 1
 
-    and the smaller of two tile sizes, the other one a quarter, where it is better. A measured table comes first: of its
+    idle is what is missing to a first wave, and half of what is missing to the last of several;
+
+    and by tiles of a quarter where these are better. A measured table comes first: of its
     rows ``(m, n, k, dtype, share)`` with the dtype the nearest one, in logarithms.
 
     Attributes:
         share: of each class of :attr:`Device.peak` the share of a large GEMM; a class that is not there has 0.7.
         tile: rows and columns of a tile. units: tiles that are computed at once, the multiprocessors. half_k: the k
-            at which half of ``share`` is reached.
+            at which half of ``share`` is reached in bf16; of another dtype by its peak times more, since what a tile
+            waits for takes equally long.
         attention: share of the bf16 peak of fused attention.
         memory: share of the memory bandwidth that kernels reach.
     """
@@ -65,13 +68,18 @@ class EfficiencyCurve(Value):
         return float(self.share.get(CLASSES.get(dtype, dtype), 0.7))
 
     def __call__(self, m: int, n: int, k: int, dtype: str = "bf16") -> float:
-        """Returns the share of the peak of ``dtype``."""
+        """Returns the share of the peak of ``dtype``, with ``half_k`` as it is."""
         check_int(least=1, m=m, n=n, k=k)
         check_choice(CLASSES, dtype=dtype)
+        return float(self.of(dtype).at(m, n, k))
+
+    def of(self, dtype: str, factor: float = 1.0, peak: float = 1.0) -> Any:
+        """Returns the curve of the library: the shares times a factor, at a peak in units of that of bf16."""
         made = load().planner.Curve()
-        made.share, (made.tile_m, made.tile_n), made.units = self.share_of(dtype), self.tile, self.units
-        made.half_k, made.table = self.half_k, [(*row[:3], row[4]) for row in self.table if row[3] == dtype]
-        return float(made.at(m, n, k))
+        made.share, (made.tile_m, made.tile_n), made.units = self.share_of(dtype) * factor, self.tile, self.units
+        made.half_k = self.half_k * peak
+        made.table = [(*row[:3], row[4] * factor) for row in self.table if row[3] == dtype]
+        return made
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def check_layout(workload: Workload, cluster: Cluster, layout: Layout, global_ba
     assert layout.dp is not None
     limits = {
         "tp": (layout.tp, max(1, workload.heads), "heads"),
-        "pp virtual": (layout.pp * layout.virtual, workload.layers, "layers"),
+        "pp virtual": (layout.pp * layout.virtual, workload.layers + 2, "layers + 2"),
         "cp": (layout.cp, workload.seq, "seq"),
         "ep": (layout.ep, max(1, workload.experts), "experts"),
         "dp ep micro_batch": (layout.dp * layout.ep * layout.micro_batch, global_batch, "global_batch"),

@@ -1,8 +1,9 @@
 """Devices and clusters of public data sheets.
 
-Peaks are dense, without sparsity; bandwidths of links are for one direction. Shares of the peak are priors, which
-:func:`tp_ext.planner.calibrate` corrects: 0.8 of the bf16 peak is what a GEMM reached on an H200 of ours
-(docs/reference/performance.md), 0.85 of the memory's bandwidth what our kernels reach there.
+Peaks are dense, without sparsity. Bandwidths of links are for one direction, 0.8 of the data sheet's for NVLink and 0.9 for
+networks, as NCCL's collectives reach them (370 GB/s of an H100's 450). Shares of the peak are priors, which
+:func:`tp_ext.planner.calibrate` corrects: a GEMM of bf16 reached 0.8 of it on an H200 (docs/reference/performance.md); of the
+memory's bandwidth fused kernels reach 0.85 to 0.9 there, those of other libraries 0.55, so 0.7 is taken.
 """
 
 from typing import NamedTuple
@@ -24,17 +25,18 @@ class _Preset(NamedTuple):
     inner: tuple[float, float, int]
     outer: tuple[float, float]
     share: float = 0.8
+    half_k: float = 128
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
-_NVLINK3, _NVLINK4, _NVLINK5 = (3e-6, 300e9, 8), (3e-6, 450e9, 8), (3e-6, 900e9, 8)
-_RACK = (3e-6, 900e9, 64)  # of the 72 devices of a rack a power of two
-_IB200, _IB400, _IB800 = (8e-6, 25e9), (8e-6, 50e9), (8e-6, 100e9)
+_NVLINK3, _NVLINK4, _NVLINK5 = (3e-6, 240e9, 8), (3e-6, 360e9, 8), (3e-6, 720e9, 8)
+_RACK = (3e-6, 720e9, 64)  # of the 72 devices of a rack a power of two
+_IB200, _IB400, _IB800 = (8e-6, 22.5e9), (8e-6, 45e9), (8e-6, 90e9)
 _AMPERE = {"fp32": 19.5e12, "bf16": 312e12}
 _HOPPER = {"fp32": 67e12, "bf16": 989e12, "fp8": 1979e12}
 _PRESETS = {
-    "a100-40": _Preset(f"{_NVIDIA}a100/", _AMPERE, 1.555e12, 40 * GIB, 108, _NVLINK3, _IB200),
-    "a100-80": _Preset(f"{_NVIDIA}a100/", _AMPERE, 2.039e12, 80 * GIB, 108, _NVLINK3, _IB200),
+    "a100-40": _Preset(f"{_NVIDIA}a100/", _AMPERE, 1.555e12, 40 * GIB, 108, _NVLINK3, _IB200, half_k=192),
+    "a100-80": _Preset(f"{_NVIDIA}a100/", _AMPERE, 2.039e12, 80 * GIB, 108, _NVLINK3, _IB200, half_k=192),
     "h100-sxm": _Preset(f"{_NVIDIA}h100/", _HOPPER, 3.35e12, 80 * GIB, 132, _NVLINK4, _IB400),
     "h100-pcie": _Preset(
         "https://www.nvidia.com/content/dam/en-zz/Solutions/gtcs22/data-center/h100/PB-11133-001_v01.pdf",
@@ -42,7 +44,7 @@ _PRESETS = {
         2.0e12,
         80 * GIB,
         114,
-        (6e-6, 64e9, 8),
+        (6e-6, 51e9, 8),
         _IB200,
     ),
     "h200": _Preset(f"{_NVIDIA}h200/", _HOPPER, 4.8e12, 141 * GIB, 132, _NVLINK4, _IB400),
@@ -88,7 +90,7 @@ _PRESETS = {
         5.3e12,
         192 * GIB,
         304,
-        (5e-6, 448e9, 8),
+        (5e-6, 358e9, 8),
         _IB400,
         0.5,
     ),
@@ -98,7 +100,7 @@ _PRESETS = {
         864e9,
         48 * GIB,
         142,
-        (8e-6, 32e9, 8),
+        (8e-6, 26e9, 8),
         _IB200,
     ),
     # Two cores of an AMD EPYC with AVX-512, measured: docs/reference/performance.md
@@ -125,8 +127,9 @@ def device(name: str) -> Device:
         share={"fp32": preset.share, "bf16": preset.share, "fp8": low, "fp4": low},
         tile=(8, 8) if host else (128, 256),
         units=preset.units,
-        half_k=64 if host else 128,
-        attention=0.3 if host else 0.55,
+        half_k=64 if host else preset.half_k,
+        attention=0.3 if host else 0.5,
+        memory=0.7,
     )
     return Device(
         name,
