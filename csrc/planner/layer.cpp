@@ -154,12 +154,10 @@ class Pricing {
         if (op.bias) tp_call(layer_.weight_grad, AllReduce, features * layout_.element);
       }
     }
-    const Heads own = heads_of(op.heads, op.kv_heads, layout_.tp);
     if (op.heads && op.kv_heads < layout_.tp) {  // copies of k and v: their gradients are summed
-      const double rows = double(own.key) * (op.key_features + op.value_features);
-      const Group copies{layout_.tp / op.kv_heads, 1};
-      call(layer_.weight_grad, Axis::Tp, AllReduce, copies, rows * op.inputs * layout_.element);
-      if (op.bias) call(layer_.weight_grad, Axis::Tp, AllReduce, copies, rows * layout_.element);
+      const double rows = double(op.kv_heads) * (op.key_features + op.value_features);
+      tp_call(layer_.weight_grad, AllReduce, rows * op.inputs * layout_.element);
+      if (op.bias) tp_call(layer_.weight_grad, AllReduce, rows * layout_.element);
     }
   }
 
@@ -195,7 +193,7 @@ class Pricing {
     scores_ += op.fused ? 0 : 5 * tokens_ * heads * keys;
     layer_.saved += tokens_ * values * element + output;
     layer_.saved += op.fused ? 4 * tokens_ * heads : 5 * tokens_ * heads * keys;
-    kept_ += output + (op.fused ? 4 * tokens_ * heads : 0);
+    kept_attention_ += output + (op.fused ? 4 * tokens_ * heads : 0);
 
     // The ring: cp - 1 exchanges of a block of k and v, during the attention to the last one
     const Group ring{layout_.cp, layout_.tp};
@@ -268,8 +266,10 @@ class Pricing {
     const double logits = tokens_ * columns * layout_.element;
     memory(layer_.forward, logits);
     memory(layer_.input_grad, 2 * logits);
-    // The logits with four numbers a row; in backward their gradient
-    layer_.logits += 2 * logits + 16 * tokens_;
+    // The logits with four numbers a row; in backward their gradient. Under autocast torch's loss has
+    // a copy in fp32 and the gradient of that, too
+    const bool autocast = layout_.param_bytes > layout_.element;
+    layer_.logits += 2 * logits + 16 * tokens_ + (autocast ? 8 * tokens_ * columns : 0);
     tp_call(layer_.forward, Collective::AllGather, 16 * (tokens_ + 1) * double(layout_.tp));
   }
 
@@ -285,11 +285,11 @@ class Pricing {
         for (const Traffic& row : forward_traffic_) add_traffic(layer_.traffic, row);
         break;
       case Recompute::Selective:
-        layer_.saved = std::min(all, input + kept_);
+        layer_.saved = std::min(all, input + kept_attention_ + kept_);
         break;
       case Recompute::Half:  // of the results of products every second one
         again.gemm += forward_gemm_ / 2;
-        layer_.saved = std::min(all, input + kept_ / 2);
+        layer_.saved = std::min(all, input + kept_attention_ + kept_ / 2);
         break;
       default:
         again = attention_forward_;
@@ -306,7 +306,7 @@ class Pricing {
   Recompute recompute_;
   bool split_;
   double tokens_, own_, gathered_;  // of the tp group, of this rank, padded ones of the group
-  double kept_ = 0, scores_ = 0, forward_gemm_ = 0;
+  double kept_ = 0, kept_attention_ = 0, scores_ = 0, forward_gemm_ = 0;
   Seconds pointwise_forward_, attention_forward_;
   std::vector<Traffic> forward_traffic_;
   Layer layer_;

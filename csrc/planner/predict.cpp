@@ -197,25 +197,27 @@ std::vector<Memory> Planner::memory(const Layout& layout, const std::vector<Stag
     memory.states = layout.offload ? 0 : layout.state_bytes * (layout.zero >= 1 ? shard : whole);
     if (layout.offload) memory.parameters = memory.gradients = 0;  // and gathered from the host
 
-    double recomputed = 0, largest = 0;
+    double recomputed = 0, largest = 0, around = 0;  // the largest block, and what is around them
     for (const int64_t index : own[rank]) {
       for (size_t k = 0; k < stages[index].blocks.size(); ++k)
         if (stages[index].blocks[k])
           largest = std::max(largest, priced.blocks[k].dense + priced.blocks[k].experts);
       recomputed = std::max(recomputed, stages[index].costs.recomputed);
       memory.logits += stages[index].costs.logits;
+      around += (stages[index].first ? priced.first.dense : 0) +
+                (stages[index].last ? priced.last.dense : 0);
     }
+    const double some = std::min(whole, around + 2 * largest);
     // Two blocks are gathered at once, unless a stage keeps all that it has gathered; without the
     // reduction of every microbatch the gradients of the others wait unsharded
     const bool keeps = layout.zero == 2 || layout.pp > 1;
     if (gathers && layout.zero == 2)  // of which the parameters are one copy
       memory.buffers += layout.param_bytes * shard;
     else if (gathers)
-      memory.buffers += layout.param_bytes * (keeps ? whole : std::min(whole, 2 * largest));
+      memory.buffers += layout.param_bytes * (keeps ? whole : some);
     if (gathers) memory.buffers += layout.grad_bytes * (microbatches > 1 ? whole : largest);
-    // The weights that autocast casts, which backward needs, too
-    if (layout.param_bytes > layout.element)
-      memory.buffers += layout.element * (gathers && !keeps ? std::min(whole, 2 * largest) : whole);
+    // The weights that autocast casts, which backward needs, too; FSDP2 casts what it gathers
+    if (layout.param_bytes > layout.element && !gathers) memory.buffers += layout.element * whole;
 
     memory.buffers += recomputed;
     if (layout.pp == 1) {
@@ -230,12 +232,8 @@ std::vector<Memory> Planner::memory(const Layout& layout, const std::vector<Stag
         memory.activations += held * stages[index].costs.saved;
       }
     }
-    const double constant = memory.parameters + memory.states + memory.buffers;
-    const double transient = memory.activations + memory.logits;
-    // The gradients of a single backward grow while the activations are freed
-    const bool one = layout.pp == 1 && microbatches == 1;
-    memory.peak =
-        constant + (one ? std::max(transient, memory.gradients) : transient + memory.gradients);
+    memory.peak = memory.parameters + memory.gradients + memory.states + memory.activations +
+                  memory.buffers + memory.logits;
   }
   return result;
 }
@@ -278,6 +276,8 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
   const double gathers = layout.pp > 1 ? 1 : microbatches * (layout.zero == 3 ? 2 : 1);
   const Layers& kinds = layers(layout);
   const double before = exposed;
+  double whole_dense = 0;
+  for (const int64_t index : own) whole_dense += stages[index].costs.dense;
   const auto both = [&](double number, double dense_of_one, double experts_of_one) {
     for (const auto& [group, one] :
          {std::pair(data, dense_of_one), std::pair(of_experts, experts_of_one)}) {
@@ -286,14 +286,16 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
       call(Collective::ReduceScatter, group, number, layout.grad_bytes * one, 0, machine_.gather);
     }
   };
-  double rest = dense;
-  for (const int64_t index : own)
+  for (const int64_t index : own) {
+    double rest = stages[index].costs.dense;
     for (size_t k = 0; k < stages[index].blocks.size(); ++k)
       if (const double number = double(stages[index].blocks[k]); number > 0) {
         both(number, kinds.blocks[k].dense, kinds.blocks[k].experts);
         rest -= number * kinds.blocks[k].dense;
       }
-  both(1, rest, 0);
+    // Of one stage a tied weight is one
+    both(1, layout.pp == 1 ? rest - (whole_dense - dense) : rest, 0);
+  }
   return before;
 }
 
@@ -400,7 +402,9 @@ Prediction Planner::predict(const Layout& layout) {
     if (tied(0) != tied(last))  // the gradient of a tied weight, to its other stage and from there
       for (const Collective kind : {Collective::Send, Collective::Recv}) {
         const double rows_of_rank = double(divide_up(workload_.vocab, layout.tp));
-        const double payload = rows_of_rank * workload_.hidden * layout.param_bytes + 4;
+        const double elements =
+            rows_of_rank * workload_.hidden / (layout.zero >= 2 ? double(layout.shards()) : 1);
+        const double payload = elements * layout.param_bytes + 4;
         add_traffic(rows, {Axis::Pp, kind, layout.pp, 1, payload,
                            machine_.message(layout.tp * layout.shards(), payload), 0});
       }

@@ -9,14 +9,7 @@ from tp_ext import planner
 from tp_ext.planner import Layout
 
 FILE = Path(__file__).parent / "published_steps.csv"
-MACHINES = {
-    "GB300": "gb300",
-    "GB200": "gb200",
-    "H100": "h100-sxm",
-    "A100-80": "a100-80",
-    "B200": "b200",
-    "B300": "b300",
-}
+MACHINES = {"GB300": "gb300", "GB200": "gb200", "H100": "h100-sxm", "A100-80": "a100-80"}
 DTYPES = {"FP8": "fp8", "FP8-CS": "fp8", "": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4", "fp16": "bf16", "bf16": "bf16"}
 DTYPES |= {"fp8": "fp8", "fp8 tensorwise": "fp8", "fp8 rowwise": "fp8"}
 RECOMPUTE = {"": None, "full": "full", "sac": "half", "selective+sp": "attention"}
@@ -46,7 +39,7 @@ def _row(read):
     old = table in "CE"
     # Between these: fp16 as bf16, blocks of GPT without flash attention; Megatron's distributed optimizer is ZeRO 1
     workload = _workload(tuple(sizes.items()), old)
-    sharded = int(read["fsdp"] or 0) > 1 or read["kind"] == "zero3"
+    sharded = int(read["fsdp"] or 0) > 1 or read["kind"] == "zero3" or table == "D"  # torchtitan: over cp, too
     zero = 3 if sharded else 1 if table == "A" else 0
     layout = Layout(
         **number,
@@ -91,11 +84,10 @@ def _workload(sizes, old):
 def rows():
     """All rows whose model and layout are known."""
     with FILE.open() as file:
-        return [
-            _row(read)
-            for read in csv.DictReader(file)
-            if read["hidden/layers/heads/kv/ffn/vocab"] and read["micro_batch"]
-        ]
+        known = (
+            read for read in csv.DictReader(file) if read["hidden/layers/heads/kv/ffn/vocab"] and read["micro_batch"]
+        )
+        return [_row(read) for read in known]
 
 
 def groups():

@@ -118,3 +118,18 @@ def test_layouts_of_one_model_are_ranked_as_measured(compared):
                 pairs += 1
                 right += (one < other) == (predicted < predicted_other)
     assert pairs >= 5 and right >= 0.9 * pairs
+
+
+def test_memory_of_torchtitan(compared):
+    """What the allocator reserved in the compiled runs of 8B; and what 8 to 128 devices free."""
+    peaks = {
+        (row.devices, row.layout.dtype): (max(one.peak for one in got.memory) / 2**30, float(row.columns["peak_gib"]))
+        for row, got, _ in compared
+        if (row.table, row.model, row.release) == ("D", "8B", "2024-12")
+        and row.columns["recompute"] == "sac"
+        and row.use != "reported"
+    }
+    assert len(peaks) == 4
+    for predicted, published_peak in peaks.values():
+        assert 0.85 <= predicted / published_peak <= 1.02
+    assert peaks[8, "bf16"][0] - peaks[128, "bf16"][0] == pytest.approx(15.0, rel=0.08)

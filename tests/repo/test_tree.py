@@ -396,7 +396,7 @@ BUDGETS = {
     "optim": 1150,
     "outside": 1900,
     "parallel": 3650,
-    "planner": 1850,
+    "planner": 2200,
     "simulation": 850,
     "verify": 1550,
 }

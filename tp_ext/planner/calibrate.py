@@ -29,12 +29,13 @@ def calibrate(cluster: Cluster, rows: Sequence[Row]) -> Cluster:
     """Returns the cluster with constants by which predictions come closest to measured steps.
 
     At most five factors: the speed of GEMMs of each dtype of the rows, ``attention`` if they have other lengths,
-    ``inner`` if a row has tp, ``memory``, ``gather`` if one has ZeRO 2 or 3, ``outer`` if one crosses nodes. They minimise
+    ``inner`` if a row has tp, ``memory``, ``gather`` if one has ZeRO 2 or 3, ``outer`` if one crosses nodes. They
+    minimise
 
         sum (log(predicted / measured) / 0.02)^2 + sum (log(factor) / prior)^2
 
-    with priors of 0.2 for kernels, 0.3 and 0.5 for links, 1.5 for ``gather``, so that one row is enough, and what no row
-    shows stays at 1.
+    with priors of 0.2 for kernels, 0.3 and 0.5 for links, 1.5 for ``gather``, so that one row is enough, and what no
+    row shows stays at 1.
 
     Args:
         rows: tuples (workload, layout, global_batch, seconds[, count]).

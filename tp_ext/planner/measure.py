@@ -24,8 +24,8 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
     """Measures this machine: a device for each rank of ``group``, joined by one level of links.
 
     Times the best of repeated runs of GEMMs of fp32 and bf16 (a table for :class:`EfficiencyCurve`; the peak is the
-    fastest of them), of a sum of large tensors, of a kernel of one element, and of all-reduces of 4 KiB and 16 MiB, from
-    which latency and bandwidth of a ring follow.
+    fastest of them), of a sum of large tensors, of a kernel of one element, and of all-reduces of 4 KiB and 16 MiB,
+    from which latency and bandwidth of a ring follow.
 
     Args:
         device: default: the current GPU, or the CPU without one. group: ranks that measure at the same time, as they

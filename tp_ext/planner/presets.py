@@ -1,9 +1,9 @@
 """Devices and clusters of public data sheets.
 
-Peaks are dense, without sparsity. Bandwidths of links are for one direction, 0.8 of the data sheet's for NVLink and 0.9 for
-networks, as NCCL's collectives reach them (370 GB/s of an H100's 450). Shares of the peak are priors, which
-:func:`tp_ext.planner.calibrate` corrects: a GEMM of bf16 reached 0.8 of it on an H200 (docs/reference/performance.md); of the
-memory's bandwidth fused kernels reach 0.85 to 0.9 there, those of other libraries 0.55, so 0.7 is taken.
+Peaks are dense, without sparsity. Bandwidths of links are for one direction, 0.8 of the data sheet's for NVLink and 0.9
+for networks, as NCCL's collectives reach them (370 GB/s of an H100's 450). Shares of the peak are priors, which
+:func:`tp_ext.planner.calibrate` corrects: a GEMM of bf16 reached 0.8 of it on an H200 (docs/reference/performance.md);
+of the memory's bandwidth fused kernels reach 0.85 to 0.9 there, those of other libraries 0.55, so 0.7 is taken.
 """
 
 from typing import NamedTuple
